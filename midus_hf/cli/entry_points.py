@@ -25,7 +25,6 @@ COMMANDS = {
     "edit": "edit",
     "bank": "bank",
     "cluster": "clusters",
-    "reproduce": "reproduce",
     "flops": "flops",
 }
 

@@ -20,7 +20,13 @@ _COMMAND_BY_KEY = {
 
 
 def read_recipe(options_class: type[Options], path: str | Path, overrides: Sequence[str]) -> Options:
-    """Return the options of a YAML file as a dataclass; words `key=value` replace some of them.
+    """Return the options of a YAML file as a dataclass.
+
+    Args:
+        options_class: The dataclass.
+        path: The file.
+        overrides: Words behind the file, of which each replaces keys: `key=value`, or the path of another YAML file, whose
+            mappings are merged with those before.
 
     Raises:
         ValueError: As `read_config`. If the file is for another command, the message names that command.
@@ -28,12 +34,28 @@ def read_recipe(options_class: type[Options], path: str | Path, overrides: Seque
     values = read_mapping(path)
     present = {*values, *(word.partition("=")[0] for word in overrides)}
     try:
-        return from_mapping(options_class, with_overrides(options_class, values, overrides))
+        for word in overrides:
+            if word.endswith((".yaml", ".yml")) and "=" not in word:
+                values = _merged(values, read_mapping(word))
+            else:
+                values = with_overrides(options_class, values, [word])
+        return from_mapping(options_class, values)
     except ValueError as error:
         other = other_command(options_class, path, present)
         if other is None:
             raise
         raise ValueError(other) from error
+
+
+def _merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return a mapping with changes; where both hold a mapping, the two are merged in the same way."""
+    merged = dict(values)
+    for key, change in changes.items():
+        before = merged.get(key)
+        if isinstance(before, dict) and isinstance(change, dict):
+            change = _merged(before, change)
+        merged[key] = change
+    return merged
 
 
 def other_command(options_class: type, path: str | Path, keys: Iterable[str]) -> str | None:

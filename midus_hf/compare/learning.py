@@ -1,7 +1,6 @@
-"""Learning and forgetting in nats: of one run, over several seeds, and of several runs at equal learning."""
+"""Learning and forgetting in nats, of one run and over several seeds."""
 
 import dataclasses
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,15 +27,10 @@ def origin(result: Result, base: Result) -> Point:
     return Point(0, 0, None, {name: loss - lost[name] for name, loss in result.start.losses.items()})
 
 
-def path(result: Result, base: Result, domain: Sequence[str], retention: Sequence[str]) -> list[tuple[float, float]]:
-    """Return a pair (learned, forgotten) per point of a run's curve, both in nats per token.
-
-    Learned is how far the mean loss of the domain lies below that of `origin`, forgotten how far the mean loss of the retention
-    texts lies above it.
-    """
-    zero = origin(result, base)
-    loss, kept = mean_loss(zero, domain), mean_loss(zero, retention)
-    return [(loss - mean_loss(point, domain), mean_loss(point, retention) - kept) for point in result.curve]
+def falls(result: Result, base: Result, texts: Sequence[str]) -> list[float]:
+    """Return how far the mean loss of some texts lies below that of `origin` at each point of a run's curve, in nats per token."""
+    start = mean_loss(origin(result, base), texts)
+    return [start - mean_loss(point, texts) for point in result.curve]
 
 
 def by_rate(results: Iterable[Result]) -> dict[str, list[Result]]:
@@ -50,37 +44,14 @@ def by_rate(results: Iterable[Result]) -> dict[str, list[Result]]:
 def best_rate(results: Sequence[Result], domain: Sequence[str]) -> Rate:
     """Return the rate at which the mean loss of the domain ends lowest; of equal rates, the first.
 
-    Only the rates that `compared` returns are considered, and of their results only the seeds that these rates share. If they
-    share no seed, all results count.
+    Only the rates with the most seeds count: a rate at which a seed failed is not compared with complete ones.
     """
-    rates, seeds = compared(results)
-
-    def loss(name: str) -> float:
-        counted = [result for result in rates[name] if result.seed in seeds or not seeds]
-        return statistics.fmean(mean_loss(result.end, domain) for result in counted)
-
-    return rates[min(rates, key=loss)][0].rate
-
-
-def compared(results: Sequence[Result]) -> tuple[dict[str, list[Result]], set[int]]:
-    """Return the results by rate that the best rate is chosen from, and the seeds that these rates share.
-
-    These are the rates with the most seeds: a rate at which a seed failed is not compared with complete ones. The set of seeds is
-    empty if the rates share none.
-    """
-    groups = by_rate(results)
-    most = max(map(len, groups.values()))
-    whole = {name: group for name, group in groups.items() if len(group) == most}
-    return whole, set.intersection(*({result.seed for result in group} for group in whole.values()))
-
-
-def forgotten_at(learned: float, moments: Sequence[tuple[float, float]]) -> float | None:
-    """Return the nats that a run had forgotten when it first reached an amount of learning, interpolated between measurements."""
-    for before, here in itertools.pairwise(moments):
-        if before[0] < learned <= here[0]:
-            share = (learned - before[0]) / (here[0] - before[0])
-            return before[1] + share * (here[1] - before[1])
-    return None
+    groups = by_rate(results).values()
+    most = max(map(len, groups))
+    whole = [group for group in groups if len(group) == most]
+    if len(whole) > 1:
+        whole.sort(key=lambda group: statistics.fmean(mean_loss(result.end, domain) for result in group))
+    return whole[0][0].rate
 
 
 @dataclasses.dataclass(frozen=True)

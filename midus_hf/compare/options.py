@@ -127,6 +127,35 @@ class VariantOptions:
 
 
 @dataclasses.dataclass(kw_only=True)
+class PaperOptions:
+    """Numbers that a paper prints, which the report puts below ours.
+
+    Args:
+        title: Title of the paper's table.
+        columns: The task or the text that each column of the table measures, by the column's name: an accuracy in per cent, or a
+            perplexity. Null stands for the mean of the accuracies.
+        trained: The paper's numbers after training, one per column in order, by variant; null where the paper has none.
+        tuned: The paper's numbers after fine-tuning, in the same form. Default: none.
+
+    Raises:
+        ValueError: If a variant has not one number per column.
+    """
+
+    title: str
+    columns: dict[str, str | None]
+    trained: dict[str, list[float | None]]
+    tuned: dict[str, list[float | None]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for stage in ("trained", "tuned"):
+            for name, numbers in getattr(self, stage).items():
+                if len(numbers) != len(self.columns):
+                    raise ValueError(
+                        f"paper.{stage}.{name} has {len(numbers)} numbers; expected {len(self.columns)}, one per column."
+                    )
+
+
+@dataclasses.dataclass(kw_only=True)
 class Comparison:
     """Options of a comparison: variants that are trained on the same text from the same base, and measured alike.
 
@@ -137,8 +166,9 @@ class Comparison:
         train: Keys of `midus train` that all variants share, or the path of a recipe. Among them are `corpus` and `max_steps`, the
             budget of tokens.
         fine_tune: Keys of `midus sft`, or the path of a recipe: trained models are fine-tuned and measured again. Default: none.
-        domain: Paths of held-out texts that resemble the corpus, by name; learning is measured on them. `midus compare` needs
-            at least one. Default: none, which is allowed only if there are `tasks`.
+        only: Names of the variants to run and to report. Default: all.
+        domain: Paths of held-out texts that resemble the corpus, by name; learning is measured on them. Default: none, which is
+            allowed if there are `tasks`, one rate for each variant, and no `controls`.
         retention: Paths of texts outside the domain, by name; forgetting is measured on them. Default: none.
         tasks: Options of `TaskOptions`. Default: none.
         trained_parameters: Budget of trained parameters, to which variants with `fit` are sized. Default: none.
@@ -150,6 +180,7 @@ class Comparison:
             all that the memory has, false for none. Default: true.
         keep_models: Whether upscaled and trained models stay. Default: false, each model is removed once it has been measured.
         trust_remote_code: Whether to run code that comes with the base. Default: false.
+        paper: Options of `PaperOptions`: the numbers of a paper's table that the variants reproduce. Default: none.
 
     Raises:
         ValueError: If a value lies outside its range or contradicts another.
@@ -158,6 +189,7 @@ class Comparison:
     base: str
     output_dir: str
     variants: dict[str, VariantOptions]
+    only: list[str] | None = None
     train: dict[str, Any] | str
     fine_tune: dict[str, Any] | str | None = None
     domain: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -170,21 +202,24 @@ class Comparison:
     controls: list[str] | bool = True
     keep_models: bool = False
     trust_remote_code: bool = False
+    paper: PaperOptions | None = None
 
     def __post_init__(self) -> None:
         for name in ("variants", "seeds"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty; expected one or more.")
-        if not self.domain and self.tasks is None:
-            raise ValueError(
-                "domain is empty, and there are no tasks; expected something by which learning is measured."
-            )
+        self._check_domain()
+        for name in self.only or ():
+            if name not in self.variants:
+                raise ValueError(f"only has {name!r}; expected some of: {', '.join(self.variants)}.")
         for kind, (pattern, signs) in _NAMES.items():
             for name in getattr(self, kind):
                 if not (isinstance(name, str) and pattern.fullmatch(name)):
                     raise ValueError(
                         f"{kind} has {name!r}; expected a name of letters, {signs}. Rename it, or put a number in quotes."
                     )
+        if "base" in self.variants:
+            raise ValueError("variants has 'base', which is what the base itself is called; give it another name.")
         for name in self.variants:
             of, _, control = name.rpartition("+")
             if of in self.variants and control in CONTROLS:
@@ -210,6 +245,27 @@ class Comparison:
                 )
         check_rates(self.rates)
         _check_controls(self.controls)
+
+    def _check_domain(self) -> None:
+        """Check that there is something by which learning is measured and, where there is a choice, the best rate chosen."""
+        if self.domain:
+            return
+        if self.tasks is None:
+            raise ValueError(
+                "domain is empty, and there are no tasks; expected something by which learning is measured."
+            )
+        several = [name for name, variant in self.variants.items() if len(variant.rates or self.rates or ()) > 1]
+        controlled = [
+            name
+            for name, variant in self.variants.items()
+            if (variant.controls is None and self.controls) or variant.controls
+        ]
+        for names, what in ((several, "several rates"), (controlled, "null controls")):
+            if names:
+                raise ValueError(
+                    f"domain is empty, and {names[0]} has {what}; expected held-out text by which learning is measured. Give some, "
+                    "or one rate for each variant and controls: false."
+                )
 
     @property
     def texts(self) -> dict[str, str]:

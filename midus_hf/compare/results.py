@@ -1,4 +1,4 @@
-"""Result of one run, as a JSON file."""
+"""Results of runs, one JSON file each: its presence means that the run is done."""
 
 import dataclasses
 import json
@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.files.whole_files import whole_file
-
-RESULT_FILE = "result.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +37,9 @@ class Result:
     command, `midus eval`, where it is shuffled or fine-tuned. `controls` are the null controls that the memory has, with what each
     changes; a run that is itself a null control has `control` and `control_of`, its name and its variant. `starts_at_base` says
     whether the upscaled model was verified to compute bit for bit what the base computes; None where nothing was upscaled or
-    verified. `is_causal` says whether every token is computed without later tokens. `peak_memory_bytes` is what PyTorch allocated
-    on a GPU, else the resident memory of the training process. `request` is everything that the result depends on; empty in results
-    of the base that older versions wrote.
+    verified. `is_causal` says whether every token is computed without later tokens. `tokens` and `seconds` are those of training.
+    `peak_memory_bytes` is what PyTorch allocated on a GPU, else the resident memory of the process, up to the end of training.
+    `request` is everything that the result depends on.
     """
 
     variant: str
@@ -59,6 +57,7 @@ class Result:
     control_of: str | None = None
     new_parameters: int = 0
     trained_parameters: int = 0
+    tokens: int = 0
     starts_at_base: bool | None = None
     is_causal: bool = True
     seconds: float = 0.0
@@ -86,13 +85,23 @@ class Result:
         return Measured(curve if self.saved is None else self.saved, self.tasks)
 
 
+def result_file(folder: Path) -> Path:
+    """Return the path of the result of the run with a folder."""
+    return folder.parent / f"{folder.name}.json"
+
+
+def log_file(folder: Path) -> Path:
+    """Return the path of what the process of the run with a folder prints."""
+    return folder.parent / f"{folder.name}.log"
+
+
 def read_result(folder: Path) -> Result | None:
-    """Return the result in the folder of a run or of the base; None if there is no result yet."""
-    path = folder / RESULT_FILE
+    """Return the result of the run with a folder; None if there is no result yet."""
+    path = result_file(folder)
     if not path.is_file():
         return None
     values = json.loads(path.read_text(encoding="utf-8"))
-    tuned = values.get("tuned")
+    tuned = values["tuned"]
     inner = {
         "curve": [Point(**point) for point in values["curve"]],
         "tuned": None if tuned is None else Measured(**tuned),
@@ -101,6 +110,8 @@ def read_result(folder: Path) -> Result | None:
 
 
 def write_result(folder: Path, result: Result) -> None:
-    """Write a result to the folder of a run or of the base, whole or not at all."""
-    with whole_file(folder / RESULT_FILE) as path:
-        path.write_text(json.dumps(dataclasses.asdict(result), indent=1), encoding="utf-8")
+    """Write the result of the run with a folder, whole or not at all."""
+    path = result_file(folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as partial:
+        partial.write_text(json.dumps(dataclasses.asdict(result), indent=1), encoding="utf-8")

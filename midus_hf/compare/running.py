@@ -1,7 +1,6 @@
-"""Runs of a comparison, several at a time: finished runs are kept, interrupted ones resumed, and failures reported."""
+"""The runs of a comparison and their processes, several at a time: finished runs are skipped, failures are reported."""
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -9,228 +8,140 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from tqdm import tqdm
 
-from midus_hf.compare.measuring import base_request
+from midus_hf.compare.learning import best_rate
+from midus_hf.compare.one_run import specification
 from midus_hf.compare.options import Comparison
-from midus_hf.compare.results import read_result
-from midus_hf.compare.run_process import FAILURE, specify
-from midus_hf.compare.runs import Run, changed_keys, runs_of
-from midus_hf.compare.variants import Variant
-from midus_hf.compare.workplace import BASE, Workplace, control_runs, results_of
+from midus_hf.compare.results import Result, log_file, read_result
+from midus_hf.compare.runs import Run, base_run, changed_keys, runs_of
+from midus_hf.compare.variants import Variant, control_variants
 from midus_hf.files.locks import lock_or_warn
 
 _SECONDS_BETWEEN_LOOKS = 0.2
-_SAID = "said.txt"
-_REMEDY = "Give the variant another name, choose"
 
 
-class ShownProgress(Progress):
-    """Progress on standard error: a bar of runs on a terminal, and everywhere a line per run that ends.
+def run_all(
+    comparison: Comparison, variants: Sequence[Variant], jobs: int = 1, devices: Sequence[str] = ()
+) -> dict[str, str]:
+    """Do all runs that have no result yet, and return why runs failed, by name.
 
-    Runs that were done before are counted without a line.
-    """
-
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        super().__init__(
-            SpinnerColumn(),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("runs"),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}"),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._began: dict[str, float] = {}
-        self._runs = self.add_task("", total=0)
-
-    def planned(self, runs: int) -> None:
-        """Add to the number of runs that are to be done."""
-        self.update(self._runs, total=(self.tasks[0].total or 0) + runs)
-
-    def began(self, name: str) -> None:
-        """Show that work on a run, or on the base, began."""
-        self._began[name] = time.monotonic()
-        self.update(self._runs, description=", ".join(self._began))
-
-    def ended(self, name: str, failure: str | None) -> None:
-        """Show that a run or the base is done or, if `failure` says why, that it failed."""
-        began = self._began.pop(name, None)
-        self.update(self._runs, advance=1, description=", ".join(self._began))
-        if began is not None:
-            line = f"{name}: {f'failed: {failure}' if failure else 'done'} ({time.monotonic() - began:.0f} s)"
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-class Running:
-    """Execution of a comparison.
-
-    The base comes first, then the first seed of every variant in their order, then the second seed, and so on. Once all runs of a
-    variant have ended, its null controls come next, at the variant's best rate; after these, its upscaled models are removed.
+    The base comes first, then the first seed of every variant in their order, then the second seed, and so on, and at the end the
+    null controls, each at the best rate of its variant.
 
     Args:
         comparison: The comparison, resolved by `plan`.
         variants: Variants that `plan` returned.
-        progress: What runs are told to as they begin and end.
         jobs: Number of runs at a time, if there are no `devices`. Default: 1.
         devices: Numbers of GPUs. Each run gets one GPU, and one run per GPU works at a time. Default: empty, every run sees all GPUs.
+
+    Raises:
+        ValueError: If the folder has a result of another request, or another comparison runs in the same folder.
     """
+    places = list(devices) if devices else [None] * jobs
+    with _alone_in(Path(comparison.output_dir)):
+        base = base_run(comparison)
+        runs = [run for variant in variants for run in runs_of(variant, comparison)]
+        known_controls = [run for variant in variants for run in control_runs(variant, comparison)]
+        for run in (base, *runs, *known_controls):
+            _check_same(run, comparison)
+        failures = _do([base], comparison, places)
+        if failures:
+            return failures
+        failures = _do(sorted(runs, key=lambda run: comparison.seeds.index(run.seed)), comparison, places)
+        controls = [run for variant in variants for run in control_runs(variant, comparison)]
+        for run in controls:
+            _check_same(run, comparison)
+        return failures | _do(controls, comparison, places)
 
-    def __init__(
-        self,
-        comparison: Comparison,
-        variants: Sequence[Variant],
-        progress: ShownProgress,
-        jobs: int = 1,
-        devices: Sequence[str] = (),
-    ):
-        self.comparison, self.progress = comparison, progress
-        self.variants = {variant.name: variant for variant in variants}
-        self.workplace = Workplace(Path(comparison.output_dir))
-        # Why runs failed, by the name of the run.
-        self.failures: dict[str, str] = {}
-        self._free: deque[str | None] = deque(devices) if devices else deque([None] * jobs)
-        self._threads = max(1, (os.cpu_count() or 1) // len(self._free))
-        # Runs, None for the base; and how many runs of each variant, or then of its null controls, have not ended.
-        self._waiting: deque[Run | None] = deque()
-        self._left: dict[str, int] = {}
-        self._running: dict[subprocess.Popen[bytes], tuple[Run | None, str | None]] = {}
 
-    def run(self) -> None:
-        """Do all runs that are not done yet; failures are collected in `failures`.
+def control_runs(variant: Variant, comparison: Comparison) -> list[Run]:
+    """Return the runs of a variant's null controls, at the best rate of the runs that are done; none before one is done."""
+    results = _results(runs_of(variant, comparison), comparison)
+    if not (results and variant.controls and variant.upscale is not None):
+        return []
+    rate = best_rate(results, list(comparison.domain))
+    controls = control_variants(variant, results[0].controls, rate)
+    return [run for control in controls for run in runs_of(control, comparison)]
 
-        Raises:
-            ValueError: If the folder has a result of another request, another comparison runs in the same folder, or several runs
-                at a time are wanted on a file system without locks.
-        """
-        with _alone_in(self.workplace.root) as is_guarded:
-            if not is_guarded and len(self._free) > 1:
-                raise ValueError(
-                    f"output_dir is {str(self.workplace.root)!r}, whose file system has no locks, by which runs that share an "
-                    "upscaled model wait for one another; expected one run at a time. Choose --jobs 1 without --devices, or "
-                    "another output."
-                )
-            _check_same(self.workplace.root / BASE, base_request(self.comparison), "Choose")
-            for variant in self.variants.values():
-                runs, controls = self._runs_and_controls(variant)
-                self._check_same([*runs, *controls])
-            try:
-                self._work([None])
-                if BASE not in self.failures:
-                    # Every variant gets its first seed before any gets its second.
-                    of_variants = {name: runs_of(variant, self.comparison) for name, variant in self.variants.items()}
-                    self._left = {name: len(runs) for name, runs in of_variants.items()}
-                    runs = [run for runs in of_variants.values() for run in runs]
-                    in_order: list[Run] = sorted(runs, key=lambda run: self.comparison.seeds.index(run.seed))
-                    self._work(in_order)
-            finally:
-                self._terminate()
 
-    def _runs_and_controls(self, variant: Variant) -> tuple[list[Run], list[Run]]:
-        runs = runs_of(variant, self.comparison)
-        return runs, control_runs(variant, results_of(runs, self.workplace), self.comparison)
+def collect(comparison: Comparison, variants: Sequence[Variant]) -> tuple[Result | None, list[Result], int]:
+    """Return the result of the base, if there is one, the results of all runs that are done, and the number of the others."""
+    runs = [run for variant in variants for run in (*runs_of(variant, comparison), *control_runs(variant, comparison))]
+    results = _results(runs, comparison)
+    return read_result(base_run(comparison).folder(comparison)), results, len(runs) - len(results)
 
-    def _check_same(self, runs: Sequence[Run]) -> None:
-        for run in runs:
-            _check_same(self.workplace.run_folder(run), run.request(self.comparison), _REMEDY)
 
-    def _work(self, runs: Sequence[Run | None]) -> None:
-        """Do runs, and the null controls that follow them."""
-        self._waiting.extend(runs)
-        self.progress.planned(len(runs))
-        while self._waiting or self._running:
-            while self._waiting and self._free:
-                self._begin(self._waiting.popleft())
-            ended = [process for process in self._running if process.poll() is not None]
-            for process in ended:
-                run, device = self._running.pop(process)
-                self._free.append(device)
-                self._note_failure(run, process.returncode)
-                self._end(run)
-            if not ended and self._running:
+def _results(runs: Sequence[Run], comparison: Comparison) -> list[Result]:
+    return [result for run in runs if (result := read_result(run.folder(comparison))) is not None]
+
+
+def _do(runs: Sequence[Run], comparison: Comparison, places: Sequence[str | None]) -> dict[str, str]:
+    """Do the runs that have no result yet, one at a time in each place, and return why runs failed, by name."""
+    waiting = deque(run for run in runs if read_result(run.folder(comparison)) is None)
+    free = deque(places)
+    working: dict[subprocess.Popen[str], tuple[Run, str | None, float]] = {}
+    failures: dict[str, str] = {}
+    with tqdm(total=len(waiting), unit=" runs", disable=None if waiting else True) as bar:
+        try:
+            while waiting or working:
+                while waiting and free:
+                    run, place = waiting.popleft(), free.popleft()
+                    working[_start(run, comparison, place, len(places))] = (run, place, time.monotonic())
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
+                for process in [process for process in working if process.poll() is not None]:
+                    run, place, began = working.pop(process)
+                    free.append(place)
+                    outcome = "done"
+                    if process.returncode:
+                        failures[run.name] = _last_words(run, comparison, process.returncode)
+                        outcome = f"failed: {failures[run.name]}"
+                    bar.update()
+                    bar.write(f"{run.name}: {outcome} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
+        finally:
+            for process in working:
+                process.kill()
+            for process in working:
+                process.wait()
+    return failures
 
-    def _begin(self, run: Run | None) -> None:
-        """Start the process of a run; if the run is done already, only note that."""
-        name, folder = self._named(run)
-        if read_result(folder) is not None:
-            if not self.comparison.keep_models:
-                # A process that was killed right after it wrote its result has left the trained model.
-                self.workplace.remove_trained(folder / "trained")
-            self._end(run)
-            return
-        device = self._free.popleft()
-        specification = specify(run, self.comparison, self.workplace)
-        self.progress.began(name)
-        with (folder / _SAID).open("wb") as output_file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "midus_hf.compare.run_process", str(specification)],
-                env=self._environment(device),
-                stdin=subprocess.DEVNULL,
-                stdout=output_file,  # standard output of this process is for the report
-                stderr=output_file,
-                start_new_session=True,  # a Ctrl-C reaches this process alone, which then terminates the others
-            )
-        self._running[process] = (run, device)
 
-    def _end(self, run: Run | None) -> None:
-        """Note that a run has ended. Behind a variant's last run queue its null controls, and behind these remove its models."""
-        name, _ = self._named(run)
-        self.progress.ended(name, self.failures.get(name))
-        if run is None:
-            return
-        variant = self.variants[run.variant.control_of or run.variant.name]
-        self._left[variant.name] -= 1
-        if self._left[variant.name]:
-            return
-        runs, controls = self._runs_and_controls(variant)
-        if controls and run.variant.control is None:
-            self._check_same(controls)
-            self.progress.planned(len(controls))
-            self._left[variant.name] = len(controls)
-            self._waiting.extendleft(reversed(controls))
-        elif not self.comparison.keep_models:
-            for upscaled in {one.upscaled_name for one in (*runs, *controls)}:
-                if upscaled is not None:
-                    self.workplace.remove_upscaled(upscaled)
+def _start(run: Run, comparison: Comparison, place: str | None, num_places: int) -> "subprocess.Popen[str]":
+    """Start the process of a run on one of several places; what it prints goes to the run's log."""
+    log = log_file(run.folder(comparison))
+    log.parent.mkdir(parents=True, exist_ok=True)
+    threads = str(max(1, (os.cpu_count() or 1) // num_places))
+    environment: Mapping[str, str] = {"OMP_NUM_THREADS": threads, **os.environ}
+    if place is not None:
+        environment = {**environment, "CUDA_VISIBLE_DEVICES": place}
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "midus_hf.compare.one_run"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=output,  # standard output of this process is for the report
+            stderr=output,
+            text=True,
+            start_new_session=True,  # a Ctrl-C reaches this process alone, which then ends the others
+        )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(specification(run, comparison))
+    return process
 
-    def _environment(self, device: str | None) -> Mapping[str, str]:
-        """Return the environment of a run's process: its share of threads, unless the caller set them, and its device."""
-        chosen = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
-        return {"OMP_NUM_THREADS": str(self._threads), **os.environ, **chosen}
 
-    def _named(self, run: Run | None) -> tuple[str, Path]:
-        """Return the name and the folder of a run, or of the base."""
-        return (BASE, self.workplace.root / BASE) if run is None else (run.name, self.workplace.run_folder(run))
-
-    def _note_failure(self, run: Run | None, status: int) -> None:
-        """Keep why a run failed if its status is not 0."""
-        if not status:
-            return
-        name, folder = self._named(run)
-        if (folder / FAILURE).is_file():
-            self.failures[name] = (folder / FAILURE).read_text(encoding="utf-8").strip()
-        else:
-            lines = (folder / _SAID).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            self.failures[name] = f"ended with status {status}: {lines[-1] if lines else 'it said nothing'}"
-
-    def _terminate(self) -> None:
-        """Stop the processes that still run, which save their checkpoints first, and wait for their end."""
-        for process in self._running:
-            process.terminate()
-        for process in self._running:
-            process.wait()
-        self._running.clear()
+def _last_words(run: Run, comparison: Comparison, status: int) -> str:
+    """Return the last line of a run's log, with its exit status."""
+    log = log_file(run.folder(comparison))
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    said = [line.strip() for line in lines if line.strip()]
+    return f"{said[-1] if said else 'it said nothing'} (status {status}; see {log})"
 
 
 @contextlib.contextmanager
-def _alone_in(output: Path) -> Iterator[bool]:
-    """Lock the folder of a comparison; yield False where the file system has no locks, so that nobody is refused there."""
+def _alone_in(output: Path) -> Iterator[None]:
+    """Lock the folder of a comparison while the context lasts."""
     output.mkdir(parents=True, exist_ok=True)
     try:
         lock = lock_or_warn(output, output)
@@ -240,21 +151,20 @@ def _alone_in(output: Path) -> Iterator[bool]:
             "another output_dir; --jobs does several runs at a time."
         ) from None
     try:
-        yield lock is not None
+        yield
     finally:
         if lock is not None:
             lock.release()
 
 
-def _check_same(folder: Path, request: Mapping[str, Any], remedy: str) -> None:
-    """Raise a ValueError if a folder has a result of another request."""
-    before = read_result(folder)
-    # Results of the base that older versions wrote have no request.
-    if before is None or not before.request:
+def _check_same(run: Run, comparison: Comparison) -> None:
+    """Raise a ValueError if a run has a result of another request."""
+    before = read_result(run.folder(comparison))
+    if before is None:
         return
-    changed = changed_keys(before.request, json.loads(json.dumps(request)))
+    changed = changed_keys(before.request, run.request(comparison))
     if changed:
         raise ValueError(
-            f"{folder} was done with another {', '.join(changed)}; expected the same. {remedy} another output, or move that "
-            "folder away."
+            f"{run.name} was done with another {', '.join(changed)}; expected the same. Give the variant another name, choose "
+            f"another output_dir, or remove {run.folder(comparison)}.json."
         )

@@ -20,13 +20,17 @@ from midus_hf.config.memory_entries import read_memories
 from midus_hf.config.wording import near_matches
 from midus_hf.config.yaml_options import read_mapping
 
+# Name of the base among runs: it is measured, and not trained.
+BASE = "base"
+
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """A variant of a comparison: keys of `upscale --config`, None where the base itself is trained, and keys of `midus train`.
 
-    A null control is called `VARIANT+CONTROL`; `control` and `control_of` are its two names. `controls` are the null controls to
-    train beside the variant, true for all that its memory has. `trained_parameters` is None where only training knows. `fitted` is
+    The variant named `base` stands for the base itself, which is measured alone. A null control is called `VARIANT+CONTROL`;
+    `control` and `control_of` are its two names. `controls` are the null controls to train beside the variant, true for all that
+    its memory has. `trained_parameters` is None where only training knows. `fitted` is
     the value that was chosen to meet the budget of parameters, such as `num_new_layers=4`. `fine_tune` are keys of `midus sft`, None
     where trained models are not fine-tuned.
     """
@@ -43,6 +47,11 @@ class Variant:
     control: str | None = None
     control_of: str | None = None
 
+    @property
+    def is_base(self) -> bool:
+        """True if this is the base, which is measured and not trained."""
+        return self.name == BASE
+
 
 def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
     """Read the files that a comparison names, and count the parameters of its variants; write nothing.
@@ -58,7 +67,8 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
     if comparison.fine_tune is not None:
         tuning = _keys("fine_tune", comparison.fine_tune, OWN_FINE_TUNING_KEYS)
     comparison = dataclasses.replace(comparison, train=shared, fine_tune=tuning)
-    variants = [_planned(name, comparison, shared, tuning) for name in comparison.variants]
+    names = [name for name in comparison.variants if comparison.only is None or name in comparison.only]
+    variants = [_planned(name, comparison, shared, tuning) for name in names]
     if "sequence_length" in variants[0].train:  # the base is measured in the windows of the runs
         comparison = dataclasses.replace(
             comparison, train={**shared, "sequence_length": variants[0].train["sequence_length"]}

@@ -25,7 +25,6 @@ MISSING_FILE = {
     "midus cluster": ["report", "--tree", "absent"],
     "midus bank": ["list", "absent"],
     "midus look": ["heads", "model", "--tasks", "piqa", "--data", "absent"],
-    "midus reproduce": ["midus", "1", "--root", "absent"],
     "midus compare": ["absent"],
 }
 # What does the work of a command, and a request for it.
@@ -39,8 +38,7 @@ WORK = {
     "midus cluster": ("midus_hf.topics.run.open_build", ["report", "--tree", "tree"]),
     "midus bank": ("upscalers.edits.banks.list_banks", ["list", "model"]),
     "midus look": ("midus_hf.evaluation.harness.Tasks", ["heads", "model", "--tasks", "piqa", "--data", "."]),
-    "midus reproduce": ("midus_hf.compare.reproduce.repository.Repository.tables", []),
-    "midus compare": ("midus_hf.compare.running.Running.run", ["compare.yaml"]),
+    "midus compare": ("midus_hf.compare.running.run_all", ["compare.yaml"]),
 }
 STATUS_OF_WORK = {RuntimeError: 1, OSError: 1, EOFError: 1, KeyboardInterrupt: 130}
 WITH_TRACEBACK = ("midus train", "midus sft")
@@ -78,7 +76,7 @@ SUBCOMMANDS = (
 def room(tmp_path, monkeypatch):
     """A working directory with the files that requests name; a comparison does not look into its base and texts."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("midus_hf.compare.runs.check_measurements", lambda comparison, variants: None)
+    monkeypatch.setattr("midus_hf.compare.runs._check_windows", lambda comparison, variants: None)
     (tmp_path / "text.txt").write_text("A text.")
     for name, file in (("model", "config.json"), ("adapter", "adapter_config.json")):
         (tmp_path / name).mkdir()

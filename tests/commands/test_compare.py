@@ -8,10 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from compare.small_comparison import HEADWISE, Measured, keys, write_room
+from compare.small_comparison import HEADWISE, Comparing, keys, write_room
 from pairs import by_default
-
-from midus_hf.compare import running
 
 VARIANTS = {
     "hml": {"upscale": HEADWISE, "rates": [1e-2, 1e-3]},
@@ -41,17 +39,16 @@ def run(as_command):
 def results(room, tmp_path_factory) -> Path:
     """Measure the base and the first run of `hml`; return the folder that they leave."""
     output = tmp_path_factory.mktemp("results") / "out"
-    measured = Measured(room, output, VARIANTS, seeds=[0, 1], controls=False, trained_parameters=9000)
-    measured.measure_base()
-    measured.measure(measured.runs()[0])
+    comparing = Comparing(room, output, VARIANTS, seeds=[0, 1], controls=False, trained_parameters=9000)
+    comparing.measure_base()
+    comparing.measure(comparing.runs()[0])
     return output
 
 
 @pytest.fixture
-def measured(room, results, tmp_path) -> Measured:
-    """Return a copy of the comparison whose base and first run of `hml` are measured."""
-    shutil.copytree(results, tmp_path / "out")
-    return Measured(room, tmp_path / "out", VARIANTS, seeds=[0, 1], controls=False, trained_parameters=9000)
+def measured(results, tmp_path) -> Path:
+    """Return a copy of the comparison's folder in which the base and the first run of `hml` are measured."""
+    return Path(shutil.copytree(results, tmp_path / "out"))
 
 
 def test_a_dry_run_says_what_would_run_and_writes_nothing(run, config, tmp_path):
@@ -67,18 +64,15 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(run, config, tmp_path)
     assert pro["fitted"] == "num_new_layers=1" and (full["method"], full["trained_parameters"]) == (None, None)
     table = run(config, "--dry-run").out
     assert (
-        "Seeds 0, 1; null controls are added as variants end" in table
-        and "0 of 4" in table
-        and "as training says" in table
+        "Seeds 0, 1; null controls are added at the end" in table and "0 of 4" in table and "as training says" in table
     )
     assert f"({pro['trained_parameters'] / 9000 - 1:+.1%})" in table
     assert not (tmp_path / "out").exists()
 
 
-def test_a_dry_run_and_a_report_say_what_is_done(run, config, measured, tmp_path):
+def test_a_dry_run_and_a_report_say_what_is_done(run, config, measured, tmp_path, runs):
     told = json.loads(run(config, "--dry-run", "--json").out)
     assert [variant["done"] for variant in told["variants"]] == [1, 0, 0]
-    steps = list(measured.commands.steps)
     done = run(config, "--report", "--json")
     assert done.status == 0, done.err
     told = json.loads(done.out)
@@ -90,7 +84,7 @@ def test_a_dry_run_and_a_report_say_what_is_done(run, config, measured, tmp_path
     done = run(config, "--report")
     assert done.status == 0 and "7 runs are not done." in done.out and "hml ends with the lowest loss" in done.out
     assert done.out.splitlines()[-1] == f"report: {told['files'][-1]}"
-    assert measured.commands.steps == steps
+    assert runs.started == []
 
 
 def test_words_after_the_file_win(run, config):
@@ -107,10 +101,9 @@ def test_words_after_the_file_win(run, config):
         (["--devices", ""], "--devices is ''; expected a value. Fill it in"),
         (["--devices", "0,1", "--jobs", "3"], "jobs is 3, and devices names 2; expected one run per device. Leave jobs out."),
         (["seeds=[]"], "seeds is empty; expected one or more."),
-        (["domain.plants=absent"], "domain.plants is 'absent', which does not exist; expected a file or a folder of text."),
         (["variants.hml.upscale.method=hml"], "variants.hml.upscale: method 'hml' is unknown."),
     ],
-    ids=["no jobs", "a device", "a list that ends", "no device", "jobs and devices", "seeds", "a text", "a method"],
+    ids=["no jobs", "a device", "a list that ends", "no device", "jobs and devices", "seeds", "a method"],
 )  # fmt: skip
 @pytest.mark.parametrize("how", [[], ["--dry-run"], ["--report"]], ids=["run", "dry run", "report"])
 def test_a_wrong_request_is_told_in_one_line(run, config, tmp_path, how, words, message):
@@ -124,6 +117,10 @@ def test_a_wrong_request_is_told_in_one_line(run, config, tmp_path, how, words, 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (
+            ["domain.plants=absent"],
+            "domain.plants is 'absent', which does not exist; expected a file or a folder of text.",
+        ),
         (["train.sequence_length=65"], "sequence_length is 65; the model was made for at most 64 tokens."),
         (["retention.stars=SHORT"], "tokens to predict; expected at least sequence_length = 32, a window."),
         (
@@ -131,7 +128,7 @@ def test_a_wrong_request_is_told_in_one_line(run, config, tmp_path, how, words, 
             "of hml is 16; expected the same, since all variants are measured alike.",
         ),
     ],
-    ids=["long windows", "a short text", "several lengths"],
+    ids=["no text", "long windows", "a short text", "several lengths"],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(run, config, tmp_path, how, words, message):
     (tmp_path / "short.txt").write_text("short")
@@ -150,16 +147,16 @@ def test_a_report_of_nothing_says_so(run, config, tmp_path):
 @pytest.fixture
 def runs(monkeypatch):
     """End runs at once in place of running them, with words for those that fail."""
-    told = SimpleNamespace(failures={}, raises=None, started=[])
+    pretended = SimpleNamespace(failures={}, raises=None, started=[])
 
-    def run(self) -> None:
-        told.started.append((self.comparison, self.variants, len(self._free), list(self._free)))
-        self.failures = dict(told.failures)
-        if told.raises is not None:
-            raise told.raises
+    def run_all(comparison, variants, jobs, devices) -> dict[str, str]:
+        pretended.started.append((jobs, devices))
+        if pretended.raises is not None:
+            raise pretended.raises
+        return dict(pretended.failures)
 
-    monkeypatch.setattr(running.Running, "run", run)
-    return told
+    monkeypatch.setattr("midus_hf.compare.running.run_all", run_all)
+    return pretended
 
 
 ONE_FAILED = ({"full/recipe/seed-0": "no memory"}, "one run failed, full/recipe/seed-0: no memory.")
@@ -193,7 +190,7 @@ def test_where_runs_failed_the_report_is_written_and_the_status_is_1(
 def test_where_all_is_done_the_status_is_0(run, config, measured, runs):
     done = run(config)
     assert done.status == 0 and "What" not in done.err
-    assert len(runs.started) == 1 and runs.started[0][2:] == (1, [None])
+    assert runs.started == [(1, [])]
 
 
 def test_where_the_base_fails_that_is_the_line(run, config, runs, tmp_path):
@@ -207,13 +204,17 @@ def test_where_the_base_fails_that_is_the_line(run, config, runs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "free"),
-    [(["--jobs", "3"], [None] * 3), (["--devices", "0, 2"], ["0", "2"]), (["--devices", "1", "--jobs", "1"], ["1"])],
+    ("words", "places"),
+    [
+        (["--jobs", "3"], (3, [])),
+        (["--devices", "0, 2"], (1, ["0", "2"])),
+        (["--devices", "1", "--jobs", "1"], (1, ["1"])),
+    ],
     ids=["jobs", "devices", "one of both"],
 )
-def test_jobs_and_devices_are_places_for_runs(run, config, measured, runs, words, free):
+def test_jobs_and_devices_are_places_for_runs(run, config, measured, runs, words, places):
     assert run(config, *words).status == 0
-    assert runs.started[0][3] == free
+    assert runs.started == [places]
 
 
 def test_an_interrupted_comparison_is_130_and_says_that_it_goes_on(run, config, runs):
@@ -224,7 +225,7 @@ def test_an_interrupted_comparison_is_130_and_says_that_it_goes_on(run, config, 
 
 
 def test_a_terminated_comparison_is_143(run, config, runs, monkeypatch):
-    monkeypatch.setattr(running.Running, "run", lambda self: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("midus_hf.compare.running.run_all", lambda *_: signal.raise_signal(signal.SIGTERM))
     done = run(config)
     assert (done.status, done.out) == (143, "")
     assert done.err.splitlines()[-1] == "midus compare: interrupted; the same command goes on"

@@ -6,6 +6,7 @@ import re
 import pytest
 from commands.installed import run_in_process
 
+from midus_hf.cli.recipes import read_recipe
 from midus_hf.cli.training.printed_config import recipes
 from midus_hf.config.yaml_options import read_config
 from midus_hf.training.arguments import TrainArguments
@@ -68,7 +69,7 @@ def test_keys_stand_below_their_meaning(command, printed):
 
 
 def test_a_method_with_a_recipe_has_its_papers_settings(printed):
-    shipped = recipes("train")["midus-hml-llama-3.2-1b"].read_text()
+    shipped = recipes("train")["midus-hml"].read_text()
     assert printed("train", "midus-hml").startswith(shipped.rstrip())
     assert "\n# sequence_length:" not in printed("train", "midus-hml"), "the recipe has the key"
     assert "there is no recipe of a paper" in printed("train", "slices")
@@ -79,6 +80,19 @@ def test_another_name_is_refused_with_those_that_are_there(monkeypatch, capsys):
     err = capsys.readouterr().err
     assert err.startswith("midus train: 'midas' is no method and no recipe. Methods: ") and "midus-hml" in err
     assert err.count("\n") == 1
+
+
+def test_words_behind_a_recipe_may_be_files_whose_mappings_are_merged(tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text(
+        "model_name_or_path: m\noutput_dir: o\ncorpus: c\nlr_scheduler_kwargs: {a: 1, b: 2}\nmax_steps: 3\n"
+    )
+    second.write_text("lr_scheduler_kwargs: {b: 4}\nmax_steps: 5\n")
+    arguments = read_recipe(TrainArguments, first, [str(second), "max_steps=6"])
+    assert (arguments.lr_scheduler_kwargs, arguments.max_steps) == ({"a": 1, "b": 4}, 6)
+    assert read_recipe(TrainArguments, first, ["max_steps=6", str(second)]).max_steps == 5
+    with pytest.raises(ValueError, match=r"absent\.yaml', which cannot be read"):
+        read_recipe(TrainArguments, first, ["absent.yaml"])
 
 
 @pytest.mark.parametrize(

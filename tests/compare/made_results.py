@@ -40,7 +40,13 @@ def result(
         Point(step, 100 * step, None if step == 0 else float(step), {DOMAIN: loss - down, RETENTION: kept + up})
         for step, (down, up) in enumerate(changes_of)
     ]
-    given = {"trained_parameters": 1000, "seconds": 2.0, "peak_memory_bytes": 10**9, **changes}
+    given = {
+        "trained_parameters": 1000,
+        "tokens": 100 * len(learned),
+        "seconds": 2.0,
+        "peak_memory_bytes": 10**9,
+        **changes,
+    }
     return Result(variant=variant, rate={"learning_rate": rate}, seed=seed, curve=curve, **given)
 
 

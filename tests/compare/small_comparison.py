@@ -1,23 +1,18 @@
-"""A comparison that takes seconds: a tiny model of bytes, texts of four words, and commands that run in this process."""
+"""A comparison that takes seconds: a tiny model of bytes, texts of four words, and runs that are done in this process."""
 
-import contextlib
-import io
 import random
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from commands.installed import main_of
+import pytest
 from evaluation.byte_models import save_byte_model
 
-from midus_hf.compare.commands import Done, StepFailed
-from midus_hf.compare.measuring import measure_base, measure_run
+from midus_hf.compare.one_run import do
 from midus_hf.compare.options import Comparison
-from midus_hf.compare.results import Result, read_result
-from midus_hf.compare.runs import Run, runs_of
+from midus_hf.compare.results import Result
+from midus_hf.compare.runs import Run, base_run, runs_of
 from midus_hf.compare.variants import plan
-from midus_hf.compare.workplace import BASE, Workplace
 from midus_hf.config.yaml_options import from_mapping
 
 WORDS = ("alpha", "beta", "gamma", "delta")
@@ -50,44 +45,15 @@ def training(room: Path, **changes: Any) -> dict[str, Any]:
 
 
 def keys(room: Path, output: Path, variants: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """What a file would say of a comparison of one seed."""
+    """Return what a file would say of a comparison of one seed."""
     train = training(room, **changes.pop("train", {}))
     texts = {"domain": {"plants": str(room / "plants.txt")}, "retention": {"stars": str(room / "stars.txt")}}
-    told = {"base": str(room / "base"), "output_dir": str(output), "variants": variants, "train": train, **texts}
-    return {**told, "seeds": [0], "evaluations": 2, **changes}
+    given = {"base": str(room / "base"), "output_dir": str(output), "variants": variants, "train": train, **texts}
+    return {**given, "seeds": [0], "evaluations": 2, **changes}
 
 
-class InProcess:
-    """Runs commands as `Commands` does, without processes.
-
-    Args:
-        fails: Name of a step that ends with status 1 in place of being run. Default: none.
-    """
-
-    def __init__(self, fails: str | None = None):
-        self.fails = fails
-        self.steps: list[str] = []
-
-    def run(self, step: str, command: str, *words: Any) -> Done:
-        self.steps.append(step)
-        if step == self.fails:
-            raise StepFailed(f"{command} ended with status 1")
-        printed, before = io.StringIO(), sys.argv
-        sys.argv = [*command.split(), *map(str, words)]
-        try:
-            with contextlib.redirect_stdout(printed):
-                status = main_of(command)()
-        except SystemExit as stopped:
-            status = stopped.code
-        finally:
-            sys.argv = before
-        if status:
-            raise StepFailed(f"{command} ended with status {status}")
-        return Done(printed.getvalue(), 1)
-
-
-class Measured:
-    """A comparison whose runs are measured in this process.
+class Comparing:
+    """A comparison whose runs are done in this process.
 
     Args:
         room: From `write_room`.
@@ -98,8 +64,6 @@ class Measured:
 
     def __init__(self, room: Path, output: Path, variants: dict[str, Any], **changes: Any):
         self.comparison, self.variants = plan(from_mapping(Comparison, keys(room, output, variants, **changes)))
-        self.place = Workplace(output)
-        self.commands = InProcess()
 
     def runs(self) -> list[Run]:
         """Return all runs but those of null controls."""
@@ -107,24 +71,22 @@ class Measured:
 
     def measure_base(self) -> Result:
         """Measure the base."""
-        (self.place.root / BASE).mkdir(parents=True, exist_ok=True)
-        measure_base(self.comparison, self.place, self.commands)
-        return self._result(self.place.root / BASE)
+        return do(base_run(self.comparison), self.comparison)
 
     def measure(self, run: Run) -> Result:
-        """Measure a run."""
-        self.place.run_folder(run).mkdir(parents=True, exist_ok=True)
-        measure_run(run, self.comparison, self.place, self.commands)
-        return self._result(self.place.run_folder(run))
+        """Do a run from its beginning."""
+        return do(run, self.comparison)
 
-    def paths(self, run: Run) -> SimpleNamespace:
-        """Return the folder, the trained and the upscaled model of a run."""
-        folder = self.place.run_folder(run)
-        return SimpleNamespace(
-            folder=folder, trained=folder / "trained", model=self.place.models / str(run.upscaled_name)
-        )
+    def folder(self, run: Run) -> Path:
+        """Return the folder of a run's models."""
+        return run.folder(self.comparison)
 
-    def _result(self, folder: Path) -> Result:
-        result = read_result(folder)
-        assert result is not None
-        return result
+
+def compare_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `midus compare` do its runs in this process, one behind the other, until the test ends."""
+
+    def start(run: Run, comparison: Comparison, place: str | None, num_places: int) -> SimpleNamespace:
+        do(run, comparison)
+        return SimpleNamespace(poll=lambda: 0, returncode=0)
+
+    monkeypatch.setattr("midus_hf.compare.running._start", start)

@@ -9,13 +9,11 @@ from compare.made_results import BASE, DOMAIN, RETENTION, result
 from midus_hf.compare.learning import (
     Spread,
     best_rate,
-    compared,
-    forgotten_at,
+    falls,
     in_words,
     mean_loss,
     origin,
     paired,
-    path,
     spread,
     student_quantile,
     verdict,
@@ -69,47 +67,21 @@ def test_a_run_is_held_against_its_own_start_where_that_is_the_base():
     assert origin(run, BASE) is run.start
 
 
-def test_a_path_is_what_was_learned_and_forgotten_at_each_moment():
-    moments = path(result("a", [0.25, 0.5], [0.125, -0.25]), BASE, [DOMAIN], [RETENTION])
-    assert moments == [(0.0, 0.0), (0.25, 0.125), (0.5, -0.25)]
+def test_losses_fall_from_the_start_at_each_moment():
+    run = result("a", [0.25, 0.5], [0.125, -0.25])
+    assert (falls(run, BASE, [DOMAIN]), falls(run, BASE, [RETENTION])) == ([0.0, 0.25, 0.5], [0.0, -0.125, 0.25])
 
 
 def test_to_make_up_for_a_start_below_the_base_is_neither_to_learn_nor_to_remember():
     # The Trainer measures 0.5 more on plants than midus eval does, and 0.25 less on stars.
     run = result("a", [4.0, 4.5], [-1.0, -0.5], loss=7.5, kept=2.75, upscaled={DOMAIN: 7.0, RETENTION: 3.0})
-    assert path(run, BASE, [DOMAIN], [RETENTION]) == [(-4.0, 1.0), (0.0, 0.0), (0.5, 0.5)]
-
-
-@pytest.mark.parametrize(
-    ("learned", "expected"),
-    [(0.1, 0.05), (0.2, 0.1), (0.35, 0.2), (0.5, 0.3), (0.6, None)],
-    ids=str,
-)
-@pytest.mark.parametrize("sign", [1, -1], ids=["forgotten", "remembered"])
-def test_forgetting_at_a_learning_lies_on_the_line_between_measurements(learned, expected, sign):
-    found = forgotten_at(learned, [(0.0, 0.0), (0.2, sign * 0.1), (0.5, sign * 0.3)])
-    assert found == (None if expected is None else pytest.approx(sign * expected))
-
-
-def test_the_first_time_that_a_run_has_learned_so_much_counts():
-    moments = [(0.0, 0.0), (-0.25, 0.5), (0.25, 0.25), (0.0, 1.0), (0.25, 0.75)]
-    assert forgotten_at(0.25, moments) == 0.25
-    assert forgotten_at(0.125, moments) == 0.3125
+    assert (falls(run, BASE, [DOMAIN]), falls(run, BASE, [RETENTION])) == ([-4.0, 0.0, 0.5], [-1.0, 0.0, -0.5])
 
 
 def test_the_best_rate_is_that_of_the_lowest_mean_of_the_domain():
     runs = [result("a", [0.3], seed=0), result("a", [0.3], seed=1)]
     runs += [result("a", [0.5], seed=0, rate=1e-2), result("a", [0.2], seed=1, rate=1e-2)]
     assert best_rate(runs, [DOMAIN]) == {"learning_rate": 1e-2}
-
-
-def test_rates_are_compared_over_the_seeds_that_all_of_them_have():
-    runs = [result("a", [0.1], seed=0), result("a", [0.4], seed=1)]
-    easy = [result("a", [0.3], seed=1, rate=1e-2), result("a", [0.9], seed=2, rate=1e-2)]
-    assert best_rate([*runs, *easy], [DOMAIN]) == {"learning_rate": 1e-3}, "of seed 1 alone it ends lower"
-    assert compared([*runs, *easy])[1] == {1}
-    apart = [result("a", [0.3], seed=0), result("a", [0.5], seed=1, rate=1e-2)]
-    assert best_rate(apart, [DOMAIN]) == {"learning_rate": 1e-2} and compared(apart)[1] == set()
 
 
 def test_of_rates_that_are_as_good_the_first_counts():

@@ -30,6 +30,21 @@ REFUSED = {
     "no base": ({"base": None}, "base is None; expected a string."),
     "no variants": ({"variants": {}}, "variants is empty; expected one or more."),
     "no domain": ({"domain": {}}, "domain is empty, and there are no tasks; expected something by which learning is measured."),
+    "no domain for rates": (
+        {"domain": {}, "tasks": {"names": ["piqa"]}, "rates": [1e-3, 1e-4], "controls": False},
+        "domain is empty, and midus.hml-2 has several rates; expected held-out text by which learning is measured. Give some, or",
+    ),
+    "no domain for controls": (
+        {"domain": {}, "tasks": {"names": ["piqa"]}}, "domain is empty, and full has null controls; expected held-out text by which"
+    ),
+    "a variant that is not there": ({"only": ["solar"]}, "only has 'solar'; expected some of: full, midus.hml-2."),
+    "a variant called as the base": (
+        {"variants": {"base": {}}}, "variants has 'base', which is what the base itself is called; give it another name."
+    ),
+    "a paper's row": (
+        {"paper": {"title": "t", "columns": {"A": "piqa", "B": None}, "trained": {"full": [1.0]}}},
+        "paper.trained.full has 1 numbers; expected 2, one per column.",
+    ),
     "no seeds": ({"seeds": []}, "seeds is empty; expected one or more."),
     "a variant's name": ({"variants": {"a/b": {}}}, f"variants has 'a/b'; {VARIANT_NAME}"),
     "a variant's first sign": ({"variants": {".a": {}}}, f"variants has '.a'; {VARIANT_NAME}"),
@@ -160,6 +175,10 @@ def test_a_comparison_that_ships_is_planned_on_its_base(recipe, tmp_path):
     room = write_room(tmp_path)
     (tmp_path / "sized").mkdir()
     shutil.copyfile(CONFIGS / "smollm2-135m.json", tmp_path / "sized" / "config.json")
+    for path in (room / "base").glob("tokenizer*"):
+        shutil.copyfile(path, tmp_path / "sized" / path.name)
+    for name in ("plants", "stars"):
+        (room / f"{name}.txt").write_text(f"{name} grow. " * 40)
     words = [f"base={tmp_path / 'sized'}", f"output_dir={tmp_path / 'out'}", f"train.corpus={room / 'corpus'}"]
     given = yaml.safe_load(recipe.read_text())
     words += [f"domain.{name}={room / 'plants.txt'}" for name in given["domain"]]

@@ -1,7 +1,6 @@
 """What a run of a comparison is called, what it is asked for, and what of that has changed."""
 
 import dataclasses
-import json
 from functools import partial
 from pathlib import Path
 
@@ -48,26 +47,6 @@ def test_runs_are_told_seed_by_seed_and_are_folders_of_variant_rate_and_seed():
     assert names == ["hml/0.001/seed-4", "hml/0.01/seed-4", "hml/0.001/seed-0", "hml/0.01/seed-0"]
 
 
-def test_runs_that_differ_in_their_training_alone_share_an_upscaled_model():
-    name = Run(VARIANT, {}, 0).upscaled_name
-    assert name is not None and name.startswith("hml-") and name.endswith("-seed-0")
-    frozen = dataclasses.replace(
-        VARIANT,
-        name="hml+frozen-addresses",
-        train={"trainable": ["value"]},
-        control="frozen-addresses",
-        control_of="hml",
-    )
-    assert Run(VARIANT, {"learning_rate": 1.0}, 0).upscaled_name == Run(frozen, {}, 0).upscaled_name == name
-    other = dataclasses.replace(VARIANT, upscale={"method": "midus-hml", "options": {"n": 1}})
-    runs = [Run(VARIANT, {}, 1), Run(other, {}, 0), Run(dataclasses.replace(VARIANT, name="b"), {}, 0)]
-    assert len({name, *(run.upscaled_name for run in runs)}) == 4
-    assert Run(dataclasses.replace(VARIANT, upscale=None), {}, 0).upscaled_name is None
-    one, same = ({"method": "midus-hml", "dtype": "float32"}, {"dtype": "float32", "method": "midus-hml"})
-    names = [Run(dataclasses.replace(VARIANT, upscale=keys), {}, 0).upscaled_name for keys in (one, same)]
-    assert names[0] == names[1] != name, "keys in another order are the same keys"
-
-
 def test_a_run_is_told_what_the_comparison_sets():
     told = keys()
     assert told == {
@@ -75,8 +54,6 @@ def test_a_run_is_told_what_the_comparison_sets():
         "max_steps": 10,
         "eval_on_start": True,
         "eval_steps": 5,
-        "save_steps": 5,
-        "save_total_limit": 1,
         "model_name_or_path": "model",
         "output_dir": "run",
         "seed": 3,
@@ -104,11 +81,6 @@ def test_texts_are_measured_as_often_as_is_asked(train, changes, every):
     assert from_mapping(TrainArguments, keys(variant, **changes)).eval_steps == every
 
 
-def test_how_often_a_run_saves_and_how_many_checkpoints_stay_may_be_told():
-    variant = dataclasses.replace(VARIANT, train={**VARIANT.train, "save_steps": 2, "save_total_limit": 7})
-    assert (keys(variant)["save_steps"], keys(variant)["save_total_limit"]) == (2, 7)
-
-
 def test_a_rate_wins_over_what_all_runs_are_told():
     variant = dataclasses.replace(VARIANT, train={**VARIANT.train, "learning_rate": 1.0})
     assert keys(variant)["learning_rate"] == 1.0 and keys(variant, {"learning_rate": 0.5})["learning_rate"] == 0.5
@@ -119,9 +91,9 @@ def test_a_rate_wins_over_what_all_runs_are_told():
     [
         ({}, []),
         ({"base": "other"}, ["base"]),
-        ({"retention": {}}, ["train.eval_text.stars"]),
-        ({"domain": {"plants": "other.txt"}}, ["train.eval_text.plants"]),
-        ({"evaluations": 1}, ["train.eval_steps", "train.save_steps"]),
+        ({"retention": {}}, ["train.eval_text.stars", "texts.stars"]),
+        ({"domain": {"plants": "other.txt"}}, ["train.eval_text.plants", "texts.plants"]),
+        ({"evaluations": 1}, ["train.eval_steps"]),
         ({"variant": {"upscale": {"method": "solar"}}}, ["upscale.method"]),
         ({"variant": {"upscale": {"method": "midus-hml", "options": {"n": 2}}}}, ["upscale.options"]),
         ({"variant": {"upscale": None}}, ["upscale"]),
@@ -153,23 +125,14 @@ def test_a_result_comes_back_as_it_was(tmp_path):
         result("a", [], seed=2, tuned=tuned),
         Result("base", {}, 0, []),
     ):
-        write_result(tmp_path, told)
-        assert read_result(tmp_path) == told
-    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
-
-
-def test_what_earlier_results_do_not_say_is_not_known(tmp_path):
-    write_result(tmp_path, result("a", [0.5]))
-    values = json.loads((tmp_path / "result.json").read_text())
-    del values["saved"], values["tuned"], values["new_parameters"]
-    (tmp_path / "result.json").write_text(json.dumps(values))
-    found = read_result(tmp_path)
-    assert (found.saved, found.tuned, found.new_parameters) == (None, None, 0)
+        write_result(tmp_path / "seed-0", told)
+        assert read_result(tmp_path / "seed-0") == told
+    assert [path.name for path in tmp_path.iterdir()] == ["seed-0.json"]
 
 
 def test_without_a_file_there_is_no_result(tmp_path):
-    (tmp_path / "result.json").mkdir()
-    assert read_result(tmp_path) is None and read_result(tmp_path / "absent") is None
+    (tmp_path / "seed-0.json").mkdir()
+    assert read_result(tmp_path / "seed-0") is None and read_result(tmp_path / "absent" / "seed-0") is None
 
 
 def test_the_end_is_that_of_training_or_of_fine_tuning():

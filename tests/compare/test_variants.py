@@ -253,12 +253,11 @@ def test_what_is_refused_before_anything_runs(planned, tmp_path, refused):
         ({"domain": {"plants": "absent.txt"}}, "domain.plants is 'absent.txt', which does not exist; expected a file or a folder"),
         ({"retention": {"stars": "absent"}}, "retention.stars is 'absent', which does not exist; expected a file or a folder"),
         ({"base": "absent"}, "variants.a.upscale: "),
-        ({"domain": {}, "tasks": {"names": ["piqa"]}}, "domain is empty; expected held-out text by which learning is measured"),
         ({"fine_tune": {"model_name_or_path": "m"}}, "fine_tune has 'model_name_or_path', which the comparison sets for each run"),
         ({"fine_tune": {"dataset_name": "d", "max_step": 3}}, "variants.a, as a run of midus sft: config has no option 'max_step'."),
         ({"train": {"eval_text": "text"}}, "train has 'eval_text', which the comparison sets for each run; leave it out."),
     ],
-    ids=["domain", "retention", "base", "no domain", "model of tuning", "key of tuning", "text of runs"],
+    ids=["domain", "retention", "base", "model of tuning", "key of tuning", "text of runs"],
 )  # fmt: skip
 def test_what_is_refused_of_all_variants(planned, changes, message):
     with pytest.raises(ValueError) as told:

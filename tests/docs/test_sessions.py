@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from commands.installed import main_of
-from compare.runs_here import compare_in_this_process
+from compare.small_comparison import compare_in_this_process
 from evaluation.byte_models import byte_tokenizer, save_byte_model
 from evaluation.questions import write_questions
 from models.fresh_process import run_python

@@ -22,134 +22,106 @@ from midus_hf.config.yaml_options import read_config, read_mapping
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.run import train
-from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
+from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
+from upscalers.methods.contract import get_method
 from upscalers.plan.placements import place
 from upscalers.runs.upscale import upscale
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES, UPSCALING = REPOSITORY / "configs" / "train", REPOSITORY / "configs" / "upscale"
-# Recipes that begin from a config.
-PRETRAINING = {path.stem for path in (REPOSITORY / "configs" / "models").glob("*.json")}
-# Models that the recipe of another trains, with `config_name` on the command line.
-OTHER_MODELS = {"vanilla-203m": "vanilla-148m", "olmo2-669m": "moda-706m", "moda-128m": "moda-74m"}
-# Recipes of memories that texts fetch.
-FETCHING = {path.stem for path in RECIPES.glob("hier-*.yaml")}
-NAMES = sorted({path.stem for path in RECIPES.glob("*.yaml")} - PRETRAINING - FETCHING)
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 # What a recipe may leave to the command line.
 GIVEN = {"model_name_or_path": "model_name_or_path=m", "output_dir": "output_dir=o", "corpus": "corpus=c"}
 
-# Config, id and number of new layers (section 5.1) of the paper's bases.
-BASES = {
-    "llama-3.2-1b": (LLAMA_3_2_1B, "meta-llama/Llama-3.2-1B", 8),
-    "llama-3.1-8b": (LLAMA_3_1_8B, "meta-llama/Llama-3.1-8B", 16),
+# Models and runs, the recipe of each, and the words behind it, which its comments name.
+_WITHOUT_MEMORY = "memory_learning_rate=null value_learning_rate=null value_schedule=null value_weight_decay=0"
+_OF_TABLE_6 = "tokenizer_name=openai-community/gpt2 corpus=HuggingFaceFW/fineweb-edu corpus_name=sample-100BT sequence_length=1024"
+RUNS = {
+    "midus-hml": ("midus-hml", ""),
+    "midus-hml-8b": (
+        "midus-hml",
+        "learning_rate=5.0e-5 per_device_train_batch_size=2 gradient_accumulation_steps=32 activation_checkpointing=true",
+    ),
+    "moc-371m": ("moc-371m", ""),
+    "vanilla-148m": ("moc-371m", f"config_name=configs/models/vanilla-148m.json {_WITHOUT_MEMORY}"),
+    "vanilla-203m": ("moc-371m", f"config_name=configs/models/vanilla-203m.json {_WITHOUT_MEMORY}"),
+    "moda-706m": ("moda-706m", ""),
+    "olmo2-669m": ("moda-706m", "config_name=configs/models/olmo2-669m.json"),
+    "moda-74m": ("moda-706m", f"config_name=configs/models/moda-74m.json {_OF_TABLE_6}"),
+    "moda-128m": ("moda-706m", f"config_name=configs/models/moda-128m.json {_OF_TABLE_6}"),
+    "ultramem-v2-1b-7b": ("ultramem-v2-1b-7b", ""),
+    "ultramem-v2-227m-1.2b": (
+        "ultramem-v2-1b-7b",
+        "config_name=configs/models/ultramem-v2-227m-1.2b.json per_device_train_batch_size=3 max_steps=158945 warmup_steps=0.02",
+    ),
 }
-
-# What the methods of the paper train (section 5.1).
-TRAINABLE = {
-    **dict.fromkeys(("midus-hml", "midus-pkm", "midus-linear", "moc", "moda", "ultramem-v2"), "new"),
-    **dict.fromkeys(("solar", "llama-pro", "lesa", "opt-deus", "avg-deus"), "auto"),
-}
-
-# Learning rate and tokens of each recipe (appendix B).
-RATES = {"midus-hml-llama-3.2-1b": (1e-4, 1.5e9), "midus-hml-llama-3.1-8b": (5e-5, 1.5e9)}
-
-
-# What the paper's tables 7, 8, 10 and 11 change in MIDUS-HML at 1B; the last two are placements.
-ABLATIONS = {
-    "n16": {"n": 16},
-    "n32": {"n": 32},
-    "k1": {"k": 1},
-    "k2": {"k": 2},
-    "k8": {"k": 8},
-    "batch-norm": {"query_norm": "batch"},
-    "layer-norm": {"query_norm": "layer"},
-    "residual": {"inner_residual": True},
-    "output-projection": {"output_projection": True},
-    "top-heavy": {},
-    "bottom-heavy": {},
-}
+# Methods that are trained as MIDUS-HML.
+TRAINED_AS_MIDUS_HML = ["midus-pkm", "solar", "moc", "moda", "ultramem-v2"]
 
 
 def recipe(name: str, *words: str) -> TrainArguments:
     path = RECIPES / f"{name}.yaml"
     stated = {line.partition(":")[0] for line in path.read_text(encoding="utf-8").splitlines()}
     stated |= {"model_name_or_path"} if "config_name" in stated else set()
-    return read_config(TrainArguments, path, [*words, *(word for key, word in GIVEN.items() if key not in stated)])
+    return read_config(TrainArguments, path, [*(word for key, word in GIVEN.items() if key not in stated), *words])
 
 
-def of_model(name: str, *words: str) -> TrainArguments:
-    """Return the arguments of the run that pretrains a model of `configs/models`."""
-    changes = [] if name not in OTHER_MODELS else [f"config_name=configs/models/{name}.json"]
-    return recipe(OTHER_MODELS.get(name, name), *changes, *words)
+def of_run(name: str, *words: str) -> TrainArguments:
+    """Return the arguments of a run."""
+    file, changes = RUNS[name]
+    return recipe(file, *changes.split(), *words)
 
 
-def layers_that_llama_pro_copies(num_layers: int, num_new_layers: int) -> list[int]:
-    """In the numbering of the base: each new layer follows the one that it is a copy of."""
-    return [index - 1 - earlier for earlier, index in enumerate(place("llama-pro", num_layers, num_new_layers))]
-
-
-def empty_model(config: dict, num_layers: int, **record):
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**{**config, "num_hidden_layers": num_layers}))
-    model.config.upscale = record
-    return model
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_recipe_is_a_config(name):
-    recipe(name)
-
-
-@pytest.mark.parametrize("method", TRAINABLE)
-def test_a_method_of_the_paper_is_printed_as_midus_hml_with_what_it_trains(method, tmp_path):
-    text = config_text("train", method, TrainArguments, ())
-    (tmp_path / "recipe.yaml").write_text(text)
-    printed = read_config(TrainArguments, tmp_path / "recipe.yaml").recorded()
-    expected = recipe("midus-hml-llama-3.2-1b").recorded()
-    if method != "midus-hml":
-        assert f"--method {method} --output llama-3.2-1b-{method}\n" in text and "hml-" not in text
-        own = {"model_name_or_path": f"llama-3.2-1b-{method}", "output_dir": f"outputs/{method}-llama-3.2-1b"}
-        expected |= own | {"trainable": TRAINABLE[method]}
-    printed.setdefault("trainable", "auto")
-    assert printed == expected
-
-
-@pytest.mark.parametrize("name", RATES)
-def test_the_recipes_of_the_paper_have_its_hyperparameters(name):
-    config, (rate, tokens) = recipe(name), RATES[name]
-    assert (config.learning_rate, config.key_value_learning_rate) == (rate, None)
-    assert (config.lr_scheduler_type, config.warmup_steps) == ("cosine", 0.1)
-    assert config.weight_decay in (0, 1e-6, 1e-2)
-    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 64
-    assert config.sequence_length == 2048
-    assert 0 <= tokens - config.max_steps * 64 * 2048 < 64 * 2048
-
-
-def test_the_run_whose_decay_the_paper_names_has_it():
-    """The first row of table 9, 1e-4 and 1e-6, is the row of MIDUS-HML in table 1."""
-    config = recipe("midus-hml-llama-3.2-1b")
-    assert (config.learning_rate, config.weight_decay, config.value_transforms) == (1e-4, 1e-6, "weights")
+@pytest.mark.parametrize("name", RUNS)
+def test_a_recipe_names_the_words_of_its_other_runs(name):
+    file, changes = RUNS[name]
+    text = (RECIPES / f"{file}.yaml").read_text(encoding="utf-8")
+    for word in changes.split():
+        # The comments name several configs after one key.
+        assert (word.rpartition("/")[2] if word.startswith("config_name") else word) in text, word
 
 
 def test_no_recipe_goes_unchecked():
-    assert {*RATES, "demo"} == set(NAMES)
+    assert {file for file, _ in RUNS.values()} | {"demo", "hier-ffn"} == set(NAMES)
+    recipe("demo")
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_the_matched_baseline_trains_the_layers_that_llama_pro_copies_and_as_many_parameters(base):
-    config, _, num_new_layers = BASES[base]
-    num_layers = config["num_hidden_layers"]
-    matched = layers_that_llama_pro_copies(num_layers, num_new_layers)
-    named = matched if base == "llama-3.2-1b" else f"[{matched[0]}, {matched[1]}, ..., {matched[-1]}]"
-    assert f"trainable: {named})" in (RECIPES / f"midus-hml-{base}.yaml").read_text()
-    expanded = empty_model(
-        config,
-        num_layers + num_new_layers,
-        trainable="new",
-        new_layers=place("llama-pro", num_layers, num_new_layers),
-    )
-    new = set_trainable(expanded, "new")
-    existing = set_trainable(empty_model(config, num_layers), matched)
+@pytest.mark.parametrize("method", TRAINED_AS_MIDUS_HML)
+def test_another_method_is_printed_as_midus_hml_with_another_model(method, tmp_path):
+    text = config_text("train", method, TrainArguments)
+    (tmp_path / "recipe.yaml").write_text(text)
+    assert f"--method {method} --output llama-3.2-1b-{method}\n" in text and "midus-hml" not in text
+    own = {"model_name_or_path": f"llama-3.2-1b-{method}", "output_dir": f"outputs/llama-3.2-1b-{method}"}
+    assert read_config(TrainArguments, tmp_path / "recipe.yaml").recorded() == recipe("midus-hml").recorded() | own
+
+
+@pytest.mark.parametrize(("name", "rate"), [("midus-hml", 1e-4), ("midus-hml-8b", 5e-5)])
+def test_the_recipes_of_the_paper_have_its_hyperparameters(name, rate):
+    """Appendix B. The first row of table 9, 1e-4 and 1e-6, is the row of MIDUS-HML in table 1."""
+    config = of_run(name)
+    assert (config.learning_rate, config.key_value_learning_rate, config.weight_decay) == (rate, None, 1e-6)
+    assert (config.lr_scheduler_type, config.warmup_steps, config.value_transforms) == ("cosine", 0.1, "weights")
+    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 64
+    assert (config.sequence_length, config.trainable) == (2048, "auto")
+    assert 0 <= 1.5e9 - config.max_steps * 64 * 2048 < 64 * 2048
+    assert get_method("midus-hml").trainable == "new"
+
+
+def test_the_matched_baseline_trains_the_layers_that_llama_pro_copies_and_as_many_parameters():
+    layers, added = LLAMA_3_2_1B["num_hidden_layers"], 8
+    new_layers = place("llama-pro", layers, added)
+    # In the numbering of the base: each new layer follows the one that it is a copy of.
+    matched = [index - 1 - earlier for earlier, index in enumerate(new_layers)]
+    assert f"trainable={str(matched).replace(' ', '')}" in (RECIPES / "midus-hml.yaml").read_text()
+
+    def empty_model(num_layers: int, **record):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(LlamaConfig(**{**LLAMA_3_2_1B, "num_hidden_layers": num_layers}))
+        model.config.upscale = record
+        return model
+
+    new = set_trainable(empty_model(layers + added, trainable="new", new_layers=new_layers), "new")
+    existing = set_trainable(empty_model(layers), matched)
     assert existing.parameters == new.parameters > 0
     assert existing.total_parameters == new.total_parameters - new.parameters
 
@@ -157,43 +129,17 @@ def test_the_matched_baseline_trains_the_layers_that_llama_pro_copies_and_as_man
 @pytest.mark.parametrize("name", NAMES)
 def test_the_commands_in_a_recipe_make_its_model_and_run_it(name):
     text, config = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8"), recipe(name)
-    run = re.findall(r"^#   midus train (\S+)", text, flags=re.MULTILINE)
-    assert run == [f"configs/train/{name}.yaml"]
+    assert re.findall(r"^#   midus train (\S+)", text, flags=re.MULTILINE) == [f"configs/train/{name}.yaml"]
     made = re.findall(r"^#   upscale (.+) --output (\S+)$", text, flags=re.MULTILINE)
-    bases = {base_id for _, base_id, _ in BASES.values()} | {"m"}
     assert [output for _, output in made] == (
-        [] if config.model_name_or_path in bases else [config.model_name_or_path]
+        [] if config.model_name_or_path in ("m", None) else [config.model_name_or_path]
     )
     for arguments, _ in made:
         stated = dict(zip(*[iter(arguments.split())] * 2, strict=True))
         if "--config" in stated:
             upscaling = read_mapping(REPOSITORY / stated["--config"])
             stated = {"--base": upscaling["base"], "--method": upscaling["method"]}
-        (base,) = (base for base in BASES if base in name)
-        assert stated == {"--base": BASES[base][1], "--method": name.partition(f"-{base}")[0]}
-
-
-def test_there_is_a_recipe_of_every_ablation_and_of_what_it_is_compared_with():
-    names = {path.stem for path in UPSCALING.glob("midus-hml-llama-3.2-1b-*.yaml")}
-    assert names == {f"midus-hml-llama-3.2-1b-{name}" for name in (*ABLATIONS, "distributed")}
-
-
-@pytest.mark.parametrize("ablation", ABLATIONS)
-def test_an_ablation_changes_what_the_paper_changes_and_its_commands_train_it_as_midus_hml(ablation):
-    path = UPSCALING / f"midus-hml-llama-3.2-1b-{ablation}.yaml"
-    compared = read_mapping(UPSCALING / "midus-hml-llama-3.2-1b-distributed.yaml")
-    changed = {"placement": ablation} if "heavy" in ablation else {}
-    assert read_mapping(path) == {**compared, **changed, "options": {**compared["options"], **ABLATIONS[ablation]}}
-
-    text = path.read_text(encoding="utf-8")
-    made = re.findall(r"^#   upscale --config (\S+) --output (\S+)$", text, flags=re.MULTILINE)
-    run = re.findall(r"^#   midus train (\S+) (.+)$", text, flags=re.MULTILINE)
-    ((config, folder),), ((training, words),) = made, run
-    assert REPOSITORY / config == path
-    trained = read_config(TrainArguments, REPOSITORY / training, words.split()).recorded()
-    of_midus = recipe("midus-hml-llama-3.2-1b").recorded()
-    own = {"model_name_or_path": folder, "output_dir": f"outputs/{path.stem}"}
-    assert folder != of_midus["model_name_or_path"] and trained == {**of_midus, **own}
+        assert stated == {"--base": "meta-llama/Llama-3.2-1B", "--method": name}
 
 
 # Parameters of the models, by the names of their recipes (appendix A.4.1).
@@ -211,10 +157,6 @@ TABLE_7 = {
 }  # fmt: skip
 
 
-def recipe_path(name: str) -> Path:
-    return REPOSITORY / "configs" / "train" / f"{name}.yaml"
-
-
 def model_config(name: str) -> dict[str, Any]:
     return json.loads((REPOSITORY / "configs" / "models" / f"{name}.json").read_text())
 
@@ -227,7 +169,7 @@ def test_every_config_has_a_recipe_that_is_tested():
 @pytest.mark.parametrize("name", MODA)
 def test_recipes_of_attention_over_the_depth_have_the_settings_of_its_paper(name):
     """Section 4: 1,024 sequences of 4,096 tokens a step, 400B in all, 2,000 steps up to 3e-4 and a cosine down to 3e-5."""
-    config = of_model(name)
+    config = of_run(name)
     assert (config.model_name_or_path, config.config_name, config.trainable) == (
         None,
         f"configs/models/{name}.json",
@@ -253,7 +195,7 @@ def test_configs_of_attention_over_the_depth_write_every_option_out(name):
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_recipe_has_the_papers_settings(name):
     """Table 6."""
-    config = of_model(name)
+    config = of_run(name)
     assert (config.model_name_or_path, config.config_name) == (None, f"configs/models/{name}.json")
     assert (config.tokenizer_name, config.trainable) == ("HuggingFaceTB/SmolLM2-135M", "all")
     assert (config.sequence_length, config.per_device_train_batch_size, config.gradient_accumulation_steps) == (
@@ -273,12 +215,6 @@ def test_a_recipe_has_the_papers_settings(name):
     assert config.lr_scheduler_kwargs == {"num_decay_steps": 9600 - 8160, "min_lr_ratio": 0.1}
     rates = (config.memory_learning_rate, config.value_learning_rate, config.value_schedule, config.value_weight_decay)
     assert rates == ((6e-4, 6e-4, "fixed", 0.1) if name == "moc-371m" else (None, None, None, 0))
-
-
-@pytest.mark.parametrize("name", sorted({*PARAMETERS, *TABLE_7, *MODA} - set(OTHER_MODELS)))
-def test_a_recipe_says_how_it_is_run(name):
-    words = re.findall(r"^#   (.+)$", recipe_path(name).read_text(), flags=re.MULTILINE)
-    assert words == [f"midus train configs/train/{name}.yaml"]
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -348,7 +284,7 @@ def test_the_larger_model_has_what_a_token_uses_and_not_the_total():
     ("name", "sequences", "tokens"), [("ultramem-v2-227m-1.2b", 768, 5e11), ("ultramem-v2-1b-7b", 1024, 1e12)]
 )
 def test_a_recipe_has_the_settings_of_the_release(name, sequences, tokens):
-    config = of_model(name)
+    config = of_run(name)
     assert (config.model_name_or_path, config.config_name) == (None, f"configs/models/{name}.json")
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == sequences
     assert config.max_steps == tokens // (sequences * config.sequence_length)
@@ -388,7 +324,7 @@ def test_a_small_copy_trains(name, corpus, tmp_path):
     words |= {"max_steps": 3, "logging_steps": 1, "warmup_steps": 0.1, "bf16": "false", "corpus_split": "null"}
     words["lr_scheduler_type"], words["lr_scheduler_kwargs"] = "cosine", "null"
     overrides = [f"{key}={value}" for key, value in words.items()]
-    assert train(of_model(name, *overrides)).steps == 3
+    assert train(of_run(name, *overrides)).steps == 3
     assert len(logged(tmp_path / "out")) == 3
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     started_at_zero = [tensor for key, tensor in trained.items() if key.endswith("output_projection.weight")]
@@ -426,25 +362,24 @@ FETCHING_BASES = {
 }
 
 
-def test_every_recipe_of_fetching_models_is_checked():
-    expected = {f"hier-ffn-{name}" for name in FETCHING_BASES}
-    assert {path.stem for path in UPSCALING.glob("hier-*.yaml")} == expected and FETCHING == {"hier-ffn-llama-3.2-1b"}
-
-
 @pytest.mark.parametrize("name", FETCHING_BASES)
 def test_a_model_has_the_sizes_of_table_2(name, tmp_path):
     base, config, (fetched, bank) = FETCHING_BASES[name]
-    recipe = read_mapping(REPOSITORY / "configs" / "upscale" / f"hier-ffn-{name}.yaml")
-    assert recipe["base"] == base
+    path = UPSCALING / "hier-ffn.yaml"
+    recipe, text = read_mapping(path), path.read_text(encoding="utf-8")
+    options = recipe["options"]
+    if base != recipe["base"]:
+        assert base in text and "--set sizes=[512,128,32,0]" in text
+        options = {**options, "sizes": [512, 128, 32, 0]}
     folder = write_config(tmp_path / "base", config)
-    counts = upscale(base=folder, method=recipe["method"], options=recipe["options"], dry_run=True).parameters
+    counts = upscale(base=folder, method=recipe["method"], options=options, dry_run=True).parameters
     assert counts.new == 0 and counts.trainable == counts.bank
     assert (round(counts.fetched / 1e6, 1), round(counts.bank / 1e9, 1)) == (fetched, bank)
 
 
 def test_the_run_of_fetching_models_has_the_papers_settings():
     """Appendices A.2 and A.6."""
-    config = recipe("hier-ffn-llama-3.2-1b")
+    config = recipe("hier-ffn")
     assert (config.model_name_or_path, config.path_column) == ("llama-3.2-1b-hier", "memory_ids")
     assert (config.trainable, config.generic_share, config.document_mask) == ("new", 0, False)
     assert (config.value_learning_rate, config.value_schedule, config.value_weight_decay) == (1e-4, "fixed", 1e-3)

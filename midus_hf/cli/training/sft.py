@@ -19,7 +19,6 @@ def _options() -> type:
     return SftArguments
 
 
-_SOURCES = ("training/sft/arguments.py", "training/arguments.py", "training/optim/rates.py")
 app = command_line()
 
 
@@ -27,7 +26,7 @@ app = command_line()
 def midus_sft(
     config: Annotated[str, argument("YAML file of keys; recipes are in configs/sft.", "CONFIG")],
     overrides: Overrides = None,
-    print_config: Annotated[str | None, print_config_option("sft", _options, _SOURCES)] = None,
+    print_config: Annotated[str | None, print_config_option("sft", _options)] = None,
 ) -> None:
     """Fine-tune a model on chats, with the loss of answers alone.
 

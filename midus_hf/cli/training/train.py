@@ -15,7 +15,6 @@ def _arguments() -> type:
     return TrainArguments
 
 
-_SOURCES = ("training/arguments.py", "training/optim/rates.py")
 app = command_line()
 
 
@@ -23,7 +22,7 @@ app = command_line()
 def midus_train(
     config: Annotated[str, argument("YAML file of keys; recipes are in configs/train.", "CONFIG")],
     overrides: Overrides = None,
-    print_config: Annotated[str | None, print_config_option("train", _arguments, _SOURCES)] = None,
+    print_config: Annotated[str | None, print_config_option("train", _arguments)] = None,
 ) -> None:
     """Train a model on text: an upscaled model, any other model, or a new one from random weights.
 

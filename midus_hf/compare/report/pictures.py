@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from midus_hf.compare.learning import mean_loss, path, spread
+from midus_hf.compare.learning import by_rate, falls, mean_loss, spread
 from midus_hf.compare.report.findings import Findings, VariantFindings
-from midus_hf.compare.results import Result
 from midus_hf.look.pictures import as_png, new_figure
 
 _SIZE = (9.0, 5.5)
@@ -14,11 +13,14 @@ _Moment = TypeVar("_Moment")
 
 def pictures(findings: Findings) -> dict[str, bytes]:
     """Draw all pictures of a comparison, and return them as PNG by title."""
-    drawn = {"Loss of the domain by tokens": draw_curves(findings, findings.domain)}
+    drawn = {}
+    if findings.domain and findings.retention:
+        drawn["Learning against forgetting"] = draw_frontier(findings)
+    if findings.domain:
+        drawn["Loss of the domain by tokens"] = draw_curves(findings, findings.domain)
     if findings.retention:
-        drawn = {"Learning against forgetting": draw_frontier(findings), **drawn}
         drawn["Loss outside the domain by tokens"] = draw_curves(findings, findings.retention)
-    return {**drawn, "Parameters, memory and time": draw_costs(findings)}
+    return drawn
 
 
 def draw_frontier(findings: Findings) -> bytes:
@@ -27,16 +29,16 @@ def draw_frontier(findings: Findings) -> bytes:
     The best rate of a variant is opaque, its other rates are faint. If some variants do not start at the base, the picture is
     cropped to the whole paths of the other variants and to the ends of all paths. The picture is returned as PNG.
     """
-    figure, axes = _figure()
+    figure = new_figure(*_SIZE)
+    axes = figure.subplots()
     inside = [(0.0, 0.0)]
     for color, variant in _colored(findings.variants):
-        for rate in dict.fromkeys(_rate(result) for result in variant.results):
-            results = [result for result in variant.results if _rate(result) == rate]
-            is_best = results[0] in variant.best
-            paths = [path(result, findings.base, findings.domain, findings.retention) for result in results]
-            moments = _beside(paths)
-            xs = [spread([x for x, _ in moment]) for moment in moments]
-            ys = [spread([y for _, y in moment]) for moment in moments]
+        for rate, results in by_rate(variant.results).items():
+            is_best = rate == variant.rate
+            learned = _beside([falls(result, findings.base, findings.domain) for result in results])
+            remembered = _beside([falls(result, findings.base, findings.retention) for result in results])
+            xs = [spread(moment) for moment in learned]
+            ys = [spread([-fall for fall in moment]) for moment in remembered]
             points = [(x.mean, y.mean) for x, y in zip(xs, ys, strict=True)]
             wide, high = xs[-1].deviation or 0.0, ys[-1].deviation or 0.0
             inside += [(points[-1][0] + sign * wide, points[-1][1] + sign * high) for sign in (-1, 1)]
@@ -61,7 +63,8 @@ def draw_curves(findings: Findings, texts: Sequence[str]) -> bytes:
 
     Lines are means over seeds; bands reach from the lowest to the highest loss of any seed.
     """
-    figure, axes = _figure()
+    figure = new_figure(*_SIZE)
+    axes = figure.subplots()
     for color, variant in _colored(findings.variants):
         columns = _beside([result.curve for result in variant.best])
         tokens = [spread([point.tokens for point in column]).mean for column in columns]
@@ -75,39 +78,10 @@ def draw_curves(findings: Findings, texts: Sequence[str]) -> bytes:
     return _png(figure, axes)
 
 
-def draw_costs(findings: Findings) -> bytes:
-    """Draw what each variant costs at its best rate, and return PNG.
-
-    The costs are trained parameters in millions, peak memory of training in GB (the most of any seed) and seconds of training (mean
-    over seeds).
-    """
-    figure = new_figure(_SIZE[0], 1.2 + 0.3 * len(findings.variants))
-    names = list(findings.variants)[::-1]
-    columns = {
-        "parameters that train, millions": [
-            findings.variants[name].best[0].trained_parameters / 1e6 for name in names
-        ],
-        "memory of training, GB": [
-            max(one.peak_memory_bytes for one in findings.variants[name].best) / 1e9 for name in names
-        ],
-        "seconds of training": [spread([one.seconds for one in findings.variants[name].best]).mean for name in names],
-    }
-    all_axes = figure.subplots(1, len(columns), sharey=True)
-    for axes, (title, numbers) in zip(all_axes, columns.items(), strict=True):
-        axes.barh(names, numbers, color="#4c72b0")
-        axes.set_title(title, fontsize=9)
-    return as_png(figure, tight=False)
-
-
 def _beside(runs: Sequence[Sequence[_Moment]]) -> list[list[_Moment]]:
     """Return the moments of several runs side by side: first the moments that all runs have before their ends, then the ends."""
     common = min(map(len, runs)) - 1
     return [*(list(moment) for moment in zip(*(run[:common] for run in runs), strict=True)), [run[-1] for run in runs]]
-
-
-def _rate(result: Result) -> tuple[tuple[str, float], ...]:
-    """Return the rate of a result in a form that can be a key."""
-    return tuple(sorted(result.rate.items()))
 
 
 def _colored(variants: Mapping[str, VariantFindings]) -> list[tuple[Any, VariantFindings]]:
@@ -116,11 +90,6 @@ def _colored(variants: Mapping[str, VariantFindings]) -> list[tuple[Any, Variant
 
     colors = matplotlib.colormaps["tab20" if len(variants) > 10 else "tab10"]
     return [(colors(number % colors.N), variant) for number, variant in enumerate(variants.values())]
-
-
-def _figure() -> tuple[Any, Any]:
-    figure = new_figure(*_SIZE)
-    return figure, figure.subplots()
 
 
 def _png(figure: Any, axes: Any) -> bytes:

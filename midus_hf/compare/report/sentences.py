@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from midus_hf.compare.learning import Spread, by_rate, compared, mean_loss, paired
-from midus_hf.compare.report.findings import Findings, VariantFindings
+from midus_hf.compare.learning import Spread, mean_loss, paired
+from midus_hf.compare.report.findings import Findings
 
 
 def with_spread(numbers: Spread | None, form: str = "{:.4f}") -> str:
@@ -23,53 +23,32 @@ def short_count(number: int) -> str:
 
 
 def sentences(findings: Findings) -> list[str]:
-    """Return the sentences that open a report: who learned most, who forgot least, null controls, cautions and missing runs."""
+    """Return the sentences that open a report: who learned most, null controls, cautions and missing runs."""
     if not findings.variants:
         return ["No run is done yet."]
-    lines = [_learned_most(findings)]
-    equal = findings.at_equal_learning() if findings.compares_forgetting else []
-    if len(equal) > 1:
-        lines.append(_forgot_least(findings))
-    lines += _controls(findings)
-    lines += cautions(findings)
-    if findings.missing:
-        lines.append(_missing(findings))
+    lines = [_learned_most(findings)] if findings.domain else []
+    lines += [*_controls(findings), *cautions(findings)]
+    failed = len(findings.failures)
+    if findings.missing == 1:
+        lines.append(f"1 run is not done{'; it failed' if failed else ''}.")
+    elif findings.missing:
+        lines.append(f"{findings.missing} runs are not done{f', of which {failed} failed' if failed else ''}.")
     return lines
 
 
-def _missing(findings: Findings) -> str:
-    failed = len(findings.failures)
-    if findings.missing == 1:
-        return f"1 run is not done{'; it failed' if failed else ''}."
-    return f"{findings.missing} runs are not done{f', of which {failed} failed' if failed else ''}."
-
-
 def _learned_most(findings: Findings) -> str:
-    first, *others = sorted(findings.variants.values(), key=lambda variant: variant.domain_loss.mean)
+    first, *others = findings.ranked
     sentence = f"{first.name} ends with the lowest loss of the domain, {with_spread(first.domain_loss)} nats per token"
     if others:
         sentence += f"; {others[0].name} follows with {with_spread(others[0].domain_loss)}"
     sentence += f". The base has {mean_loss(findings.base.end, findings.domain):.4f}."
-    return sentence + (_between(paired(first.ends, others[0].ends)) if others else "")
-
-
-def _between(difference: Spread | None) -> str:
-    """Return a sentence on whether the difference of two variants, seed by seed, may be chance; empty without two common seeds."""
+    difference = paired(first.ends, others[0].ends) if others else None
     if difference is None or difference.half_interval is None:
-        return ""
+        return sentence
     chance = "which is more than chance of seeds" if difference.is_above_zero else "which may be chance"
-    return f" With the same seeds these two differ by {difference.mean:.4f} ± {difference.half_interval:.4f} (95 %), {chance}."
-
-
-def _forgot_least(findings: Findings) -> str:
-    first, second, *others = findings.at_equal_learning()
-    changes = [with_spread(one.forgotten, "{:+.4f}") for one in (first, second)]
-    learned = f"When {findings.common_learning:.4f} nats are learned, as {2 + len(others)} of {len(findings.variants)} variants did"
-    # If the loss fell for both variants, neither has forgotten anything.
-    least = "has forgotten least" if second.forgotten.mean > 0 else "has gained most outside as well"
     return (
-        f"{learned}, {first.variant} {least}: the loss outside the domain has changed by {changes[0]}, that of "
-        f"{second.variant}, the next, by {changes[1]}.{_between(paired(first.by_seed, second.by_seed))}"
+        f"{sentence} With the same seeds these two differ by {difference.mean:.4f} ± {difference.half_interval:.4f} "
+        f"(95 %), {chance}."
     )
 
 
@@ -92,8 +71,8 @@ def _controls(findings: Findings) -> list[str]:
 def cautions(findings: Findings) -> list[str]:
     """Return a sentence per reason why variants do not differ in their methods alone.
 
-    The reasons: a single seed, different numbers of tokens or of rates, rates tried with different seeds, a best rate at an end of
-    its range, a start that is not the base, and a model that is not causal.
+    The reasons: a single seed, different numbers of tokens or of rates, a best rate at an end of its range, a start that is not the
+    base, and a model that is not causal.
     """
     variants = findings.variants.values()
     sentences = []
@@ -101,8 +80,9 @@ def cautions(findings: Findings) -> list[str]:
     if len(single) == len(variants):
         sentences.append("One seed: nothing here says how much of a difference is chance.")
     elif single:
+        verb = "has" if len(single) == 1 else "have"
         sentences.append(
-            f"{_list(single)} {_have(single)} one seed: nothing says how much of a difference to others is chance."
+            f"{_list(single)} {verb} one seed: nothing says how much of a difference to others is chance."
         )
     tokens = {variant.name: variant.tokens for variant in variants}
     least, most = min(tokens, key=tokens.__getitem__), max(tokens, key=tokens.__getitem__)
@@ -116,7 +96,6 @@ def cautions(findings: Findings) -> list[str]:
         sentences.append(
             f"Variants were not tried at equally many rates, and more rates are more chances to end low: {listed}."
         )
-    sentences += filter(None, map(_of_seeds, variants))
     ends = [f"{variant.name} ({variant.rate})" for variant in variants if variant.is_at_an_end_of_its_rates]
     if ends:
         sentences.append(
@@ -124,9 +103,10 @@ def cautions(findings: Findings) -> list[str]:
         )
     elsewhere = [variant.name for variant in variants if variant.starts_elsewhere]
     if elsewhere:
+        verb = "was" if len(elsewhere) == 1 else "were"
         sentences.append(
-            f"{_list(elsewhere)} {'was' if len(elsewhere) == 1 else 'were'} not seen to start at the base: what was learned and "
-            "forgotten is counted from the base: what training changed, together with what upscaling had changed."
+            f"{_list(elsewhere)} {verb} not seen to start at the base: what was learned and forgotten is counted from the base: "
+            "what training changed, together with what upscaling had changed."
         )
     ahead = [variant.name for variant in variants if not variant.is_causal]
     if ahead:
@@ -136,24 +116,6 @@ def cautions(findings: Findings) -> list[str]:
     return sentences
 
 
-def _of_seeds(variant: VariantFindings) -> str | None:
-    """Return the caution for a variant whose rates were tried with different seeds; None if the seeds are the same."""
-    tried = {rate: sorted(result.seed for result in results) for rate, results in by_rate(variant.results).items()}
-    if len({tuple(seeds) for seeds in tried.values()}) == 1:
-        return None
-    shared = sorted(compared(variant.results)[1])
-    listed = "; ".join(f"{rate} with {', '.join(map(str, seeds))}" for rate, seeds in tried.items())
-    caution = f"{variant.name} was not tried with the same seeds at every rate ({listed})"
-    if not shared:
-        return f"{caution}, which have no seed in common: its best rate may be that of the luckier seed."
-    which = f"seed{'s' if len(shared) > 1 else ''} {', '.join(map(str, shared))}"
-    return f"{caution}: its best rate is the best of {which}, which the rates with the most seeds share."
-
-
 def _list(names: Sequence[str]) -> str:
     """Return the names as prose: `a, b and c`."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-
-
-def _have(names: Sequence[str]) -> str:
-    return "has" if len(names) == 1 else "have"

@@ -18,13 +18,12 @@ _HOW_TO_READ = (
     "nothing of other texts and questions. Each model is measured against its own state right after upscaling: learned is what "
     "the loss of the domain fell by, forgotten what the loss outside it rose by. Where that state was not seen to be the base's, "
     "the difference between the two by midus eval is taken off. Each variant is reported at the rate that ended with its lowest "
-    "loss of the domain. The same text chooses the rate and gives that loss, which flatters variants with more rates. Forgetting "
-    "at equal learning is read off each run's path, on a straight line between measurements, at the rate at which the variant had "
-    "forgotten least. A null control is the same memory with its addressing taken away, trained at the variant's best rate, which "
-    "need not be the null control's own best. Losses of the base, and those after fine-tuning or shuffling, are measured by midus "
-    "eval on weights as they are saved; the others by the Trainer in the precision of training, on packed sequences whose first "
-    "tokens are not predicted. A loss of one kind cannot be subtracted from one of the other. Seconds and tokens per second are "
-    "those of this machine with all else that ran on it."
+    "loss of the domain. The same text chooses the rate and gives that loss, which flatters variants with more rates. A null "
+    "control is the same memory with its addressing taken away, trained at the variant's best rate, which need not be the null "
+    "control's own best. Losses of the base, and those after fine-tuning or shuffling, are measured by midus eval on weights as they "
+    "are saved; the others by the Trainer in the precision of training, on packed sequences whose first tokens are not predicted. A "
+    "loss of one kind cannot be subtracted from one of the other. Seconds and tokens per second are those of this machine with all "
+    "else that ran on it."
 )
 
 

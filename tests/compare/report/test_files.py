@@ -40,11 +40,7 @@ def test_where_no_run_is_done_the_report_says_so(tmp_path):
     assert list(rows_of(variants_table(one))) == ["base"]
     assert [path.name for path in write_report(tmp_path, one, [])] == ["report.md", "runs.csv"]
     told = as_json(one, [])
-    assert (told["variants"], told["common_learning"], told["base"]["losses"]) == (
-        [],
-        None,
-        {DOMAIN: 3.0, RETENTION: 2.0},
-    )
+    assert (told["variants"], told["base"]["losses"]) == ([], {DOMAIN: 3.0, RETENTION: 2.0})
 
 
 def test_json_has_the_numbers_of_the_tables():
@@ -53,9 +49,7 @@ def test_json_has_the_numbers_of_the_tables():
     distance = pytest.approx(0.25 / math.sqrt(2))
     assert hml["domain_loss"] == {"mean": 2.375, "deviation": distance, "count": 2}
     assert hml["learned"] == {"mean": 0.625, "deviation": distance, "count": 2} and hml["seeds"] == [0, 1]
-    assert hml["forgotten_at_equal_learning"]["mean"] == 0.15625
-    assert full["forgotten_at_equal_learning"]["mean"] == 0.25 and full["rate"] == "0.001"
-    assert told["common_learning"] == 0.5
+    assert hml["forgotten"]["mean"] == 0.25 and full["rate"] == "0.001"
     assert told["cautions"] == cautions(found([*HML, *FULL, *FULL_SLOW])) and len(told["cautions"]) == 2
     assert json.loads(json.dumps(told, allow_nan=False)) == told
 
@@ -82,7 +76,7 @@ def test_the_page_needs_no_other_file_and_says_what_the_tables_say(tmp_path):
     files = write_report(tmp_path, one, [*HML, *FULL, *FULL_SLOW, *NULL])
     assert [path.name for path in files] == ["report.md", "runs.csv", "report.html"]
     page, markdown = files[2].read_text(), files[0].read_text()
-    assert page.count("data:image/png;base64,") == 4
+    assert page.count("data:image/png;base64,") == 3
     assert not re.findall(r"(?:src|href)=(?!\"data:)|@import|url\(|<script", page)
     assert "a&lt;b" in page and "1 &amp; 2" in page and "a<b" not in page
     for table in tables(one):
@@ -136,7 +130,7 @@ def test_pictures_are_drawn_of_whatever_there_is(tmp_path, curves):
     drawn = pictures(found(results, variants=variants, **changes))
     expected = ["Learning against forgetting", "Loss of the domain by tokens", "Loss outside the domain by tokens"]
     expected = [expected[1]] if "retention" in changes else expected
-    assert list(drawn) == [*expected, "Parameters, memory and time"]
+    assert list(drawn) == expected
     assert all(picture.startswith(b"\x89PNG") for picture in drawn.values())
     assert len(set(drawn.values())) == len(drawn)
 

@@ -24,7 +24,6 @@ from midus_hf.compare.report.sentences import sentences
 from midus_hf.compare.report.tables import (
     as_json,
     controls_table,
-    equal_learning_table,
     short_table,
     tables,
     tuned_table,
@@ -78,29 +77,6 @@ def test_variants_of_one_seed_beside_others_are_named():
     assert "full and moc have one seed: nothing says how much of a difference to others is chance." in told
 
 
-def test_it_is_told_where_the_rates_of_a_variant_were_tried_with_other_seeds():
-    told = sentences(
-        found([*HML, *FULL, result("full", [0.5], seed=1, rate=1e-2), result("full", [0.5], seed=2, rate=1e-2)])
-    )
-    assert (
-        "full was not tried with the same seeds at every rate (0.001 with 0, 1; 0.01 with 1, 2): its best rate is the best of "
-        "seed 1, which the rates with the most seeds share."
-    ) in told
-    told = sentences(found([*HML, result("full", [0.5], seed=0), result("full", [0.5], seed=1, rate=1e-2)]))
-    assert any(
-        sentence.endswith("which have no seed in common: its best rate may be that of the luckier seed.")
-        for sentence in told
-    )
-    told = sentences(found([*HML, *FULL, result("full", [0.9], seed=0, rate=1e-2)]))
-    assert any(
-        "(0.001 with 0, 1; 0.01 with 0): its best rate is the best of seeds 0, 1, which" in sentence
-        for sentence in told
-    )
-    assert not any(
-        "the same seeds at every rate" in sentence for sentence in sentences(found([*HML, *FULL, *FULL_SLOW]))
-    )
-
-
 def test_the_first_two_are_told_apart_by_their_seeds():
     # Of seeds 0 and 1, full ends lower by 0.5 and 0.75: 0.625 in the mean, and 12.7062 / 2 * 0.25 is half of the interval.
     told = sentences(found([*HML, *FULL]))
@@ -112,7 +88,7 @@ def test_the_first_two_are_told_apart_by_their_seeds():
     better = [result("full", [0.5], [0.0], seed=seed) for seed in (0, 1)]
     told = sentences(found([*alike, *better]))
     words = "With the same seeds these two differ by 0.2500 ± 0.0000 (95 %), which is more than chance of seeds."
-    assert between(told, "full ends").endswith(words) and between(told, "When 0.2500 nats").endswith(words)
+    assert between(told, "full ends").endswith(words)
     assert "With the same seeds" not in " ".join(sentences(found([HML[0], FULL[0]])))
 
 
@@ -160,8 +136,6 @@ def test_what_does_not_start_at_the_base_is_counted_from_it_and_named():
     assert (row["domain loss"], row["learned"], row["forgotten"]) == (
         "2.7500 ± 0.0000", "+0.2500 ± 0.0000", "+0.5000 ± 0.0000",
     )  # fmt: skip
-    assert one.common_learning == 0.25, "and not 4.25"
-    assert rows_of(equal_learning_table(one))["solar"]["change of the loss outside the domain"] == "+0.5000 ± 0.0000"
     told = sentences(one)
     assert any(sentence.startswith("solar was not seen to start at the base: what was learned") for sentence in told)
     assert not any("not seen to start" in sentence for sentence in sentences(found([*HML, *FULL])))
@@ -179,7 +153,6 @@ def test_variants_that_are_not_causal_are_named():
 def test_the_short_table_is_the_same_in_fewer_columns():
     one = found([*HML, *FULL])
     short, long = rows_of(short_table(one)), rows_of(variants_table(one))
-    assert short_table(one).title == "Base: domain loss 3.0000"
     for name, row in short.items():
         assert row == {key: long[name][key] for key in row}
 
@@ -191,7 +164,10 @@ def test_several_texts_count_alike():
         Point(1, 9, 1.0, {DOMAIN: 1.0, "roses": 2.0, RETENTION: 5.0}),
     ]
     one = findings(
-        comparison(["a"], **texts), Result("base", {}, 0, curve[:1]), [Result("a", {}, 0, curve, seconds=3.0)], {}
+        comparison(["a"], **texts),
+        Result("base", {}, 0, curve[:1]),
+        [Result("a", {}, 0, curve, tokens=9, seconds=3.0)],
+        {},
     )
     row = rows_of(variants_table(one))["a"]
     assert (row["domain loss"], row["learned"], row["forgotten"], row["rate"]) == (
@@ -216,10 +192,6 @@ def test_whether_a_variant_starts_at_the_base_is_told(starts, told):
 def test_of_three_variants_the_second_is_the_one_that_follows():
     told = sentences(found([*HML, *FULL, result("moc", [0.125])], variants=("hml", "full", "moc")))
     assert "full ends with the lowest loss of the domain, 1.7500 ± 0.3536 nats per token; hml follows" in told[0]
-    told = sentences(found([*HML, *FULL, result("moc", [0.5], [0.75])], variants=("hml", "full", "moc")))
-    assert any(
-        sentence.startswith("When 0.5000 nats are learned, as 3 of 3 variants did, hml has") for sentence in told
-    )
 
 
 def test_variants_stand_beside_their_null_controls():
@@ -275,66 +247,6 @@ def test_shuffled_addresses_are_told_by_what_the_loss_rises(rises, interval, wor
     (row,) = controls_table(one).rows
     assert row == ["hml", "shuffled-addresses", f"{mean:+.4f}", interval, str(len(rises)), words]
     assert as_json(one, [])["variants"][0]["controls"]["shuffled-addresses"]["verdict"] == words
-
-
-def test_forgetting_at_equal_learning_is_read_off_the_paths_of_the_rate_that_is_best_for_it():
-    one = found([*HML, *FULL, *FULL_SLOW])
-    assert one.common_learning == 0.5
-    rows = rows_of(equal_learning_table(one))
-    # Of hml the second seed is halfway from (0.25, 0) to (0.75, 0.375); full is better at its slow rate, with 0.25 of both.
-    assert rows["hml"]["change of the loss outside the domain"] == f"+0.1562 ± {0.0625 / math.sqrt(2):.4f}"
-    assert rows["full"] == {
-        "variant": "full",
-        "rate": "0.0001",
-        "change of the loss outside the domain": "+0.2500 ± 0.0000",
-    }
-    assert list(rows) == ["hml", "full"]
-    assert equal_learning_table(one).title == "Forgotten when 0.5000 nats were learned"
-    (told,) = [sentence for sentence in sentences(one) if "forgotten least" in sentence]
-    assert told.startswith("When 0.5000 nats are learned, as 2 of 2 variants did, hml has forgotten least")
-    assert "by +0.1562 ± 0.0442, that of full, the next, by +0.2500 ± 0.0000." in told
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [((-0.5, 0.5), "has forgotten least"), ((0.25, 0.5), "has forgotten least"), ((-0.5, -0.25), "has gained most outside as well")],
-    ids=str,
-)  # fmt: skip
-def test_where_nobody_forgot_nobody_is_said_to_have(changes, words):
-    runs = [result(name, [0.5], [change]) for name, change in zip(("hml", "full"), changes, strict=True)]
-    told = between(sentences(found(runs)), "When 0.5000 nats are learned")
-    assert f"hml {words}: the loss outside the domain has changed by {changes[0]:+.4f}, that of full" in told
-
-
-def test_variants_that_learned_less_than_half_of_them_did_are_not_compared():
-    slow = [dataclasses.replace(run, variant="moc", curve=run.curve[:1] * 2) for run in HML]
-    one = found([*HML, *FULL, *slow], variants=("hml", "full", "moc"))
-    assert one.common_learning == 0.5, "and not what moc learned, which is nothing"
-    assert list(rows_of(equal_learning_table(one))) == ["hml", "full"]
-    assert any("as 2 of 3 variants did" in sentence for sentence in sentences(one))
-
-
-def test_a_rate_at_which_a_seed_is_missing_or_never_learned_so_much_is_not_the_one_that_forgot_least():
-    missing = [result("full", [0.5], [-9.0], seed=0, rate=1e-2)]
-    slow = [result("full", [learned], [-9.0], seed=seed, rate=1e-5) for seed, learned in ((0, 0.5), (1, 0.125))]
-    one = found([*HML, *FULL, *FULL_SLOW, *missing, *slow])
-    assert rows_of(equal_learning_table(one))["full"]["rate"] == "0.0001"
-
-
-def test_rates_over_unlike_seeds_are_compared_by_what_they_forgot_with_those_in_common():
-    other = [result("full", [0.5], [forgotten], seed=seed, rate=1e-4) for seed, forgotten in ((0, 0.375), (2, 0.0))]
-    row = rows_of(equal_learning_table(found([*HML, *FULL, *other])))["full"]
-    # With seed 0 the first rate had forgotten 0.25; over all of its seeds 0.375, and the other 0.1875.
-    assert row["rate"] == "0.001" and row["change of the loss outside the domain"].startswith("+0.3750")
-
-
-def test_where_nothing_was_learned_forgetting_is_not_compared():
-    # One run passes the point at which nothing is learned on its way up: that is no learning to compare at.
-    one = found([result("hml", [-0.5, -0.25], [0.0, 1.0]), result("full", [-0.25, 0.5], [0.5, 1.0])])
-    assert one.common_learning == 0.0
-    assert "Forgotten" not in " ".join(table.title for table in tables(one))
-    assert not any("forgotten least" in sentence for sentence in sentences(one))
-    assert [variant["forgotten_at_equal_learning"] for variant in as_json(one, [])["variants"]] == [None, None]
 
 
 def test_without_texts_outside_nothing_is_said_of_forgetting():

@@ -1,1 +1,0 @@
-"""Tables of papers as comparisons: each row is a variant, and the paper's numbers stand beside ours."""

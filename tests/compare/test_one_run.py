@@ -1,0 +1,295 @@
+"""One run from upscaling to its result: what is measured is what the commands measure, and one file stays."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compare.small_comparison import HEADWISE, STEPS, TOKENS_PER_STEP, Comparing, write_room
+from evaluation.questions import write_questions
+from pairs import by_default
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from midus_hf.compare.options import Comparison
+from midus_hf.compare.results import read_result, write_result
+from midus_hf.compare.runs import base_run, runs_of
+from midus_hf.compare.variants import available_controls, control_variants
+from midus_hf.evaluation.evaluate import evaluate
+from midus_hf.evaluation.settings import EvaluationSettings
+from midus_hf.files.checkpoint_files import CONFIG_FILE
+from upscalers import upscale
+from upscalers.edits.shuffling import shuffle
+
+HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
+needs_harness = pytest.mark.skipif(not HAS_HARNESS, reason="lm-eval is not installed")
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory) -> Path:
+    folder = write_room(tmp_path_factory.mktemp("room"))
+    write_questions(folder / "questions")
+    return folder
+
+
+def tasks_in(room: Path) -> dict[str, Any] | None:
+    """Return a task whose questions lie in the room; none where nothing could ask them."""
+    return {"names": ["piqa"], "limit": 2, "data": str(room / "questions")} if HAS_HARNESS else None
+
+
+def perplexity_loss(model: Path, text: Path, **keys) -> float:
+    """Return the loss of a text as `midus eval` measures it in windows as long as sequences of training, in nats per token."""
+    settings = EvaluationSettings(text=str(text), sequence_length=32, **keys)
+    return math.log(evaluate([str(model)], settings, quiet=True)["models"][0]["perplexity"]["perplexity"])
+
+
+def packed_loss(folder: Path, text: Path) -> float:
+    """Return the loss of a text as the Trainer measures it: sequences of 32 tokens, of each of which the first is not predicted."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    ids = [*tokenizer(text.read_text())["input_ids"], tokenizer.eos_token_id]
+    sequences = torch.tensor(ids[: len(ids) // 32 * 32]).view(-1, 32)
+    with torch.no_grad():
+        return model.eval()(input_ids=sequences, labels=sequences).loss.item()
+
+
+def accuracy(model: Path, room: Path) -> dict[str, float]:
+    settings = EvaluationSettings(tasks=["piqa"], data=str(room / "questions"), limit=2)
+    return evaluate([str(model)], settings, quiet=True)["models"][0]["tasks"]["piqa"]
+
+
+@pytest.fixture(scope="module")
+def kept(room, tmp_path_factory):
+    """Return a comparison of a memory and of the base trained whole whose models stay, with the base's result and theirs."""
+    variants = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}, "full": {"train": {"learning_rate": 1e-3}}}
+    comparing = Comparing(room, tmp_path_factory.mktemp("kept"), variants, keep_models=True, tasks=tasks_in(room))
+    base = comparing.measure_base()
+    return comparing, base, {run.variant.name: (run, comparing.measure(run)) for run in comparing.runs()}
+
+
+def with_the_base_of(kept, comparing: Comparing) -> Comparing:
+    """Return a comparison for which the base was measured already."""
+    write_result(base_run(comparing.comparison).folder(comparing.comparison), kept[1])
+    return comparing
+
+
+@pytest.mark.parametrize("variant", ["hml", "full"])
+def test_the_ends_of_the_curve_are_losses_of_packed_sequences(room, kept, variant):
+    comparing, base, results = kept
+    run, result = results[variant]
+    start = comparing.folder(run) / "upscaled" if variant == "hml" else room / "base"
+    for name in ("plants", "stars"):
+        text = room / f"{name}.txt"
+        assert base.end.losses[name] == perplexity_loss(room / "base", text)
+        assert result.start.losses[name] == pytest.approx(packed_loss(start, text), rel=1e-5)
+        assert result.end.losses[name] == pytest.approx(packed_loss(comparing.folder(run) / "trained", text), rel=1e-5)
+    assert result.end.losses["plants"] < result.start.losses["plants"]
+    assert [(point.step, point.tokens) for point in result.curve] == [
+        (step, step * TOKENS_PER_STEP) for step in (0, STEPS // 2, STEPS)
+    ]
+    assert result.seconds > 0 and result.tokens == STEPS * TOKENS_PER_STEP
+
+
+def count(folder: Path) -> int:
+    """Return the parameters of a model, without the statistics that its buffers hold."""
+    return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(folder).parameters())
+
+
+def test_a_run_says_which_run_it_was_and_how_large(room, kept):
+    comparing, base, results = kept
+    (of_hml, hml), (_, full) = results["hml"], results["full"]
+    assert (hml.variant, hml.rate, hml.seed, hml.control) == ("hml", {"learning_rate": 1e-2}, 0, None)
+    assert (full.variant, full.rate, full.controls, full.shuffled) == ("full", {}, {}, None)
+    assert (hml.starts_at_base, full.starts_at_base) == (True, None)
+    assert hml.upscaled is full.upscaled is None
+    assert (base.variant, base.curve[0].step, len(base.curve)) == ("base", 0, 1)
+    for run, result in results.values():
+        assert result == read_result(comparing.folder(run)) and result.peak_memory_bytes > 10**7
+        assert result.request == run.request(comparing.comparison)
+    size = count(room / "base")
+    assert hml.new_parameters == hml.trained_parameters == count(comparing.folder(of_hml) / "upscaled") - size > 0
+    assert (full.new_parameters, full.trained_parameters) == (0, size)
+
+
+@needs_harness
+@pytest.mark.parametrize("variant", ["hml", "full"])
+def test_tasks_are_measured_before_and_after(room, kept, variant):
+    comparing, base, results = kept
+    run, result = results[variant]
+    assert base.tasks["piqa"] == accuracy(room / "base", room) == result.tasks_before["piqa"]
+    assert result.tasks["piqa"] == accuracy(comparing.folder(run) / "trained", room)
+
+
+@needs_harness
+@pytest.mark.parametrize(
+    ("upscaling", "starts"),
+    [({"method": "solar"}, False), ({"method": "solar", "verify": False}, None)],
+    ids=["other", "not verified"],
+)
+def test_a_model_that_was_not_seen_to_start_as_the_base_is_measured_as_the_base_is(
+    room, kept, tmp_path, upscaling, starts
+):
+    changes = {"tasks": tasks_in(room), "controls": False, "keep_models": True}
+    comparing = with_the_base_of(kept, Comparing(room, tmp_path, {"a": {"upscale": upscaling}}, **changes))
+    (run,) = comparing.runs()
+    result, model = comparing.measure(run), comparing.folder(run) / "upscaled"
+    assert result.tasks_before["piqa"] == accuracy(model, room) and result.starts_at_base is starts
+    for name in ("plants", "stars"):
+        assert result.upscaled[name] == perplexity_loss(model, room / f"{name}.txt")
+
+
+@pytest.mark.parametrize("routing", ["chunk", "sequence"])
+def test_a_result_says_whether_its_model_is_causal(room, kept, tmp_path, routing):
+    options = {"memory_tokens": 16, "chapters": 4, "k": 2, "routing": routing}
+    variants = {"a": {"upscale": {"method": "moc", "options": options}}}
+    comparing = with_the_base_of(kept, Comparing(room, tmp_path, variants, controls=False))
+    assert comparing.measure(comparing.runs()[0]).is_causal is (routing == "chunk")
+
+
+def test_shuffled_addresses_are_those_of_the_trained_model(room, kept, tmp_path):
+    comparing, _, results = kept
+    run, result = results["hml"]
+    trained = comparing.folder(run) / "trained"
+    shuffle(trained, tmp_path / "out", 0)
+    for name in ("plants", "stars"):
+        assert result.shuffled[name] == perplexity_loss(tmp_path / "out", room / f"{name}.txt")
+        assert result.saved[name] == perplexity_loss(trained, room / f"{name}.txt")
+    assert result.shuffled["plants"] != result.saved["plants"]
+    assert {path.name for path in comparing.folder(run).iterdir()} == {"upscaled", "trained"}
+
+
+@pytest.mark.parametrize("controls", [False, ["one-row"]], ids=["none", "another"])
+def test_a_run_begins_anew_and_leaves_one_file_and_shuffles_only_for_that_control(room, kept, tmp_path, controls):
+    variants = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}}
+    comparing = with_the_base_of(kept, Comparing(room, tmp_path, variants, controls=controls, tasks=tasks_in(room)))
+    (run,) = comparing.runs()
+    (comparing.folder(run) / "upscaled").mkdir(parents=True)
+    (comparing.folder(run) / "upscaled" / CONFIG_FILE).write_text("half of a model that an interrupted run has left")
+    result = comparing.measure(run)
+    assert result.shuffled is None and result.saved is None
+    assert list(result.controls) == ["one-row", "random-slots", "frozen-addresses", "shuffled-addresses"]
+    assert [path.name for path in comparing.folder(run).parent.iterdir()] == ["seed-0.json"]
+    expected = kept[2]["hml"][1]
+    assert [point.losses for point in result.curve] == [point.losses for point in expected.curve]
+    assert result.tasks == expected.tasks
+
+
+def test_texts_are_read_as_the_corpus_is(room, tmp_path):
+    for name in ("plants", "stars", "corpus"):
+        paths = [room / f"{name}.txt"] if name != "corpus" else sorted((room / "corpus").iterdir())
+        row = {"body": "\n".join(path.read_text() for path in paths), "text": "none"}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    texts = {
+        "domain": {"plants": str(tmp_path / "plants.jsonl")},
+        "retention": {"stars": str(tmp_path / "stars.jsonl")},
+    }
+    corpus = {"corpus": str(tmp_path / "corpus.jsonl"), "text_column": "body"}
+    comparing = Comparing(room, tmp_path / "out", {"full": {}}, train=corpus, **texts)
+    base = comparing.measure_base()
+    assert base.end.losses["plants"] == perplexity_loss(room / "base", room / "plants.txt")
+    assert comparing.measure(comparing.runs()[0]).start.losses == pytest.approx(base.end.losses, rel=0.03)
+
+
+def test_texts_with_paths_are_measured_document_by_document(room, tmp_path):
+    words = (room / "plants.txt").read_text().split()
+    rows = [{"text": " ".join(words[start : start + 10]), "memory_ids": [0]} for start in range(0, len(words), 10)]
+    plants = tmp_path / "plants.jsonl"
+    plants.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train, domain = {"path_column": "memory_ids"}, {"plants": str(plants)}
+    base = Comparing(room, tmp_path / "out", {"full": {}}, train=train, domain=domain).measure_base()
+    apart = perplexity_loss(room / "base", plants, apart=True)
+    assert base.end.losses["plants"] == apart != perplexity_loss(room / "base", plants)
+    assert base.end.losses["stars"] == perplexity_loss(room / "base", room / "stars.txt")
+
+
+def test_a_fine_tuned_model_is_measured_again(room, kept, tmp_path):
+    pytest.importorskip("trl")
+    rows = [{"prompt": "alpha", "completion": " beta gamma"}, {"prompt": "gamma", "completion": " delta"}] * 4
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tuning = {
+        "dataset_name": str(tmp_path / "chats.jsonl"),
+        "chat_template_path": "chatml",
+        "max_steps": 3,
+        "bf16": False,
+    }
+    tuning |= {"trainable": "all", "max_length": 64, "per_device_train_batch_size": 2, "learning_rate": 1e-2}
+    changes = {"fine_tune": tuning, "tasks": tasks_in(room), "keep_models": True}
+    comparing = with_the_base_of(kept, Comparing(room, tmp_path / "out", {"full": {}}, **changes))
+    (run,) = comparing.runs()
+    result, models = comparing.measure(run), comparing.folder(run)
+    for name in ("plants", "stars"):
+        assert result.saved[name] == perplexity_loss(models / "trained", room / f"{name}.txt")
+        assert (
+            result.tuned.losses[name] == perplexity_loss(models / "tuned", room / f"{name}.txt") != result.saved[name]
+        )
+    if HAS_HARNESS:
+        assert result.tuned.tasks["piqa"] == accuracy(models / "tuned", room)
+
+
+def test_tasks_alone_are_measured_where_there_are_no_texts(room, tmp_path):
+    if not HAS_HARNESS:
+        pytest.skip("lm-eval is not installed")
+    changes = {"domain": {}, "retention": {}, "tasks": tasks_in(room), "controls": False}
+    comparing = Comparing(room, tmp_path, {"full": {}}, **changes)
+    base, result = comparing.measure_base(), comparing.measure(comparing.runs()[0])
+    assert base.end.losses == {} and result.curve == [] and set(result.tasks) == {"piqa"}
+
+
+ALL_CONTROLS = ["one-row", "random-slots", "frozen-addresses", "shuffled-addresses"]
+METHODS = {
+    "midus-hml": (HEADWISE, ALL_CONTROLS),
+    "midus-pkm": ({"method": "midus-pkm", "num_new_layers": 1, "options": {"n": 4, "k": 2}}, ALL_CONTROLS),
+    "midus-linear": ({"method": "midus-linear", "num_new_layers": 1, "options": {"slots": 6, "k": 2}}, ALL_CONTROLS),
+    "moc": (
+        {"method": "moc", "options": {"layers": 1, "memory_tokens": 12, "chapters": 6, "k": 2, "chunk_size": 4}},
+        ALL_CONTROLS,
+    ),
+    "ultramem-v2": ({"method": "ultramem-v2", "options": {"n": 8, "k": 4, "share": "ring:4"}}, ALL_CONTROLS),
+    "moda": ({"method": "moda"}, []),
+    "llama-pro": ({"method": "llama-pro", "num_new_layers": 1}, []),
+}
+
+
+def controls_of(room: Path, output: Path, method: str) -> tuple[Comparison, list]:
+    """Upscale by a method, and return a comparison with the variants that are its null controls."""
+    keys = METHODS[method][0]
+    upscale(base=room / "base", output=output / "model", **keys)
+    comparing = Comparing(room, output / "out", {method: {"upscale": keys}}, train={"max_steps": 1})
+    available = available_controls(json.loads((output / "model" / CONFIG_FILE).read_text()))
+    assert list(available) == METHODS[method][1]
+    return comparing, control_variants(comparing.variants[0], available, {"learning_rate": 5e-3})
+
+
+# One memory that is attached; that others have all null controls is said in tests/config/test_controls.py.
+@pytest.mark.parametrize("method", by_default(["moc", "moda", "llama-pro"], list(METHODS)))
+def test_which_null_controls_a_method_has(room, tmp_path, method):
+    _, controls = controls_of(room, tmp_path, method)
+    assert [one.name for one in controls] == [
+        f"{method}+{name}" for name in METHODS[method][1] if name != "shuffled-addresses"
+    ]
+
+
+CONTROLS = [(method, name) for method, (_, names) in METHODS.items() for name in names if name != "shuffled-addresses"]
+
+# Every null control, of memories that are inserted and of one that is attached.
+CHOSEN = [("midus-hml", "one-row"), ("midus-pkm", "frozen-addresses"), ("moc", "random-slots")]
+
+
+@pytest.mark.parametrize(("method", "name"), by_default(CHOSEN, CONTROLS))
+def test_a_control_is_upscaled_and_trained_beside_its_variant(room, kept, tmp_path, method, name):
+    comparing, controls = controls_of(room, tmp_path, method)
+    (control,) = [one for one in controls if one.control == name]
+    comparing.comparison.keep_models = True
+    (run,) = runs_of(control, with_the_base_of(kept, comparing).comparison)
+    result = comparing.measure(run)
+    assert (result.variant, result.control, result.control_of) == (f"{method}+{name}", name, method)
+    assert result.rate == {"learning_rate": 5e-3} and result.starts_at_base is True
+    assert result.shuffled is None and result.controls == {}
+    new = count(comparing.folder(run) / "upscaled") - count(room / "base")
+    assert result.new_parameters == new
+    if name == "frozen-addresses":
+        assert control.upscale == comparing.variants[0].upscale and 0 < result.trained_parameters < new
+    else:
+        assert 0 < result.trained_parameters <= new
+        assert (new < comparing.variants[0].new_parameters) == (name == "one-row")
