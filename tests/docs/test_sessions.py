@@ -287,7 +287,6 @@ SESSIONS = {
             "input_ids": torch.arange(3, 27).view(2, 12),
         },
     ),
-    "docs/papers.md": Session(),
     **{
         f"docs/methods/{page}.md": Session(replace=TINY_LLAMA)
         for page in ("README", "hierarchical", "midus", "moc", "moda", "ultramem-v2")
