@@ -175,7 +175,7 @@ SESSIONS = {
     "docs/peft.md": Session(
         replace={
             **BASE,
-            "trainable=auto": f"trainable=auto model_name_or_path=upscaled output_dir=merged bf16=false {SHORT} "
+            "midus-hml.yaml": f"midus-hml.yaml model_name_or_path=upscaled output_dir=merged bf16=false {SHORT} "
             "corpus=texts corpus_name=null corpus_split=null",
         },
         models={"upscaled": "midus-hml"},
