@@ -2,7 +2,6 @@
 
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,8 +84,16 @@ class Comparing:
 def compare_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `midus compare` do its runs in this process, one behind the other, until the test ends."""
 
-    def start(run: Run, comparison: Comparison, place: str | None, num_places: int) -> SimpleNamespace:
+    class Ended:
+        """What is looked at of a process that has ended."""
+
+        returncode = 0
+
+        def poll(self) -> int:
+            return self.returncode
+
+    def start(run: Run, comparison: Comparison, place: str | None, num_places: int) -> Ended:
         do(run, comparison)
-        return SimpleNamespace(poll=lambda: 0, returncode=0)
+        return Ended()
 
     monkeypatch.setattr("midus_hf.compare.running._start", start)
