@@ -26,7 +26,7 @@ from midus_hf.memory.routing.token_places import TokenPlaces
 from midus_hf.memory.tables import LentTables
 from midus_hf.ops.chapters.op import chapter_attention
 from midus_hf.ops.chapters.quantisation import dequantise_rows
-from midus_hf.ops.chapters.rows import chapter_mass, chapter_rows
+from midus_hf.ops.chapters.rows import chapter_rows
 from midus_hf.ops.dispatch.precision import without_autocast
 
 _EPS = 1e-6
@@ -148,51 +148,6 @@ class Chapters(MemoryModule):
         shared = self.options.shared_chapters
         best = logits[..., shared:].topk(self.options.k, dim=-1)
         return Routing(logits, best.indices + shared, best.values.log_softmax(-1), pooled)
-
-    def attention_mass(
-        self, hidden_states: torch.Tensor, routing: Routing, *, tables: Mapping[str, torch.Tensor] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return how much attention each token gives to each chapter that the token reads, and change nothing.
-
-        Args:
-            hidden_states: `[B, T, D]`, the input of the memory.
-            routing: Result of `route` for these hidden states.
-            tables: The bank, if layers share one. Default: the layer's own bank.
-
-        Returns:
-            The chapters of each token, shared chapters first, `[B, T, S + k]`, and the share of attention that each chapter gets,
-            the mean over query heads, `[B, T, S + k]`, float32 at least; the shares of a token add up to 1.
-        """
-        chapters, scales, biases = self._mixture(routing)
-        keys, _, rows = self._memory_tokens(tables or {}, chapters, hidden_states)
-
-        def weigh(query: torch.Tensor, numbers: Numbers) -> torch.Tensor:
-            weights = (
-                None if of_stretch is None else of_stretch[numbers].unsqueeze(1) for of_stretch in (scales, biases)
-            )
-            return chapter_mass(query, keys, rows[numbers].unsqueeze(1), *weights)
-
-        stretches = routing.pooled.stretches
-        mass = stretches.read(self._queries(_rms_normalised(hidden_states)), weigh)
-        return chapters[stretches.of_token], mass
-
-    def token_outputs(
-        self, chapters: torch.Tensor, *, tables: Mapping[str, torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """Return what a token would gain by attending to a single memory token, without the weight of the chapter.
-
-        Args:
-            chapters: `[C']`, int64, numbers of the chapters.
-            tables: The bank, if layers share one. Default: the layer's own bank.
-
-        Returns:
-            `[C', M, D]`, one row per memory token of these chapters.
-        """
-        bank = self._bank(tables or {})
-        _, values = self._projected(_memory_rows(self.options, bank, chapters, self.norm_weight.dtype))
-        values = values.unflatten(-1, (self.num_kv_heads, self.head_dim))
-        values = values.repeat_interleave(self.num_heads // self.num_kv_heads, dim=-2)  # [C', M, H, d]
-        return self.output_projection(values.flatten(-2))
 
     def _queries(self, normalised: torch.Tensor) -> torch.Tensor:
         """Return queries `[B, T, H, d]` of hidden states that are divided by their root mean square."""

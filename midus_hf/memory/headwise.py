@@ -1,10 +1,8 @@
 """The head-wise memory layer (HML) of MIDUS."""
 
 import math
-from collections.abc import Mapping
 
 import torch
-from torch import nn
 
 from midus_hf.config.memories.headwise import HeadwiseOptions
 from midus_hf.config.model_sizes import ModelSizes
@@ -28,7 +26,7 @@ class HeadwiseMemory(RetrievalMemory):
     row_keys: torch.Tensor
     column_keys: torch.Tensor
     value_transform: torch.Tensor
-    values_by_head = True
+    values_by_head = True  # read where values become integers: expanded values are then no longer kept
 
     def __init__(self, options: HeadwiseOptions, sizes: ModelSizes):
         super().__init__(options, sizes)
@@ -84,27 +82,6 @@ class HeadwiseMemory(RetrievalMemory):
         output = self.gated(attention_output, output.reshape(*shape, self.num_heads, self.value_dim)).flatten(-2)
         return output if residual is None else (residual + output).to(residual.dtype)
 
-    def slot_outputs(
-        self, slots: torch.Tensor, head: int, *, tables: Mapping[str, torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """Return what each slot adds if one head reads only this slot: the value in the head's share of the output, zeros elsewhere.
-
-        Args:
-            slots: `[S]`, int64, numbers of the slots.
-            head: The head that reads the slots.
-            tables: Not used: the layer has its own values.
-
-        Returns:
-            `[S, 1, D]`, before the gate.
-        """
-        bank, places = self.rows_of_values(self._slots_of_all(slots, head), self.dtype_of_values)
-        rows = bank[places]  # [S, v]
-        if self.values == "expanded":
-            rows = nn.functional.linear(rows, self.value_transform[head])
-        by_head = rows.new_zeros(len(rows), 1, self.num_heads, self.value_dim)
-        by_head[:, 0, head] = rows
-        return by_head.flatten(-2)
-
     def _from_integers(
         self, query: torch.Tensor, transform: torch.Tensor | None, residual: torch.Tensor | None
     ) -> torch.Tensor:
@@ -117,6 +94,6 @@ class HeadwiseMemory(RetrievalMemory):
             output = torch.einsum("shv,hwv->shw", output, transform.to(query.dtype))
         return output if residual is None else (residual + output).to(residual.dtype)
 
-    def _slots_of_all(self, slots: torch.Tensor, head: torch.Tensor | int) -> torch.Tensor:
+    def _slots_of_all(self, slots: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         """Return slots of a head as slots of all heads, if each head has a bank; else unchanged."""
         return slots + head * self.num_slots if self.values == "own" else slots

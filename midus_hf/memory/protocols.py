@@ -27,21 +27,6 @@ class RetrievesSlots(Protocol):
 
 
 @runtime_checkable
-class AddsSlots(RetrievesSlots, Protocol):
-    """A memory that can return what each of its slots adds."""
-
-    #: Whether the vector that a slot adds depends on the head that reads the slot.
-    values_by_head: bool
-
-    def slot_outputs(
-        self, slots: torch.Tensor, head: int, *, tables: Mapping[str, torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """Return what each of the slots `[S]` adds through each of E projections if a head reads only this slot, `[S, E, D]`.
-
-        The weight of the slot is 1, and gates are not applied."""
-
-
-@runtime_checkable
 class ReadsFewRows(Protocol):
     """A memory that reads few rows of large tables of values through functions whose settings training may change."""
 
@@ -100,16 +85,6 @@ class ReadsChapters(Protocol):
         prompt_mask: torch.Tensor | None = None,
     ) -> Routing:
         """Choose chapters for the memory's input `[B, T, D]`, and change nothing."""
-
-    def attention_mass(
-        self, hidden_states: torch.Tensor, routing: Routing, *, tables: Mapping[str, torch.Tensor] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the chapters that each token reads, and the share of the token's attention per chapter, both `[B, T, S + k]`."""
-
-    def token_outputs(
-        self, chapters: torch.Tensor, *, tables: Mapping[str, torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """Return what each memory token of the chapters `[C']` adds if a token reads nothing else, `[C', M, D]`."""
 
 
 @runtime_checkable

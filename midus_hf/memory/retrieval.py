@@ -45,11 +45,6 @@ class RetrievalMemory(MemoryModule):
         bank = self.value_bank if self.options.value_bits is None else self.value_bank_integers
         return bank.shape[-2]
 
-    @property
-    def dtype_of_values(self) -> torch.dtype:
-        """Dtype of the values, or of the scales of values that are integers."""
-        return (self.value_bank if self.options.value_bits is None else self.value_bank_scales).dtype
-
     def rows_of_values(self, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a table of values, `[R, v]`, and the row of this table that each slot reads.
 

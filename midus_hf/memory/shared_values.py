@@ -1,7 +1,5 @@
 """Memories that MIDUS compares head-wise memory with: one table of values for all heads, with product keys or flat keys."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import nn
 
@@ -26,7 +24,6 @@ class SharedValueMemory(RetrievalMemory):
     """
 
     query_projection: nn.Linear
-    values_by_head = False
 
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
         query = self.query_projection(attention_output)  # [B, T, D]
@@ -49,22 +46,6 @@ class SharedValueMemory(RetrievalMemory):
         output = weighted_gather(bank, rows, weights.flatten(-2))  # [B, T, D]
         output = self.gated(attention_output, output)
         return output if residual is None else (residual + output).to(residual.dtype)
-
-    def slot_outputs(
-        self, slots: torch.Tensor, head: int, *, tables: Mapping[str, torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """Return what each slot adds if one head reads it alone: the slot's value, for any head.
-
-        Args:
-            slots: `[S]`, int64, numbers of the slots.
-            head: Not used: all heads read the same values.
-            tables: Not used: the layer has its own values.
-
-        Returns:
-            `[S, 1, D]`, before the gate.
-        """
-        bank, rows = self.rows_of_values(slots, self.dtype_of_values)
-        return bank[rows].unsqueeze(1)
 
     def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise TypeError(f"{type(self).__name__} does not say how it selects slots.")

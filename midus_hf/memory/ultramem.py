@@ -49,7 +49,6 @@ class UltraMem(MemoryModule):
     value_projection: nn.Linear
     value_table: torch.Tensor
     pre_value_table: torch.Tensor
-    values_by_head = False
 
     def __init__(self, options: UltraMemOptions, sizes: ModelSizes):
         super().__init__(options, sizes)
@@ -109,29 +108,6 @@ class UltraMem(MemoryModule):
         scores, slots = self._select(hidden_states, None, keep_vectors=False)
         weights = scores.softmax(-1) if self.options.weights == "softmax" else scores
         return weights, self._shuffled(slots) % self.num_slots
-
-    def slot_outputs(
-        self, slots: torch.Tensor, head: int, *, tables: Mapping[str, torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """Return what each row adds if one head reads it alone: the row's value through each part of the output projection.
-
-        Args:
-            slots: `[S]`, int64, rows of the tables, counted as by `retrieve`.
-            head: Not used: all heads read the same values.
-            tables: Tables of values and pre-values, if layers share tables. Default: the layer's own tables.
-
-        Returns:
-            `[S, E, D]`, before the gate, with a pre-value of 1.
-        """
-        tables = tables or {}
-        stored = self._stored("value_table", tables)
-        value_table, places = self._read(stored, self._table_rows(slots, len(stored[0])))
-        rows = value_table[places]  # [S, D_v]
-        parts = self.options.num_projected
-        by_part = rows.new_zeros(len(rows), parts, parts, rows.shape[-1])
-        for part in range(parts):
-            by_part[:, part, part] = rows
-        return self.value_projection(by_part.flatten(-2).to(self.value_projection.weight.dtype))
 
     def _select(
         self, hidden_states: torch.Tensor, report: RouterReport | None, keep_vectors: bool = True
