@@ -50,4 +50,4 @@ def _print_bank(listed: dict[str, Any]) -> None:
         console.print(f"all banks: a text fetches {listed['fetched']:,} of {listed['bank']:,} parameters")
 
 
-main = partial(run_command, app, name="midus bank", interruption="interrupted; nothing was written")
+main = partial(run_command, app, name="midus bank")

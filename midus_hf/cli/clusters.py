@@ -270,9 +270,4 @@ def _parse_block(block: str) -> tuple[int, int]:
     return int(level), int(node)
 
 
-main = partial(
-    run_command,
-    app,
-    name="midus cluster",
-    interruption="interrupted; build keeps what it has finished if it is run again.",
-)
+main = partial(run_command, app, name="midus cluster")

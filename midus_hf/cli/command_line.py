@@ -44,31 +44,19 @@ class Ending(Exception):
         self.line = line
 
 
-def run_command(
-    app: typer.Typer,
-    arguments: Sequence[str] | None = None,
-    *,
-    name: str,
-    refusals: tuple[type[Exception], ...] = (ValueError,),
-    failure: str | None = "failed: ",
-    interruption: str = "interrupted",
-    silent: bool = False,
-) -> int:
-    """Run a command line. If the work fails or is interrupted, print one line that opens with the command's name.
+def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, name: str, raises: bool = False) -> int:
+    """Run a command line, and print one line that opens with the command's name if the work is not done.
 
     SIGTERM interrupts the work as Ctrl-C does, so that half-finished files are cleaned up. Every command understands
-    `--version`, and a command that needs arguments and gets none shows its help.
+    `--version`, and a command that needs arguments and gets none shows its help. Of several processes that a launcher started, the
+    first prints the line.
 
     Args:
         app: The command line.
         arguments: Words after the program's name. Default: the words of `sys.argv`.
         name: The program's name, as the help shows it.
-        refusals: Errors that mean that the request is wrong (status 2), besides typer's own errors about arguments.
-            Default: `ValueError`.
-        failure: Text before the message of any other error (status 1). None: other errors are raised, for a traceback.
-            Default: `"failed: "`.
-        interruption: Line that is printed after an interruption, unless an `Ending` has another. Default: `"interrupted"`.
-        silent: Whether to print no line, because another process prints it. Default: false.
+        raises: Whether unexpected errors are raised, for a traceback. Default: false, such errors end with status 1, but a
+            `ValueError`, which means that the request is wrong, with status 2.
 
     Returns:
         The exit status.
@@ -81,8 +69,7 @@ def run_command(
     if f"_{name.upper()}_COMPLETE" in os.environ:  # a shell asks for completions
         command.main(prog_name=name)
     path = _command_path(command, name, line_words)
-    with contextlib.ExitStack() as stack:
-        terminations = stack.enter_context(_termination_interrupts())
+    with _termination_interrupts() as terminations:
         try:
             _refuse_empty(line_words)
             # `app()` would treat an EOFError of the work as an interruption.
@@ -93,12 +80,8 @@ def run_command(
             return end.exit_code
         except Ending as end:
             status, line = end.status, end.line
-            if terminations and status == INTERRUPTED:
-                status = TERMINATED
         except KeyboardInterrupt:
-            status, line = TERMINATED if terminations else INTERRUPTED, interruption
-        except refusals as error:
-            status, line = WRONG_REQUEST, str(error)
+            status, line = INTERRUPTED, "interrupted"
         except Exception as error:
             if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
                 status, line = FAILED, None
@@ -110,13 +93,22 @@ def run_command(
                 message = error.format_message()
                 stop = "" if message.endswith((".", "?")) else "."
                 status, line = WRONG_REQUEST, f"{message}{stop} See '{path} --help'."
-            elif failure is None:
+            elif raises:
                 raise
+            elif isinstance(error, ValueError):
+                status, line = WRONG_REQUEST, str(error)
             else:
-                status, line = FAILED, f"{failure}{type(error).__name__}: {error}"
-    if line is not None and not silent:
+                status, line = FAILED, f"failed: {type(error).__name__}: {error}"
+        if terminations and status == INTERRUPTED:
+            status = TERMINATED
+    if line is not None and is_main_process():
         print(f"{path}: {' '.join(line.split())}", file=sys.stderr)
     return status
+
+
+def is_main_process() -> bool:
+    """Return whether this process is the one that prints: rank 0 by the launcher's `RANK`, known before torch is set up."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 def _command_path(command: Any, name: str, line_words: Sequence[str]) -> str:

@@ -103,4 +103,4 @@ def devices_of(devices: str | None, jobs: int) -> list[str]:
     return numbers
 
 
-main = partial(run_command, app, name="midus compare", interruption="interrupted; the same command goes on")
+main = partial(run_command, app, name="midus compare")

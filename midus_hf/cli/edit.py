@@ -9,7 +9,7 @@ import typer
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Json, Subject, Subjects, argument, flag, option, sharing_options, show
-from upscalers.request.errors import RequestError, refusing_requests
+from upscalers.request.errors import refusing_requests
 
 if TYPE_CHECKING:
     from upscalers.edits.banks import BankRequest
@@ -134,10 +134,4 @@ def edit(context: typer.Context, name: EDITS.argument(), *, edit: Edit) -> None:
     globals()[f"edit_{name}"](edit)
 
 
-main = partial(
-    run_command,
-    app,
-    name="midus edit",
-    refusals=(RequestError,),
-    interruption="interrupted; nothing is left of the output.",
-)
+main = partial(run_command, app, name="midus edit")

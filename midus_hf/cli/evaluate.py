@@ -143,4 +143,4 @@ def _write_tasks(folder: str, data: str | None) -> None:
         print(path)
 
 
-main = partial(run_command, app, name="midus eval", interruption="interrupted; nothing was measured")
+main = partial(run_command, app, name="midus eval")

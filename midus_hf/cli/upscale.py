@@ -270,10 +270,4 @@ def _read_config_file(path: Path | None) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, by default with the words of `sys.argv`, and return the exit status."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # upscale checks the base itself
-    return run_command(
-        app,
-        arguments,
-        name="upscale",
-        refusals=(RequestError,),
-        interruption="interrupted; nothing is left of the output.",
-    )
+    return run_command(app, arguments, name="upscale")

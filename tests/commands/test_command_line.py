@@ -6,13 +6,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import typer
 from commands.installed import COMMANDS, ENTRY_POINTS, REPOSITORY, run_alone, run_in_process
 
-from midus_hf.cli import command_line, entry_points
+from midus_hf.cli import entry_points
 from midus_hf.version import __version__
 
 MISSING_FILE = {
@@ -369,23 +368,3 @@ def test_an_interruption_among_imports_is_130_and_one_line(command):
 def test_what_the_shell_has_ignored_stays_ignored():
     done = started("midus flops", "SIG_IGN")
     assert done.returncode == 2 and "No such option" in done.stderr
-
-
-def test_while_a_command_works_an_interruption_is_its_own(keyboard, monkeypatch, capsys):
-    seen = []
-
-    def main(words) -> None:
-        seen.append(signal.getsignal(signal.SIGINT))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(entry_points.importlib, "import_module", lambda name: SimpleNamespace(main=main))
-    monkeypatch.setattr(sys, "argv", ["midus", "eval"])
-    assert entry_points.midus() == command_line.INTERRUPTED
-    assert seen == [signal.default_int_handler]
-    assert capsys.readouterr().err == "midus eval: interrupted\n"
-
-
-def test_a_command_that_cannot_be_imported_leaves_interruptions_as_they_were(keyboard):
-    with pytest.raises(ModuleNotFoundError, match="absent"):
-        entry_points.start("upscale", "absent", [])
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -163,7 +163,7 @@ def test_a_dry_run_writes_nothing_but_checks_the_output(command, base, tmp_path)
         (VerificationError("it lies"), 1, "upscale: failed: VerificationError: it lies\n"),
         (OSError(28, "No space left on device"), 1, "upscale: failed: OSError: [Errno 28] No space left on device\n"),
         (RuntimeError("first\nsecond"), 1, "upscale: failed: RuntimeError: first second\n"),
-        (KeyboardInterrupt(), 130, "upscale: interrupted; nothing is left of the output.\n"),
+        (KeyboardInterrupt(), 130, "upscale: interrupted\n"),
     ],
 )
 def test_work_that_fails_ends_in_one_line_and_its_own_status(

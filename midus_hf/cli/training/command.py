@@ -1,37 +1,18 @@
 """Parts of the commands that train: each makes one run, prints one line at its end, and sets the exit status."""
 
 import gc
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-import typer
-
-from midus_hf.cli.command_line import FAILED, WRONG_REQUEST, Ending, run_command
+from midus_hf.cli.command_line import FAILED, WRONG_REQUEST, Ending, is_main_process
 from midus_hf.cli.options import argument
 
 Overrides = Annotated[
     list[str] | None,
     argument("Keys that replace those of the file.", "KEY=VALUE", show_default=False),
 ]
-
-
-def run_training_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, name: str) -> int:
-    """Run a command that trains, and return its exit status.
-
-    1: the run failed, or numbers were not finite. 2: the request is wrong. 130 or 143: interrupted by Ctrl-C or SIGTERM. One line
-    on standard error says why it is not 0. Any other failure of the work raises its exception.
-    """
-    return run_command(
-        app,
-        arguments,
-        name=name,
-        refusals=(),  # `_train` refuses a ValueError of preparation; a later one is a failure, with a traceback
-        failure=None,
-        silent=not is_main_process(),
-    )
 
 
 def train_in_group(
@@ -106,8 +87,3 @@ def _leave_process_group() -> None:
         # group needs. If garbage collection comes first, the two wait for each other for ever. The pause lets the thread finish.
         time.sleep(_SECONDS_TO_SETTLE)
         gc.collect()  # the cycles of trainer and model keep the group, and so its threads, alive
-
-
-def is_main_process() -> bool:
-    """Return whether this process is the one that prints: rank 0 by the launcher's `RANK`, known before torch is set up."""
-    return int(os.environ.get("RANK", 0)) == 0

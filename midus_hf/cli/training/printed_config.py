@@ -116,7 +116,7 @@ def _descriptions(options_class: type) -> dict[str, str]:
     described: dict[str, str] = {}
     for kind in options_class.__mro__:
         if kind.__module__.startswith("midus_hf."):
-            arguments = inspect.getdoc(kind).partition("Args:\n")[2].partition("\n\nRaises:")[0]
+            arguments = (inspect.getdoc(kind) or "").partition("Args:\n")[2].partition("\n\nRaises:")[0]
             for entry in re.finditer(r"^    (\w+): (.*(?:\n      +.*)*)", arguments, re.MULTILINE):
                 described.setdefault(entry.group(1), " ".join(entry.group(2).split()))
     return described

@@ -4,9 +4,9 @@ import importlib.util
 from functools import partial
 from typing import Annotated
 
-from midus_hf.cli.command_line import WRONG_REQUEST, Ending, command_line
+from midus_hf.cli.command_line import WRONG_REQUEST, Ending, command_line, run_command
 from midus_hf.cli.options import argument
-from midus_hf.cli.training.command import Overrides, run_training_command, train_in_group
+from midus_hf.cli.training.command import Overrides, train_in_group
 from midus_hf.cli.training.printed_config import print_config_option
 from midus_hf.config.wording import install_extra
 
@@ -48,4 +48,4 @@ def midus_sft(
     train_in_group(_options(), prepare, config, overrides or [])
 
 
-main = partial(run_training_command, app, name="midus sft")
+main = partial(run_command, app, name="midus sft", raises=True)

@@ -3,9 +3,9 @@
 from functools import partial
 from typing import Annotated
 
-from midus_hf.cli.command_line import command_line
+from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import argument
-from midus_hf.cli.training.command import Overrides, run_training_command, train_in_group
+from midus_hf.cli.training.command import Overrides, train_in_group
 from midus_hf.cli.training.printed_config import print_config_option
 
 
@@ -39,4 +39,4 @@ def midus_train(
     train_in_group(_arguments(), prepare, config, overrides or [])
 
 
-main = partial(run_training_command, app, name="midus train")
+main = partial(run_command, app, name="midus train", raises=True)
