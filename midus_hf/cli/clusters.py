@@ -136,7 +136,7 @@ def assign(
     from midus_hf.files.whole_files import whole_file
     from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.topics.assigning import document_paths, stored_paths
-    from midus_hf.topics.corpus import Corpus, load_fast_tokenizer, read_rows
+    from midus_hf.topics.corpus import Corpus, load_fast_tokenizer, read_corpus
     from midus_hf.topics.memory_retriever import MemoryRetriever
     from midus_hf.topics.run import WINDOWS
     from midus_hf.topics.text_files import find_files
@@ -157,7 +157,7 @@ def assign(
         stored = windows_of_corpus(tree.expanduser() / WINDOWS, text) if embedding_model is tokenizer is None else None
         if stored is not None:
             print("the tree was built from this corpus, whose embeddings it has", file=sys.stderr)
-            paths = stored_paths(of_tree, stored, read_rows(text), blocked)
+            paths = stored_paths(of_tree, stored, read_corpus(text), blocked)
         else:
             retriever = MemoryRetriever.load(tree, embedding_model, device, batch_size)
             name = tokenizer or of_tree.origin.tokenizer
@@ -166,7 +166,7 @@ def assign(
                     f"tree {str(tree)!r} does not say which tokenizer cuts windows; expected one. Set --tokenizer."
                 )
             window_tokens = of_tree.origin.window_tokens or 2048
-            paths = document_paths(retriever, load_fast_tokenizer(name), read_rows(text), window_tokens, blocked)
+            paths = document_paths(retriever, load_fast_tokenizer(name), read_corpus(text), window_tokens, blocked)
         written = 0
         with whole_file(output) as partial:
             with partial.open("w", encoding="utf-8") as file:

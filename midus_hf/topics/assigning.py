@@ -12,6 +12,7 @@ from midus_hf.config.fetched_blocks import TREE_COLUMN
 from midus_hf.topics.building import unit_rows
 from midus_hf.topics.corpus import Document, Window, cut_windows
 from midus_hf.topics.memory_retriever import MemoryRetriever, paths_near_topics
+from midus_hf.topics.text_files import DocumentError
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.topics.windows import StoredWindows
 
@@ -34,7 +35,7 @@ def document_paths(
     Args:
         retriever: Looks up the path of each window.
         tokenizer: Tokenizer that cuts windows, from `load_fast_tokenizer`.
-        documents: Documents with distinct numbers, as from `read_corpus` or `read_rows`.
+        documents: Documents with distinct numbers, as from `read_corpus`.
         window_tokens: Tokens per window. Default: 2048.
         blocked: Pairs of level and node that no path may take, as in `ClusterTree.paths`. Default: none.
 
@@ -46,7 +47,8 @@ def document_paths(
         the generic memory.
 
     Raises:
-        ValueError: If `MemoryRetriever.paths` refuses `blocked`.
+        ValueError: If `MemoryRetriever.paths` refuses `blocked`, or a row has no `memory_ids` but a column that is written
+            beside it, which then does not come from an earlier assignment.
     """
     windows = cut_windows(documents, tokenizer, window_tokens)
     window_paths = _window_paths(retriever, windows, blocked)
@@ -86,8 +88,14 @@ def _paths_of_rows(
 def _row(document: Document, windows: list[list[int]], tree: ClusterTree) -> dict[str, Any]:
     ((path, _),) = collections.Counter(map(tuple, windows)).most_common(1)
     columns = {"text": document.text} if document.row is None else dict(document.row)
-    if document.source is not None:
-        columns = {**columns, FILE_COLUMN: document.source}
+    reserved = [column for column in ("document", "windows", TREE_COLUMN) if column in columns]
+    if reserved and "memory_ids" not in columns:
+        raise DocumentError(
+            f"{document.location} has a column {reserved[0]!r}, which is written beside the paths of documents; expected columns of "
+            "other names, or the columns of an earlier assignment. Rename the column."
+        )
+    if document.file is not None:
+        columns.setdefault(FILE_COLUMN, document.file)
     path_columns = {
         "document": document.number,
         "memory_ids": list(path),

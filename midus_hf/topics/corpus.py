@@ -8,14 +8,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from midus_hf.config.fetched_blocks import TREE_COLUMN
 from midus_hf.saved_models import load_tokenizer
-from midus_hf.topics.documents import rows_of, text_of_row
-from midus_hf.topics.text_files import DocumentError, find_files, first_line, read_text
+from midus_hf.topics.documents import texts_of
+from midus_hf.topics.text_files import DocumentError, find_files, first_line
 
 _DOCUMENTS_A_BATCH = 64
-# Columns that the rows of assigned documents have beside the path.
-_OWN_COLUMNS = ("document", "windows", TREE_COLUMN)
 
 
 @dataclass(frozen=True)
@@ -43,15 +40,17 @@ class Document:
         number: Index among the documents that are not blank, from 0.
         text: The whole text.
         label: Gold label. Default: None; the corpus has no labels.
-        source: File that contains the document: for windows, of rows alone. Default: None; unknown.
-        row: All columns of the document's row. Default: None; the document is a whole file, or rows are not kept.
+        row: All columns of the document's row. Default: None; the document is a whole file.
+        file: Name of the file that contains the document, below the corpus. Default: None; the corpus is no folder.
+        location: Location of the document in words, for error messages. Default: empty.
     """
 
     number: int
     text: str
     label: str | None = None
-    source: str | None = None
     row: dict[str, Any] | None = None
+    file: str | None = None
+    location: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,50 +68,19 @@ def read_corpus(corpus: Corpus) -> Iterator[Document]:
     Raises:
         DocumentError: If the corpus cannot be read, labels are wanted from a file without columns, or a row lacks a label.
     """
-    numbers = itertools.count()
-    for file in find_files(corpus.path):
-        for location, row, text in _texts(file, corpus):
-            label = None if corpus.label_column is None else _label(file, location, row, corpus.label_column)
-            if text.strip():
-                yield Document(next(numbers), text, label, None if location is None else str(file))
-
-
-def read_rows(corpus: Corpus) -> Iterator[Document]:
-    """Yield the documents that `read_corpus` yields, with their rows and without labels.
-
-    Raises:
-        DocumentError: If the corpus cannot be read, or a row has no `memory_ids` but a column that `document_paths` writes,
-            which then does not come from an earlier assignment.
-    """
     numbers, folder = itertools.count(), Path(corpus.path).expanduser()
     for file in find_files(corpus.path):
-        for location, row, text in _texts(file, corpus):
-            reserved = [column for column in _OWN_COLUMNS if column in (row or ())]
-            if reserved and "memory_ids" not in row:
-                raise DocumentError(
-                    f"{location} has a column {reserved[0]!r}, which is written beside the paths of documents; expected columns of "
-                    "other names, or the columns of an earlier assignment. Rename the column."
-                )
+        name = file.relative_to(folder).as_posix() if folder.is_dir() else None
+        for location, row, text in texts_of(file, corpus.column, corpus.encoding):
+            label = None if corpus.label_column is None else _label(location, row, corpus.label_column)
             if text.strip():
-                # A row that has a column `file` keeps it.
-                name = file.relative_to(folder).as_posix() if folder.is_dir() and "file" not in (row or ()) else None
-                yield Document(next(numbers), text, source=name, row=row)
+                yield Document(next(numbers), text, label, row, name, location)
 
 
-def _texts(file: Path, corpus: Corpus) -> Iterator[tuple[str | None, Any, str]]:
-    """Yield the location, the row and the text of each document of a file; location and row are None for plain text."""
-    rows = rows_of(file, corpus.encoding)
-    if rows is None:
-        yield None, None, read_text(file, corpus.encoding)
-        return
-    for location, row in rows:
-        yield location, row, text_of_row(row, corpus.column, location)
-
-
-def _label(file: Path, location: str | None, row: Any, column: str) -> str:
-    if location is None:
+def _label(location: str, row: dict[str, Any] | None, column: str) -> str:
+    if row is None:
         raise DocumentError(
-            f"file {str(file)!r} is plain text, which has no column {column!r} of labels; expected JSON lines or Parquet. Leave "
+            f"{location} is plain text, which has no column {column!r} of labels; expected JSON lines or Parquet. Leave "
             "--label-column out."
         )
     label = row.get(column)

@@ -1,4 +1,4 @@
-"""The documents of text files, JSON lines and Parquet, and of folders of them, and the rows with their locations."""
+"""The documents of text files, JSON lines and Parquet, and of folders of them, and the paths in their rows."""
 
 import io
 from collections.abc import Iterable, Iterator
@@ -23,133 +23,6 @@ from midus_hf.topics.text_files import (
 )
 
 
-class RowPlace(str):
-    """Location of a row, as a string for error messages.
-
-    Args:
-        description: The location as a phrase, such as "line 3 of 'corpus.jsonl'".
-        file: File that contains the row.
-        line: Line of the row, or for Parquet its number, counted from 1.
-    """
-
-    file: Path
-    line: int
-
-    def __new__(cls, description: str, file: Path, line: int) -> "RowPlace":
-        location = super().__new__(cls, description)
-        location.file, location.line = file, line
-        return location
-
-    def __getnewargs__(self) -> tuple[str, Path, int]:  # type: ignore[override]  # `str` declares that pickle passes the text only
-        return str(self), self.file, self.line
-
-
-def rows_of(path: Path, encoding: str = "utf-8") -> Iterator[tuple[RowPlace, Any]] | None:
-    """Return an iterator over the rows of JSON lines or Parquet, each after its location; None for plain text.
-
-    Args:
-        encoding: Encoding of JSON lines. Default: `"utf-8"`.
-
-    Raises:
-        DocumentError: During iteration, if `parquet_rows` or `json_line_rows` cannot read the file.
-    """
-    suffix, compression = endings(path)
-    if suffix == ".parquet" and not compression:
-        return parquet_rows(path)
-    if suffix == ".jsonl" or (suffix == ".json" and compression):
-        return json_line_rows(path, encoding)
-    return None
-
-
-def text_of_row(row: Any, column: str, location: str) -> str:
-    """Return the text of one row.
-
-    Args:
-        row: Mapping from columns to values. Anything else is an error.
-        column: Column that holds the text.
-        location: Location of the row, for error messages.
-
-    Raises:
-        DocumentError: If the row lacks the column, or has no text in it.
-    """
-    if not isinstance(row, dict) or column not in row:
-        description = f"only {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
-        raise DocumentError(f"{location} has no {column!r}, {description}; set column to the one that holds the text.")
-    if not isinstance(row[column], str):
-        raise DocumentError(f"{location} has a {type(row[column]).__name__} under {column!r}; expected text.")
-    return row[column]
-
-
-def value_of_row(row: Any, column: str) -> Any:
-    """Return the value of a column in a row or, failing that, in the row's `metadata`; None if neither has a value.
-
-    Pipelines of datatrove keep their results about a document in a mapping, which they write as a column named
-    `metadata`.
-
-    Args:
-        row: Mapping from columns to values. Anything else has no value.
-    """
-    if not isinstance(row, dict):
-        return None
-    metadata = row.get("metadata")
-    return metadata.get(column) if row.get(column) is None and isinstance(metadata, dict) else row.get(column)
-
-
-def has_column(path: str | Path, column: str, encoding: str = "utf-8") -> bool:
-    """Return whether any row of a file, or of a folder's files, has a value in a column. Plain text has no columns.
-
-    Args:
-        path: A file or a folder, as in `find_files`.
-        encoding: Encoding of JSON lines. Default: `"utf-8"`.
-
-    Raises:
-        DocumentError: If a file cannot be read.
-    """
-    return any(
-        value_of_row(row, column) is not None for file in find_files(path) for _, row in rows_of(file, encoding) or ()
-    )
-
-
-def parquet_rows(path: Path) -> Iterator[tuple[RowPlace, Any]]:
-    """Yield the rows of a Parquet file, each after its location.
-
-    Raises:
-        DocumentError: If the file cannot be read, or `datasets` is not installed.
-    """
-    file = f"file {str(path)!r}"
-    datasets = import_datasets(file)
-    try:
-        rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-        for number, row in enumerate(rows, start=1):
-            yield RowPlace(f"row {number} of {str(path)!r}", path, number), row
-    except (OSError, ValueError, RuntimeError) as error:
-        raise DocumentError(f"{file} is no readable Parquet: {first_line(error)}. Write it again.") from error
-
-
-def json_line_rows(path: Path, encoding: str) -> Iterator[tuple[RowPlace, Any]]:
-    """Yield the rows of a file of JSON lines, each after its location.
-
-    Raises:
-        DocumentError: If the file cannot be read, or a line is not JSON.
-    """
-    number = 0
-    try:
-        with open_file(path) as stream, io.TextIOWrapper(stream, encoding=codec_of(encoding), newline="\n") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    location = RowPlace(f"line {number} of {str(path)!r}", path, number)
-                    yield location, _parse(line, location)
-    except UnicodeDecodeError as error:
-        raise not_text(path, encoding, f"{error.reason} after line {number}") from error
-
-
-def _parse(line: str, location: str) -> Any:
-    try:
-        return parse_json(line)
-    except ValueError as error:
-        raise DocumentError(f"{location} is not JSON: {error}. Expected one object per line.") from error
-
-
 def read_documents(path: str | Path, column: str = "text", encoding: str = "utf-8") -> list[str]:
     """Read all documents of a file or a folder.
 
@@ -165,9 +38,10 @@ def read_documents(path: str | Path, column: str = "text", encoding: str = "utf-
         The documents that are not blank; at least one.
 
     Raises:
-        DocumentError: If the path does not exist or holds no document, or `iterate_documents` cannot read a file.
+        DocumentError: If the path does not exist or holds no document, or `texts_of` cannot read a file.
     """
-    documents = list(iterate_documents(find_files(path), column, encoding))
+    texts = (text for file in find_files(path) for _, _, text in texts_of(file, column, encoding))
+    documents = [text for text in texts if text.strip()]
     if not documents:
         raise DocumentError(
             f"text {str(path)!r} is empty: it has no document with a visible character. Add text to it."
@@ -175,26 +49,53 @@ def read_documents(path: str | Path, column: str = "text", encoding: str = "utf-
     return documents
 
 
-def iterate_documents(files: Iterable[Path], column: str = "text", encoding: str = "utf-8") -> Iterator[str]:
-    """Yield the documents of files one after the other, without blank documents.
+def texts_of(
+    file: Path, column: str = "text", encoding: str = "utf-8"
+) -> Iterator[tuple[str, dict[str, Any] | None, str]]:
+    """Yield each document of a file as its location in words, its row, which is None for plain text, and its text.
 
     Args:
-        files: Files, as from `find_files`.
         column: Column, or JSON key, that holds the text. Default: `"text"`.
         encoding: Encoding of plain text and JSON lines. Default: `"utf-8"`.
 
     Raises:
-        DocumentError: If a file cannot be opened, is not text in this encoding, or is not the JSON, Parquet or
+        DocumentError: If the file cannot be opened, is not text in this encoding, or is not the JSON, Parquet or
             compressed file that its name says; if a row has no text in the column; or if `datasets` is not installed,
             for Parquet and `.zst`.
     """
-    return (document for file in files for document in _read_file(file, column, encoding) if document.strip())
+    rows = _rows_of(file, encoding)
+    if rows is None:
+        yield f"file {str(file)!r}", None, read_text(file, encoding)
+        return
+    for location, row in rows:
+        if not isinstance(row, dict) or column not in row:
+            description = f"only {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
+            raise DocumentError(
+                f"{location} has no {column!r}, {description}; set column to the one that holds the text."
+            )
+        if not isinstance(row[column], str):
+            raise DocumentError(f"{location} has a {type(row[column]).__name__} under {column!r}; expected text.")
+        yield location, row, row[column]
+
+
+def has_column(path: str | Path, column: str, encoding: str = "utf-8") -> bool:
+    """Return whether any row of a file, or of a folder's files, has a value in a column. Plain text has no columns.
+
+    Args:
+        path: A file or a folder, as in `find_files`.
+        encoding: Encoding of JSON lines. Default: `"utf-8"`.
+
+    Raises:
+        DocumentError: If a file cannot be read.
+    """
+    rows = (row for file in find_files(path) for _, row in _rows_of(file, encoding) or ())
+    return any(isinstance(row, dict) and row.get(column) is not None for row in rows)
 
 
 def document_rows(
     files: Iterable[Path], column: str = "text", encoding: str = "utf-8"
-) -> Iterator[tuple[RowPlace, Any]]:
-    """Yield the rows of the documents that `iterate_documents` yields, each after its location.
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of documents that are not blank, each after its location in words.
 
     Args:
         files: Files, as from `find_files`.
@@ -202,23 +103,56 @@ def document_rows(
         encoding: Encoding of JSON lines. Default: `"utf-8"`.
 
     Raises:
-        DocumentError: If `iterate_documents` cannot read a file, or a file is plain text, which has no rows.
+        DocumentError: If `texts_of` cannot read a file, or a file is plain text, which has no rows.
     """
     for file in files:
-        rows = rows_of(file, encoding)
-        if rows is None:
-            raise DocumentError(
-                f"file {str(file)!r} is plain text, which has no columns; expected JSON lines or Parquet, as midus cluster "
-                "assign writes."
-            )
-        yield from (row for row in rows if text_of_row(row[1], column, row[0]).strip())
+        for location, row, text in texts_of(file, column, encoding):
+            if row is None:
+                raise DocumentError(
+                    f"{location} is plain text, which has no columns; expected JSON lines or Parquet, as midus cluster "
+                    "assign writes."
+                )
+            if text.strip():
+                yield location, row
 
 
-def _read_file(path: Path, column: str, encoding: str) -> Iterator[str]:
-    rows = rows_of(path, encoding)
-    if rows is None:
-        return iter([read_text(path, encoding)])
-    return (text_of_row(row, column, location) for location, row in rows)
+def _rows_of(path: Path, encoding: str) -> Iterator[tuple[str, Any]] | None:
+    """Return an iterator over the rows of JSON lines or Parquet, each after its location; None for plain text."""
+    suffix, compression = endings(path)
+    if suffix == ".parquet" and not compression:
+        return _parquet_rows(path)
+    if suffix == ".jsonl" or (suffix == ".json" and compression):
+        return _json_line_rows(path, encoding)
+    return None
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    file = f"file {str(path)!r}"
+    datasets = import_datasets(file)
+    try:
+        rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        for number, row in enumerate(rows, start=1):
+            yield f"row {number} of {str(path)!r}", row
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DocumentError(f"{file} is no readable Parquet: {first_line(error)}. Write it again.") from error
+
+
+def _json_line_rows(path: Path, encoding: str) -> Iterator[tuple[str, Any]]:
+    number = 0
+    try:
+        with open_file(path) as stream, io.TextIOWrapper(stream, encoding=codec_of(encoding), newline="\n") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    location = f"line {number} of {str(path)!r}"
+                    try:
+                        row = parse_json(line)
+                    except ValueError as error:
+                        raise DocumentError(
+                            f"{location} is not JSON: {error}. Expected one object per line."
+                        ) from error
+                    yield location, row
+    except UnicodeDecodeError as error:
+        raise not_text(path, encoding, f"{error.reason} after line {number}") from error
 
 
 @dataclass(frozen=True)
@@ -243,13 +177,13 @@ def read_paths(rows: Iterable[tuple[str, Any]], column: str) -> DocumentPaths:
     paths: list[list[int]] = []
     tree: str | None = None
     for location, row in rows:
-        path = value_of_row(row, column)
+        path = row.get(column)
         if not _is_path(path) or (paths and len(path) != len(paths[0])):
             raise DocumentError(
                 f"{location} has {path!r} under {column!r}; expected the document's node at each level of the tree, as midus "
                 "cluster assign writes it, such as [3, 52, 840], or -1 at each level, the path of the generic memory."
             )
-        tree_of_row = value_of_row(row, TREE_COLUMN)
+        tree_of_row = row.get(TREE_COLUMN)
         if paths and tree_of_row != tree:
             raise DocumentError(
                 f"{location} has {_named(tree_of_row)} under {TREE_COLUMN!r}, and the rows before it have {_named(tree)}; expected "

@@ -1,5 +1,6 @@
 """The retriever: finds the paths of texts by their embeddings in a tree of topics."""
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,18 +96,9 @@ class MemoryRetriever:
             embedding_fingerprint=self.embedder.fingerprint,
             embedding_max_tokens=self.embedder.max_tokens,
         )
-        tree = self.tree
-        ClusterTree(
-            *(
-                tree.branching,
-                tree.centroids,
-                origin,
-                tree.sizes,
-                self.min_similarity,
-                tree.grown_from,
-                tree.calibration,
-            )
-        ).save(folder)
+        tree = copy.copy(self.tree)
+        tree.origin, tree.min_similarity = origin, self.min_similarity
+        tree.save(folder)
 
     @classmethod
     def load(

@@ -63,7 +63,7 @@ def find_files(path: str | Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise DocumentError(f"text is {str(path)!r}, which does not exist; expected a file or a folder.")
-    files = [file for file in walk_files(path) if _is_read(file)]
+    files = [file for file in _walk_files(path) if _is_read(file)]
     if not files:
         raise DocumentError(
             f"text is {str(path)!r}, a folder without text; expected files ending in {', '.join(FOLDER_SUFFIXES)}."
@@ -80,7 +80,7 @@ def describe_files(path: str | Path) -> str | None:
     path = Path(path).expanduser()
     if not path.is_dir():
         return None
-    files = walk_files(path)
+    files = _walk_files(path)
     others = collections.Counter(_ending(file) for file in files if not _is_read(file))
     line = f"read {len(files) - others.total():,} of {len(files):,} files of {path}"
     if not others:
@@ -103,25 +103,7 @@ def endings(path: Path) -> tuple[str, str]:
     return Path(path.name.removesuffix(compression)).suffix, compression
 
 
-def is_text_name(path: Path) -> bool:
-    """Return whether a file of this name is read if it lies in a folder.
-
-    Args:
-        path: Path of the file, which need not exist.
-    """
-    suffix, compression = endings(path)
-    if compression:
-        return suffix == ".json" or (suffix in FOLDER_SUFFIXES and suffix != ".parquet")
-    return suffix in FOLDER_SUFFIXES
-
-
-def is_compressed(path: Path) -> bool:
-    """Return whether a file's text takes more space than the file: whether the file is compressed, or Parquet."""
-    suffix, compression = endings(path)
-    return bool(compression) or suffix == ".parquet"
-
-
-def walk_files(folder: Path) -> list[Path]:
+def _walk_files(folder: Path) -> list[Path]:
     """Return all files below a folder, sorted, without hidden ones. Linked folders are returned like files and not entered.
 
     Args:
@@ -136,7 +118,12 @@ def walk_files(folder: Path) -> list[Path]:
 
 
 def _is_read(path: Path) -> bool:
-    return is_text_name(path) and not path.is_dir()
+    """Return whether a file is read if it lies in a folder."""
+    suffix, compression = endings(path)
+    can_be_read = suffix in FOLDER_SUFFIXES
+    if compression:
+        can_be_read = suffix == ".json" or (can_be_read and suffix != ".parquet")
+    return can_be_read and not path.is_dir()
 
 
 def _ending(path: Path) -> str:

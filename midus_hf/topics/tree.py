@@ -1,5 +1,6 @@
 """A tree of topics: the centroids of its nodes, and the path of an embedding from the root to a leaf."""
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -8,7 +9,16 @@ from typing import Any
 
 import torch
 
-from midus_hf.topics.tree_files import TreeOrigin, check_similarity, fingerprint_of, read_tree, write_tree
+from midus_hf.topics.tree_files import (
+    RECORD_FILE,
+    TreeOrigin,
+    altered,
+    check_similarity,
+    fingerprint_of,
+    folder_of_tree,
+    read_tree,
+    write_tree,
+)
 
 # Most elements of centroids that are copied at a time: each embedding that descends gets a copy of its node's children.
 _ELEMENTS = 2**23
@@ -156,19 +166,19 @@ class ClusterTree:
         Args:
             folder: Folder of the files, which is created.
         """
-        write_tree(
-            folder,
-            self.branching,
-            self.centroids,
-            self.origin,
-            self.sizes,
-            {
-                "roots": self.roots,
-                "grown_from": list(self.grown_from),
-                "min_similarity": self.min_similarity,
-                "calibration": self.calibration,
-            },
-        )
+        record = {
+            "branching": self.branching,
+            "levels": self.levels,
+            "width": self.width,
+            "roots": self.roots,
+            "fingerprint": self.fingerprint,
+            **dataclasses.asdict(self.origin),
+            "grown_from": list(self.grown_from),
+            "min_similarity": self.min_similarity,
+            "calibration": self.calibration,
+            "sizes": None if self.sizes is None else [level.tolist() for level in self.sizes],
+        }
+        write_tree(folder, self.centroids, record)
 
     @classmethod
     def load(cls, folder: str | Path) -> "ClusterTree":
@@ -180,7 +190,11 @@ class ClusterTree:
         Raises:
             ValueError: If a file is missing, of another version, truncated or altered. The message names the file.
         """
-        return cls(**read_tree(folder))
+        arguments = read_tree(folder)
+        try:
+            return cls(**arguments)
+        except ValueError as error:  # its centroids have the fingerprint of a tree, so its record does not fit them
+            raise altered(folder_of_tree(Path(folder).expanduser()) / RECORD_FILE, str(error)) from error
 
     def _descend(self, embeddings: torch.Tensor, takeable: list[torch.Tensor]) -> torch.Tensor:
         distances = squared_distances(embeddings, self.centroids[0])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -72,32 +71,15 @@ def fingerprint_of(branching: int, centroids: Sequence[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def write_tree(
-    folder: str | Path,
-    branching: int,
-    centroids: Sequence[torch.Tensor],
-    origin: TreeOrigin,
-    sizes: Sequence[torch.Tensor] | None,
-    others: Mapping[str, Any],
-) -> None:
-    """Write both files of a `ClusterTree` with these arguments, the record last. Each file appears complete or not at all.
-
-    `others` are written into the record as they are.
-    """
+def write_tree(folder: str | Path, centroids: Sequence[torch.Tensor], record: Mapping[str, Any]) -> None:
+    """Write both files of a tree, the record last. Each file appears complete or not at all."""
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    record = {
-        "format_version": FORMAT_VERSION,
-        "branching": branching,
-        "levels": len(centroids),
-        "width": centroids[0].shape[1],
-        "fingerprint": fingerprint_of(branching, centroids),
-        **dataclasses.asdict(origin),
-        **others,
-        "sizes": None if sizes is None else [level.tolist() for level in sizes],
-    }
-    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
-    tensors = {_name(number): level.contiguous() for number, level in enumerate(centroids)}
+    lines = ",\n".join(
+        f"  {json.dumps(key)}: {json.dumps(value)}"
+        for key, value in {"format_version": FORMAT_VERSION, **record}.items()
+    )
+    tensors = {f"centroids.{number}": level.contiguous() for number, level in enumerate(centroids, 1)}
     with whole_file(folder / CENTROIDS_FILE) as partial:
         save_file(tensors, partial, metadata={"format": "pt"})
     with whole_file(folder / RECORD_FILE) as partial:
@@ -117,35 +99,31 @@ def read_tree(folder: str | Path) -> dict[str, Any]:
             f"file {str(path)!r} has format_version {record.get('format_version')!r}; expected {FORMAT_VERSION}. "
             "Build the tree again, or read it with the version of midus_hf that wrote it."
         )
-    try:
-        branching, levels, width, roots = (int(record[key]) for key in ("branching", "levels", "width", "roots"))
-        grown_from = [str(fingerprint) for fingerprint in record["grown_from"]]
-        calibration = [{key: int(row[key]) for key in ("words", "texts", "found")} for row in record["calibration"]]
-        fingerprint = str(record["fingerprint"])
-        origin = TreeOrigin(**{field.name: record[field.name] for field in dataclasses.fields(TreeOrigin)})
-        min_similarity = check_similarity(record.get("min_similarity"))
-        sizes = (
-            None if record["sizes"] is None else [torch.tensor(level, dtype=torch.int64) for level in record["sizes"]]
-        )
-    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise _altered(path, f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)) from error
-    if sizes is not None and not _nested(sizes, branching, levels, roots):
-        raise _altered(
-            path, "its sizes of nodes do not fit the tree: expected one per node, the sum of its children's"
-        )
     file = path.with_name(CENTROIDS_FILE)
-    centroids = _read_centroids(file, branching, levels, width, roots)
-    if fingerprint_of(branching, centroids) != fingerprint:
-        raise _altered(file, f"its fingerprint is not the one in {RECORD_FILE}")
-    return {
-        "branching": branching,
-        "centroids": centroids,
-        "origin": origin,
-        "sizes": sizes,
-        "min_similarity": min_similarity,
-        "grown_from": grown_from,
-        "calibration": calibration,
-    }
+    try:
+        tensors = load_file(file)
+        centroids = [tensors[f"centroids.{level}"].float() for level in range(1, len(tensors) + 1)]
+    except (OSError, SafetensorError, KeyError) as error:
+        raise altered(file, first_line(error)) from error
+    try:
+        sizes, branching = record["sizes"], int(record["branching"])
+        arguments = {
+            "branching": branching,
+            "centroids": centroids,
+            "origin": TreeOrigin(**{field.name: record[field.name] for field in dataclasses.fields(TreeOrigin)}),
+            "sizes": None if sizes is None else [torch.tensor(level, dtype=torch.int64) for level in sizes],
+            "min_similarity": check_similarity(record.get("min_similarity")),
+            "grown_from": [str(fingerprint) for fingerprint in record["grown_from"]],
+            "calibration": [
+                {key: int(row[key]) for key in ("words", "texts", "found")} for row in record["calibration"]
+            ],
+        }
+        fingerprint = fingerprint_of(branching, centroids)
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise altered(path, f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)) from error
+    if fingerprint != record.get("fingerprint"):
+        raise altered(file, f"its fingerprint is not the one in {RECORD_FILE}")
+    return arguments
 
 
 def folder_of_tree(folder: Path) -> Path:
@@ -158,11 +136,8 @@ def folder_of_tree(folder: Path) -> Path:
     return next((path.parent for path in sorted(folder.glob(f"{BANKS_FOLDER}/*/{RECORD_FILE}"))), folder)
 
 
-def _name(level: int) -> str:
-    return f"centroids.{level + 1}"
-
-
-def _altered(path: Path, reason: str) -> ValueError:
+def altered(path: Path, reason: str) -> ValueError:
+    """Return the error for a file of a tree that is not as it was written."""
     return ValueError(
         f"file {str(path)!r} was altered or is not whole: {reason}. Copy it again, or build the tree again."
     )
@@ -177,33 +152,7 @@ def _read_record(path: Path) -> dict[str, Any]:
             "midus cluster build or ClusterTree.save wrote."
         ) from error
     except ValueError as error:
-        raise _altered(path, f"it is not JSON: {first_line(error)}") from error
+        raise altered(path, f"it is not JSON: {first_line(error)}") from error
     if not isinstance(record, dict):
-        raise _altered(path, f"it holds a {type(record).__name__} in place of an object")
+        raise altered(path, f"it holds a {type(record).__name__} in place of an object")
     return record
-
-
-def _nested(sizes: list[torch.Tensor], branching: int, levels: int, roots: int) -> bool:
-    if len(sizes) != levels:  # an altered record may have a number of levels whose shapes would not fit into memory
-        return False
-    expected = [(roots * branching**level,) for level in range(levels)]
-    if [tuple(level.shape) for level in sizes] != expected:
-        return False
-    return all(
-        torch.equal(parents, children.unflatten(0, (-1, branching)).sum(-1))
-        for parents, children in itertools.pairwise(sizes)
-    )
-
-
-def _read_centroids(path: Path, branching: int, levels: int, width: int, roots: int) -> list[torch.Tensor]:
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise _altered(path, first_line(error)) from error
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    expected = {
-        _name(level): (roots * branching**level, width) for level in range(levels if levels == len(shapes) else 0)
-    }
-    if not expected or shapes != expected or any(tensor.dtype != torch.float32 for tensor in tensors.values()):
-        raise _altered(path, f"its tensors are not the float32 tensors that {RECORD_FILE} describes")
-    return [tensors[name] for name in expected]

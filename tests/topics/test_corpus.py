@@ -87,7 +87,7 @@ def test_a_row_without_a_label_is_refused(tmp_path, row, message):
 def test_plain_text_has_no_labels(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (document,) = read_corpus(Corpus(str(tmp_path)))
-    assert document.text == "text" and document.source is None, "stretches of windows are shared by such files"
+    assert document.text == "text" and document.row is None and document.file == "a.txt"
     with pytest.raises(
         DocumentError, match=r"is plain text, which has no column 'label' of labels; expected JSON lines"
     ):

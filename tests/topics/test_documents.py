@@ -2,12 +2,11 @@
 
 import gzip
 import json
-import pickle
 import re
 
 import pytest
 
-from midus_hf.topics.documents import has_column, iterate_documents, read_documents, rows_of
+from midus_hf.topics.documents import has_column, read_documents, texts_of
 from midus_hf.topics.text_files import DocumentError, describe_files, find_files
 
 
@@ -147,7 +146,7 @@ def test_a_home_folder_can_be_abbreviated(tmp_path, monkeypatch):
 def test_files_are_read_only_as_far_as_documents_are_taken(tmp_path):
     (tmp_path / "a.txt").write_text("words")
     (tmp_path / "b.jsonl").write_text('{"text": "one"}\nno json\n')
-    documents = iterate_documents(find_files(tmp_path))
+    documents = (text for file in find_files(tmp_path) for _, _, text in texts_of(file))
     assert [next(documents), next(documents)] == ["words", "one"]
     with pytest.raises(DocumentError, match=r"is not JSON"):
         next(documents)
@@ -224,15 +223,6 @@ def test_a_json_line_without_a_document_is_named(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_text(f'{{"text": "x"}}\n{line}\n', encoding="utf-8")
     with pytest.raises(DocumentError, match=r"line 2 of '.*a.jsonl' " + re.escape(message)):
         read_documents(tmp_path)
-
-
-def test_where_a_row_is_can_be_sent_to_another_process(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    rows = rows_of(tmp_path / "rows.jsonl")
-    assert rows is not None
-    for number, (place, _) in enumerate(rows, start=1):
-        sent = pickle.loads(pickle.dumps(place))
-        assert (sent, sent.file, sent.line) == (place, tmp_path / "rows.jsonl", number)
 
 
 def test_rows_that_are_no_objects_have_no_columns(tmp_path):
