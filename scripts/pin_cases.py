@@ -127,8 +127,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "opt-deus": [
         {"identity": "none", "solver": "hungarian"},
-        {"plan_scale": "raw", "mlp_t_in": "residual_mean", "norm_preserving": True},
-        {"head_aware": True},
+        {"plan_scale": "raw", "mlp_t_in": "residual_mean"},
     ],
     "slices": [{"trainable": "new"}],
     "ultramem-v2": [

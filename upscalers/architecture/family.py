@@ -4,8 +4,10 @@ A name such as `post_attention_layernorm` means different things in different fa
 therefore looked up here and never guessed from the tensor's name.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 from midus_hf.config.backbone import Backbone, FamilyTraits, read_backbone
@@ -14,6 +16,9 @@ from upscalers.request.errors import RequestError
 
 Config = dict[str, Any]
 Shape = tuple[int, ...]
+
+# Keys that an upscaled model's config has and its base's has not, and one that does not change which tensors are read.
+OF_UPSCALING = ("memory", "upscale", "auto_map", "architectures", "quantization_config")
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,12 @@ def projections_of(tensors: Mapping[str, LayerTensor]) -> list[Projection]:
     return [projection for projection in projections if projection.role in MATRIX_ROLES]
 
 
+@cache
+def _read_backbone(native: str) -> Backbone:
+    """Return sizes and biases of a config without memories, in JSON."""
+    return read_backbone(json.loads(native))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family(FamilyTraits):
     """One family: how the family differs from Llama, and how the attention types of its layers follow from a config.
@@ -114,8 +125,9 @@ class Family(FamilyTraits):
         Raises:
             RequestError: If a size is missing or not a positive integer.
         """
+        native = {key: value for key, value in config.items() if key not in OF_UPSCALING}
         try:
-            return read_backbone({**config, "model_type": self.model_type})
+            return _read_backbone(json.dumps({**native, "model_type": self.model_type}, sort_keys=True))
         except ValueError as error:
             raise RequestError(f"{error} Repair config.json of the base.") from None
 

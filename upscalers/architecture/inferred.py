@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.config.model_sizes import ModelSizes
-from upscalers.architecture.family import Config, Family, LayerTensor, Shape
+from upscalers.architecture.family import OF_UPSCALING, Config, Family, LayerTensor, Shape
 from upscalers.architecture.per_layer import PER_LAYER_KEYS, SHARED_LAYERS_KEY, per_layer_lists
 from upscalers.request.errors import RequestError, one_line
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 Settings = dict[str, Any]
 _PLAIN = (bool, int, float, str, type(None))
 _LAYERS = "model.layers."
-# Keys that an upscaled model's config has and its base's has not, and one that does not change which tensors are read.
-_OF_UPSCALING = ("memory", "upscale", "auto_map", "architectures", "quantization_config")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +175,7 @@ def inferred_family(model_type: str) -> InferredFamily:
 
 def read_model(config: Config) -> "_Built":
     """Return what is read from the model of a config, without its memories, that transformers builds."""
-    native = {key: value for key, value in config.items() if key not in _OF_UPSCALING}
+    native = {key: value for key, value in config.items() if key not in OF_UPSCALING}
     native["model_type"] = str(native["model_type"]).removeprefix(MEMORY_PREFIX)
     return _built(json.dumps(native, sort_keys=True))
 

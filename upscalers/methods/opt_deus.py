@@ -2,7 +2,7 @@
 
 import importlib.util
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -59,11 +59,6 @@ class OptDeusOptions(FusionOptions):
         "what maps the inputs of gate and up: the output projection's plan, as released, or its mean with the identity, "
         "as for the norm in front",
     )
-    head_aware: bool = option(
-        False,
-        "match whole heads, query heads with their key/value head, instead of single rows of query, key and value",
-    )
-    norm_preserving: bool = option(False, "scale each matched row back to the norm of the rows it was made from")
     precision: Literal["float64", "float32"] = option("float64", "what transport is computed in")
     device: str = option("cpu", "where it is computed: cpu, cuda, cuda:1")
     workers: int | None = option(None, "layers fused at once; default: as many as processors and memory allow")
@@ -103,29 +98,13 @@ class OptDeus(MatrixMethod):
     identity = True
 
     def check_machine(self) -> None:
-        needed = {"ot": ("solver sinkhorn", "POT")} if self.options.solver == "sinkhorn" else {}
-        if self.options.solver == "hungarian" or self.options.head_aware:
-            needed["scipy"] = ("an exact assignment", "scipy")
-        for module, (what, package) in needed.items():
-            if importlib.util.find_spec(module) is None:
-                raise RequestError(f"{what} needs {package}, which is not installed; {install_extra('ot')}.")
+        module, package = {"sinkhorn": ("ot", "POT"), "hungarian": ("scipy", "scipy")}[self.options.solver]
+        if importlib.util.find_spec(module) is None:
+            raise RequestError(
+                f"solver {self.options.solver} needs {package}, which is not installed; {install_extra('ot')}."
+            )
         with refusing_requests():
             usable_device(self.options.device, self.options.precision)
-
-    def check_sources(self, base: BaseModel, sources: Sequence[int], what: str) -> None:
-        super().check_sources(base, sources, what)
-        sizes = base.sizes
-        tensors = base.described.backbone_layers[sources[0]]
-        shapes = {each.role: each.shape[0] for each in projections_of(tensors) if each.name.endswith(".weight")}
-        rows = {"query": sizes.num_heads * sizes.head_dim}
-        rows |= dict.fromkeys(("key", "value"), sizes.num_key_value_heads * sizes.head_dim)
-        unmatched = [name for name, tensor in tensors.items() if tensor.role == "attention"]
-        unmatched += [role for role, number in rows.items() if shapes[role] != number]
-        if self.options.head_aware and unmatched:
-            raise RequestError(
-                f"head_aware is true, but the attention of base layer {sources[0]} has {unmatched[0]}, whose rows are not those of "
-                "the heads alone; expected queries, keys and values of equally wide heads. Pass head_aware=false."
-            )
 
     def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
         solver = BlockFusion(base, layer, index, self.filled_roles(base), self.options)
@@ -149,11 +128,11 @@ class OptDeus(MatrixMethod):
                 )
         ordered = sorted(measurements, key=lambda row: -row["norm_ratio"])
         weak = {row["tensor"]: row for row in ordered if row["norm_ratio"] < _WEAK}  # the weakest layer per role
-        if weak and self.options.plan_scale == "barycentric" and not self.options.norm_preserving:
+        if weak and self.options.plan_scale == "barycentric":
             listed = ", ".join(f"{role} {row['norm_ratio']:.2g}" for role, row in weak.items())
             concerns.append(
                 f"matched rows keep little of their norm ({listed}): they have no counterparts, so that what is fused is near "
-                "half the next layer's. solver=hungarian or norm_preserving=true keep it."
+                "half the next layer's. solver=hungarian keeps it."
             )
         return strict_or_warnings(concerns, self.options.strict)
 
@@ -177,8 +156,7 @@ class BlockFusion(Solver):
         self._index, self._filled, self._options = index, filled, options
         self._next, self._previous = (base.layer_names(source) for source in layer.sources)
         self._tensors = base.described.backbone_layers[layer.sources[0]]
-        sizes = base.sizes
-        self._key_value_heads, self._head_dim = sizes.num_key_value_heads, sizes.head_dim
+        self._head_dim = base.sizes.head_dim
         projections = projections_of(self._tensors)
         self._weights = {each.role: each for each in projections if each.name.endswith(".weight")}
         self._biases = {
@@ -202,10 +180,16 @@ class BlockFusion(Solver):
 
     def solve(self, workplace: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
         workplace.progress.begin(self.label, len(self._weights) - ("down" in self._filled) + 1)
-        query_rows = yield from self._attention(workplace)
+        for role in ("query", "key", "value"):
+            previous, following = self._pair(workplace, role)
+            plan = self._transport(role, previous, following, workplace)
+            yield from self._fused(role, plan, workplace, previous, following)
+            norm = self._norms.get(f"{role}_norm")
+            if norm is not None:
+                one, other = self._read(workplace, norm)
+                yield norm, ((self._barycentric(plan, one) + other) / 2).cpu()
+            del plan  # free the plan before the next one is made
         previous, following = self._pair(workplace, "output_projection")
-        if query_rows is not None:
-            previous = previous[:, query_rows]  # the inputs of the output projection follow the heads
         residual = self._transport("output_projection", previous, following, workplace)
         if "output_projection" not in self._filled:
             yield from self._fused("output_projection", residual, workplace, previous, following)
@@ -216,43 +200,14 @@ class BlockFusion(Solver):
             if self._options.mlp_t_in == "residual_mean":
                 carried = (carried + previous) / 2
             plan = self._transport(role, carried, following, workplace, previous)
-            yield from self._fused(role, plan, workplace, carried, following, previous)
-            del plan  # free the plan before the next one is made
+            yield from self._fused(role, plan, workplace, carried, following)
+            del plan
         if "down" not in self._filled:
             previous, following = self._pair(workplace, "down")
             yield from self._fused(
                 "down", self._transport("down", previous, following, workplace), workplace, previous, following
             )
         workplace.progress.end(self.label)
-
-    def _attention(self, workplace: Workplace) -> "Generator[tuple[str, torch.Tensor], None, torch.Tensor | None]":
-        """Yield tensors of query, key and value; return the source row of each query row, or None if rows are not permuted."""
-        plans = self._head_plans(workplace) if self._options.head_aware else {}
-        for role in ("query", "key", "value"):
-            previous, following = self._pair(workplace, role)
-            plan = plans[role] if plans else self._transport(role, previous, following, workplace)
-            yield from self._fused(role, plan, workplace, previous, following)
-            norm = self._norms.get(f"{role}_norm")
-            if norm is not None:
-                one, other = self._read(workplace, norm)
-                yield norm, ((self._barycentric(plan, one) + other) / 2).cpu()
-        return plans["query"].permutation if plans else None
-
-    def _head_plans(self, workplace: Workplace) -> "dict[str, Transport]":
-        from upscalers.solvers.transport import Transport, match_heads
-
-        started = time.perf_counter()
-        pairs = {role: self._pair(workplace, role) for role in ("query", "key", "value")}
-        source, target = ({role: pair[side] for role, pair in pairs.items()} for side in (0, 1))
-        queries, keys = match_heads(source, target, self._key_value_heads, self._head_dim)
-        seconds = (time.perf_counter() - started) / 3
-        plans = {}
-        for role, rows in (("query", queries), ("key", keys), ("value", keys)):
-            scale = 1.0 if self._options.plan_scale == "barycentric" else 1 / len(rows)
-            plans[role] = Transport(None, rows, scale, 1, 0.0, 1.0)
-            self._measure(role, plans[role], source[role], source[role], seconds)
-            workplace.step(self.label)
-        return plans
 
     def _pair(self, workplace: Workplace, role: str) -> "tuple[torch.Tensor, torch.Tensor]":
         """Return the previous and the next layer's matrix of a role."""
@@ -325,14 +280,9 @@ class BlockFusion(Solver):
         workplace: Workplace,
         source: "torch.Tensor",
         following: "torch.Tensor",
-        original: "torch.Tensor | None" = None,
     ) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Yield the mean of matched and next rows; `original` is the source before its inputs were mapped."""
-        matched = plan.rows(source)
-        if self._options.norm_preserving:
-            wanted = self._barycentric(plan, (source if original is None else original).norm(dim=1))
-            matched *= (wanted / matched.norm(dim=1).clamp_min(1e-30))[:, None]
-        yield self._weights[role].key, ((matched + following) / 2).cpu()
+        """Yield the mean of matched and next rows, of the weight and of the bias."""
+        yield self._weights[role].key, ((plan.rows(source) + following) / 2).cpu()
         bias = self._biases.get(role)
         if bias is not None:
             one, other = self._read(workplace, bias.name, bias)

@@ -27,7 +27,6 @@ class Settings:
     plan_scale: str = "barycentric"
     regularization: float = 0.06
     mlp_t_in: str = "o_proj"
-    norm_preserving: bool = False
     identity: str = "auto"
 
 
@@ -47,11 +46,7 @@ def block(family: str, first: Tensors, second: Tensors, settings: Settings) -> T
     def fuse(name: str, source: torch.Tensor) -> torch.Tensor:
         """Fuse a matrix and its bias, and return the plan."""
         t = plan(source, second[f"{name}.weight"])
-        aligned = t.mT @ source
-        if settings.norm_preserving:
-            norms = (t / t.sum(0)).mT @ first[f"{name}.weight"].norm(dim=1)
-            aligned = aligned / aligned.norm(dim=1, keepdim=True) * norms[:, None]
-        made[f"{name}.weight"] = (aligned + second[f"{name}.weight"]) / 2
+        made[f"{name}.weight"] = (t.mT @ source + second[f"{name}.weight"]) / 2
         if f"{name}.bias" in first and not raw:
             made[f"{name}.bias"] = (t.mT @ first[f"{name}.bias"] + second[f"{name}.bias"]) / 2
         return t

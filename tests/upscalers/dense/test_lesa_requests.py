@@ -68,7 +68,7 @@ def test_a_base_with_memory_is_refused_because_all_layers_are_learnt_from(base, 
     [
         (request(), ["--no-verify"], "nan"),
         (["--method", "opt-deus"], ["--allow-nan"], "inf"),
-        (["--method", "opt-deus", "--set", "head_aware=true"], ["--no-verify"], "nan"),
+        (["--method", "opt-deus", "--set", "solver=hungarian"], ["--no-verify"], "nan"),
     ],
 )
 def test_layers_are_not_made_from_what_is_not_finite(method, rest, value, tmp_path, command, refused):

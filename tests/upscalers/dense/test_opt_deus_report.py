@@ -18,7 +18,7 @@ SOLVED = ["query", "key", "value", "output_projection", "gate", "up"]
 COLUMNS = ["norm_ratio", "effective_sources", "iterations", "residual", "seconds"]
 WEAK = (
     r"matched rows keep little of their norm \(.*\): they have no counterparts, so that what is fused is near half the next "
-    r"layer's\. solver=hungarian or norm_preserving=true keep it\."
+    r"layer's\. solver=hungarian keeps it\."
 )
 LATE = (
     r"Sinkhorn did not converge for \w+ of new layers 2, 4: residual 0\.\d+ after 1 iterations, expected at most 0\.0001\. "
@@ -104,7 +104,7 @@ def test_rows_without_counterparts_are_warned_of(base, tmp_path, command, refuse
 
 @pytest.mark.parametrize(
     "options",
-    [{"solver": "hungarian"}, {"norm_preserving": True}, {"plan_scale": "raw"}, {"regularization": 1e-4}],
+    [{"solver": "hungarian"}, {"plan_scale": "raw"}, {"regularization": 1e-4}],
     ids=str,
 )
 def test_what_keeps_the_norm_is_not_warned_of(options, base, tmp_path):
@@ -113,7 +113,7 @@ def test_what_keeps_the_norm_is_not_warned_of(options, base, tmp_path):
 
 
 def test_transport_that_does_not_converge_is_warned_of_with_its_residual(base, tmp_path):
-    report, recorder = fused(base, tmp_path / "out", max_iterations=1, norm_preserving=True)
+    report, recorder = fused(base, tmp_path / "out", max_iterations=1, plan_scale="raw")
     late = recorder.warnings
     assert len(late) > 1 and all(re.fullmatch(LATE, warning) for warning in late)
     residuals = [row["residual"] for row in report.measurements if row["tensor"] == "value"]

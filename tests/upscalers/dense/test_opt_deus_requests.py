@@ -7,9 +7,7 @@ import pytest
 DEVICES = ["cuda:99", "gpu", "meta", "hpu", "privateuseone"]
 NEEDED = [
     ([], "ot", "solver sinkhorn needs POT, which is not installed; in the clone of midus_hf, run: "),
-    (["solver=hungarian"], "scipy", "an exact assignment needs scipy, which is not installed; in the clone of midus_hf, run: "),
-    (["head_aware=true"], "scipy", "an exact assignment needs scipy, which is not installed; in the clone of midus_hf, run: "),
-    (["head_aware=true"], "ot", "solver sinkhorn needs POT, which is not installed; in the clone of midus_hf, run: "),
+    (["solver=hungarian"], "scipy", "solver hungarian needs scipy, which is not installed; in the clone of midus_hf, run: "),
 ]  # fmt: skip
 
 

@@ -25,9 +25,8 @@ SMALL = {"epochs": 1, "batch_size": 1024, "hidden_size": 16}
 
 CASES = [
     ("opt-deus", 256, 1536, {}),
-    ("opt-deus", 512, 1536, {"head_aware": True}),
     ("opt-deus", 512, 1536, {"precision": "float32", "identity": "none"}),
-    ("opt-deus", 1024, 1024, {"norm_preserving": True, "mlp_t_in": "residual_mean", "identity": "none"}),
+    ("opt-deus", 1024, 1024, {"mlp_t_in": "residual_mean", "identity": "none"}),
     ("opt-deus", 512, 2048, {"solver": "hungarian", "identity": "none"}),
     ("lesa", 1024, 1024, SMALL),
     ("lesa", 768, 3072, SMALL),
