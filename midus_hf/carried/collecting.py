@@ -3,61 +3,54 @@
 import ast
 import importlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
-from midus_hf.carried.sources import Definition, Member, Module, Name, read_module, taken_apart
-from midus_hf.carried.specialise import (
-    READ_BY_LIBRARIES,
+from midus_hf.carried.sources import (
+    Definition,
     Edit,
-    Facts,
+    Member,
+    Module,
+    Name,
     SourceText,
-    specialise,
-    with_plain_defaults,
+    read_module,
+    taken_apart,
     with_short_docstrings,
-    without_bare_annotations,
 )
 
-_NOT_CARRIED = "not_carried"
-_NEEDED_FOR = re.compile(r"needed_for\((.*)\)")
-# Modules whose classes lose the members that a checkpoint does not use. Classes of other modules are kept whole.
-_PRUNED = ("midus_hf.models.", "midus_hf.banks.", "midus_hf.carried.", "midus_hf.config.")
-_MARKS = re.compile(
-    r"^ *@(not_carried|needed_for\(.*\)|register_(larger_)?family|register_head)\n",
-    flags=re.MULTILINE,
-)
-_WITH_BASES = re.compile(r"^class \w+\(", flags=re.MULTILINE)
+# Decorators that enter a definition in a table that does not travel.
+_MARKS = re.compile(r"^@(mixin_for\(.*\)|register_(larger_)?family|register_head)\n", flags=re.MULTILINE)
+# Attributes that transformers reads, as values or as annotations, without defining them in the classes that ours extend.
+_READ_BY_LIBRARIES = ("config", "keys_to_ignore_at_inference")
 # Functions that take the name of an attribute as an argument.
 _BY_NAME = ("getattr", "hasattr", "attrgetter")
 
 
 class Program:
-    """Definitions that some root definitions reach, with the branches resolved that facts decide.
+    """Definitions that some root definitions reach.
 
-    A class keeps two kinds of members: members whose name is used anywhere in the kept source, and members that override an
-    attribute of a library's class, since libraries may call them.
+    A class of the packages `own` keeps two kinds of members: members whose name is used anywhere in the kept source, and members that
+    override an attribute of a library's class, since libraries may call them. Classes of other packages are kept whole.
 
     Args:
         roots: The definitions to start from.
         packages: Names of the packages whose sources are copied; all other packages are imported.
-        facts: Function that returns the facts known within a definition.
-        needs: Whether the checkpoint's memories have each need, by the name of the need.
+        left_out: Mixins that no class has among its bases.
         stand_ins: For a name, the definition that replaces every definition of this name in the packages `own`.
-        own: Names of the packages whose definitions `stand_ins` replaces.
+        own: Names of the packages whose definitions `stand_ins` replaces, and whose classes lose members.
     """
 
     def __init__(
         self,
         roots: Iterable[Name],
         packages: frozenset[str],
-        facts: Callable[[Name], Facts],
-        needs: Mapping[str, bool],
+        left_out: Collection[Name],
         stand_ins: Mapping[str, Name],
         own: frozenset[str],
     ):
-        self._packages, self._facts, self._needs = packages, facts, needs
+        self._packages, self._left_out = packages, left_out
         self._stand_ins, self._own = stand_ins, own
         self._modules: dict[str, Module] = {}
         self._definitions: dict[Name, Definition] = {}
@@ -88,7 +81,7 @@ class Program:
         return self.resolve(*source_module.imports[name]) if name in source_module.imports else None
 
     def definition(self, name: Name) -> Definition:
-        """Return a definition with the branches resolved that the facts decide.
+        """Return a definition, whose classes extend no mixin that is left out.
 
         Raises:
             ValueError: If the module of the definition has statements that cannot be copied.
@@ -96,17 +89,10 @@ class Program:
         if name not in self._definitions:
             if self.module(name.module).refusal:
                 raise ValueError(self.module(name.module).refusal)
-            source = specialise(self.module(name.module).definitions[name.name], self._facts(name))
-            source = without_bare_annotations(with_plain_defaults(with_short_docstrings(source)))
-            definition = taken_apart(self._without_bases(name, source))
-            if not name.module.startswith(_PRUNED):
+            source = _MARKS.sub("", self.module(name.module).definitions[name.name])
+            if name.module.partition(".")[0] not in self._own:
                 self._whole.add(name)
-            members = tuple(
-                member._replace(source=_MARKS.sub("", member.source))
-                for member in definition.members
-                if self._is_carried(member.decorators)
-            )
-            self._definitions[name] = Definition(_MARKS.sub("", definition.head), members)
+            self._definitions[name] = taken_apart(self._without_bases(name.module, with_short_docstrings(source)))
         return self._definitions[name]
 
     def texts(self, module: str) -> Iterator[tuple[Name | None, str]]:
@@ -129,37 +115,18 @@ class Program:
             if not names_in(call).isdisjoint(names):
                 yield None, call
 
-    def _is_carried(self, decorators: Iterable[str]) -> bool:
-        for decorator in decorators:
-            needed = _NEEDED_FOR.fullmatch(decorator)
-            if decorator == _NOT_CARRIED:
-                return False
-            if needed and not any(self._needs[need] for need in ast.literal_eval(f"({needed[1]},)")):
-                return False
-        return True
-
-    def _without_bases(self, name: Name, source: str) -> str:
-        """Return the source of a class without the base classes that are not carried."""
-        if not _WITH_BASES.search(source):
-            return source
-        text = _text(source)
+    def _without_bases(self, module: str, source: str) -> str:
+        """Return the source of a class without the base classes that are left out."""
+        text = SourceText(source)
         for node in text.tree.body:
-            if not isinstance(node, ast.ClassDef) or not node.bases:
-                continue
-            bases = [base for base in node.bases if self._base_is_carried(name.module, base)]
-            if len(bases) < len(node.bases):
-                listed = ", ".join(text.of(base) for base in bases)
-                first, last = text.start(node.bases[0]), text.end(node.bases[-1])
-                if not bases and not node.keywords:
-                    first, last = first - 1, last + 1  # remove the brackets too
-                return text.edited([Edit(first, last, listed)])
+            if isinstance(node, ast.ClassDef):
+                bases = [text.of(base) for base in node.bases if not self._is_left_out(module, base)]
+                if len(bases) < len(node.bases):
+                    return text.edited([Edit(text.start(node.bases[0]), text.end(node.bases[-1]), ", ".join(bases))])
         return source
 
-    def _base_is_carried(self, module: str, base: ast.expr) -> bool:
-        resolved = self.resolve(module, base.id) if isinstance(base, ast.Name) else None
-        if resolved is None:
-            return True
-        return self._is_carried(_decorators(self.module(resolved.module).definitions[resolved.name]))
+    def _is_left_out(self, module: str, base: ast.expr) -> bool:
+        return isinstance(base, ast.Name) and self.resolve(module, base.id) in self._left_out
 
     def _collect(self, roots: Iterable[Name]) -> None:
         pending = list(roots)
@@ -218,7 +185,7 @@ class Program:
         is_special = not member.name or (member.name.startswith("__") and member.name.endswith("__"))
         return (
             is_special
-            or member.name in READ_BY_LIBRARIES
+            or member.name in _READ_BY_LIBRARIES
             or any(fnmatchcase(member.name, pattern) for pattern in self._patterns)
         )
 
@@ -228,19 +195,6 @@ def parsed(source: str) -> ast.Module:
     if source.lstrip("\n").startswith("    "):
         return ast.parse(f"class _:\n{source}")
     return ast.parse(f"{source}    pass\n" if source.rstrip().endswith(":") else source)
-
-
-@cache
-def _text(source: str) -> SourceText:
-    """Return the text of a definition with its syntax tree, which nothing changes."""
-    return SourceText(source)
-
-
-@cache
-def _decorators(source: str) -> tuple[str, ...]:
-    """Return the source of each decorator of a definition."""
-    (node,) = ast.parse(source).body
-    return tuple(ast.unparse(each) for each in getattr(node, "decorator_list", ()))
 
 
 @cache

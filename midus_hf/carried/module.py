@@ -1,14 +1,13 @@
 """Write the one module of code that a checkpoint needs to load where this package is not installed.
 
 The module holds what the family and the memories of the checkpoint need, in plain PyTorch. The module is made from the sources of
-this package: the definitions that the checkpoint's classes reach, with the branches resolved that its memories decide. Each op is the
-function in its `reference.py`. Definitions of `midus_hf.carried.standins` replace registries, the reading of options and this folder.
+this package: the definitions that the classes and the needed parts of the checkpoint (`midus_hf.memory.needs`) reach. Each op
+is the function in its `reference.py`. Definitions of `standins.py` replace registries, the reading of options and this folder.
 """
 
 import ast
 import hashlib
 import importlib.util
-import json
 import os
 import pkgutil
 import re
@@ -18,13 +17,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import midus_hf.ops
 from midus_hf.carried import plain_bank, plain_stretches, standins
 from midus_hf.carried.collecting import Program
-from midus_hf.carried.facts import CheckpointFacts
-from midus_hf.carried.sources import Name, read_module
-from midus_hf.carried.specialise import Edit, SourceText
+from midus_hf.carried.sources import Edit, Name, SourceText, read_module
 from midus_hf.carried.standins import ENTRY_MODULE
+from midus_hf.config.memory_entries import Memories
+from midus_hf.memory.needs import MIXINS, SERVICES, SITES
+from midus_hf.memory.registry import build_memory
 from midus_hf.version import __version__
 
 _WIDTH = 120
@@ -62,13 +64,23 @@ def carried_module(config: Any) -> str:
     Args:
         config: A config of a family that hosts memory.
     """
-    facts = CheckpointFacts(config.get_text_config())
-    key = json.dumps([[entry.site, entry.options.type] for entry in facts.entries])
-    key += json.dumps(facts.of_models, sort_keys=True)
-    case = (type(config), *map(type, facts.modules), key)
+    memories: Memories = config.get_text_config().memories()
+    with torch.device("meta"):
+        modules = [build_memory(entry.options, memories.sizes, 0, len(entry.layers)) for entry in memories.entries]
+    hosted = list(zip(memories.entries, modules, strict=True))
+    parts = {
+        name: part
+        for name, part in (*SERVICES.items(), *SITES.items())
+        if any(part.is_needed(entry, memory, memories.sizes) for entry, memory in hosted)
+    }
+    kinds = tuple(dict.fromkeys(f"{entry.type} memory ({entry.site})" for entry in memories.entries))
+    types = dict.fromkeys(type(each) for entry, memory in hosted for each in (entry.options, memory))
+    case = (type(config), kinds, *types, *parts)
     if case not in _written:
-        named = {entry.rpartition(".")[2]: None for entry in config.to_dict()["auto_map"].values()}
-        _written[case] = _module(type(config), tuple(named), facts)
+        named = {entry.rpartition(".")[2] for entry in config.to_dict()["auto_map"].values()}
+        classes = [*(getattr(sys.modules[type(config).__module__], name) for name in sorted(named)), *types]
+        left_out = [mixin for mixin, needs in MIXINS.items() if parts.keys().isdisjoint(needs)]
+        _written[case] = _module(type(config), kinds, [*classes, *parts.values()], left_out)
     return _written[case]
 
 
@@ -76,19 +88,15 @@ def carried_module(config: Any) -> str:
 _written: dict[tuple[Any, ...], str] = {}
 
 
-def _module(config_class: type, classes: tuple[str, ...], facts: CheckpointFacts) -> str:
-    family = config_class.__name__.removesuffix("Config")
-    roots = [Name(config_class.__module__, name) for name in classes]
-    for entry, memory in zip(facts.entries, facts.modules, strict=True):
-        roots += [Name(type(each).__module__, type(each).__name__) for each in (entry.options, memory)]
+def _module(config_class: type, kinds: tuple[str, ...], classes: Iterable[type], left_out: Iterable[type]) -> str:
+    """Return the source of a module with classes and what they reach, without the mixins `left_out`."""
+    roots = [Name(each.__module__, each.__name__) for each in classes]
     packages = frozenset((*_PACKAGES, *(root.module.partition(".")[0] for root in roots)))
-    program = Program(dict.fromkeys(roots), packages, facts, facts.needs, _stand_ins(), frozenset(_PACKAGES))
-    body = _Layout(program).text()
-    memories = ", ".join(dict.fromkeys(f"{entry.type} memory ({entry.site})" for entry in facts.entries))
+    absent = frozenset(Name(each.__module__, each.__name__) for each in left_out)
+    body = _Layout(Program(roots, packages, absent, _stand_ins(), frozenset(_PACKAGES))).text()
+    family = config_class.__name__.removesuffix("Config").removeprefix("Midus")
     digest = hashlib.sha256(body.encode()).hexdigest()
-    return (
-        _HEADER.format(family=family.removeprefix("Midus"), version=__version__, kinds=memories, digest=digest) + body
-    )
+    return _HEADER.format(family=family, version=__version__, kinds=", ".join(kinds), digest=digest) + body
 
 
 @cache

@@ -2,12 +2,88 @@
 
 import ast
 import importlib.util
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from midus_hf.carried.specialise import SourceText
+
+class Edit(NamedTuple):
+    """One replacement within a source text.
+
+    Args:
+        start: Offset of the first byte that is replaced.
+        end: Offset behind the last byte that is replaced.
+        text: The text to insert.
+    """
+
+    start: int
+    end: int
+    text: str
+
+
+class SourceText:
+    """A source text with its syntax tree, and the text of each node.
+
+    Args:
+        source: Source code in Python.
+    """
+
+    def __init__(self, source: str):
+        self.bytes = source.encode()
+        self.tree = ast.parse(source)
+        self._line_starts = [0]
+        self._lines = self.bytes.splitlines(keepends=True)
+        for line in self._lines:
+            self._line_starts.append(self._line_starts[-1] + len(line))
+
+    def offset(self, line: int, column: int) -> int:
+        """Return the offset of a position given as in nodes: line from 1, column in bytes."""
+        return self._line_starts[line - 1] + column
+
+    def start(self, node: Any) -> int:
+        """Return the offset of a node's first byte; for a decorated definition, the offset of its first decorator."""
+        decorators = getattr(node, "decorator_list", None)
+        if decorators:
+            return self.offset(decorators[0].lineno, node.col_offset)
+        return self.offset(node.lineno, node.col_offset)
+
+    def end(self, node: Any) -> int:
+        """Return the offset behind a node's last byte."""
+        return self.offset(node.end_lineno, node.end_col_offset)
+
+    def of(self, node: Any) -> str:
+        """Return the source of a node."""
+        return self.bytes[self.start(node) : self.end(node)].decode()
+
+    def first_comment(self, line: int, top: int = 1) -> int:
+        """Return the number of the first comment line directly above a line, or the line's own number if there is no comment.
+
+        Args:
+            line: Number of the line, from 1.
+            top: Smallest line number that may be returned. Default: 1.
+        """
+        while line > top and self._lines[line - 2].lstrip().startswith(b"#"):
+            line -= 1
+        return line
+
+    def span(self, first: int, last: int) -> tuple[int, int]:
+        """Return the start and end offset of the lines `first` to `last`, counted from 1, inclusive."""
+        return self._line_starts[first - 1], self._line_starts[last]
+
+    def lines(self, first: int, last: int) -> str:
+        """Return the text of the lines `first` to `last`, counted from 1, inclusive."""
+        start, end = self.span(first, last)
+        return self.bytes[start:end].decode()
+
+    def edited(self, edits: Iterable[Edit]) -> str:
+        """Return the text with all edits made, which must not overlap."""
+        content = self.bytes
+        for edit in sorted(edits, reverse=True):
+            content = content[: edit.start] + edit.text.encode() + content[edit.end :]
+        return content.decode()
 
 
 class Name(NamedTuple):
@@ -28,12 +104,10 @@ class Member(NamedTuple):
     Args:
         name: Name of the member; empty for a field of a dataclass or named tuple, and for a statement that defines no name.
         source: The member's source, indented.
-        decorators: The source of each decorator. Default: no decorators.
     """
 
     name: str
     source: str
-    decorators: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -186,9 +260,8 @@ def taken_apart(source: str) -> Definition:
         is_field = (
             has_fields and isinstance(statement, ast.AnnAssign) and "ClassVar" not in text.of(statement.annotation)
         )
-        decorators = tuple(ast.unparse(each) for each in getattr(statement, "decorator_list", ()))
         name = "" if is_field else next(iter(defined(statement)), "")
-        members.append(Member(name, text.lines(next_line, last), decorators))
+        members.append(Member(name, text.lines(next_line, last)))
         next_line = last + 1
     return Definition(head, tuple(members))
 
@@ -205,3 +278,27 @@ def _first_line(statement: ast.stmt) -> int:
 def _last_line(statement: ast.stmt) -> int:
     assert statement.end_lineno is not None
     return statement.end_lineno
+
+
+@cache
+def with_short_docstrings(source: str) -> str:
+    """Return the source with shorter docstrings: the first paragraph, equations, and sections that give shapes.
+
+    Args:
+        source: One or more statements at the top level.
+    """
+    text = SourceText(source)
+    edits = []
+    for node in ast.walk(text.tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False):
+            docstring = node.body[0]
+            if not text.of(docstring).endswith('"""'):
+                continue
+            first, *others = text.of(docstring).removesuffix('"""').rstrip().split("\n\n")
+            kept = [first, *(each for each in others if "`[" in each or _EQUATION.search(each))]
+            end = f"\n{' ' * docstring.col_offset}" if "\n" in "\n\n".join(kept) else ""
+            edits.append(Edit(text.start(docstring), text.end(docstring), "\n\n".join(kept) + f'{end}"""'))
+    return text.edited(edits)
+
+
+_EQUATION = re.compile(r"`[^`]*[^=`]= [^`]*`")

@@ -12,7 +12,7 @@ from torch import nn
 from midus_hf.memory.chapters import Chapters, derive_all
 from midus_hf.memory.headwise import HeadwiseMemory
 from midus_hf.memory.protocols import HostsTables
-from midus_hf.memory.registry import keeper_of
+from midus_hf.memory.registry import keeper_of, while_generating
 from midus_hf.memory.ultramem import UltraMem, keys_and_vectors
 from midus_hf.ops.dispatch.private_torch import keep_address
 from midus_hf.ops.headwise.op import MOST_EXPANDED, expand_values
@@ -167,6 +167,11 @@ def _as_computed_with(parameter: torch.Tensor) -> torch.Tensor:
     if not (parameter.is_floating_point() and torch.is_autocast_enabled(device)):
         return parameter
     return parameter.to(torch.get_autocast_dtype(device))
+
+
+@while_generating.register
+def _(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    return kept_values(model)
 
 
 @keeper_of.register

@@ -1,108 +1,186 @@
-"""Needs of a model's memories. The model, and the code that a checkpoint carries, leave out everything else."""
+"""Parts that a model has only if its memories need them: services of a pass, sites in layers, and mixins of its classes.
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+A model finds the parts by name, in the tables of this module. So the code that a checkpoint carries can leave out the parts that its
+memories do not need: they are not registered there, and nothing else names them.
+"""
 
-from midus_hf.config.memory_entries import MemoryEntry
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+
+from midus_hf.config.memory_entries import Memories, MemoryEntry
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import MemoryModule
 
-
-@dataclass(frozen=True)
-class Needs:
-    """Needs of the memories of a model, each true if at least one memory has the need.
-
-    Args:
-        inserted: Layers are inserted for a memory.
-        attached: Memories are attached to layers of the base.
-        inside_attention: A memory works inside attention, which replaces the family's attention class.
-        inside_ffn: A memory works inside feed-forward networks, which replaces the family's class.
-        adapters: A memory changes outputs of projections.
-        heads: A memory changes outputs of attention heads.
-        depth: Heads attend to slots that earlier layers wrote.
-        behind_attention: A memory adds to the residual stream behind attention.
-        beside_ffn: A memory adds to outputs of feed-forward networks.
-        behind_layer: A memory adds to the residual stream behind a layer.
-        skips: A memory reads at one layer, and adds the result behind another.
-        tables: Layers share tables.
-        banks: Texts fetch blocks from a bank.
-        states: A memory keeps a state of the sequence in the cache.
-        places: A memory needs to know padding and documents.
-        reports: Routers report their logits and losses.
-        arguments: Memories ask for arguments of the pass by name.
-        prompts: A memory needs to know which tokens are the prompt.
-        whole: A memory reads the whole sequence, including later tokens.
-        narrow: Projections that write to the residual stream start with a smaller standard deviation.
-    """
-
-    inserted: bool = False
-    attached: bool = False
-    inside_attention: bool = False
-    inside_ffn: bool = False
-    adapters: bool = False
-    heads: bool = False
-    depth: bool = False
-    behind_attention: bool = False
-    beside_ffn: bool = False
-    behind_layer: bool = False
-    skips: bool = False
-    tables: bool = False
-    banks: bool = False
-    states: bool = False
-    places: bool = False
-    reports: bool = False
-    arguments: bool = False
-    prompts: bool = False
-    whole: bool = False
-    narrow: bool = False
-
-    @property
-    def carries(self) -> bool:
-        """True if layers pass tensors on to later layers."""
-        return self.skips or self.depth
-
-    @property
-    def added(self) -> bool:
-        """True if a memory adds its result to what a layer computes."""
-        return self.behind_attention or self.beside_ffn or self.behind_layer
-
-    @property
-    def inputs(self) -> bool:
-        """True if a pass has more inputs for memories than hidden states."""
-        return self.attached or self.banks or self.states or self.places or self.reports or self.arguments
+Part = TypeVar("Part")
 
 
-def needs_of(hosted: Iterable[tuple[MemoryEntry, MemoryModule]], sizes: ModelSizes) -> Needs:
-    """Return the needs of the memories that a model, or a layer, hosts.
+class NeededPart:
+    """A part that a model has only if one of its memories needs the part."""
+
+    @staticmethod
+    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+        """Return whether a memory needs the part.
+
+        Args:
+            entry: The memory's entry in the config.
+            memory: The memory's module in one layer.
+            sizes: Sizes of the model.
+        """
+        raise NotImplementedError
+
+
+class Service(NeededPart):
+    """Service of a model to its memories: something that it makes in every pass for the memories that need it.
 
     Args:
-        hosted: Each memory's entry in the config, and the memory's module in one layer.
-        sizes: Sizes of the model.
+        model: The stack of layers, whose memories are built.
+        memories: Memories of the model.
+        hosted: The module of each memory in each layer, by name and layer; the name of an inserted memory is empty.
     """
-    hosted = list(hosted)
-    entries, modules = [entry for entry, _ in hosted], [module for _, module in hosted]
-    sites = {entry.site for entry in entries}
-    keywords = {keyword for module in modules for keyword in module.context}
-    attached = [entry.options for entry in entries if entry.is_attached]
-    return Needs(
-        inserted="inserted" in sites,
-        attached=bool(attached),
-        inside_attention="inside-attention" in sites,
-        inside_ffn="inside-ffn" in sites,
-        adapters=any(module.projections for module in modules),
-        heads=any(module.reads_heads for module in modules),
-        depth=any(options.attends for options in attached),
-        behind_attention="behind-attention" in sites,
-        beside_ffn="beside-ffn" in sites,
-        behind_layer="behind-layer" in sites,
-        skips="skip" in sites,
-        tables=any(entry.options.tables(sizes, entry.layers) for entry in entries if entry.is_attached),
-        banks=any(options.fetched(sizes) is not None for options in attached),
-        states=any(module.keeps_state for module in modules),
-        places="tokens" in keywords,
-        reports="report" in keywords,
-        arguments=any(module.forward_arguments for module in modules),
-        prompts=any("prompt_mask" in module.forward_arguments for module in modules),
-        whole=any(module.reads_ahead for module in modules),
-        narrow=any(options.narrows_start for options in attached),
-    )
+
+    #: Whether layers are called with `MemoryInputs`.
+    makes_inputs: ClassVar[bool] = True
+
+    def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+        pass
+
+    @staticmethod
+    def layers(model: Any, memories: Memories) -> dict[int, tuple[Any, ...]]:
+        """Return the classes that may take over each layer, by the layer's index. Default: none."""
+        return {}
+
+    def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> Any:
+        """Return the value of the pass, which `given` takes. Default: None.
+
+        Args:
+            model: The stack of layers.
+            arguments: Arguments of the family's forward by name, which the service may change.
+            own: Arguments that the family's forward does not get.
+        """
+        return None
+
+    @staticmethod
+    def given(value: Any, memory_class: type[MemoryModule], name: str, layer: int) -> dict[str, Any]:
+        """Return the keyword arguments of a memory in a layer. Default: none.
+
+        Args:
+            value: Result of `of_pass`; None for a pass without inputs.
+            memory_class: Class of the memory's module.
+            name: Name of an attached memory; empty for an inserted memory.
+            layer: Index of the memory's layer.
+        """
+        return {}
+
+    @staticmethod
+    def has_work(value: Any, name: str) -> bool:
+        """Return whether a memory that takes the service's arguments has something to do in the pass. Default: true."""
+        return True
+
+
+class LayerCall(NamedTuple):
+    """One call of a layer with attached memories.
+
+    Args:
+        entered: `[B, T, D]`, the input of the layer.
+        memory_inputs: Inputs of the pass for memories.
+        carried: Tensors from earlier layers by `Carried`, to which the layer adds the tensors for later layers.
+        rotation: Cosines and sines of the pass at this layer; None if there are none.
+    """
+
+    entered: torch.Tensor
+    memory_inputs: Any
+    carried: dict[Any, torch.Tensor | None]
+    rotation: Any
+
+
+class Site(NeededPart):
+    """Memories at a site of one layer.
+
+    Args:
+        layer: The host layer, whose memories are built.
+        config: Config of the model.
+        memories: Memories of the model.
+    """
+
+    #: The site, as entries of a config name it.
+    name: ClassVar[str]
+
+    def __init__(self, layer: Any, config: Any, memories: Memories):
+        pass
+
+    @classmethod
+    def is_at(cls, layer: int, memories: Memories, built: Mapping[str, MemoryModule]) -> bool:
+        """Return whether a layer has the site. Default: if one of its memories needs the site.
+
+        Args:
+            layer: Index of the layer.
+            memories: Memories of the model.
+            built: Modules of the layer's memories, by name.
+        """
+        return any(cls.is_needed(memories.attached[name], memory, memories.sizes) for name, memory in built.items())
+
+    @staticmethod
+    def is_missing(layer: Any) -> bool:
+        """Return whether a layer lacks the part at which memories would stand. Default: false."""
+        return False
+
+    def stand(self, layer: Any, parts: dict[str, Any], call: LayerCall) -> None:
+        """Put memories at parts of the layer for one pass.
+
+        Args:
+            layer: The host layer.
+            parts: Parts of the layer that memories stand at already, by the part's name.
+            call: The call of the layer.
+        """
+
+    def behind(self, layer: Any, output: Any, call: LayerCall) -> Any:
+        """Return the output of the layer with what memories add behind it."""
+        return output
+
+
+#: Services by name. Memories name in their `context` the services whose arguments they take.
+SERVICES: dict[str, type[Service]] = {}
+#: Sites by name, in the order in which they stand around the parts of a layer, from the inside out.
+SITES: dict[str, type[Site]] = {}
+#: For each mixin that some models need, the services and sites with which it is needed.
+MIXINS: dict[type, tuple[str, ...]] = {}
+
+
+def register_service(name: str) -> Callable[[type[Part]], type[Part]]:
+    """Return a decorator that registers a `Service` under a name."""
+    return _entering(SERVICES, name)
+
+
+def register_site(name: str) -> Callable[[type[Part]], type[Part]]:
+    """Return a decorator that registers a `Site` under a name."""
+    return _entering(SITES, name)
+
+
+def _entering(table: dict[str, Any], name: str) -> Callable[[type[Part]], type[Part]]:
+    def decorate(cls: type[Part]) -> type[Part]:
+        table[name] = cls
+        return cls
+
+    return decorate
+
+
+def mixin_for(*names: str) -> Callable[[type[Part]], type[Part]]:
+    """Return a decorator for a mixin that the classes of a model need only with one of these services and sites."""
+
+    def decorate(cls: type[Part]) -> type[Part]:
+        MIXINS[cls] = names
+        return cls
+
+    return decorate
+
+
+def first_of(output: Any) -> torch.Tensor:
+    """Return the hidden states in the output of a part, which may be a tuple that begins with them."""
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def with_first(output: Any, hidden_states: torch.Tensor) -> Any:
+    """Return the output of a part with other hidden states."""
+    return hidden_states if isinstance(output, torch.Tensor) else (hidden_states, *output[1:])

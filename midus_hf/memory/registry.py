@@ -22,7 +22,7 @@ result of `forward` depend on the memory's site:
 import inspect
 import re
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -178,6 +178,12 @@ def build_memory(options: MemoryOptions, sizes: ModelSizes, index: int = 0, coun
 def keeper_of(memory: MemoryModule) -> Any:
     """Return what keeps tensors that a memory derives from weights (`midus_hf.memory.kept_values`). Default: None, nothing."""
     return None
+
+
+@ByType
+def while_generating(model: nn.Module) -> AbstractContextManager[None]:
+    """Return the context in which a model generates. Default: nothing is kept (`midus_hf.memory.kept_values`)."""
+    return nullcontext()
 
 
 @ByType

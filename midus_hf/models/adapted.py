@@ -2,14 +2,14 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from midus_hf.memory.sequence_heads import SequenceHeads
-from midus_hf.models.parts import CACHE
+from midus_hf.memory.needs import mixin_for
 
 # Cosines and sines of a pass, the argument `position_embeddings` of layers.
 Rotation = tuple[torch.Tensor, torch.Tensor]
@@ -30,26 +30,6 @@ class HeadReader(NamedTuple):
 
     read: Callable[..., torch.Tensor]
     wants_unrotated: bool
-
-
-class HeadsOfDepth(Protocol):
-    """Memory over the depth, with the methods that the layer's attention calls."""
-
-    # Whether the memory replaces the model's own attention.
-    reads: bool
-    # Whether the memory needs the keys and values of the tokens of the pass.
-    wants_heads: bool
-    # Whether the memory needs the output of the key projection.
-    wants_raw_key: bool
-
-    def attend(self, sequence: SequenceHeads) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output of the heads, `[B, T, H, d]`, and attention weights if they are known."""
-
-    def note_heads(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Take the keys, rotated, and the values of the tokens of the pass, each `[B, K, T, d]`."""
-
-    def note_raw_key(self, key: torch.Tensor) -> None:
-        """Take the output of the key projection, `[B, T, K * d]`."""
 
 
 # Names of a layer's projections in the families' code, by the role of the projection.
@@ -109,8 +89,63 @@ class Adapted:
         }
 
 
-class HostAttention(Adapted):
-    """Mixin for a family's attention in a layer with attached memories."""
+class HeadChange:
+    """Change by memories of the heads of a layer's attention in one pass."""
+
+    def begin(self, attention: Any, adapters: Mapping[str, Adapter], kwargs: dict[str, Any]) -> Mapping[str, Adapter]:
+        """Return the adapters of projections for the call of attention, whose other arguments this may change.
+
+        Args:
+            attention: The layer's attention.
+            adapters: Adapters of projections, by the role of the projection.
+            kwargs: Other arguments of the family's forward.
+        """
+        return adapters
+
+    def attend(self, own: Callable[..., Any], module: Any, *heads: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        """Return the output of the heads, `[B, T, H, d]`, and attention weights if they are known.
+
+        Args:
+            own: The attention function, with the changes of memories before.
+            module: The layer's attention.
+            heads: Queries `[B, H, T, d]`, keys and values `[B, K, S, d]`, rotated and from the cache, and the mask.
+            kwargs: Other arguments of the attention function.
+        """
+        raise NotImplementedError
+
+
+class HeadReaders(HeadChange):
+    """Changes of the output of the heads, made one after another.
+
+    Args:
+        readers: Changes of the output, each of the output as the one before left it.
+    """
+
+    def __init__(self, readers: Sequence[HeadReader]):
+        self._readers = readers
+        self._rotation: Rotation | None = None
+
+    def begin(self, attention: Any, adapters: Mapping[str, Adapter], kwargs: dict[str, Any]) -> Mapping[str, Adapter]:
+        """Take the rotation of the pass."""
+        self._rotation = kwargs.get("position_embeddings")
+        return adapters
+
+    def attend(self, own: Callable[..., Any], module: Any, *heads: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        """Run the model's attention, and let each reader change the output of the heads."""
+        output, weights = own(module, *heads, **kwargs)  # [B, T, H, d]
+        query, key, value, _ = heads
+        for reader in self._readers:
+            extra: dict[str, Any] = {}
+            if reader.wants_unrotated:
+                extra["unrotated"] = unrotated(module, query, self._rotation)
+                extra |= {"scaling": kwargs["scaling"], "softcap": kwargs.get("softcap")}
+            output = reader.read(query, key, value, output, **extra)
+        return output, weights
+
+
+@mixin_for("attention-heads", "depth")
+class ChangesHeads:
+    """Mixin for a family's attention whose heads memories may change."""
 
     # Whether the attention rotates queries and keys.
     rotates: bool = True
@@ -120,8 +155,8 @@ class HostAttention(Adapted):
         hidden_states: torch.Tensor,
         *,
         adapters: Mapping[str, Adapter] | None = None,
-        readers: Sequence[HeadReader] = (),
-        depth: HeadsOfDepth | None = None,
+        readers: HeadChange | None = None,
+        depth: HeadChange | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run the family's forward with the changes that memories make.
@@ -129,44 +164,39 @@ class HostAttention(Adapted):
         Args:
             hidden_states: `[B, T, D]`.
             adapters: Adapters of projections, by the role of the projection. Default: no adapters.
-            readers: Changes of the output of the heads, made one after another. Default: no changes.
+            readers: Changes of the output of the heads. Default: no changes.
             depth: Memory through which heads read the depth and write slots for later layers. Default: none.
             kwargs: Other arguments of the family's forward.
         """
-        if not readers and depth is None:
+        changes = tuple(change for change in (depth, readers) if change is not None)
+        if not changes:
             return super().forward(hidden_states, adapters=adapters, **kwargs)
         # A family looks its attention function up in the config, and passes on every keyword argument that it does not know.
         replaced: dict[str, Any] = {
             "config": View(self.config, {"_attn_implementation": _WITH_MEMORY}),
             "own_config": self.config,
         }
-        cache = kwargs.get(CACHE)
-        if depth is not None and depth.wants_raw_key:
-            before = dict(adapters or {})
-            adapters = {**before, "key": _noting(before.get("key"), depth.note_raw_key)}
-        if depth is not None and depth.wants_heads and cache is not None:
-            kwargs[CACHE] = View(cache, {"update": _noting_update(cache.update, depth.note_heads)})
-        if adapters:
-            replaced |= self._replaced_projections(adapters)
-        view = View(self, replaced)
-        call = AttentionCall(readers, kwargs.get("position_embeddings"), depth, cache is None)
-        return self.family_class.forward(view, hidden_states, memory_call=call, **kwargs)
+        changed: Mapping[str, Adapter] = adapters or {}
+        for change in changes:
+            changed = change.begin(self, changed, kwargs)
+        view = View(self, replaced | self._replaced_projections(changed))
+        return self.family_class.forward(view, hidden_states, memory_call=changes, **kwargs)
 
 
-class AttentionCall(NamedTuple):
-    """Changes that memories make in one call of attention.
+class HostAttention(ChangesHeads, Adapted):
+    """Mixin for a family's attention in a layer with attached memories."""
 
-    Args:
-        readers: Changes of the output of the heads, made one after another.
-        rotation: Cosines and sines of the pass.
-        depth: Memory over the depth, or None.
-        keys_are_new: Whether all keys belong to tokens of the pass, since there is no cache.
-    """
 
-    readers: Sequence[HeadReader]
-    rotation: Rotation | None
-    depth: HeadsOfDepth | None
-    keys_are_new: bool
+def take_over_attention(layer: Any) -> None:
+    """Turn the attention of a host layer into one that memories may change."""
+    getattr(layer, layer.mixer_name).__class__ = layer.attention_class
+
+
+def note_rotation(layer: Any) -> None:
+    """Note at the attention of a host layer whether it rotates its heads, if some layers of the type do not."""
+    if layer.some_do_not_rotate:
+        attention = getattr(layer, layer.mixer_name)
+        attention.rotates = rotates(attention, attention.family_class)
 
 
 # Name of the attention function, different for each copy of this code that a checkpoint brings.
@@ -180,45 +210,17 @@ def _attend_with_memory(
     value: torch.Tensor,
     attention_mask: Any,
     *,
-    memory_call: AttentionCall | None,
+    memory_call: Sequence[HeadChange] | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the model's own attention, joined with the depth if a memory reads the depth, and let readers change the output."""
+    """Run the model's own attention with the changes of memories, each around those before."""
     if memory_call is None:
         raise _HeadsAttend
-    implementation = module.own_config._attn_implementation
     eager = sys.modules[module.family_class.__module__].eager_attention_forward
-    own = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
-    depth = memory_call.depth
-    if depth is not None and depth.wants_heads and memory_call.keys_are_new:
-        depth.note_heads(key, value)
-    if depth is not None and depth.reads:
-        output, weights = depth.attend(
-            SequenceHeads(module, own, implementation, query, key, value, attention_mask, kwargs)
-        )
-    else:
-        output, weights = own(module, query, key, value, attention_mask, **kwargs)  # [B, T, H, d]
-    if memory_call.readers:
-        output = _read_by(memory_call, module, (query, key, value), output, kwargs["scaling"], kwargs.get("softcap"))
-    return output, weights
-
-
-def _read_by(
-    memory_call: AttentionCall,
-    module: Any,
-    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    output: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Return the output of the heads after the changes of all readers, in turn; `heads` are queries, keys and values."""
-    for reader in memory_call.readers:
-        extra: dict[str, Any] = {}
-        if reader.wants_unrotated:
-            query = unrotated(module, heads[0], memory_call.rotation)
-            extra = {"unrotated": query, "scaling": scaling, "softcap": softcap}
-        output = reader.read(*heads, output, **extra)
-    return output
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(module.own_config._attn_implementation, eager)
+    for change in memory_call:
+        attend = partial(change.attend, attend)
+    return attend(module, query, key, value, attention_mask, **kwargs)
 
 
 ALL_ATTENTION_FUNCTIONS.register(_WITH_MEMORY, _attend_with_memory)
@@ -281,26 +283,3 @@ def _adapted(projection: Callable[[torch.Tensor], torch.Tensor], adapter: Adapte
         return adapter(inputs, projection(inputs))
 
     return project
-
-
-def _noting(adapter: Adapter | None, note: Callable[[torch.Tensor], None]) -> Adapter:
-    """Return an adapter that passes the projection's output, as changed by `adapter`, to `note`."""
-
-    def noting(read: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        output = output if adapter is None else adapter(read, output)
-        note(output)
-        return output
-
-    return noting
-
-
-def _noting_update(
-    update: Callable[..., Any], note: Callable[[torch.Tensor, torch.Tensor], None]
-) -> Callable[..., Any]:
-    """Return a cache's `update` that also passes its keys and values to `note`."""
-
-    def noting(key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        note(key, value)
-        return update(key, value, *args, **kwargs)
-
-    return noting

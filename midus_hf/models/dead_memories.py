@@ -8,9 +8,17 @@ from torch import nn
 
 from midus_hf.config.declared_tensors import ZEROS, Role
 from midus_hf.memory.registry import MemoryModule
+from midus_hf.models.host import MemoryModel, training_begins
 
 # Roles of tensors that leave a memory without effect while they are zero, with the plural used in the warning.
 _SILENT: dict[Role, str] = {"value": "values", "projection": "projections", "gate": "gates"}
+
+
+@training_begins.register
+def _(model: MemoryModel) -> None:
+    """Warn, once per model, of memories that cannot learn however long they train."""
+    if not getattr(model, "warned_of_dead_memories", False):
+        model.warned_of_dead_memories = warn_of_dead_memories(model, dict(enumerate(model.layers)))
 
 
 def warn_of_dead_memories(model: nn.Module, layers: Mapping[int, nn.Module]) -> bool:
@@ -28,7 +36,7 @@ def warn_of_dead_memories(model: nn.Module, layers: Mapping[int, nn.Module]) -> 
     dead = {index: word for index, layer in layers.items() if (word := _dead_through(layer)) is not None}
     if not dead or not any(parameter.requires_grad for parameter in model.parameters()):
         return False
-    warnings.warn(_message(dead), stacklevel=3)
+    warnings.warn(_message(dead), stacklevel=5)
     return True
 
 

@@ -15,9 +15,11 @@ from midus_hf.banks.level_file import BankError
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout
-from midus_hf.config.installed import INSTALLED, needed_for, not_carried
-from midus_hf.config.memory_entries import memories_of
+from midus_hf.config.memory_entries import Memories, MemoryEntry, memories_of
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.fetched import FetchedBatch
+from midus_hf.memory.needs import Service, mixin_for, register_service
+from midus_hf.memory.registry import MemoryModule
 
 # Names of arguments of a forward pass: paths whose blocks the rows fetch, and blocks that have been fetched already.
 IDS, BLOCKS = "memory_ids", "memory_blocks"
@@ -58,8 +60,7 @@ class Banks:
         }
         self.layouts = {name: bank.layout for name, bank in self._open.items()}
 
-    @not_carried
-    def train(self) -> dict[str, TrainedBank]:
+    def train_blocks(self) -> dict[str, TrainedBank]:
         """Make blocks trainable: from now on, passes with gradients compute gradients of the blocks that were fetched.
 
         Returns:
@@ -80,9 +81,8 @@ class Banks:
         self._open |= trained
         return trained
 
-    @not_carried
     def train_with_tree(self, tree: str | None, folder: Path | None) -> None:
-        """Set the tree whose paths train the banks that `train` makes trainable.
+        """Set the tree whose paths train the banks that `train_blocks` makes trainable.
 
         Args:
             tree: The tree's fingerprint; None if unknown: banks then keep the fingerprint they have.
@@ -103,7 +103,6 @@ class Banks:
             )
         return self._open[name]
 
-    @not_carried
     def check_tree(
         self, tree: str | None, whose: str, remedy: str, *, roots: int | None = None, grown_from: Collection[str] = ()
     ) -> None:
@@ -163,11 +162,10 @@ class Banks:
             elif layout.blocks.without_ids == "generic":
                 bank = self.of(name)
                 fetched[name] = bank.fetch(bank.generic_ids(batch), device, dtype)
-        if INSTALLED and self._serves:
+        if self._serves:
             return {name: batch.joined() for name, batch in fetched.items()}
         return fetched
 
-    @not_carried
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
         """Let `fetch`, inside the context, join the levels of blocks, which then serve many passes."""
@@ -178,7 +176,88 @@ class Banks:
             self._serves = before
 
 
-@needed_for("banks")
+@register_service("fetched")
+class FetchedBlocks(Service):
+    """Blocks that the texts of a pass fetch from banks."""
+
+    def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+        model.memory_input_names |= {IDS, BLOCKS}
+
+    @staticmethod
+    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+        """Return whether the memory fetches blocks."""
+        return entry.is_attached and entry.options.fetched(sizes) is not None
+
+    def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> Mapping[str, FetchedBatch]:
+        """Return the blocks of the texts of the pass, by the name of the memory."""
+        memory_ids, memory_blocks = own.get(IDS), own.get(BLOCKS)
+        if memory_ids is not None and memory_blocks is not None:
+            raise ValueError("memory_ids and memory_blocks are given; expected one of them.")
+        if memory_ids is None and memory_blocks is None and not model.own_banks.read_without_ids:
+            return {}
+        tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
+        if memory_blocks is None:
+            return _fetch(model, memory_ids, len(tokens), tokens.device)
+        for batch in memory_blocks.values():
+            if batch.num_rows != len(tokens):
+                raise ValueError(
+                    f"memory_blocks were fetched for {batch.num_rows} rows; expected {len(tokens)}, one for each text of the "
+                    "batch."
+                )
+        return memory_blocks
+
+    @staticmethod
+    def given(value: Any, memory_class: type[MemoryModule], name: str, layer: int) -> dict[str, Any]:
+        """Return the blocks of the layer."""
+        return {"fetched": value[name].of(layer)}
+
+    @staticmethod
+    def has_work(value: Any, name: str) -> bool:
+        """Return whether blocks were fetched for the memory."""
+        return value is not None and name in value
+
+
+@torch.compiler.disable
+def _fetch(model: Any, memory_ids: torch.Tensor | None, batch: int, device: torch.device) -> dict[str, FetchedBatch]:
+    return model.own_banks.fetch(memory_ids, batch, device, model.dtype)
+
+
+@mixin_for("fetched")
+class HoldsBanks:
+    """Mixin for a stack of layers whose memories may fetch blocks from banks."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.own_banks = Banks(memories_of(config).banks)
+
+
+@mixin_for("fetched")
+class GeneratesFromBanks:
+    """Mixin for a language model whose memories may fetch blocks from banks."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as the family does. The levels of fetched blocks are joined once per call."""
+        if kwargs.get(BLOCKS) is not None:
+            kwargs[BLOCKS] = {name: batch.joined() for name, batch in kwargs[BLOCKS].items()}
+        with self.banks.serving():
+            return super().generate(*args, **kwargs)
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate for several requests in one row, as the family does.
+
+        Raises:
+            ValueError: If paths or blocks are passed: a row fetches the same blocks for all of its tokens.
+        """
+        for name in (IDS, BLOCKS):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{name} is given, and continuous batching lays the tokens of several requests in one row, where all would read "
+                    "the same blocks; expected `generate`, or none."
+                )
+        return super().generate_batch(*args, **kwargs)
+
+
+@mixin_for("fetched")
 class HostsBanks:
     """Mixin for a model whose memories may fetch blocks from banks beside the checkpoint."""
 

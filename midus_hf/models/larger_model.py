@@ -13,7 +13,6 @@ from transformers import AutoModel
 
 from midus_hf.carried.module import write_code
 from midus_hf.carried.standins import ENTRY_MODULE
-from midus_hf.config.installed import needed_for
 from midus_hf.config.memory_entries import Memories, memories_of
 from midus_hf.models.language_model import MemoryForCausalLM
 from midus_hf.models.listing import register_targets, show_in_transformers
@@ -75,7 +74,6 @@ class MemoryForConditionalGeneration(MemoryForCausalLM):
         super().__init__(config)
         register_targets(config.model_type)
 
-    @needed_for("places", "arguments")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the larger model. Its language model may get masks between pairs of tokens, so padding is passed on beside them.
 
@@ -84,7 +82,7 @@ class MemoryForConditionalGeneration(MemoryForCausalLM):
             kwargs: Arguments of `MemoryForCausalLM.forward`, and of the family's forward.
         """
         padding = kwargs.get("attention_mask")
-        if self.stack.needs.places and isinstance(padding, torch.Tensor) and padding.dim() == 2:
+        if "tokens" in self.stack.services and isinstance(padding, torch.Tensor) and padding.dim() == 2:
             if kwargs.get("token_mask") is None:
                 kwargs["token_mask"] = padding
         if "input_ids" in self.stack.memory_input_names and kwargs.get("input_ids") is not None:

@@ -6,11 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from midus_hf.memory.fetched import FetchedBatch
-from midus_hf.memory.memory_state import MemoryState
+from midus_hf.memory.needs import SERVICES
 from midus_hf.memory.registry import MemoryModule
-from midus_hf.memory.routing.report import RouterReports
-from midus_hf.memory.routing.token_places import TokenPlaces
 
 
 class Carried(NamedTuple):
@@ -34,26 +31,11 @@ class MemoryInputs:
     passes may therefore run before one backward pass, and activation checkpointing repeats a layer with the same inputs.
 
     Args:
-        arguments: Keyword arguments of the model's forward that memories take. Default: none.
-        tables: For each attached memory, by name, the tables of each layer that shares tables, by index. Default: none.
-        tokens: Padding and documents. Default: no padding, one document per row.
-        states: States of the sequences, by memory and layer. Default: sequences begin here, and no state is kept.
-        reports: Collector of the routers' reports. Default: routers do not report.
-        fetched: Blocks that the texts of the pass fetched, by the name of the memory. Default: none.
+        values: What each service made for the pass, by the name of the service. Default: nothing.
     """
 
-    def __init__(
-        self,
-        arguments: Mapping[str, Any] | None = None,
-        tables: Mapping[str, Mapping[int, Mapping[str, torch.Tensor]]] | None = None,
-        tokens: TokenPlaces | None = None,
-        states: Mapping[tuple[str, int], MemoryState] | None = None,
-        reports: RouterReports | None = None,
-        fetched: Mapping[str, FetchedBatch] | None = None,
-    ):
-        self._arguments, self._tables = arguments or {}, tables or {}
-        self._tokens, self._states, self._reports = tokens, states or {}, reports
-        self._fetched = fetched or {}
+    def __init__(self, values: Mapping[str, Any] | None = None):
+        self._values = values or {}
         self._carried: dict[Carried, torch.Tensor | None] = {}
 
     def of(self, memory_class: type[MemoryModule], name: str, layer: int) -> dict[str, Any]:
@@ -64,28 +46,23 @@ class MemoryInputs:
             name: Name of an attached memory; empty for an inserted memory.
             layer: Index of the memory's layer.
         """
-        inputs = {key: self._arguments[key] for key in memory_class.forward_arguments if key in self._arguments}
-        if layer in self._tables.get(name, {}):
-            inputs["tables"] = self._tables[name][layer]
-        if "tokens" in memory_class.context:
-            inputs["tokens"] = self._tokens or TokenPlaces()
-        if "state" in memory_class.context and (name, layer) in self._states:
-            inputs["state"] = self._states[name, layer]
-        if "fetched" in memory_class.context:
-            inputs["fetched"] = self._fetched[name].of(layer)
-        if "report" in memory_class.context and self._reports is not None:
-            inputs["report"] = self._reports.of(name, layer)
+        inputs: dict[str, Any] = {}
+        for keyword in ("arguments", "tables", *memory_class.context):
+            if keyword in SERVICES:
+                inputs |= SERVICES[keyword].given(self._values.get(keyword), memory_class, name, layer)
         return inputs
 
     def are_there_for(self, memory_class: type[MemoryModule], name: str) -> bool:
         """Return whether a memory has something to do. A memory that fetches blocks has nothing to do if none were fetched for it."""
-        return "fetched" not in memory_class.context or name in self._fetched
+        for keyword in memory_class.context:
+            if keyword in SERVICES and not SERVICES[keyword].has_work(self._values.get(keyword), name):
+                return False
+        return True
 
     def to(self, device: Any, non_blocking: bool = False) -> "MemoryInputs":
         """Return the inputs on another device; accelerate calls this before a layer if layers are on several devices."""
         moved = copy.copy(self)  # all copies share the tensors that layers carry
-        for name in ("_arguments", "_tables", "_tokens", "_fetched"):
-            setattr(moved, name, _moved(getattr(self, name), device, non_blocking))
+        moved._values = _moved(self._values, device, non_blocking)
         return moved
 
     def carry(self, keys: Sequence[Carried], tensors: Sequence[torch.Tensor | None]) -> None:
@@ -103,7 +80,7 @@ class MemoryInputs:
 
 
 def _moved(value: Any, device: Any, non_blocking: bool) -> Any:
-    """Return tensors, or objects that hold tensors, on another device."""
+    """Return tensors, or objects that hold tensors, on another device; anything else as it is."""
     if isinstance(value, Mapping):
         return {key: _moved(inner, device, non_blocking) for key, inner in value.items()}
     return value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value

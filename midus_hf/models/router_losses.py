@@ -1,12 +1,15 @@
-"""Mixin for models that compute a loss: the losses of routers are added to the loss."""
+"""Reports of routers on a pass, and their losses, which models that compute a loss add to it."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
-from midus_hf.config.installed import needed_for
+from midus_hf.config.memory_entries import MemoryEntry
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memory.needs import Service, mixin_for, register_service
+from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.routing.report import RouterReports
 from midus_hf.models.parts import CACHE
 
@@ -14,6 +17,26 @@ from midus_hf.models.parts import CACHE
 _FIELDS = ("logits", "start_logits", "end_logits", CACHE, "hidden_states", "attentions")
 
 
+@register_service("report")
+class Reports(Service):
+    """Collector of the routers' reports, if the pass was given one."""
+
+    @staticmethod
+    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+        """Return whether the memory reports."""
+        return "report" in memory.context
+
+    def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> RouterReports | None:
+        """Return the collector of the pass."""
+        return own["memory_reports"]
+
+    @staticmethod
+    def given(value: Any, memory_class: type[MemoryModule], name: str, layer: int) -> dict[str, Any]:
+        """Return the report to which the memory writes in the layer. Default: routers do not report."""
+        return {} if value is None else {"report": value.of(name, layer)}
+
+
+@mixin_for("report")
 class AddsRouterLosses:
     """Mixin for a language model or a task head that adds the losses of routers to its loss.
 
@@ -27,44 +50,40 @@ class AddsRouterLosses:
     config: Any
     training: bool
 
-    @needed_for("reports")
-    def with_router_losses(
-        self,
-        family_forward: Callable[..., Any],
-        arguments: dict[str, Any],
-        wanted: bool | None,
-        has_labels: bool,
-        share: torch.Tensor | float = 1.0,
-    ) -> Any:
+    def forward(self, **arguments: Any) -> Any:
         """Run the family's forward, and add the losses of routers.
 
         Args:
-            family_forward: The family's forward.
-            arguments: Keyword arguments of the family's forward, with `return_dict` perhaps.
-            wanted: `output_router_logits`, the argument; None for the config's value.
-            has_labels: Whether the family's forward computes a loss.
-            share: Weight of the losses of routers. Default: 1.
+            arguments: Keyword arguments of the family's forward, with `return_dict` and `output_router_logits` perhaps.
         """
+        if "report" not in self.stack.services:
+            return super().forward(**arguments)
+        wanted = arguments.pop("output_router_logits", None)
         if wanted is None:
             wanted = getattr(self.config.get_text_config(), "output_router_logits", None)
         learns = self.training and torch.is_grad_enabled()
-        if learns and not has_labels and wanted is None:
+        trains = learns and any(arguments.get(name) is not None for name in ("labels", "start_positions"))
+        if learns and not trains and wanted is None:
             warnings.warn(
                 "a pass that trains has no labels, so the losses of its routers are not added; where the loss is computed outside "
                 "the model, call it with output_router_logits=True and add aux_loss.",
-                stacklevel=4,
+                stacklevel=5,
             )
-        trains = learns and has_labels
         if wanted is False or not (wanted or trains):
-            return family_forward(**arguments)
+            return super().forward(**arguments)
         return_dict = arguments.pop("return_dict", None)
         reports = RouterReports(needs_gradient=trains)
-        family_output = family_forward(**arguments, memory_reports=reports, return_dict=True)
+        family_output = super().forward(**arguments, memory_reports=reports, return_dict=True)
         added, loss = reports.loss(), family_output.loss
         if loss is not None and added is not None:
+            share = self.share_of_step(arguments)
             loss = loss + (share.to(loss.device) if isinstance(share, torch.Tensor) else share) * added.to(loss.device)
         values = {name: family_output[name] for name in _FIELDS if name in family_output}
         values |= {"loss": loss, "aux_loss": added, "router_logits": reports.logits() if wanted else None}
         output = self.output_class(**values)
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()
+
+    def share_of_step(self, arguments: Mapping[str, Any]) -> torch.Tensor | float:
+        """Return the weight of the routers' losses in the loss of the pass. Default: 1."""
+        return 1.0

@@ -7,12 +7,12 @@ import torch
 from transformers import AutoModel, Cache
 from transformers.modeling_outputs import QuestionAnsweringModelOutput, SequenceClassifierOutputWithPast
 
-from midus_hf.config.installed import INSTALLED, needed_for
 from midus_hf.models.adapter_layers import refuse_adapter_of_base
 from midus_hf.models.host import HostsMemory
 from midus_hf.models.listing import list_model
-from midus_hf.models.parts import CACHE, named_cache
+from midus_hf.models.parts import named_cache
 from midus_hf.models.router_losses import AddsRouterLosses
+from midus_hf.models.services import TakesTextAsPrompt
 
 
 @dataclass
@@ -31,7 +31,7 @@ class RoutedAnswer(QuestionAnsweringModelOutput):
     router_logits: tuple[torch.Tensor, ...] | None = None
 
 
-class MemoryHead(AddsRouterLosses, HostsMemory):
+class MemoryHead(TakesTextAsPrompt, AddsRouterLosses, HostsMemory):
     """Mixin for a family's task head: the family's own head and forward over a stack that hosts memory.
 
     The stack is always the attribute `model`, as in the causal language model, so that a checkpoint of the language model fills it.
@@ -44,8 +44,8 @@ class MemoryHead(AddsRouterLosses, HostsMemory):
     config: Any
 
     def __init__(self, config):
-        if not INSTALLED:  # most families get the stack from this table
-            AutoModel.register(self.model_class.config_class, self.model_class, exist_ok=True)
+        # Most families get the stack from this table.
+        AutoModel.register(self.model_class.config_class, self.model_class, exist_ok=True)
         super().__init__(config)
         if not isinstance(self.model, self.model_class):
             self.model = None  # the family's stack is freed, and its name keeps the place before the head
@@ -59,31 +59,12 @@ class MemoryHead(AddsRouterLosses, HostsMemory):
         """The stack of layers that host memories."""
         return self.model
 
-    @needed_for("arguments", "banks", "reports", "places")
-    def _forward(
-        self,
-        family_forward: Any,
-        has_labels: bool,
-        wanted: bool | None,
-        family_arguments: dict[str, Any],
-        memory_arguments: dict[str, torch.Tensor | None],
-    ) -> Any:
-        """Run the family's forward with the arguments of memories that are not None, and add the losses of routers."""
-        arguments = family_arguments | {name: value for name, value in memory_arguments.items() if value is not None}
-        if self.stack.needs.prompts and arguments[CACHE] is None and "prompt_mask" not in arguments:
-            tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
-            arguments["prompt_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-        if not self.stack.needs.reports:
-            return family_forward(**arguments)
-        return self.with_router_losses(family_forward, arguments, wanted, has_labels)
-
 
 class MemoryForClassification(MemoryHead):
     """Mixin for a family's classifier of sequences or of tokens."""
 
     output_class = RoutedClassification
 
-    @needed_for("arguments", "banks", "reports", "places")
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -109,21 +90,16 @@ class MemoryForClassification(MemoryHead):
         Args:
             labels: `[B]`, or `[B, T]` of a classifier of tokens. Default: no loss is computed.
         """
-        family_arguments = {
+        kwargs |= {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
-            **kwargs,
-        }
-        family_arguments |= {
             **named_cache(cache, past_key_values),
             "inputs_embeds": inputs_embeds,
             "labels": labels,
         }
-        memory_arguments = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
-        return self._forward(
-            super().forward, labels is not None, output_router_logits, family_arguments, memory_arguments
-        )
+        kwargs |= self.memory_arguments(output_router_logits, prompt_mask, token_mask, memory_ids)
+        return super().forward(**kwargs)
 
 
 class MemoryForQuestionAnswering(MemoryHead):
@@ -131,7 +107,6 @@ class MemoryForQuestionAnswering(MemoryHead):
 
     output_class = RoutedAnswer
 
-    @needed_for("arguments", "banks", "reports", "places")
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -157,14 +132,14 @@ class MemoryForQuestionAnswering(MemoryHead):
             start_positions: `[B]`, index of the first token of the answer. Default: no loss is computed.
             end_positions: `[B]`, index of the last token of the answer. Default: no loss is computed.
         """
-        family_arguments = {
+        kwargs |= {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
-            **kwargs,
+            **named_cache(cache, past_key_values),
+            "inputs_embeds": inputs_embeds,
+            "start_positions": start_positions,
+            "end_positions": end_positions,
         }
-        family_arguments |= {**named_cache(cache, past_key_values), "inputs_embeds": inputs_embeds}
-        family_arguments |= {"start_positions": start_positions, "end_positions": end_positions}
-        memory_arguments = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
-        has_labels = start_positions is not None and end_positions is not None
-        return self._forward(super().forward, has_labels, output_router_logits, family_arguments, memory_arguments)
+        kwargs |= self.memory_arguments(output_router_logits, prompt_mask, token_mask, memory_ids)
+        return super().forward(**kwargs)

@@ -39,7 +39,7 @@ class Blocks:
                 "blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not support; expected processes that hold whole "
                 "models, and bf16 or float32."
             )
-        self.banks: list[TrainedBank] = [trained for bank in banks for trained in bank.train().values()]
+        self.banks: list[TrainedBank] = [trained for bank in banks for trained in bank.train_blocks().values()]
         self._are_averaged = False
         if self.banks and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
             # DistributedDataParallel refuses a model without trained parameters, and accelerate avoids wrapping it only on GPUs.

@@ -67,7 +67,7 @@ def test_adapters_train_and_are_saved_apart(kind, tmp_path):
     model.save_pretrained(tmp_path / "base")
     adapted = adapted_model(model, **options).train()
     let_act(adapted)
-    banks = model.banks.train() if kind == "fetching" else {}
+    banks = model.banks.train_blocks() if kind == "fetching" else {}
     adapted(input_ids=prompt(6), labels=prompt(6), **inputs).loss.backward()
     assert all(len(bank.leaves()) == 4 for bank in banks.values()) and bool(banks) == (kind == "fetching")
     for name, parameter in adapted.named_parameters():

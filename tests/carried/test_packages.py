@@ -7,7 +7,7 @@ import pytest
 
 from midus_hf.carried.collecting import Program
 from midus_hf.carried.module import _Layout
-from midus_hf.carried.sources import Name
+from midus_hf.carried.sources import Name, with_short_docstrings
 
 OURS = frozenset({"midus_hf"})
 
@@ -20,14 +20,13 @@ def written(tmp_path, monkeypatch):
     package.mkdir()
     (package / "__init__.py").touch()
 
-    def write(root: str, stand_ins=None, **sources: str) -> str:
+    def write(root: str, stand_ins=None, left_out=(), own=OURS, **sources: str) -> str:
         for name, source in sources.items():
             (package / f"{name}.py").write_text(dedent(source))
         module, _, name = root.rpartition(".")
-        program = Program(
-            [Name(f"of_others.{module}", name)], frozenset({"of_others"}), lambda name: {}, {}, stand_ins or {}, OURS
-        )
-        return _Layout(program).text()
+        absent = frozenset(Name(f"of_others.{module}", each) for each in left_out)
+        roots = [Name(f"of_others.{module}", name)]
+        return _Layout(Program(roots, frozenset({"of_others"}), absent, stand_ins or {}, own)).text()
 
     yield write
     for name in [name for name in sys.modules if name.partition(".")[0] == "of_others"]:
@@ -125,11 +124,82 @@ class Reader:
 """
 
 
-def test_methods_that_an_f_string_names_are_kept(written, monkeypatch):
-    monkeypatch.setattr("midus_hf.carried.collecting._PRUNED", ("of_others.",))
-    source = written("zz.Reader", zz=READER)
+def test_methods_that_an_f_string_names_are_kept(written):
+    source = written("zz.Reader", own=frozenset({"of_others"}), zz=READER)
     assert computed(source, "Reader()('up')") == "up" and "_reset" not in source
 
 
 def test_classes_of_others_are_kept_whole(written):
     assert "_reset" in written("zz.Reader", zz=READER)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "expected"), [((), "class Both(First, Second)"), (("First",), "class Both(Second)")]
+)
+def test_of_the_bases_of_a_class_those_stay_that_are_not_left_out(left_out, expected, written):
+    source = written(
+        "zz.Both",
+        left_out=left_out,
+        zz="""
+        class First:
+            def name(self):
+                return "first" + super().name()
+
+        class Second:
+            def name(self):
+                return "second"
+
+        class Both(First, Second):
+            '''Its name is Ä.'''
+        """,
+    )
+    assert f"{expected}:" in source and ("class First" in source) is (not left_out)
+    assert computed(source, "Both().name()") == ("second" if left_out else "firstsecond")
+
+
+def test_of_docstrings_the_first_paragraph_stays_with_equations_and_shapes():
+    source = '''
+    def function(a, b):
+        """Return something.
+
+        It is told at length.
+
+        It is `c = a + b`, or a number.
+
+        Args:
+            a: `[B, T, D]`.
+            b: A number.
+
+        Raises:
+            ValueError: If not.
+        """
+        return a
+
+
+    def other(b):
+        """Return another.
+
+        Args:
+            b: A number.
+        """
+        return b
+    '''
+    assert with_short_docstrings(dedent(source)) == dedent(
+        '''
+        def function(a, b):
+            """Return something.
+
+            It is `c = a + b`, or a number.
+
+            Args:
+                a: `[B, T, D]`.
+                b: A number.
+            """
+            return a
+
+
+        def other(b):
+            """Return another."""
+            return b
+        '''
+    )

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from midus_hf.memory import hierarchical
 from midus_hf.memory.hierarchical import HierKV
-from midus_hf.models import adapted, depth_heads, layer
+from midus_hf.models import adapted, depth_heads
 from midus_hf.models.depth_heads import DepthHeads, DepthPass
 from midus_hf.models.families import FAMILIES, HEADS
 from midus_hf.models.inference import tiny
@@ -26,6 +26,7 @@ from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_config, tin
 from midus_hf.models.layer import HostLayer
 from midus_hf.models.memory_inputs import MemoryInputs
 from midus_hf.models.parts import MissingPart
+from midus_hf.models.sites import AttentionAdapters, FeedForwardAdapters
 
 TYPES = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("midus_"))
 
@@ -231,24 +232,24 @@ STATED = (
     ("wiring", "name", "change", "message"),
     [
         *(
-            (site, "_with_added", added_twice, f"llama: {STATED.format(site)}")
+            (site, "with_added", added_twice, f"llama: {STATED.format(site)}")
             for site in ("beside-ffn", "behind-attention", "behind-layer")
         ),
         *(
-            (site, "_with_added", reading_another_tensor, f"llama: {STATED.format(site)}")
+            (site, "with_added", reading_another_tensor, f"llama: {STATED.format(site)}")
             for site in ("beside-ffn", "behind-attention")
         ),
-        ("skip", "_read", doubled, f"llama: {STATED.format('skip')}"),
+        ("skip", "read", doubled, f"llama: {STATED.format('skip')}"),
         (
             "beside-ffn",
-            "_with_added",
+            "with_added",
             not_reached,
             r"llama: a memory at beside-ffn changes no logit; expected a change\.",
         ),
         *(
             (
                 "beside-ffn",
-                "_with_added",
+                "with_added",
                 noisy_in(dtype),
                 rf"llama: logits at birth in {str(dtype)[6:]} differ by up to .*; expected equal bits\.",
             )
@@ -257,13 +258,13 @@ STATED = (
         ("beside-ffn", "forward", without_mask, r"llama: logits with padding at birth in \w+ differ .*"),
         (
             "beside-ffn",
-            "_read",
+            "read",
             detached,
             r"llama: model\.layers\.0\.memories\.\S+ takes no gradient; expected one for each new tensor\.",
         ),
         (
             "beside-ffn",
-            "_read",
+            "read",
             doubled_in_steps,
             r"llama: with a cache, logits differ by \S+ from those of one pass, and by \S+ .*; expected at most 1\.0e-04\.",
         ),
@@ -319,9 +320,9 @@ def without_the_oldest_slot(begin):
 @pytest.mark.parametrize(
     ("wiring", "owner", "name", "change"),
     [
-        ("hier-lora-qk", HostLayer, "_adapters", without_the_last_projection),
-        ("hier-lora-vo", HostLayer, "_adapters", without_the_last_projection),
-        ("hier-lora-ffn", HostLayer, "_adapters", without_the_last_projection),
+        ("hier-lora-qk", AttentionAdapters, "adapters", without_the_last_projection),
+        ("hier-lora-vo", AttentionAdapters, "adapters", without_the_last_projection),
+        ("hier-lora-ffn", FeedForwardAdapters, "adapters", without_the_last_projection),
         ("hier-lora-qk", MemoryInputs, "of", with_blocks_of_the_next_layer),
         ("hier-lora-ffn", MemoryInputs, "of", with_blocks_of_the_next_layer),
         ("hier-kv", MemoryInputs, "of", with_blocks_of_the_next_layer),
@@ -351,7 +352,7 @@ def test_a_projection_that_stands_for_another_fails_the_proof(role, other, monke
 
 
 def test_layers_that_do_not_rotate_and_are_taken_for_others_fail_the_proof(monkeypatch):
-    monkeypatch.setattr(layer, "rotates", lambda *_: True)
+    monkeypatch.setattr(adapted, "rotates", lambda *_: True)
     with pytest.raises(UnprovenArchitecture, match=r"^smollm3: logits of a memory hier-kv .* differ by up to"):
         prove.__wrapped__("smollm3", "hier-kv")
 
@@ -375,7 +376,7 @@ def test_a_type_of_memory_without_a_proof_of_its_own_needs_all_proofs_of_its_sit
 
 def test_a_proof_is_made_once_for_each_site(monkeypatch):
     prove("llama", "behind-layer")
-    monkeypatch.setattr(HostLayer, "_with_added", None)
+    monkeypatch.setattr(HostLayer, "with_added", None)
     prove("llama", "behind-layer")
 
 

@@ -175,7 +175,7 @@ def test_it_is_saved_with_its_bank_and_loaded(native_family, kind, tmp_path):
 
 def test_what_blocks_have_learnt_is_saved_with_the_model(tmp_path):
     model = hierarchical_model("llama", "hier-ffn", tmp_path / "first", torch.float32, acting=False).train()
-    bank = model.banks.train()["hier-ffn"]
+    bank = model.banks.train_blocks()["hier-ffn"]
     model(prompt(), labels=prompt(), memory_ids=IDS).loss.backward()
     bank.step(1e-1, (0.9, 0.95), 1e-8, 0.0)
     model.eval().save_pretrained(tmp_path / "saved")
@@ -273,7 +273,7 @@ def test_gradients_of_blocks_are_those_of_hooks_on_the_base(native_family, kind,
         tiny_model(native_family, torch.float64),
         prompt(7),
     )
-    model.banks.train()
+    model.banks.train_blocks()
     _, found = loss_and_gradients(model, tokens, memory_ids=IDS)
     native = stated_base(native, model, IDS)
     native(tokens, labels=tokens, use_cache=False).loss.backward()

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from midus_hf.ops.gather import row_sums
 from midus_hf.ops.headwise.op import headwise_memory
-from midus_hf.ops.product_key import flat as flat_key
+from midus_hf.ops.product_key import reference as flat_key
 from midus_hf.ops.product_key.flat import flat_key_topk
 
 HEADS, N, WIDTH = 4, 16, 8

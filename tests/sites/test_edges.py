@@ -54,7 +54,9 @@ def test_the_stream_keeps_its_dtype_whatever_a_memory_computes_in(case, toy_mode
 
 
 def test_what_a_pass_brings_follows_to_another_device_and_still_carries():
-    inputs = MemoryInputs({"toy_scale": torch.ones(2), "word": "x"}, {"toy": {1: {"up": torch.ones(3)}}})
+    inputs = MemoryInputs(
+        {"arguments": {"toy_scale": torch.ones(2), "word": "x"}, "tables": {"toy": {1: {"up": torch.ones(3)}}}}
+    )
     moved = inputs.to("meta", non_blocking=True)
     given = moved.of(Toy, "toy", 1)
     assert given["toy_scale"].is_meta and given["tables"]["up"].is_meta

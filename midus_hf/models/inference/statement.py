@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from midus_hf.config.memory_checks import layer_projections
 from midus_hf.config.memory_entries import MemoryEntry
 from midus_hf.memory.fetched import FetchedBatch, FetchedLayer
+from midus_hf.memory.needs import first_of, with_first
 from midus_hf.models.inference.architecture import (
     PROJECTIONS,
     LayerParts,
@@ -27,7 +28,6 @@ from midus_hf.models.inference.architecture import (
     feed_forward_of,
     mixer_of,
 )
-from midus_hf.models.layer import first_of, with_first
 from midus_hf.models.parts import CACHE
 
 #: Types of memory whose statement adds in another order, so that sums may be rounded otherwise.

@@ -47,3 +47,22 @@ def chapter_attention(
         weights = scores.flatten(-2).softmax(dim=-1).unflatten(-1, scores.shape[-2:])
         output = torch.einsum("skgqnm,snmkd->sqkgd", weights, values)
     return output.flatten(2, 3).to(query.dtype).reshape(query.shape)
+
+
+def chapter_rows(bank: torch.Tensor, chapters: torch.Tensor, chapter_tokens: int) -> torch.Tensor:
+    """Gather whole chapters.
+
+    Args:
+        bank: Memory tokens, `[N_m, W]`, chapter after chapter.
+        chapters: Chapter numbers, `[C']`, int64.
+        chapter_tokens: Memory tokens per chapter, M.
+
+    Returns:
+        `[C', M, W]`.
+    """
+    return bank.unflatten(0, (-1, chapter_tokens))[chapters]
+
+
+def with_one_gradient(bank: torch.Tensor) -> torch.Tensor:
+    """Return a bank for several readers, whose gradients are dense."""
+    return bank

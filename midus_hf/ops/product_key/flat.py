@@ -2,25 +2,14 @@
 
 import torch
 
-from midus_hf.config.installed import INSTALLED
 from midus_hf.ops.dispatch.choices import resolve
-from midus_hf.ops.dispatch.precision import without_autocast
-
-# Largest number of scores that are held at a time: 256 MB in float32.
-_MOST_SCORES = 1 << 26
-
-# Largest number of elements of keys that a CPU holds in float32 at a time: 4 MB.
-_MOST_WIDENED = 1 << 20
+from midus_hf.ops.product_key import reference
 
 
 def flat_key_topk(
     query: torch.Tensor, keys: torch.Tensor, k: int, *, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find, for every head, the `k` keys that score highest against its query (MIDUS, equation 4).
-
-    Scores of half-precision queries are accumulated in float32, also under `torch.autocast`. All N scores of a token
-    exist only while the best are picked, for a stretch of tokens at a time. Gradients flow through the scores of the
-    picked keys.
+    """Find, for every head, the `k` keys that score highest against its query, as `reference.flat_key_topk` does.
 
     Args:
         query: `[..., H, d]`, floating point.
@@ -34,44 +23,5 @@ def flat_key_topk(
     Raises:
         ValueError: If the shapes disagree, or `k` lies outside `1..N`.
     """
-    if INSTALLED:
-        resolve(backend, query)
-    if keys.dim() != 3:
-        raise ValueError(f"keys is {tuple(keys.shape)}; expected [heads, slots, key width].")
-    heads, slots, width = keys.shape
-    if query.shape[-2:] != (heads, width):
-        raise ValueError(f"query ends in {tuple(query.shape[-2:])}; expected (heads, key width) = ({heads}, {width}).")
-    if not 1 <= k <= slots:
-        raise ValueError(f"k is {k}; expected 1 <= k <= N = {slots}. Lower k or raise N.")
-
-    score_dtype = torch.promote_types(query.dtype, torch.float32)
-    leading = query.shape[:-2]
-    rounded_keys = keys.to(query.dtype)
-    with without_autocast(query.device.type):
-        flat_query = query.reshape(-1, heads, width).transpose(0, 1).to(score_dtype)  # [H, S, d]
-        with torch.no_grad():
-            chosen = _best_keys(flat_query, rounded_keys, k)  # [H, S, k]
-        offsets = slots * torch.arange(heads, device=query.device).view(heads, 1, 1)
-        all_keys = rounded_keys.flatten(0, 1)  # [H * N, d]
-        if torch.is_grad_enabled() and all_keys.requires_grad:
-            # Thousands of tokens may choose one key: this copy sums the gradient of the key in float32.
-            all_keys = all_keys.to(score_dtype)
-        chosen_keys = torch.nn.functional.embedding(chosen + offsets, all_keys).to(score_dtype)  # [H, S, k, d]
-        scores = (chosen_keys * flat_query.unsqueeze(2)).sum(-1)  # [H, S, k]
-    return scores.transpose(0, 1).reshape(*leading, heads, k), chosen.transpose(0, 1).reshape(*leading, heads, k)
-
-
-def _best_keys(query: torch.Tensor, keys: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the indices `[H, S, k]` of the k keys out of `[H, N, d]` that score highest against queries `[H, S, d]`.
-
-    Keys are widened to the dtype of the queries some heads at a time, so that on a CPU they stay in the cache.
-    """
-    heads, slots, width = keys.shape
-    together = max(1, _MOST_WIDENED // (slots * width)) if keys.device.type == "cpu" else heads
-    stretch = max(1, _MOST_SCORES // (min(together, heads) * slots))
-    best = []
-    for keys_of_heads, queries in zip(keys.split(together), query.split(together), strict=True):
-        columns = keys_of_heads.to(query.dtype).transpose(1, 2)  # [H', d, N]
-        parts = [torch.bmm(part, columns).topk(k, dim=-1).indices for part in queries.split(stretch, dim=1)]
-        best.append(torch.cat(parts, dim=1))  # [H', S, k]
-    return torch.cat(best)
+    resolve(backend, query)
+    return reference.flat_key_topk(query, keys, k)

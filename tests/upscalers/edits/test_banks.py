@@ -68,7 +68,7 @@ def trained(upscaled, tmp_path_factory):
     """The output of a run with checkpoints of two steps, in which block (2, 4) has learned."""
     folder = shutil.copytree(upscaled / "one", tmp_path_factory.mktemp("trained") / "run")
     model = AutoModelForCausalLM.from_pretrained(folder)
-    (blocks,) = model.banks.train().values()
+    (blocks,) = model.banks.train_blocks().values()
     for step in (1, 2):
         (blocks.block(2, 4) * torch.randn(blocks.layout.record_numel(2))).sum().backward()
         blocks.step(1e-2, (0.9, 0.95), 1e-8, 0.0)

@@ -1,0 +1,387 @@
+"""Services of a model for its memories: arguments, tables, places of tokens, states, prompts, and how projections start."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, DynamicCache
+
+from midus_hf.config.memory_entries import Memories, MemoryEntry
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memory.memory_state import MemoryState, check_taking_back, refuse_one_row, states_in
+from midus_hf.memory.needs import Service, mixin_for, register_service
+from midus_hf.memory.registry import MemoryModule
+from midus_hf.memory.routing.token_places import TokenPlaces, token_places
+from midus_hf.memory.tables import MemoryTables
+from midus_hf.models.adapted import PROJECTION_NAMES
+from midus_hf.models.parts import CACHE
+
+_IGNORED_LABEL = -100
+# Name of the argument that marks the tokens of the prompt. Without it, the prompt ends at the first label.
+PROMPT_MASK = "prompt_mask"
+
+
+@register_service("arguments")
+class Arguments(Service):
+    """Arguments of the model's forward that memories take by name."""
+
+    def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+        self._names = {name for memory in hosted.values() for name in memory.forward_arguments}
+
+    @staticmethod
+    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+        """Return whether the memory takes arguments of the forward."""
+        return bool(memory.forward_arguments)
+
+    def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments that memories take, by name.
+
+        Raises:
+            ValueError: If a memory takes `input_ids`, and embeddings are passed alone.
+        """
+        values = {name: arguments.get(name, own.get(name)) for name in self._names}
+        if "input_ids" in values and values["input_ids"] is None:
+            values["input_ids"] = own["token_ids"]
+            if values["input_ids"] is None:
+                raise ValueError(
+                    "inputs_embeds is passed alone, and a memory of this model reads input_ids; expected input_ids. Or pass the ids "
+                    "beside the embeddings, as token_ids."
+                )
+        return {name: value for name, value in values.items() if value is not None}
+
+    @staticmethod
+    def given(value: Any, memory_class: type[MemoryModule], name: str, layer: int) -> dict[str, Any]:
+        """Return the arguments that the memory takes."""
+        return {key: value[key] for key in memory_class.forward_arguments if key in value} if value else {}
+
+
+@register_service("tables")
+class Tables(Service):
+    """Tables that several layers read. The stack holds them, in `memory_tables`."""
+
+    def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+        shared = {name: tables for name in memories.attached if (tables := memories.tables(name))}
+        self.number_of_layer = {
+            name: {layer: str(number) for number, tables in enumerate(layer_tables) for layer in tables.layers}
+            for name, layer_tables in shared.items()
+        }
+        model.memory_tables = nn.ModuleDict(
+            {
+                name: nn.ModuleDict(
+                    {str(number): MemoryTables(tables.tensors) for number, tables in enumerate(layer_tables)}
+                )
+                for name, layer_tables in shared.items()
+            }
+        )
+
+    @staticmethod
+    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+        """Return whether layers share tables of the memory."""
+        return entry.is_attached and bool(entry.options.tables(sizes, entry.layers))
+
+    def of_pass(
+        self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]
+    ) -> dict[str, dict[int, dict[str, torch.Tensor]]]:
+        """Return for each memory the tables of each layer, by the index of the layer."""
+        tables = {}
+        for name, number_of_layer in self.number_of_layer.items():
+            by_number = {number: module() for number, module in model.memory_tables[name].items()}
+            tables[name] = {layer: by_number[number] for layer, number in number_of_layer.items()}
+        return tables
+
+    @staticmethod
+    def given(value: Any, memory_class: type[MemoryModule], name: str, layer: int) -> dict[str, Any]:
+        """Return the tables of the layer, if it shares any."""
+        tables = (value or {}).get(name, {})
+        return {"tables": tables[layer]} if layer in tables else {}
+
+
+@register_service("tokens")
+class Places(Service):
+    """Padding and documents of a pass."""
+
+    @staticmethod
+    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+        """Return whether the memory takes the places of tokens."""
+        return "tokens" in memory.context
+
+    def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> TokenPlaces:
+        """Return where padding is and documents begin."""
+        mask = arguments["attention_mask"]
+        tells_padding = isinstance(mask, torch.Tensor) and mask.dim() == 2
+        tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
+        return token_places(
+            mask if own["token_mask"] is None else own["token_mask"],
+            arguments["position_ids"],
+            tokens.shape[1],
+            may_hold_documents=not tells_padding and arguments[CACHE] is None,
+        )
+
+    @staticmethod
+    def given(value: Any, memory_class: type[MemoryModule], name: str, layer: int) -> dict[str, Any]:
+        """Return the places of the tokens. Default: no padding, one document per row."""
+        return {"tokens": value or TokenPlaces()}
+
+
+@mixin_for("tokens")
+class TellsPadding:
+    """Mixin for a language model whose memories need to know the padding of what it generates from."""
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.Tensor,
+        *args: Any,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Prepare the inputs as the family does, and add a mask of padding, since static caches get a mask of another form.
+
+        transformers reads from the signature whether embeddings may replace the prompt's ids.
+        """
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, *args, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+        )
+        is_padding = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
+        if is_padding and "tokens" in self.stack.services:
+            inputs["token_mask"] = attention_mask[:, -_tokens_of(inputs).shape[1] :].clone()
+        return inputs
+
+
+@register_service("state")
+class States(Service):
+    """States of the sequences, in the cache of a pass."""
+
+    def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+        # By name and layer of a memory with a state: whether it takes tokens back.
+        self.stateful = {key: memory.can_forget for key, memory in hosted.items() if memory.keeps_state}
+        attention = model.config._attn_implementation
+        if attention in ("vllm", "sglang"):
+            own = "a server that runs Transformers' own attention, such as `transformers serve`"
+            refuse_one_row(self.stateful, f"attention {attention!r}", own)
+
+    @staticmethod
+    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+        """Return whether the memory keeps a state."""
+        return memory.keeps_state
+
+    def of_pass(
+        self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]
+    ) -> dict[tuple[str, int], MemoryState]:
+        """Return the states of the cache of the pass. Outside training, create a cache if the pass uses one and has none."""
+        cache: Cache | None = arguments[CACHE]
+        use_cache = arguments["use_cache"]
+        if (
+            cache is None
+            and not model.training
+            and (getattr(model.config, "use_cache", True) if use_cache is None else use_cache)
+        ):
+            cache = arguments[CACHE] = DynamicCache(config=model.config)
+        # The repetition of a checkpointed layer would read what the layer had kept.
+        if cache is None or (model.training and getattr(model, "gradient_checkpointing", False)):
+            return {}
+        return states_in(cache, self.stateful, model.config.num_hidden_layers)
+
+    @staticmethod
+    def given(value: Any, memory_class: type[MemoryModule], name: str, layer: int) -> dict[str, Any]:
+        """Return the state of the memory in the layer. Default: sequences begin here, and no state is kept."""
+        return {"state": value[name, layer]} if value and (name, layer) in value else {}
+
+
+@mixin_for("state")
+class KeepsStates:
+    """Mixin for a language model whose memories keep states of sequences, which not every way of generating allows."""
+
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the family's generator of candidates for assisted decoding, which takes tokens back."""
+        if "state" in self.stack.services:
+            check_taking_back(self.stack.services["state"].stateful)
+        return super()._get_candidate_generator(*args, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the manager of continuous batching, which all of its entry points call, as the family does.
+
+        Raises:
+            ValueError: If a memory keeps a state of a sequence.
+        """
+        if "state" in self.stack.services:
+            instead = "`generate`, or `transformers serve` without --continuous-batching"
+            refuse_one_row(self.stack.services["state"].stateful, "continuous batching", instead)
+        return super().init_continuous_batching(*args, **kwargs)
+
+
+@register_service("prompt")
+class Prompts(Service):
+    """Knowledge of the tokens of the prompt, which reaches memories as an argument."""
+
+    @staticmethod
+    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+        """Return whether the memory chooses by the prompt."""
+        return PROMPT_MASK in memory.forward_arguments
+
+
+@mixin_for("prompt")
+class TellsPrompt:
+    """Mixin for a language model whose memories choose by the prompt."""
+
+    def forward(self, **arguments: Any) -> Any:
+        """Run the family's forward. Without a mask of the prompt, tokens before the first label are the prompt."""
+        if "prompt" in self.stack.services and PROMPT_MASK not in arguments:
+            if arguments["labels"] is not None:
+                arguments[PROMPT_MASK] = prompt_of(arguments["labels"])
+            elif self.training and torch.is_grad_enabled():
+                raise ValueError(
+                    "routing is 'prompt', and a pass that trains has neither prompt_mask nor labels; expected one of them. Label "
+                    "smoothing and a loss of your own take the labels away: give prompt_mask with them."
+                )
+        return super().forward(**arguments)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.Tensor,
+        *args: Any,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Prepare the inputs as the family does, with a mask of the prompt for all tokens so far.
+
+        Raises:
+            ValueError: If the first pass has only a part of the prompt.
+        """
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, *args, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+        )
+        if "prompt" not in self.stack.services or inputs.get(PROMPT_MASK) is None:
+            return inputs
+        cache = inputs.get(CACHE)
+        if cache is not None and cache.get_seq_length() > 0:
+            del inputs[PROMPT_MASK]  # the cache keeps what memories need of the prompt
+            return inputs
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+            num_seen = attention_mask.shape[1]
+        else:
+            num_seen = max(input_ids.shape[1], _tokens_of(inputs).shape[1])
+        missing = num_seen - inputs[PROMPT_MASK].shape[1]
+        if missing < 0:
+            raise ValueError(
+                f"the first pass has {num_seen} tokens of a prompt of {num_seen - missing}, by all of which a memory of this model "
+                "chooses; expected the whole prompt. Leave prefill_chunk_size out, or upscale with routing = 'chunk'."
+            )
+        # Tokens behind the mask do not belong to the prompt.
+        inputs[PROMPT_MASK] = nn.functional.pad(inputs[PROMPT_MASK], (0, missing))
+        return inputs
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as the family does. Without a mask of the prompt, all tokens are the prompt."""
+        if "prompt" in self.stack.services and PROMPT_MASK not in kwargs:
+            named = (kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
+            inputs = (args[0] if args else None, *named)
+            prompt = next((tensor for tensor in inputs if isinstance(tensor, torch.Tensor)), None)
+            if prompt is not None:  # set here, since a later pass without a cache holds answers too
+                kwargs[PROMPT_MASK] = torch.ones(prompt.shape[:2], dtype=torch.bool, device=prompt.device)
+        return super().generate(*args, **kwargs)
+
+
+@mixin_for("prompt")
+class TakesTextAsPrompt:
+    """Mixin for a task head whose memories choose by the prompt: without a mask, all tokens are the prompt."""
+
+    def forward(self, **arguments: Any) -> Any:
+        """Run the family's forward with a mask of the prompt."""
+        if "prompt" in self.stack.services and arguments[CACHE] is None and PROMPT_MASK not in arguments:
+            tokens = _tokens_of(arguments)
+            arguments[PROMPT_MASK] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        return super().forward(**arguments)
+
+
+@register_service("whole")
+class WholeSequences(Service):
+    """Passes over whole sequences, since a token depends on later tokens."""
+
+    @staticmethod
+    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+        """Return whether the memory reads later tokens."""
+        return memory.reads_ahead
+
+
+@mixin_for("whole")
+class GeneratesFromWholeSequences:
+    """Mixin for a language model whose memories read whole sequences."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as the family does, with a pass over all tokens so far for each new token, without a cache.
+
+        Raises:
+            ValueError: If a cache is passed, or embeddings, which need a cache.
+        """
+        if "whole" not in self.stack.services:
+            return super().generate(*args, **kwargs)
+        if any(kwargs.get(name) is not None for name in (CACHE, "past_key_values")):
+            raise ValueError(
+                "a cache is passed, but a memory of this model looks at the whole sequence, which no cache holds; "
+                "expected none. Upscale with routing = 'chunk' for a model that continues from a cache."
+            )
+        if kwargs.get("inputs_embeds") is not None:
+            raise ValueError(
+                "inputs_embeds is given, but a memory of this model looks at the whole sequence, and what follows embeddings is "
+                "computed from a cache; expected input_ids. Or upscale with routing = 'chunk'."
+            )
+        warnings.warn(
+            "a memory of this model chooses by the whole sequence, later tokens included: generation computes every token anew "
+            "for each one that it adds, and what it computes of a token is not what training saw.",
+            stacklevel=3,
+        )
+        kwargs["use_cache"] = False
+        return super().generate(*args, **kwargs)
+
+
+@register_service("narrow")
+class NarrowStart(Service):
+    """Start scale `1 / sqrt(2 L)` of the projections that write to the residual stream (UltraMemV2, appendix B.3)."""
+
+    def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+        for layer in model.layers:
+            for part, role in ((layer.mixer_name, "output_projection"), (layer.feed_forward_name, "down")):
+                projection: Any = getattr(getattr(layer, part or "", None), PROJECTION_NAMES[role], None)
+                # A layer that was inserted for a memory has no projection of this name, and some families wrap theirs.
+                if isinstance(getattr(projection, "weight", None), nn.Parameter):
+                    projection.start_scale = (2 * model.config.num_hidden_layers) ** -0.5
+                    _narrow(projection)
+
+    @staticmethod
+    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+        """Return whether projections start narrow beside the memory."""
+        return entry.is_attached and entry.options.narrows_start
+
+
+@mixin_for("narrow")
+class InitialisesNarrowly:
+    """Mixin for a model whose projections may have a start scale."""
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        _narrow(module)
+
+
+@torch.no_grad()
+def _narrow(module: nn.Module) -> None:
+    """Multiply the weight of a projection by its start scale, if it has one, unless a checkpoint has filled the weight."""
+    scale: float | None = getattr(module, "start_scale", None)
+    if scale is not None:
+        weight: Any = module.weight
+        if not getattr(weight, "_is_hf_initialized", False):
+            weight.mul_(scale)
+
+
+def prompt_of(labels: torch.Tensor) -> torch.Tensor:
+    """Return a mask `[B, T]` of the tokens before the first token that is to be predicted."""
+    return (labels != _IGNORED_LABEL).cumsum(1) == 0
+
+
+def _tokens_of(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Return the ids of the tokens of a pass, `[B, T]`, or their embeddings, `[B, T, D]`."""
+    return inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]

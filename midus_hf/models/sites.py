@@ -1,0 +1,258 @@
+"""Sites at which memories add to what a layer computes, or change what its attention and its feed-forward network compute."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from midus_hf.config.memory_entries import Memories, MemoryEntry
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memory.needs import LayerCall, Site, first_of, register_site, with_first
+from midus_hf.memory.registry import MemoryModule
+from midus_hf.models.adapted import Adapter, HeadReader, HeadReaders, note_rotation, take_over_attention
+from midus_hf.models.carrying import skips_into
+from midus_hf.models.memory_inputs import Carried
+
+
+class _Adapters(Site):
+    """Memories that change the outputs of projections within a part of the layer."""
+
+    def adapters(self, layer: Any, call: LayerCall) -> dict[str, Adapter]:
+        """Return the adapters of projections from the memories at the site, by the role of the projection."""
+        adapters: dict[str, Adapter] = {}
+        for name in layer.at(self.name, call.memory_inputs):
+            inputs = layer.inputs_of(name, call.memory_inputs)
+            for role in layer.classes[name].projections:
+                adapters[role] = _after(adapters.get(role), layer.memories[name], role, inputs)
+        return adapters
+
+
+def _after(first: Adapter | None, memory: Any, role: str, inputs: Mapping[str, Any]) -> Adapter:
+    """Return a memory's adapter of a projection, which runs after the adapter `first`, if there is one."""
+
+    def adapter(read: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        output = output if first is None else first(read, output)
+        return memory(read, output, projection=role, **inputs)
+
+    return adapter
+
+
+@register_site("attention-adapters")
+class AttentionAdapters(_Adapters):
+    """Memories that change the outputs of projections of attention."""
+
+    name = "inside-attention"
+
+    def __init__(self, layer: Any, config: Any, memories: Memories):
+        take_over_attention(layer)
+
+    @staticmethod
+    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+        """Return whether the memory changes projections of attention."""
+        return entry.site == "inside-attention" and bool(memory.projections)
+
+    @staticmethod
+    def is_missing(layer: Any) -> bool:
+        """Return whether the layer has another attention than the family's."""
+        return layer.lacks_attention
+
+    def stand(self, layer: Any, parts: dict[str, Any], call: LayerCall) -> None:
+        """Let the layer's attention run with adapted projections."""
+        name = layer.mixer_name
+        parts[name] = partial(parts.get(name, getattr(layer, name)), adapters=self.adapters(layer, call))
+
+
+@register_site("attention-heads")
+class AttentionHeads(Site):
+    """Memories that change the output of attention heads."""
+
+    name = "inside-attention"
+
+    def __init__(self, layer: Any, config: Any, memories: Memories):
+        take_over_attention(layer)
+        note_rotation(layer)
+
+    @staticmethod
+    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+        """Return whether the memory changes the output of heads."""
+        return entry.site == "inside-attention" and memory.reads_heads
+
+    @staticmethod
+    def is_missing(layer: Any) -> bool:
+        """Return whether the layer has another attention than the family's."""
+        return layer.lacks_attention
+
+    def stand(self, layer: Any, parts: dict[str, Any], call: LayerCall) -> None:
+        """Let memories change the output of the heads, one after another."""
+        readers = [
+            HeadReader(
+                partial(layer.memories[name], **layer.inputs_of(name, call.memory_inputs)),
+                layer.classes[name].wants_unrotated,
+            )
+            for name in layer.at(self.name, call.memory_inputs)
+            if layer.classes[name].reads_heads
+        ]
+        if readers:
+            name = layer.mixer_name
+            parts[name] = partial(parts.get(name, getattr(layer, name)), readers=HeadReaders(readers))
+
+
+@register_site("behind-attention")
+class BehindAttention(Site):
+    """Memories that add to the residual stream behind attention."""
+
+    name = "behind-attention"
+
+    @staticmethod
+    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+        """Return whether the memory's site is `behind-attention`."""
+        return entry.site == "behind-attention"
+
+    @staticmethod
+    def is_missing(layer: Any) -> bool:
+        """Return whether the layer has no mixer, or does not add its output to the residual stream."""
+        return not layer.mixer_name or not layer.adds_mixer
+
+    def stand(self, layer: Any, parts: dict[str, Any], call: LayerCall) -> None:
+        """Put memories behind the last part before the mixer's output is added to the residual stream."""
+        name = layer.attention_output_norm or layer.mixer_name
+        parts[name] = partial(self._add, layer, call, parts.get(name, getattr(layer, name)))
+
+    def _add(self, layer: Any, call: LayerCall, part: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the part, and add what memories read from the sum of its output and the layer's input."""
+        output = part(*args, **kwargs)
+        added = first_of(output)
+        return with_first(output, layer.with_added(self.name, added, call.entered + added, call.memory_inputs))
+
+
+@register_site("ffn-adapters")
+class FeedForwardAdapters(_Adapters):
+    """Memories that change the outputs of projections of the feed-forward network."""
+
+    name = "inside-ffn"
+
+    def __init__(self, layer: Any, config: Any, memories: Memories):
+        layer.feed_forward.__class__ = layer.mlp_class
+
+    @staticmethod
+    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+        """Return whether the memory's site is `inside-ffn`."""
+        return entry.site == "inside-ffn"
+
+    @staticmethod
+    def is_missing(layer: Any) -> bool:
+        """Return whether the layer has another feed-forward network than the family's dense one."""
+        return layer.mlp_class is None or not isinstance(layer.feed_forward, layer.mlp_class.family_class)
+
+    def stand(self, layer: Any, parts: dict[str, Any], call: LayerCall) -> None:
+        """Let the feed-forward network run with adapted projections."""
+        name = layer.feed_forward_name
+        parts[name] = partial(parts.get(name, layer.feed_forward), adapters=self.adapters(layer, call))
+
+
+@register_site("beside-ffn")
+class BesideFeedForward(Site):
+    """Memories that add to the output of the feed-forward network."""
+
+    name = "beside-ffn"
+
+    @staticmethod
+    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+        """Return whether the memory's site is `beside-ffn`."""
+        return entry.site == "beside-ffn"
+
+    @staticmethod
+    def is_missing(layer: Any) -> bool:
+        """Return whether the layer has no feed-forward network."""
+        return layer.feed_forward is None
+
+    def stand(self, layer: Any, parts: dict[str, Any], call: LayerCall) -> None:
+        """Put memories beside the feed-forward network."""
+        name = layer.feed_forward_name
+        parts[name] = partial(self._add, layer, call, parts.get(name, layer.feed_forward))
+
+    def _add(
+        self,
+        layer: Any,
+        call: LayerCall,
+        network: Callable[..., Any],
+        hidden_states: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the network, and add what memories read from its input."""
+        output = network(hidden_states, *args, **kwargs)
+        # Some networks of experts return all tokens in one dimension.
+        computed = first_of(output).view_as(hidden_states)
+        return with_first(output, layer.with_added(self.name, computed, hidden_states, call.memory_inputs))
+
+
+@register_site("skip")
+class Skip(Site):
+    """Memories that read the input of the layer's feed-forward network, or whose results are added behind the layer."""
+
+    name = "skip"
+
+    def __init__(self, layer: Any, config: Any, memories: Memories):
+        self._added = tuple(
+            Carried(entry.name, read)
+            for entry in memories.attached.values()
+            for read in skips_into(entry, layer.layer_idx)
+        )
+
+    @staticmethod
+    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+        """Return whether the memory's site is `skip`."""
+        return entry.site == "skip"
+
+    @classmethod
+    def is_at(cls, layer: int, memories: Memories, built: Mapping[str, MemoryModule]) -> bool:
+        """Return whether a memory reads at a layer, or adds behind it."""
+        return super().is_at(layer, memories, built) or any(
+            skips_into(entry, layer) for entry in memories.attached.values()
+        )
+
+    @staticmethod
+    def is_missing(layer: Any) -> bool:
+        """Return whether a layer at which a memory reads has no feed-forward network."""
+        return "skip" in layer.sites.values() and layer.feed_forward is None
+
+    def stand(self, layer: Any, parts: dict[str, Any], call: LayerCall) -> None:
+        """Let memories read the input of the feed-forward network."""
+        if "skip" in layer.sites.values():
+            name = layer.feed_forward_name
+            parts[name] = partial(self._feed_forward, layer, call, parts.get(name, layer.feed_forward))
+
+    def _feed_forward(
+        self, layer: Any, call: LayerCall, network: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        output = network(hidden_states, *args, **kwargs)
+        for name in layer.at("skip", call.memory_inputs):
+            call.carried[Carried(name, layer.layer_idx)] = layer.read(name, hidden_states, call.memory_inputs)
+        return output
+
+    def behind(self, layer: Any, output: Any, call: LayerCall) -> Any:
+        """Add the results of memories that read at this layer or an earlier one."""
+        for skip in self._added:
+            added = call.carried.get(skip)
+            if added is not None:  # None if the memory had nothing to do
+                output = with_first(output, first_of(output) + added.to(call.entered.dtype))
+        return output
+
+
+@register_site("behind-layer")
+class BehindLayer(Site):
+    """Memories that add to the residual stream behind the layer."""
+
+    name = "behind-layer"
+
+    @staticmethod
+    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+        """Return whether the memory's site is `behind-layer`."""
+        return entry.site == "behind-layer"
+
+    def behind(self, layer: Any, output: Any, call: LayerCall) -> Any:
+        """Add what memories read from the layer's output."""
+        stream = first_of(output)
+        return with_first(output, layer.with_added(self.name, stream, stream, call.memory_inputs))
