@@ -41,12 +41,10 @@ class MemoryBlock(NamesParts):
 
     block_attention_class: ClassVar[Any] = None
 
-    @classmethod
-    def take_over(cls, layer: Any, config: Any, layer_idx: int, memories: Memories) -> Any:
-        """Turn a layer of the family into a memory block, in place, and return the block.
+    def host(self, config: Any, layer_idx: int, memories: Memories) -> None:
+        """Drop what the block does not need of a layer of the family, whose class has just become this one, and build its memory.
 
         Args:
-            layer: A layer of the family.
             config: Config of the model.
             layer_idx: Index of the layer.
             memories: Memories of the model.
@@ -54,12 +52,6 @@ class MemoryBlock(NamesParts):
         Raises:
             ValueError: If the layer has no attention whose heads a memory can read.
         """
-        layer.__class__ = cls
-        layer.host(layer_idx, memories)
-        return layer
-
-    def host(self, layer_idx: int, memories: Memories) -> None:
-        """Drop what the block does not need, and build the block's memory."""
         self.layer_idx = layer_idx
         entry = memories.inserted[layer_idx]
         options = inserted_options(entry)

@@ -148,7 +148,6 @@ class MemoryModel(HoldsBanks, HostsMemory):
     block_classes: ClassVar[tuple[Any, ...]]
     config: Any
     layers: nn.ModuleList
-    memory_tables: nn.ModuleDict
     #: Names of the arguments of the forward that memories take.
     memory_input_names: set[str]
     #: Services that the memories need, by name.
@@ -164,8 +163,9 @@ class MemoryModel(HoldsBanks, HostsMemory):
             taken_over |= service.layers(self, memories)
         for index, hosts in taken_over.items():
             layer = self.layers[index]
-            host = next(each for each in hosts if each.family_class is type(layer))
-            host.take_over(layer, config, index, memories)
+            # In place: the family alone decides how its layers are built.
+            layer.__class__ = next(each for each in hosts if each.family_class is type(layer))
+            layer.host(config, index, memories)
         hosted = {(name, layer): memory for layer, name, memory in self._hosted()}
         entries = {(entry.name, layer): entry for entry in memories.entries for layer in entry.layers}
         self.memory_input_names = {name for memory in hosted.values() for name in memory.forward_arguments}

@@ -48,12 +48,10 @@ class LayerWithSites(NamesParts):
 
     memories: nn.ModuleDict
 
-    @classmethod
-    def take_over(cls, layer: Any, config: Any, layer_idx: int, memories: Memories) -> Any:
-        """Turn a layer of the family into a layer with attached memories, in place, and return the layer.
+    def host(self, config: Any, layer_idx: int, memories: Memories) -> None:
+        """Build the memories that are attached to the layer, a layer of the family whose class has just become this one.
 
         Args:
-            layer: A layer of the family, `family_class`.
             config: Config of the model.
             layer_idx: Index of the layer.
             memories: Memories of the model.
@@ -61,12 +59,6 @@ class LayerWithSites(NamesParts):
         Raises:
             MissingPart: If the layer lacks the part at which a memory is to be attached.
         """
-        layer.__class__ = cls
-        layer.host(config, layer_idx, memories)
-        return layer
-
-    def host(self, config: Any, layer_idx: int, memories: Memories) -> None:
-        """Build the memories that are attached to the layer."""
         self.layer_idx = layer_idx
         entries = memories.attached_to(layer_idx)
         built = {
