@@ -11,7 +11,6 @@ a separate learning rate without weight decay. All arguments of `TrainingArgumen
 from dataclasses import dataclass, field
 
 from datasets import load_dataset
-from rich import print
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TrainingArguments
 
 from midus_hf.training import MemoryTrainer, set_trainable

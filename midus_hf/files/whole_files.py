@@ -11,8 +11,6 @@ from pathlib import Path
 from midus_hf.files.locks import Lock, has_no_locks
 
 _UNIQUE = re.compile("[0-9a-f]{8}")
-# Suffix of the journal that SQLite writes beside a database, to undo an interrupted change.
-_JOURNAL = "-journal"
 
 
 def unfinished_name(name: str, unique: str) -> str:
@@ -74,7 +72,6 @@ def _remove_abandoned(path: Path) -> None:
             continue
         with contextlib.suppress(OSError):  # another process is writing the file, or has just removed it
             lock = Lock(partial)
-            partial.with_name(partial.name + _JOURNAL).unlink(missing_ok=True)
             partial.unlink()
             lock.release()
 

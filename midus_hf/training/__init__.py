@@ -4,17 +4,7 @@ Each name is imported on first use: preparing a model for another trainer needs 
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from midus_hf.training.arguments import MemoryArguments, TrainArguments
-    from midus_hf.training.checkpoints import load_checkpoint
-    from midus_hf.training.optim.freezing import TrainableReport, set_trainable
-    from midus_hf.training.optim.lora import lora_config
-    from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
-    from midus_hf.training.optim.rates import Rates
-    from midus_hf.training.run import TrainResult, train
-    from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
+from typing import Any
 
 _MODULE_OF = {
     "MemoryArguments": "arguments",
@@ -26,27 +16,13 @@ _MODULE_OF = {
     "TrainsMemory": "trainer",
     "group_schedules": "optim.parameter_groups",
     "load_checkpoint": "checkpoints",
-    "lora_config": "optim.lora",
+    "lora_config": "adapters",
     "parameter_groups": "optim.parameter_groups",
     "set_trainable": "optim.freezing",
     "train": "run",
 }
 
-__all__ = [
-    "MemoryArguments",
-    "MemoryTrainer",
-    "Rates",
-    "TrainArguments",
-    "TrainResult",
-    "TrainableReport",
-    "TrainsMemory",
-    "group_schedules",
-    "load_checkpoint",
-    "lora_config",
-    "parameter_groups",
-    "set_trainable",
-    "train",
-]
+__all__ = list(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

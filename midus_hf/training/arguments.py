@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,9 +15,6 @@ from midus_hf.training.optim.rates import Rates
 
 # Type of the key `trainable`.
 Trainable = Literal["auto", "new", "all"] | list[int | TrainedRole]
-
-# Layers that can have adapters: see the key `adapters`.
-AdapterLayers = Literal["base", "new", "all"]
 
 # Value of `resume_from_checkpoint` that resumes a run if there is a whole checkpoint, and otherwise starts it.
 AUTO = "auto"
@@ -44,14 +42,13 @@ class MemoryArguments(Rates):
             `trainable` says. Default: none.
         adapters: PEFT adapters, merged into the weights at the end, as a mapping of `method` (default `lora`, with `r`
             16 and `lora_alpha` 32), `layers`, and keys of the method's config such as `target_modules` (default: all
-            linear layers). With `layers: base` (default) the base has adapters, and new parts of the model train whole.
-            With `new` (new layers without memory) or `all`, only adapters train. Default: none.
+            linear layers). With `layers: base` (default) the base has adapters, and new parts of the model train whole;
+            with `all`, all layers have adapters, which alone train. Default: none.
         balance_loss: Coefficient of a loss that is small when tokens spread over all keys of a memory
             (`midus_hf.memory.balance.balance_loss`). Default: 0, none.
         usage_steps: Steps between log events on how many memory slots were retrieved, and how evenly. Default: none.
         sparse_values: Compute gradients of large value tables, and update them by AdamW, only in the rows that a step
-            read. Needs `optim` `adamw_torch` or `adamw_torch_fused`, and one process or `shard_values`. Default: false.
-        shard_values: Let each process hold some columns of these tables instead of whole tables. Default: false.
+            read. Needs `optim` `adamw_torch` or `adamw_torch_fused`, and one process. Default: false.
         generic_share: Share of the sequences with a path that read the generic memory instead of their path's blocks,
             drawn anew each epoch (hierarchical memories, section 4). Default: 1 / 17.
         eval_text: Held-out text as `corpus`, or a mapping from names to several texts, which `eval_strategy` measures as
@@ -76,7 +73,6 @@ class MemoryArguments(Rates):
     balance_loss: float = 0.0
     usage_steps: int | None = None
     sparse_values: bool = False
-    shard_values: bool = False
     generic_share: float = 1 / 17
     eval_text: str | dict[str, str] | None = None
     early_stopping_patience: int | None = None
@@ -123,6 +119,8 @@ class MemoryArguments(Rates):
         self.save_steps = 500 if self.save_steps is None else self.save_steps
         if self.eval_strategy is None:
             self.eval_strategy = "no" if self.eval_steps is None else "steps"
+        if getattr(self, "disable_tqdm", None) is None:
+            self.disable_tqdm = not sys.stderr.isatty()
         self.use_cpu = getattr(self, "use_cpu", False) or not torch.accelerator.is_available()
 
     def _check_memory_keys(self) -> None:

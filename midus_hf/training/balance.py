@@ -1,7 +1,6 @@
 """The balance loss of memories, which the Trainer adds to the loss in training (Switch Transformer, equation 4)."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,7 +43,7 @@ class BalanceLoss:
         with record_readings(model) as readings:
             result = compute()
         trainer = self._trainer
-        balance = readings.balance_loss(self._mean_over_processes if trainer.args.world_size > 1 else None)
+        balance = mean_balance(readings, self._mean_over_processes if trainer.args.world_size > 1 else None)
         self._losses.append(balance.detach())
         # A loss divided by the tokens of all passes is added up over the passes, so this mean of a pass is divided by their number.
         by_tokens = trainer.model_accepts_loss_kwargs and is_per_token
@@ -67,27 +66,23 @@ class BalanceLoss:
         return mean
 
 
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """Input of a memory in one forward pass, and the autocast settings of that pass."""
-
-    memory: ScoresSubKeys
-    attention_output: torch.Tensor
-    autocast: dict[str, Any]
+# A memory, its input in one forward pass, and the autocast settings of that pass.
+Reading = tuple[Any, torch.Tensor, dict[str, Any]]
 
 
-class Readings:
-    """Inputs of a model's memories in one or more forward passes."""
+@contextlib.contextmanager
+def record_readings(model: nn.Module) -> Iterator[list[Reading]]:
+    """Record, inside the context, the input of each memory of a model, wrapped or not, with its gradient graph.
 
-    def __init__(self) -> None:
-        self.readings: list[Reading] = []
+    The loss is computed from these inputs after the forward pass. If the pass computed the loss, activation
+    checkpointing would repeat this work. Recomputations in the backward pass are not recorded.
 
-    def record(self, memory: ScoresSubKeys, arguments: tuple[torch.Tensor, ...]) -> None:
-        """Record the input of a memory, as a forward pre-hook; ignore recomputations in the backward pass.
+    Raises:
+        ValueError: If a memory trains, but gradients are disabled.
+    """
+    readings: list[Reading] = []
 
-        Raises:
-            ValueError: If the memory trains, but gradients are disabled.
-        """
+    def record(memory: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
         if is_in_backward():
             return
         if memory.training and not torch.is_grad_enabled():
@@ -95,49 +90,42 @@ class Readings:
                 "balance_loss found a forward pass of training without gradients, as reentrant activation checkpointing runs; "
                 "expected gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
-        attention_output = arguments[0]
-        device_type = attention_output.device.type
+        device_type = arguments[0].device.type
         autocast = {
             "device_type": device_type,
             "enabled": torch.is_autocast_enabled(device_type),
             "dtype": torch.get_autocast_dtype(device_type),
         }
-        self.readings.append(Reading(memory, attention_output, autocast))
+        readings.append((memory, arguments[0], autocast))
 
-    def balance_loss(self, mean_over_processes: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
-        """Return the mean of `memory.balance.balance_loss` over all recorded inputs, a scalar, float32 at least.
-
-        Args:
-            mean_over_processes: Averages a tensor over processes, as in `memory.balance.balance_loss`. Default: None,
-                one process.
-
-        Raises:
-            ValueError: If no memory has read anything.
-        """
-        if not self.readings:
-            raise ValueError(
-                "no memory that selects sub-keys has read anything; expected a forward pass of a model with head-wise, product-key "
-                "or linear memory. Set balance_loss to 0; routers of chapters have a separate load-balance loss."
-            )
-        losses = []
-        for reading in self.readings:
-            with torch.autocast(**reading.autocast):
-                losses.append(balance_loss(reading.memory, reading.attention_output, mean_over_processes))
-        return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
-
-
-@contextlib.contextmanager
-def record_readings(model: nn.Module) -> Iterator[Readings]:
-    """Record, inside the context, the input of each memory of a model, wrapped or not, with its gradient graph.
-
-    The loss is computed from these inputs after the forward pass. If the pass computed the loss, activation
-    checkpointing would repeat this work.
-    """
-    readings = Readings()
     memories: list[Any] = [module for module in model.modules() if isinstance(module, ScoresSubKeys)]
-    handles = [memory.register_forward_pre_hook(readings.record) for memory in memories]
+    handles = [memory.register_forward_pre_hook(record) for memory in memories]
     try:
         yield readings
     finally:
         for handle in handles:
             handle.remove()
+
+
+def mean_balance(
+    readings: list[Reading], mean_over_processes: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Return the mean of `memory.balance.balance_loss` over all recorded inputs, a scalar, float32 at least.
+
+    Args:
+        mean_over_processes: Averages a tensor over processes, as in `memory.balance.balance_loss`. Default: None,
+            one process.
+
+    Raises:
+        ValueError: If no memory has read anything.
+    """
+    if not readings:
+        raise ValueError(
+            "no memory that selects sub-keys has read anything; expected a forward pass of a model with head-wise, product-key "
+            "or linear memory. Set balance_loss to 0; routers of chapters have a separate load-balance loss."
+        )
+    losses = []
+    for memory, attention_output, autocast in readings:
+        with torch.autocast(**autocast):
+            losses.append(balance_loss(memory, attention_output, mean_over_processes))
+    return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()

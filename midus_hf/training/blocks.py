@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from midus_hf.banks.bank_description import growth_of
 from midus_hf.banks.block_reader import GENERIC
 from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.files.checkpoint_files import BLOCK_STATES
 from midus_hf.models.fetching import IDS
+from midus_hf.models.host import MemoryModel
 from midus_hf.training.optim.parameter_groups import BLOCKS_GROUP, banks_that_train
 
 
@@ -59,15 +61,13 @@ class Blocks:
                 )
             return
         if IDS in inputs:
-            inputs[IDS] = self._with_generic(inputs[IDS])
-
-    def _with_generic(self, memory_ids: torch.Tensor) -> torch.Tensor:
-        """Return the paths `[B, p]` of a pass, with a share of the rows replaced by the path of the generic memory."""
-        args, step = self._trainer.args, self._trainer.state.global_step
-        self._pass = (step, self._pass[1] + 1 if self._pass[0] == step else 0)
-        pass_index = (step * args.gradient_accumulation_steps + self._pass[1]) * args.world_size + args.process_index
-        is_generic = draw_generic(args.seed, pass_index * args.train_batch_size, len(memory_ids), self.generic_share)
-        return memory_ids.masked_fill(is_generic[:, None].to(memory_ids.device), GENERIC)
+            args, step, paths = self._trainer.args, self._trainer.state.global_step, inputs[IDS]
+            self._pass = (step, self._pass[1] + 1 if self._pass[0] == step else 0)
+            pass_index = (
+                step * args.gradient_accumulation_steps + self._pass[1]
+            ) * args.world_size + args.process_index
+            is_generic = draw_generic(args.seed, pass_index * args.train_batch_size, len(paths), self.generic_share)
+            inputs[IDS] = paths.masked_fill(is_generic[:, None].to(paths.device), GENERIC)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Update blocks at every step of the optimizer, with the rate and the decay of the optimizer's group of blocks."""
@@ -118,3 +118,44 @@ def draw_generic(seed: int, first: int, count: int, share: float) -> torch.Tenso
     """
     drawn = [np.random.default_rng([seed, number]).random() < share for number in range(first, first + count)]
     return torch.tensor(drawn, dtype=torch.bool)
+
+
+def use_tree(model: Any, tree: str | None, of_corpus: str | None) -> None:
+    """Check that the banks of a model belong to the tree of a run, and let banks that train be saved with the tree.
+
+    Args:
+        tree: Folder of the tree that the arguments name.
+        of_corpus: Fingerprint of the tree that the texts name.
+
+    Raises:
+        ValueError: If the two are different trees, the tree cannot be read or has another shape than a bank, or a bank was
+            trained with another tree.
+    """
+    if tree is None and of_corpus is None:
+        return
+    fingerprint, folder, shape = of_corpus, None, None
+    if tree is not None:
+        from midus_hf.topics.tree import ClusterTree
+        from midus_hf.topics.tree_files import folder_of_tree
+
+        loaded = ClusterTree.load(tree)
+        if of_corpus not in (None, loaded.fingerprint):
+            raise ValueError(
+                f"corpus belongs to the tree with the fingerprint {of_corpus[:16]}..., and tree {tree!r} has "
+                f"{loaded.fingerprint[:16]}...; expected one tree. Assign all texts by the same tree."
+            )
+        fingerprint, shape = loaded.fingerprint, (loaded.levels, loaded.branching)
+        folder = folder_of_tree(Path(tree).expanduser())
+    remedy = "Assign texts by the tree of the model, or train a model whose bank was not trained yet."
+    for module in model.modules():
+        if isinstance(module, MemoryModel) and module.own_banks.are_open:
+            banks = module.own_banks
+            for name, layout in banks.layouts.items():
+                own = (layout.num_levels, layout.blocks.branching)
+                if shape not in (None, own):
+                    raise ValueError(
+                        f"tree {str(folder)!r} has {shape[0]} levels of {shape[1]}, and memory {name!r} fetches blocks by a tree "
+                        f"of {own[0]} levels of {own[1]}; expected one tree. Build one of this shape."
+                    )
+            banks.check_tree(fingerprint, "the corpus", remedy, **growth_of(folder))
+            banks.train_with_tree(fingerprint, folder)

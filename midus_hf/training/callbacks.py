@@ -1,4 +1,4 @@
-"""Callbacks of a run: an orderly stop by a signal, the log file, the table on the terminal, and the usage of memories."""
+"""Callbacks of a run: an orderly stop by a signal, the log file, and the usage of memories."""
 
 import json
 import os
@@ -116,75 +116,6 @@ def read_log(path: str | os.PathLike) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
-# Columns of the table, with their widths in characters.
-_COLUMNS = {"tokens": 6, "loss": 7, "rate": 8, "grad norm": 9, "tokens/s": 9, "left": 8, "perplexity": 10}
-
-
-class ProgressTable(TrainerCallback):
-    """Callback that prints a row per log event: step, tokens, loss, rate, speed, time left, perplexity of held-out text.
-
-    Perplexities of texts with names are in the log file alone.
-    """
-
-    def __init__(self) -> None:
-        self._started = self._last_time = 0.0
-        self._first_step = self._last_tokens = 0
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.is_world_process_zero:
-            self._started = self._last_time = time.perf_counter()
-            self._first_step, self._last_tokens = state.global_step, state.num_input_tokens_seen
-            print(_line("step", {name: name for name in _COLUMNS}), flush=True)
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: Any,
-    ) -> None:
-        if not state.is_world_process_zero or not logs or not {"loss", "eval_loss"} & logs.keys():
-            return
-        cells = {}
-        if "eval_perplexity" in logs:
-            cells["perplexity"] = f"{logs['eval_perplexity']:.4f}"
-        if "loss" in logs:
-            now, tokens = time.perf_counter(), int(state.num_input_tokens_seen)
-            seconds_a_step = (now - self._started) / max(state.global_step - self._first_step, 1)
-            cells |= {
-                "tokens": short_count(tokens),
-                "loss": f"{logs['loss']:.4f}",
-                "rate": f"{logs['learning_rate']:.2e}",
-                "grad norm": f"{logs['grad_norm']:.3g}" if "grad_norm" in logs else "",
-                "tokens/s": f"{(tokens - self._last_tokens) / (now - self._last_time):,.0f}",
-                "left": short_time((state.max_steps - state.global_step) * seconds_a_step),
-            }
-            self._last_time, self._last_tokens = now, tokens
-        print(_line(f"{state.global_step:,}", cells), flush=True)
-
-
-def _line(step: str, cells: dict[str, str]) -> str:
-    return "  ".join([step.rjust(7), *(cells.get(name, "").rjust(width) for name, width in _COLUMNS.items())]).rstrip()
-
-
-def short_count(number: int) -> str:
-    """Format a count from 0, below a quadrillion, in at most six characters, such as `1.64B`."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= 0.9995 * size:
-            value = number / size
-            return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}{unit}"
-    return str(number)
-
-
-def short_time(seconds: float) -> str:
-    """Format a duration of 0 or more seconds in at most eight characters, such as `1:02:03` or `3d 04h`."""
-    whole = round(seconds)
-    if whole >= 100 * 3600:
-        return f"{whole // 86400}d {whole % 86400 // 3600:02}h"
-    return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
-
-
 class UsageEvents(TrainerCallback):
     """Callback that requests log events on memory usage at intervals, and computes what each event says.
 
@@ -218,26 +149,4 @@ class UsageEvents(TrainerCallback):
         return {
             "memory_used_share": statistics.fmean(memory.used for memory in memories),
             "memory_perplexity": statistics.fmean(memory.perplexity for memory in memories),
-        }
-
-
-class RatesOfStep(TrainerCallback):
-    """Rates of the groups of memories in the last step, kept because the schedule has moved on when the step is logged."""
-
-    def __init__(self) -> None:
-        self.by_group: dict[str, float] = {}
-
-    def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: torch.optim.Optimizer | None = None,
-        **_: Any,
-    ) -> None:
-        assert optimizer is not None
-        self.by_group = {
-            f"learning_rate_{group['name']}": group["lr"]
-            for group in optimizer.param_groups
-            if not group.get("name", "decay").endswith("decay")
         }

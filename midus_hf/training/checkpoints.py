@@ -8,17 +8,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 from midus_hf.files.checkpoint_files import CHECKPOINT_NAME, MANIFEST_FILE, TRAINED_FILE, TRAINER_STATE
 from midus_hf.files.manifest import describe_files, first_damage
 from midus_hf.files.whole_files import sync, whole_file
-
-
-class SaveError(RuntimeError):
-    """Error of a run whose checkpoint or model could not be written."""
 
 
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -161,17 +157,3 @@ def finish_checkpoint(checkpoint: Path) -> None:
         sync(path)
     with whole_file(checkpoint / MANIFEST_FILE) as partial:
         partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-
-
-# Parts of the messages of `torch.save` whose file could not be written to its end.
-_CUT_SHORT = ("inline_container", "PytorchStreamWriter", "iostream error")
-
-
-def is_write_failure(error: BaseException) -> bool:
-    """Return whether an error of saving means that a file could not be written, as on a full disk."""
-    text = str(error)
-    return (
-        isinstance(error, OSError)
-        or (isinstance(error, SafetensorError) and "I/O error" in text)
-        or (isinstance(error, RuntimeError) and any(part in text for part in _CUT_SHORT))
-    )

@@ -1,6 +1,7 @@
 """The output folder of a run: who may write it, the record of the arguments, and how the trained model and its card get there."""
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,56 +10,17 @@ import yaml
 from accelerate.utils import broadcast_object_list
 
 from midus_hf.config.wording import first_few
-from midus_hf.files.checkpoint_files import CONFIG_FILE, PARTIAL_MODEL, RUN_CONFIG, RUN_LOG, is_begun_run
+from midus_hf.files.checkpoint_files import RUN_CONFIG, is_begun_run
 from midus_hf.files.locks import Lock, lock_or_warn
-from midus_hf.files.whole_files import move_into_place, whole_file
+from midus_hf.files.whole_files import whole_file
 from midus_hf.training.arguments import AUTO, MemoryArguments, shareable
 from midus_hf.training.checkpoints import latest_whole, resumed_checkpoint
 
 # Keys that may change when a run is resumed, because they do not change what is computed.
-_FREE = frozenset(
-    {
-        "output_dir",
-        "resume_from_checkpoint",
-        "activation_checkpointing",
-        "activation_checkpointing_kwargs",
-        "gradient_checkpointing",
-    }
-    | {
-        "save_strategy",
-        "save_steps",
-        "save_total_limit",
-        "save_on_each_node",
-        "load_best_model_at_end",
-        "early_stopping_patience",
-    }
-    | {
-        "eval_text",
-        "eval_strategy",
-        "eval_steps",
-        "eval_on_start",
-        "per_device_eval_batch_size",
-        "metric_for_best_model",
-    }
-    | {
-        "greater_is_better",
-        "usage_steps",
-        "run_name",
-        "project",
-        "push_to_hub",
-        "hub_model_id",
-        "hub_strategy",
-        "hub_revision",
-    }
-    | {"hub_private_repo", "hub_always_push", "log_level", "log_level_replica", "dataloader_num_workers", "use_cpu"}
-    | {"dataloader_prefetch_factor", "dataloader_persistent_workers", "skip_memory_metrics", "attn_implementation"}
-    | {
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "logging_strategy",
-        "logging_steps",
-        "logging_first_step",
-    }
+_FREE = re.compile(
+    "(output_dir|resume_|run_name|project|attn_implementation|usage_steps|use_cpu|skip_memory_metrics|early_stopping_|log_level"
+    "|logging_|save_|load_best_model|eval_|per_device_|gradient_accumulation|metric_for_best|greater_is_better|push_to_hub|hub_"
+    "|activation_checkpointing|gradient_checkpointing|dataloader_(num_workers|prefetch|persistent)|disable_tqdm).*"
 )
 
 _SEQUENCES = "sequences_per_step"
@@ -169,34 +131,12 @@ def _check_same_run(record: Mapping[str, Any], checkpoint: Path) -> None:
             f"a step of the run to resume takes {earlier.get(_SEQUENCES)} sequences, and one of this run {record[_SEQUENCES]}; set "
             "gradient_accumulation_steps or per_device_train_batch_size so that all processes together take as many."
         )
-    for name in sorted((earlier.keys() | record.keys()) - _FREE):
-        if earlier.get(name) != record.get(name):
+    for name in sorted(earlier.keys() | record.keys()):
+        if not _FREE.fullmatch(name) and earlier.get(name) != record.get(name):
             raise ValueError(
                 f"{name} is {record.get(name, 'its default')!r}, but the run to resume has {earlier.get(name, 'its default')!r}; "
                 "give the same, or start a new run in another folder."
             )
-
-
-def publish(partial: Path, output: Path, extra_files: Mapping[str, bytes]) -> None:
-    """Move a model that was saved in `partial` to `output`, its config last: a folder without a config is no model.
-
-    Args:
-        partial: A folder inside `output`, which is removed.
-        extra_files: Contents, by name, of further files to put beside the model.
-    """
-    for name, content in extra_files.items():
-        (partial / name).write_bytes(content)
-    move_into_place(partial, output, last=CONFIG_FILE)
-
-
-def partial_model(output: str | os.PathLike) -> Path:
-    """Return the folder in which the model of a run is saved before it is moved into the output."""
-    return Path(output, PARTIAL_MODEL)
-
-
-def log_file(output: str | os.PathLike) -> Path:
-    """Return the path of the log of a run."""
-    return Path(output, RUN_LOG)
 
 
 def add_training(card: bytes, arguments: MemoryArguments, steps: int, tokens: int, loss: float | None) -> bytes:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from transformers.utils import CONFIG_NAME
 
-from midus_hf.training.optim.tensors import is_cut, other_names
-
 _WHOLE, _FSDP = "hold whole models", "share parameters by FSDP"
 _ZERO, _ZERO_3 = "share moments by DeepSpeed", "share parameters by DeepSpeed"
 
@@ -56,11 +54,8 @@ class Shards:
     @property
     def shares_parameters(self) -> bool:
         """True if each process holds only a share of every parameter, by FSDP, or by ZeRO-3 once it has the model."""
-        return self._trainer.is_fsdp_enabled or (self._is_zero_3() and self._has_engine())
-
-    def _has_engine(self) -> bool:
-        """Return whether DeepSpeed has the model, which is true from the first step or the first evaluation on."""
-        return getattr(self._trainer, "deepspeed", None) is not None
+        has_engine = getattr(self._trainer, "deepspeed", None) is not None
+        return self._trainer.is_fsdp_enabled or (self._is_zero_3() and has_engine)
 
     def _is_zero_3(self) -> bool:
         return self._trainer.is_deepspeed_enabled and self._zero_options().get("stage") == 3
@@ -116,12 +111,6 @@ class Shards:
                 f"{checkpoint} was saved by processes that {saved_sharing}, and these {own_sharing}; resume it as the run "
                 "began, or start a new run."
             )
-        processes = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))
-        if self._trainer.is_deepspeed_enabled and processes not in (0, self._trainer.args.world_size):
-            raise ValueError(
-                f"{checkpoint} was saved by DeepSpeed in {processes} processes, and resumes only in as many; there are "
-                f"{self._trainer.args.world_size}. Start {processes}, or start a new run from the trained model."
-            )
 
     def _how(self) -> str:
         if self._trainer.is_deepspeed_enabled:
@@ -129,29 +118,13 @@ class Shards:
         return _FSDP if self._trainer.is_fsdp_enabled else _WHOLE
 
     def save_model(self, output_dir: str | None, is_checkpoint: bool) -> bool:
-        """Save the model if processes share it or DeepSpeed does not have it yet; return whether this was done.
+        """Save the model if processes share it, gathered in the first process; return whether this was done.
 
-        All processes call this; shared parameters are gathered in the first process. A model that is part of a
-        checkpoint is left to the Trainer.
-
-        Raises:
-            ValueError: If ZeRO-3 cut the model when it was loaded, and the model has not been trained.
+        All processes call this. A model that is part of a checkpoint is left to the Trainer.
         """
-        # DeepSpeed never gets the model in a resumed run that has no step left.
-        waits_for_engine = self._trainer.is_deepspeed_enabled and not self._has_engine()
-        if is_checkpoint or not (self.shares_parameters or waits_for_engine):
+        if is_checkpoint or not self.shares_parameters:
             return False
-        if waits_for_engine:
-            model: Any = self._trainer.model
-            if any(is_cut(parameter) for parameter in model.parameters()):
-                raise ValueError(
-                    "the model was cut by ZeRO-3 when it was loaded, and DeepSpeed cannot gather a model that it has not trained; "
-                    "train first, or load the model before TrainingArguments are made."
-                )
-            if self._trainer.args.should_save:
-                self._trainer._save(output_dir)
-        else:
-            self._save_whole(output_dir)
+        self._save_whole(output_dir)
         if self._trainer.args.push_to_hub:
             self._trainer.push_to_hub(commit_message="Model save", revision=self._trainer.args.hub_revision)
         return True
@@ -163,24 +136,20 @@ class Shards:
             self._trainer.model if self._trainer.is_fsdp_enabled else self._trainer.deepspeed
         )
         model: Any = self._trainer.model
-        tied_names = other_names(model)  # a cast would turn tied names into separate tensors
+        every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        tied = every - {name for name, _ in model.named_parameters()}  # a cast would turn these into separate tensors
         saved = {
             name: tensor.to(self.saved_dtypes.get(name, tensor.dtype))
             for name, tensor in (state or {}).items()
-            if name not in tied_names
+            if name not in tied
         }
         self._trainer._save(output_dir, saved)
         first = next((name for name, tensor in model.named_parameters() if tensor.is_floating_point()), None)
         if self._trainer.args.should_save and first in saved:
-            _tell_dtype(Path(output_dir or str(self._trainer.args.output_dir)) / CONFIG_NAME, saved[first].dtype)
-
-
-def _tell_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Replace the dtype of training, which transformers wrote into a config, by the dtype of the saved weights."""
-    if config.is_file():
-        settings = json.loads(config.read_text(encoding="utf-8"))
-        settings["dtype"] = str(dtype).removeprefix("torch.")
-        config.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            config = Path(output_dir or str(self._trainer.args.output_dir)) / CONFIG_NAME
+            settings = json.loads(config.read_text(encoding="utf-8"))
+            settings["dtype"] = str(saved[first].dtype).removeprefix("torch.")  # Transformers wrote that of training
+            config.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _how_saved(checkpoint: Path) -> str:

@@ -1,7 +1,6 @@
 """One run, from its arguments to the trained model: what is checked, loaded, trained and saved, in this order."""
 
 import contextlib
-import copy
 import dataclasses
 import importlib.util
 import resource
@@ -15,10 +14,8 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download, upload_folder
 from huggingface_hub.errors import HfHubHTTPError
-from rich.console import Console, RenderableType
 from safetensors import SafetensorError
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     EarlyStoppingCallback,
@@ -28,20 +25,19 @@ from transformers import (
     set_seed,
 )
 from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
-from transformers.trainer_callback import PrinterCallback
 
 from midus_hf import saved_models
-from midus_hf.banks.bank_description import grown_layouts, growth_of
+from midus_hf.banks.bank_description import grown_layouts
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.wording import install_extra
-from midus_hf.files.checkpoint_files import ACCOMPANYING
+from midus_hf.files.checkpoint_files import ACCOMPANYING, CONFIG_FILE, PARTIAL_MODEL, RUN_LOG
+from midus_hf.files.whole_files import move_into_place
 from midus_hf.library_bars import without_library_bars
-from midus_hf.models.host import MemoryConfig, MemoryModel
+from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import refusing
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
-from midus_hf.training.callbacks import ProgressTable, RunInterrupted, StopOnSignal, TrainingLog
-from midus_hf.training.checkpoints import SaveError, is_write_failure
+from midus_hf.training.blocks import use_tree
+from midus_hf.training.callbacks import RunInterrupted, StopOnSignal, TrainingLog
 from midus_hf.training.data.corpus import read_corpus
 from midus_hf.training.data.leaves import check_paths, leaf_sequences, tree_of_paths
 from midus_hf.training.data.packing import packed_sequences
@@ -50,17 +46,10 @@ from midus_hf.training.optim.tensors import hold_for_training, restore_dtypes, w
 from midus_hf.training.output import (
     add_training,
     close_output,
-    log_file,
     new_card,
     open_output,
-    partial_model,
-    publish,
 )
-from midus_hf.training.tables import check_reads_few_rows
 from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
-
-# Label of tokens that transformers' losses leave out.
-IGNORED_LABEL = -100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,20 +61,12 @@ class TrainResult:
         steps: Number of optimizer steps, including steps before a resumption.
         tokens: Number of tokens that all processes trained on, including tokens before a resumption.
         loss: Mean loss of the last log event; None if there was none.
-        seconds: Wall time of the training loop in seconds, without the time before a resumption.
-        tokens_per_second: Tokens of all processes per second in this time; None if the loop took no step.
-        trained_parameters: Number of parameters that trained.
-        peak_memory_bytes: Peak memory of this process: allocated by PyTorch on the GPU, or resident without a GPU.
     """
 
     output: str
     steps: int
     tokens: int
     loss: float | None
-    seconds: float
-    tokens_per_second: float | None
-    trained_parameters: int
-    peak_memory_bytes: int
 
 
 def train(arguments: TrainArguments) -> TrainResult:
@@ -98,7 +79,6 @@ def train(arguments: TrainArguments) -> TrainResult:
         ValueError: If the arguments are wrong; nothing but caches of `datasets` has been written then.
         FloatingPointError: If the loss, a gradient or a trained tensor stops being finite.
         RunInterrupted: If a signal ended training early, after a checkpoint was saved.
-        SaveError: If a checkpoint or the trained model could not be written.
     """
     return prepare(arguments).execute()
 
@@ -117,9 +97,11 @@ def prepare(arguments: TrainArguments) -> "Run":
             "routing is 'prompt', and plain text has no prompts; expected chats, which midus sft trains on, or a model upscaled with "
             "routing = 'chunk'."
         )
-    from midus_hf.topics.tree_files import folder_of_tree
+    folder = None
+    if arguments.tree is not None:
+        from midus_hf.topics.tree_files import folder_of_tree
 
-    folder = None if arguments.tree is None else folder_of_tree(Path(arguments.tree).expanduser())
+        folder = folder_of_tree(Path(arguments.tree).expanduser())
     banks: dict[str, BankLayout] = {} if memories is None else grown_layouts(memories.banks, folder)
     tokenizer = load_tokenizer(arguments)
     with Run(arguments) as run:
@@ -129,7 +111,8 @@ def prepare(arguments: TrainArguments) -> "Run":
                 name: _sequences(f"eval_text {name}".rstrip(), path, arguments, tokenizer, model_config, banks)[0]
                 for name, path in arguments.eval_texts.items()
             }
-        run.load_model(model_config, tree_of_run(arguments, tree))
+        run.load_model(model_config)
+        use_tree(run.model, arguments.tree, tree)
         run.make_trainer(
             MemoryTrainer,
             tokenizer,
@@ -174,58 +157,6 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return batch if "labels" in batch else {**batch, "labels": batch["input_ids"].clone()}
 
 
-@dataclasses.dataclass(frozen=True)
-class RunTree:
-    """The tree to which the paths of a run's texts belong: fingerprint, folder, and shape (levels and branching) there."""
-
-    fingerprint: str | None = None
-    folder: Path | None = None
-    shape: tuple[int, int] | None = None
-
-
-def tree_of_run(arguments: TrainArguments, of_corpus: str | None) -> RunTree:
-    """Return the tree of a run, from the fingerprint that its corpus names and the folder that its arguments name.
-
-    Raises:
-        ValueError: If the two are different trees, or the tree cannot be read.
-    """
-    if arguments.tree is None:
-        return RunTree(of_corpus)
-    from midus_hf.topics.tree import ClusterTree
-    from midus_hf.topics.tree_files import folder_of_tree
-
-    tree = ClusterTree.load(arguments.tree)
-    if of_corpus not in (None, tree.fingerprint):
-        raise ValueError(
-            f"corpus belongs to the tree with the fingerprint {of_corpus[:16]}..., and tree {arguments.tree!r} has "
-            f"{tree.fingerprint[:16]}...; expected one tree. Assign all texts by the same tree."
-        )
-    return RunTree(tree.fingerprint, folder_of_tree(Path(arguments.tree).expanduser()), (tree.levels, tree.branching))
-
-
-def use_tree(model: Any, tree: RunTree) -> None:
-    """Check that the banks of a model belong to the tree of a run, and save the tree with banks that train.
-
-    Raises:
-        ValueError: If a bank was trained with another tree, or the tree has another shape.
-    """
-    if tree == RunTree():
-        return
-    remedy = "Assign texts by the tree of the model, or train a model whose bank was not trained yet."
-    for module in model.modules():
-        if isinstance(module, MemoryModel) and module.own_banks.are_open:
-            banks = module.own_banks
-            for name, layout in banks.layouts.items():
-                shape = (layout.num_levels, layout.blocks.branching)
-                if tree.shape is not None and tree.shape != shape:
-                    raise ValueError(
-                        f"tree {str(tree.folder)!r} has {tree.shape[0]} levels of {tree.shape[1]}, and memory {name!r} fetches "
-                        f"blocks by a tree of {shape[0]} levels of {shape[1]}; expected one tree. Build one of this shape."
-                    )
-            banks.check_tree(tree.fingerprint, "the corpus", remedy, **growth_of(tree.folder))
-            banks.train_with_tree(tree.fingerprint, tree.folder)
-
-
 def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
     """Load the config of a run's model, and check what can be checked without weights.
 
@@ -249,9 +180,9 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
             f"adapters need peft, which is not installed; {install_extra('train')}, or leave adapters out."
         )
     else:
-        from midus_hf.training.adapters import check_adapters
+        from midus_hf.training.adapters import read_adapters
 
-        check_adapters(arguments.adapters, config)
+        read_adapters(arguments.adapters)
         if is_deepspeed_zero3_enabled():
             raise ValueError(
                 "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 cuts; expected processes that hold whole "
@@ -263,23 +194,7 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
                 f"{name} is {getattr(arguments, name)}, but this {config.model_type} model has no memory layers; train one that has, "
                 f"or leave {name} out."
             )
-    _check_attention(arguments.attn_implementation, config)
     return config
-
-
-def _check_attention(attention: str | None, config: PreTrainedConfig) -> None:
-    """Refuse an implementation of attention that is not installed or that the model does not have, before weights are read.
-
-    A config of no language model passes this check: making the model gives the reason.
-    """
-    if attention is None or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return
-    message = (
-        f"attn_implementation is {attention!r}; expected one that is installed and that a {config.model_type} model has, such as "
-        "sdpa or eager"
-    )
-    with refusing(message, OSError, ValueError, ImportError), torch.device("meta"):
-        AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention, trust_remote_code=False)
 
 
 def check_sequence_length(key: str, sequence_length: int, config: PreTrainedConfig) -> None:
@@ -350,40 +265,30 @@ class Run:
         if error is not None:
             close_output(self.arguments, self._lock)
 
-    def load_model(
-        self,
-        config: PreTrainedConfig,
-        tree: RunTree | None = None,
-        choose: Callable[[Any, PreTrainedModel], tuple[Any, RenderableType]] | None = None,
-    ) -> Any:
-        """Load or make the model, set what trains, and return the model, wrapped by PEFT if it has adapters.
-
-        Args:
-            choose: Sets what trains, and returns the model and a description. Default: None, `choose_what_trains`.
+    def load_model(self, config: PreTrainedConfig) -> None:
+        """Load or make the model, and set what trains, or put adapters on it.
 
         Raises:
-            ValueError: If the model cannot be loaded, or lacks what is to train.
+            ValueError: If the model cannot be loaded, lacks what is to train, or cannot have the adapters.
         """
         arguments = self.arguments
         set_seed(arguments.seed)
         with _loaded_whole():
             model, self._files = _load_model(arguments, config)
         self._use_cache = model.config.use_cache
-        if tree is not None:
-            use_tree(model, tree)
-        for key in ("sparse_values", "shard_values"):
-            if getattr(arguments, key):
-                check_reads_few_rows(model, key)
-        self.model, report = (choose or choose_what_trains)(arguments, model)
+        if arguments.adapters is None:
+            self.model, report = model, str(set_trainable(model, arguments.trainable, arguments.frozen))
+        else:
+            from midus_hf.training.adapters import add_adapters
+
+            self.model, report = add_adapters(model, arguments.adapters)
         self._dtypes = hold_for_training(self.model, arguments.bf16)
         if arguments.process_index == 0:
-            console = Console()
-            console.print(report)
+            print(report)
             if arguments.lacks_bf16:
                 print("this device does not compute bfloat16: the run computes in float32; set bf16 to say which")
             if self.checkpoint is not None:
-                console.print(f"going on from {self.checkpoint}", markup=False, highlight=False, soft_wrap=True)
-        return self.model
+                print(f"going on from {self.checkpoint}")
 
     def make_trainer(
         self, trainer_class: Callable[..., TrainsMemory], tokenizer: PreTrainedTokenizerBase, **options: Any
@@ -395,13 +300,11 @@ class Run:
         """
         self.tokenizer = tokenizer
         trainer = self.trainer = trainer_class(self.model, self.arguments, **options)
-        for unwanted in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
-            trainer.remove_callback(unwanted)
         if self.arguments.early_stopping_patience is not None:
             trainer.add_callback(EarlyStoppingCallback(self.arguments.early_stopping_patience))
         self._stop = StopOnSignal(trainer.largest)
-        for callback in (self._stop, TrainingLog(log_file(self.arguments.output_dir)), ProgressTable()):
-            trainer.add_callback(callback)
+        trainer.add_callback(self._stop)
+        trainer.add_callback(TrainingLog(Path(self.arguments.output_dir, RUN_LOG)))
 
     def execute(self) -> TrainResult:
         """Train, save the model, and return the result.
@@ -410,11 +313,10 @@ class Run:
             FloatingPointError: If the loss, a gradient or a trained tensor stops being finite; what is not finite is
                 not saved.
             RunInterrupted: If a signal ended training early, after a checkpoint was saved.
-            SaveError: If a checkpoint or the trained model could not be written.
         """
         try:
             with self._stop, without_library_bars():
-                output = self.trainer.train(self.checkpoint and str(self.checkpoint))
+                self.trainer.train(self.checkpoint and str(self.checkpoint))
                 if self._stop.signal_number:
                     step, folder = self.trainer.state.global_step, Path(self.arguments.output_dir)
                     raise RunInterrupted(
@@ -422,35 +324,20 @@ class Run:
                         f"{folder / f'checkpoint-{step}'}",
                         self._stop.signal_number,
                     )
-                result = self._result(self.trainer, output.metrics["train_runtime"])
-                costs = {
-                    "trained_parameters": result.trained_parameters,
-                    "peak_memory_bytes": result.peak_memory_bytes,
-                }
-                self.trainer.log(costs)
+                state: Any = self.trainer.state
+                losses = [event["loss"] for event in state.log_history if "loss" in event]
+                result = TrainResult(
+                    str(self.arguments.output_dir),
+                    state.global_step,
+                    int(state.num_input_tokens_seen),
+                    losses[-1] if losses else None,
+                )
+                trained = sum(whole_numel(each) for each in self.trainer.model.parameters() if each.requires_grad)
+                self.trainer.log({"trained_parameters": trained, "peak_memory_bytes": _peak_memory_bytes()})
                 self._save(self.trainer, self.tokenizer, result)
             return result
         finally:
             close_output(self.arguments, self._lock)
-
-    def _result(self, trainer: TrainsMemory, seconds: float) -> TrainResult:
-        state: Any = trainer.state
-        model: Any = trainer.model
-        before = 0
-        if self.checkpoint is not None:
-            before = _tokens_at(state.log_history, int(self.checkpoint.name.rpartition("-")[2]))
-        tokens = int(state.num_input_tokens_seen)
-        losses = [event["loss"] for event in state.log_history if "loss" in event]
-        return TrainResult(
-            output=str(self.arguments.output_dir),
-            steps=state.global_step,
-            tokens=tokens,
-            loss=losses[-1] if losses else None,
-            seconds=seconds,
-            tokens_per_second=(tokens - before) / seconds if seconds and tokens > before else None,
-            trained_parameters=sum(whole_numel(each) for each in model.parameters() if each.requires_grad),
-            peak_memory_bytes=_peak_memory_bytes(),
-        )
 
     def _save(self, trainer: TrainsMemory, tokenizer: PreTrainedTokenizerBase, result: TrainResult) -> None:
         """Save model and tokenizer whole, with the dtypes, cache setting and further files that the model came with."""
@@ -465,7 +352,7 @@ class Run:
 
             trainer.model = model = merge_adapters(model)
         model.config.use_cache = self._use_cache
-        output, partial = Path(arguments.output_dir), partial_model(arguments.output_dir)
+        output, partial = Path(arguments.output_dir), Path(arguments.output_dir, PARTIAL_MODEL)
         pushes, arguments.push_to_hub = arguments.push_to_hub, False
         try:
             if arguments.process_index == 0:
@@ -480,15 +367,12 @@ class Run:
                     files["README.md"] = add_training(
                         files["README.md"], arguments, result.steps, result.tokens, result.loss
                     )
-                publish(partial, output, files)
-        except Exception as error:
-            if not is_write_failure(error):
-                raise
+                for name, content in files.items():
+                    (partial / name).write_bytes(content)
+                move_into_place(partial, output, last=CONFIG_FILE)  # a folder without a config is no model
+        except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
-            raise SaveError(
-                f"the trained model could not be written to {output}: {error}. Make room; resume_from_checkpoint=true goes on from "
-                "the latest checkpoint."
-            ) from error
+            raise
         if pushes and arguments.process_index == 0:
             repository: Any = trainer.hub_model_id
             upload_folder(
@@ -497,25 +381,6 @@ class Run:
                 token=arguments.hub_token,
                 ignore_patterns=["checkpoint-*", ".*"],
             )
-
-
-def _tokens_at(log: list[dict[str, Any]], step: int) -> int:
-    """Return the tokens that a run had seen at a step, from the log in its state; 0 if no event is as early."""
-    return max((int(event.get("num_input_tokens_seen", 0)) for event in log if event["step"] <= step), default=0)
-
-
-def choose_what_trains(arguments: MemoryArguments, model: PreTrainedModel) -> tuple[Any, RenderableType]:
-    """Set what trains in the model, or put adapters on it; return the model and a description of what trains.
-
-    Raises:
-        ValueError: If the model lacks what is to train, or cannot have the adapters.
-    """
-    if arguments.adapters is None:
-        return model, set_trainable(model, arguments.trainable, arguments.frozen)
-    from midus_hf.training.adapters import add_adapters, describe_adapters
-
-    adapted = add_adapters(model, arguments.adapters)
-    return adapted, describe_adapters(adapted, arguments.adapters)
 
 
 def _load_model(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, bytes]]:
@@ -548,11 +413,15 @@ def _accompanying_files(model: str) -> dict[str, bytes]:
 
 def _expected(arguments: MemoryArguments) -> str:
     """Return the beginning of messages about a model that cannot be loaded or made."""
-    if arguments.model_name_or_path is not None:
-        return f"model_name_or_path is {arguments.model_name_or_path!r}; expected the folder or Hub id of a language model"
-    return (
-        f"config_name is {arguments.config_name!r}; expected the file, folder or Hub id of a language model's config"
+    attention = arguments.attn_implementation
+    installed = (
+        ""
+        if attention is None
+        else f", and attention that is installed, of which attn_implementation is {attention!r}"
     )
+    if arguments.model_name_or_path is not None:
+        return f"model_name_or_path is {arguments.model_name_or_path!r}; expected the folder or Hub id of a language model{installed}"
+    return f"config_name is {arguments.config_name!r}; expected the file, folder or Hub id of a language model's config{installed}"
 
 
 @contextlib.contextmanager

@@ -8,31 +8,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState
 from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
 from midus_hf.files.checkpoint_files import TRAINED_FILE, TRAINER_STATE
 from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.balance import BalanceLoss
 from midus_hf.training.blocks import Blocks
-from midus_hf.training.callbacks import RatesOfStep, UsageEvents
+from midus_hf.training.callbacks import UsageEvents
 from midus_hf.training.checkpoints import (
-    SaveError,
     checkpoints_in,
     finish_checkpoint,
-    is_write_failure,
     load_checkpoint,
     remove_checkpoint,
     resumed_checkpoint,
     save_trained,
 )
-from midus_hf.training.optim.finite import error_of, first_gradient_not_finite, first_not_finite, trained_tensors
+from midus_hf.training.optim.finite import error_of, first_not_finite, trained_tensors
 from midus_hf.training.optim.freezing import has_adapters
 from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
 from midus_hf.training.optim.rates import Rates
 from midus_hf.training.optim.row_adamw import RowAdamW
+from midus_hf.training.optim.rows import check_sparse_values, clip_gradients, row_gradients, tables_with_rows
 from midus_hf.training.parallel import Shards
-from midus_hf.training.tables import Tables
 
 if TYPE_CHECKING:
     # For type checkers: the mixin calls the methods of the Trainer that it is mixed into.
@@ -48,8 +46,7 @@ class TrainsMemory(AnyTrainer):
     `MemoryArguments` are read from `args` where it has them. Groups and scheduler are made where the Trainer makes its
     own, so they see the model after it was wrapped or sharded. A checkpoint holds what trains, the optimizer and the
     blocks of banks that changed, and ends with a manifest; `load_checkpoint` loads one into a model. The Trainer leaves
-    all else to parts: `shards` (parameters that FSDP or DeepSpeed shard), `blocks` (which texts fetch), `tables` (of which
-    few rows are read) and `balance`.
+    all else to parts: `shards` (parameters that FSDP or DeepSpeed shard), `blocks` (which texts fetch), and `balance`.
 
     Args:
         args: Arguments of the Trainer, with or without the keys of `MemoryArguments`.
@@ -64,7 +61,9 @@ class TrainsMemory(AnyTrainer):
         options = self.args if isinstance(self.args, MemoryArguments) else None
         self.shards = Shards(self)
         self.blocks = Blocks(self, 0.0 if options is None else options.generic_share)
-        self.tables = Tables(self, bool(options and options.sparse_values), bool(options and options.shard_values))
+        self.sparse_values = options is not None and options.sparse_values
+        if self.sparse_values:
+            check_sparse_values(self)
         self.balance = BalanceLoss(self, 0.0 if options is None else options.balance_loss)
         self.usage_events = (
             None if options is None or options.usage_steps is None else UsageEvents(options.usage_steps)
@@ -77,9 +76,6 @@ class TrainsMemory(AnyTrainer):
                 )
             self.add_callback(self.usage_events)
         self._check_own_losses()
-        self._rates_of_step = RatesOfStep()
-        self.add_callback(self._rates_of_step)
-        self.add_callback(_CutMoments(self.tables))
         self._is_checkpointing = False
 
     def _check_own_losses(self) -> None:
@@ -105,7 +101,6 @@ class TrainsMemory(AnyTrainer):
         Raises:
             ValueError: If a checkpoint is named that is not whole, or the processes share parameters in another way.
             FloatingPointError: If the loss, a gradient or a trained tensor stops being finite.
-            SaveError: If a checkpoint cannot be written.
         """
         checkpoint = resumed_checkpoint(str(self.args.output_dir), resume_from_checkpoint)
         if checkpoint is not None:
@@ -115,7 +110,7 @@ class TrainsMemory(AnyTrainer):
                 self._load_from_checkpoint(str(checkpoint))
                 self.state = state
                 return TrainOutput(state.global_step, 0.0, {"train_runtime": 0.0})
-        with self._counting_usage(), self.tables.training():
+        with self._counting_usage(), row_gradients(self.model) if self.sparse_values else contextlib.nullcontext():
             return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
 
     @contextlib.contextmanager
@@ -161,7 +156,7 @@ class TrainsMemory(AnyTrainer):
             rates = args if isinstance(args, Rates) else Rates(args.learning_rate, weight_decay=args.weight_decay)
             class_and_options = self.optimizer_cls_and_kwargs
             optimizer_class, options = class_and_options or self.get_optimizer_cls_and_kwargs(self.args, target)
-            if self.tables.sparse_values:
+            if self.sparse_values:
                 optimizer_class, options = RowAdamW, {key: options[key] for key in options if key != "fused"}
             self.optimizer = optimizer_class(parameter_groups(target, rates), **options)
             self.blocks.follow(self.optimizer)
@@ -185,7 +180,7 @@ class TrainsMemory(AnyTrainer):
         return self.lr_scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as `Trainer.log` does, with the rates of memories; `learning_rate` is the rate of the first group.
+        """Log as `Trainer.log` does; `learning_rate` is the rate of the first group.
 
         If configured, the log also has `balance_loss`, the mean since the last event without its coefficient, and how
         memory slots were used. Beside each `eval_loss` stands a perplexity.
@@ -200,8 +195,6 @@ class TrainsMemory(AnyTrainer):
             logs |= self.balance.measures()
             if self.usage_events is not None:
                 logs |= self.usage_events.measures(lambda counts: self.accelerator.reduce(counts, reduction="sum"))
-        if "learning_rate" in logs:
-            logs |= self._rates_of_step.by_group
         logs |= {
             f"{name.removesuffix('loss')}perplexity": math.exp(loss) if loss < 700 else math.inf
             for name, loss in logs.items()
@@ -235,9 +228,8 @@ class TrainsMemory(AnyTrainer):
             ValueError: If ZeRO-3 cut the model when it was loaded, and the model has not been trained.
         """
         self.check_finite()
-        with self.tables.whole():
-            if not self.shards.save_model(output_dir, is_checkpoint=_internal_call):
-                super().save_model(output_dir, _internal_call)
+        if not self.shards.save_model(output_dir, is_checkpoint=_internal_call):
+            super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if not self._is_checkpointing or has_adapters(self.model):
@@ -260,18 +252,13 @@ class TrainsMemory(AnyTrainer):
                     parents=True
                 )  # the Trainer looks for it before processes that share the model write to it
             self.accelerator.wait_for_everyone()
-            with self.tables.whole(self.optimizer):
-                super()._save_checkpoint(model, trial)
+            super()._save_checkpoint(model, trial)
             if self.args.should_save:
                 self.blocks.save_states(str(folder))
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 finish_checkpoint(folder)
                 self._remove_old_checkpoints(folder, limit)
-        except Exception as error:
-            if not is_write_failure(error):
-                raise
-            raise SaveError(f"{folder.name} was not saved in {folder.parent}: {error}") from error
         finally:
             self._is_checkpointing, self.args.save_total_limit = False, limit
 
@@ -287,12 +274,11 @@ class TrainsMemory(AnyTrainer):
         )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with self.tables.loading():
-            if Path(resume_from_checkpoint, TRAINED_FILE).is_file():
-                target: Any = self.model if model is None else model
-                load_checkpoint(target, resume_from_checkpoint)
-            else:
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if Path(resume_from_checkpoint, TRAINED_FILE).is_file():
+            target: Any = self.model if model is None else model
+            load_checkpoint(target, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
         self.blocks.load(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
@@ -303,33 +289,34 @@ class TrainsMemory(AnyTrainer):
             self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        if not self.tables.clips_apart(model):
-            return super()._clip_grad_norm(model)  # type: ignore[misc]
-        return self.tables.clip(model, self.args.max_grad_norm)
+        norm = self._clipped(model, self.args.max_grad_norm)
+        return super()._clip_grad_norm(model) if norm is None else norm  # type: ignore[misc]
+
+    def _clipped(self, model: nn.Module, max_norm: float) -> torch.Tensor | None:
+        """Clip gradients of which some are of rows or blocks, and return their norm; None if the Trainer can clip them all."""
+        if not self.blocks.banks and not tables_with_rows(model):
+            return None
+        self.accelerator.unscale_gradients()
+        return clip_gradients(model, self.blocks.leaves(), max_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the norm as `Trainer._get_grad_norm` does, including the gradients of rows, columns and blocks.
+        """Return the norm as `Trainer._get_grad_norm` does, including the gradients of rows and blocks.
 
         Raises:
             FloatingPointError: If the norm is not finite, since the step would spoil everything that trains.
         """
-        if grad_norm is None and self.tables.clips_apart(model):
-            grad_norm = self.tables.clip(model, float("inf"))
+        if grad_norm is None:
+            grad_norm = self._clipped(model, math.inf)
         norm: Any = super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
-        self._check_norm(model, norm)
-        return norm
-
-    def _check_norm(self, model: nn.Module, norm: Any) -> None:
         # With float16, the gradient scaler itself skips a step whose gradients are not finite.
         scales = self.accelerator.scaler is not None or self.shards.dtype_of_deepspeed() == "float16"
         if norm is None or scales or math.isfinite(norm):
-            return
+            return norm
         # _tr_loss is summed over the steps since the last log event.
         step, loss = self.state.global_step + 1, self._tr_loss.item()
         if not math.isfinite(loss):
             raise error_of(f"loss is {loss}", step)
-        name = first_gradient_not_finite(model)
-        raise error_of(f"gradient norm is {float(norm)}{f' (that of {name} is)' if name else ''}", step)
+        raise error_of(f"gradient norm is {float(norm)}", step)
 
 
 class MemoryTrainer(TrainsMemory, Trainer):
@@ -337,14 +324,3 @@ class MemoryTrainer(TrainsMemory, Trainer):
 
     All else is as in `Trainer`. `TrainsMemory` and `Trainer` document the arguments.
     """
-
-
-class _CutMoments(TrainerCallback):
-    """Callback that reduces moments loaded from a checkpoint to the columns of tables that this process holds."""
-
-    def __init__(self, tables: Tables):
-        self._tables = tables
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.global_step:
-            self._tables.cut_moments()

@@ -9,7 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from training.tiny_run import refused
 from transformers import AutoModel, AutoModelForCausalLM
 
-from midus_hf.training.optim.lora import lora_config
+from midus_hf.training.adapters import lora_config
 
 TARGETS = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
 REFUSED = (

@@ -8,7 +8,6 @@ import pytest
 import torch
 from pairs import by_default
 from peft import PeftModel
-from peft.tuners.lora import LoraLayer
 from tiny import save_tiny_model
 from training.block_runs import LEAVES, bank_of
 from training.outcomes import assert_same_run, moved, weights
@@ -84,7 +83,7 @@ def test_the_merged_model_computes_what_the_adapted_one_did(base, config_for, tm
 
 
 def test_osf_keeps_the_largest_singular_directions_from_gradients(base):
-    adapted = add_adapters(AutoModelForCausalLM.from_pretrained(base), METHODS["osf"])
+    adapted, _ = add_adapters(AutoModelForCausalLM.from_pretrained(base), METHODS["osf"])
     prompt = torch.tensor([[5, 9, 12, 7]])
     adapted(input_ids=prompt, labels=prompt).loss.backward()
     layer = (
@@ -154,37 +153,28 @@ def test_blocks_of_a_bank_are_new_and_train_beside_them(blocks_for, models, tmp_
     assert not bank_of(tmp_path / "all").written(1)
 
 
-@pytest.mark.parametrize("method", by_default(["lora"], ["lora", "osf", "vera"]))
-def test_they_may_be_on_new_layers_alone_or_on_all(method, copies, config_for, tmp_path, capsys):
-    for layers, said in (("new", "the new layers alone"), ("all", "all layers")):
-        adapters = {**METHODS[method], "layers": layers}
-        train(config_for(layers, model=copies, max_steps=4, adapters=adapters))
-        assert f"Training adapters of method {method} on {said}: " in " ".join(capsys.readouterr().out.split())
+def test_they_may_be_on_all_layers_or_on_those_that_peft_is_given(copies, config_for, tmp_path, capsys):
     every = linear(weights(copies))
-    assert moved(copies, tmp_path / "all") == every
     new = {name for name in every if re.search(r"layers\.[25]\.", name)}
-    assert len(new) == 14 and moved(copies, tmp_path / "new") == new
-
-
-@pytest.mark.parametrize(
-    ("targets", "kinds"),
-    [(["q_proj", "mlp.up_proj"], {"q_proj", "up_proj"}), (r".*\.[qk]_proj", {"q_proj", "k_proj"})],
-    ids=["names", "pattern"],
-)
-def test_targets_are_looked_for_in_the_layers_that_are_asked_for(targets, kinds, copies):
-    adapted = add_adapters(AutoModelForCausalLM.from_pretrained(copies), {"layers": "new", "target_modules": targets})
-    found = {name for name, module in adapted.named_modules() if isinstance(module, LoraLayer)}
-    assert {tuple(name.split(".")[4::2]) for name in found} == {
-        (layer, kind) for layer in ("2", "5") for kind in kinds
-    }
+    named = {"layers_to_transform": [2, 5], "target_modules": sorted({name.split(".")[-2] for name in every})}
+    for name, more, expected in (("all", {}, every), ("new", named, new)):
+        train(config_for(name, model=copies, max_steps=4, adapters={"r": 4, "layers": "all", **more}))
+        assert "Training adapters of method lora on all layers: " in capsys.readouterr().out
+        assert moved(copies, tmp_path / name) == expected
+    assert len(new) == 14
 
 
 def test_defaults_are_those_of_the_short_form_and_numbers_without_a_point_are_numbers():
-    defaults = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    assert read_adapters({}).arguments == defaults
-    choice = read_adapters({"method": "vera", "d_initial": "1e-2", "r": "8e0"})
-    assert (choice.config().d_initial, choice.config().r) == (0.01, 8)
-    assert "target_modules" not in read_adapters({"method": "ia3"}).arguments
+    config, _ = read_adapters({})
+    assert (config.r, config.lora_alpha, config.target_modules, config.task_type) == (
+        16,
+        32,
+        "all-linear",
+        "CAUSAL_LM",
+    )
+    config, _ = read_adapters({"method": "vera", "d_initial": "1e-2", "r": "8e0"})
+    assert (config.d_initial, config.r) == (0.01, 8)
+    assert read_adapters({"method": "ia3"})[0].target_modules is None
 
 
 @pytest.mark.parametrize(
@@ -192,25 +182,22 @@ def test_defaults_are_those_of_the_short_form_and_numbers_without_a_point_are_nu
     [
         ({"method": "lorra"}, "does not have. Did you mean 'lora'"),
         ({"method": 3}, "adapters.method is 3, which PEFT "),
-        ({"rank": 4}, "adapters of method 'lora' have no option 'rank'. Did you mean 'rank_pattern'"),
-        ({"method": "osf", "efective_rank": 4}, "have no option 'efective_rank'. Did you mean 'effective_rank'"),
-        ({"inference_mode": True}, "adapters of method 'lora' have no option 'inference_mode'."),
+        ({"rank": 4}, "config has no option 'adapters.rank'. Did you mean "),
+        (
+            {"method": "osf", "efective_rank": 4},
+            "config has no option 'adapters.efective_rank'. Did you mean 'effective_rank'",
+        ),
         ({"r": "many"}, "adapters.r is 'many'; expected a whole number."),
-        ({"layers": "old"}, "adapters.layers is 'old'; expected one of: base, new, all."),
+        ({"layers": "old"}, "adapters.layers is 'old'; expected base or all."),
         (
             {"method": "prompt_tuning"},
-            "adapters.method is 'prompt_tuning', whose result cannot be merged into the weights, as the result of a run is (it adds "
-            "to what layers read or compute, and changes no weights); expected one that changes weights, such as lora or osf.",
+            "adapters.method is 'prompt_tuning', whose result cannot be merged into the weights, as the result of a run is (it "
+            "changes no weights); expected one that changes weights, such as lora or osf.",
         ),
         (
             {"method": "adalora"},
             "adapters.method is 'adalora', whose ranks are allotted by a call after every step, which the Trainer does not make; "
             "expected another, such as lora.",
-        ),
-        (
-            {"layers": "new"},
-            "adapters.layers is 'new', but the config of this llama model records no new layers in upscale.new_layers; upscale the "
-            "model first, or set adapters.layers: base.",
         ),
         (
             {"method": "beft"},
@@ -231,44 +218,32 @@ def test_what_cannot_be_is_refused_before_anything_is_written(adapters, message,
     [
         (
             "memory",
-            {"layers": "new"},
-            "adapters.layers is 'new', but the new layers of this midus_llama model hold memory, whose values adapters cannot train; "
-            "set adapters.layers: base, where they train whole.",
-        ),
-        (
-            "memory",
             {"method": "trainable_tokens", "token_indices": [3]},
             "adapters.method is 'trainable_tokens', beside which PEFT trains no layer whole, but the new parts of this "
             "midus_llama model must train whole; expected another method, or adapters.layers: all.",
         ),
-        (
-            "copies",
-            {"layers": "new", "target_modules": ["nothing"]},
-            "adapters.target_modules is ['nothing'], which no modules of the new layers [2, 5] match; expected names in them, such "
-            "as q_proj.",
-        ),
-        (
-            "copies",
-            {"layers": "new", "method": "ia3"},
-            "adapters.layers is 'new' and adapters.method 'ia3', for which PEFT chooses modules itself; give adapters.target_modules",
-        ),
-        (
-            "copies",
-            {"layers": "new", "method": "oft", "oft_block_size": 8, "r": 0},
-            "adapters.method is 'oft', which with these options cannot train model.layers.2.self_attn.o_proj, whose weights are zero "
-            "at first; expected one that adds to weights, such as osf or lora without use_dora, or other adapters.layers.",
-        ),
-        (
-            "copies",
-            {"layers": "all", "use_dora": True},
-            "adapters.method is 'lora', which with these options cannot train model.layers.2.self_attn.o_proj, whose weights are",
+        *(
+            (
+                "copies",
+                {"layers": "all", **adapters},
+                f"adapters.method is {method!r}, which with these options cannot train model.layers.2.self_attn.o_proj, "
+                "whose weights are zero at first; expected one that adds to weights, such as osf or lora without use_dora, or",
+            )
+            for method, adapters in (("oft", METHODS["oft"]), ("lora", {"use_dora": True}))
         ),
     ],
 )
 def test_what_new_layers_cannot_have_is_refused(kind, adapters, message, upscaled, copies, config_for):
-    model = copies if kind == "copies" else upscaled("llama")
     with refused(re.escape(message)):
-        prepare(config_for(model=model, adapters=adapters))
+        prepare(config_for(model=copies if kind == "copies" else upscaled("llama"), adapters=adapters))
+
+
+def test_modules_that_mamba_reads_by_itself_are_refused_for_our_types_too(upscaled):
+    model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
+    model.model.layers[0].self_attn.out_proj = torch.nn.Linear(32, 32)
+    model.config.model_type = "midus_falcon_h1"
+    with refused("cannot be put on this model: .*'out_proj' is incompatible with Mamba-based models"):
+        add_adapters(model, {"layers": "all", "target_modules": ["out_proj"]})
 
 
 def test_without_peft_it_is_named(base, config_for, monkeypatch):

@@ -9,7 +9,7 @@ from sites.cases import FEW, SOME, each
 from tiny import prompt
 from transformers import AutoModelForCausalLM
 
-from midus_hf.training.optim.lora import lora_config
+from midus_hf.training.adapters import lora_config
 from midus_hf.training.optim.parameter_groups import parameter_groups
 from midus_hf.training.optim.rates import Rates
 

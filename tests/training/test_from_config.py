@@ -124,7 +124,7 @@ def test_listed_layers_alone_may_train(begun):
         ),
         (
             {"attn_implementation": "none_such"},
-            "attn_implementation is 'none_such'; expected one that is installed and ",
+            "and attention that is installed, of which attn_implementation is 'none_such': ",
         ),
         ({"sequence_length": 999}, "sequence_length is 999, but the model has positions for 128 tokens"),
     ],

@@ -68,7 +68,6 @@ OF_TABLES = (
     ("kind", "options", "message"),
     [
         ("headwise", {"sparse_values": True}, OF_TABLES),
-        ("headwise", {"shard_values": True}, "shard_values is true, but no memory of this model reads few rows"),
         (
             "native",
             {"balance_loss": 0.1},

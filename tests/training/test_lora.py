@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM
 from midus_hf.look.usage import record_usage
 from midus_hf.look.watched_models import MemoryPlace
 from midus_hf.memory.registry import MemoryModule
+from midus_hf.training.adapters import lora_config
 from midus_hf.training.optim.freezing import set_trainable
-from midus_hf.training.optim.lora import lora_config
 from midus_hf.training.optim.parameter_groups import parameter_groups
 from midus_hf.training.optim.rates import Rates
 

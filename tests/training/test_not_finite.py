@@ -5,14 +5,13 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from training.outcomes import weights
 from training.steered_runs import AFTER, AtStep
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from midus_hf.cli.training.train import main
 from midus_hf.training.checkpoints import latest_whole as last_checkpoint
-from midus_hf.training.optim.finite import first_gradient_not_finite, first_not_finite
+from midus_hf.training.optim.finite import first_not_finite
 from midus_hf.training.run import prepare
 from midus_hf.training.trainer import MemoryTrainer
 
@@ -53,7 +52,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(value, step, changes, config
     run.trainer.add_callback(AtStep(step, of_gradient(value), "on_step_begin"))
     with pytest.raises(
         FloatingPointError,
-        match=rf"gradient norm is (inf|nan).* at step {step}; expected a finite number\. Lower the learning rates, and resume from a "
+        match=rf"gradient norm is (inf|nan) at step {step}; expected a finite number\. Lower the learning rates, and resume from a "
         r"checkpoint before that step\.",
     ):
         run.execute()
@@ -63,19 +62,6 @@ def test_a_gradient_that_is_not_finite_ends_the_run(value, step, changes, config
         assert all(
             tensor.isfinite().all() for tensor in load_file(tmp_path / "out" / name / "trained.safetensors").values()
         )
-
-
-def test_the_first_gradient_that_is_not_finite_is_named():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(4, 2, sparse=True))
-    model[0].weight.grad = torch.ones(2, 2)
-    model[1](torch.tensor([1, 1])).sum().backward()
-    assert first_gradient_not_finite(model) is None
-    model[1].weight.grad *= math.inf
-    assert first_gradient_not_finite(model) == "1.weight"
-    model[0].weight.grad[0, 1] = math.nan
-    assert first_gradient_not_finite(model) is None, "clipping by a norm that is nan leaves all of them so"
-    model[0].bias.grad = torch.ones(2)
-    assert first_gradient_not_finite(model) == "0.weight"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -100,8 +86,7 @@ def test_the_command_ends_with_status_1_and_publishes_nothing(words, tmp_path, m
     monkeypatch.setattr(Trainer, "training_step", poisoned)
     assert main(words) == 1
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("midus train: "))
-    assert line.startswith("midus train: gradient norm is inf (that of model.layers.1.")
-    assert " is) at step 4; expected a finite number." in line
+    assert line.startswith("midus train: gradient norm is inf at step 4; expected a finite number.")
     assert last_checkpoint(output) == output / "checkpoint-2" and not (output / "config.json").exists()
     monkeypatch.setattr(Trainer, "training_step", training_step)
     assert main([*words, "resume_from_checkpoint=auto"]) == 0
@@ -207,6 +192,6 @@ def test_a_script_of_ones_own_ends_as_well(upscaled, tmp_path):
     )
     trainer = MemoryTrainer(model, arguments, train_dataset=[{"input_ids": ids, "labels": ids}])
     trainer.add_callback(AtStep(3, of_gradient(math.inf), "on_step_begin"))
-    with pytest.raises(FloatingPointError, match=r"gradient norm is inf .* at step 3"):
+    with pytest.raises(FloatingPointError, match=r"gradient norm is inf at step 3"):
         trainer.train()
     assert files_of(tmp_path / "out") == ["checkpoint-1", "checkpoint-2"]

@@ -81,7 +81,6 @@ KINDS = {
 def test_every_kind_of_run_resumes_exactly(kind, config_for):
     log = exact_log(assert_resumes(config_for, 4, **{"max_steps": 7, **KINDS[kind]}))
     assert any("memory_perplexity" in event for event in log) == (kind == "balance-usage")
-    assert ("learning_rate_memory" in log[0]) == (kind == "memory")
 
 
 def test_checkpoints_hold_what_trains_and_the_optimizer_and_only_the_latest_are_kept(config_for, upscaled, tmp_path):
@@ -117,8 +116,7 @@ def test_a_run_that_is_over_is_loaded_and_takes_no_further_step(config_for, tmp_
     train(config_for("whole", **options))
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     forget_the_model(tmp_path / "again")
-    result = train(config_for("again", resume_from_checkpoint=True, **options))
-    assert (result.steps, result.tokens_per_second) == (4, None)
+    assert train(config_for("again", resume_from_checkpoint=True, **options)).steps == 4
     assert_same_run(tmp_path / "again", tmp_path / "whole")
 
 

@@ -16,8 +16,8 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 
 from midus_hf.models.families import HEADS
+from midus_hf.training.adapters import lora_config
 from midus_hf.training.optim.freezing import set_trainable
-from midus_hf.training.optim.lora import lora_config
 from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
 
 TASKS = {
@@ -66,8 +66,7 @@ def is_new(name, config):
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_new_and_the_head_train_alone(method, head):
     model = head("ForSequenceClassification", method)
-    report = set_trainable(model)
-    assert report.parameters_of_part["score.weight"] == 64
+    set_trainable(model)
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trains == {name for name, _ in model.named_parameters() if is_new(name, model.config)}
 

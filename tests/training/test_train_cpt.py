@@ -67,7 +67,7 @@ def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_p
     )
     assert shared.returncode == 0, shared.stderr
     assert shared.stdout.count("Training the new layers alone: ") == shared.stdout.count(": 5 steps, 160 tokens") == 1
-    assert shared.stdout.count("perplexity\n") == 1
+    assert shared.stdout.count("'eval_perplexity': ") == 3
     assert main(words) == 0
 
     one, shared = tmp_path / "out", tmp_path / "shared"
@@ -102,9 +102,7 @@ def test_a_wrong_request_exits_with_2_and_one_line(words, corpus, tmp_path, monk
         ("learning_rte=1", "midus train: config has no option 'learning_rte'. Did you mean 'learning_rate'"),
         pytest.param(
             "attn_implementation=flash_attention_2",
-            "midus train: attn_implementation is 'flash_attention_2'; expected one that is installed "
-            "and that a midus_llama model has, "
-            "such as sdpa or eager: FlashAttention2 ",
+            "midus train: model_name_or_path is ",
             marks=pytest.mark.skipif(any(map(find_spec, ("flash_attn", "kernels"))), reason="it may be had here"),
         ),
         (

@@ -45,7 +45,6 @@ def _train(
     from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.model_names import check_sources
     from midus_hf.training.callbacks import RunInterrupted
-    from midus_hf.training.checkpoints import SaveError
     from midus_hf.training.optim.finite import NotFiniteError
 
     try:
@@ -59,12 +58,11 @@ def _train(
         result = run.execute()
     except RunInterrupted as interrupted:
         return Ending(128 + interrupted.signal_number, str(interrupted))
-    except (SaveError, NotFiniteError) as error:
+    except NotFiniteError as error:
         return Ending(FAILED, str(error))
     if is_main_process():
-        speed = "" if result.tokens_per_second is None else f", {result.tokens_per_second:,.0f} tokens/s"
         loss = "" if result.loss is None else f", loss {result.loss:.4f}"
-        print(f"{result.output}: {result.steps:,} steps, {result.tokens:,} tokens{loss}{speed}")
+        print(f"{result.output}: {result.steps:,} steps, {result.tokens:,} tokens{loss}")
     return None
 
 

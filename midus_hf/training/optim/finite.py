@@ -41,28 +41,9 @@ def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     return None
 
 
-def first_gradient_not_finite(model: nn.Module) -> str | None:
-    """Return the name of the first parameter whose gradient has numbers that are not finite.
-
-    Return None if every gradient is finite. Return None, too, if no gradient is finite, as after clipping by a norm
-    that is NaN: then it is unknown which gradient was the first.
-    """
-    gradients = ((name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None)
-    shares = [
-        (name, _share(gradient.coalesce().values() if gradient.is_sparse else gradient))
-        for name, gradient in gradients
-    ]
-    not_finite = [name for name, share in shares if first_not_finite([(name, share)]) is not None]
-    return not_finite[0] if 0 < len(not_finite) < len(shares) else None
-
-
 def trained_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and tensor of each parameter that trains, or this process's share of the tensor."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            yield name, _share(getattr(parameter, "ds_tensor", parameter).detach())
-
-
-def _share(tensor: Any) -> torch.Tensor:
-    """Return the part that this process holds of a tensor that FSDP may have cut."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            tensor: Any = getattr(parameter, "ds_tensor", parameter).detach()
+            yield name, tensor.to_local() if hasattr(tensor, "to_local") else tensor

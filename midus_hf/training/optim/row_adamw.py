@@ -1,6 +1,6 @@
 """AdamW that updates only the rows of a table that a step read (lazy Adam)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -134,32 +134,3 @@ def _longer(moment: torch.Tensor, length: int, most: int) -> torch.Tensor:
     grown = moment.as_strided((length, *row), moment.stride(), 0)
     grown[used:] = 0
     return grown
-
-
-def norm_of_rows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the joint norm of sparse gradients of tables, a scalar."""
-    return torch.stack([gradient.coalesce().values().norm() for gradient in gradients]).norm()
-
-
-def clip_rows(
-    tables: Iterable[torch.Tensor], max_norm: float, total: Callable[[torch.Tensor], torch.Tensor] = lambda norm: norm
-) -> torch.Tensor:
-    """Scale the sparse gradients of tables down so that their joint norm is at most `max_norm`.
-
-    Args:
-        tables: Tables with sparse gradients, which are replaced by coalesced ones.
-        total: Turns the norm in this process into the norm over all processes. Default: the identity, for one process.
-
-    Returns:
-        The norm before clipping, a scalar.
-    """
-    tables = list(tables)
-    for table in tables:
-        assert table.grad is not None
-        table.grad = table.grad.coalesce()
-    norm = total(norm_of_rows(table.grad for table in tables if table.grad is not None))
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for table in tables:
-        assert table.grad is not None
-        table.grad.values().mul_(scale)
-    return norm

@@ -1,9 +1,6 @@
-"""Tensors of a model as they are held while it trains: their dtypes, their sizes where they are cut, and their names where tied."""
-
-from collections.abc import Iterable
+"""Tensors of a model as they are held while it trains: their dtypes, and their sizes where they are cut."""
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from midus_hf.memory.declared_module import DeclaredModule
@@ -47,11 +44,6 @@ def _memory_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def is_cut(parameter: torch.Tensor) -> bool:
-    """Return whether DeepSpeed's ZeRO-3 has cut the parameter, so that each process holds a part, or nothing while unused."""
-    return hasattr(parameter, "ds_shape")
-
-
 def whole_shape(parameter: torch.Tensor) -> torch.Size:
     """Return the shape that the parameter has, or had before ZeRO-3 cut it."""
     return getattr(parameter, "ds_shape", parameter.shape)
@@ -60,21 +52,3 @@ def whole_shape(parameter: torch.Tensor) -> torch.Size:
 def whole_numel(parameter: torch.Tensor) -> int:
     """Return the number of elements of the parameter in all processes together."""
     return getattr(parameter, "ds_numel", parameter.numel())
-
-
-def other_names(model: nn.Module) -> set[str]:
-    """Return the names of tied parameters except for the first name of each, under which alone files hold them."""
-    first = {name for name, _ in model.named_parameters()}
-    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
-
-
-def really_missing(model: nn.Module, missing: Iterable[str]) -> list[str]:
-    """Return the names that a checkpoint lacks, without tensors that the checkpoint has under another name.
-
-    Args:
-        missing: Missing names, from `load_state_dict`.
-    """
-    missing = list(missing)
-    tensors = dict(model.named_parameters(remove_duplicate=False))
-    loaded = {id(tensor) for name, tensor in tensors.items() if name not in missing}
-    return [name for name in missing if name not in tensors or id(tensors[name]) not in loaded]

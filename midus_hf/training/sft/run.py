@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Trainer
 from trl import SFTTrainer, pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -17,7 +17,6 @@ from midus_hf.training.run import (
     Run,
     TrainResult,
     check_sequence_length,
-    choose_what_trains,
     load_config,
     load_tokenizer,
 )
@@ -95,19 +94,15 @@ def prepare(arguments: SftArguments) -> Run:
                 dataset = pack_dataset(dataset, arguments.max_length or 0, arguments.packing_strategy)
                 lines.insert(1, f"packed into {len(dataset):,} sequences")
 
-        def choose(arguments: SftArguments, model: PreTrainedModel) -> tuple[Any, Any]:
-            if last_token is not None:
-                _stop_at(model, last_token)
-            chosen = choose_what_trains(arguments, model)
-            trains = any(parameter.requires_grad for parameter in chosen[0].parameters())
-            if banks and not trains and not _reads_generic(banks):
-                raise ValueError(
-                    f"nothing trains: trainable is {arguments.trainable!r}, which is the bank's blocks alone, and chats fetch none "
-                    "of them; expected trainable: all, adapters, or a model upscaled with without_ids = generic."
-                )
-            return chosen
-
-        run.load_model(model_config, choose=choose)
+        run.load_model(model_config)
+        if last_token is not None:
+            _stop_at(run.model, last_token)
+        trains = any(parameter.requires_grad for parameter in run.model.parameters())
+        if banks and not trains and not _reads_generic(banks):
+            raise ValueError(
+                f"nothing trains: trainable is {arguments.trainable!r}, which is the bank's blocks alone, and chats fetch none "
+                "of them; expected trainable: all, adapters, or a model upscaled with without_ids = generic."
+            )
         for line in lines if arguments.process_index == 0 else []:
             print(line)
         padding = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
@@ -157,7 +152,7 @@ def _describe_banks(banks: dict[str, BankLayout]) -> list[str]:
     ]
 
 
-def _stop_at(model: PreTrainedModel, token: int) -> None:
+def _stop_at(model: Any, token: int) -> None:
     """Let generation stop at the token that ends answers."""
     settings = model.generation_config
     stops = settings.eos_token_id
