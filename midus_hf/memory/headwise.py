@@ -11,7 +11,6 @@ from midus_hf.memory.retrieval import RetrievalMemory
 from midus_hf.ops.gather.weighted import weighted_gather
 from midus_hf.ops.headwise.op import headwise_memory
 from midus_hf.ops.product_key.op import product_key_topk
-from midus_hf.ops.product_key.reference import sub_key_scores
 
 
 @register_memory("headwise")
@@ -39,9 +38,6 @@ class HeadwiseMemory(RetrievalMemory):
 
     def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return product_key_topk(query, self.row_keys, self.column_keys, self.k)
-
-    def sub_key_scores(self, query: torch.Tensor) -> list[torch.Tensor]:
-        return list(sub_key_scores(query, self.row_keys, self.column_keys))
 
     def forward(self, attention_output: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Retrieve values for the attention output of every head.

@@ -51,24 +51,6 @@ class HostsTables(Protocol):
 
 
 @runtime_checkable
-class ScoresSubKeys(Protocol):
-    """A memory whose queries are compared with sub-keys, so that the selection of sub-keys can be balanced."""
-
-    #: Number of sub-keys selected per head and token.
-    k: int
-    training: bool
-
-    def queries(self, read: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
-        """Return the query of each head, `[B, T, H, query_width]`; update statistics only if `track_statistics`."""
-
-    def sub_key_scores(self, query: torch.Tensor) -> list[torch.Tensor]:
-        """Return scores `[..., H, n]` of each side's sub-keys, float32 at least, for queries `[..., H, query_width]`."""
-
-    def weigh(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the probabilities of scores, in the shape of the scores."""
-
-
-@runtime_checkable
 class ReadsChapters(Protocol):
     """A memory whose tokens read chapters that a router chose, so that reads and contents of chapters can be inspected."""
 

@@ -78,10 +78,6 @@ class RetrievalMemory(MemoryModule):
         scores, slots = self.select(self.queries(attention_output, track_statistics=False))
         return self.weigh(scores), slots
 
-    def sub_key_scores(self, query: torch.Tensor) -> list[torch.Tensor]:
-        """Return scores `[..., H, n]` of each side's sub-keys, float32 at least, for queries `[..., H, query_width]`."""
-        raise TypeError(f"{type(self).__name__} does not say how it scores its keys.")
-
     def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores, descending, and the slots of the best slots for each query, both `[B, T, H, k]`."""
         raise TypeError(f"{type(self).__name__} does not say how it selects slots.")

@@ -8,11 +8,9 @@ from midus_hf.config.memories.product_key import ProductKeyOptions
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import register_memory
 from midus_hf.memory.retrieval import RetrievalMemory
-from midus_hf.ops.dispatch.precision import without_autocast
 from midus_hf.ops.gather.weighted import weighted_gather
 from midus_hf.ops.product_key.flat import flat_key_topk
 from midus_hf.ops.product_key.op import product_key_topk
-from midus_hf.ops.product_key.reference import sub_key_scores
 
 
 class SharedValueMemory(RetrievalMemory):
@@ -66,12 +64,6 @@ class LinearMemory(SharedValueMemory):
     def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return flat_key_topk(query, self.slot_keys, self.k)
 
-    def sub_key_scores(self, query: torch.Tensor) -> list[torch.Tensor]:
-        score_dtype = torch.promote_types(query.dtype, torch.float32)
-        with without_autocast(query.device.type):
-            keys = self.slot_keys.to(query.dtype).to(score_dtype)
-            return [torch.einsum("...hd,hnd->...hn", query.to(score_dtype), keys)]
-
 
 @register_memory("product-key")
 class ProductKeyMemory(SharedValueMemory):
@@ -91,6 +83,3 @@ class ProductKeyMemory(SharedValueMemory):
 
     def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return product_key_topk(query, self.row_keys, self.column_keys, self.k)
-
-    def sub_key_scores(self, query: torch.Tensor) -> list[torch.Tensor]:
-        return list(sub_key_scores(query, self.row_keys, self.column_keys))

@@ -44,8 +44,6 @@ class MemoryArguments(Rates):
             16 and `lora_alpha` 32), `layers`, and keys of the method's config such as `target_modules` (default: all
             linear layers). With `layers: base` (default) the base has adapters, and new parts of the model train whole;
             with `all`, all layers have adapters, which alone train. Default: none.
-        balance_loss: Coefficient of a loss that is small when tokens spread over all keys of a memory
-            (`midus_hf.memory.balance.balance_loss`). Default: 0, none.
         usage_steps: Steps between log events on how many memory slots were retrieved, and how evenly. Default: none.
         sparse_values: Compute gradients of large value tables, and update them by AdamW, only in the rows that a step
             read. Needs `optim` `adamw_torch` or `adamw_torch_fused`, and one process. Default: false.
@@ -70,7 +68,6 @@ class MemoryArguments(Rates):
     trainable: Trainable = "auto"
     frozen: list[TrainedRole] = dataclasses.field(default_factory=list)
     adapters: dict[str, Any] | None = None
-    balance_loss: float = 0.0
     usage_steps: int | None = None
     sparse_values: bool = False
     generic_share: float = 1 / 17
@@ -133,8 +130,6 @@ class MemoryArguments(Rates):
             raise ValueError(
                 f"{key} is {getattr(self, key)}, with which nothing trains; expected more than 0. Leave it out, or give max_steps."
             )
-        if self.balance_loss < 0:
-            raise ValueError(f"balance_loss is {self.balance_loss}; expected 0 or more.")
         if not 0 <= self.generic_share <= 1:
             raise ValueError(f"generic_share is {self.generic_share}; expected a share from 0 to 1.")
         if self.adapters is not None:

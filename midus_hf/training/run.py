@@ -188,12 +188,11 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
                 "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 cuts; expected processes that hold whole "
                 "models. Start the run with configs/accelerate/ddp.yaml."
             )
-    for name in ("balance_loss", "usage_steps"):
-        if getattr(arguments, name) and not getattr(config, "memory", None):
-            raise ValueError(
-                f"{name} is {getattr(arguments, name)}, but this {config.model_type} model has no memory layers; train one that has, "
-                f"or leave {name} out."
-            )
+    if arguments.usage_steps is not None and not getattr(config, "memory", None):
+        raise ValueError(
+            f"usage_steps is {arguments.usage_steps}, but this {config.model_type} model has no memory layers; train one that has, "
+            "or leave it out."
+        )
     return config
 
 

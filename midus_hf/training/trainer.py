@@ -13,7 +13,6 @@ from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
 from midus_hf.files.checkpoint_files import TRAINED_FILE, TRAINER_STATE
 from midus_hf.training.arguments import MemoryArguments
-from midus_hf.training.balance import BalanceLoss
 from midus_hf.training.blocks import Blocks
 from midus_hf.training.callbacks import UsageEvents
 from midus_hf.training.checkpoints import (
@@ -46,7 +45,7 @@ class TrainsMemory(AnyTrainer):
     `MemoryArguments` are read from `args` where it has them. Groups and scheduler are made where the Trainer makes its
     own, so they see the model after it was wrapped or sharded. A checkpoint holds what trains, the optimizer and the
     blocks of banks that changed, and ends with a manifest; `load_checkpoint` loads one into a model. The Trainer leaves
-    all else to parts: `shards` (parameters that FSDP or DeepSpeed shard), `blocks` (which texts fetch), and `balance`.
+    all else to parts: `shards` (parameters that FSDP or DeepSpeed shard) and `blocks` (which texts fetch).
 
     Args:
         args: Arguments of the Trainer, with or without the keys of `MemoryArguments`.
@@ -64,7 +63,6 @@ class TrainsMemory(AnyTrainer):
         self.sparse_values = options is not None and options.sparse_values
         if self.sparse_values:
             check_sparse_values(self)
-        self.balance = BalanceLoss(self, 0.0 if options is None else options.balance_loss)
         self.usage_events = (
             None if options is None or options.usage_steps is None else UsageEvents(options.usage_steps)
         )
@@ -133,21 +131,6 @@ class TrainsMemory(AnyTrainer):
         self.blocks.begin_pass(inputs)
         return super().training_step(model, inputs, *args, **kwargs)
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, torch.Tensor | Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
-        """Compute the loss as `Trainer.compute_loss` does, and in training add the balance loss times its coefficient."""
-        compute = super().compute_loss
-        return self.balance.added_to(
-            model,
-            lambda: compute(model, inputs, return_outputs, num_items_in_batch),
-            num_items_in_batch is not None,
-        )
-
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer as `Trainer.create_optimizer` does, on the groups of `parameter_groups`."""
         if self.optimizer is None:
@@ -182,8 +165,7 @@ class TrainsMemory(AnyTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as `Trainer.log` does; `learning_rate` is the rate of the first group.
 
-        If configured, the log also has `balance_loss`, the mean since the last event without its coefficient, and how
-        memory slots were used. Beside each `eval_loss` stands a perplexity.
+        If configured, the log also has how memory slots were used. Beside each `eval_loss` stands a perplexity.
 
         Raises:
             FloatingPointError: If the loss is not finite, since further steps would only waste time and spoil
@@ -192,7 +174,6 @@ class TrainsMemory(AnyTrainer):
         if not math.isfinite(logs.get("loss", 0.0)):
             raise error_of(f"loss is {logs['loss']}", self.state.global_step)
         if "loss" in logs:
-            logs |= self.balance.measures()
             if self.usage_events is not None:
                 logs |= self.usage_events.measures(lambda counts: self.accelerator.reduce(counts, reduction="sum"))
         logs |= {

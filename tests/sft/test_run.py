@@ -116,7 +116,7 @@ def test_adapters_are_trained_and_merged(config_for, memory, base, tmp_path):
         {},
         {"packing": True, "max_length": 126, "memory_learning_rate": 2e-2, "value_learning_rate": 1e-3},
         {"adapters": {"r": 4, "lora_dropout": 0.1}, "trainable": "auto"},
-        {"balance_loss": 0.1, "usage_steps": 1, "frozen": ["value"]},
+        {"usage_steps": 1, "frozen": ["value"]},
     ],
     ids=["plain", "packing", "lora", "aids"],
 )

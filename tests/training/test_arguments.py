@@ -126,7 +126,6 @@ BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0; expected at least 1."),
         ({"max_steps": 0}, "max_steps is 0, with which nothing trains; expected more than 0."),
         ({"num_train_epochs": 0}, "num_train_epochs is 0.0, with which nothing trains; expected more than 0."),
-        ({"balance_loss": -0.1}, "balance_loss is -0.1; expected 0 or more."),
         ({"learning_rate": 0}, "learning_rate is 0.0; expected a number above 0."),
         ({"value_schedule": "4x"}, "value_schedule is '4x'; expected 'constant' or 'fixed' or '4x-to-1x' or null."),
         ({"lr_scheduler_type": "cosin"}, "cosin is not a valid SchedulerType"),

@@ -70,11 +70,6 @@ OF_TABLES = (
         ("headwise", {"sparse_values": True}, OF_TABLES),
         (
             "native",
-            {"balance_loss": 0.1},
-            "balance_loss is 0.1, but this llama model has no memory layers; train one that has",
-        ),
-        (
-            "native",
             {"usage_steps": 5},
             "usage_steps is 5, but this llama model has no memory layers; train one that has",
         ),

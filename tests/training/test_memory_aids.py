@@ -1,4 +1,4 @@
-"""Runs with value schedules, a balance loss and usage in the log: what they log, and that they resume exactly."""
+"""Runs with value schedules and usage in the log: what they log, and that they resume exactly."""
 
 import math
 
@@ -86,7 +86,7 @@ def test_telling_of_usage_changes_nothing_that_is_computed(config_for, tmp_path,
 
 
 def test_no_hook_is_left_when_a_run_is_interrupted(config_for):
-    run = prepare(config_for(usage_steps=1, balance_loss=0.1))
+    run = prepare(config_for(usage_steps=1))
     cut_off(run, step=1)
     for layer in (1, 4):
         memory = run.model.model.layers[layer].memory

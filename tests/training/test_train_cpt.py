@@ -57,7 +57,6 @@ def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_p
         "eval_steps=2",
         "save_steps=2",
         "load_best_model_at_end=true",
-        "balance_loss=0.5",
     ]
     # Gloo's threads abort, now and then, a process that still has them at its exit: here it always fails.
     spy = tmp_path / "spy.py"
@@ -73,7 +72,6 @@ def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_p
     one, shared = tmp_path / "out", tmp_path / "shared"
     for name, count, rel in (
         ("loss", 5, 1e-5),
-        ("balance_loss", 5, 1e-5),
         ("eval_perplexity", 3, 1e-2),
         ("memory_used_share", 3, 1e-2),
     ):

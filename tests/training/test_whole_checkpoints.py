@@ -214,7 +214,7 @@ def test_a_run_that_a_full_disk_ended_goes_on_from_the_checkpoint_before(
 
 def test_a_model_that_cannot_be_written_leaves_none_that_looks_complete(resumed, output, whole, monkeypatch):
     def full(self, folder, *args, **kwargs):
-        Path(folder).mkdir()
+        Path(folder).mkdir(exist_ok=True)
         (Path(folder) / "model.safetensors").write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
