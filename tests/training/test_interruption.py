@@ -19,7 +19,7 @@ from midus_hf.cli.training.train import main
 from midus_hf.training.checkpoints import latest_whole as last_checkpoint
 from midus_hf.training.run import prepare, train
 
-KILLER = Path(__file__).with_name("killed_rank.py")
+INTERRUPTER = Path(__file__).with_name("interrupted_rank.py")
 HINT = "Stopping after this step, with a checkpoint; once more stops at once."
 
 
@@ -104,7 +104,7 @@ def assert_stopped_together(output: Path, err: str) -> int:
 
 @pytest.mark.parametrize(("rank", "hints"), by_default([("1", 0)], [("all", 1), ("1", 0)]))
 def test_all_processes_stop_at_the_same_step_and_the_first_one_speaks(words, tmp_path, rank, hints):
-    run = run_ranks(KILLER, rank, "interrupt", "3", SCRIPT, *words)
+    run = run_ranks(INTERRUPTER, rank, "3", SCRIPT, *words)
     assert run.returncode == 130
     assert assert_stopped_together(tmp_path / "out", run.stderr) == 3
     assert run.stderr.count(HINT) == hints

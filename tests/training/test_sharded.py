@@ -90,12 +90,13 @@ def test_more_processes_share_what_two_have_saved(whole, tmp_path):
 @pytest.mark.product
 def test_a_sharded_checkpoint_is_for_sharded_runs_and_a_whole_one_for_others(whole, tmp_path, capsys):
     recipe = whole.with_name("recipe.yaml")
-    assert main([str(recipe), "resume_from_checkpoint=true", f"output_dir={whole}"]) == 2
+    words = [str(recipe), "per_device_train_batch_size=4"]
+    assert main([*words, "resume_from_checkpoint=true", f"output_dir={whole}"]) == 2
     assert (
         "checkpoint-6 was saved by processes that share parameters by FSDP, and these hold whole models"
         in capsys.readouterr().err
     )
-    assert main([str(recipe), "per_device_train_batch_size=4", f"output_dir={tmp_path / 'one'}"]) == 0
+    assert main([*words, f"output_dir={tmp_path / 'one'}"]) == 0
     refused = run_ranks(
         SHARDING, SCRIPT, recipe, "resume_from_checkpoint=true", f"output_dir={tmp_path / 'one'}", **ENVIRONMENT
     )
