@@ -250,28 +250,3 @@ def test_damage_ends_in_a_refusal_or_in_a_result_equal_to_the_base(bases, tmp_pa
             assert [path.name for path in tmp_path.iterdir()] == ["base"], damage
     assert refused > 5
     assert identical > 0
-
-
-@pytest.mark.parametrize("part", range(2))
-def test_the_command_answers_damage_with_one_line(bases, tmp_path, command, part, all_of_it):
-    seeds = range(1000, 1040)
-    for seed in (seeds if all_of_it else telling(seeds)[:16])[part::2]:
-        damage = damaged(bases, seed, tmp_path / "base")
-        arguments = (
-            "--base",
-            tmp_path / "base",
-            "--method",
-            "midus-hml",
-            "--output",
-            tmp_path / "out",
-            "--set",
-            "n=4",
-        )
-        with within(SECONDS):
-            outcome = command(*arguments, "--num-new-layers", 1)
-        assert outcome.status in (0, 2), (damage, outcome)
-        if outcome.status == 2:
-            assert (outcome.out, outcome.err.count("\n")) == ("", 1), (damage, outcome)
-            assert not (tmp_path / "out").exists()
-        else:
-            shutil.rmtree(tmp_path / "out")

@@ -160,7 +160,7 @@ DENSE = {
     "linear-combination": LINEAR_COMBINATION + NO_PRESETS,
     "attenuated-copy": ATTENUATED_COPY,
     "slices": SLICES,
-    "lesa": PRESETS,
+    "lesa": NO_PRESETS,
     "opt-deus": PRESETS,
 }
 

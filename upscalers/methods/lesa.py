@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from midus_hf.config.options import option
 from midus_hf.config.usable_device import usable_device
@@ -32,20 +32,6 @@ _HIDDEN_NORMS = frozenset({"attention_norm", "mlp_norm", "attention_output_norm"
 @dataclass
 class LesaOptions(FusionOptions):
     """Options of `lesa`: the training of predictors, and the source of tensors that are not predicted."""
-
-    presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "release": {
-            "norm_init": "layer0",
-            "hidden_size": 256,
-            "epochs": 10,
-            "batch_size": 64,
-            "learning_rate": 1e-3,
-            "weight_decay": 0.01,
-            "norm_weight": 5e-4,
-            "identity": "none",
-            "neighbours": "adjacent",
-        }
-    }
 
     norm_init: Literal["layer0", "previous", "next", "mean"] = option(
         "layer0", "where the norms of a new layer come from: the base's first layer, as released, a neighbour, or both"

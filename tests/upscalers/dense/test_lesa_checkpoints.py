@@ -97,10 +97,9 @@ def test_each_new_layer_is_predicted_from_the_layer_before_and_the_one_after_in_
     assert len(asked) == 14 and set(asked) == neighbours
 
 
-@pytest.mark.parametrize("chosen", [{}, {"preset": "release"}], ids=str)
-def test_the_default_as_the_preset_is_what_the_release_does(chosen, base, tmp_path):
+def test_the_default_is_what_the_release_does(base, tmp_path):
     """Norms of layer 0, the released numbers, and nothing zeroed."""
-    report, _ = predicted(base, tmp_path / "out", **chosen)
+    report, _ = predicted(base, tmp_path / "out")
     first, made = layer(read_tensors(base), 0), layer(read_tensors(tmp_path / "out"), 4)
     for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
         assert torch.equal(made[name], first[name])
