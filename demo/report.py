@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from midus_hf.look.page import ColouredToken, Section, TableOfWords, write_page
+from midus_hf.look.page import Section, TableOfWords, write_page
 from midus_hf.look.pictures import as_png, new_figure
 
 _TITLE = "Head-wise memory in a pretrained model"
@@ -39,11 +39,11 @@ def write_report(
         f"{upscale_record['parameters']['trainable']:,} of {upscale_record['parameters']['total']:,} parameters were "
         f"trained. Everything below took {seconds / 60:.1f} minutes on this machine."
     )
-    continued = {name: [ColouredToken(sample["text"].strip())] for name, sample in samples.items()}
+    continued = [f"{name}: {sample['text'].strip()}" for name, sample in samples.items()]
     sections = [
         Section("", [summary], [table], {"Training loss": curve}),
-        Section(f"Continuing “{prompt}”", passages=continued),
-        Section("Commands", passages={"": [ColouredToken("\n".join(commands))]}),
+        Section(f"Continuing “{prompt}”", continued),
+        Section("Commands", ["\n".join(commands)]),
     ]
     write_page(folder / "report.html", _TITLE, sections)
     quoted = [f"**{name}**: {' '.join(sample['text'].split())}" for name, sample in samples.items()]

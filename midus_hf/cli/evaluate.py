@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from midus_hf.cli.command_line import INTERRUPTED, Ending, command_line, run_command
+from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import (
     Device,
     Json,
@@ -26,18 +26,14 @@ from midus_hf.config.yaml_options import read_mapping
 
 _REST = """\b
 Keys of --set and of the file, besides these options (docs/evaluate.md):
-  answers          file of JSON lines to write, one per question and model
-  apart            true: windows of the text end where documents end
   column           where rows of JSON and Parquet hold the text
   documents        documents, of which the nearest is put before each question
-  embedding_model  model that says which is nearest, if not the retriever's
+  embedding_model  model that says which is nearest
   encoding         encoding of plain text and JSON lines
   include_path     folder with more task files
   num_fewshot      worked examples before a question
   passage_tokens   longest passage that documents are cut into, in tokens
   path_column      where rows of the text hold the path to fetch blocks by
-  seed             seed of the choice of worked examples
-  stride           tokens predicted per window
 """
 app = command_line()
 
@@ -53,10 +49,6 @@ class _Keys:
     sequence_length: Annotated[int | None, option("Tokens per window of the text.  [default: 1024]", "N")] = None
     max_tokens: Annotated[int | None, option("Tokens of the text to predict.  [default: all]", "N")] = None
     retriever: Annotated[str | None, option("Tree of topics by which models fetch blocks.", "TREE")] = None
-    blocked: Annotated[
-        list[str] | None, option("Never fetch this node LEVEL:NODE, nor any below.", "NODE", "--blocked")
-    ] = None
-    block_best: Annotated[str | None, option("Block the best COUNT nodes of level L per text.", "L:COUNT")] = None
     batch_size: Annotated[int | None, option("Windows or requests per forward pass.  [default: 4]", "N")] = None
     dtype: Annotated[str | None, option("auto, float32, bfloat16 or float16.  [default: auto]", "NAME")] = None
     device: Device = None
@@ -82,16 +74,12 @@ def midus_eval(
         ),
     ] = False,
     json_: Json = False,
-    write_tasks: Annotated[str | None, option("Only write the local tasks to a folder.", "DIR")] = None,
 ) -> None:
     """Measure the perplexity of models on a text, and their accuracy on tasks of lm-evaluation-harness.
 
     With --data, the tasks atomic_numbers, boolq, commonsenseqa, facts, logiqa, mmlu,
     openbookqa and piqa take their questions from that folder. Others are lm-eval's own.
     """
-    if write_tasks is not None:
-        _write_tasks(write_tasks, keys.data)
-        return
     if not models:
         raise ValueError("no model is given; expected one or more folders or hub ids.")
     from midus_hf.evaluation.settings import EvaluationSettings, read_settings
@@ -103,7 +91,7 @@ def midus_eval(
     passed = vars(keys)
     if keys.tasks is not None:
         passed["tasks"] = [name.strip() for name in keys.tasks.split(",") if name.strip()]
-    settings = read_settings(config, {**passed, "blocked": keys.blocked or None}, set_ or [])
+    settings = read_settings(config, passed, set_ or [])
     if settings.text is not None:
         from midus_hf.topics.text_files import describe_files
 
@@ -111,19 +99,12 @@ def midus_eval(
             print(line, file=sys.stderr)
     from midus_hf.evaluation.quiet import quiet_libraries
 
-    ending: Ending | None = None
     # What libraries print goes to standard error, so that standard output holds the result alone.
     with needing_harness(), contextlib.redirect_stdout(sys.stderr) if verbose else quiet_libraries():
-        from midus_hf.evaluation.evaluate import EvaluationInterrupted, evaluate
+        from midus_hf.evaluation.evaluate import evaluate
 
-        try:
-            report = evaluate(models, settings, quiet=not verbose)
-        except EvaluationInterrupted as interrupted:
-            report, ending = {**interrupted.report, "interrupted": True}, Ending(INTERRUPTED, str(interrupted))
-    if report["models"]:
-        show(report, json_, _print_table, indent=2)
-    if ending is not None:
-        raise ending
+        report = evaluate(models, settings, quiet=not (verbose or sys.stderr.isatty()))
+    show(report, json_, _print_table, indent=2)
 
 
 def _print_table(report: dict[str, Any]) -> None:
@@ -132,15 +113,6 @@ def _print_table(report: dict[str, Any]) -> None:
     from midus_hf.evaluation.report import comparison_table
 
     Console().print(comparison_table(report))
-
-
-def _write_tasks(folder: str, data: str | None) -> None:
-    from midus_hf.evaluation.local_tasks import write_local_tasks
-
-    if data is None:
-        raise ValueError("write_tasks needs data, the folder with the questions of the local tasks; give --data.")
-    for path in write_local_tasks(folder, data):
-        print(path)
 
 
 main = partial(run_command, app, name="midus eval")

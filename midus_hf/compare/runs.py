@@ -173,7 +173,7 @@ def _check_windows(comparison: Comparison, variants: Sequence[Variant]) -> None:
     """Check that all variants read texts in windows of one length, and that each text has a window of the base's tokens."""
     from transformers import AutoConfig
 
-    from midus_hf.evaluation.perplexity import prepare_text
+    from midus_hf.evaluation.text_rows import text_rows
     from midus_hf.saved_models import load_tokenizer, refusing
     from midus_hf.topics.documents import has_column, read_documents
 
@@ -193,7 +193,7 @@ def _check_windows(comparison: Comparison, variants: Sequence[Variant]) -> None:
         documents = read_documents(path, windows["column"])
         apart = windows["path_column"] is not None and has_column(path, windows["path_column"])
         try:
-            prepare_text(tokenizer, documents, config, sequence_length=windows["sequence_length"], apart=apart)
+            text_rows(name, documents, tokenizer, config, sequence_length=windows["sequence_length"], joined=not apart)
         except ValueError as error:
             kind = "domain" if name in comparison.domain else "retention"
             raise ValueError(f"{kind}.{name} is {path!r}, which cannot be measured: {error}") from error

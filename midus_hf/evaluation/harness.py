@@ -39,7 +39,6 @@ class MidusLM(HFLM):
 
     Args:
         pretrained: A folder, a hub id, or a model.
-        progress: Called with the number of rows of each forward pass, and of each batch that is generated. Default: none.
         retriever: Folder of a tree of topics, as `midus cluster build` makes it, or a function that finds paths. A question
             fetches blocks by its path. Default: none, and nothing is fetched by a path.
         questions: Function that returns the question of a request, by which the path and the document are found. Default: the
@@ -55,13 +54,11 @@ class MidusLM(HFLM):
     def __init__(
         self,
         pretrained: str | PreTrainedModel,
-        progress: Callable[[int], Any] | None = None,
         retriever: str | PathFinder | None = None,
         questions: Callable[[Any], str] | None = None,
         find_documents: DocumentFinder | None = None,
         **kwargs: Any,
     ):
-        self._progress = progress or (lambda rows: None)
         super().__init__(pretrained, **{"backend": "causal", **kwargs})
         tree: ClusterTree | None = None
         if isinstance(retriever, str):
@@ -79,22 +76,21 @@ class MidusLM(HFLM):
     def loglikelihood(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Return the harness's log-likelihoods, with the document and the blocks of each request's question."""
         run = super().loglikelihood
-        return self._asked(requests, lambda some: run(some, *args, **kwargs))
+        return self._for_questions(requests, lambda some: run(some, *args, **kwargs))
 
     def loglikelihood_rolling(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Return the harness's rolling log-likelihoods, with the blocks of each whole text."""
         run = super().loglikelihood_rolling
-        texts = [request.args[0] for request in requests]
-        return self._with_blocks(requests, texts, lambda some: run(some, *args, **kwargs))
+        return self._with_blocks(
+            requests, [request.args[0] for request in requests], lambda some: run(some, *args, **kwargs)
+        )
 
     def generate_until(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Return the texts that the harness generates, with the document and the blocks of each request's question."""
         run = super().generate_until
-        return self._asked(requests, lambda some: run(some, *args, **kwargs))
+        return self._for_questions(requests, lambda some: run(some, *args, **kwargs))
 
-    def _asked(self, requests: list[Any], run: Callable[[list[Any]], list[Any]]) -> list[Any]:
-        if self._find_paths is None and self._find_documents is None:
-            return run(requests)
+    def _for_questions(self, requests: list[Any], run: Callable[[list[Any]], list[Any]]) -> list[Any]:
         questions = [self._questions(request) for request in requests]
         if self._find_documents is not None:
             requests = behind_documents(requests, questions, self._find_documents)
@@ -106,12 +102,10 @@ class MidusLM(HFLM):
         return by_path(requests, texts, self._find_paths, self.model, run)
 
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._progress(len(inps))
         self._check_ids(inps)
         return super()._model_call(inps, *args, **kwargs)
 
     def _model_generate(self, context: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._progress(len(context))
         self._check_ids(context)
         return super()._model_generate(context, *args, **kwargs)
 
@@ -172,27 +166,16 @@ class Tasks:
         num_fewshot: int | None = None,
         limit: int | None = None,
         batch_size: int = 4,
-        max_length: int | None = None,
-        seed: int = 0,
-        progress: Callable[[int], Any] | None = None,
         quiet: bool = False,
         find_paths: PathFinder | None = None,
         find_documents: DocumentFinder | None = None,
-        tell_answer: Callable[[dict[str, Any]], Any] | None = None,
     ) -> dict[str, dict[str, Any]]:
         """Score a model, in eval mode and on its device, on the tasks.
 
-        Without `num_fewshot` a question has the task's own number of worked examples, else 0, without `limit` all questions are
-        asked, from the first on, and without `max_length` inputs are as long as the model was made for. `seed` decides worked
-        examples and the bootstrap. `progress` is called as in `MidusLM`; `quiet` hides the harness's own progress bars.
-        `find_paths` and `find_documents` get questions without worked examples: their paths decide which blocks are fetched, and
-        their documents stand in front of worked examples and question, with an empty line between. An input that is too long
-        for the model is cut at its beginning.
-
-        `tell_answer` is called for each question and each filter of its task with `{"task", "filter", "question", "target",
-        "answer", "scores"}`, and with `find_documents` also `"document"`. `question` is the row of the task, `answer` what the
-        filter left of each request (generated text, or a pair: the log-likelihood, and whether the answer is the likeliest), and
-        `scores` has every metric.
+        Without `num_fewshot` a question has the task's own number of worked examples, else 0, and without `limit` all questions are
+        asked, from the first on. `quiet` hides the harness's progress bars. `find_paths` and `find_documents` get questions without
+        worked examples: their paths decide which blocks are fetched, and their documents stand in front of worked examples and
+        question, with an empty line between. An input that is too long for the model is cut at its beginning.
 
         Returns:
             For each name in the request (a group also brings its members), every metric of the task under the harness's name
@@ -201,30 +184,21 @@ class Tasks:
         """
         built = functools.cache(self.built)
 
-        def question_in(name: str, doc: dict[str, Any]) -> str:
-            return question_of(built()[name], doc)
-
         with without_bars() if quiet else contextlib.nullcontext(), _without_environment_report():
             results = simple_evaluate(
                 model=MidusLM(
                     model,
-                    progress=progress,
                     retriever=find_paths,
-                    questions=lambda request: question_in(request.task_name, request.doc),
+                    questions=lambda request: question_of(built()[request.task_name], request.doc),
                     find_documents=find_documents,
                     tokenizer=tokenizer,
                     batch_size=batch_size,
-                    max_length=max_length,
                 ),
                 tasks=self.specs,
                 task_manager=self.manager,
                 num_fewshot=num_fewshot,
                 limit=limit,
-                log_samples=tell_answer is not None,
-                random_seed=seed,
-                numpy_random_seed=seed,
-                torch_random_seed=seed,
-                fewshot_random_seed=seed,
+                log_samples=False,
             )
         asked_for = {harness_name: name for name, harness_name in self.names.items()}
         scores: dict[str, dict[str, Any]] = {}
@@ -237,20 +211,6 @@ class Tasks:
             score["num_fewshot"] = results["n-shot"].get(harness_name)
             score["num_questions"] = results["n-samples"].get(harness_name, {}).get("effective")
             scores[asked_for.get(harness_name, harness_name)] = score
-        if tell_answer is not None:
-            for harness_name, samples in results["samples"].items():
-                for sample in samples:
-                    answer = {
-                        "task": asked_for.get(harness_name, harness_name),
-                        "filter": sample["filter"],
-                        "question": sample["doc"],
-                        "target": sample["target"],
-                        "answer": sample["filtered_resps"],
-                        "scores": {metric: sample[metric] for metric in sample["metrics"]},
-                    }
-                    if find_documents is not None:
-                        (answer["document"],) = find_documents([question_in(harness_name, sample["doc"])])
-                    tell_answer(answer)
         return scores
 
     def built(self) -> dict[str, Any]:

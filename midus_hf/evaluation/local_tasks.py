@@ -54,39 +54,6 @@ def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
     return config
 
 
-def write_local_tasks(folder: str | Path, data: str | Path) -> list[Path]:
-    """Write the files of local tasks, for `lm_eval --include_path FOLDER`, and return their paths.
-
-    Args:
-        folder: Folder to write the files into. It is created if it does not exist.
-        data: Folder with questions, which the files name. Tasks whose questions are not in it are left out.
-
-    Raises:
-        ValueError: If `data` holds the questions of no local task.
-    """
-    folder = Path(folder)
-    held = [name for name in local_task_names() if _asks(Path(data) / f"{name}.jsonl", name)]
-    if not held:
-        raise ValueError(
-            f"{Path(data).resolve()} holds the questions of no local task; expected files such as piqa.jsonl."
-        )
-    configs = {name: load_local_task(name, data) for name in held}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, config in configs.items():
-        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-        (folder / f"{PREFIX}{name}.yaml").write_text(text, encoding="utf-8")
-    return [folder / f"{PREFIX}{name}.yaml" for name in configs]
-
-
-def _asks(path: Path, name: str) -> bool:
-    """Return whether a file holds the questions of a task. A file of facts may hold texts that state the facts instead."""
-    if not path.is_file() or name != _FACTS:
-        return path.is_file()
-    with path.open(encoding="utf-8") as file:
-        first = _row(next(file, ""))
-    return first is not None and "question" in first
-
-
 def _check_facts(path: Path, config: dict[str, Any]) -> None:
     """Refuse rows that are no question with answers, and answers that no generated text could equal."""
     (first_clause, *_), ignored = config["filter_list"][0]["filter"], config["metric_list"][0]["regexes_to_ignore"]

@@ -35,14 +35,12 @@ def comparison_table(report: dict[str, Any]) -> Table:
             cells = (_score(model["tasks"][task], metric) for model in models)
             table.add_row(f"{task} {metric} ({scores['num_fewshot'] or 0}-shot)", *cells)
     table.add_row("seconds", *(f"{model['seconds']:.1f}" for model in models))
-    ahead = ", ".join(label for label, model in zip(labels, models, strict=True) if not model["causal"])
     remarks = []
     if (documents := report["settings"]["documents"]) is not None:
         remarks.append(f"Each question of a task had the nearest document of {documents} in front.")
-    if ahead:
-        remarks.append(
-            f"Not causal: {ahead}. A model that reads tokens before it predicts them has a perplexity that cannot be compared."
-        )
+    if ahead := ", ".join(label for label, model in zip(labels, models, strict=True) if not model["causal"]):
+        read_ahead = "A model that reads tokens before it predicts them has a perplexity that cannot be compared."
+        remarks.append(f"Not causal: {ahead}. {read_ahead}")
     table.caption = " ".join(remarks) or None
     return table
 

@@ -3,26 +3,36 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from midus_hf.look.page import TableOfWords, table_of
+from midus_hf.look.pictures import Panel, grid
 from midus_hf.look.watched_models import (
     HostedMemory,
-    MemoryPlace,
-    bare_model,
-    check_hosted,
     decoder_of,
+    depth_heads,
     evaluating,
     held_hooks,
     hosted_memories,
-    named,
+    lacking,
 )
 from midus_hf.memory.protocols import AttendsToDepth
 from midus_hf.memory.routing.token_places import token_places
 from midus_hf.ops.depth.op import joint_shares
 from midus_hf.ops.dispatch.private_torch import is_in_backward
+
+HOW_TO_READ = (
+    "A head reads keys of the sequence and slots of the depth. The share of a key or slot is the weight that the head multiplies its "
+    "value with, the gate included, averaged over tokens. Shares tell what is read, and not what is added: a slot whose value is "
+    "short, or that the output projection leaves out, adds little. In pictures, 2a is what attention of layer 2 wrote, and 2f what "
+    "was projected from the input of its feed-forward network."
+)
+# Number of slots per layer that the table names.
+_MOST_SLOTS = 3
 
 
 class ReadSlot(NamedTuple):
@@ -40,103 +50,109 @@ class ReadSlot(NamedTuple):
         return f"{self.layer} {self.source}"
 
 
-@dataclass(frozen=True)
-class DepthReader(HostedMemory):
-    """A layer that reads the depth, with its memory. The other fields are described in `HostedMemory`.
+class DepthReading:
+    """Shares of attention in one layer, added up over tokens.
 
     Args:
+        layer: Index of the decoder layer.
         slots: Slots that the layer reads, from the oldest to the newest.
         num_heads: H, the number of query heads.
     """
 
-    slots: tuple[ReadSlot, ...]
-    num_heads: int
+    def __init__(self, layer: int, slots: tuple[ReadSlot, ...], num_heads: int):
+        self.layer, self.slots = layer, slots
+        # Gate c of each head in the latest pass, `[H]`; 1 for a memory without gates.
+        self.gates = torch.ones(num_heads, dtype=torch.float64)
+        # Number of tokens that were read, and the sums over them: of each slot, `[H, m]`, and of the sequence, `[H]`, float64.
+        self._tokens = torch.zeros((), dtype=torch.float64)
+        self._slot_sums = torch.zeros(num_heads, len(slots), dtype=torch.float64)
+        self._sequence_sums = torch.zeros(num_heads, dtype=torch.float64)
 
+    def add(
+        self, slots: torch.Tensor, sequence: torch.Tensor, gates: torch.Tensor | None, real: torch.Tensor | None
+    ) -> None:
+        """Add the tokens of a pass.
 
-def readers_of_depth(
-    model: nn.Module, memory: str | None = None, layers: Sequence[int] | None = None
-) -> list[DepthReader]:
-    """Return the layers of a model that read the depth, in the order of layers.
-
-    Args:
-        model: A causal language model whose decoder has `layers`. It may be compiled, or wrapped by accelerate or PEFT.
-        memory: Name of the memory that reads the depth. Default: memories of all names.
-        layers: Indices of the decoder layers to return. Default: all layers that read the depth.
-
-    Raises:
-        ValueError: If no memory reads the depth or has the name, if one of `layers` does not read the depth, or if a memory is
-            offloaded.
-    """
-    num_heads = bare_model(model).config.get_text_config().num_attention_heads
-    readers = [
-        DepthReader(**vars(hosted), slots=_slots_of(depth), num_heads=num_heads)
-        for hosted in hosted_memories(model, AttendsToDepth)
-        if (depth := getattr(hosted.block, "depth", None)) is not None and depth.slots and depth.name == hosted.name
-    ]
-    check_hosted(model, readers, "no memory that reads the depth; expected one upscaled with method 'moda'")
-    readers = named(readers, memory)
-    if layers is None:
-        return readers
-    by_layer = {reader.layer: reader for reader in readers}
-    for layer in layers:
-        if layer not in by_layer:
-            raise ValueError(f"layer is {layer}; expected one that reads the depth: {', '.join(map(str, by_layer))}.")
-    return [reader for reader in readers if reader.layer in layers]
-
-
-def _slots_of(depth: Any) -> tuple[ReadSlot, ...]:
-    return tuple(ReadSlot(depth.layers[slot.writer], slot.source) for slot in depth.options.slots_read(depth.index))
-
-
-class DepthCall(NamedTuple):
-    """One call of a memory that attends to the sequence and the depth.
-
-    Args:
-        memory: The memory module that is called.
-        query: Queries, `[B, H, T, d]`.
-        kwargs: Keyword arguments of the call.
-        real: `[B, T]`, false for padding; None if no token is padding.
-    """
-
-    memory: Any
-    query: torch.Tensor
-    kwargs: Mapping[str, Any]
-    real: torch.Tensor | None
-
-    def shares(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the share of each slot, `[B, H, T, n]`, and the share of the sequence, `[B, H, T]`, as `joint_shares` does."""
-        sequence, gate = self.kwargs["sequence"], self.memory.gate
-        return joint_shares(
-            *(self.query, self.kwargs["keys"], sequence.log_sum(), sequence.scaling, sequence.softcap),
-            *(None if gate is None else gate[:, None], self.memory.is_added),
+        Args:
+            slots: Share of each slot, `[B, H, T, m]`.
+            sequence: Share of the sequence, `[B, H, T]`.
+            gates: Gate of each head, `[H]`; None for a memory without gates.
+            real: `[B, T]`, false for padding; None if no token is padding.
+        """
+        real = (
+            slots.new_ones(slots.shape[0], slots.shape[2], dtype=torch.bool) if real is None else real.to(slots.device)
         )
+        padding = ~real[:, None]
+        self._tokens = self._tokens.to(slots.device) + real.sum()
+        self._slot_sums = self._slot_sums.to(slots.device) + slots.double().masked_fill(padding[..., None], 0).sum(
+            (0, 2)
+        )
+        self._sequence_sums = self._sequence_sums.to(slots.device) + sequence.double().masked_fill(padding, 0).sum(
+            (0, 2)
+        )
+        if gates is not None:
+            self.gates = gates.double()
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that were read."""
+        return int(self._tokens)
+
+    @property
+    def shares(self) -> torch.Tensor:
+        """Share of each slot by head, the mean over tokens, `[H, m]`, float64: the weight that its value is multiplied with."""
+        return (self._slot_sums / self._tokens).cpu()
+
+    @property
+    def sequence_shares(self) -> torch.Tensor:
+        """Share of the sequence by head, the mean over tokens, `[H]`, float64."""
+        return (self._sequence_sums / self._tokens).cpu()
+
+
+def _readers(model: nn.Module) -> list[tuple[HostedMemory, tuple[ReadSlot, ...]]]:
+    """Return the memories that read the depth in some layer, in the order of layers, with the slots that they read."""
+    readers = []
+    for hosted in hosted_memories(model, AttendsToDepth):
+        depth = depth_heads(hosted.block)
+        if depth is not None and depth.slots and depth.memory == hosted.name:
+            slots = depth.options.slots_read(depth.index)
+            readers.append((hosted, tuple(ReadSlot(depth.layers[slot.writer], slot.source) for slot in slots)))
+    if not readers:
+        raise lacking(model, "reads the depth")
+    return readers
+
+
+# A function that is called with an attention to the depth: the shares of slots `[B, H, T, m]` and of the sequence `[B, H, T]`, the
+# memory's module, the arguments of its call by name, and `[B, T]`, false for padding, or None.
+_Watcher = Callable[[torch.Tensor, torch.Tensor, Any, Mapping[str, Any], torch.Tensor | None], None]
 
 
 @contextlib.contextmanager
-def watch_depth(
-    model: nn.Module, memory: str | None, watcher: Callable[[DepthReader, DepthCall], None]
-) -> Iterator[None]:
-    """Call a function after each attention to the depth, without gradients, while the context is open."""
+def _watch_depth(model: nn.Module, watchers: Sequence[tuple[HostedMemory, _Watcher]]) -> Iterator[None]:
+    """Call functions after each attention of their memory to the depth, without gradients, while the context is open."""
     real: list[torch.Tensor | None] = [None]
 
     def before(decoder: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         real[0] = _real_tokens(arguments, kwargs)
 
-    def behind_of(reader: DepthReader) -> Callable[..., None]:
-        def behind(memory: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if "sequence" not in kwargs or not arguments[0].numel() or is_in_backward():
-                return
-            with torch.no_grad():
-                watcher(reader, DepthCall(memory, arguments[0], kwargs, real[0]))
+    @torch.no_grad()
+    def behind(
+        watcher: _Watcher, memory: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if "sequence" not in kwargs or not arguments[0].numel() or is_in_backward():
+            return
+        sequence, gate = kwargs["sequence"], memory.gate
+        shares = joint_shares(
+            *(arguments[0], kwargs["keys"], sequence.log_sum(), sequence.scaling, sequence.softcap),
+            *(None if gate is None else gate[:, None], memory.is_added),
+        )
+        watcher(*shares, memory, kwargs, real[0])
 
-        return behind
-
-    readers = readers_of_depth(model, memory)
     with held_hooks() as hold:
         hold(decoder_of(model).register_forward_pre_hook(before, with_kwargs=True))
-        for reader in readers:
-            for module in reader.modules:
-                hold(module.register_forward_hook(behind_of(reader), with_kwargs=True))
+        for hosted, watcher in watchers:
+            for module in hosted.modules:
+                hold(module.register_forward_hook(partial(behind, watcher), with_kwargs=True))
         yield
 
 
@@ -150,53 +166,8 @@ def _real_tokens(arguments: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch
     return token_places(mask, None, tokens.shape[1], may_hold_documents=False).real
 
 
-class DepthSums:
-    """Sums over tokens of the shares of some heads of one layer, float64."""
-
-    def __init__(self, reader: DepthReader, heads: Sequence[int]):
-        self.reader, self.heads = reader, tuple(heads)
-        self.tokens = torch.zeros((), dtype=torch.float64)
-        self.shares = torch.zeros(len(self.heads), len(reader.slots), dtype=torch.float64)  # [heads, m]
-        self.of_sequence = torch.zeros(len(self.heads), dtype=torch.float64)
-        self.gates = torch.ones(len(self.heads), dtype=torch.float64)  # c, in the latest pass
-
-    def add(self, call: DepthCall) -> None:
-        """Add the tokens of a pass to the sums."""
-        shares, of_sequence = call.shares()
-        real, gate = call.real, call.memory.gate
-        device = shares.device
-        heads = torch.tensor(self.heads, device=device)
-        of_slots, of_sequence = (part.index_select(1, heads).double() for part in (shares, of_sequence))
-        if real is not None:
-            padding = ~real.to(device)[:, None]
-            of_slots, of_sequence = of_slots.masked_fill(padding[..., None], 0), of_sequence.masked_fill(padding, 0)
-        num_tokens = shares.shape[0] * shares.shape[2] if real is None else real.sum().to(device)
-        self.tokens = self.tokens.to(device) + num_tokens
-        self.shares = self.shares.to(device) + of_slots.sum((0, 2))
-        self.of_sequence = self.of_sequence.to(device) + of_sequence.sum((0, 2))
-        if gate is not None:
-            self.gates = gate.index_select(0, heads).double()
-
-
-class DepthRecords:
-    """Sums that were recorded, per place of a memory.
-
-    Args:
-        sums: Sums of each recorded layer, by the place of its memory.
-    """
-
-    def __init__(self, sums: Mapping[MemoryPlace, DepthSums]):
-        self.sums = dict(sums)
-
-
 @contextlib.contextmanager
-def record_depth(
-    model: nn.Module,
-    memory: str | None = None,
-    *,
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
-) -> Iterator[DepthRecords]:
+def record_depth(model: nn.Module) -> Iterator[list[DepthReading]]:
     """Record, while the context is open, how each head divides its attention between the sequence and the slots of the depth.
 
     A share is the weight that `joint_attention` multiplies a value with, including the gate. Shares are computed beside the
@@ -204,157 +175,28 @@ def record_depth(
     grow with the text. Compiled models run uncompiled while the context is open.
 
     Args:
-        model: A model as in `readers_of_depth`. It has additional hooks while the context is open.
-        memory: Name of the memory that reads the depth. Default: memories of all names.
-        layers: Indices of the layers to record. Default: all layers that read the depth.
-        heads: Indices of the heads to record. Default: all heads.
+        model: A causal language model whose decoder has `layers`. It may be compiled, or wrapped by accelerate or PEFT. It has
+            additional hooks while the context is open.
+
+    Yields:
+        A reading per layer that reads the depth, in the order of layers.
 
     Raises:
-        ValueError: For the reasons of `readers_of_depth`; if a head does not exist.
+        ValueError: If no memory reads the depth, or if a memory is offloaded.
     """
-    readers = readers_of_depth(model, memory, layers)
-    for reader in readers:
-        for head in heads or ():
-            _check_head(reader, head)
-    sums = {reader.place: DepthSums(reader, range(reader.num_heads) if heads is None else heads) for reader in readers}
+    readings, watchers = [], []
+    for hosted, slots in _readers(model):
+        reading = DepthReading(hosted.layer, slots, decoder_of(model).config.num_attention_heads)
+        readings.append(reading)
 
-    def add(reader: DepthReader, call: DepthCall) -> None:
-        if reader.place in sums:
-            sums[reader.place].add(call)
+        def add(
+            shares: Any, sequence: Any, memory: Any, kwargs: Any, real: Any, reading: DepthReading = reading
+        ) -> None:
+            reading.add(shares, sequence, memory.gate, real)
 
-    with watch_depth(model, memory, add):
-        yield DepthRecords(sums)
-
-
-def _check_head(reader: DepthReader, head: int) -> None:
-    """Check that a layer has a head."""
-    if not 0 <= head < reader.num_heads:
-        raise ValueError(
-            f"head is {head}; expected one from 0 to {reader.num_heads - 1}, those of layer {reader.layer}."
-        )
-
-
-@dataclass(frozen=True)
-class DepthReading:
-    """Shares of attention in one layer, averaged over tokens.
-
-    Args:
-        layer: Index of the decoder layer.
-        memory: Name of the memory.
-        tokens: Number of tokens that were read.
-        heads: Indices of the heads.
-        gates: Gate c of each head; 1 for a memory without gates.
-        slots: Slots that the layer reads.
-        shares: For each head, the share of each slot: the weight that its value is multiplied with.
-        sequence_shares: For each head, the share of the sequence.
-    """
-
-    layer: int
-    memory: str
-    tokens: int
-    heads: tuple[int, ...]
-    gates: list[float]
-    slots: tuple[ReadSlot, ...]
-    shares: list[list[float]]
-    sequence_shares: list[float]
-
-    @property
-    def depth_shares(self) -> list[float]:
-        """Share of the depth per head: the sum over slots."""
-        return [sum(of_head) for of_head in self.shares]
-
-    @property
-    def mean_depth_share(self) -> float:
-        """Share of the depth, averaged over heads."""
-        return _mean(self.depth_shares)
-
-    @property
-    def mean_sequence_share(self) -> float:
-        """Share of the sequence, averaged over heads."""
-        return _mean(self.sequence_shares)
-
-    @property
-    def most_depth(self) -> tuple[int, float]:
-        """Index of the head that reads most of the depth, and its share of the depth."""
-        most = max(range(len(self.heads)), key=lambda index: self.depth_shares[index])
-        return self.heads[most], self.depth_shares[most]
-
-    @property
-    def mean_shares(self) -> list[float]:
-        """Share of each slot, averaged over heads."""
-        return [_mean([of_head[index] for of_head in self.shares]) for index in range(len(self.slots))]
-
-    def share_of(self, slot: ReadSlot) -> float | None:
-        """Return the share of a slot, averaged over heads; None if the layer does not read the slot."""
-        return self.mean_shares[self.slots.index(slot)] if slot in self.slots else None
-
-    def share_of_source(self, source: str) -> float:
-        """Return the share of all slots of one source together, averaged over heads."""
-        return sum(share for slot, share in zip(self.slots, self.mean_shares, strict=True) if slot.source == source)
-
-
-@dataclass(frozen=True)
-class WriterReading:
-    """Shares that layers give to one slot.
-
-    Args:
-        slot: Slot that the layers read.
-        readers: Number of layers that may read the slot.
-        mean_share: Share of the slot, averaged over these layers and their heads.
-        most_layer: Index of the layer that reads most of the slot.
-        most_share: Share of the slot in that layer, averaged over heads.
-    """
-
-    slot: ReadSlot
-    readers: int
-    mean_share: float
-    most_layer: int
-    most_share: float
-
-
-def depth_readings(records: DepthRecords) -> list[DepthReading]:
-    """Return the shares of each recorded layer.
-
-    Args:
-        records: Records that `record_depth` has taken.
-
-    Raises:
-        ValueError: If a recorded layer has read no token.
-    """
-    readings = []
-    for memory_place, sums in records.sums.items():
-        tokens = int(sums.tokens.item())
-        if not tokens:
-            raise ValueError(
-                f"layer {memory_place} has read no token; expected a forward pass. Run the model in the context of record_depth."
-            )
-        readings.append(
-            DepthReading(
-                *(memory_place.layer, memory_place.name, tokens, sums.heads, sums.gates.tolist(), sums.reader.slots),
-                shares=(sums.shares / sums.tokens).tolist(),
-                sequence_shares=(sums.of_sequence / sums.tokens).tolist(),
-            )
-        )
-    return readings
-
-
-def writers(readings: Sequence[DepthReading]) -> list[WriterReading]:
-    """Return the shares that layers give to each slot, the most read slots first.
-
-    Args:
-        readings: Readings of one memory.
-    """
-    slot_readings = []
-    for slot in dict.fromkeys(slot for reading in readings for slot in reading.slots):
-        shares = {reading.layer: reading.share_of(slot) for reading in readings}
-        read = {layer: share for layer, share in shares.items() if share is not None}
-        most = max(read, key=lambda layer: read[layer])
-        slot_readings.append(WriterReading(slot, len(read), _mean(list(read.values())), most, read[most]))
-    return sorted(slot_readings, key=lambda writer: -writer.mean_share)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+        watchers.append((hosted, add))
+    with _watch_depth(model, watchers):
+        yield readings
 
 
 @dataclass(frozen=True)
@@ -376,30 +218,96 @@ class DepthMap:
     slots: tuple[ReadSlot, ...]
 
 
-def depth_map(model: Any, tokens: torch.Tensor, layer: int, head: int, memory: str | None = None) -> DepthMap:
-    """Let a model read a text, and return the shares that one head gives to keys and slots.
+def depth_map(model: Any, tokens: torch.Tensor, layer: int, head: int) -> DepthMap:
+    """Let a model read a text, and return the shares that one head gives to keys and slots (MoDA, figure 5).
 
     Args:
-        model: A model as in `readers_of_depth`. It is in eval mode while it reads.
+        model: A model as in `record_depth`. It is in eval mode while it reads.
         tokens: Token ids of the text, `[T]`.
         layer: Index of the decoder layer.
         head: Index of the head.
-        memory: Name of the memory that reads the depth. Default: memories of all names.
 
     Raises:
-        ValueError: For the reasons of `readers_of_depth`; if the head does not exist; if the model's attention does not say what
+        ValueError: If the layer does not read the depth, or the head does not exist; if the model's attention does not say what
             its masks are.
     """
-    (of_layer,) = readers_of_depth(model, memory, [layer])
-    _check_head(of_layer, head)
+    readers = {hosted.layer: (hosted, slots) for hosted, slots in _readers(model)}
+    if layer not in readers:
+        raise ValueError(f"layer is {layer}; expected one that reads the depth: {', '.join(map(str, readers))}.")
+    num_heads = decoder_of(model).config.num_attention_heads
+    if not 0 <= head < num_heads:
+        raise ValueError(f"head is {head}; expected one from 0 to {num_heads - 1}, those of layer {layer}.")
+    hosted, slots = readers[layer]
     maps: list[DepthMap] = []
 
-    def keep(reader: DepthReader, call: DepthCall) -> None:
-        if reader.place == of_layer.place:
-            of_slots, of_sequence = (part[0, head].double() for part in call.shares())  # [T, m] and [T]
-            sequence = call.kwargs["sequence"].shares(head)[0].double() * of_sequence[:, None]
-            maps.append(DepthMap(layer, head, sequence.cpu(), of_slots.cpu(), reader.slots))
+    def keep(shares: Any, sequence: Any, memory: Any, kwargs: Any, real: Any) -> None:
+        keys = kwargs["sequence"].shares(head)[0].double() * sequence[0, head].double()[:, None]
+        maps.append(DepthMap(layer, head, keys.cpu(), shares[0, head].double().cpu(), slots))
 
-    with evaluating(model), watch_depth(model, memory, keep):
+    with evaluating(model), _watch_depth(model, [(hosted, keep)]):
         model(input_ids=tokens[None].to(model.device), use_cache=False)
     return maps[0]
+
+
+def depth_rows(readings: Sequence[DepthReading]) -> list[dict[str, Any]]:
+    """Return a row per layer: its gates and shares by head, and by head and slot."""
+    return [
+        {
+            "layer": reading.layer,
+            "tokens": reading.tokens,
+            "gates": reading.gates.tolist(),
+            "depth_shares": reading.shares.sum(1).tolist(),
+            "sequence_shares": reading.sequence_shares.tolist(),
+            "slots": [slot._asdict() for slot in reading.slots],
+            "shares": reading.shares.tolist(),
+        }
+        for reading in readings
+    ]
+
+
+def depth_table(readings: Sequence[DepthReading]) -> TableOfWords:
+    """Return a table of what each layer reads of the depth and of the sequence, and of the slots that it reads most."""
+    rows = []
+    for reading in readings:
+        shares = reading.shares.mean(0)
+        best = [(shares[index].item(), reading.slots[index]) for index in shares.argsort(descending=True, stable=True)]
+        rows.append(
+            {
+                "layer": reading.layer,
+                "depth": shares.sum().item(),
+                "largest": reading.shares.sum(1).max().item(),
+                "head": int(reading.shares.sum(1).argmax()),
+                "sequence": reading.sequence_shares.mean().item(),
+                "least": reading.gates.min().item(),
+                "greatest": reading.gates.max().item(),
+                "most": ", ".join(f"{slot} {share:.1%}" for share, slot in best[:_MOST_SLOTS] if share) or "nothing",
+            }
+        )
+    columns = {"layer": "{layer}", "depth": "{depth:.1%}", "largest (head)": "{largest:.1%} ({head})"}
+    columns |= {"sequence": "{sequence:.1%}", "gate": "{least:.3g} to {greatest:.3g}", "reads most": "{most}"}
+    return table_of("Shares of the depth and of the sequence, the mean over tokens and heads", rows, columns)
+
+
+def depth_panels(readings: Sequence[DepthReading], head: DepthMap | None = None) -> dict[str, Panel]:
+    """Return a map of what layers read of earlier layers, averaged over heads, or the map of one head.
+
+    Args:
+        readings: Readings of `record_depth`.
+        head: Map of one head, as `depth_map` returns it. Default: none.
+    """
+    if head is not None:
+        numbers = [str(token) for token in range(len(head.sequence))]
+        names = [*numbers, *(f"{slot.layer}{slot.source[0]}" for slot in head.slots)]
+        rows = (
+            torch.cat([head.sequence, head.depth], 1).sqrt().tolist()
+        )  # so that small shares of many keys can be seen
+        title = f"Layer {head.layer}, head {head.head}: roots of the shares"
+        return {title: grid(rows, "keys | slots", "query", columns=names, lines=numbers, boundary=len(numbers))}
+    slots = sorted({slot for reading in readings for slot in reading.slots})
+    rows = []
+    for reading in readings:
+        shares = dict(zip(reading.slots, reading.shares.mean(0).tolist(), strict=True))
+        rows.append([shares.get(slot, float("nan")) for slot in slots])
+    names = [f"{slot.layer}{slot.source[0]}" for slot in slots]
+    layers = [str(reading.layer) for reading in readings]
+    return {"Share of attention": grid(rows, "written by layer", "read by layer", columns=names, lines=layers)}

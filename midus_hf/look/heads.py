@@ -1,10 +1,6 @@
-"""Importance of attention heads for the answers of a task (MIDUS, equation 20; Bansal et al. 2023).
+"""Importance of attention heads for the answers of a task (MIDUS, equation 20 and figure 4; Bansal et al. 2023)."""
 
-The results are also a table, JSON, and a picture as in figure 4 of MIDUS.
-"""
-
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from midus_hf.look.page import TableOfWords
-from midus_hf.look.pictures import new_figure
+from midus_hf.look.page import TableOfWords, table_of
+from midus_hf.look.pictures import Panel, curves, grid
 from midus_hf.look.watched_models import held_hooks
 from midus_hf.models.parts import decoder_of
 
@@ -55,14 +51,6 @@ class HeadImportance:
     answers: int
     loss: float
 
-    def variances(self, absolute: bool = True) -> torch.Tensor:
-        """Return the variance over the heads of each layer, `[L]` (figure 4c).
-
-        Args:
-            absolute: Whether to use `absolute` instead of `signed`. Default: True.
-        """
-        return (self.absolute if absolute else self.signed).var(dim=1, correction=0)
-
 
 def head_importance(
     model: PreTrainedModel, answers: Iterable[Answer], progress: Callable[[], Any] | None = None
@@ -91,7 +79,7 @@ def head_importance(
     tokens = torch.zeros(len(projections), 1, dtype=torch.float64)
     count, total = 0, 0.0
     inputs: list[torch.Tensor] = []
-    with _frozen(model), held_hooks() as hold:
+    with held_hooks() as hold:
         for projection in projections.values():
             hold(projection.register_forward_pre_hook(lambda module, arguments: inputs.append(arguments[0])))
         for answer in answers:
@@ -138,19 +126,6 @@ def _output_projections(model: PreTrainedModel) -> dict[int, nn.Module]:
     return projections
 
 
-@contextlib.contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """Freeze all weights while the context is open."""
-    training = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in training:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in training:
-            parameter.requires_grad_(True)
-
-
 def _base_layers(model: PreTrainedModel, layers: list[int]) -> list[int]:
     plan = (getattr(model.config, "upscale", None) or {}).get("plan") or []
     of_base = {index: entry["base"] for index, entry in enumerate(plan) if "base" in entry}
@@ -189,11 +164,7 @@ def task_answers(
 def _right_answer(name: str, task: Any, document: Any) -> str:
     """Return the right answer of a question, with the delimiter in front that separates a prompt from its answer."""
     target = task.doc_to_target(document)
-    if task.OUTPUT_TYPE == "multiple_choice":
-        if not isinstance(target, int) or target < 0:
-            raise ValueError(
-                f"task {name!r} has a question whose right choice is {target!r}; expected the index of a choice."
-            )
+    if task.OUTPUT_TYPE == "multiple_choice" and isinstance(target, int) and target >= 0:
         target = task.doc_to_choice(document)[target]
     if isinstance(target, list) and target:
         target = target[0]
@@ -202,63 +173,51 @@ def _right_answer(name: str, task: Any, document: Any) -> str:
     return f"{task.config.target_delimiter}{target}"
 
 
-def layers_table(name: str, importance: HeadImportance, absolute: bool) -> TableOfWords:
-    """Return a table with a row per layer: mean and variance over its heads, and the head that matters most."""
-    scores, variances = _form(importance, absolute), importance.variances(absolute)
+def heads_rows(model: str, importance: HeadImportance, signed: bool = False) -> list[dict[str, Any]]:
+    """Return a row per layer: the importance of each head, its mean and variance over heads (figure 4c), and the head that matters
+    most.
+
+    Args:
+        model: Name of the model.
+        importance: Importance of its heads.
+        signed: Whether to use `signed` instead of `absolute`. Default: False.
+    """
     rows = []
-    for row, layer in enumerate(importance.layers):
-        best = int(scores[row].argmax())
-        cells = [f"{scores[row].mean():.4g}", f"{variances[row]:.4g}", str(best), f"{scores[row, best]:.4g}"]
-        rows.append([str(layer), str(importance.base_layers[row]), *cells])
-    title = f"{name}: {importance.answers:,} answers, {importance.loss:.3f} nats each"
-    return TableOfWords(title, ["layer", "of the base", "mean", "variance", "head", "its importance"], rows)
+    scores = importance.signed if signed else importance.absolute
+    for layer, base_layer, heads in zip(importance.layers, importance.base_layers, scores, strict=True):
+        best = int(heads.argmax())
+        measures = {"mean": heads.mean().item(), "variance": heads.var(correction=0).item(), "most": best}
+        place = {"model": model, "layer": layer, "base_layer": base_layer}
+        rows.append({**place, **measures, "largest": heads[best].item(), "importance": heads.tolist()})
+    return rows
 
 
-def as_json(importances: Mapping[str, HeadImportance]) -> list[dict[str, Any]]:
-    """Return all numbers, for other programs, by the models' names."""
-    return [
-        {
-            "model": name,
-            "answers": one.answers,
-            "loss": one.loss,
-            "layers": one.layers,
-            "base_layers": one.base_layers,
-            "signed": one.signed.tolist(),
-            "absolute": one.absolute.tolist(),
-            "variance_signed": one.variances(False).tolist(),
-            "variance_absolute": one.variances(True).tolist(),
-        }
-        for name, one in importances.items()
-    ]
+def heads_table(title: str, rows: Sequence[Mapping[str, Any]]) -> TableOfWords:
+    """Return a table of rows of `heads_rows`."""
+    columns = {"layer": "{layer}", "of the base": "{base_layer}", "mean": "{mean:.4g}", "variance": "{variance:.4g}"}
+    return table_of(title, rows, {**columns, "head": "{most}", "its importance": "{largest:.4g}"})
 
 
-def draw_heads(importances: Mapping[str, HeadImportance], absolute: bool) -> Any:
-    """Return a figure with a map of heads by layers per model, on one scale, and the variances of layers. Needs matplotlib.
+def heads_panels(models: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Panel]:
+    """Return a map of heads by layers per model, on one scale, and the variances of layers, from rows by the models' names.
 
     Layers are numbered as in the base, so that models can be compared side by side.
     """
-    maps = {name: _form(one, absolute) for name, one in importances.items()}
-    low = min(float(scores.min()) for scores in maps.values())
-    high = max(float(scores.max()) for scores in maps.values())
-    tallest = max(len(one.layers) for one in importances.values())
-    figure = new_figure(4.2 * (len(maps) + 1), 1.5 + 0.2 * tallest)
-    all_axes = figure.subplots(1, len(maps) + 1)
-    image: Any = None
-    for axes, (name, scores) in zip(all_axes, maps.items(), strict=False):
-        layers = importances[name].base_layers
-        image = axes.imshow(scores.numpy(), aspect="auto", vmin=low, vmax=high, origin="lower", cmap="viridis")
-        axes.set_title(name, fontsize=9)
-        axes.set_xlabel("head")
-        axes.set_ylabel("layer of the base")
-        axes.set_yticks(range(0, len(layers), max(1, len(layers) // 10)), layers[:: max(1, len(layers) // 10)])
-    figure.colorbar(image, ax=list(all_axes[:-1]), label="importance")
-    for name, one in importances.items():
-        all_axes[-1].plot(one.base_layers, one.variances(absolute).numpy(), marker=".", label=name)
-    all_axes[-1].set_xlabel("layer of the base")
-    all_axes[-1].set_title("variance over heads", fontsize=9)
-    all_axes[-1].legend(fontsize=7)
-    return figure
-
-
-def _form(importance: HeadImportance, absolute: bool) -> Any:
-    return importance.absolute if absolute else importance.signed
+    every = [row for rows in models.values() for row in rows]
+    numbers = [str(head) for head in range(len(every[0]["importance"]))]
+    most = max(row["largest"] for row in every)
+    panels = {
+        name: grid(
+            [row["importance"] for row in rows],
+            "head",
+            "layer of the base",
+            columns=numbers,
+            lines=[str(row["base_layer"]) for row in rows],
+            most=most,
+        )
+        for name, rows in models.items()
+    }
+    variances = {
+        name: ([row["base_layer"] for row in rows], [row["variance"] for row in rows]) for name, rows in models.items()
+    }
+    return {**panels, "variance over heads": curves(variances, "layer of the base", "variance")}

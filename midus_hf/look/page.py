@@ -1,4 +1,4 @@
-"""Answers to questions about a model: tables of text, pages of HTML that need no other file, and the files that answers fill."""
+"""Answers to questions about a model: rows of numbers as tables, JSON and CSV, and pages of HTML that need no other file."""
 
 import base64
 import csv
@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from midus_hf.look.pictures import as_png, save_figures
+from midus_hf.look.pictures import Panel, as_png, draw_panels
 
 # Endings of files that an answer can be written to.
 FILE_SUFFIXES = (".html", ".png", ".pdf", ".csv", ".json")
 # Endings of files that have pictures, for which matplotlib is needed.
 DRAWN_SUFFIXES = (".html", ".png", ".pdf")
+
+# A row of an answer: values by name. Numbers are as they were measured; None is unknown.
+Row = Mapping[str, Any]
 
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{{ title }}</title>
@@ -24,7 +27,7 @@ table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: a
 th, td { padding: .3rem .6rem; border-bottom: 1px solid #d8dbe0; text-align: right; vertical-align: top; }
 th:first-child, td:first-child { text-align: left; }
 img { max-width: 100%; }
-.passage { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid #d8dbe0; padding-left: .8rem; }
+p { white-space: pre-wrap; overflow-wrap: anywhere; }
 </style>
 <h1>{{ title }}</h1>
 {% for section in sections %}
@@ -34,7 +37,7 @@ img { max-width: 100%; }
 {% for paragraph in section.paragraphs %}
 <p>{{ paragraph }}</p>
 {% endfor %}
-{% for table in section.tables %}
+{% for table in section.tables if table.rows %}
 <h3>{{ table.title }}</h3>
 <table><tr>{% for cell in table.head %}<th>{{ cell }}</th>{% endfor %}</tr>
 {%- for row in table.rows %}
@@ -46,18 +49,6 @@ img { max-width: 100%; }
 {% for title, picture in section.pictures.items() %}
 <h3>{{ title }}</h3>
 <img alt="{{ title }}" src="data:image/png;base64,{{ picture | base64 }}">
-{% endfor %}
-{% for title, tokens in section.passages.items() %}
-<h3>{{ title }}</h3>
-<p class="passage">
-{%- for token in tokens -%}
-{%- if token.hint -%}
-<span style="background: rgba(214, 39, 40, {{ '%.2f' % token.strength }})" title="{{ token.hint }}">{{ token.text }}</span>
-{%- else -%}
-{{ token.text }}
-{%- endif -%}
-{%- endfor -%}
-</p>
 {% endfor %}
 {% endfor %}
 </html>
@@ -78,51 +69,26 @@ class TableOfWords(NamedTuple):
     rows: list[list[str]]
 
 
-def with_error(value: str, error: float | None, form: str = "{:.5f}") -> str:
-    """Return a number's text with its standard error, which `form` formats; the text alone if the error is None."""
-    return value if error is None else f"{value} ± {form.format(error)}"
-
-
-def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return the text of a CSV file: the headings, then a line per row."""
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(head)
-    writer.writerows(rows)
-    return stream.getvalue()
-
-
-class ColouredToken(NamedTuple):
-    """A token of a passage.
-
-    Args:
-        text: Text of the token.
-        strength: Strength of the colour, from 0 to 1. Default: 0.
-        hint: Text that appears when the reader points at the token. A token without a hint has no colour. Default: empty.
-    """
-
-    text: str
-    strength: float = 0.0
-    hint: str = ""
+def table_of(title: str, rows: Iterable[Row], columns: Mapping[str, str]) -> TableOfWords:
+    """Return a table of rows, whose columns are formats of a row by heading, such as `{"largest share": "{largest:.2%}"}`."""
+    return TableOfWords(title, list(columns), [[form.format(**row) for form in columns.values()] for row in rows])
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a page: paragraphs, tables, pictures and passages, in this order.
+    """A section of a page: paragraphs, tables and pictures, in this order.
 
     Args:
         heading: Heading of the section. Default: none.
         paragraphs: Paragraphs of plain text. Default: none.
-        tables: Tables, each under its title. Default: none.
+        tables: Tables, each under its title. Tables without rows are left out. Default: none.
         pictures: Pictures as PNG, by their titles. Default: none.
-        passages: Passages of coloured tokens, by their titles. Default: none.
     """
 
     heading: str = ""
     paragraphs: Iterable[str] = ()
     tables: Iterable[TableOfWords] = ()
     pictures: Mapping[str, bytes] = field(default_factory=dict)
-    passages: Mapping[str, Sequence[ColouredToken]] = field(default_factory=dict)
 
 
 def write_page(path: Path, title: str, sections: Sequence[Section]) -> None:
@@ -131,8 +97,7 @@ def write_page(path: Path, title: str, sections: Sequence[Section]) -> None:
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
     environment.filters["base64"] = lambda picture: base64.b64encode(picture).decode()
-    written = environment.from_string(_PAGE).render(title=title, sections=sections)
-    path.write_text(written, encoding="utf-8")
+    path.write_text(environment.from_string(_PAGE).render(title=title, sections=sections), encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -144,11 +109,9 @@ class Answer:
         summary: One sentence on what was read or compared.
         report: All numbers, as JSON holds them.
         tables: Tables of the answer. Tables without rows are not shown.
-        terminal_tables: Shorter tables for a terminal. Default: `tables`.
-        paragraphs: Paragraphs of a page on how the numbers are to be understood. Default: none.
-        pictures: Functions that draw a matplotlib figure, by the figure's title. Default: none.
-        csv: Function that returns the text of a CSV file. Default: the answer has none.
-        passages: Passages of coloured tokens, by their titles. Default: none.
+        how_to_read: Paragraph of a page on how the numbers are to be understood. Default: none.
+        panels: Panels of the answer's picture, by their titles. Default: the answer has no picture.
+        details: Function that returns the rows of a CSV file. Default: the answer has none.
         sections: Answers of which this answer consists; each is a section of the page. Default: none.
     """
 
@@ -156,48 +119,46 @@ class Answer:
     summary: str
     report: dict[str, Any]
     tables: Sequence[TableOfWords]
-    terminal_tables: Sequence[TableOfWords] | None = None
-    paragraphs: Sequence[str] = ()
-    pictures: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-    csv: Callable[[], str] | None = None
-    passages: Mapping[str, Sequence[ColouredToken]] = field(default_factory=dict)
+    how_to_read: str = ""
+    panels: Mapping[str, Panel] = field(default_factory=dict)
+    details: Callable[[], Iterable[Row]] | None = None
     sections: "Sequence[Answer]" = ()
 
-    @property
-    def shown(self) -> Sequence[TableOfWords]:
-        """Tables for a terminal."""
-        return self.tables if self.terminal_tables is None else self.terminal_tables
-
     def write(self, path: Path) -> None:
-        """Write the answer to a file, as the file's ending says: a page, pictures, a table of numbers, or JSON.
+        """Write the answer to a file, as the file's ending says: a page, a picture, a table of numbers, or JSON.
 
         Args:
             path: File to write; the ending is one of `FILE_SUFFIXES`. Pages and pictures need matplotlib.
 
         Raises:
-            ValueError: If the answer has no pictures, or no CSV, and the file is to hold them.
+            ValueError: If the answer has no picture, or no CSV, and the file is to hold it.
         """
         if path.suffix == ".json":
             path.write_text(json.dumps(self.report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        elif path.suffix == ".csv":
-            if self.csv is None:
-                raise self._lacks("no CSV", path)
-            path.write_text(self.csv(), encoding="utf-8")
         elif path.suffix == ".html":
-            joined = [Section(paragraphs=[self.summary]), *(answer._section(answer.title) for answer in self.sections)]
-            write_page(path, self.title, joined if self.sections else [self._section()])
+            first = [Section(paragraphs=[self.summary])] if self.sections else []
+            write_page(path, self.title, [*first, *(answer._section() for answer in self.sections or [self])])
+        elif path.suffix == ".csv" and self.details is not None:
+            path.write_text(csv_text(self.details()), encoding="utf-8")
+        elif path.suffix != ".csv" and self.panels:
+            draw_panels(self.panels).savefig(path, bbox_inches="tight")
         else:
-            drawers = [draw for answer in (self, *self.sections) for draw in answer.pictures.values()]
-            if not drawers:
-                raise self._lacks("no picture", path)
-            save_figures(path, [draw() for draw in drawers])
+            lack = "CSV" if path.suffix == ".csv" else "picture"
+            raise ValueError(
+                f"output is {str(path)!r}, and this answer has no {lack}; expected a file ending in .html or .json."
+            )
 
-    def _section(self, heading: str = "") -> Section:
-        drawn = {title: as_png(draw()) for title, draw in self.pictures.items()}
-        tables = [table for table in self.tables if table.rows]
-        return Section(heading, [self.summary, *self.paragraphs], tables, drawn, self.passages)
+    def _section(self) -> Section:
+        picture = {"Picture": as_png(draw_panels(self.panels))} if self.panels else {}
+        return Section(self.title, filter(None, [self.summary, self.how_to_read]), self.tables, picture)
 
-    def _lacks(self, what: str, path: Path) -> ValueError:
-        return ValueError(
-            f"output is {str(path)!r}, and this answer has {what}; expected a file ending in .html or .json."
-        )
+
+def csv_text(rows: Iterable[Row]) -> str:
+    """Return the text of a CSV file: a line of names, then a line per row; all rows have the names of the first."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    for number, row in enumerate(rows):
+        if number == 0:
+            writer.writerow(row)
+        writer.writerow(row.values())
+    return stream.getvalue()

@@ -3,16 +3,26 @@
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from midus_hf.config.memory_entries import NO_MEMORIES, Memories
-from midus_hf.look.chapters import one_memory, zero_chapters
-from midus_hf.look.watched_models import bare_model, decoder_of, held_hooks, innermost
-from midus_hf.memory.protocols import AttendsToDepth
+from midus_hf.look.watched_models import (
+    bare_model,
+    decoder_of,
+    depth_heads,
+    held_hooks,
+    hosted_memories,
+    innermost,
+    lacking,
+)
+from midus_hf.memory.protocols import AttendsToDepth, ReadsChapters
 
-Kind = Literal["block", "layer", "memory", "depth", "chapter", "base"]
+# Names of the tensors of a bank of chapters that have one row per memory token.
+_BANK_ROWS = ("bank", "bank_integers", "bank_scales")
 
 
 @dataclass(frozen=True)
@@ -20,52 +30,26 @@ class Part:
     """A part of a model that can be switched off.
 
     Args:
+        name: Name of the part in tables.
         kind: `block`: a layer that was inserted for a memory; `layer`: an inserted layer of the family's own kind; `memory`: a
-            memory that is attached to layers; `depth`: the reading of the depth by a layer's heads; `chapter`: a chapter of a
-            memory, in all layers that read it; `base`: a layer of the base.
+            memory that is attached to layers; `depth`: the reading of the depth by a layer's heads; `bank`: a memory in all layers
+            that share a bank; `chapter`: a chapter of a memory, in all layers that read it; `all`: all added parts together.
         layers: Indices of the decoder layers.
         memory: Name of the attached memory; empty for layers. Default: empty.
-        bank: Number of the bank, if the part is a bank that several layers share. Default: None.
         chapter: Number of the chapter, if the part is one. Default: None.
     """
 
-    kind: Kind
+    name: str
+    kind: str
     layers: tuple[int, ...]
     memory: str = ""
-    bank: int | None = None
     chapter: int | None = None
 
-    def __str__(self) -> str:
-        which = ", ".join(map(str, self.layers))
-        if self.bank is not None:
-            return f"{self.memory} bank {self.bank} (layers {which})"
-        if self.chapter is not None:
-            return f"{self.memory} chapter {self.chapter}"
-        if self.kind == "base":
-            return f"layer {which} of the base"
-        return f"{self.memory or self.kind} {which}"
 
-
-@dataclass(frozen=True)
-class AddedParts:
-    """Parts that were added to a base, and the layers of the base.
-
-    Args:
-        parts: Added parts one by one, in the order of layers.
-        banks: For each bank that several layers read, one part with all these layers. `parts` has the layers one by one as well.
-        base: Layers of the base.
-        whole_base: Whether the model has all layers of its base, in their order. If so, and if the base's weights are unchanged,
-            the model without all added parts computes the same as the base.
-    """
-
-    parts: tuple[Part, ...]
-    banks: tuple[Part, ...]
-    base: tuple[Part, ...]
-    whole_base: bool
-
-
-def added_parts(model: nn.Module) -> AddedParts:
+def added_parts(model: nn.Module) -> list[Part]:
     """Return the parts that the last upscaling added to a model, or all memories if the config has no record of an upscaling.
+
+    Parts are listed one by one in the order of layers, then banks that several layers share, whose layers are listed as well.
 
     Args:
         model: A causal language model whose decoder has `layers`. It may be compiled, or wrapped by accelerate or PEFT.
@@ -73,66 +57,59 @@ def added_parts(model: nn.Module) -> AddedParts:
     Raises:
         ValueError: If nothing was added.
     """
-    blocks = list(enumerate(decoder_of(model).layers))
     config = bare_model(model).config.get_text_config()
     memories: Memories = config.memories() if hasattr(config, "memories") else NO_MEMORIES
     record = getattr(config, "upscale", None) or {}
     inserted = set(record.get("new_layers", memories.inserted))
     names = set(record.get("new_memories", () if record else memories.attached))
     parts: list[Part] = []
-    for layer, block in blocks:
+    for layer, block in enumerate(decoder_of(model).layers):
         if layer in inserted:
-            parts.append(Part("block" if layer in memories.inserted else "layer", (layer,)))
+            kind = "block" if layer in memories.inserted else "layer"
+            parts.append(Part(f"{kind} {layer}", kind, (layer,)))
         for name in getattr(block, "sites", {}):
-            if name in names and (kind := _kind_attached(block, name)) is not None:
-                parts.append(Part(kind, (layer,), name))
+            depth = depth_heads(block)
+            reads_depth = depth is not None and depth.memory == name
+            if name in names and not (
+                depth is not None and reads_depth and not depth.slots
+            ):  # which only writes for later layers
+                parts.append(Part(f"{name} {layer}", "depth" if reads_depth else "memory", (layer,), name))
     if not parts:
         raise ValueError(
             f"this {config.model_type} model has no layer and no memory that was added to a base; expected one made by upscale."
         )
-    banks = [
-        Part("memory", tables.layers, name, number)
-        for name in memories.attached
-        if name in names
-        for number, tables in enumerate(memories.tables(name))
-        if len(tables.layers) > 1
-    ]
-    base = tuple(Part("base", (layer,)) for layer, _ in blocks if layer not in inserted)
-    return AddedParts(tuple(parts), tuple(banks), base, _has_whole_base(record))
+    for name in filter(names.__contains__, memories.attached):
+        for number, tables in enumerate(memories.tables(name)):
+            if len(tables.layers) > 1:
+                which = f"{name} bank {number} (layers {', '.join(map(str, tables.layers))})"
+                parts.append(Part(which, "bank", tables.layers, name))
+    return parts
 
 
-def chapter_parts(model: nn.Module, chapters: Sequence[int] | None = None, memory: str | None = None) -> list[Part]:
-    """Return chapters of one memory as parts that can be switched off one by one.
+def has_whole_base(model: nn.Module) -> bool:
+    """Return whether a model has all layers of its base, in their order.
 
-    Args:
-        model: A causal language model with chapters.
-        chapters: Numbers of the chapters. Default: all chapters.
-        memory: Name of the memory, if the model has several memories of chapters. Default: the only one.
+    If so, and if the base's weights are unchanged, the model without all added parts computes the same as the base.
+    """
+    record = getattr(bare_model(model).config.get_text_config(), "upscale", None) or {}
+    kept = [entry["base"] for entry in record.get("plan") or () if "base" in entry]
+    return not kept or kept == list(range((record.get("base_config") or {}).get("num_hidden_layers", len(kept))))
+
+
+def chapter_parts(model: nn.Module) -> list[Part]:
+    """Return the chapters of all memories of a model as parts that can be switched off one by one.
 
     Raises:
-        ValueError: If the model has no chapters, or several memories to choose from, or no memory of that name.
+        ValueError: If the model has no chapters.
     """
-    hosts = one_memory(model, memory)
-    numbers = range(hosts[0].module.num_chapters) if chapters is None else chapters
-    layers = tuple(hosted.layer for hosted in hosts)
-    return [Part("chapter", layers, hosts[0].name, chapter=number) for number in numbers]
-
-
-def _kind_attached(block: Any, name: str) -> Kind | None:
-    """Return the kind of part that a memory is in a layer; None if the memory only writes for later layers there."""
-    depth = getattr(block, "depth", None)
-    if depth is None or depth.name != name:
-        return "memory"
-    return "depth" if depth.slots else None
-
-
-def _has_whole_base(record: dict[str, Any]) -> bool:
-    plan = record.get("plan")
-    if not plan:
-        return True
-    kept = [entry["base"] for entry in plan if "base" in entry]
-    expected = (record.get("base_config") or {}).get("num_hidden_layers", len(kept))
-    return kept == list(range(expected))
+    hosts = hosted_memories(model, ReadsChapters)
+    if not hosts:
+        raise lacking(model, "reads chapters")
+    parts = []
+    for name, count in {hosted.name: hosted.module.num_chapters for hosted in hosts}.items():
+        layers = tuple(hosted.layer for hosted in hosts if hosted.name == name)
+        parts += [Part(f"{name} chapter {number}", "chapter", layers, name, number) for number in range(count)]
+    return parts
 
 
 @contextlib.contextmanager
@@ -156,7 +133,7 @@ def switched_off(model: nn.Module, parts: Iterable[Part]) -> Iterator[None]:
                 passed_by.enter_context(zero_chapters(model, [part.chapter], memory=part.memory))
                 continue
             for layer in part.layers:
-                if part.kind == "memory":
+                if part.kind in ("memory", "bank"):
                     passed_by.enter_context(_passed_by(blocks[layer], part.memory))
                 elif part.kind == "depth":
                     for module in innermost(blocks[layer].memories[part.memory], AttendsToDepth):
@@ -185,7 +162,74 @@ def _residual_alone(layer: Any, arguments: tuple[Any, ...], kwargs: dict[str, An
 
 def _sequence_alone(memory: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Return the output of heads that read the sequence alone. The output of a call that writes a slot is unchanged."""
-    if "sequence" not in kwargs:
-        return output
-    read, weights = kwargs["sequence"].alone()
-    return read, weights
+    return kwargs["sequence"].alone() if "sequence" in kwargs else output
+
+
+@contextlib.contextmanager
+def zero_chapters(model: nn.Module, chapters: Sequence[int], *, memory: str | None = None) -> Iterator[None]:
+    """Set the rows of chapters to zero while the context is open. Afterwards the rows are restored, bit for bit.
+
+    Routers still open the chapters, and attention still gives them a share, so a measurement shows what their contents do.
+
+    Args:
+        model: A causal language model with chapters. It may be compiled, or wrapped by accelerate or PEFT. Its parameters must
+            not be trained while the context is open.
+        chapters: Numbers of the chapters.
+        memory: Name of the memory, if the model has several memories of chapters. Default: the only one.
+
+    Raises:
+        ValueError: If the model has no chapters or several memories to choose from; if the memory or a chapter does not exist;
+            if parameters are offloaded, sharded, or in use by `kept_values`.
+    """
+    banks, rows = _rows_of(model, chapters, memory)
+    before = [bank.detach()[rows.to(bank.device)].clone() for bank in banks]
+    try:
+        with torch.no_grad():
+            for bank in banks:
+                bank[rows.to(bank.device)] = 0
+        yield
+    finally:
+        with torch.no_grad():
+            for bank, values in zip(banks, before, strict=True):
+                bank[rows.to(bank.device)] = values
+
+
+def _rows_of(model: nn.Module, chapters: Sequence[int], memory: str | None) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return the tensors of a memory's banks with a row per memory token, and the indices of the chapters' rows.
+
+    The tensors are parameters, or buffers if they hold integers.
+    """
+    hosts = hosted_memories(model, ReadsChapters)
+    if not hosts:
+        raise lacking(model, "reads chapters")
+    names = {hosted.name: hosted.module.options for hosted in hosts}
+    name = next(iter(names)) if memory is None and len(names) == 1 else memory
+    if name not in names:
+        raise ValueError(f"memory is {memory!r}; expected one of: {', '.join(names)}.")
+    options = names[name]
+    for number in chapters:
+        if not 0 <= number < options.chapters:
+            raise ValueError(f"chapter is {number}; expected a number from 0 to {options.chapters - 1}.")
+    if any(
+        getattr(module, "kept", None) is not None and not module.kept.is_empty
+        for hosted in hosts
+        for module in hosted.modules
+    ):
+        raise ValueError(
+            f"kept_values keeps what memory {name!r} derives from its bank; expected to be outside of it. Open kept_values within."
+        )
+    # The memory's module, the model's tables that its layers share, and copies of both that PEFT has made.
+    holders = [module for path, module in decoder_of(model).named_modules() if name in path.split(".")]
+    banks = [
+        tensor
+        for module in holders
+        for row in _BANK_ROWS
+        if (tensor := {**module._parameters, **module._buffers}.get(row)) is not None
+    ]
+    num_rows = options.chapters * options.chapter_tokens
+    if any(bank.device.type == "meta" or isinstance(bank, DTensor) or len(bank) != num_rows for bank in banks):
+        raise ValueError(
+            f"a bank of memory {name!r} is offloaded or sharded; expected it whole, on a device. Load the model in one process."
+        )
+    rows = torch.tensor(list(chapters))[:, None] * options.chapter_tokens + torch.arange(options.chapter_tokens)
+    return banks, rows.flatten()

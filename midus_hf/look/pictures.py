@@ -1,26 +1,21 @@
-"""Tools for pictures of models, trees and comparisons. All functions need matplotlib."""
+"""Pictures of models and comparisons: panels of curves, bars and maps. All functions need matplotlib."""
 
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 # Suffixes of files that a picture may be drawn into.
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
+# A function that draws on matplotlib's axes, on which the panel's title stands already.
+Panel = Callable[[Any], None]
 
-# Arguments of `imshow` for maps of numbers, which fill the axes with one patch per number.
-HEAT = {"aspect": "auto", "interpolation": "nearest"}
 
-
-def new_figure(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> Any:
-    """Return an empty figure, with width and height in inches. Without a `layout` it has matplotlib's default margins."""
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty figure, with width and height in inches."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), dpi=120, layout=layout)
+    return Figure(figsize=(width, height), dpi=120, layout="constrained")
 
 
 def as_png(figure: Any, tight: bool = True) -> bytes:
@@ -30,49 +25,73 @@ def as_png(figure: Any, tight: bool = True) -> bytes:
     return stream.getvalue()
 
 
-def save_figures(path: Path, figures: Sequence[Any]) -> None:
-    """Write one figure or more to a file: as the pages of a `.pdf`, or one below another in a `.png`."""
-    if path.suffix == ".pdf":
-        from matplotlib.backends.backend_pdf import PdfPages
-
-        with PdfPages(path) as pages:
-            for figure in figures:
-                pages.savefig(figure, bbox_inches="tight")
-        return
-    from PIL import Image  # which matplotlib needs as well
-
-    pictures = [Image.open(io.BytesIO(as_png(figure))) for figure in figures]
-    joined = Image.new("RGB", (max(each.width for each in pictures), sum(each.height for each in pictures)), "white")
-    top = 0
-    for picture in pictures:
-        joined.paste(picture, (0, top))
-        top += picture.height
-    joined.save(path)
+def draw_panels(panels: Mapping[str, Panel], height: float = 3.6) -> Any:
+    """Return a figure of panels side by side, each under its title. The height is in inches."""
+    figure = new_figure(1 + 4 * len(panels), height)
+    for axes, (title, draw) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        axes.set_title(title, fontsize=9)
+        axes.tick_params(labelsize=7)
+        draw(axes)
+    return figure
 
 
-def label_some(ticks: Callable[..., Any], names: Sequence[str], most: int = 16) -> None:
-    """Label an axis with names of positions 0, 1, 2 and so on, or with `most` names, evenly spread, if there are more.
+def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str, **axis: Any) -> Panel:
+    """Return a panel of curves, each the values of x and of y by its name; `axis` are properties of the axes."""
 
-    `ticks` is the method `set_xticks` or `set_yticks` of the axes.
-    """
-    step = math.ceil(len(names) / most)
-    ticks(range(0, len(names), step), names[::step], fontsize="small")
+    def draw(axes: Any) -> None:
+        for name, (xs, ys) in lines.items():
+            axes.plot(xs, ys, linewidth=1.5, marker="." if len(xs) < 40 else "", label=name)
+        axes.set(xlabel=x, ylabel=y, **axis)
+        axes.legend(frameon=False, fontsize=7, ncols=1 + len(lines) // 8)
+        axes.grid(alpha=0.25)
+
+    return draw
 
 
-def draw_curves(axes: Any, curves: "Mapping[str, torch.Tensor]", styles: Sequence[Mapping[str, Any]]) -> None:
-    """Draw curves of how often things are used, most used first, in multiples of the mean.
+def bars(lengths: Mapping[str, tuple[float, float]], x: str) -> Panel:
+    """Return a panel of horizontal bars, each a length and its standard error by its name, the first on top."""
+
+    def draw(axes: Any) -> None:
+        values, errors = zip(*lengths.values(), strict=True)
+        axes.barh(list(lengths), values, xerr=errors, color="#c44e52", ecolor="#333333")
+        axes.axvline(0, color="#333333", linewidth=0.8)
+        axes.invert_yaxis()
+        axes.set_xlabel(x)
+
+    return draw
+
+
+def grid(
+    rows: Sequence[Sequence[float]],
+    x: str,
+    y: str,
+    *,
+    columns: Sequence[str],
+    lines: Sequence[str],
+    most: float | None = None,
+    boundary: float | None = None,
+) -> Panel:
+    """Return a panel with a coloured field per number.
 
     Args:
-        axes: Axes to draw on.
-        curves: Curves `[N]` in multiples of the mean, descending, by their names in the legend.
-        styles: Style of each curve's line, as keyword arguments of `plot`.
+        rows: Numbers, a row per line. NaN has no colour.
+        x: What columns stand for.
+        y: What lines stand for.
+        columns: Names of the columns.
+        lines: Names of the lines.
+        most: Number of the lightest colour; the darkest is 0. Default: colours range from the least number to the greatest.
+        boundary: Column in front of which a dashed line is drawn. Default: no line.
     """
-    for (label, curve), style in zip(curves.items(), styles, strict=True):
-        ranks = [rank / len(curve) for rank in range(1, len(curve) + 1)]
-        axes.plot(ranks, curve.tolist(), linewidth=1.5, label=label, **style)
-    axes.axhline(1, color="#888888", linewidth=1, linestyle="--", label="all alike")
-    axes.set_yscale("symlog", linthresh=0.1)
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_formatter("{x:.0%}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
+
+    def draw(axes: Any) -> None:
+        least = None if most is None else 0
+        image = axes.imshow(rows, aspect="auto", interpolation="nearest", vmin=least, vmax=most)
+        axes.figure.colorbar(image, ax=axes)
+        for ticks, names in ((axes.set_xticks, columns), (axes.set_yticks, lines)):
+            step = math.ceil(len(names) / 16)
+            ticks(range(0, len(names), step), names[::step])
+        if boundary is not None:
+            axes.axvline(boundary - 0.5, color="#d62728", linestyle="--", linewidth=1)
+        axes.set(xlabel=x, ylabel=y)
+
+    return draw

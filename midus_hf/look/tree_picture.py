@@ -32,7 +32,7 @@ def draw_tree(
     """
     from matplotlib import colormaps
 
-    figure = new_figure(10, 1.2 + 0.8 * levels, layout=None)
+    figure = new_figure(10, 1.2 + 0.8 * levels)
     axes = figure.subplots()
     colours = colormaps["turbo"]
     hues = (branching if labels is None else len(label_names)) - 1
@@ -72,7 +72,6 @@ def draw_tree(
     )
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    figure.tight_layout()
     figure.savefig(path)
 
 

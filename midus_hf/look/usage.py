@@ -1,23 +1,20 @@
-"""Usage of slots and chapters: how often a model's memories retrieve each slot, and how often tokens open each chapter."""
+"""Usage: how often memories retrieve each slot, how often tokens open each chapter, and how often texts fetch each block."""
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from midus_hf.config.plugins import load_offered
-from midus_hf.look.chapters import memories_of_chapters
-from midus_hf.look.watched_models import MemoryPlace, decoder_of, held_hooks, hosted_memories
-from midus_hf.memory.protocols import RetrievesSlots
-from midus_hf.memory.registry import MEMORY_MODULES
-from midus_hf.memory.routing.pooling import Routing
+from midus_hf.banks.block_reader import GENERIC
+from midus_hf.look.page import Row, TableOfWords, table_of
+from midus_hf.look.pictures import Panel, curves
+from midus_hf.look.watched_models import decoder_of, held_hooks, hosted_memories, lacking
+from midus_hf.memory.protocols import ReadsChapters, RetrievesSlots
 from midus_hf.ops.dispatch.private_torch import is_in_backward
-
-# A key under which retrievals are counted: a memory, or a level of a bank.
-Place = TypeVar("Place", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,29 +34,36 @@ class MemoryUsage:
 
 
 class Usage:
-    """Counts of retrieved slots.
+    """Counts of retrieved slots, opened chapters and fetched blocks.
 
     Args:
-        counts: Number of times that each head retrieved each slot, `[H, N]`, int64, per memory.
+        counts: How often each head retrieved each slot, `[H, N]`, int64, by the memory's layer and name, such as `3` or
+            `3 chapters`. Of chapters, how many tokens opened each routed chapter, `[1, N]`; of blocks, how many tokens were read
+            with each block, `[1, N]`, by the bank's name and level, such as `hier-ffn level 2`.
+        training_only: Whether to ignore what is read in eval mode. Default: False.
     """
 
-    def __init__(self, counts: dict[MemoryPlace, torch.Tensor]):
+    def __init__(self, counts: dict[str, torch.Tensor], training_only: bool = False):
         self.counts = counts
+        self._training_only = training_only
         self._paused = False
 
-    def count(self, memory_place: MemoryPlace, slots: torch.Tensor) -> None:
-        """Add retrievals to the counts, without waiting for the device.
+    def counts_in(self, module: nn.Module) -> bool:
+        """Return whether a pass through a module counts now. What activation checkpointing computes again does not."""
+        return not (is_in_backward() or self._paused) and (module.training or not self._training_only)
 
-        Args:
-            memory_place: Place of the memory that retrieved the slots.
-            slots: Retrieved slots, `[..., H, k]`, int64.
-        """
-        counts = self.counts[memory_place]
-        chosen = slots.flatten(0, -3).transpose(0, 1).flatten(1).to(counts.device)  # [H, S * k]
-        counts.scatter_add_(1, chosen, counts.new_ones(()).expand_as(chosen))
+    def count(self, place: str, slots: torch.Tensor) -> None:
+        """Add retrieved slots `[..., H, k]`, int64, to the counts, without waiting for the device."""
+        self.add(place, slots.flatten(0, -3).transpose(0, 1).flatten(1))  # [H, S * k]
 
-    def summary(self) -> dict[MemoryPlace, MemoryUsage]:
-        """Return the usage of each memory's slots."""
+    def add(self, place: str, chosen: torch.Tensor, times: torch.Tensor | None = None) -> None:
+        """Add what each head chose, `[H, S]`, to the counts, each choice once or as many `times`, `[H, S]`, int64."""
+        counts = self.counts[place]
+        added = counts.new_ones(()).expand_as(chosen) if times is None else times.to(counts.device)
+        counts.scatter_add_(1, chosen.to(counts.device), added)
+
+    def summary(self) -> dict[str, MemoryUsage]:
+        """Return the usage of each memory and of each level of a bank."""
         return summarise(self.counts)
 
     def reset(self) -> None:
@@ -77,12 +81,8 @@ class Usage:
             self._paused = before
 
 
-def summarise(counts: Mapping[Place, torch.Tensor]) -> dict[Place, MemoryUsage]:
-    """Return the usage per memory or level, from counts of retrieved slots, opened chapters or fetched blocks.
-
-    Args:
-        counts: Counts `[H, N]`, int64, per memory, or `[1, N]` per level of a bank.
-    """
+def summarise(counts: Mapping[Any, torch.Tensor]) -> dict[Any, MemoryUsage]:
+    """Return the usage per memory or level, from counts `[H, N]`, int64, of retrieved slots, opened chapters or fetched blocks."""
     return {key: _summarise_memory(of_memory) for key, of_memory in counts.items()}
 
 
@@ -102,133 +102,145 @@ def _summarise_memory(counts: torch.Tensor) -> MemoryUsage:
 
 @contextlib.contextmanager
 def record_usage(model: nn.Module, training_only: bool = False) -> Iterator[Usage]:
-    """Count, while the context is open, the slots that each memory of a model retrieves.
+    """Count, while the context is open, the slots that memories retrieve, the chapters that tokens open, and the fetched blocks.
 
-    Every token that a memory reads counts once, including padding; activation checkpointing does not count it again. Slots are
-    selected a second time for the count, so forward passes take longer. While the context is open, compiled models run
-    uncompiled, this one and all others: compiled code does not call hooks that were added after compilation.
+    Every token counts once; activation checkpointing does not count it again. Padding counts as retrieving slots alone. Shared
+    chapters, which every token reads, and the generic memory of a bank are left out. Slots and chapters are chosen a second time
+    for the count, so forward passes take longer. While the context is open, compiled models run uncompiled, this one and all
+    others: compiled code does not call hooks that were added after compilation.
 
     Args:
         model: A causal language model whose decoder has `layers`. It may be compiled, or wrapped by accelerate or PEFT. Its
             memory modules have an additional hook while the context is open; nothing else changes.
-        training_only: Whether to ignore what a memory reads in eval mode. Default: False.
+        training_only: Whether to ignore what is read in eval mode. Default: False.
 
     Raises:
-        ValueError: If the model has no memory that retrieves slots, or if the parameters of one are offloaded.
+        ValueError: If the model has nothing to count, or if the parameters of a memory are offloaded; within the context, if a
+            pass is called with `memory_blocks`, which does not name the blocks' nodes.
     """
-    others = ", ".join(uncounted_memories(model))
-    lack = (
-        f"no memory that retrieves slots{others and f', only memory of type {others}'}; "
-        f"expected an upscaled model with memory of one of the types: {', '.join(types_with_slots())}"
-    )
-    hosts = hosted_memories(model, RetrievesSlots, lack)
-    usage = Usage({hosted.place: _no_counts(hosted.module) for hosted in hosts})
+    usage = Usage({}, training_only)
+    decoder = decoder_of(model)
     with held_hooks() as hold:
-        for hosted in hosts:
+        for hosted in hosted_memories(model, RetrievesSlots, ReadsChapters):
+            has_slots = isinstance(hosted.module, RetrievesSlots)
+            shape = (
+                (hosted.module.num_heads, hosted.module.num_slots) if has_slots else (1, _num_routed(hosted.module))
+            )
+            device = next(hosted.module.parameters()).device
+            usage.counts[hosted.place] = torch.zeros(shape, dtype=torch.int64, device=device)
             for module in hosted.modules:
-                hold(module.register_forward_hook(_counter(usage, hosted.place, training_only)))
+                if has_slots:
+                    hold(module.register_forward_hook(partial(_count_slots, usage, hosted.place)))
+                else:
+                    hook = partial(_count_chapters, usage, hosted.place)
+                    hold(module.register_forward_pre_hook(hook, with_kwargs=True))
+        levels = {}
+        for name, layout in getattr(getattr(decoder, "own_banks", None), "layouts", {}).items():
+            for level in layout.levels:
+                levels[f"{name} level {level}"] = level
+                nodes = layout.blocks.nodes(level)
+                usage.counts[f"{name} level {level}"] = torch.zeros(1, nodes, dtype=torch.int64)
+        if levels:
+            hold(decoder.register_forward_hook(partial(_count_blocks, usage, levels), with_kwargs=True))
+        if not usage.counts:
+            raise lacking(model, "retrieves slots, reads chapters or fetches blocks")
         yield usage
 
 
-def uncounted_memories(model: nn.Module) -> dict[str, list[int]]:
-    """Return the layers with memories that retrieve no slots, by type of memory. `record_usage` counts nothing there."""
-    layers: dict[str, list[int]] = {}
-    for layer, block in enumerate(decoder_of(model).layers):
-        for module in block.modules():
-            memory_type = getattr(module, "memory_type", None)  # also of classes that a checkpoint carries
-            if isinstance(memory_type, str) and not isinstance(module, RetrievesSlots):
-                layers.setdefault(memory_type, []).append(layer)
-    return layers
+def _num_routed(memory: ReadsChapters) -> int:
+    return memory.num_chapters - memory.num_shared
 
 
-def types_with_slots() -> list[str]:
-    """Return the sorted names of registered types of memory that retrieve slots, including types from other packages."""
-    return _types_with("retrieve")
-
-
-def counted_types() -> list[str]:
-    """Return the sorted names of registered types of memory for which `midus look usage` counts slots, chapters or blocks."""
-    fetching = [name for name, module in MEMORY_MODULES.items() if "fetched" in module.context]
-    return sorted({*types_with_slots(), *_types_with("route"), *fetching})
-
-
-def _types_with(method: str) -> list[str]:
-    load_offered("midus_hf.memories", refuse=False)
-    return sorted(name for name, module in MEMORY_MODULES.items() if hasattr(module, method))
-
-
-def _no_counts(memory: Any) -> torch.Tensor:
-    """Return zeros `[H, N]`, int64, on the device of a memory."""
-    device = next(memory.parameters()).device
-    return torch.zeros(memory.num_heads, memory.num_slots, dtype=torch.int64, device=device)
-
-
-def _counter(
-    usage: Usage, memory_place: MemoryPlace, training_only: bool
-) -> Callable[[Any, tuple[torch.Tensor, ...], torch.Tensor], None]:
-    """Return a forward hook that counts the slots that a memory has retrieved.
+@torch.no_grad()
+def _count_slots(usage: Usage, place: str, memory: Any, arguments: tuple[Any, ...], output: Any) -> None:
+    """Count the slots that a memory has retrieved.
 
     The hook runs after the pass: if it retrieved before, without gradients, autocast would cache casts of the weights that have
     no gradient, and the pass would use them.
     """
-
-    def count(memory: Any, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        if not (is_in_backward() or usage._paused) and (memory.training or not training_only):
-            with torch.no_grad():
-                _, slots = memory.retrieve(arguments[0])
-                usage.count(memory_place, slots)
-
-    return count
-
-
-@contextlib.contextmanager
-def record_chapter_usage(model: nn.Module) -> Iterator[Usage]:
-    """Count, while the context is open, how many tokens open each routed chapter of each memory of chapters.
-
-    Padding is not counted. Shared chapters are left out, since every token reads them. Routing is computed a second time for the
-    count. While the context is open, compiled models run uncompiled, this one and all others.
-
-    Args:
-        model: A model as in `memories_of_chapters`. Its memories have an additional hook while the context is open.
-
-    Raises:
-        ValueError: For the reasons of `memories_of_chapters`.
-    """
-    hosts = memories_of_chapters(model)
-    usage = Usage(
-        {
-            hosted.place: torch.zeros(
-                1,
-                hosted.module.num_chapters - hosted.module.num_shared,
-                dtype=torch.int64,
-                device=next(hosted.memory.parameters()).device,
-            )
-            for hosted in hosts
-        }
-    )
-    with held_hooks() as hold:
-        for hosted in hosts:
-            for module in hosted.modules:
-                hook = _chapter_counter(usage.counts[hosted.place][0], hosted.module.num_shared)
-                hold(module.register_forward_pre_hook(hook, with_kwargs=True))
-        yield usage
-
-
-def _chapter_counter(counts: torch.Tensor, num_shared: int) -> Any:
-    """Return a pre-hook that counts opened chapters. It runs before the forward pass changes the state that routing reads."""
-
-    def count(memory: Any, arguments: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
-        routing = _routing_of(memory, arguments, kwargs)
-        if routing is not None:
-            tokens = routing.pooled.counts.to(torch.int64).unsqueeze(-1).expand_as(routing.chosen)  # [B, U, k]
-            counts.scatter_add_(0, (routing.chosen - num_shared).flatten().to(counts.device), tokens.flatten())
-
-    return count
+    if usage.counts_in(memory):
+        usage.count(place, memory.retrieve(arguments[0])[1])
 
 
 @torch.no_grad()
-def _routing_of(memory: Any, arguments: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> Routing | None:
-    """Return the routing of a memory's forward pass; None for a pass without tokens, or repeated by activation checkpointing."""
-    if is_in_backward() or not arguments[0].numel():
-        return None
-    return memory.route(arguments[0], **{name: kwargs.get(name) for name in ("tokens", "state", "prompt_mask")})
+def _count_chapters(usage: Usage, place: str, memory: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Count the chapters that tokens will open. The hook runs before the pass changes the state that routing reads."""
+    if not usage.counts_in(memory) or not arguments[0].numel():
+        return
+    routing = memory.route(arguments[0], **{name: kwargs.get(name) for name in ("tokens", "state", "prompt_mask")})
+    torch.clear_autocast_cache()  # of casts without a gradient, which the pass would use
+    tokens = routing.pooled.counts.to(torch.int64).unsqueeze(-1).expand_as(routing.chosen)  # [B, U, k]
+    usage.add(place, (routing.chosen - memory.num_shared).flatten()[None], tokens.flatten()[None])
+
+
+def _count_blocks(
+    usage: Usage,
+    levels: Mapping[str, int],
+    decoder: nn.Module,
+    arguments: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> None:
+    """Count the tokens of each row, but padding, for the blocks on the row's path."""
+    if kwargs.get("memory_blocks") is not None:
+        raise ValueError(
+            "memory_blocks is given, which does not name the blocks' nodes; expected memory_ids while usage is recorded."
+        )
+    paths = kwargs.get("memory_ids")
+    if paths is None or not usage.counts_in(decoder):
+        return
+    tokens = arguments[0] if arguments else kwargs.get("input_ids")
+    tokens = kwargs["inputs_embeds"] if tokens is None else tokens
+    rows, width = tokens.shape[:2]
+    mask, lengths = kwargs.get("attention_mask"), torch.full((rows,), width)
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        lengths = (mask[:, -width:] != 0).sum(-1).cpu()  # with a cache, the mask covers earlier passes too
+    paths = paths.cpu().long()
+    of_tree = paths[:, 0] != GENERIC
+    for place, level in levels.items():
+        usage.add(place, paths[of_tree, level - 1][None], lengths[of_tree][None])
+
+
+def usage_rows(counts: Mapping[str, Mapping[str, torch.Tensor]]) -> list[dict[str, Any]]:
+    """Return a row per text and memory, of counts by the text's name."""
+    return [
+        {"text": text, "memory": place, "slots": counts[text][place].shape[-1], **vars(usage)}
+        for text in counts
+        for place, usage in summarise(counts[text]).items()
+    ]
+
+
+def usage_table(rows: list[dict[str, Any]]) -> TableOfWords:
+    """Return a table of the rows of `usage_rows`."""
+    columns = {"text": "{text}", "layer or bank": "{memory}", "slots": "{slots:,}", "used": "{used:.1%}"}
+    shares = {"perplexity / N": "{perplexity:.1%}", "largest share": "{largest:.2%}"}
+    return table_of("Slots, chapters and blocks used", rows, {**columns, **shares})
+
+
+def every_count(counts: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[Row]:
+    """Yield a row per text, memory, head and slot, chapter or block, also for slots that were never used."""
+    for text, of_text in counts.items():
+        for place, of_memory in of_text.items():
+            for head, of_head in enumerate(of_memory.tolist()):
+                for number, count in enumerate(of_head):
+                    yield {"text": text, "memory": place, "head": head, "number": number, "count": count}
+
+
+def usage_panels(counts: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Panel]:
+    """Return a panel per text with a curve per memory: how often slots are used, in multiples of the mean, most used first."""
+    panels = {}
+    for text, of_text in counts.items():
+        lines = {}
+        for place, of_memory in of_text.items():
+            curve = usage_curve(of_memory)
+            lines[place] = ([rank / len(curve) for rank in range(1, len(curve) + 1)], curve)
+        x, y = "share of the slots, most used first", "uses, in multiples of the mean"
+        panels[text] = curves(lines, x, y, yscale="symlog")
+    return panels
+
+
+def usage_curve(counts: torch.Tensor) -> list[float]:
+    """Return how often the slots of a memory are used, in multiples of the mean, most used first, averaged over heads."""
+    wide = counts.double().cpu()
+    mean = wide.mean(-1, keepdim=True).clamp(min=1 / wide.shape[-1])
+    return (wide / mean).sort(-1, descending=True).values.mean(0).tolist()

@@ -1,54 +1,36 @@
-"""Tools to watch a model: memories by their place, hooks that are removed afterwards, and eval mode while a context is open."""
+"""Tools to watch a model: its memories by layer and name, hooks that are removed afterwards, and eval mode for a while."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from midus_hf.models import parts
+from midus_hf.models.depth_heads import DepthHeads
 
 
-class MemoryPlace(NamedTuple):
-    """Place of a memory in a model.
-
-    Args:
-        layer: Index of the decoder layer.
-        name: Name of the attached memory; empty if the layer was inserted for the memory. Default: empty.
-    """
-
-    layer: int
-    name: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.layer} {self.name}".rstrip()
-
-
-@dataclass(frozen=True)
-class HostedMemory:
+class HostedMemory(NamedTuple):
     """A memory with the layer that hosts it.
 
     Args:
         layer: Index of the decoder layer.
         name: Name of the attached memory; empty if the layer was inserted for the memory.
         block: The decoder layer.
-        memory: The memory as the layer calls it, which may be a wrapper of PEFT.
         modules: The memory itself, then all copies that PEFT has made, the newest last. A pass calls one of them.
     """
 
     layer: int
     name: str
     block: Any
-    memory: Any
     modules: tuple[Any, ...]
 
     @property
-    def place(self) -> MemoryPlace:
-        """Layer and name of the memory."""
-        return MemoryPlace(self.layer, self.name)
+    def place(self) -> str:
+        """Layer and name of the memory, such as `3 chapters`, or the layer alone of a memory with its own layer."""
+        return f"{self.layer} {self.name}".rstrip()
 
     @property
     def module(self) -> Any:
@@ -66,77 +48,50 @@ def decoder_of(model: nn.Module) -> Any:
     return parts.decoder_of(bare_model(model))
 
 
-def hosted_memories(
-    model: nn.Module, kind: type, lack: str | None = None, name: str | None = None, *, whole: bool = True
-) -> list[HostedMemory]:
-    """Return the memories of a model that are of a kind, in the order of layers.
+def hosted_memories(model: nn.Module, *kinds: type) -> list[HostedMemory]:
+    """Return the memories of a model that are of one of some kinds, in the order of layers.
 
     Args:
         model: A causal language model whose decoder has `layers`. It may be compiled, or wrapped by accelerate or PEFT.
-        kind: Protocol of `midus_hf.memory.protocols` that the memories implement.
-        lack: What a model without these memories has, for the error, as in `"no memory of chapters; expected one with it"`.
-            Default: no error, and nothing is checked.
-        name: Name of the memories. Default: memories of all names.
-        whole: Whether to refuse memories that are offloaded. Default: True.
+        *kinds: Protocols of `midus_hf.memory.protocols`, of which the memories implement one.
 
     Raises:
-        ValueError: If no memory is of the kind or has the name, or if a memory is offloaded and `whole` is true.
+        ValueError: If a parameter of such a memory is offloaded.
     """
-    hosts = [
-        HostedMemory(layer, own_name, block, memory, modules)
-        for layer, block in enumerate(decoder_of(model).layers)
-        for own_name, memory in _memories_of(block)
-        if (modules := innermost(memory, kind))
-    ]
-    if lack is not None:
-        check_hosted(model, hosts, lack, whole)
-    return named(hosts, name)
+    hosts = []
+    for layer, block in enumerate(decoder_of(model).layers):
+        own = {"": block.memory} if isinstance(getattr(block, "memory", None), nn.Module) else {}
+        for name, memory in {**own, **getattr(block, "memories", {})}.items():
+            modules = innermost(memory, *kinds)
+            if any(parameter.device.type == "meta" for module in modules for parameter in module.parameters()):
+                raise ValueError(
+                    f"the memory of layer {layer} is offloaded; expected its parameters on a device. Load the model whole."
+                )
+            if modules:
+                hosts.append(HostedMemory(layer, name, block, modules))
+    return hosts
 
 
-def _memories_of(block: Any) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(getattr(block, "memory", None), nn.Module):
-        yield "", block.memory
-    yield from getattr(block, "memories", {}).items()
+def depth_heads(block: Any) -> DepthHeads | None:
+    """Return a decoder layer's part in attention over the depth; None if it has none."""
+    return next((site for site in getattr(block, "stands", ()) if isinstance(site, DepthHeads)), None)
 
 
-def innermost(memory: nn.Module, kind: type) -> tuple[nn.Module, ...]:
-    """Return a memory of a kind, and all copies that PEFT has made, without PEFT's wrappers around them."""
-    matching = [module for module in memory.modules() if isinstance(module, kind)]
+def innermost(memory: nn.Module, *kinds: type) -> tuple[nn.Module, ...]:
+    """Return a memory of some kinds, and all copies that PEFT has made, without PEFT's wrappers around them."""
+    matching = [module for module in memory.modules() if isinstance(module, kinds)]
     return tuple(
         module
         for module in matching
-        if not any(isinstance(part, kind) for part in module.modules() if part is not module)
+        if not any(isinstance(part, kinds) for part in module.modules() if part is not module)
     )
 
 
-H = TypeVar("H", bound=HostedMemory)
-
-
-def check_hosted(model: nn.Module, hosts: Sequence[HostedMemory], lack: str, whole: bool = True) -> None:
-    """Refuse a model without memories of a kind, and memories that are offloaded, unless `whole` is false.
-
-    Raises:
-        ValueError: If there are no `hosts`; the message ends with `lack`. If a parameter of a memory is offloaded.
-    """
-    if not hosts:
-        raise ValueError(f"this {bare_model(model).config.model_type} model has {lack}.")
-    for hosted in hosts:
-        if whole and any(parameter.device.type == "meta" for parameter in hosted.memory.parameters()):
-            raise ValueError(
-                f"the memory of layer {hosted.layer} is offloaded; expected its parameters on a device. Load the model whole."
-            )
-
-
-def named(hosts: Sequence[H], name: str | None) -> list[H]:
-    """Return the memories that have a name, or all, if the name is None.
-
-    Raises:
-        ValueError: If no memory has the name.
-    """
-    names = dict.fromkeys(hosted.name for hosted in hosts)
-    if name is not None and name not in names:
-        raise ValueError(f"memory is {name!r}; expected one of: {', '.join(names)}.")
-    return [hosted for hosted in hosts if name in (None, hosted.name)]
+def lacking(model: nn.Module, what: str) -> ValueError:
+    """Return the error that a model has no memory that does something, such as `"reads chapters"`."""
+    return ValueError(
+        f"this {bare_model(model).config.model_type} model has no memory that {what}; expected one upscaled with such a memory."
+    )
 
 
 @contextlib.contextmanager

@@ -200,12 +200,7 @@ class UltraMem(MemoryModule):
 
     def _rows(self, slots: torch.Tensor, table_rows: int) -> torch.Tensor:
         """Return the rows of a stored table that virtual slots read."""
-        if self.options.num_virtual_slots == self.num_slots:
-            return self._table_rows(slots, table_rows)
-        return self._table_rows(self._shuffled(slots) % self.num_slots, table_rows)
-
-    def _table_rows(self, rows: torch.Tensor, table_rows: int) -> torch.Tensor:
-        """Convert rows counted within the layer's part of a table to rows of the stored table."""
+        rows = slots if self.options.num_virtual_slots == self.num_slots else self._shuffled(slots) % self.num_slots
         own = self.options.n**2
         first = self.options.sharing.first(self.index, table_rows // own) * own
         return (rows + first) % table_rows if first else rows

@@ -122,7 +122,10 @@ def test_a_wrong_request_is_told_in_one_line(run, config, tmp_path, how, words, 
             "domain.plants is 'absent', which does not exist; expected a file or a folder of text.",
         ),
         (["train.sequence_length=65"], "sequence_length is 65; the model was made for at most 64 tokens."),
-        (["retention.stars=SHORT"], "tokens to predict; expected at least sequence_length = 32, a window."),
+        (
+            ["retention.stars=SHORT"],
+            "tokens to predict; expected at least 32. Give more text, or a smaller sequence_length.",
+        ),
         (
             ["variants.hml.train.sequence_length=16"],
             "of hml is 16; expected the same, since all variants are measured alike.",

@@ -21,7 +21,7 @@ from topics.trees import random_tree
 from training.tiny_run import document, letter_tokenizer, tiny_tokenizer
 
 from midus_hf.config.wording import install_extra
-from midus_hf.look.usage import counted_types, record_usage
+from midus_hf.look.usage import record_usage
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.tree_files import TreeOrigin
 from upscalers.runs.upscale import upscale
@@ -113,7 +113,7 @@ def test_usage_is_a_row_per_layer_and_files(run, room, tmp_path):
     done = run("usage", room.trained, *room.text, "--sequence-length", 32, *outputs(*files))
     rows = [line.split() for line in done.out.splitlines() if line.strip().startswith("words ")]
     assert [int(row[1]) for row in rows] == [1, 4]
-    assert "read words (60 tokens, loss " in done.out
+    assert "read words (59 tokens, loss " in done.out
     picture, pdf, page, table, report = (file.read_bytes() for file in files)
     assert picture.startswith(b"\x89PNG") and pdf.startswith(b"%PDF-") and b"data:image/png;base64," in page
     assert table.count(b"\n") == 1 + 2 * HEADS * 16 and json.loads(report)["model"] == str(room.trained)
@@ -126,8 +126,9 @@ def test_usage_counts_the_tokens_that_were_read(run, room, tmp_path):
     ids = torch.tensor([[int(word[1:]) for word in text.read_text().split()]])
     with record_usage(model) as usage, torch.no_grad():
         model(ids[:, :-1])
-    for layer, expected in usage.summary().items():
-        assert report["texts"]["short.txt"]["layers"][str(layer)] == pytest.approx(vars(expected))
+    expected = [{"memory": place, **vars(of_memory)} for place, of_memory in usage.summary().items()]
+    for row, of_memory in zip(report["rows"], expected, strict=True):
+        assert {key: row[key] for key in of_memory} == pytest.approx(of_memory)
     limited = run("usage", room.trained, "--text", text, "--sequence-length", 20, "--max-tokens", 40, "--json")
     assert json.loads(limited.out)["texts"]["short.txt"]["tokens"] == 40
 
@@ -145,25 +146,18 @@ def test_bars_are_for_terminals(is_terminal, run, room, library_bars, monkeypatc
     assert ("Loading weights" in run("usage", room.trained, *room.text, "--json").err) == is_terminal
 
 
-def test_memories_without_slots_are_named_beside_those_that_are_counted(run, room, tmp_path):
+def test_slots_and_chapters_of_one_model_are_counted_together(run, room, tmp_path):
     upscale(base=room.made, method="moc", output=tmp_path / "both", options=METHODS["moc"], verify=False)
-    upscale(base=tmp_path / "both", method="moda", output=tmp_path / "all", options={"layers": [3, 5]}, verify=False)
-    done = run("usage", tmp_path / "all", *room.text, "--json")
-    report = json.loads(done.out)
-    layers = report["texts"]["words"]["layers"]
-    assert list(layers) == ["0 chapters", "1", "2 chapters", "4"] and report["not_counted"] == {
-        "depth-attention": [3, 5]
-    }
-    assert "not counted: memory of type depth-attention in layers 3, 5, which has no slots" in done.err
-    for layer in (layers["0 chapters"], layers["2 chapters"]):
-        assert 2 / 5 <= layer["used"] <= 1 and 1 / 5 <= layer["largest"] <= 1 / 2 < 2 / 5 + layer["perplexity"]
+    rows = json.loads(run("usage", tmp_path / "both", *room.text, "--json").out)["rows"]
+    assert [row["memory"] for row in rows] == ["0 chapters", "1", "2 chapters", "4"]
+    for row in rows[::2]:
+        assert 2 / 5 <= row["used"] <= 1 and 1 / 5 <= row["largest"] <= 1 / 2 < 2 / 5 + row["perplexity"]
 
 
 def test_usage_of_chapters_is_counted_per_routed_chapter(run, room, tmp_path):
     table = tmp_path / "chapters.csv"
     report = json.loads(run("usage", room.chapters, *room.kinds, "--output", table, "--json").out)
-    assert set(report) == {"model", "texts", "not_counted"} and report["not_counted"] == {}
-    assert set(report["texts"]["a"]["layers"]) == {f"{layer} chapters" for layer in LAYERS}
+    assert [row["memory"] for row in report["rows"]] == [f"{layer} chapters" for layer in LAYERS] * len(READ)
     rows = list(csv.DictReader(table.read_text().splitlines()))
     assert len(rows) == len(LAYERS) * 2 * (CHAPTERS - SHARED)
     for kind, read in READ.items():
@@ -171,47 +165,26 @@ def test_usage_of_chapters_is_counted_per_routed_chapter(run, room, tmp_path):
         assert opened == set(read) - {0}
 
 
-def test_blocks_that_the_paths_of_documents_name_are_counted_without_reading_them(run, bank, tmp_path, monkeypatch):
+def test_blocks_that_the_paths_of_documents_name_are_counted(run, bank, tmp_path):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("midus_hf.look.text_rows._row_sums", None)
     files = [tmp_path / f"blocks.{kind}" for kind in ("png", "csv")]
-    texts = ["--text", f"a={bank.texts}", "--text", f"b={bank.texts}"]
-    words = ["usage", bank.model, *texts, "--retriever", bank.tree, "--sequence-length", 8]
-    report = json.loads(run(*words, "--json", *outputs(*files)).out)
-    told = report["texts"]
-    assert told["a"] == told["b"] and told["a"]["documents"] == 6
-    assert told["a"]["layers"] == {} and report["not_counted"] == {}
-    levels = told["a"]["blocks"]["hier-ffn"]["levels"]
+    words = ["usage", bank.model, "--text", f"a={bank.texts}", "--sequence-length", 8]
+    report = json.loads(run(*words, "--retriever", bank.tree, "--json", *outputs(*files)).out)
+    assert report["texts"]["a"]["documents"] == 6
+    assert [(row["memory"], row["slots"]) for row in report["rows"]] == [
+        ("hier-ffn level 1", 3),
+        ("hier-ffn level 2", 9),
+    ]
+    counted = list(csv.DictReader(files[1].read_text().splitlines()))
     paths = MemoryRetriever.load(bank.tree).paths(bank.documents).tolist()
     for level in (1, 2):
-        expected: dict[str, int] = {}
+        expected = [0] * 3**level
         for text, path in zip(bank.documents, paths, strict=True):
-            count = len(text.split())
-            read = count - (count % 8 == 1)  # a row of one token predicts nothing
-            expected[str(path[level - 1])] = expected.get(str(path[level - 1]), 0) + read
-        assert levels[str(level)]["tokens"] == expected
-    assert levels["2"]["never_fetched"] == 9 - len(levels["2"]["tokens"])
-    assert files[0].read_bytes().startswith(b"\x89PNG") and files[1].read_text().count("\n") == 1 + 2 * 12
-    printed = run(*words).out
-    assert "Blocks fetched" in printed and "never fetched" in printed and "Slots retrieved" not in printed
-
-
-def test_slots_and_blocks_of_one_model_are_counted_together(run, bank, tmp_path):
-    upscale(
-        base=bank.model,
-        method="midus-pkm",
-        output=tmp_path,
-        options=METHODS["midus-pkm"],
-        verify=False,
-        overwrite=True,
-    )
-    words = ["usage", tmp_path, *bank.text, "--sequence-length", 20, "--json"]
-    report = json.loads(run(*words, "--retriever", bank.tree).out)
-    read = report["texts"]["six.jsonl"]
-    assert len(read["layers"]) == 2 and read["blocks"]["hier-ffn"] and report["not_counted"] == {}
-    done = run(*words)
-    report = json.loads(done.out)
-    assert report["texts"]["six.jsonl"]["blocks"] == {} and list(report["not_counted"]) == ["hier-ffn"]
+            expected[path[level - 1]] += len(text.split()) - 1  # the last token is not read
+        assert [int(row["count"]) for row in counted if row["memory"] == f"hier-ffn level {level}"] == expected
+    assert files[0].read_bytes().startswith(b"\x89PNG")
+    done = run(*words, "--json")
+    assert [row["used"] for row in json.loads(done.out)["rows"]] == [0, 0]
     assert "texts fetch nothing from the model's bank; give --retriever with its tree of topics" in done.err
 
 
@@ -223,35 +196,32 @@ def test_ablation_of_parts_is_a_table_json_csv_and_a_picture(run, room, tmp_path
     words = ["ablation", room.trained, *room.text, "--sequence-length", 20]
     files = [tmp_path / "layers.png", tmp_path / "layers.csv"]
     told = json.loads(run(*words, "--json", *outputs(*files)).out)
-    assert told["model"] == str(room.trained) and told["base"] == []
-    assert [row["part"] for row in told["parts"]] == ["block 1", "block 4"]
-    assert told["texts"]["words"]["tokens"] == 57
+    assert told["model"] == str(room.trained) and told["all_of_them_is_the_base"]
+    assert [row["part"] for row in told["rows"]] == ["block 1", "block 4", "all of them"]
+    assert told["texts"]["words"]["tokens"] == 59
     assert files[0].read_bytes().startswith(b"\x89PNG") and files[1].read_text().count("\n") == 4
-    table = run(*words, "--all").out
-    assert "all of them" in table and "layer 3 of the base" in table and "loss of the base's layers" in table
+    table = run(*words).out
+    assert "all of them" in table and "loss of the base's layers" in table
 
 
 def test_chapters_are_parts_of_an_ablation(run, room, tmp_path):
-    pytest.importorskip("matplotlib")
-    files = [tmp_path / f"ablation.{kind}" for kind in ("csv", "png")]
     words = ["ablation", room.chapters, *room.kinds]
-    report = json.loads(run(*words, "--chapters", "0-1,3-4", *outputs(*files), "--json").out)
-    moved = [{kind for kind in READ if row["texts"][kind]["difference"]} for row in report["parts"]]
-    assert moved == [{"a", "b"}, {"a"}, set(), {"b"}]
-    assert [row["part"] for row in report["parts"]] == [f"chapters chapter {number}" for number in (0, 1, 3, 4)]
-    assert files[1].read_bytes().startswith(b"\x89PNG")
-    lines = list(csv.DictReader(files[0].read_text().splitlines()))
-    assert [line["kind"] for line in lines[::2]] == ["chapter"] * 4 + ["all"]
-    table = run(*words, "--chapters", "all", "--all").out
-    assert "chapters chapter 5" in table and "layer 3 of the base" in table
+    report = json.loads(run(*words, "--chapters", "0-1,3-4", "--json").out)
+    moved: dict[str, set[str]] = {}
+    for row in report["rows"]:
+        moved.setdefault(row["part"], set()).update({row["text"]} if row["difference"] else ())
+    assert moved.pop("all of them") == {"a", "b"}
+    assert moved == {
+        f"chapters chapter {number}": texts for number, texts in ((0, {"a", "b"}), (1, {"a"}), (3, set()), (4, {"b"}))
+    }
+    assert "chapters chapter 5" in run(*words, "--chapters", "all").out
 
 
 def test_drift_is_the_same_from_a_base_within_and_from_another(run, room, tmp_path):
     words = ["drift", room.trained, *room.text, "--sequence-length", 20]
-    within, other = (
-        json.loads(run(*words, "--base", base, "--json", "--top", 2).out)["texts"] for base in ("self", room.base)
-    )
-    assert within == other and within["words"]["divergence"] > 0 and len(within["words"]["worst"]) == 2
+    within, other = (json.loads(run(*words, "--base", base, "--json", "--top", 2).out) for base in ("self", room.base))
+    assert within == {**other, "base": "self"}
+    assert within["rows"][0]["divergence"] > 0 and len(within["moved_farthest"]) == 2
     page = tmp_path / "drift.html"
     table = run(*words, "--output", page).out
     assert "KL(base || model)" in table and "What moved farthest" in table
@@ -262,10 +232,10 @@ def test_drift_is_the_same_from_a_base_within_and_from_another(run, room, tmp_pa
 
 def test_texts_fetch_by_a_retriever(run, room, bank):
     words = ["drift", bank.model, *room.text, "--json"]
-    assert json.loads(run(*words).out)["texts"]["words"]["divergence"] == 0
-    assert json.loads(run(*words, "--retriever", bank.tree).out)["texts"]["words"]["divergence"] > 0
-    parts = json.loads(run("ablation", *words[1:], "--retriever", bank.tree).out)["parts"]
-    assert len(parts) == 4 and all(row["texts"]["words"]["difference"] for row in parts)
+    assert json.loads(run(*words).out)["rows"][0]["divergence"] == 0
+    assert json.loads(run(*words, "--retriever", bank.tree).out)["rows"][0]["divergence"] > 0
+    parts = json.loads(run("ablation", *words[1:], "--retriever", bank.tree).out)["rows"]
+    assert len(parts) == 5 and all(row["difference"] for row in parts)
 
 
 def test_a_base_that_trained_or_has_other_tokens_is_refused(run, room, tmp_path):
@@ -290,56 +260,42 @@ def test_a_base_that_trained_or_has_other_tokens_is_refused(run, room, tmp_path)
 # depth and heads
 
 
-def test_depth_is_all_there_is_to_know(run, room):
+def test_depth_is_a_row_per_layer(run, room):
     report = json.loads(run("depth", room.depth, *room.three, "--json").out)
-    assert set(report) == {"model", "texts", "layers", "writers"}
-    assert {**report["texts"]["three.jsonl"], "loss": 0} == {"documents": 3, "rows": 3, "tokens": 39, "loss": 0}
-    assert [of_layer["layer"] for of_layer in report["layers"]] == [1, 2, 3]
-    first, best = report["layers"][0], report["writers"][0]
+    assert {**report["texts"]["three.jsonl"], "loss": 0} == {"documents": 3, "rows": 3, "tokens": 36, "loss": 0}
+    assert [row["layer"] for row in report["rows"]] == [1, 2, 3]
+    first = report["rows"][0]
     assert first["slots"] == [{"source": "attention", "layer": 0}, {"source": "ffn", "layer": 0}]
-    assert first["tokens"] == 39 and first["heads"] == list(range(HEADS)) and first["memory"] == "depth-attention"
-    for of_layer in report["layers"]:
-        assert of_layer["depth_shares"] == pytest.approx(list(map(sum, of_layer["shares"])))
-        assert all(0 < share < 1 for share in of_layer["depth_shares"]) and min(of_layer["gates"]) > 0.19
-        both = [sum(pair) for pair in zip(of_layer["depth_shares"], of_layer["sequence_shares"], strict=True)]
+    assert first["tokens"] == 36 and len(first["shares"]) == HEADS
+    for row in report["rows"]:
+        assert row["depth_shares"] == pytest.approx(list(map(sum, row["shares"])))
+        assert all(0 < share < 1 for share in row["depth_shares"]) and min(row["gates"]) > 0.19
+        both = [sum(pair) for pair in zip(row["depth_shares"], row["sequence_shares"], strict=True)]
         assert both == pytest.approx([1.0] * HEADS)
-    assert {(writer["layer"], writer["source"]) for writer in report["writers"]} == {
-        (layer, source) for layer in range(3) for source in ("attention", "ffn")
-    }
-    some = json.loads(run("depth", room.depth, *room.three, "--json", "--layers", "2-3", "--heads", "1").out)
-    assert [(of_layer["layer"], of_layer["heads"]) for of_layer in some["layers"]] == [(2, [1]), (3, [1])]
-    assert some["layers"][0]["shares"] == [pytest.approx(report["layers"][1]["shares"][1])]
     lines = run("depth", room.depth, *room.three).out.splitlines()
     mean, most = sum(first["depth_shares"]) / HEADS, max(first["depth_shares"])
     (of_first,) = [line for line in lines if line.strip().startswith("1 ") and " to " in line]
     assert f" {mean:.1%} " in of_first and f" {most:.1%} ({first['depth_shares'].index(most)})" in of_first
     assert f"{min(first['gates']):.3g} to {max(first['gates']):.3g}" in of_first
     assert f" {sum(first['sequence_shares']) / HEADS:.1%} " in of_first
-    behind = lines[next(number for number, line in enumerate(lines) if "Slots that are read most" in line) :]
-    cells = [str(best["layer"]), best["source"], str(best["readers"]), f"{best['mean_share']:.2%}"]
-    assert behind[3].split()[:4] == cells
 
 
-@pytest.mark.parametrize(("kind", "acting"), [("default", True), ("reused", False)], ids=["default", "not yet read"])
-def test_depth_is_drawn_with_the_map_of_one_head(run, room, tmp_path, kind, acting):
+def test_depth_is_drawn_or_the_map_of_one_head(run, room, tmp_path):
     pytest.importorskip("matplotlib")
-    model = with_tokenizer(tmp_path / "model")
-    depth_model(dtype=torch.float32, kind=kind, acting=acting).save_pretrained(model)
     picture, page = tmp_path / "depth.png", tmp_path / "depth.html"
-    done = run("depth", model, *room.three, *outputs(picture, page))
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert page.read_text().count("data:image/png;base64,") == 2 and "39 tokens" in page.read_text()
-    if not acting:
-        assert done.out.count(" 0 to 0 ") == 3 and done.out.count("nothing") == 3
-    run("depth", model, *room.three, *outputs(page), "--layers", "3", "--heads", "1")
-    assert "Layer 3, head 1: tokens by keys and slots" in page.read_text()
+    run("depth", room.depth, *room.three, *outputs(picture, page))
+    assert picture.read_bytes().startswith(b"\x89PNG") and "36 tokens" in page.read_text()
+    layers = page.read_text()
+    run("depth", room.depth, *room.three, *outputs(page), "--layer", "3", "--head", "1")
+    assert layers.count("data:image/png;base64,") == 1 and page.read_text() != layers
 
 
 def test_heads_are_told_as_json_and_drawn(run, room, tmp_path):
     words = ["heads", room.base, "--tasks", "piqa", "--data", room.data]
-    (told,) = json.loads(run(*words, "--json", *outputs(tmp_path / "heads.png")).out)["models"]
-    assert (told["model"], told["answers"], told["layers"]) == (str(room.base), 2, [0, 1, 2, 3])
-    assert len(told["absolute"][0]) == HEADS and (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
+    told = json.loads(run(*words, "--json", *outputs(tmp_path / "heads.png")).out)
+    assert told["models"] == [str(room.base)] and [row["layer"] for row in told["rows"]] == [0, 1, 2, 3]
+    assert len(told["rows"][0]["importance"]) == HEADS
+    assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
     one = run(*words, "--limit", 1, "--signed").out
     assert "1 answers" in one and "variance" in one and room.base.name in one and str(room.base) not in one
 
@@ -353,13 +309,20 @@ def test_one_page_joins_all_answers_and_checks_the_base_once(run, room, tmp_path
 
     checked, keeps_base = [], base_confirmation.keeps_base
     monkeypatch.setattr(base_confirmation, "keeps_base", lambda name: checked.append(name) or keeps_base(name))
-    monkeypatch.setattr("midus_hf.look.usage_report.usage_csv", None)  # nothing but what the page holds is computed
+    monkeypatch.setattr("midus_hf.look.usage.every_count", None)  # nothing but what the page holds is computed
     words = ["page", room.trained, *room.text, "--sequence-length", 20, "--output"]
-    assert "Slots retrieved" in run(*words, tmp_path / "page.html").out and checked == [str(room.trained)]
+    assert "Slots, chapters and blocks used" in run(*words, tmp_path / "page.html").out and checked == [
+        str(room.trained)
+    ]
     page = (tmp_path / "page.html").read_text()
-    titles = ("Slots retrieved", "How far predictions moved", "Loss without a part", "What moved farthest")
+    titles = (
+        "Slots, chapters and blocks used",
+        "How far predictions moved",
+        "Loss without a part",
+        "What moved farthest",
+    )
     assert all(title in page for title in titles)
-    assert page.count("data:image/png;base64,") == 2 and page.count('class="passage"') == 3
+    assert page.count("data:image/png;base64,") == 2
     run(*words, tmp_path / "other.html", "--base", room.base)
     of_base = "compared with its base, which is the model without what was added"
     assert (tmp_path / "other.html").read_text().replace(f"compared with {room.base}", of_base) == page
@@ -368,20 +331,18 @@ def test_one_page_joins_all_answers_and_checks_the_base_once(run, room, tmp_path
 def test_a_page_has_blocks_chapters_and_depth(run, room, bank, tmp_path):
     pytest.importorskip("matplotlib")
     page = tmp_path / "page.html"
-    words = ["page", bank.model, *room.text, "--output", page]
-    run(*words)
-    assert "Blocks fetched" not in page.read_text()
-    run(*words, "--retriever", bank.tree)
-    told = page.read_text()
-    assert "Blocks fetched" in told and "hier-ffn level 2" in told and told.count("data:image/png;base64,") == 2
-    for model, answer in ((room.chapters, "0 chapters"), (room.depth, "What heads read of the depth")):
-        run("page", model, *room.text, "--base", room.base, "--output", page)
-        assert answer in page.read_text()
+    words = ["page", "--output", page, *room.text]
+    for model, more, answer in (
+        (bank.model, ["--retriever", bank.tree], "hier-ffn level 2"),
+        (room.chapters, ["--base", room.base], "0 chapters"),
+        (room.depth, ["--base", room.base], "What heads read of the depth"),
+    ):
+        run(*words, model, *more)
+        assert answer in page.read_text() and page.read_text().count("data:image/png;base64,") == 2
 
 
 # refusals
 
-NO_COUNTS = "has no memory whose use can be counted"
 REFUSALS = [
     ("usage TRAINED --text absent", "text is 'absent', which does not exist; expected"),
     ("usage TRAINED --text b=absent", "text is 'absent', which does not exist; expected"),
@@ -399,21 +360,12 @@ REFUSALS = [
         "usage TRAINED TEXT --sequence-length 4000",
         "sequence_length is 4000; the model was made for at most 128 tokens.",
     ),
-    ("usage BASE TEXT", f"this llama model {NO_COUNTS}; expected an upscaled model with memory of one of the types:"),
+    ("usage BASE TEXT", "this llama model has no memory that retrieves slots, reads chapters or fetches blocks;"),
     (
         "usage DEPTH TEXT",
-        f"this midus_llama model {NO_COUNTS}, only memory of type depth-attention; expected an upscaled",
+        "this midus_llama model has no memory that retrieves slots, reads chapters or fetches blocks;",
     ),
     ("usage TRAINED TEXT --retriever TREE", "and the texts of this model fetch no blocks; leave it out."),
-    (
-        "usage BANK TEXT",
-        "the texts of this midus_llama model fetch blocks, and nothing says which; expected the tree of",
-    ),
-    ("ablation CHAPTERS TEXT --chapters all --memory other", "memory is 'other'; expected one of: chapters."),
-    (
-        "ablation CHAPTERS TEXT --memory chapters",
-        "memory is 'chapters', which is for chapters; give --chapters as well.",
-    ),
     ("drift TRAINED TEXT --top 0", "top is 0; expected at least 1."),
     ("heads BASE --tasks piqa --limit 0", "limit is 0; expected at least 1."),
     (
@@ -429,18 +381,13 @@ REFUSALS = [
     ("drift BASE TEXT", "base was not made by upscale: its config.json has no 'upscale' entry. Give an upscaled"),
     ("page TRAINED TEXT", "--output is missing; page needs it, such as --output page.html."),
     ("ablation BASE TEXT", "this llama model has no layer and no memory that was added to a base; expected"),
-    (
-        "ablation TRAINED TEXT --chapters all",
-        "this midus_llama model has no memory of chapters; expected one upscaled",
-    ),
+    ("ablation TRAINED TEXT --chapters all", "this midus_llama model has no memory that reads chapters; expected"),
     ("ablation CHAPTERS TEXT --chapters 6", "chapters is '6'; expected numbers from 0 to 5, the model's."),
     ("ablation CHAPTERS TEXT --chapters 2,2", "chapters is '2,2', which names 2 twice; expected each once."),
-    ("ablation CHAPTERS TEXT --layers 1", "--layers is an option of depth; leave it out."),
-    ("depth DEPTH TEXT --memory other", "memory is 'other'; expected one of: depth-attention."),
-    ("depth DEPTH TEXT --layers 0", "layer is 0; expected one that reads the depth: 1, 2, 3."),
-    ("depth DEPTH TEXT --layers 4", "layers is '4'; expected numbers from 0 to 3, the model's."),
-    ("depth DEPTH TEXT --heads 4", "heads is '4'; expected numbers from 0 to 3, the model's."),
-    ("depth DEPTH TEXT TEXT2", "2 texts are given; expected one to read the depth with."),
+    ("ablation CHAPTERS TEXT --layer 1 --head 1", "--head is an option of depth; leave it out."),
+    ("depth DEPTH TEXT --layer 1", "layer and head name one head together; expected both or neither. Give the other"),
+    ("depth DEPTH TEXT --layer 0 --head 0", "layer is 0; expected one that reads the depth: 1, 2, 3."),
+    ("depth DEPTH TEXT --layer 1 --head 4", "head is 4; expected one from 0 to 3, those of layer 1."),
     ("depth BASE TEXT", "this llama model has no memory that reads the depth; expected one upscaled"),
 ]
 
@@ -452,15 +399,10 @@ def test_a_wrong_request_is_told_in_one_line(run, room, bank, tmp_path, words, m
     (broken / "config.json").write_text("{}")
     replaced = {"BROKEN": [broken], "BANK": [bank.model], "TREE": [bank.tree], "TEXT": room.text}
     replaced |= {name.upper(): [getattr(room, name)] for name in ("base", "trained", "chapters", "depth")}
-    replaced["TEXT2"] = ["--text", f"other={bank.texts}"]
     done = run(*[part for word in words.split() for part in replaced.get(word, [word])], refused=True)
     assert done.out == ""
     line = done.err.splitlines()[-1]
     assert line.startswith(f"midus look {words.split()[0]}: ") and message.replace("BROKEN", str(broken)) in line
-
-
-def test_a_memory_of_slots_chapters_or_blocks_is_expected_by_its_type(run, room):
-    assert run("usage", room.base, *room.text, refused=True).err.endswith(f"types: {', '.join(counted_types())}.\n")
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(run, room, tmp_path):
@@ -492,9 +434,8 @@ def test_pictures_need_matplotlib(run, room, monkeypatch):
     assert done.err == f"midus look usage: {message}"
 
 
-@pytest.mark.parametrize(("kind", "lack"), [("csv", "no CSV"), ("png", "no picture")])
-def test_a_file_that_an_answer_does_not_have_is_refused_behind_the_answer(kind, lack, run, room, tmp_path):
-    file = tmp_path / f"drift.{kind}"
+def test_a_file_that_an_answer_does_not_have_is_refused_behind_the_answer(run, room, tmp_path):
+    file = tmp_path / "drift.png"
     done = run("drift", room.made, *room.text, "--output", file, refused=True)
     assert "How far predictions moved" in done.out and not file.exists()
-    assert f"output is '{file}', and this answer has {lack}; expected a file ending in .html or .json." in done.err
+    assert f"output is '{file}', and this answer has no picture; expected a file ending in .html or .json." in done.err

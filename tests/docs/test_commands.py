@@ -116,7 +116,7 @@ def test_commands_are_found_at_all():
         ("upscale stripe DIR --output DIR2", "no command 'stripe'"),
         ("midus look usage MODEL --signed", "--signed is not for this subject"),
         ("midus eval MODEL --stride 3", "--stride"),
-        ("midus eval MODEL --set strid=3", "no key 'strid'"),
+        ("midus eval MODEL --set limitt=3", "no key 'limitt'"),
         ("midus train recipe.yaml model=DIR", "no key 'model'"),
         ("upscale --base DIR --methode moc", "--methode"),
     ],

@@ -217,7 +217,7 @@ SESSIONS = {
     ),
     "docs/depth.md": Session(
         replace={
-            "--layers 11": "--max-tokens 64 --layers 3",
+            "--layer 11": "--max-tokens 64 --layer 3",
             "3000": "64",
             "--sequence-length 256": "--sequence-length 32",
         },

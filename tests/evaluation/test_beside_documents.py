@@ -5,18 +5,17 @@ import json
 import pytest
 from evaluation.byte_models import byte_model, byte_tokenizer, save_byte_model
 from evaluation.questions import QUESTIONS, write_questions
-from topics.tiny_bert import WIDTH, save_tiny_bert
-from topics.trees import random_tree
+from topics.tiny_bert import save_tiny_bert
 
 from midus_hf.cli.evaluate import main
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.nearest_documents import NearestDocuments
-from midus_hf.topics.tree_files import TreeOrigin
 
 pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance
 
+from midus_hf.evaluation import harness
 from midus_hf.evaluation.fetching import behind_documents
 from midus_hf.evaluation.harness import MidusLM, Tasks
 
@@ -74,40 +73,22 @@ def test_documents_are_found_by_the_question_without_worked_examples(name, data)
     assert asked[0] and asked[1] == asked[0]
 
 
-def test_the_command_tells_which_document_each_question_was_asked_behind(bert, data, tmp_path, capsys):
+def test_the_command_puts_the_nearest_document_or_passage_in_front(bert, data, tmp_path, capsys, monkeypatch):
     model = save_byte_model("llama", tmp_path / "model")
-    rows = [{"said": f"w{index} w{index + 3}\nw{index + 9}"} for index in range(12)]
-    (tmp_path / "documents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def asked(*words: str) -> list[dict]:
-        answers = tmp_path / "answers.jsonl"
-        main(
-            [str(model), "--tasks", "facts,piqa", "--data", str(data), "--json", "--set", f"answers={answers}", *words]
-        )
-        settings = json.loads(capsys.readouterr().out)["settings"]
-        found = [json.loads(line) for line in answers.read_text().strip("\n").split("\n")]
-        answers.unlink()
-        return [{"settings": settings, **row} for row in found]
-
-    documents = ["--set", f"documents={tmp_path / 'documents.jsonl'}", "--set", "column=said"]
-    whole = asked(*documents, "--set", f"embedding_model={bert}")
-    cut = asked(*documents, "--set", f"embedding_model={bert}", "--set", "passage_tokens=2")
-    for found, texts in (
-        (whole, [row["said"] for row in rows]),
-        (cut, [p for row in rows for p in row["said"].split("\n")]),
-    ):
-        nearest = NearestDocuments(texts, TextEmbedder(str(bert)))
-        assert [row["document"] for row in found] == nearest([asked_for(row) for row in found])
-    assert {row["settings"]["passage_tokens"] for row in cut} == {2}
-    random_tree(3, 2, width=WIDTH, origin=TreeOrigin(embedding_model=str(bert))).save(tmp_path / "tree")
-    by_tree = asked(*documents, "--retriever", str(tmp_path / "tree"))
-    assert [row["document"] for row in by_tree] == [row["document"] for row in whole]
-    assert "document" not in asked()[0]
-    main([str(model), "--tasks", "facts", "--data", str(data), *documents, "--set", f"embedding_model={bert}"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Each question of a task had the nearest document of " in said
-
-
-def asked_for(row: dict) -> str:
-    question = row["question"]["question"]
-    return f"Question: {question}\nAnswer:" if row["task"] == "piqa" else question
+    said = [f"w{index} w{index + 3}\nw{index + 9}" for index in range(12)]
+    (tmp_path / "documents.jsonl").write_text("".join(json.dumps({"said": text}) + "\n" for text in said))
+    words = [str(model), "--tasks", "facts", "--data", str(data), "--set", f"embedding_model={bert}"]
+    words += ["--set", f"documents={tmp_path / 'documents.jsonl'}", "--set", "column=said"]
+    asked = []
+    behind = harness.behind_documents
+    monkeypatch.setattr(
+        harness, "behind_documents", lambda *arguments: asked.append(behind(*arguments)) or behind(*arguments)
+    )
+    passages = [passage for text in said for passage in text.split("\n")]
+    for more, texts in (([], said), (["--set", "passage_tokens=2"], passages)):
+        main([*words, *more])
+        assert "Each question of a task had the nearest document of " in " ".join(capsys.readouterr().out.split())
+        questions = [row["question"] for row in QUESTIONS["facts"]]
+        nearest = NearestDocuments(texts, TextEmbedder(str(bert)))(questions)
+        contexts = [f"{document}\n\n{question}" for document, question in zip(nearest, questions, strict=True)]
+        assert [request.args[0] for request in asked.pop()] == contexts

@@ -16,7 +16,8 @@ from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.cli.evaluate import main
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.fetching import by_path, fetches_blocks, fetching, question_of
-from midus_hf.evaluation.perplexity import perplexity, prepare_text
+from midus_hf.evaluation.perplexity import perplexity
+from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.tree_files import TreeOrigin
 from upscalers.runs.upscale import upscale
 
@@ -88,15 +89,6 @@ def test_perplexity_is_that_of_documents_apart_each_with_the_blocks_of_its_path(
     parts = [loss_of(model, document, window) for document in DOCUMENTS]
     assert without.perplexity == pytest.approx(math.exp(sum(loss for loss, _ in parts) / found.tokens), rel=1e-5)
     assert abs(without.perplexity - found.perplexity) > 1e-3 * without.perplexity
-
-
-def test_documents_apart_may_be_shorter_than_a_window(model):
-    text = prepare_text(byte_tokenizer(), ["ab", "c", "def"], model.config, sequence_length=16, apart=True)
-    assert text.num_tokens == 3 and {window.document for window in text.windows} == {0, 2}
-    with pytest.raises(
-        ValueError, match="the text has no tokens to predict; expected documents of two tokens or more"
-    ):
-        prepare_text(byte_tokenizer(), ["a", "b"], model.config, sequence_length=16, apart=True)
 
 
 def test_whoever_calls_the_model_within_fetches_a_path(model):
@@ -177,21 +169,18 @@ def test_what_choices_have_in_common_is_asked_where_they_are_contexts():
     assert question_of(Schema(), {}) == "The trophy does not fit since the is too large."
 
 
-def test_the_command_measures_by_a_tree_and_without_its_best_nodes(model_folder, tmp_path, capsys):
+def test_the_command_measures_by_a_tree(model_folder, model, tmp_path, capsys):
+    texts = [f"w{i} w{i + 1} w{2 * i} " * 4 for i in range(6)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     tree = tree_at(tmp_path)
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text("".join(json.dumps({"text": f"w{i} w{i + 1} w{2 * i} " * 4}) + "\n" for i in range(6)))
-
-    def measured(*words: str) -> float:
-        main([str(model_folder), "--text", str(texts), "--sequence-length", "16", "--json", *words])
-        return json.loads(capsys.readouterr().out)["models"][0]["perplexity"]["perplexity"]
-
-    retriever = ["--retriever", tree]
-    apart, fetched = measured("--set", "apart=true"), measured(*retriever)
-    blocked = measured(*retriever, "--blocked", "1:0", "--blocked", "1:1")
-    first, second = (measured(*retriever, "--block-best", f"1:{count}") for count in (1, 2))
-    assert len({apart, fetched, blocked, first, second}) == 5
-    assert measured(*retriever, "--block-best", "2:0") == fetched
+    words = ["--text", str(tmp_path / "texts.jsonl"), "--sequence-length", "16", "--retriever", tree, "--json"]
+    main([str(model_folder), *words])
+    measured = json.loads(capsys.readouterr().out)["models"][0]["perplexity"]["perplexity"]
+    paths = MemoryRetriever.load(tree).paths
+    given = {"sequence_length": 16, "apart": True}
+    expected = perplexity(model, byte_tokenizer(), texts, find_paths=paths, **given).perplexity
+    assert measured == pytest.approx(expected, rel=1e-6)
+    assert perplexity(model, byte_tokenizer(), texts, **given).perplexity != pytest.approx(expected, rel=1e-3)
 
 
 def test_the_command_measures_by_the_paths_that_rows_have_as_training_does(model_folder, model, tmp_path, capsys):
@@ -257,10 +246,3 @@ def test_paths_in_another_tree_than_that_of_the_bank_are_refused_before_anything
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main([str(model_folder), "--text", str(tmp_path / "texts.jsonl"), "--set", "path_column=memory_ids"]) == 2
     assert words in capsys.readouterr().err and not measured
-
-
-def test_more_best_nodes_than_there_are_are_refused_before_a_model_is_loaded(model_folder, tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("w1 w2")
-    words = ["--text", str(tmp_path / "text.txt"), "--retriever", tree_at(tmp_path), "--block-best", "1:3"]
-    assert main([str(model_folder), *words]) == 2
-    assert "blocked leaves no path to a leaf with data" in capsys.readouterr().err

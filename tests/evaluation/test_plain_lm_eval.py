@@ -3,12 +3,13 @@
 import json
 
 import pytest
+import yaml
 from evaluation.byte_models import byte_tokenizer, save_byte_model, save_upscaled
 from evaluation.questions import write_questions
 from models.fresh_process import run_python
 from transformers import AutoModelForCausalLM
 
-from midus_hf.evaluation.local_tasks import write_local_tasks
+from midus_hf.evaluation.local_tasks import load_local_task
 
 pytest.importorskip("lm_eval")
 
@@ -29,7 +30,9 @@ def test_plain_lm_eval_scores_a_saved_model_without_this_project(tmp_path):
     base = save_byte_model("gemma3", tmp_path / "base", max_position_embeddings=256)
     upscaled = save_upscaled(base, tmp_path / "upscaled")
     data = write_questions(tmp_path / "questions")
-    write_local_tasks(tmp_path / "tasks", data)
+    (tmp_path / "tasks").mkdir()
+    for name in ("piqa", "boolq"):
+        (tmp_path / "tasks" / f"midus_{name}.yaml").write_text(yaml.safe_dump(load_local_task(name, data)))
     arguments = ["run", "--model", "hf", "--model_args", f"pretrained={upscaled},trust_remote_code=True"]
     arguments += ["--tasks", "midus_piqa,midus_boolq", "--include_path", str(tmp_path / "tasks")]
     arguments += ["--device", "cpu", "--output_path", str(tmp_path / "scores.json")]

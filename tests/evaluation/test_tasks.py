@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from evaluation.byte_models import byte_model, byte_tokenizer, save_byte_model, save_upscaled
 from evaluation.questions import QUESTIONS, write_questions
 from transformers import AutoModelForCausalLM
 
-from midus_hf.evaluation.local_tasks import load_local_task, local_task_names, write_local_tasks
+from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
 
 pytest.importorskip("lm_eval")
 
@@ -124,25 +123,12 @@ def test_the_first_whole_number_or_clause_that_is_written_counts(data, name, row
     assert found == {"exact_match": float(right)}
 
 
-def test_atomic_numbers_are_those_that_the_model_writes(data):
-    scores = Tasks(["atomic_numbers"], data=data).run(
-        byte_model("llama", max_position_embeddings=256), byte_tokenizer()
-    )
-    found = scores["atomic_numbers"]
-    assert found["exact_match,first-integer"] == 0.0  # of random weights
-    assert (found["num_fewshot"], found["num_questions"]) == (0, 2)
-
-
-def test_facts_are_those_that_the_model_writes_and_answers_are_told(data):
-    told = []
-    scores = Tasks(["facts"], data=data).run(
-        byte_model("llama", max_position_embeddings=256), byte_tokenizer(), tell_answer=told.append
-    )
-    assert scores["facts"]["exact_match,first-clause"] == 0.0  # of random weights
-    assert [(row["question"]["place"], row["target"]) for row in told] == [
-        ("Jersey", ["Saint Helier", "St. Helier"]),
-        ("Jersey", [".je"]),
-    ]
+def test_atomic_numbers_and_facts_are_those_that_the_model_writes(data):
+    model = byte_model("llama", max_position_embeddings=256)
+    scores = Tasks(["atomic_numbers", "facts"], data=data).run(model, byte_tokenizer())
+    assert scores["atomic_numbers"]["exact_match,first-integer"] == 0.0  # of random weights
+    assert scores["facts"]["exact_match,first-clause"] == 0.0
+    assert [(each["num_fewshot"], each["num_questions"]) for each in scores.values()] == [(0, 2), (0, 2)]
 
 
 @pytest.mark.parametrize(
@@ -173,13 +159,6 @@ def test_an_answer_that_nothing_could_equal_is_refused(tmp_path, answer):
         ValueError, match=r"line 1 of .*facts\.jsonl has the answer .*; expected more than articles and punctuation"
     ):
         Tasks(["facts"], data=tmp_path)
-
-
-def test_texts_that_say_facts_are_not_taken_for_questions(tmp_path):
-    (tmp_path / "atomic_numbers.jsonl").write_text('{"name": "hydrogen", "number": 1}\n')
-    (tmp_path / "facts.jsonl").write_text('{"text": "Hydrogen is the first.", "name": "hydrogen"}\n')
-    (path,) = write_local_tasks(tmp_path / "tasks", tmp_path)
-    assert path.name == "midus_atomic_numbers.yaml"
 
 
 def log_likelihood(model, tokenizer, prompt: str, continuation: str) -> float:
@@ -254,17 +233,6 @@ def test_the_harness_is_kept_from_describing_the_machine(data, tmp_path, monkeyp
     assert "git" not in capfd.readouterr().err
 
 
-def test_written_tasks_name_their_data_and_are_found_by_the_harness(data, tmp_path):
-    paths = write_local_tasks(tmp_path / "tasks", data)
-    assert [path.name for path in paths] == [f"midus_{name}.yaml" for name in sorted(QUESTIONS)]
-    for name, path in zip(sorted(QUESTIONS), paths, strict=True):
-        assert yaml.safe_load(path.read_text()) == load_local_task(name, data)
-    tasks = Tasks(["midus_piqa"], include_path=tmp_path / "tasks")
-    model = byte_model("llama", max_position_embeddings=256)
-    by_path = tasks.run(model, byte_tokenizer())["midus_piqa"]
-    assert by_path == Tasks(["piqa"], data=data).run(model, byte_tokenizer())["piqa"]
-
-
 @pytest.mark.parametrize("of_the_harness", ["one", pytest.param("all", marks=pytest.mark.product)])
 def test_an_unknown_task_is_refused_with_near_matches(data, of_the_harness, monkeypatch):
     """By default the harness has one of its tasks: it takes seconds to look through the files of all."""
@@ -314,14 +282,6 @@ def test_a_task_given_twice_is_refused(data):
 def test_a_folder_without_the_questions_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"holds no piqa\.jsonl; expected a row of JSON per question"):
         Tasks(["piqa"], data=tmp_path)
-
-
-def test_a_folder_of_some_questions_gives_the_tasks_of_these(tmp_path):
-    (tmp_path / "atomic_numbers.jsonl").write_text('{"name": "hydrogen", "number": 1}\n')
-    (path,) = write_local_tasks(tmp_path / "tasks", tmp_path)
-    assert path.name == "midus_atomic_numbers.yaml"
-    with pytest.raises(ValueError, match=r"holds the questions of no local task; expected files such as piqa\.jsonl"):
-        write_local_tasks(tmp_path / "others", tmp_path / "tasks")
 
 
 def test_an_include_path_that_is_no_folder_is_refused(tmp_path):

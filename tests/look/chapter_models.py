@@ -7,7 +7,7 @@ from models.hosting import host_config
 from tiny import FAMILIES as TINY_FAMILIES
 from transformers import PreTrainedModel
 
-from midus_hf.look.text_rows import TextRows
+from midus_hf.evaluation.text_rows import TextRows
 from midus_hf.models import FAMILIES
 
 CHAPTERS, SHARED, TOKENS, LAYERS = 6, 1, 4, [0, 2]

@@ -6,16 +6,9 @@ import pytest
 import torch
 from models.depth_models import depth_model
 
-from midus_hf.look.depth import (
-    DepthReading,
-    ReadSlot,
-    depth_map,
-    depth_readings,
-    readers_of_depth,
-    record_depth,
-    writers,
-)
-from midus_hf.look.text_rows import TextRows, read_rows
+from midus_hf.evaluation.text_rows import TextRows, read_rows
+from midus_hf.look.depth import DepthReading, depth_map, depth_panels, depth_rows, depth_table, record_depth
+from midus_hf.look.pictures import as_png, draw_panels
 from midus_hf.memory.depth_attention import DepthAttention
 from midus_hf.memory.sequence_heads import SequenceHeads
 
@@ -23,17 +16,17 @@ HEADS = 4
 
 
 def rows(*lengths: int) -> TextRows:
-    """A text of random tokens, a document per row."""
+    """A text of random tokens, a document per row, of which a model reads so many."""
     generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(3, 128, (length,), generator=generator) for length in lengths]
+    ids = [torch.randint(3, 128, (length + 1,), generator=generator) for length in lengths]
     return TextRows("text", ids, list(range(len(ids))))
 
 
-def read(model: Any, text: TextRows, batch_size: int = 4, **options: Any) -> list[DepthReading]:
+def read(model: Any, text: TextRows, batch_size: int = 4) -> list[DepthReading]:
     """What a model reads of the depth while it reads a text."""
-    with record_depth(model, **options) as records:
+    with record_depth(model) as readings:
         read_rows(model, text, batch_size=batch_size)
-    return depth_readings(records)
+    return readings
 
 
 def joint_shares_into(found):
@@ -86,20 +79,18 @@ def test_shares_are_what_values_are_multiplied_with(of_family, kind, attention):
     model.set_attn_implementation(attention)
     text = rows(12)
     readings = read(model, text)
-    expected = expected_shares(model, text.rows[0][None])
+    expected = expected_shares(model, text.rows[0][None, :-1])
     assert len(readings) == len(expected)
     for reading, (shares, of_sequence) in zip(readings, expected, strict=True):
         assert len(reading.slots) == shares.shape[1]
-        torch.testing.assert_close(torch.tensor(reading.shares, dtype=torch.float64), shares)
-        assert reading.sequence_shares == pytest.approx(of_sequence.tolist())
-        assert reading.depth_shares == pytest.approx(shares.sum(-1).tolist())
+        torch.testing.assert_close(reading.shares, shares)
+        torch.testing.assert_close(reading.sequence_shares, of_sequence)
 
 
 def test_slots_are_told_by_the_layer_that_wrote_them():
     def slots_of(kind):
-        return {
-            reader.layer: [str(slot) for slot in reader.slots] for reader in readers_of_depth(depth_model(kind=kind))
-        }
+        with record_depth(depth_model(kind=kind)) as readings:
+            return {reading.layer: [str(slot) for slot in reading.slots] for reading in readings}
 
     slots = slots_of("reused")
     assert slots[2] == ["0 attention", "0 ffn", "1 attention", "1 ffn"] and list(slots) == [1, 2, 3]
@@ -115,85 +106,77 @@ def test_batches_and_padding_change_nothing(attention, kind):
     together, alone = (read(model, text, batch_size=size) for size in (3, 1))
     for one, other in zip(together, alone, strict=True):
         assert one.tokens == other.tokens == 25
-        torch.testing.assert_close(torch.tensor(one.shares), torch.tensor(other.shares))
+        torch.testing.assert_close(one.shares, other.shares)
 
 
 def test_padding_in_front_is_not_counted():
-    model, (row,) = depth_model(), rows(8).rows
+    model, row = depth_model(), rows(8).rows[0][:-1]
     padded = torch.cat([torch.zeros(4, dtype=torch.long), row])[None]
     mask = (torch.arange(12) >= 4).long()[None]
     for given in ({"attention_mask": mask}, {"attention_mask": None}):
         with record_depth(model) as records, torch.no_grad():
             model(padded, **given)
         tokens = 8 if given["attention_mask"] is not None else 12
-        assert {reading.tokens for reading in depth_readings(records)} == {tokens}
+        assert {reading.tokens for reading in records} == {tokens}
     with record_depth(model) as records, torch.no_grad():
         model.model(padded, mask)  # by place
-    shares = [reading.shares for reading in depth_readings(records)]
-    for of_layer, alone in zip(shares, read(model, rows(8)), strict=True):
-        torch.testing.assert_close(torch.tensor(of_layer), torch.tensor(alone.shares))
+    for reading, alone in zip(records, read(model, rows(8)), strict=True):
+        torch.testing.assert_close(reading.shares, alone.shares)
 
 
 def test_a_closed_gate_reads_nothing_of_the_depth_unless_it_is_added():
-    ones, zeros = pytest.approx([1.0] * HEADS), [0.0] * HEADS
-    for reading in read(depth_model(kind="reused", acting=False), rows(9)):
-        assert (reading.gates, reading.depth_shares, reading.sequence_shares) == (zeros, zeros, ones)
-    for reading in read(depth_model(acting=False), rows(9)):  # all of it, of which the values are zero
-        assert (reading.gates, reading.depth_shares, reading.sequence_shares) == (zeros, ones, ones)
-    for reading in read(depth_model(kind="joint"), rows(9)):
-        both = [
-            depth + sequence for depth, sequence in zip(reading.depth_shares, reading.sequence_shares, strict=True)
-        ]
-        assert reading.gates == ones and min(reading.depth_shares) > 0 and both == ones
+    ones, zeros = torch.ones(HEADS, dtype=torch.float64), torch.zeros(HEADS, dtype=torch.float64)
+    for kind, acting, gates, depth, sequence in (
+        ("reused", False, zeros, zeros, ones),
+        ("default", False, zeros, ones, ones),  # all of it, of which the values are zero
+        ("joint", True, ones, None, None),
+    ):
+        for reading in read(depth_model(kind=kind, acting=acting), rows(9)):
+            depth_shares = reading.shares.sum(1)
+            assert torch.equal(reading.gates, gates)
+            torch.testing.assert_close(depth_shares, 1 - reading.sequence_shares if depth is None else depth)
+            assert sequence is None or reading.sequence_shares.equal(sequence)
+            assert depth is not None or depth_shares.min() > 0
 
 
 def test_gates_are_those_of_heads():
     model = depth_model()
     (first, *_) = read(model, rows(9))
-    assert first.gates == pytest.approx(model.model.layers[1].memories["depth-attention"].depth_gate.tolist())
+    assert first.gates.tolist() == model.model.layers[1].memories["depth-attention"].depth_gate.tolist()
 
 
-def test_some_layers_and_heads_are_recorded_alone():
-    model, text = depth_model(), rows(9)
-    whole = {reading.layer: reading for reading in read(model, text)}
-    (some,) = read(model, text, layers=[2], heads=[3, 1])
-    assert (some.layer, some.heads) == (2, (3, 1))
-    assert some.shares == [whole[2].shares[head] for head in (3, 1)]
-    assert some.sequence_shares == [whole[2].sequence_shares[head] for head in (3, 1)]
-    assert some.gates == [whole[2].gates[head] for head in (3, 1)]
-
-
-def test_most_read_writers_come_first():
+def test_reports_name_what_is_read_most():
+    pytest.importorskip("matplotlib")
     readings = read(depth_model(kind="reused"), rows(12))
-    found = writers(readings)
-    assert {writer.slot for writer in found} == set(readings[-1].slots)
-    assert [writer.mean_share for writer in found] == sorted((writer.mean_share for writer in found), reverse=True)
-    by_slot = {writer.slot: writer for writer in found}
-    first = by_slot[ReadSlot(0, "ffn")]
-    shares = {reading.layer: sum(of_head[1] for of_head in reading.shares) / HEADS for reading in readings}
-    assert first.readers == 3 and first.mean_share == pytest.approx(sum(shares.values()) / 3)
-    assert shares[first.most_layer] == pytest.approx(first.most_share) == pytest.approx(max(shares.values()))
-    assert by_slot[ReadSlot(2, "ffn")].readers == 1
-    head, share = readings[0].most_depth
-    assert share == max(readings[0].depth_shares) == readings[0].depth_shares[head]
+    first, last = readings[0], readings[-1]
+    row = depth_rows(readings)[0]
+    assert row["shares"] == first.shares.tolist() and row["slots"][1] == {"layer": 0, "source": "ffn"}
+    table = depth_table(readings)
+    head = int(first.shares.sum(1).argmax())
+    assert table.rows[0][2] == f"{first.shares.sum(1)[head]:.1%} ({head})"
+    most = last.shares.mean(0)
+    assert table.rows[-1][-1].startswith(f"{last.slots[int(most.argmax())]} {most.max():.1%}, ")
+    closed = read(depth_model(kind="reused", acting=False), rows(9))
+    assert depth_table(closed).rows[0][-2:] == ["0 to 0", "nothing"]
+    assert as_png(draw_panels(depth_panels(readings))).startswith(b"\x89PNG")
 
 
 def test_records_within_one_another_each_tell_what_was_read_in_them():
     model, first, second = depth_model(), rows(12), rows(5)
     with record_depth(model) as outer:
         read_rows(model, first)
-        with record_depth(model, layers=[3]) as inner:
+        with record_depth(model) as inner:
             read_rows(model, second)
-    assert {reading.tokens for reading in depth_readings(outer)} == {17}
-    assert depth_readings(inner) == read(model, second, layers=[3])
+    assert {reading.tokens for reading in outer} == {17}
+    assert depth_rows(inner) == depth_rows(read(model, second))
 
 
 def test_passes_that_train_are_recorded_once_and_draw_nothing():
-    model, tokens = depth_model(dtype=torch.float32), rows(9).rows[0][None]
+    model, tokens = depth_model(dtype=torch.float32), rows(9).rows[0][None, :-1]
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
     with record_depth(model) as records:
         model(tokens, labels=tokens).loss.backward()
-    assert {reading.tokens for reading in depth_readings(records)} == {9}
+    assert {reading.tokens for reading in records} == {9}
     model = depth_model("llama", base={"attention_dropout": 0.5}).train()
     torch.manual_seed(0)
     with torch.no_grad():
@@ -206,25 +189,19 @@ def test_passes_that_train_are_recorded_once_and_draw_nothing():
 def test_generation_is_recorded_from_a_cache():
     model, text = depth_model(), rows(6)
     with record_depth(model) as records:
-        written = model.generate(text.rows[0][None], max_new_tokens=4, do_sample=False)
-    whole = read(model, TextRows("text", [written[0, :-1]], [0]))
-    for reading, at_once in zip(depth_readings(records), whole, strict=True):
+        written = model.generate(text.rows[0][None, :-1], max_new_tokens=4, do_sample=False)
+    whole = read(model, TextRows("text", [written[0]], [0]))
+    for reading, at_once in zip(records, whole, strict=True):
         assert reading.tokens == at_once.tokens == 9
-        torch.testing.assert_close(torch.tensor(reading.shares), torch.tensor(at_once.shares))
+        torch.testing.assert_close(reading.shares, at_once.shares)
 
 
-def test_what_cannot_be_recorded_is_refused():
-    model = depth_model()
-    with pytest.raises(ValueError, match=r"memory is 'other'; expected one of: depth-attention\."):
-        record_depth(model, "other").__enter__()
+def test_a_layer_or_head_that_cannot_be_mapped_is_refused():
+    model, (row,) = depth_model(), rows(9).rows
     with pytest.raises(ValueError, match=r"layer is 0; expected one that reads the depth: 1, 2, 3\."):
-        record_depth(model, layers=[1, 0]).__enter__()
+        depth_map(model, row, 0, 0)
     with pytest.raises(ValueError, match=r"head is 4; expected one from 0 to 3, those of layer 1\."):
-        record_depth(model, heads=[4]).__enter__()
-    with record_depth(model) as records:
-        pass
-    with pytest.raises(ValueError, match=r"layer 1 depth-attention has read no token; expected a forward pass\."):
-        depth_readings(records)
+        depth_map(model, row, 1, 4)
 
 
 @pytest.mark.parametrize("kind", ["default", "reused", "last"])
@@ -234,19 +211,19 @@ def test_the_map_of_a_head_has_shares_of_tokens_that_are_those_that_are_recorded
     model.set_attn_implementation(attention)
     *_, reading = read(model, text)
     for head in range(4):
-        found = depth_map(model, text.rows[0], 3, head)
+        found = depth_map(model, text.rows[0][:-1], 3, head)
         assert found.sequence.shape == (9, 9) and found.depth.shape == (9, len(found.slots))
-        total = 1.0 if kind == "reused" else 2 - reading.gates[head]
+        total = 1.0 if kind == "reused" else 2 - reading.gates[head].item()
         both = found.sequence.sum(1) + found.depth.sum(1)
         torch.testing.assert_close(both, torch.full((9,), total, dtype=torch.float64))
-        assert found.sequence.sum(1).mean().item() == pytest.approx(reading.sequence_shares[head])
+        assert found.sequence.sum(1).mean().item() == pytest.approx(reading.sequence_shares[head].item())
         assert not found.sequence.triu(1).any()
-        assert found.depth.sum(1).mean().item() == pytest.approx(reading.depth_shares[head])
-        assert found.depth[:, -1].mean().item() == pytest.approx(reading.shares[head][-1])
+        assert found.depth.sum(1).mean().item() == pytest.approx(reading.shares[head].sum().item())
+        assert found.depth[:, -1].mean().item() == pytest.approx(reading.shares[head, -1].item())
 
 
 def test_without_the_depth_a_map_is_the_attention_of_the_model():
-    model, (row,) = depth_model(kind="reused", acting=False), rows(9).rows
+    model, row = depth_model(kind="reused", acting=False), rows(9).rows[0]
     model.set_attn_implementation("eager")
     weights = model(row[None], output_attentions=True).attentions
     for head in range(4):

@@ -8,8 +8,8 @@ import torch
 from tiny import FAMILIES, save_tiny_model, tiny_model
 from transformers import AutoModelForCausalLM
 
-from midus_hf.look.heads import Answer, as_json, draw_heads, head_importance, layers_table
-from midus_hf.look.pictures import as_png
+from midus_hf.look.heads import Answer, head_importance, heads_panels, heads_rows, heads_table
+from midus_hf.look.pictures import as_png, draw_panels
 from upscalers.runs.upscale import upscale
 
 ANSWERS = [Answer(torch.tensor([5, 9, 33, 60, 7]), 3), Answer(torch.tensor([12, 40, 41]), 1)]
@@ -51,7 +51,6 @@ def test_importance_is_what_a_gate_on_each_head_and_token_would_feel(family):
     torch.testing.assert_close(found.signed, signed / 2, rtol=1e-5, atol=1e-9)
     torch.testing.assert_close(found.absolute, absolute / tokens, rtol=1e-5, atol=1e-9)
     assert (found.answers, found.layers, found.base_layers) == (2, [0, 1, 2, 3], [0, 1, 2, 3])
-    torch.testing.assert_close(found.variances(), found.absolute.var(dim=1, correction=0))
 
 
 def test_the_model_is_as_it_was(tmp_path):
@@ -91,12 +90,14 @@ def test_without_answers_there_is_nothing_to_measure():
 
 
 def test_a_report_has_every_number():
+    pytest.importorskip("matplotlib")
     found = head_importance(tiny_model("llama").eval(), ANSWERS)
-    told = json.loads(json.dumps(as_json({"a": found})))[0]
-    assert torch.tensor(told["absolute"], dtype=torch.float64).equal(found.absolute)
-    assert told["variance_signed"] == found.variances(False).tolist()
-    table = layers_table("a", found, absolute=True)
-    best = int(found.absolute[2].argmax())
-    assert table.rows[2][:2] == ["2", "2"] and table.rows[2][4:] == [str(best), f"{found.absolute[2, best]:.4g}"]
-    other = dataclasses.replace(found, base_layers=[0, 2, 3, 4])
-    assert as_png(draw_heads({"a": found, "b": other}, absolute=False)).startswith(b"\x89PNG")
+    for signed, scores in ((False, found.absolute), (True, found.signed)):
+        rows = json.loads(json.dumps(heads_rows("a", found, signed)))
+        assert torch.tensor([row["importance"] for row in rows], dtype=torch.float64).equal(scores)
+        assert [row["variance"] for row in rows] == pytest.approx(scores.var(dim=1, correction=0).tolist())
+        best = int(scores[2].argmax())
+        assert heads_table("a", rows).rows[2][4:] == [str(best), f"{scores[2, best]:.4g}"]
+    other = heads_rows("b", dataclasses.replace(found, base_layers=[0, 2, 3, 4]))
+    assert heads_table("b", other).rows[2][:2] == ["2", "3"]
+    assert as_png(draw_panels(heads_panels({"a": rows, "b": other}))).startswith(b"\x89PNG")

@@ -1,28 +1,29 @@
-"""What is counted is what each memory retrieves, once a token, and recording it changes nothing."""
+"""What is counted is what each memory retrieves and each text fetches, once a token, and recording it changes nothing."""
 
 import math
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
 from look.memory_models import ENTRIES, enable_checkpointing, has_hooks, memories, memory_model
+from models.hierarchical_models import hierarchical_model
 from pairs import by_default
 from tiny import prompt
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from midus_hf.config.memory_types import MEMORY_TYPES
+from midus_hf.evaluation.text_rows import TextRows, read_rows
 from midus_hf.look.usage import (
     MemoryUsage,
     Usage,
-    counted_types,
+    every_count,
     record_usage,
     summarise,
-    types_with_slots,
+    usage_curve,
+    usage_rows,
+    usage_table,
 )
-from midus_hf.look.usage_report import usage_curves
-from midus_hf.look.watched_models import MemoryPlace
-from midus_hf.memory.registry import MEMORY_MODULES
 
 
 def read_inputs(model, tokens) -> dict[int, torch.Tensor]:
@@ -67,8 +68,7 @@ def test_counts_are_those_of_every_slot_scored_and_sorted(family, entry):
     for tokens in batches:
         for layer, attention_output in read_inputs(model, tokens).items():
             counts = counted_by_hand(memories(model)[layer], attention_output)
-            place = MemoryPlace(layer)
-            expected[place] = expected.get(place, 0) + counts
+            expected[str(layer)] = expected.get(str(layer), 0) + counts
     assert usage.counts.keys() == expected.keys()
     for place, counts in usage.counts.items():
         assert counts.dtype == torch.int64
@@ -130,15 +130,23 @@ def compiled(model, what: str):
             layer.compile(backend="aot_eager")
     else:
         plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=what == "accelerate, by region")
-        model = Accelerator(cpu=True, dynamo_plugin=plugin).prepare_model(model)
+        model = Accelerator(cpu=True, mixed_precision="no", dynamo_plugin=plugin).prepare_model(model)
     return model, model
 
 
 COMPILED = ("module", "function", "in place", "forward", "layers", "accelerate", "accelerate, by region")
 
 
+@pytest.fixture
+def fresh_accelerate():
+    """No state of accelerate: after a run in bfloat16 in the same process, its models would compute in bfloat16 too."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.mark.parametrize("what", by_default(["module", "accelerate, by region"], COMPILED))
-def test_a_compiled_model_is_counted_like_any_other(what):
+def test_a_compiled_model_is_counted_like_any_other(what, fresh_accelerate):
     tokens = prompt(length=6)
     with torch.no_grad():
         model = memory_model("llama")
@@ -183,7 +191,6 @@ def test_a_wrapped_memory_is_known_by_its_layer_and_its_name():
     with record_usage(model) as usage, torch.no_grad():
         model(prompt(), use_cache=False)
     assert list(map(str, usage.counts)) == ["1", "3"] and all(counts.any() for counts in usage.counts.values())
-    assert str(MemoryPlace(3, "other")) == "3 other"
 
 
 def test_even_usage_is_one_and_a_single_slot_is_one_of_all():
@@ -191,23 +198,22 @@ def test_even_usage_is_one_and_a_single_slot_is_one_of_all():
     single = torch.zeros(2, 10, dtype=torch.int64)
     single[:, 3] = 9
     none = torch.zeros(2, 10, dtype=torch.int64)
-    first, second, third = MemoryPlace(1), MemoryPlace(3), MemoryPlace(3, "other")
-    memories = summarise({first: even, second: single, third: none})
-    assert memories[first] == MemoryUsage(used=1.0, perplexity=pytest.approx(1.0), largest=pytest.approx(0.1))
-    assert memories[second] == MemoryUsage(used=pytest.approx(0.1), perplexity=pytest.approx(0.1), largest=1.0)
-    assert memories[third] == MemoryUsage(0.0, 0.0, 0.0)
+    memories = summarise({"1": even, "3": single, "3 other": none})
+    assert memories["1"] == MemoryUsage(used=1.0, perplexity=pytest.approx(1.0), largest=pytest.approx(0.1))
+    assert memories["3"] == MemoryUsage(used=pytest.approx(0.1), perplexity=pytest.approx(0.1), largest=1.0)
+    assert memories["3 other"] == MemoryUsage(0.0, 0.0, 0.0)
 
 
 def test_curves_are_sorted_multiples_of_the_mean():
     counts = torch.tensor([[0, 8, 4, 0], [2, 2, 0, 0]])
-    assert usage_curves({5: counts})[5].tolist() == [(8 / 3 + 2) / 2, (4 / 3 + 2) / 2, 0, 0]
+    assert usage_curve(counts) == [(8 / 3 + 2) / 2, (4 / 3 + 2) / 2, 0, 0]
 
 
 def test_heads_are_averaged_and_the_largest_share_is_of_any_head():
     counts = torch.tensor([[5, 3, 2, 0], [1, 1, 0, 0]])
     entropies = [-sum(p * math.log(p) for p in shares) for shares in ((0.5, 0.3, 0.2), (0.5, 0.5))]
     perplexity = sum(math.exp(entropy) / 4 for entropy in entropies) / 2
-    usage = Usage({MemoryPlace(2): counts}).summary()[MemoryPlace(2)]
+    usage = Usage({"2": counts}).summary()["2"]
     assert usage == MemoryUsage(used=5 / 8, perplexity=pytest.approx(perplexity), largest=0.5)
 
 
@@ -222,18 +228,63 @@ def test_what_is_read_between_training_steps_may_be_left_out():
     assert counted[0] == {layer: 2 * count for layer, count in counted[1].items()}
 
 
-SLOT_TYPES = {"headwise", "linear", "product-key", "ultramem"}
+# Levels of `hierarchical_model`; the second has no blocks.
+FIRST, THIRD = "hier-ffn level 1", "hier-ffn level 3"
+PATHS = torch.tensor([[1, 4, 13], [1, 3, 9], [0, 0, 2]])
+ROWS = [torch.arange(1, 9), torch.arange(1, 6), torch.arange(1, 4), torch.arange(1, 4)]
+# Rows of which 7, 4, 2 and 2 tokens are read, the first and the third of one document.
+TEXT = TextRows("text", ROWS, [0, 1, 0, 2], paths=PATHS)
 
 
-def test_chapters_and_fetched_blocks_are_counted_beside_slots():
-    ours = {name for name, options in MEMORY_TYPES.items() if options.__module__.startswith("midus_hf.config.")}
-    assert ours & set(types_with_slots()) == SLOT_TYPES
-    assert ours & set(counted_types()) == ours - {"depth-attention"}
+@pytest.fixture(scope="module")
+def fetching(tmp_path_factory):
+    return hierarchical_model("llama", "hier-ffn", tmp_path_factory.mktemp("bank"))
 
 
-def test_a_type_of_another_package_is_listed_where_it_belongs(monkeypatch):
-    monkeypatch.setitem(MEMORY_MODULES, "another", MEMORY_MODULES["linear"])
-    monkeypatch.setitem(MEMORY_MODULES, "mute", MEMORY_MODULES["depth-attention"])
-    for types in (counted_types(), types_with_slots()):
-        assert "another" in types and "mute" not in types
-        assert types == sorted(types)
+def counted(usage):
+    return {
+        place: {block: tokens for block, tokens in enumerate(counts[0].tolist()) if tokens}
+        for place, counts in usage.counts.items()
+    }
+
+
+def test_tokens_that_are_read_with_a_block_are_counted_without_padding_however_rows_are_batched(fetching):
+    with record_usage(fetching) as usage, torch.no_grad():
+        fetching(torch.arange(1, 4)[None], memory_ids=torch.tensor([[1, 4, 13]], dtype=torch.int16))
+    assert counted(usage) == {FIRST: {1: 3}, THIRD: {13: 3}}
+    for batch_size in (1, 2, 4):
+        with record_usage(fetching) as usage:
+            read_rows(fetching, TEXT, batch_size=batch_size)
+        assert counted(usage) == {FIRST: {0: 2, 1: 13}, THIRD: {2: 2, 9: 4, 13: 9}}
+    assert usage_table(usage_rows({"text": usage.counts})).rows == [
+        ["text", "hier-ffn level 1", "3", "66.7%", "49.4%", "86.67%"],
+        ["text", "hier-ffn level 3", "27", "11.1%", "9.4%", "60.00%"],
+    ]
+    lines = list(every_count({"text": usage.counts}))
+    assert len(lines) == 3 + 27 and sum(line["count"] == 0 for line in lines) == 1 + 24
+    assert lines[1] == {"text": "text", "memory": FIRST, "head": 0, "number": 1, "count": 13}
+
+
+def test_the_generic_memory_and_texts_that_fetch_nothing_are_not_counted(tmp_path):
+    model = hierarchical_model("llama", "hier-ffn", tmp_path, without_ids="generic")
+    tokens = torch.arange(1, 7)[None].expand(2, -1)
+    with record_usage(model) as usage, torch.no_grad():
+        model(tokens, memory_ids=torch.tensor([[1, 4, 13], [-1, -1, -1]]))
+        model(input_ids=tokens)
+    assert counted(usage) == {FIRST: {1: 6}, THIRD: {13: 6}}
+
+
+def test_what_a_model_refuses_is_refused_in_its_words_and_not_counted(fetching):
+    ids, message = torch.tensor([[1, 4, 27]]), "memory_ids has 27 for level 3 in row 0; expected 0 to 26"
+    with record_usage(fetching) as usage, pytest.raises(ValueError, match=message):
+        fetching(torch.arange(1, 4)[None], memory_ids=ids)
+    assert counted(usage) == {FIRST: {}, THIRD: {}}
+
+
+def test_blocks_that_were_fetched_before_are_refused(fetching):
+    blocks = fetching.fetch_memory(PATHS[:1])
+    with (
+        record_usage(fetching),
+        pytest.raises(ValueError, match="memory_blocks is given, which does not name the blocks' nodes"),
+    ):
+        fetching(torch.arange(1, 4)[None], memory_blocks=blocks)

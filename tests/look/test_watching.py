@@ -12,9 +12,8 @@ from models.hierarchical_models import hierarchical_model
 from peft import LoraConfig, get_peft_model
 from tiny import prompt, tiny_model
 
-from midus_hf.look.block_usage import record_block_usage
-from midus_hf.look.depth import depth_readings, record_depth
-from midus_hf.look.usage import record_chapter_usage, record_usage
+from midus_hf.look.depth import depth_rows, record_depth
+from midus_hf.look.usage import record_usage
 
 ROW = prompt(5, 1)
 
@@ -51,29 +50,31 @@ def tokens_of(counts_per_token: int) -> Callable[[Any], set[float]]:
     return lambda usage: {counts.sum().item() / counts_per_token for counts in usage.counts.values() if counts.any()}
 
 
-CHAPTERS = r"this llama model has no memory of chapters; expected one upscaled with"
+NOTHING_TO_COUNT = (
+    r"this llama model has no memory that retrieves slots, reads chapters or fetches blocks; expected one"
+)
 WATCHES = {
     "slots": Watch(
         *(lambda folder: memory_model("llama"), record_usage, counts_of, tokens_of(4 * 3)),
-        r"this llama model has no memory that retrieves slots; expected an upscaled .* linear",
+        NOTHING_TO_COUNT,
         "memory",
     ),
     "opened chapters": Watch(
-        *(lambda folder: routed_model(routing="chunk", chunk_size=4), record_chapter_usage, counts_of, tokens_of(2)),
-        CHAPTERS,
+        *(lambda folder: routed_model(routing="chunk", chunk_size=4), record_usage, counts_of, tokens_of(2)),
+        NOTHING_TO_COUNT,
         "memories.chapters",
         ("value_projection", "key_projection"),
     ),
     "depth": Watch(
-        *(lambda folder: depth_model(), record_depth, depth_readings),
-        lambda records: {reading.tokens for reading in depth_readings(records)},
+        *(lambda folder: depth_model(), record_depth, depth_rows),
+        lambda readings: {reading.tokens for reading in readings},
         r"this llama model has no memory that reads the depth; expected one upscaled",
         "memories.depth-attention",
         ("ffn_key",),
     ),
     "blocks": Watch(
-        *(lambda folder: hierarchical_model("llama", "hier-ffn", folder), record_block_usage, counts_of, tokens_of(1)),
-        r"the texts of this llama model fetch no blocks; expected one with hierarchical memory",
+        *(lambda folder: hierarchical_model("llama", "hier-ffn", folder), record_usage, counts_of, tokens_of(1)),
+        NOTHING_TO_COUNT,
         inputs={"memory_ids": torch.tensor([[1, 4, 13]])},
     ),
 }

@@ -63,7 +63,7 @@ def loaded(folder: Path) -> PreTrainedModel:
 def acting(model: PreTrainedModel) -> PreTrainedModel:
     """The model with new parts that are moved off their start, so that they act; what is of the base stays."""
     torch.manual_seed(5)
-    inserted = [f"layers.{part.layers[0]}." for part in added_parts(model).parts if part.kind in ("block", "layer")]
+    inserted = [f"layers.{part.layers[0]}." for part in added_parts(model) if part.kind in ("block", "layer")]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "memor" in name or any(layer in name for layer in inserted):

@@ -35,7 +35,7 @@ SMALLER = {
         "sequence_length=256,\n": "sequence_length=32,\n",
         "max_steps=40": "max_steps=2",
         '"sequence_length": 256, "max_tokens": 2048': '"sequence_length": 32, "max_tokens": 64',
-        "sequence_length=256, max_tokens=1000": "sequence_length=32, max_tokens=64",
+        "dict(sequence_length=256, max_tokens=1000)": "dict(sequence_length=32, max_tokens=64)",
         "--max-tokens 1000 --sequence-length 256": "--max-tokens 64 --sequence-length 32",
         "--max-tokens 500 --sequence-length 256": "--max-tokens 64 --sequence-length 32",
     },

@@ -34,7 +34,7 @@ def look(
         request.check()
         questions = importlib.import_module("midus_hf.cli.look.questions")  # which imports torch
         answer = getattr(questions, question)(request)
-    show(answer.report, json_, lambda report: show_tables(answer.shown), indent=2)
+    show(answer.report, json_, lambda report: show_tables(answer.tables), indent=2)
     if not json_:
         print(answer.summary)
     for path in files:  # last, so that the answer is printed even if a file cannot be written

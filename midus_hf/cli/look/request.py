@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from midus_hf.look.text_rows import TextRows
+    from midus_hf.evaluation.text_rows import TextRows
 
 _READING = (
     *("text", "column", "encoding", "limit", "sequence_length", "max_tokens", "batch_size", "retriever"),
@@ -38,16 +38,14 @@ QUESTIONS = Subjects(
         "usage": Subject("slots, chapters and blocks that texts use, and how evenly", _READING, ("text",)),
         "ablation": Subject(
             "loss of texts without each added part, or each of --chapters",
-            (*_READING, "chapters", "memory", "all_"),
+            (*_READING, "chapters"),
             ("text",),
         ),
         "drift": Subject(
             "how far predictions moved from the base's, and where most", (*_READING, "base", "top"), ("text",)
         ),
         "heads": Subject("how much each head matters for answers of tasks", _OF_HEADS, ("tasks",)),
-        "depth": Subject(
-            "what heads read of earlier layers (moda)", (*_READING, "memory", "layers", "heads"), ("text",)
-        ),
+        "depth": Subject("what heads read of earlier layers (moda)", (*_READING, "layer", "head"), ("text",)),
         "page": Subject("all of these but heads, on one page", (*_READING, "base", "top"), ("text",)),
     },
 )
@@ -69,12 +67,10 @@ class Request:
     text: Annotated[list[str] | None, option("File or folder to read; may be repeated.", "[NAME=]PATH")] = None
     retriever: Annotated[str | None, option("Tree of topics by which texts fetch blocks.", "TREE")] = None
     base: Annotated[str, option("Base to compare with; self: MODEL without added parts.", "MODEL")] = "self"
-    memory: Annotated[str | None, option("One of several memories.  [default: all]", "NAME")] = None
-    layers: Annotated[str | None, option("Such as 3,7-9.  [default: all]", "LIST")] = None
-    heads: Annotated[str | None, option("Such as 0,4-5.  [default: all]", "LIST")] = None
+    layer: Annotated[int | None, option("Draw what a head of this layer reads.", "N")] = None
+    head: Annotated[int | None, option("Draw what this head of --layer reads.", "N")] = None
     chapters: Annotated[str | None, option("Ablate chapters: all, or such as 3,7-9.", "LIST")] = None
-    all_: Annotated[bool, flag("--all", "Ablate layers of the base as well.")] = False
-    top: Annotated[int | None, option("How many rows of each text to show.", "N")] = None
+    top: Annotated[int, option("How many predictions of each text to show.", "N")] = 10
     tasks: Annotated[str | None, option("Tasks of lm-eval, separated by commas.", "NAMES")] = None
     data: TaskData = None
     include_path: Annotated[str | None, option("Folder with more task files.", "DIR")] = None
@@ -93,6 +89,10 @@ class Request:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1.")
+        if (self.layer is None) != (self.head is None):
+            raise ValueError(
+                "layer and head name one head together; expected both or neither. Give the other as well."
+            )
         assert self.documents is not None
 
     @property
@@ -161,15 +161,17 @@ class Request:
 
     @cached_property
     def text_rows(self) -> "list[TextRows]":
-        """The texts as rows of tokens, no longer than the model's positions, with paths if there is a retriever."""
+        """The texts as rows of tokens, with paths if there is a retriever."""
         import torch
 
-        from midus_hf.look.text_rows import text_rows
+        from midus_hf.evaluation.text_rows import text_rows
 
         model, tokenizer = self.loaded
-        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        lengths = {"longest": longest, "sequence_length": self.sequence_length, "max_tokens": self.max_tokens}
-        texts = [text_rows(name, of_text, tokenizer, **lengths) for name, of_text in self.documents.items()]
+        lengths = {"sequence_length": self.sequence_length, "max_tokens": self.max_tokens}
+        texts = [
+            text_rows(name, documents, tokenizer, model.config, **lengths)
+            for name, documents in self.documents.items()
+        ]
         find_paths = self._path_finder()
         if find_paths is None:
             return texts
@@ -206,17 +208,6 @@ class Request:
             retriever = MemoryRetriever.load(self.retriever, device=str(model.device))
         check_tree(retriever.tree, model)
         return retriever.paths
-
-    def numbers(self, option: str, end: int) -> tuple[int, ...] | None:
-        """Return the numbers from 0 to `end - 1` that an option lists; None for all, if the option is absent or `all`.
-
-        Raises:
-            ValueError: If the list has another form, or numbers outside the range.
-        """
-        from upscalers.edits.numbers import parse_numbers
-
-        value = getattr(self, option)
-        return None if value in (None, "all") else parse_numbers(value, end, option)
 
     def check_base(self) -> None:
         """Check that `base` names a model, or that the model without its added parts is its base.

@@ -7,7 +7,7 @@ import torch
 from models.fresh_process import run_python
 from tiny import prompt
 
-from midus_hf.look.chapters import zero_chapters
+from midus_hf.look.parts import zero_chapters
 from midus_hf.ops.chapters.quantisation import dequantise_rows, quantise_rows
 from tests.upscalers.checkpoints import load, logits, read_tensors, save_base, write_tensors
 from upscalers.runs.strip import strip

@@ -1,0 +1,225 @@
+"""Texts as rows of tokens, and a model's losses on the rows."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from midus_hf.models.parts import decoder_of
+from midus_hf.saved_models import check_ids
+
+DEFAULT_SEQUENCE_LENGTH = 1024
+DOCUMENT_SEPARATOR = "\n\n"
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """A text as rows of tokens. A model reads all tokens of a row but the last, and predicts all but the first.
+
+    Args:
+        name: Name of the text.
+        rows: Token ids of each row, `[T]`, two or more.
+        documents: Number of the document that each row belongs to.
+        utf8_bytes: Number of bytes of UTF-8 that the predicted tokens of each row cover. Default: not known.
+        paths: Path by which the rows of each document fetch blocks, `[documents, p]`, int64. Default: nothing is fetched.
+    """
+
+    name: str
+    rows: list[torch.Tensor]
+    documents: list[int]
+    utf8_bytes: Sequence[int] = ()
+    paths: torch.Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that are predicted, in all rows together."""
+        return sum(len(row) - 1 for row in self.rows)
+
+    def batches(self, batch_size: int) -> list["TextRows"]:
+        """Return the text in batches of `batch_size` rows; the last batch may have fewer rows.
+
+        Raises:
+            ValueError: If `batch_size` is less than 1.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; expected at least 1.")
+        parts = [slice(first, first + batch_size) for first in range(0, len(self.rows), batch_size)]
+        return [replace(self, rows=self.rows[part], documents=self.documents[part]) for part in parts]
+
+    def inputs(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Return keyword arguments for a forward pass over all rows, padded on the right, without a cache."""
+        read = [row[:-1] for row in self.rows]
+        ids = torch.nn.utils.rnn.pad_sequence(read, batch_first=True).to(model.device)
+        lengths = torch.tensor([len(row) for row in read], device=model.device)
+        mask = torch.arange(ids.shape[1], device=model.device) < lengths[:, None]
+        kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+        if not bool(mask.all()):
+            kwargs["attention_mask"] = mask.long()
+        if "prompt_mask" in getattr(decoder_of(model), "memory_input_names", ()):
+            kwargs["prompt_mask"] = mask  # the whole row is the prompt
+        if self.paths is not None:
+            kwargs["memory_ids"] = self.paths[self.documents]
+        return kwargs
+
+
+@dataclass(frozen=True)
+class RowLosses:
+    """Losses of a model on the rows of a text.
+
+    Args:
+        sums: Negative log-likelihood of each row, `[R]`, float64, in nats.
+        tokens: Number of predicted tokens in each row, `[R]`, int64.
+    """
+
+    sums: torch.Tensor
+    tokens: torch.Tensor
+
+    @property
+    def mean(self) -> float:
+        """Loss per predicted token, in nats."""
+        return (self.sums.sum() / self.tokens.sum()).item()
+
+
+def text_rows(
+    name: str,
+    documents: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    *,
+    sequence_length: int | None = None,
+    max_tokens: int | None = None,
+    joined: bool = False,
+) -> TextRows:
+    """Tokenize documents one by one without special tokens, and cut them into rows in which every token is predicted once.
+
+    If the tokenizer writes a BOS token by itself (Llama, Gemma), each row begins with the BOS token. If it does not (Qwen, SmolLM),
+    a row begins with the last token of the row before, and the first token of a document is not predicted. Long rows come first.
+
+    Args:
+        name: Name of the text.
+        documents: Documents of the text.
+        tokenizer: A fast tokenizer, which knows the offsets of each token in the text.
+        config: Config of the models that will read the rows.
+        sequence_length: Tokens that are predicted per row; the last row of a document has fewer. Default: 1024, or the longest that
+            the model was made for if that is shorter.
+        max_tokens: Greatest number of tokens to predict, in rows that are spread evenly over the text, one row at least. Default:
+            all.
+        joined: Whether documents are laid end to end, with a blank line between them, as one document. Default: False.
+
+    Raises:
+        ValueError: If an option is out of range, if the text is too short, or if the tokenizer is not a fast one.
+    """
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if sequence_length is None:
+        sequence_length = min(DEFAULT_SEQUENCE_LENGTH, limit or DEFAULT_SEQUENCE_LENGTH)
+    for option, value in (("sequence_length", sequence_length), ("max_tokens", max_tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"{option} is {value}; expected at least 1.")
+    if limit is not None and sequence_length > limit:
+        raise ValueError(f"sequence_length is {sequence_length}; the model was made for at most {limit} tokens.")
+    if not tokenizer.is_fast:
+        raise ValueError(f"the tokenizer is a {type(tokenizer).__name__}; expected a fast one, with offsets.")
+    bos = automatic_bos(tokenizer)
+    rows: list[tuple[torch.Tensor, int, int]] = []
+    for number, parts in enumerate([list(documents)] if joined else [[document] for document in documents]):
+        ids, sizes = _tokenized(tokenizer, parts)
+        lead = ids[:1] if bos is None else torch.tensor([bos])
+        if bos is None:
+            ids, sizes = ids[1:], sizes[1:]
+        for first in range(0, len(ids), sequence_length):
+            targets = ids[first : first + sequence_length]
+            rows.append((torch.cat([lead, targets]), number, sum(sizes[first : first + sequence_length])))
+            lead = targets[-1:] if bos is None else lead
+    predicted = sum(len(row) - 1 for row, *_ in rows)
+    least = sequence_length if joined else 1
+    if predicted < least:
+        raise ValueError(
+            f"text {name!r} has {predicted} tokens to predict; expected at least {least}. Give more text"
+            f"{', or a smaller sequence_length' * joined}."
+        )
+    kept = len(rows) if max_tokens is None else max(1, max_tokens * len(rows) // predicted)
+    while max_tokens is not None and kept > 1 and sum(len(row) - 1 for row, *_ in _spread(rows, kept)) > max_tokens:
+        kept -= 1
+    rows = sorted(_spread(rows, kept), key=lambda row: -len(row[0]))
+    return TextRows(name, *(list(column) for column in zip(*rows, strict=True)))
+
+
+def _spread(rows: list[Any], kept: int) -> list[Any]:
+    kept = min(kept, len(rows))
+    return [rows[index * len(rows) // kept] for index in range(kept)]
+
+
+def automatic_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the id of the BOS token if the tokenizer puts this token before a text by itself, else None."""
+    first = tokenizer("a").input_ids[:1]  # empty if the vocabulary has no token for the letter
+    return first[0] if first and first[0] == tokenizer.bos_token_id else None
+
+
+def _tokenized(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> tuple[torch.Tensor, list[int]]:
+    """Return the tokens of documents that are laid end to end, and the number of bytes that each covers."""
+    ids: list[int] = []
+    utf8_bytes: list[int] = []
+    for number, document in enumerate(documents, start=1):
+        text = document if number == len(documents) else document + DOCUMENT_SEPARATOR
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        if not encoded.input_ids:
+            continue
+        ids += encoded.input_ids
+        # A token covers the text from the end of the token before it to its own end; the last token covers the rest.
+        ends = [end for _, end in encoded.offset_mapping]
+        ends[-1] = len(text)
+        bytes_before: Sequence[int] = range(len(text) + 1)
+        if not text.isascii():
+            bytes_before = [0, *itertools.accumulate(len(character.encode()) for character in text)]
+        utf8_bytes += [bytes_before[end] - bytes_before[start] for start, end in zip([0, *ends], ends, strict=False)]
+    return torch.tensor(ids, dtype=torch.int64), utf8_bytes
+
+
+def read_rows(
+    model: PreTrainedModel,
+    text: TextRows,
+    *,
+    batch_size: int = 4,
+    progress: Callable[[int], Any] | None = None,
+) -> RowLosses:
+    """Let a model read a text, and return its losses, computed in float32 or better and summed in float64.
+
+    Args:
+        model: A causal language model. It is in eval mode while it reads.
+        text: The text, as `text_rows` returns it.
+        batch_size: Rows per forward pass. It changes only speed, memory, and the last bits of floats. Default: 4.
+        progress: Called with the number of predicted tokens of each pass. Default: none.
+
+    Raises:
+        ValueError: If `batch_size` is less than 1, or if the text has an id that the model does not embed.
+        RuntimeError: If the loss of a row is not finite.
+    """
+    batches = text.batches(batch_size)
+    check_ids(int(max(row.max() for row in text.rows)), model.config.get_text_config().vocab_size)
+    was_training = model.training
+    model.eval()
+    sums: list[torch.Tensor] = []
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                sums += _row_sums(batch.rows, model(**batch.inputs(model)).logits)
+                if progress is not None:
+                    progress(batch.num_tokens)
+    finally:
+        model.train(was_training)
+    losses = RowLosses(torch.stack(sums), torch.tensor([len(row) - 1 for row in text.rows]))
+    if not losses.sums.isfinite().all():
+        raise RuntimeError(f"the loss of text {text.name!r} is not a finite number. The model's weights are broken.")
+    return losses
+
+
+def _row_sums(rows: Sequence[torch.Tensor], logits: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the summed loss of each row of a batch."""
+    for row, predicted in zip(rows, logits, strict=True):
+        wide = predicted[: len(row) - 1].to(torch.promote_types(predicted.dtype, torch.float32))
+        losses = F.cross_entropy(wide, row[1:].to(wide.device), reduction="none")
+        yield losses.double().sum().cpu()

@@ -1,0 +1,59 @@
+"""Effects of a change of a model on its losses, with standard errors over rows."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from midus_hf.evaluation.text_rows import RowLosses, TextRows, read_rows
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Effect of an intervention on the loss of a text, or another mean with its error.
+
+    Args:
+        difference: Loss with the intervention minus loss without it, in nats per predicted token.
+        standard_error: Standard error of the difference, from its variation over rows. None for one row.
+    """
+
+    difference: float
+    standard_error: float | None
+
+    def __format__(self, form: str) -> str:
+        error = "" if self.standard_error is None else f" ± {self.standard_error:{form.removeprefix('+')}}"
+        return f"{self.difference:{form}}{error}"
+
+
+def effect_between(usual: RowLosses, changed: RowLosses) -> Effect:
+    """Return the loss per token of the changed model minus that of the unchanged model on the same rows, with its error."""
+    return mean_with_error(changed.sums - usual.sums, usual.tokens)
+
+
+def mean_with_error(sums: torch.Tensor, tokens: torch.Tensor) -> Effect:
+    """Return a mean per token and its standard error: that of a ratio of sums over rows that were drawn at random.
+
+    Args:
+        sums: Sum over the tokens of each row, `[R]`, float64.
+        tokens: Number of tokens of each row, `[R]`.
+    """
+    counts = tokens.double()
+    mean, rows = (sums.sum() / counts.sum()).item(), len(counts)
+    if rows < 2:
+        return Effect(mean, None)
+    scatter = (sums - mean * counts).square().sum().item()
+    return Effect(mean, math.sqrt(scatter * rows / (rows - 1)) / counts.sum().item())
+
+
+def read_texts(
+    model: PreTrainedModel,
+    texts: Sequence[TextRows],
+    *,
+    batch_size: int = 4,
+    progress: Callable[[int], Any] | None = None,
+) -> dict[str, RowLosses]:
+    """Let a model read texts one after another, and return the losses of each text, by the text's name, as `read_rows` does."""
+    return {text.name: read_rows(model, text, batch_size=batch_size, progress=progress) for text in texts}

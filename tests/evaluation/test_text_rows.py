@@ -1,0 +1,116 @@
+"""Texts become rows in which every token is predicted once, and what a model loses on them is what it gives."""
+
+import pytest
+import torch
+from evaluation.byte_models import byte_model, byte_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import tiny_model
+from tokenizers import normalizers
+from torch.nn import functional as F
+from training.tiny_run import tiny_tokenizer
+
+from midus_hf.evaluation.text_rows import automatic_bos, read_rows, text_rows
+
+CONFIG = tiny_model("llama").config
+
+
+def words(*ids):
+    return " ".join(f"w{id}" for id in ids)
+
+
+def rows_as_lists(text):
+    return [(number, row.tolist()) for number, row in zip(text.documents, text.rows, strict=True)]
+
+
+def test_documents_are_kept_apart_and_long_ones_are_cut():
+    documents = [words(3, 4, 5, 6, 7, 8), words(10, 11), words(12)]
+    text = text_rows("text", documents, tiny_tokenizer(), CONFIG, sequence_length=3)
+    assert rows_as_lists(text) == [(0, [3, 4, 5, 6]), (0, [6, 7, 8]), (1, [10, 11])]
+    assert text.num_tokens == 6 and text.utf8_bytes == [9, 6, 4]
+
+
+def test_a_row_begins_with_the_token_that_the_tokenizer_writes():
+    tokenizer = byte_tokenizer(writes_bos=True)
+    text = text_rows("text", ["abc"], tokenizer, CONFIG, sequence_length=2)
+    ids = tokenizer("abc", add_special_tokens=False).input_ids
+    assert rows_as_lists(text) == [(0, [tokenizer.bos_token_id, *ids[:2]]), (0, [tokenizer.bos_token_id, ids[2]])]
+
+
+@pytest.mark.parametrize("writes_bos", [False, True])
+def test_a_tokenizer_may_have_nothing_for_the_letter_that_it_is_asked_about(writes_bos):
+    tokenizer = byte_tokenizer(writes_bos=writes_bos)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("a", "")
+    assert automatic_bos(tokenizer) == (1 if writes_bos else None)
+
+
+@given(length=st.integers(1, 60), sequence_length=st.integers(1, 20), data=st.data())
+def test_every_token_is_predicted_once_and_max_tokens_keeps_rows_from_all_over_the_text(length, sequence_length, data):
+    sequence_length = min(sequence_length, length)
+    max_tokens = data.draw(st.integers(1, length))
+    text = [chr(97 + number % 26) for number in range(length + 1)]
+    options = {"sequence_length": sequence_length, "joined": True}
+    every = text_rows("text", ["".join(text)], byte_tokenizer(), CONFIG, **options)
+    some = text_rows("text", ["".join(text)], byte_tokenizer(), CONFIG, max_tokens=max_tokens, **options)
+    targets = [token for row in every.rows for token in row[1:].tolist()]
+    assert targets == byte_tokenizer()("".join(text), add_special_tokens=False).input_ids[1:]
+    assert all(len(row) - 1 <= sequence_length for row in every.rows) and sum(every.utf8_bytes) == length
+    assert len(some.rows) == 1 or some.num_tokens <= max_tokens
+    assert len(some.rows) >= min(len(every.rows), max_tokens // sequence_length)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_losses_are_those_of_each_row_alone(batch_size):
+    model = tiny_model("llama").train()
+    documents = [words(3, 4, 5, 9), words(10, 11, 90), words(12, 60, 5)]
+    text = text_rows("text", documents, tiny_tokenizer(), CONFIG)
+    seen = []
+    losses = read_rows(model, text, batch_size=batch_size, progress=seen.append)
+    assert model.training and sum(seen) == 7
+    model.eval()
+    for row, loss, tokens in zip(text.rows, losses.sums, losses.tokens, strict=True):
+        with torch.no_grad():
+            expected = F.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="sum")
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        assert tokens == len(row) - 1
+    assert losses.mean == pytest.approx(losses.sums.sum().item() / 7)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sequence_length": 0}, r"sequence_length is 0; expected at least 1\."),
+        ({"sequence_length": 129}, r"sequence_length is 129; the model was made for at most 128 tokens\."),
+        ({"max_tokens": 0}, r"max_tokens is 0; expected at least 1\."),
+        (
+            {"sequence_length": 9, "joined": True},
+            r"text 'text' has 1 tokens to predict; expected at least 9\. Give more",
+        ),
+    ],
+)
+def test_a_wrong_request_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        text_rows("text", [words(3, 4)], tiny_tokenizer(), CONFIG, **options)
+
+
+@pytest.mark.parametrize("documents", [[], [words(3)]])
+def test_a_text_without_a_token_to_predict_is_refused(documents):
+    with pytest.raises(
+        ValueError, match=r"text 'text' has 0 tokens to predict; expected at least 1\. Give more text\."
+    ):
+        text_rows("text", documents, tiny_tokenizer(), CONFIG)
+
+
+def test_a_tokenizer_without_offsets_is_refused():
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(ValueError, match="the tokenizer is a Slow; expected a fast one"):
+        text_rows("text", ["a"], Slow(), CONFIG)
+
+
+def test_a_broken_model_is_told():
+    model = byte_model("llama")
+    model.lm_head.weight.data.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match=r"the loss of text 'text' is not a finite number"):
+        read_rows(model, text_rows("text", ["abc"], byte_tokenizer(), CONFIG))
