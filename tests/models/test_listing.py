@@ -105,6 +105,23 @@ def test_adapters_of_experts_from_before_transformers_5_find_the_experts():
     assert lora == {name for name, _ in adapted.named_parameters() if "lora_" in name}
 
 
+@pytest.mark.parametrize("model_type", ["hyperclovax", "granite", "gemma2"])
+def test_the_fused_losses_of_trl_scale_logits_as_the_model_does(model_type):
+    utils = pytest.importorskip("trl.trainer.utils")
+    base = type_model(model_type)
+    host_type(model_type)
+    model = host_of(base).eval()
+    if hasattr(model.config, "logits_scaling"):
+        model.config.logits_scaling = 0.25
+    assert "logit_scale" not in model.config.to_dict()
+    tokens = prompt() % model.config.vocab_size
+    with torch.no_grad():
+        plain = model(tokens, labels=tokens).loss
+        utils.add_fused_lm_head(model)
+        fused = model(tokens, labels=tokens, fused_lm_head=True).loss
+    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
+
+
 def test_only_the_module_transformers_shows_the_classes():
     name = FAMILIES["gemma2"].__name__
     assert getattr(transformers, name) is FAMILIES["gemma2"]

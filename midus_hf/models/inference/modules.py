@@ -93,6 +93,7 @@ def family_source(model_type: str) -> str:
         registering=", register_head" if heads else "",
         mixins=_MIXINS.format(names=", ".join(sorted({HEADS[kind][2] for kind in heads}))) if heads else "",
         head_kinds=repr(tuple(heads)).replace("'", '"'),
+        logit_scale=_LOGIT_SCALE if model_type == "hyperclovax" else "",
         heads="".join(
             _HEAD.format(family=family, kind=kind, mixin=HEADS[kind][2], head=head.__name__)
             for kind, head in heads.items()
@@ -233,7 +234,7 @@ class Midus{family}Config(MemoryConfig, {config}):
     model_type = "midus_{model_type}"
     memory: list | None = None
     head_kinds = {head_kinds}
-
+{logit_scale}
 {attention}{mlp}
 {layers}
 
@@ -252,6 +253,14 @@ class Midus{family}ForCausalLM(MemoryForCausalLM, {causal_lm}):
     config: Midus{family}Config
     model_class = Midus{family}Model
 {heads}{conversions}'''
+
+# TRL's fused losses take `logits_scaling` of any type but `hyperclovax` for a divisor, and read `logit_scale` first.
+_LOGIT_SCALE = '''
+    @property
+    def logit_scale(self) -> float:
+        """Return what the logits are multiplied by."""
+        return self.logits_scaling
+'''
 
 _MIXINS = "from midus_hf.models.task_heads import {names}\n"
 
