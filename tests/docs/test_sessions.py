@@ -233,14 +233,6 @@ SESSIONS = {
         },
         languages=("sh",),
     ),
-    "docs/controls.md": Session(
-        replace={
-            "BASE": "base",
-            "CONFIG": SHORT_RUNS["configs/train/demo.yaml"] + " corpus=texts",
-            "UPSCALED": "random-slots",
-            "TRAINED": "frozen-addresses",
-        },
-    ),
     "docs/compare.md": Session(
         replace={
             **BASE,
@@ -255,6 +247,10 @@ SESSIONS = {
             "[1, 2, 3, 5]": "[1, 2, 5]",
             "trainable: [10, 20]": "trainable: [1, 2]",
             "[1.0e-4, 3.0e-5]": "[1.0e-4]",
+            "BASE": "base",
+            "CONFIG": SHORT_RUNS["configs/train/demo.yaml"] + " corpus=texts",
+            "UPSCALED": "random-slots",
+            "TRAINED": "frozen-addresses",
         },
         files=("compare.yaml",),
     ),
