@@ -198,9 +198,6 @@ SESSIONS = {
             "--tasks facts": "--tasks facts --limit 2",
         },
     ),
-    "docs/heads.md": Session(
-        replace={"heads smollm2-135m": "heads base", "--limit 100": "--limit 2"}, models={"trained": "midus-hml"}
-    ),
     "docs/families.md": Session(replace={"Qwen/Qwen3-30B-A3B": "tiny-qwen3-moe"}),
     "docs/flops.md": Session(replace={"FOLDER_OR_HUB_ID": "base"}),
     "docs/look-inside.md": Session(
@@ -211,18 +208,17 @@ SESSIONS = {
             "1500": "64",
             "3000": "64",
             "--sequence-length 256": "--sequence-length 32",
-        },
-        models={"trained": "midus-hml"},
-        names=lambda: {**load("trained"), "documents": [document(20, 1)], "tokenizer": byte_tokenizer()},
-    ),
-    "docs/depth.md": Session(
-        replace={
+            "heads smollm2-135m": "heads base",
+            "--limit 100": "--limit 2",
             "--layer 11": "--max-tokens 64 --layer 3",
-            "3000": "64",
-            "--sequence-length 256": "--sequence-length 32",
         },
-        models={"trained": "moda"},
-        names=lambda: load("trained"),
+        models={"trained": "midus-hml", "trained-moda": "moda"},
+        names=lambda: {
+            **load("trained"),
+            "moda": load("trained-moda")["model"],
+            "documents": [document(20, 1)],
+            "tokenizer": byte_tokenizer(),
+        },
     ),
     "docs/chapters.md": Session(
         replace={
