@@ -82,6 +82,7 @@ def _measure(run: Run, comparison: Comparison, folder: Path) -> Result:
     trained = str(folder / "trained")
     outcome = train(from_mapping(TrainArguments, run.training_keys(comparison, model, folder / "trained")))
     events = [json.loads(line) for line in (folder / "trained" / "log.jsonl").read_text("utf-8").splitlines()]
+    last = events[-1]
     _free_memory()
     result = Result(
         variant=variant.name,
@@ -93,12 +94,12 @@ def _measure(run: Run, comparison: Comparison, folder: Path) -> Result:
         control=variant.control,
         control_of=variant.control_of,
         new_parameters=0 if report is None else report.parameters.new,
-        trained_parameters=outcome.trained_parameters,
+        trained_parameters=last["trained_parameters"],
         tokens=outcome.tokens,
         starts_at_base=starts_at_base,
         is_causal=is_causal,
-        seconds=outcome.seconds,
-        peak_memory_bytes=outcome.peak_memory_bytes,
+        seconds=last["training_seconds"],
+        peak_memory_bytes=last["peak_memory_bytes"],
     )
     measured: dict[str, Any] = {"tasks": _tasks(trained, comparison)}
     if report is not None and not starts_at_base:

@@ -145,7 +145,9 @@ def text_rows(
     while max_tokens is not None and kept > 1 and sum(len(row) - 1 for row, *_ in _spread(rows, kept)) > max_tokens:
         kept -= 1
     rows = sorted(_spread(rows, kept), key=lambda row: -len(row[0]))
-    return TextRows(name, *(list(column) for column in zip(*rows, strict=True)))
+    return TextRows(
+        name, [row for row, *_ in rows], [document for _, document, _ in rows], [size for *_, size in rows]
+    )
 
 
 def _spread(rows: list[Any], kept: int) -> list[Any]:

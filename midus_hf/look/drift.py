@@ -160,8 +160,8 @@ def _drift_on(
             best = columns[0].topk(min(most_shown, columns.shape[1]))
             for value, position in zip(best.values.tolist(), best.indices.tolist(), strict=True):
                 before = row[max(0, position + 1 - _CONTEXT) : position + 1].tolist()
-                choices = (int(choice[position]) for choice in columns[4:])
-                moved = MovedPrediction(document, before, *choices, value)
+                base_choice, choice = (int(chosen[position]) for chosen in columns[4:])
+                moved = MovedPrediction(document, before, base_choice, choice, value)
                 worst.append((-value, len(sums), position, moved))
             worst = heapq.nsmallest(most_shown, worst)
             sums.append(columns[:4].sum(-1))

@@ -125,7 +125,7 @@ class HostsMemory(InitialisesNarrowly, HostsBanks, NeedsLogSumExp, TakesAdapters
         memory_ids: torch.Tensor | None,
     ) -> dict[str, Any]:
         """Return the arguments that are not None, and that the model passes on to its stack of layers."""
-        arguments = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
+        arguments: dict[str, Any] = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
         if "report" in self.stack.services:
             arguments["output_router_logits"] = output_router_logits
         return {name: value for name, value in arguments.items() if value is not None}
@@ -162,7 +162,7 @@ class MemoryModel(HoldsBanks, HostsMemory):
         for service in SERVICES.values():
             taken_over |= service.layers(self, memories)
         for index, hosts in taken_over.items():
-            layer = self.layers[index]
+            layer: Any = self.layers[index]
             # In place: the family alone decides how its layers are built.
             layer.__class__ = next(each for each in hosts if each.family_class is type(layer))
             layer.host(config, index, memories)

@@ -144,8 +144,9 @@ class TellsPadding:
         inputs = super().prepare_inputs_for_generation(
             input_ids, *args, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
         )
-        is_padding = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
-        if is_padding and "tokens" in self.stack.services:
+        tells_padding = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
+        if tells_padding and "tokens" in self.stack.services:
+            assert attention_mask is not None
             inputs["token_mask"] = attention_mask[:, -_tokens_of(inputs).shape[1] :].clone()
         return inputs
 

@@ -108,6 +108,7 @@ class TrainsMemory(AnyTrainer):
                 self._load_from_checkpoint(str(checkpoint))
                 self.state = state
                 return TrainOutput(state.global_step, 0.0, {"train_runtime": 0.0})
+        assert isinstance(self.model, nn.Module)
         with self._counting_usage(), row_gradients(self.model) if self.sparse_values else contextlib.nullcontext():
             return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
 

@@ -167,9 +167,15 @@ class Request:
         from midus_hf.evaluation.text_rows import text_rows
 
         model, tokenizer = self.loaded
-        lengths = {"sequence_length": self.sequence_length, "max_tokens": self.max_tokens}
         texts = [
-            text_rows(name, documents, tokenizer, model.config, **lengths)
+            text_rows(
+                name,
+                documents,
+                tokenizer,
+                model.config,
+                sequence_length=self.sequence_length,
+                max_tokens=self.max_tokens,
+            )
             for name, documents in self.documents.items()
         ]
         find_paths = self._path_finder()

@@ -64,7 +64,7 @@ def clip_gradients(model: nn.Module, leaves: Iterable[torch.Tensor], max_norm: f
     """
     tables = tables_with_rows(model)
     ids = {id(table) for table in tables}
-    dense = [each for each in model.parameters() if each.grad is not None and id(each) not in ids]
+    dense: list[torch.Tensor] = [each for each in model.parameters() if each.grad is not None and id(each) not in ids]
     dense += [leaf for leaf in leaves if leaf.grad is not None]
     device = next(model.parameters()).device
     norm = nn.utils.get_total_norm([each.grad for each in dense if each.grad is not None]).to(device)

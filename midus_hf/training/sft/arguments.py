@@ -35,7 +35,7 @@ class SftArguments(MemoryArguments, SFTConfig):
     chat_template_path: str | None = None
     assistant_only_loss: bool = True
     packing: bool = False
-    gradient_checkpointing: bool | None = None
+    gradient_checkpointing: bool | None = None  # type: ignore[assignment]  # an older name, of Transformers and TRL
 
     def __post_init__(self) -> None:
         if not self.dataset_name:
