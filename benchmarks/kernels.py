@@ -26,9 +26,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from benchmarks.measuring import add_list
-from midus_hf.ops.chapters.triton.forward import triton_segments
-from midus_hf.ops.chapters.triton.gradients import triton_segment_gradients
-from midus_hf.ops.depth.inputs import DepthInputs, Wanted
+from midus_hf.ops.chapters.triton import BLOCK_ROWS, triton_chapter_blocks, triton_chapter_gradients
 from midus_hf.ops.depth.triton import triton_depth_attention, triton_depth_gradients
 from midus_hf.ops.dispatch.triton import interprets_kernels
 from midus_hf.ops.gather.triton import (
@@ -37,8 +35,8 @@ from midus_hf.ops.gather.triton import (
     triton_weight_gradients,
     triton_weighted_rows,
 )
-from midus_hf.ops.headwise.inputs import LookupInputs, room_for_gradient
-from midus_hf.ops.headwise.triton import triton_output
+from midus_hf.ops.headwise.native import LookupInputs
+from midus_hf.ops.headwise.triton import triton_lookup
 from midus_hf.ops.product_key.triton.forward import triton_scores
 from midus_hf.ops.product_key.triton.gradients import triton_gradients_of_scores, triton_score_gradients
 
@@ -64,17 +62,16 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     for dtype in (torch.bfloat16, torch.float32):
         name = f"32 heads of 4 over width 2048 in {str(dtype).removeprefix('torch.')}"
         yield name, partial(_gather, 2048, 128, dtype)
-    for name, dim, memory_tokens, weighed, dtype in (
-        ("chapters of llama-3.2-1b", 64, 64, "scales", torch.bfloat16),
-        ("chapters of llama-3.1-8b", 128, 64, "scales", torch.bfloat16),
-        ("chapters of llama-3.2-1b with logit bias", 64, 64, "biases", torch.bfloat16),
-        ("chapters of llama-3.2-1b in float32", 64, 64, "", torch.float32),
-        ("chapters of llama-3.2-1b in float16", 64, 64, "", torch.float16),
-        ("chapters of 3 with head 80", 80, 3, "scales", torch.bfloat16),
-        ("chapters of 1000 with head 256", 256, 1000, "scales", torch.bfloat16),
-        ("chapters of 1000 with head 256 in float32", 256, 1000, "scales", torch.float32),
+    for name, dim, memory_tokens, dtype in (
+        ("chapters of llama-3.2-1b", 64, 64, torch.bfloat16),
+        ("chapters of llama-3.1-8b", 128, 64, torch.bfloat16),
+        ("chapters of llama-3.2-1b in float32", 64, 64, torch.float32),
+        ("chapters of llama-3.2-1b in float16", 64, 64, torch.float16),
+        ("chapters of 3 with head 80", 80, 3, torch.bfloat16),
+        ("chapters of 1000 with head 256", 256, 1000, torch.bfloat16),
+        ("chapters of 1000 with head 256 in float32", 256, 1000, torch.float32),
     ):
-        yield name, partial(_attend, dim, memory_tokens, weighed, dtype)
+        yield name, partial(_attend, dim, memory_tokens, dtype)
     for name, group, dim, slots, softcap, dtype in (
         ("depth of moda-700m", 2, 64, 72, None, torch.bfloat16),
         ("depth of llama-3.1-8b", 4, 128, 64, None, torch.bfloat16),
@@ -103,9 +100,8 @@ def _sized(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
     query, keys = _sized(TOKENS, heads, dim, dtype=dtype), _sized(heads, n, dim // 2, dtype=dtype)
     bank = _sized(heads, n * n, dim, dtype=dtype) if n <= 64 else _sized(n * n, dim, dtype=dtype)
-    inputs = LookupInputs(query, keys, keys, bank, query, k, 1.0)
-    kept = room_for_gradient(inputs)
-    output = triton_output(inputs, kept)
+    output, kept = triton_lookup(LookupInputs(query, keys, keys, bank, None, query, k, 1.0), keeps=True)
+    assert kept is not None
     triton_score_gradients(output, query, keys, keys, bank, kept, 1.0)
     triton_bank_gradient(output, *kept, bank.shape, dtype)
     scores, chosen = triton_scores(query, keys, keys, k)
@@ -116,7 +112,7 @@ def _prompt() -> None:
     """Look up few tokens, without gradient, so that slots and weights are not kept."""
     query, keys = _sized(2048, 32, 64, dtype=torch.bfloat16), _sized(32, 64, 32, dtype=torch.bfloat16)
     bank = _sized(32, 64 * 64, 64, dtype=torch.bfloat16)
-    triton_output(LookupInputs(query, keys, keys, bank, query, 4, 1.0))
+    triton_lookup(LookupInputs(query, keys, keys, bank, None, query, 4, 1.0), keeps=False)
 
 
 def _gather(width: int, m: int, dtype: torch.dtype) -> None:
@@ -127,24 +123,21 @@ def _gather(width: int, m: int, dtype: torch.dtype) -> None:
     triton_row_sums(output, slots, weights, 4096)
 
 
-def _attend(dim: int, memory_tokens: int, weighed: str, dtype: torch.dtype) -> None:
-    tokens, chosen, heads, kv_heads, chapters = 2048, 8, 32, 8, 64
-    query, table = (
-        torch.zeros(tokens, heads, dim, dtype=dtype),
-        torch.zeros(chapters, memory_tokens, kv_heads, dim, dtype=dtype),
-    )
-    read = torch.zeros(tokens, chosen, dtype=torch.int64)
-    extra = tuple(torch.zeros(tokens, chosen) if weighed == name else None for name in ("scales", "biases"))
-    reading = triton_segments(query, table, table, read, *extra)
-    triton_segment_gradients(reading.output, query, table, table, extra, reading, True, True)
+def _attend(dim: int, memory_tokens: int, dtype: torch.dtype) -> None:
+    blocks, heads, kv_heads, chapters = 512, 32, 8, 64
+    rows, factors = _sized(blocks * BLOCK_ROWS, heads, dim, dtype=dtype), _sized(blocks * BLOCK_ROWS)
+    table = _sized(chapters, memory_tokens, kv_heads, dim, dtype=dtype)
+    arguments = (rows, factors, table, table, *(_sized(size, dtype=torch.int64) for size in (blocks, chapters)))
+    outputs, sums = triton_chapter_blocks(*arguments)
+    triton_chapter_gradients(outputs, sums, *arguments, outputs, sums, True, True)
 
 
 def _depth(group: int, dim: int, slots: int, softcap: float | None, dtype: torch.dtype, skipped: int) -> None:
     query = _heads(group * _KV_HEADS, dim, dtype, skipped)
     keys = [_heads(_KV_HEADS, dim, dtype, skipped) for _ in range(slots)]
-    inputs = DepthInputs(query, keys, keys, dim**-0.5, softcap)
-    reading = triton_depth_attention(inputs)
-    triton_depth_gradients(inputs, reading, reading, Wanted())
+    slots = (query, keys, keys)
+    reading = triton_depth_attention(*slots, dim**-0.5, softcap)
+    triton_depth_gradients(*reading, *slots, *reading, dim**-0.5, softcap, True, True)
 
 
 # Heads of keys and values of models that read the depth.

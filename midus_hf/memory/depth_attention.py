@@ -8,8 +8,7 @@ import torch
 from midus_hf.config.memories.depth_attention import DepthAttentionOptions, SlotSource
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import MemoryModule, register_memory
-from midus_hf.memory.sequence_heads import SequenceHeads
-from midus_hf.ops.depth.joining import Depth
+from midus_hf.memory.sequence_heads import Depth, SequenceHeads
 
 # Prefixes of the names of the tensors that project the values of slots.
 _VALUES = ("attention_value", "ffn_value")

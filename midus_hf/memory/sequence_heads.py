@@ -1,14 +1,13 @@
 """The model's own attention to the sequence, joined with attention to the depth."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from midus_hf.ops.depth.joining import Depth
-from midus_hf.ops.depth.reference import joint_attention
-from midus_hf.ops.depth.sequence_lse import sequence_lse, sequence_weights
+from midus_hf.ops.depth.op import depth_attention, sequence_lse
+from midus_hf.ops.depth.reference import joint_attention, sequence_weights
 
 # Implementations whose masks tell for each query and key whether the key is read.
 _MASKS_TELL = ("eager", "sdpa")
@@ -40,6 +39,34 @@ def _refusal(implementation: str, where: str = "") -> str:
         f"attention {implementation!r}{where} does not tell by what its softmax divides, which a memory that reads the depth needs; "
         f"{remedy}"
     )
+
+
+class Depth(NamedTuple):
+    """Slots of the depth, the queries that read them, and how `joint_attention` weighs the result.
+
+    Args:
+        query: Query that is compared with the keys of the slots, `[B, H, T, d]`.
+        keys: Key of each of n slots, `[B, K, T, d]`.
+        values: Value of each slot, `[B, K, T, d]`.
+        scaling: Factor of scores.
+        softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
+        gate: c of `joint_attention` per query head, `[H]`. Default: None, which stands for 1.
+        added: Whether `joint_attention` adds (1 - c) times what heads read of the depth. Default: false.
+    """
+
+    query: torch.Tensor
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+    scaling: float
+    softcap: float | None = None
+    gate: torch.Tensor | None = None
+    added: bool = False
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what heads read `[B, H, T, d]`, the logarithms of their sums of exponentials `[B, H, T]`, and c `[B, H, T]`."""
+        read, lse = depth_attention(self.query, self.keys, self.values, self.scaling, self.softcap)
+        gate = lse.new_ones(read.shape[1]) if self.gate is None else self.gate
+        return read, lse, gate[:, None].expand_as(lse)
 
 
 @dataclass(frozen=True)

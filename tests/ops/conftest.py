@@ -6,8 +6,17 @@ import sys
 import pytest
 import torch
 
+from midus_hf.ops.dispatch.choices import RESOLVED
 from midus_hf.ops.dispatch.native.build import is_off
 from midus_hf.ops.dispatch.native.library import why_missing
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_resolved():
+    """No call was checked before, since a test may change what is there: a library, Triton, an interpreter."""
+    RESOLVED.clear()
+    yield
+    RESOLVED.clear()
 
 
 @pytest.fixture

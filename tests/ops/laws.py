@@ -162,7 +162,9 @@ def test_a_graph_holds_it_and_its_gradient_as_one_node_each_and_gives_the_same_b
     assert_same_bits(*results, body)
     if body not in op.unregistered:
         assert sum(f"midus_hf.{op.node}" in name for name in names) == 2, names
-        assert not any(word in name for name in names for word in ("topk", "softmax", "embedding", "sort"))
+        assert op.around or not any(
+            word in name for name in names for word in ("topk", "softmax", "embedding", "sort")
+        )
 
 
 def test_autocast_narrows_it_where_that_is_meant_and_no_gradient(case):

@@ -8,14 +8,13 @@ import torch
 
 from midus_hf.ops import headwise_memory, product_key_topk, weighted_gather
 from midus_hf.ops.chapters.op import chapter_attention
-from midus_hf.ops.chapters.segments import segment_attention_op
+from midus_hf.ops.chapters.segments import block_arguments, chapter_blocks_op, sort_by_chapter
 from midus_hf.ops.depth.op import depth_attention, depth_attention_op
-from midus_hf.ops.gather.parted import parted_gather, parted_gather_op
+from midus_hf.ops.gather.parted import parted_gather
 from midus_hf.ops.gather.products import gathered_products, gathered_products_op
 from midus_hf.ops.gather.weighted import weighted_gather_op
 from midus_hf.ops.headwise.lookup import headwise_lookup_op
-from midus_hf.ops.headwise.transformed import transformed_lookup_op
-from midus_hf.ops.product_key.scores import product_key_scores_op
+from midus_hf.ops.product_key.op import product_key_scores_op
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Arguments = dict[str, torch.Tensor]
@@ -39,6 +38,7 @@ class OpCase:
         dtypes: Of arguments; by default all that a body computes with.
         entry: The function that passes the registered op by where nobody watches, and the op's name there.
         never_direct: Bodies that it calls through the op all the same.
+        around: Whether PyTorch computes something around the op.
     """
 
     make: Callable[..., Arguments]
@@ -53,6 +53,7 @@ class OpCase:
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     entry: tuple[Callable[..., Any], str] | None = None
     never_direct: tuple[str, ...] = ()
+    around: bool = False
 
 
 def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -139,6 +140,13 @@ def attended(given: Arguments, backend: str) -> torch.Tensor:
     """Read one text, of as many stretches as there are choices of chapters."""
     of_text = {name: tensor if name in ("keys", "values") else tensor.unsqueeze(0) for name, tensor in given.items()}
     return chapter_attention(**of_text, backend=backend).squeeze(0)
+
+
+def blocks_of(given: Arguments) -> tuple[torch.Tensor, ...]:
+    """Return the arguments of the op on blocks of rows, detached, as an op that is checked alone gets them."""
+    tables, chapters = (given["query"], given["keys"], given["values"]), given["chapters"]
+    made = block_arguments(*tables, chapters, given["scales"], sort_by_chapter(chapters, len(given["keys"])))
+    return tuple(tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor for tensor in made)
 
 
 def slots_of(given: Arguments) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -228,8 +236,7 @@ OPS = {
         ),
         ("torch",),
         GATHERED,
-        lambda given, body: (parted_gather_op, (*given.values(), PARTS)),
-        "parted_gather",
+        unregistered=("torch",),
     ),
     "product keys": OpCase(
         keyed,
@@ -252,7 +259,7 @@ OPS = {
             memory,
             ALL,
             LOOKED_UP,
-            lambda given, body: (headwise_lookup_op, (*given.values(), None, 4, 0.5, body)),
+            lambda given, body: (headwise_lookup_op, (*given.values(), None, None, 4, 0.5, body)),
             "headwise_lookup",
             narrows=True,
             entry=(headwise_memory, "headwise_lookup_op"),
@@ -265,21 +272,22 @@ OPS = {
         memory,
         ALL,
         LOOKED_UP,
-        lambda given, body: (transformed_lookup_op, (*given.values(), None, 4, 0.5)),
-        "transformed_lookup",
-        unregistered=("torch", "triton"),
+        lambda given, body: (headwise_lookup_op, (*given.values(), None, 4, 0.5, body)),
+        "headwise_lookup",
         narrows=True,
-        entry=(headwise_memory, "transformed_lookup_op"),
+        entry=(headwise_memory, "headwise_lookup_op"),
+        never_direct=("torch",),
     ),
     "chapters": OpCase(
         opened,
         attended,
         ("torch", "triton"),
         OPENED,
-        lambda given, body: (segment_attention_op, tuple(given.values())),
-        "chapter_segments",
+        lambda given, body: (chapter_blocks_op, blocks_of(given)),
+        "chapter_blocks",
         unregistered=("torch",),
         wide=("scales", "biases"),
+        around=True,
     ),
     "chapters in stretches": OpCase(
         in_stretches,

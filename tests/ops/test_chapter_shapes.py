@@ -10,7 +10,7 @@ from ops.chapter_loops import made
 from midus_hf.ops import op_choices
 from midus_hf.ops.chapters import segments as chapter_segments
 from midus_hf.ops.chapters.op import chapter_attention
-from midus_hf.ops.chapters.triton.forward import segment_refusal
+from midus_hf.ops.chapters.triton import segment_refusal
 from midus_hf.ops.dispatch import choices
 
 
@@ -20,9 +20,11 @@ def test_rows_of_a_block_have_one_chapter_and_every_pair_has_a_row():
         segments = chapter_segments.sort_by_chapter(chapters, 7)
         rows = segments.row_of_pair
         assert len(set(rows.tolist())) == len(rows) == 3 * pairs
-        assert len(segments.token_of_row) == 32 * len(segments.chapter_of_block)
-        assert torch.equal(segments.token_of_row[rows], torch.arange(pairs).repeat_interleave(3))
+        assert len(segments.pair_of_row) == 32 * len(segments.chapter_of_block)
+        assert torch.equal(segments.pair_of_row[rows], torch.arange(3 * pairs))
         assert torch.equal(segments.chapter_of_block[rows // 32], chapters.flatten())
+        starts = torch.cat([segments.block_ends.new_zeros(1), segments.block_ends])
+        assert (starts[chapters.flatten()] <= rows // 32).all() and (rows // 32 < starts[chapters.flatten() + 1]).all()
 
 
 @pytest.mark.parametrize("body", ["reference", "torch"])

@@ -5,7 +5,7 @@ from torch.utils.checkpoint import checkpoint
 
 from midus_hf.ops.chapters.reference import chapter_attention as reference
 from midus_hf.ops.chapters.segments import segment_attention
-from midus_hf.ops.chapters.triton.forward import segment_refusal
+from midus_hf.ops.chapters.triton import segment_refusal
 from midus_hf.ops.dispatch.choices import resolve
 from midus_hf.ops.dispatch.precision import without_autocast
 

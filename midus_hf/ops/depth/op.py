@@ -1,18 +1,20 @@
 """Attention of each token to the keys and values of its position, and its union with attention to the sequence (MoDA)."""
 
-from collections.abc import Sequence
-from typing import Any, Optional
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from midus_hf.ops.depth import reference
-from midus_hf.ops.depth.batched import batched_depth_attention
-from midus_hf.ops.depth.inputs import DepthInputs, DepthReading, Wanted, new_by_token
 from midus_hf.ops.depth.reference import depth_scores, parts_of_both
 from midus_hf.ops.depth.triton import depth_refusal, triton_depth_attention, triton_depth_gradients
 from midus_hf.ops.dispatch.calling import custom_op
 from midus_hf.ops.dispatch.choices import resolve
 from midus_hf.ops.dispatch.precision import shared_dtype
+
+# Queries whose scores of the sequence are held at once.
+_CHUNK = 256
 
 
 def depth_attention(
@@ -26,8 +28,8 @@ def depth_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each token to the n slots of the token's position, in one softmax.
 
-    Only the contract makes a tensor of the size of all slots. Kernels read slots in place; slots are copied
-    only if dtypes differ or rows are not contiguous. Query head h reads key/value head h // (H / K).
+    Kernels read slots in place; slots are copied only if dtypes differ or rows are not contiguous. PyTorch copies all
+    slots together, and again in the backward pass. Query head h reads key/value head h // (H / K).
 
     Args:
         query: `[B, H, T, d]`, floating point.
@@ -35,8 +37,8 @@ def depth_attention(
         values: Value of each slot, `[B, K, T, d]`.
         scaling: Factor of scores.
         softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
-        backend: Body to run, as in `OpChoices`: `"reference"` is the contract, `"torch"` copies the slots
-            of a few tokens together, and `"triton"` runs kernels. Default: `"auto"`.
+        backend: Body to run, as in `OpChoices`: `"reference"` is the contract, `"torch"` the contract whose
+            intermediate results are computed again for the gradient, and `"triton"` runs kernels. Default: `"auto"`.
 
     Returns:
         What each head reads, `[B, H, T, d]`, in the dtype of `query`, and the logarithm of the sum of the exponentials
@@ -47,16 +49,44 @@ def depth_attention(
     """
     _check(query, keys, values)
     dtype = shared_dtype(query, *keys, *values)
-    refusal = depth_refusal(query, keys)
-    body = resolve(backend, query.to(dtype), refusal)
+    body = resolve(backend, query.to(dtype), depth_refusal(query, keys))
     if body == "triton":
         keys, values = ([slot.to(dtype) for slot in slots] for slots in (keys, values))
-        inputs = DepthInputs(query.to(dtype), keys, values, scaling, softcap)
-        read, lse = depth_attention_op(*inputs)
+        read, lse = depth_attention_op(query.to(dtype), keys, values, scaling, softcap)
         return read.to(query.dtype), lse
-    if body == "torch" and not torch.compiler.is_compiling():  # a compiler fuses the contract
-        return batched_depth_attention(DepthInputs(query, keys, values, scaling, softcap))
-    return reference.depth_attention(query, keys, values, scaling, softcap)
+    if body == "reference":
+        return reference.depth_attention(query, keys, values, scaling, softcap)
+    return _computed_again(reference.depth_attention, query, keys, values, scaling, softcap)
+
+
+def sequence_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scaling: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Compute `reference.sequence_lse` for a few queries at a time, and again for the gradient.
+
+    No tensor holds all scores. With inputs of half precision, products are summed, capped and masked in float32 and
+    never rounded to half precision, as in the attention kernels whose output is combined with this sum.
+    """
+    key = key.to(torch.promote_types(query.dtype, torch.float32))
+    parts = []
+    for start in range(0, query.shape[2], _CHUNK):
+        rows = slice(start, start + _CHUNK)
+        mask_of_rows = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows]
+        arguments = (query[:, :, rows], key, mask_of_rows, is_causal, scaling, softcap, start)
+        parts.append(_computed_again(reference.sequence_lse, *arguments))
+    return torch.cat(parts, dim=2)  # [B, H, T]
+
+
+def _computed_again(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function whose intermediate results are not kept for the gradient, but computed again."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return function(*arguments)
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def joint_shares(
@@ -102,50 +132,27 @@ def _check(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[t
             )
 
 
-@custom_op("depth_attention")
-def depth_attention_op(
-    query: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    scaling: float,
-    softcap: Optional[float],  # noqa: UP045 - torch.library reads this form alone
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `depth_attention` by kernels."""
-    return triton_depth_attention(DepthInputs(query, keys, values, scaling, softcap))
+depth_attention_op = custom_op("depth_attention")(triton_depth_attention)
+depth_gradients_op = custom_op("depth_attention_backward")(triton_depth_gradients)
+
+
+def _by_token(heads: torch.Tensor) -> torch.Tensor:
+    """Return an uninitialised tensor `[B, H, T, d]` that is laid out in memory as `[B, T, H, d]`, as kernels write."""
+    return heads.new_empty(heads.transpose(1, 2).shape).transpose(1, 2)
 
 
 @depth_attention_op.register_fake
 def _(query, keys, values, scaling, softcap):  # type: ignore[no-untyped-def]
-    output = new_by_token(query)
+    output = _by_token(query)
     return output, output.new_empty(output.transpose(1, 2).shape[:3], dtype=torch.float32).transpose(1, 2)
-
-
-@custom_op("depth_attention_backward")
-def depth_gradients_op(
-    gradient: torch.Tensor,
-    lse_gradient: torch.Tensor,
-    query: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    scaling: float,
-    softcap: Optional[float],  # noqa: UP045
-    wants_query: bool,
-    wants_slots: bool,
-) -> list[torch.Tensor]:
-    """Return gradients of query, keys and values in a list, as `triton_depth_gradients` does."""
-    inputs, wanted = DepthInputs(query, keys, values, scaling, softcap), Wanted(wants_query, wants_slots)
-    reading, of_reading = DepthReading(output, lse), DepthReading(gradient, lse_gradient)
-    return triton_depth_gradients(inputs, reading, of_reading, wanted)
 
 
 @depth_gradients_op.register_fake
 def _(  # type: ignore[no-untyped-def]
     gradient, lse_gradient, query, keys, values, output, lse, scaling, softcap, wants_query, wants_slots
 ):
-    into_query = new_by_token(query) if wants_query else query.new_empty(0)
-    return [into_query, *(new_by_token(slot) for slot in (*keys, *values) if wants_slots)]
+    into_query = _by_token(query) if wants_query else query.new_empty(0)
+    return [into_query, *(_by_token(slot) for slot in (*keys, *values) if wants_slots)]
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:

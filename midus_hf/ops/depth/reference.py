@@ -30,10 +30,10 @@ def depth_attention(
         What heads read, `[B, H, T, d]`, in the dtype of `query`, and the logarithm of the sum of the exponentials of
         scores, `[B, H, T]`, float32 at least.
     """
+    scores = depth_scores(query, keys, scaling, softcap)
+    shares = scores.softmax(-1).unflatten(1, (keys[0].shape[1], -1))  # [B, K, G, T, n]
+    stacked = torch.stack([value.to(scores.dtype) for value in values], dim=3)  # [B, K, T, n, d]
     with without_autocast(query.device.type):
-        scores = depth_scores(query, keys, scaling, softcap)
-        shares = scores.softmax(-1).unflatten(1, (keys[0].shape[1], -1))  # [B, K, G, T, n]
-        stacked = torch.stack([value.to(scores.dtype) for value in values], dim=3)  # [B, K, T, n, d]
         read = torch.einsum("bkgtn,bktnd->bkgtd", shares, stacked).flatten(1, 2)
     return read.to(query.dtype), scores.logsumexp(-1)
 
@@ -44,7 +44,9 @@ def depth_scores(
     """Return the score of each slot, `[B, H, T, n]`, float32 at least, with the arguments of `depth_attention`."""
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = query.to(wide).unflatten(1, (keys[0].shape[1], -1))  # [B, K, G, T, d]
-    scores = torch.stack([(grouped * key.to(wide).unsqueeze(2)).sum(-1) for key in keys], dim=-1) * scaling
+    stacked = torch.stack([key.to(wide) for key in keys], dim=3)  # [B, K, T, n, d]
+    with without_autocast(query.device.type):
+        scores = torch.einsum("bkgtd,bktnd->bkgtn", grouped, stacked) * scaling
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     return scores.flatten(1, 2)
 
@@ -111,26 +113,64 @@ def sequence_lse(
     is_causal: bool,
     scaling: float,
     softcap: float | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
-    """Return the logarithm of the sum of the exponentials of each query's scores, `[B, H, T]`, float32 at least.
+    """Return the logarithm of the sum of the exponentials of each query's scores of the sequence.
 
     Args:
         query: `[B, H, T, d]`, floating point.
         key: `[B, K, S, d]`; K divides H.
         mask: Broadcastable to `[B, H, T, S]`: boolean, true for keys that a query reads, or added to scores; None to
             read every key.
-        is_causal: Whether query t reads only keys up to t.
+        is_causal: Whether query t reads only keys up to `first + t`.
         scaling: Factor of scores.
         softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
+        first: Position of the first query. Default: 0.
+
+    Returns:
+        `[B, H, T]`, float32 at least; minus infinity for queries that read nothing.
     """
+    scores = sequence_scores(query, key, mask, is_causal, scaling, softcap, first)
+    is_empty = (scores == float("-inf")).all(-1)
+    # The gradient of a sum over nothing would be NaN.
+    return scores.masked_fill(is_empty.unsqueeze(-1), 0).logsumexp(-1).masked_fill(is_empty, float("-inf"))
+
+
+def sequence_weights(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scaling: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Return the attention weights of the softmax over the sequence alone, with the arguments of `sequence_lse`.
+
+    Returns:
+        `[B, H, T, S]`, float32 at least; zero for queries that read nothing. No gradient flows through the weights.
+    """
+    with torch.no_grad():
+        return sequence_scores(query, key, mask, is_causal, scaling, softcap).softmax(-1).nan_to_num()
+
+
+def sequence_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scaling: float,
+    softcap: float | None,
+    first: int = 0,
+) -> torch.Tensor:
+    """Return the masked scores of the sequence, `[B, H, T, S]`, float32 at least, with the arguments of `sequence_lse`."""
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = query.to(wide).unflatten(1, (key.shape[1], -1))  # [B, K, G, T, d]
     with without_autocast(query.device.type):
         scores = (grouped @ key.to(wide).unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scaling  # [B, H, T, S]
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     if is_causal:
-        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + first)
         scores = scores.masked_fill(ahead, float("-inf"))
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    return scores.logsumexp(-1)
+    return scores

@@ -11,11 +11,10 @@ or above H / K, and `DP` the power of two at or above the width of a head, both 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import torch
 
-from midus_hf.ops.depth.inputs import DepthInputs, DepthReading, Wanted
 from midus_hf.ops.dispatch.triton import Tile, on_device_of, power_of_two, product, product_precision, tl, triton
 
 # Largest width of a head: a tile of 16 wider rows would not fit into shared memory, from which it is multiplied.
@@ -103,9 +102,19 @@ def slot_rows(addresses, slot, there, offset, like, WIDTH: tl.constexpr, UNIT: t
 
 
 @triton.jit
-def capped(scores, softcap):
-    """Return `softcap * tanh(scores / softcap)`."""
-    return softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
+def slots_and_scores(
+    queries, keys, values, slot, there, key_offset, value_offset, like, scaling, softcap,
+    CAPPED: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """Return the rows of the keys and values of slots [BS, DP], and the scores of queries [GP, BS]."""
+    rows, mask = slot_rows(keys, slot, there, key_offset, like, WIDTH, UNIT, DP)
+    key = tl.load(rows, mask=mask, other=0.0)
+    rows, mask = slot_rows(values, slot, there, value_offset, like, WIDTH, UNIT, DP)
+    value = tl.load(rows, mask=mask, other=0.0)
+    scores = product(queries, tl.trans(key), PRECISION) * scaling
+    if CAPPED:
+        scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))  # softcap * tanh(scores / softcap)
+    return key, value, scores
 
 
 @triton.jit
@@ -132,13 +141,10 @@ def depth_forward_kernel(
         for start in range(first, end, BS):
             slot = start + tl.arange(0, BS)
             there = slot < end
-            rows, mask = slot_rows(keys, slot, there, key_offset, query, WIDTH, UNIT, DP)
-            key = tl.load(rows, mask=mask, other=0.0)
-            rows, mask = slot_rows(values, slot, there, value_offset, query, WIDTH, UNIT, DP)
-            value = tl.load(rows, mask=mask, other=0.0)
-            scores = product(queries, tl.trans(key), PRECISION) * scaling  # [GP, BS]
-            if CAPPED:
-                scores = capped(scores, softcap)
+            _key, value, scores = slots_and_scores(
+                queries, keys, values, slot, there, key_offset, value_offset, query, scaling, softcap,
+                CAPPED, UNIT, WIDTH, PRECISION, DP,
+            )  # fmt: skip
             scores = tl.where(there[None, :], scores, float("-inf"))
             above = tl.maximum(highest, tl.max(scores, axis=1))
             shares = tl.exp(scores - above[:, None])
@@ -153,12 +159,17 @@ def depth_forward_kernel(
     tl.store(lse + row + members, highest + tl.log(total), mask=members < GROUP)
 
 
-def triton_depth_attention(inputs: DepthInputs) -> DepthReading:
+def triton_depth_attention(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    scaling: float,
+    softcap: Optional[float],  # noqa: UP045 - torch.library reads this form alone
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `depth_attention` by a kernel: output `[B, H, T, d]` and log-sum-exps `[B, H, T]`, float32.
 
     Both are laid out in memory token by token.
     """
-    query, keys, values, scaling, softcap = inputs
     query = last_dense(query)
     (texts, heads, tokens, width), kv_heads = query.shape, keys[0].shape[1]
     output = query.new_empty(texts, tokens, heads, width)
@@ -172,7 +183,7 @@ def triton_depth_attention(inputs: DepthInputs) -> DepthReading:
                 CAPPED=softcap is not None, UNIT=table.unit, PRECISION=product_precision(query), GROUP=heads // kv_heads, WIDTH=width,
                 **depth_tile(*depth_shape(query, kv_heads, len(keys))),
             )  # fmt: skip
-    return DepthReading(output.transpose(1, 2), lse.transpose(1, 2))
+    return output.transpose(1, 2), lse.transpose(1, 2)
 
 
 def slot_table(
@@ -313,27 +324,25 @@ def depth_gradient_kernel(
     into_values = into_keys + slots
     row_bytes = WIDTH * query.dtype.element_ty.primitive_bitwidth // 8
     into_offset = ((text * tokens + token) * kv_heads + kv_head) * row_bytes
-    into_asked = tl.zeros([GP, DP], tl.float32)
+    into_group = tl.zeros([GP, DP], tl.float32)
     first = 0
     for run in range(runs):
         end, key_offset, value_offset = run_of_table(table + run * 7, text, kv_head, token)
         for start in range(first, end, BS):
             slot = start + tl.arange(0, BS)
             there = slot < end
-            rows, mask = slot_rows(keys, slot, there, key_offset, query, WIDTH, UNIT, DP)
-            key = tl.load(rows, mask=mask, other=0.0)
-            rows, mask = slot_rows(values, slot, there, value_offset, query, WIDTH, UNIT, DP)
-            value = tl.load(rows, mask=mask, other=0.0)
-            scores = product(queries, tl.trans(key), PRECISION) * scaling  # [GP, BS]
+            key, value, scores = slots_and_scores(
+                queries, keys, values, slot, there, key_offset, value_offset, query, scaling, softcap,
+                CAPPED, UNIT, WIDTH, PRECISION, DP,
+            )  # fmt: skip
             slopes = scaling
             if CAPPED:
-                scores = capped(scores, softcap)
                 slopes = scaling * (1 - (scores / softcap) * (scores / softcap))
             shares = tl.where(there[None, :], tl.exp(scores - log_sum[:, None]), 0.0)
             into_shares = product(upstream, tl.trans(value), PRECISION)
             into_scores = shares * (into_shares - mean[:, None]) * slopes
             if WANTS_QUERY:
-                into_asked += product(into_scores, key, PRECISION)
+                into_group += product(into_scores, key, PRECISION)
             if WANTS_SLOTS:
                 into_key = product(tl.trans(into_scores), queries, PRECISION)  # [BS, DP]
                 rows, mask = slot_rows(into_keys, slot, there, into_offset, query, WIDTH, UNIT, DP)
@@ -343,34 +352,43 @@ def depth_gradient_kernel(
                 tl.store(rows, into_value.to(query.dtype.element_ty), mask=mask)
         first = end
     if WANTS_QUERY:
-        store_group_tile(into_asked, into_query, row * WIDTH, GROUP, WIDTH, GP, DP)
+        store_group_tile(into_group, into_query, row * WIDTH, GROUP, WIDTH, GP, DP)
 
 
 def triton_depth_gradients(
-    inputs: DepthInputs, reading: DepthReading, gradient: DepthReading, wanted: Wanted
+    gradient: torch.Tensor,
+    lse_gradient: torch.Tensor,
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    scaling: float,
+    softcap: Optional[float],  # noqa: UP045
+    wants_query: bool,
+    wants_slots: bool,
 ) -> list[torch.Tensor]:
     """Return the gradients of query, keys and values in a list, laid out in memory token by token.
 
     If the gradient of the query is not wanted, an empty tensor stands for it; unwanted gradients of slots are left out.
     """
-    query, keys, values, scaling, softcap = inputs
     query = last_dense(query)
     (texts, heads, tokens, width), kv_heads = query.shape, keys[0].shape[1]
-    parts = (gradient.output.to(query.dtype), gradient.lse.float(), *reading)
+    parts = (gradient.to(query.dtype), lse_gradient.float(), output, lse)
     by_token = [tensor.transpose(1, 2).contiguous() for tensor in parts]
-    into_query = query.new_empty(texts, tokens, heads, width) if wanted.query else None
+    into_query = query.new_empty(texts, tokens, heads, width) if wants_query else None
     into_keys, into_values = (
-        [query.new_empty(texts, tokens, kv_heads, width) for _ in slots] if wanted.slots else []
+        [query.new_empty(texts, tokens, kv_heads, width) for _ in slots] if wants_slots else []
         for slots in (keys, values)
     )
-    if query.numel() and any(wanted):
-        table = slot_table(keys, values, into_keys, into_values) if wanted.slots else slot_table(keys, values)
+    if query.numel() and (wants_query or wants_slots):
+        table = slot_table(keys, values, into_keys, into_values) if wants_slots else slot_table(keys, values)
         with on_device_of(query):
             depth_gradient_kernel[(texts * tokens * kv_heads,)](
                 by_token[0], by_token[1], query, by_token[2], by_token[3], table.numbers,
                 query if into_query is None else into_query,
                 tokens, kv_heads, len(keys), table.runs, *query.stride()[:3], scaling, softcap or 1.0,
-                WANTS_QUERY=wanted.query, WANTS_SLOTS=wanted.slots, CAPPED=softcap is not None, UNIT=table.unit,
+                WANTS_QUERY=wants_query, WANTS_SLOTS=wants_slots, CAPPED=softcap is not None, UNIT=table.unit,
                 PRECISION=product_precision(query), GROUP=heads // kv_heads, WIDTH=width,
                 **depth_tile(*depth_shape(query, kv_heads, len(keys)), _TILE_BYTES),
             )  # fmt: skip

@@ -8,13 +8,10 @@ from typing import Any
 import torch
 
 from midus_hf.config.wording import near_matches
-from midus_hf.ops.dispatch.native.library import native_library, why_missing
+from midus_hf.ops.dispatch.native.library import NATIVE_DTYPES, native_library, why_missing
 from midus_hf.ops.dispatch.triton import HAS_TRITON, interprets_kernels
 
 BACKENDS = ("auto", "reference", "torch", "native", "triton")
-
-# Dtypes that compiled C computes with.
-NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 NO_NATIVE_BODY = "the op has no body in C"
 
@@ -39,6 +36,10 @@ class OpChoices:
 
 _standing = OpChoices()
 
+# Names of bodies by op, backend, device, dtype and shapes, for calls that were checked before. Empty after each change
+# of choices.
+RESOLVED: dict[tuple[Any, ...], str] = {}
+
 
 @contextlib.contextmanager
 def op_choices(**changes: Any) -> Iterator[None]:
@@ -60,10 +61,12 @@ def op_choices(**changes: Any) -> Iterator[None]:
         if name not in fields:
             raise ValueError(f"op_choices has no option {name!r}. {near_matches(name, fields)}")
     _standing = dataclasses.replace(before, **changes)
+    RESOLVED.clear()
     try:
         yield
     finally:
         _standing = before
+        RESOLVED.clear()
 
 
 def resolve(

@@ -6,7 +6,7 @@ changes no bit.
 
 import torch
 
-from midus_hf.ops.dispatch.native.calls import (
+from midus_hf.ops.dispatch.native.library import (
     GATHERS_CALL,
     ROW_SUMS_CALL,
     gradient_rows,

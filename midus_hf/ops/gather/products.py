@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 
-from midus_hf.ops.dispatch.calling import are_plain, custom_op, nobody_watches
+from midus_hf.ops.dispatch.calling import custom_op
 from midus_hf.ops.dispatch.choices import resolve
+from midus_hf.ops.dispatch.private_torch import can_skip_dispatcher
 from midus_hf.ops.gather.reference import gathered_products as reference
-from midus_hf.ops.gather.row_sums import row_sums, weight_gradients, weighted_rows
+from midus_hf.ops.gather.row_sums import row_sums, rows_read, weight_gradients, weighted_rows
 
 
 def gathered_products(
@@ -49,15 +50,15 @@ def gathered_products(
     vectors = vectors.to(bank.dtype)
     if body == "reference":
         return reference(vectors, bank, slots, sparse_gradient)
-    m = slots.shape[-1]
+    shape, m = slots.shape, slots.shape[-1]
+    if sparse_gradient and torch.is_grad_enabled():
+        bank, slots = rows_read(bank, slots)
     flat_vectors, flat_slots = vectors.reshape(-1, vectors.shape[-1]), slots.reshape(-1, m)
-    if nobody_watches() and are_plain(flat_vectors, bank, flat_slots):
+    if can_skip_dispatcher(flat_vectors, bank, flat_slots):
         output = weight_gradients(flat_vectors, bank, flat_slots, body)
-    elif sparse_gradient:
-        output = _SparseGatheredProducts.apply(flat_vectors, bank, flat_slots, body)
     else:
         output = gathered_products_op(flat_vectors, bank, flat_slots, body)
-    return output.reshape(slots.shape)
+    return output.reshape(shape)
 
 
 @custom_op("gathered_products")
@@ -102,25 +103,3 @@ def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple:
 
 
 gathered_products_op.register_autograd(_differentiate, setup_context=_save)
-
-
-class _SparseGatheredProducts(torch.autograd.Function):
-    """Autograd function of the op with a row-sparse gradient, which a registered op cannot return."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, vectors: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor, backend: str
-    ) -> torch.Tensor:
-        ctx.save_for_backward(vectors, bank, slots)
-        ctx.backend = backend
-        return weight_gradients(vectors, bank, slots, backend)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # type: ignore[override]
-        vectors, bank, slots = ctx.saved_tensors
-        rows, places = torch.unique(slots, return_inverse=True)
-        sums = row_sums(vectors, places, gradient, len(rows), ctx.backend).to(bank.dtype)
-        into_bank = torch.sparse_coo_tensor(
-            rows.unsqueeze(0), sums, bank.shape, is_coalesced=True, check_invariants=False
-        )
-        return weighted_rows(bank, slots, gradient, ctx.backend).to(vectors.dtype), into_bank, None, None

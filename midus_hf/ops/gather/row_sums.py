@@ -3,18 +3,22 @@
 Slots and weights are flat here: `[S, m]` slots into a table `[R, v]`. All sums are in float32 at least.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from midus_hf.ops.dispatch.native.library import native_library
 from midus_hf.ops.dispatch.precision import narrowest_integer
-from midus_hf.ops.dispatch.private_torch import products_with_bags
 from midus_hf.ops.gather.native import native_gathered_products, native_row_sums, native_weighted_rows
 from midus_hf.ops.gather.triton import triton_row_sums, triton_weight_gradients, triton_weighted_rows
 
 # Largest width of rows that C sums. PyTorch sums wider rows as fast or faster: it sorts entries by row, and writes
 # each row once.
 _MOST_COLUMNS_IN_C = 64
+
+# Elements of gathered rows that PyTorch holds at a time: 64 MB in float32.
+_MOST_GATHERED = 1 << 24
 
 
 def weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str) -> torch.Tensor:
@@ -81,4 +85,42 @@ def widened(bank: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torc
     if bank.dtype == wide or slots.numel() >= len(bank):
         return bank.to(wide), slots
     places = torch.arange(slots.numel(), device=slots.device).view(slots.shape)
-    return bank.index_select(0, slots.flatten()).to(wide), places
+    # The gradient of an embedding is summed in a fixed order.
+    return F.embedding(slots.flatten(), bank).to(wide), places
+
+
+def products_with_bags(
+    gradient: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, bags: torch.Tensor
+) -> torch.Tensor:
+    """Return `<gradient[bags[i]], rows[places[i]]>` for each i, `[N]`, some rows at a time."""
+    stretch = max(1, _MOST_GATHERED // max(1, rows.shape[1]))
+    pairs = zip(places.split(stretch), bags.split(stretch), strict=True)
+    return torch.cat([(rows[row_numbers] * gradient[bag]).sum(-1) for row_numbers, bag in pairs])
+
+
+def rows_read(bank: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of a bank that slots read, and the index of each slot's row among them.
+
+    The gradient of the bank is a coalesced sparse tensor of these rows, whose only dense dimension is a row's. Counting
+    the rows waits for the device.
+
+    Args:
+        bank: `[..., v]`, whose rows are numbered in order.
+        slots: Integers of any shape.
+    """
+    numbers, places = torch.unique(slots, return_inverse=True)
+    return _RowsRead.apply(bank, numbers), places
+
+
+class _RowsRead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bank: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(numbers)
+        ctx.shape = bank.shape
+        return bank.flatten(0, -2).index_select(0, numbers)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        (numbers,) = ctx.saved_tensors
+        indices = torch.stack(torch.unravel_index(numbers, ctx.shape[:-1]))
+        return torch.sparse_coo_tensor(indices, gradient, ctx.shape, is_coalesced=True, check_invariants=False), None

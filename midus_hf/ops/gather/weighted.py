@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 
-from midus_hf.ops.dispatch.calling import are_plain, custom_op, nobody_watches
+from midus_hf.ops.dispatch.calling import custom_op
 from midus_hf.ops.dispatch.choices import resolve
+from midus_hf.ops.dispatch.private_torch import can_skip_dispatcher
 from midus_hf.ops.gather.reference import weighted_gather as reference
-from midus_hf.ops.gather.row_sums import row_sums, weight_gradients, weighted_rows
+from midus_hf.ops.gather.row_sums import row_sums, rows_read, weight_gradients, weighted_rows
 
 
 def weighted_gather(
@@ -45,14 +46,12 @@ def weighted_gather(
     body = resolve(backend, bank, native_refusal=None)
     if body == "reference":
         return reference(bank, slots, weights, sparse_gradient)
+    if sparse_gradient and torch.is_grad_enabled():
+        bank, slots = rows_read(bank, slots)
     leading, m = slots.shape[:-1], slots.shape[-1]
-    flat_slots, flat_weights = slots.reshape(-1, m), weights.reshape(-1, m)
-    if sparse_gradient:
-        output = _SparseWeightedGather.apply(bank, flat_slots, flat_weights, body)
-    else:
-        tensors = (bank, flat_slots, flat_weights)
-        sums = weighted_rows if nobody_watches() and are_plain(*tensors) else weighted_gather_op
-        output = sums(*tensors, body)
+    tensors = (bank.flatten(0, -2), slots.reshape(-1, m), weights.reshape(-1, m))
+    sums = weighted_rows if can_skip_dispatcher(*tensors) else weighted_gather_op
+    output = sums(*tensors, body)
     return output.reshape(*leading, bank.shape[-1])
 
 
@@ -96,27 +95,3 @@ def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple:
 
 
 weighted_gather_op.register_autograd(_differentiate, setup_context=_save)
-
-
-class _SparseWeightedGather(torch.autograd.Function):
-    """Autograd function of the op with a row-sparse gradient, which a registered op cannot return."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str
-    ) -> torch.Tensor:
-        ctx.save_for_backward(bank, slots, weights)
-        ctx.backend = backend
-        return weighted_rows(bank.flatten(0, -2), slots, weights, backend)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # type: ignore[override]
-        bank, slots, weights = ctx.saved_tensors
-        rows, places = torch.unique(slots, return_inverse=True)
-        sums = row_sums(gradient, places, weights, len(rows), ctx.backend).to(bank.dtype)
-        places_of_rows = torch.stack(torch.unravel_index(rows, bank.shape[:-1]))
-        into_bank = torch.sparse_coo_tensor(
-            places_of_rows, sums, bank.shape, is_coalesced=True, check_invariants=False
-        )
-        into_weights = weight_gradients(gradient, bank.flatten(0, -2), slots, ctx.backend).to(weights.dtype)
-        return into_bank, None, into_weights, None

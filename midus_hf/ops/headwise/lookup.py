@@ -1,8 +1,8 @@
-"""The fused part of head-wise memory as one registered op, which selects, weighs and gathers; and its gradient.
+"""The fused part of head-wise memory as one registered op, which selects, weighs, gathers and transforms; and its gradient.
 
-Shapes: query `[S, H, d]`, keys `[H, n, d / 2]`, bank `[N, v]` or `[H, N, v]`, residual and output `[S, H, v]`. Query
-and tables share a dtype; a residual may have another, which is then the dtype of the output. Callers have resolved the
-name of the body and checked shapes.
+Shapes: query `[S, H, d]`, keys `[H, n, d / 2]`, bank `[N, v]` or `[H, N, v]`, transforms `[H, v, v]` of a bank `[N, v]`,
+residual and output `[S, H, v]`. Query and tables share a dtype; a residual may have another, which is then the dtype of
+the output. Callers have resolved the name of the body and checked shapes.
 """
 
 from typing import Any, Optional
@@ -15,8 +15,7 @@ from midus_hf.ops.dispatch.precision import narrowest_integer, without_autocast
 from midus_hf.ops.gather.native import native_bank_gradient
 from midus_hf.ops.gather.row_sums import row_sums, weight_gradients, weighted_rows
 from midus_hf.ops.gather.triton import triton_bank_gradient
-from midus_hf.ops.headwise.inputs import LookupInputs
-from midus_hf.ops.headwise.native import native_lookup
+from midus_hf.ops.headwise.native import LookupInputs, native_lookup
 from midus_hf.ops.headwise.triton import triton_lookup
 from midus_hf.ops.product_key.native import native_score_gradients
 from midus_hf.ops.product_key.selection import halves, query_and_key_gradients, select
@@ -24,32 +23,28 @@ from midus_hf.ops.product_key.triton.gradients import triton_score_gradients
 
 _FEW_SCORES = 4096
 
+# What a lookup keeps for the gradient: slots and their weights, best first, `[S, H, k]` each.
+Kept = tuple[torch.Tensor, torch.Tensor]
 
-def lookup(
-    query: torch.Tensor,
-    row_keys: torch.Tensor,
-    column_keys: torch.Tensor,
-    bank: torch.Tensor,
-    residual: Optional[torch.Tensor],  # noqa: UP045 - torch.library reads this form alone
-    k: int,
-    temperature: float,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the output `[S, H, v]`, and for the gradient the slots `[S, H, k]` and their weights `[S, H, k]`, best first."""
-    inputs = LookupInputs(query, row_keys, column_keys, bank, residual, k, temperature)
-    if backend == "triton":
-        return triton_lookup(inputs)
+
+def lookup(inputs: LookupInputs, backend: str, keeps: bool) -> tuple[torch.Tensor, Kept | None]:
+    """Return the output `[S, H, v]`, and what a gradient needs if `keeps` is true.
+
+    C transforms the gathered values of a block of tokens while they are in the processor's cache. No tensor of the size
+    of all heads' slots is made, neither of expanded values nor of their gradients.
+    """
     if backend == "native" and native_library() is not None:
-        return native_lookup(inputs)
-    return torch_lookup(inputs)
+        return native_lookup(inputs, keeps)
+    if inputs.transform is None:
+        return triton_lookup(inputs, keeps) if backend == "triton" else torch_lookup(inputs)
+    gathered, kept = lookup(inputs._replace(transform=None, residual=None), backend, keeps)
+    output, residual = transformed(gathered, inputs.transform), inputs.residual
+    return output if residual is None else (residual + output).to(residual.dtype), kept
 
 
-headwise_lookup_op = custom_op("headwise_lookup")(lookup)
-
-
-def torch_lookup(inputs: LookupInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `lookup` by PyTorch's operations."""
-    query, row_keys, column_keys, bank, residual, k, temperature = inputs
+def torch_lookup(inputs: LookupInputs) -> tuple[torch.Tensor, Kept]:
+    """Compute a `lookup` without transforms by PyTorch's operations."""
+    query, row_keys, column_keys, bank, _, residual, k, temperature = inputs
     tokens, heads, _ = query.shape
     n = row_keys.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -64,15 +59,37 @@ def torch_lookup(inputs: LookupInputs) -> tuple[torch.Tensor, torch.Tensor, torc
     slots = rows * n + columns
     output = weighted_rows(*_flat(bank, slots), weights.flatten(0, 1), "torch")
     output = output.view(heads, tokens, bank.shape[-1]).transpose(0, 1)
-    return (
-        (output if residual is None else (residual + output).to(residual.dtype)).contiguous(),
-        slots.transpose(0, 1).to(narrowest_integer(n * n)).contiguous(),
-        weights.transpose(0, 1).contiguous(),
-    )
+    output = (output if residual is None else (residual + output).to(residual.dtype)).contiguous()
+    kept = (slots.transpose(0, 1).to(narrowest_integer(n * n)), weights.transpose(0, 1))
+    return output, (kept[0].contiguous(), kept[1].contiguous())
+
+
+def transformed(gathered: torch.Tensor, transform: torch.Tensor) -> torch.Tensor:
+    """Apply `W_h` to the gathered sum of each head h, `[S, H, v]`."""
+    return torch.matmul(gathered.transpose(0, 1), transform.transpose(1, 2)).transpose(0, 1).contiguous()
+
+
+@custom_op("headwise_lookup")
+def headwise_lookup_op(
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    bank: torch.Tensor,
+    transform: Optional[torch.Tensor],  # noqa: UP045 - torch.library reads this form alone
+    residual: Optional[torch.Tensor],  # noqa: UP045
+    k: int,
+    temperature: float,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the output `[S, H, v]`, and for the gradient the slots `[S, H, k]` and their weights `[S, H, k]`, best first."""
+    inputs = LookupInputs(query, row_keys, column_keys, bank, transform, residual, k, temperature)
+    output, kept = lookup(inputs, backend, keeps=True)
+    assert kept is not None
+    return output, *kept
 
 
 @headwise_lookup_op.register_fake
-def _(query, row_keys, column_keys, bank, residual, k, temperature, backend):  # type: ignore[no-untyped-def]
+def _(query, row_keys, column_keys, bank, transform, residual, k, temperature, backend):  # type: ignore[no-untyped-def]
     tokens, heads, _ = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     return (
@@ -89,54 +106,59 @@ def headwise_lookup_backward_op(
     row_keys: torch.Tensor,
     column_keys: torch.Tensor,
     bank: torch.Tensor,
+    transform: Optional[torch.Tensor],  # noqa: UP045
     slots: torch.Tensor,
     weights: torch.Tensor,
     temperature: float,
     wants_scores: bool,
     wants_bank: bool,
     backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return gradients of query, row keys, column keys and bank, for a gradient `[S, H, v]` of the output.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return gradients of query, row keys, column keys, bank and transforms, for a gradient `[S, H, v]` of the output.
 
-    The first three are empty tensors if `wants_scores` is false, the last if `wants_bank` is false.
+    The first three are empty tensors if `wants_scores` is false, the fourth if `wants_bank` is false, and the last if
+    there are no transforms.
     """
-    into_query, into_row_keys, into_column_keys, into_bank = (
-        tensor.new_empty(0) for tensor in (query, row_keys, column_keys, bank)
-    )
     in_c = backend == "native" and native_library() is not None
-    if wants_scores:
-        differentiate: Any = native_score_gradients if in_c else _score_gradients
-        differentiate = triton_score_gradients if backend == "triton" else differentiate
-        scored = (gradient, query, row_keys, column_keys, bank, (slots, weights), temperature)
-        into_query, into_row_keys, into_column_keys = differentiate(*scored)
-    if wants_bank and in_c:
-        into_bank = native_bank_gradient(gradient, slots, weights, bank.shape).to(bank.dtype)
-    elif wants_bank and backend == "triton":
-        into_bank = triton_bank_gradient(gradient, slots, weights, bank.shape, bank.dtype)
-    elif wants_bank:
-        flat_bank, flat_slots = _flat(bank, slots.transpose(0, 1).long())
-        by_head, weights_of_head = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (gradient, weights))
-        sums = row_sums(by_head, flat_slots, weights_of_head, len(flat_bank), "torch")
-        into_bank = sums.view(bank.shape).to(bank.dtype)
-    return into_query, into_row_keys, into_column_keys, into_bank
+    scored = (query, row_keys, column_keys, bank, (slots, weights), temperature)
+    into_transform, into_scored = bank.new_empty(0), [tensor.new_empty(0) for tensor in scored[:3]]
+    if transform is not None and in_c:
+        *of_scored, into_transform, gradient = native_score_gradients(gradient, *scored, transform)
+        into_scored = of_scored if wants_scores else into_scored
+    else:
+        if transform is not None:
+            gathered = weighted_rows(bank, slots.flatten(0, 1).long(), weights.flatten(0, 1), backend)
+            gradient = gradient.to(transform.dtype)
+            into_transform = torch.bmm(gradient.permute(1, 2, 0), gathered.view(gradient.shape).transpose(0, 1))
+            gradient = transformed(gradient, transform.transpose(1, 2))
+        if wants_scores:
+            differentiate: Any = native_score_gradients if in_c else _score_gradients
+            differentiate = triton_score_gradients if backend == "triton" else differentiate
+            into_scored = differentiate(gradient, *scored)
+    into_bank = _bank_gradient(gradient, slots, weights, bank, backend, in_c) if wants_bank else bank.new_empty(0)
+    return into_scored[0], into_scored[1], into_scored[2], into_bank, into_transform
+
+
+def _bank_gradient(
+    gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, bank: torch.Tensor, backend: str, in_c: bool
+) -> torch.Tensor:
+    """Return the gradient of the bank, in its dtype, for a gradient `[S, H, v]` of the gathered sums."""
+    if in_c:
+        return native_bank_gradient(gradient, slots, weights, bank.shape).to(bank.dtype)
+    if backend == "triton":
+        return triton_bank_gradient(gradient, slots, weights, bank.shape, bank.dtype)
+    flat_bank, flat_slots = _flat(bank, slots.transpose(0, 1).long())
+    by_head, weights_of_head = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (gradient, weights))
+    return row_sums(by_head, flat_slots, weights_of_head, len(flat_bank), "torch").view(bank.shape).to(bank.dtype)
 
 
 @headwise_lookup_backward_op.register_fake
 def _(  # type: ignore[no-untyped-def]
-    gradient,
-    query,
-    row_keys,
-    column_keys,
-    bank,
-    slots,
-    weights,
-    temperature,
-    wants_scores,
-    wants_bank,
-    backend,
-):
+    gradient, query, row_keys, column_keys, bank, transform, slots, weights, temperature, wants_scores, wants_bank, backend
+):  # fmt: skip
     wanted = ((query, wants_scores), (row_keys, wants_scores), (column_keys, wants_scores), (bank, wants_bank))
-    return tuple(tensor.new_empty(tensor.shape if wants else 0) for tensor, wants in wanted)
+    into_transform = bank.new_empty(0) if transform is None else transform.new_empty(transform.shape)
+    return *(tensor.new_empty(tensor.shape if wants else 0) for tensor, wants in wanted), into_transform
 
 
 def _score_gradients(
@@ -145,7 +167,7 @@ def _score_gradients(
     row_keys: torch.Tensor,
     column_keys: torch.Tensor,
     bank: torch.Tensor,
-    kept: tuple[torch.Tensor, torch.Tensor],
+    kept: Kept,
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return gradients of query, row keys and column keys, through the softmax and the chosen scores."""
@@ -160,15 +182,14 @@ def _score_gradients(
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    query, row_keys, column_keys, bank, residual, _, ctx.temperature, ctx.backend = inputs
+    *tensors, residual, _, ctx.temperature, ctx.backend = inputs
     ctx.adds = residual is not None
-    _, slots, weights = output
-    ctx.save_for_backward(query, row_keys, column_keys, bank, slots, weights)
-    ctx.mark_non_differentiable(slots, weights)
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
 
 
 def _differentiate(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple:
-    needs = ctx.needs_input_grad[:4]
+    needs = ctx.needs_input_grad[:5]
     gradients = headwise_lookup_backward_op(
         gradient, *ctx.saved_tensors, ctx.temperature, any(needs[:3]), needs[3], ctx.backend
     )

@@ -4,41 +4,64 @@ Shapes are as in `headwise_lookup`. One thread writes each result, in the order 
 nor the other tokens of a call change a bit.
 """
 
+from typing import NamedTuple
+
 import torch
 
-from midus_hf.ops.dispatch.choices import NATIVE_DTYPES
-from midus_hf.ops.dispatch.native.calls import LOOKUP_CALL, refuse_places, run, threads_for, with_rows
-from midus_hf.ops.headwise.inputs import LookupInputs, room_for_gradient
+from midus_hf.ops.dispatch.native.library import (
+    LOOKUP_CALL,
+    NATIVE_DTYPES,
+    refuse_places,
+    run,
+    threads_for,
+    with_rows,
+)
+from midus_hf.ops.dispatch.precision import narrowest_integer
 
 
-def native_lookup(
-    inputs: LookupInputs, transform: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the output `[S, H, v]`, and for the gradient slots and weights `[S, H, k]`, with the arguments of `native_output`."""
-    kept = room_for_gradient(inputs)
-    return native_output(inputs, transform, kept), *kept
-
-
-def native_output(
-    inputs: LookupInputs,
-    transform: torch.Tensor | None = None,
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Return the output only, `[S, H, v]`.
+class LookupInputs(NamedTuple):
+    """Arguments of a lookup. Query and tables share a dtype; a residual may have another, which is then the dtype of the output.
 
     Args:
-        inputs: Arguments of the lookup, with tensors on the CPU.
-        transform: Matrix per head, `[H, v, v]`, that multiplies the gathered sum in float32, before rounding. Default:
-            None, no transform.
-        kept: Slots and weights `[S, H, k]` to fill for a gradient. Default: None.
+        query: `[S, H, d]`.
+        row_keys: `[H, n, d / 2]`.
+        column_keys: `[H, n, d / 2]`.
+        bank: `[N, v]`, or `[H, N, v]` with a bank per head.
+        transform: Matrix per head, `[H, v, v]`, for a bank that heads share, which multiplies the gathered sum; or None.
+        residual: Summand of the output, `[S, H, v]`, or None.
+        k: Slots retrieved per head.
+        temperature: Divisor of scores before the softmax.
+    """
+
+    query: torch.Tensor
+    row_keys: torch.Tensor
+    column_keys: torch.Tensor
+    bank: torch.Tensor
+    transform: torch.Tensor | None
+    residual: torch.Tensor | None
+    k: int
+    temperature: float
+
+
+def room_for_gradient(inputs: LookupInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return uninitialised slots `[S, H, k]`, in the narrowest integers that hold n * n, and weights `[S, H, k]`, float32."""
+    query, n = inputs.query, inputs.row_keys.shape[1]
+    shape = (*query.shape[:2], inputs.k)
+    return query.new_empty(shape, dtype=narrowest_integer(n * n)), query.new_empty(shape, dtype=torch.float32)
+
+
+def native_lookup(inputs: LookupInputs, keeps: bool) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    """Return the output `[S, H, v]`, and, if `keeps`, slots and weights `[S, H, k]` for a gradient.
+
+    Transforms multiply gathered sums in float32, before rounding.
 
     Raises:
         ValueError: If a tensor is not on the CPU.
     """
-    query, row_keys, column_keys, bank, residual, k, temperature = inputs
+    query, row_keys, column_keys, bank, transform, residual, k, temperature = inputs
     if residual is not None and residual.dtype not in NATIVE_DTYPES:
-        output = native_output(inputs._replace(residual=None), transform, kept)
-        return (residual + output).to(residual.dtype)
+        output, kept = native_lookup(inputs._replace(residual=None), keeps)
+        return (residual + output).to(residual.dtype), kept
     if not (
         query.is_cpu
         and row_keys.is_cpu
@@ -58,7 +81,8 @@ def native_output(
         output = bank.new_empty((tokens, heads, width))
     else:
         output = torch.empty_like(residual, memory_format=torch.contiguous_format)
-    slots, weights = (None, None) if kept is None else kept
+    kept = room_for_gradient(inputs) if keeps else None
+    slots, weights = kept or (None, None)
     call = LOOKUP_CALL.pack(
         query.data_ptr(),
         row_keys.data_ptr(),
@@ -86,4 +110,4 @@ def native_output(
         temperature,
     )
     run("midus_lookup", call)
-    return output
+    return output, kept

@@ -4,24 +4,21 @@ import math
 
 import torch
 
-from midus_hf.ops.dispatch.calling import are_plain, nobody_watches
-from midus_hf.ops.dispatch.choices import resolve
+from midus_hf.ops.dispatch.choices import RESOLVED, resolve
 from midus_hf.ops.dispatch.precision import without_autocast
-from midus_hf.ops.headwise.inputs import LookupInputs
-from midus_hf.ops.headwise.lookup import headwise_lookup_op
-from midus_hf.ops.headwise.native import native_output
+from midus_hf.ops.dispatch.private_torch import can_skip_dispatcher
+from midus_hf.ops.headwise.lookup import headwise_lookup_op, lookup
+from midus_hf.ops.headwise.native import LookupInputs
 from midus_hf.ops.headwise.reference import headwise_memory as reference
-from midus_hf.ops.headwise.transformed import transformed, transformed_lookup_op
-from midus_hf.ops.headwise.triton import triton_output
 from midus_hf.ops.product_key.native import native_refusal
 from midus_hf.ops.product_key.op import check_product_keys
 
 # Largest number of elements of an expanded bank, which is made for one forward pass: 512 MB in bfloat16.
 MOST_EXPANDED = 1 << 28
 
-# Tokens per slot from which on C expands the bank. For fewer, C transforms gathered values in the cache, which is less
-# work.
-_TIMES_EXPANDED_IN_C = 3
+# Tokens per slot from which on each body expands the bank. For fewer, C transforms gathered values in the cache, which
+# is less work.
+_TIMES_EXPANDED = {"native": 3, "torch": 1, "triton": 1}
 
 
 def headwise_memory(
@@ -69,37 +66,60 @@ def headwise_memory(
     Raises:
         ValueError: If the shapes disagree, or `k` lies outside `1..n`.
     """
+    tables, heads = (row_keys, column_keys, value_bank), len(row_keys)
+    body = _body(query, tables, value_transform, k, backend)
+    with without_autocast(query.device.type):
+        if body == "reference":
+            return reference(query, *tables, value_transform, k, residual=residual, temperature=temperature)
+        row_keys, column_keys, value_bank = (t if t.dtype == query.dtype else t.to(query.dtype) for t in tables)
+        tokens = math.prod(query.shape[:-2])
+        if value_transform is not None:
+            value_transform = value_transform.to(query.dtype)
+            if tokens >= _TIMES_EXPANDED[body] * len(value_bank) and heads * value_bank.numel() <= MOST_EXPANDED:
+                value_bank, value_transform = expand_values(value_bank, value_transform), None
+        shape = (tokens, heads, value_bank.shape[-1])
+        added = None if residual is None else residual.reshape(shape)
+        flat_query = query.reshape(tokens, heads, query.shape[-1])
+        inputs = LookupInputs(flat_query, row_keys, column_keys, value_bank, value_transform, added, k, temperature)
+        if body != "torch" and can_skip_dispatcher(*inputs[:-2]):
+            output, _ = lookup(inputs, body, keeps=False)
+        else:
+            output = headwise_lookup_op(*inputs, body)[0]  # [S, H, v]
+        return output.reshape(*query.shape[:-1], shape[-1])
+
+
+def _body(
+    query: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    value_transform: torch.Tensor | None,
+    k: int,
+    backend: str,
+) -> str:
+    """Check the shapes of a call and return the name of its body; calls like one before are looked up."""
+    if torch.compiler.is_compiling():
+        return _checked_body(query, tables, value_transform, k, backend)
+    shapes = (query.shape[-2:], *(table.shape for table in tables), value_transform is None or value_transform.shape)
+    call = ("headwise_memory", backend, query.device, query.dtype, *shapes, k)
+    body = RESOLVED.get(call)
+    if body is None:
+        body = _checked_body(query, tables, value_transform, k, backend)
+        if body in ("torch", "native") or query.is_cuda:  # the environment decides whether kernels run on a CPU
+            RESOLVED[call] = body
+    return body
+
+
+def _checked_body(
+    query: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    value_transform: torch.Tensor | None,
+    k: int,
+    backend: str,
+) -> str:
+    row_keys, column_keys, value_bank = tables
     check_product_keys(query, row_keys, column_keys, k)
     heads, n, _ = row_keys.shape
     _check_values(value_bank, value_transform, heads, n)
-    body = resolve(backend, query, native_refusal=native_refusal(n, k))
-    with without_autocast(query.device.type):
-        tables = (row_keys, column_keys, value_bank)
-        row_keys, column_keys, value_bank = (t if t.dtype == query.dtype else t.to(query.dtype) for t in tables)
-        value_transform = None if value_transform is None else value_transform.to(query.dtype)
-        if body == "reference":
-            return reference(query, *tables, value_transform, k, residual=residual, temperature=temperature)
-        tokens, in_c = math.prod(query.shape[:-2]), body == "native"
-        if value_transform is not None and _expands(value_bank, tokens, heads, in_c):
-            value_bank, value_transform = expand_values(value_bank, value_transform), None
-        added = None
-        if residual is not None and (value_transform is None or in_c):
-            added = _shaped(residual, (tokens, heads, value_bank.shape[-1]))
-        flat_query = _shaped(query, (tokens, heads, query.shape[-1]))
-        inputs = LookupInputs(flat_query, row_keys, column_keys, value_bank, added, k, temperature)
-        if value_transform is not None and in_c:
-            output = _transformed_in_c(inputs, value_transform)
-        else:
-            output = _looked_up(inputs, body)  # [S, H, v]
-            output = output if value_transform is None else transformed(output, value_transform)
-        output = _shaped(output, (*query.shape[:-1], output.shape[-1]))
-        return output if residual is None or added is not None else (residual + output).to(residual.dtype)
-
-
-def _expands(value_bank: torch.Tensor, tokens: int, heads: int, in_c: bool) -> bool:
-    """Return whether transforming the bank for every head is less work than transforming gathered sums, and fits into memory."""
-    fewest = (_TIMES_EXPANDED_IN_C if in_c else 1) * len(value_bank)
-    return tokens >= fewest and heads * value_bank.numel() <= MOST_EXPANDED
+    return resolve(backend, query, native_refusal=native_refusal(n, k))
 
 
 def expand_values(value_bank: torch.Tensor, value_transform: torch.Tensor) -> torch.Tensor:
@@ -114,31 +134,6 @@ def expand_values(value_bank: torch.Tensor, value_transform: torch.Tensor) -> to
     """
     with without_autocast(value_bank.device.type):
         return torch.bmm(value_bank.expand(len(value_transform), -1, -1), value_transform.transpose(1, 2).contiguous())
-
-
-def _shaped(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor in this shape. Comparing shapes is several times as fast as a `reshape` that changes nothing."""
-    return tensor if tensor.shape == shape else tensor.reshape(shape)
-
-
-def _looked_up(inputs: LookupInputs, body: str) -> torch.Tensor:
-    """Return the output of `headwise_lookup`, `[S, H, v]`; call its body directly if nothing needs the registered op."""
-    query, row_keys, column_keys, bank, residual, _, _ = inputs
-    if nobody_watches() and are_plain(query, row_keys, column_keys, bank, query if residual is None else residual):
-        if body == "native":
-            return native_output(inputs)
-        if body == "triton":
-            return triton_output(inputs)
-    return headwise_lookup_op(*inputs, body)[0]
-
-
-def _transformed_in_c(inputs: LookupInputs, value_transform: torch.Tensor) -> torch.Tensor:
-    """Return the output of `transformed_lookup`, `[S, H, v]`; call its body directly if nothing needs the registered op."""
-    query, row_keys, column_keys, bank, residual, k, temperature = inputs
-    added = query if residual is None else residual
-    if nobody_watches() and are_plain(query, row_keys, column_keys, bank, value_transform, added):
-        return native_output(inputs, value_transform)
-    return transformed_lookup_op(query, row_keys, column_keys, bank, value_transform, residual, k, temperature)[0]
 
 
 def _check_values(value_bank: torch.Tensor, value_transform: torch.Tensor | None, heads: int, n: int) -> None:

@@ -5,12 +5,11 @@ or above k, d / 2 and v.
 """
 
 import functools
-from typing import NamedTuple
 
 import torch
 
 from midus_hf.ops.dispatch.triton import Tile, on_device_of, power_of_two, quotient_above, tl, triton
-from midus_hf.ops.headwise.inputs import LookupInputs, room_for_gradient
+from midus_hf.ops.headwise.native import LookupInputs, room_for_gradient
 from midus_hf.ops.product_key.triton.forward import (
     FEW_TOKENS,
     HEADS_TOGETHER,
@@ -73,75 +72,29 @@ def forward_kernel(
     tl.store(output + there, result.to(output.dtype.element_ty), mask=lane_mask)
 
 
-def triton_lookup(inputs: LookupInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the output `[S, H, v]`, and for the gradient slots `[S, H, k]` and weights `[S, H, k]`, float32."""
-    kept = room_for_gradient(inputs)
-    return triton_output(inputs, kept), *kept
-
-
-def triton_output(inputs: LookupInputs, kept: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
-    """Return the output `[S, H, v]`, and write slots and weights for a gradient into `kept` unless that is None."""
-    query, row_keys, _, bank, residual, k, temperature = inputs
-    there = lookup_tensors(inputs, kept)
+def triton_lookup(inputs: LookupInputs, keeps: bool) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    """Return the output `[S, H, v]` of a lookup without transforms, and, if `keeps`, slots and weights `[S, H, k]` for a gradient."""
+    query, row_keys, column_keys, bank, _, residual, k, temperature = inputs
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
     (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
+    output = (bank if residual is None else residual).new_empty(tokens, heads, width)
+    kept = room_for_gradient(inputs) if keeps else None
+    added = output if residual is None else residual.contiguous()  # kernels do not read what stands in
     if tokens:
         is_wide = wide_products(query, row_keys)
         lanes = power_of_two(width)
         tile = _tile(n, k, half, lanes, tokens <= FEW_TOKENS, is_wide)
+        bank_stride = bank.stride(0) if bank.dim() == 3 else 0  # heads may share a bank
         with on_device_of(query):
             forward_kernel[(quotient_above(tokens, tile["BT"]) * heads,)](
-                *there, tokens, heads, n, half, width, there.query.stride(0), there.query.stride(1), _bank_stride(there.bank),
-                1.0 / temperature,
-                ADDS=residual is not None, KEEPS=kept is not None, WIDE=is_wide, TOGETHER=HEADS_TOGETHER, K=k, **tile,
+                query, row_keys, column_keys, bank, added, output, *(kept or (output, output)),
+                tokens, heads, n, half, width, query.stride(0), query.stride(1), bank_stride, 1.0 / temperature,
+                ADDS=residual is not None, KEEPS=keeps, WIDE=is_wide, TOGETHER=HEADS_TOGETHER, K=k, **tile,
             )  # fmt: skip
-    return there.output
+    return output, kept
 
 
 @functools.cache
 def _tile(n: int, k: int, half: int, lanes: int, few: bool, is_wide: bool) -> Tile:
     return selection_tile(n, k, half, few, is_wide, lanes) | {"VP": lanes}
-
-
-def _bank_stride(bank: torch.Tensor) -> int:
-    """Return the number of elements from one head's bank to the next; 0 if heads share a bank."""
-    return bank.stride(0) if bank.dim() == 3 else 0
-
-
-class LookupTensors(NamedTuple):
-    """Inputs in the memory layout that kernels read, and results to fill. All but the query are contiguous.
-
-    Args:
-        query: `[S, H, 2 * half]`, with a contiguous last dimension.
-        row_keys: `[H, n, half]`.
-        column_keys: `[H, n, half]`.
-        bank: `[N, v]`, or `[H, N, v]`.
-        residual: `[S, H, v]`; without a residual a stand-in, the output, which kernels do not read.
-        output: `[S, H, v]`, in the dtype of the residual, or of the bank without a residual.
-        slots: `[S, H, k]`; a stand-in, the output, if nothing is kept for a gradient.
-        weights: `[S, H, k]`; the same stand-in if nothing is kept for a gradient.
-    """
-
-    query: torch.Tensor
-    row_keys: torch.Tensor
-    column_keys: torch.Tensor
-    bank: torch.Tensor
-    residual: torch.Tensor
-    output: torch.Tensor
-    slots: torch.Tensor
-    weights: torch.Tensor
-
-
-def lookup_tensors(inputs: LookupInputs, kept: tuple[torch.Tensor, torch.Tensor] | None) -> LookupTensors:
-    """Lay out the inputs of a lookup and allocate its output; `kept` has slots and weights to fill for a gradient."""
-    query, row_keys, column_keys, bank, residual, _, _ = inputs
-    tokens, heads, _ = query.shape
-    output = (bank if residual is None else residual).new_empty(tokens, heads, bank.shape[-1])
-    return LookupTensors(
-        query if query.stride(-1) == 1 else query.contiguous(),
-        row_keys.contiguous(),
-        column_keys.contiguous(),
-        bank.contiguous(),
-        output if residual is None else residual.contiguous(),
-        output,
-        *((output, output) if kept is None else kept),
-    )

@@ -6,7 +6,7 @@ neither the number of threads nor the other tokens of a call change a bit.
 
 import torch
 
-from midus_hf.ops.dispatch.native.calls import (
+from midus_hf.ops.dispatch.native.library import (
     LOOKUP_CALL,
     SCORE_GRADIENTS_CALL,
     address,

@@ -7,12 +7,10 @@ import torch
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 from ops.laws import assert_equals_reference, output_and_gradients
-from ops.table import OPS, opened
+from ops.table import OPS, blocks_of, opened
 
+from midus_hf.ops.chapters import triton as kernels_of_chapters
 from midus_hf.ops.chapters.op import chapter_attention
-from midus_hf.ops.chapters.triton import forward as chapter_segments_triton
-from midus_hf.ops.chapters.triton import gradients as chapter_gradients_triton
-from midus_hf.ops.chapters.triton.forward import blocks_of, sorted_pairs, triton_segments
 
 OP = OPS["chapters"]
 
@@ -24,9 +22,8 @@ def backend() -> str:
 
 
 @pytest.fixture
-def popular_chapters(monkeypatch):
-    """So many pairs of chapters 1 and 2 that several programs sum their gradients, and few of chapter 3; nobody reads the others."""
-    monkeypatch.setattr(chapter_gradients_triton, "_FEWEST_OF_SPLIT", 64)
+def popular_chapters():
+    """Several blocks of pairs of chapters 1 and 2, and few pairs of chapter 3; nobody reads the others."""
     arguments = opened(230, 1, 2, 1, 8, 5, 4, weighed="scales")
     arguments["chapters"] = torch.full_like(arguments["chapters"], 2)
     arguments["chapters"][::3] = 1
@@ -107,28 +104,6 @@ def test_short_stretches_are_read_by_kernels_token_by_token(backend):
         assert_close(name, found, exact, torch.float32)
 
 
-@pytest.mark.parametrize("size", [1, 16, 64])
-def test_blocks_have_every_pair_once_and_one_chapter_each(size):
-    generator = torch.Generator().manual_seed(size)
-    for tokens, chosen, num_chapters in ((1, 1, 1), (1, 3, 40), (50, 3, 7), (200, 1, 2), (3, 2, 300)):
-        chapters = torch.rand(tokens, num_chapters, generator=generator).argsort(-1)[:, :chosen]
-        chapters = chapters.clamp(max=num_chapters - num_chapters // 3)  # the last ones are read by none
-        order, offsets = sorted_pairs(chapters, num_chapters)
-        blocks = blocks_of(offsets, chapters.numel(), size)
-        found = []
-        for number, chapter in enumerate(blocks.chapter_of_block.tolist()):
-            if chapter == num_chapters:
-                continue
-            first, end = offsets[chapter : chapter + 2].tolist()
-            of_chapter = -(-(end - first) // size)
-            start = first + (of_chapter - int(blocks.last_blocks[chapter]) + number) * size
-            assert first <= start < end
-            pairs = order[start : min(start + size, end)]
-            assert (chapters.flatten()[pairs.long()] == chapter).all()
-            found += pairs.tolist()
-        assert sorted(found) == list(range(chapters.numel()))
-
-
 class _Recorded:
     """Stands for a kernel: its launches are counted."""
 
@@ -144,18 +119,11 @@ class _Recorded:
 def test_what_is_launched_depends_on_shapes_alone(monkeypatch):
     """So nothing waits for the device, and a CUDA graph may hold the op: values of a meta tensor cannot be asked for."""
     kernels = []
-    for module in (chapter_segments_triton, chapter_gradients_triton):
-        for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            kernels.append(_Recorded())
-            monkeypatch.setattr(module, name, kernels[-1])
-    arguments = {name: tensor.to("meta") for name, tensor in opened(2000).items()}
-    reading = triton_segments(*arguments.values())
-    chapters = arguments.pop("chapters")
-    assert chapters.shape == (2000, 2)
-    *tables, scales, biases = arguments.values()
-    weighing = (scales, biases)
-    gradients = chapter_gradients_triton.triton_segment_gradients(
-        torch.empty_like(reading.output), *tables, weighing, reading, True, True
-    )
-    assert [gradient.shape for gradient in gradients] == [tensor.shape for tensor in arguments.values()]
-    assert [kernel.launches for kernel in kernels] == [1] * 6
+    for name in [name for name in vars(kernels_of_chapters) if name.endswith("_kernel")]:
+        kernels.append(_Recorded())
+        monkeypatch.setattr(kernels_of_chapters, name, kernels[-1])
+    arguments = [tensor.to("meta") for tensor in blocks_of(opened(2000))]
+    outputs, sums = kernels_of_chapters.triton_chapter_blocks(*arguments)
+    gradients = kernels_of_chapters.triton_chapter_gradients(outputs, sums, *arguments, outputs, sums, True, True)
+    assert [gradient.shape for gradient in gradients] == [tensor.shape for tensor in arguments[:4]]
+    assert [kernel.launches for kernel in kernels] == [1] * 3

@@ -48,7 +48,10 @@ def assert_equals_reference(arguments, k, backend, upstream=None, slack=1, **opt
 
 def expands(monkeypatch, whether):
     """Let values be transformed before they are gathered, or behind."""
-    monkeypatch.setitem(headwise_memory.__globals__, "_expands", lambda *_: whether)
+    name, value = (
+        ("_TIMES_EXPANDED", dict.fromkeys(("native", "torch", "triton"), 0)) if whether else ("MOST_EXPANDED", 0)
+    )
+    monkeypatch.setitem(headwise_memory.__globals__, name, value)
 
 
 @pytest.mark.parametrize(

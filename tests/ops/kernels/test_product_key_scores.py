@@ -6,7 +6,6 @@ import pytest
 import torch
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
-from torch.autograd import forward_ad
 
 from midus_hf.ops import product_key_topk
 from midus_hf.ops.product_key.triton import gradients
@@ -98,29 +97,6 @@ def test_keys_that_a_program_has_no_room_for_are_left_to_pytorch(half, n, k, hel
             product_key_topk(*arguments, k, backend="triton")
     else:
         assert product_key_topk(*arguments, k, backend="triton")[1].shape == (2, 1, k)
-
-
-@pytest.mark.parametrize("backend", ["triton", "native"])
-def test_transforms_and_forward_mode_are_computed_by_pytorch(backend, request):
-    if backend == "native":
-        request.getfixturevalue("in_c")
-    arguments = inputs(6, dtype=torch.float32)
-    along = [torch.randn_like(x) for x in arguments]
-
-    def summed(backend):
-        return lambda *tensors: product_key_topk(*tensors, 3, backend=backend)[0].square().sum()
-
-    def in_forward_mode(function):
-        with forward_ad.dual_level():
-            duals = [forward_ad.make_dual(*both) for both in zip(arguments, along, strict=True)]
-            return forward_ad.unpack_dual(function(*duals)).tangent
-
-    for transform in (
-        lambda f: torch.func.grad(f)(*arguments),
-        lambda f: torch.func.jvp(f, tuple(arguments), tuple(along))[1],
-        in_forward_mode,
-    ):
-        torch.testing.assert_close(transform(summed(backend)), transform(summed("reference")))
 
 
 def test_sums_of_sub_keys_take_no_more_memory_than_they_may(monkeypatch):

@@ -7,10 +7,9 @@ from ops.laws import (  # noqa: F401 - tests of this file
     test_a_graph_holds_it_and_its_gradient_as_one_node_each_and_gives_the_same_bits,
     test_it_is_registered_rightly,
 )
-from ops.table import OPS, opened, slots_of, stacked
+from ops.table import OPS, slots_of, stacked
 
 from midus_hf.ops import headwise_memory
-from midus_hf.ops.chapters.segments import segment_attention_op
 from midus_hf.ops.depth.op import depth_attention_op
 from midus_hf.ops.headwise.lookup import headwise_lookup_op
 
@@ -35,19 +34,12 @@ def test_the_lookup_is_registered_rightly(body, with_residual):
     if with_residual != "none":
         residual = torch.randn(6, 2, 5, device=DEVICE)
         residual = (residual.mT.contiguous().mT if with_residual == "strided" else residual).requires_grad_()
-    arguments = (*tables(), residual, 3, 0.5, body)
+    arguments = (*tables(), None, residual, 3, 0.5, body)
     torch.library.opcheck(headwise_lookup_op, arguments)
 
 
 # Arguments of ops that may be left out, or are otherwise in the table.
 OTHERS = {
-    **{
-        f"chapters with {weighed or 'neither'}": lambda weighed=weighed: (
-            segment_attention_op,
-            [*opened(tokens=6, weighed=weighed).values(), *([None] * (2 - len(weighed.split())))],
-        )
-        for weighed in ("", "scales")
-    },
     "depth without a cap": lambda: (
         depth_attention_op,
         [(made := stacked())["query"], *slots_of(made), 0.3, None],

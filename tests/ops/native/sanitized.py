@@ -17,8 +17,7 @@ from midus_hf.ops.gather.native import (
     native_row_sums,
     native_weighted_rows,
 )
-from midus_hf.ops.headwise.inputs import LookupInputs
-from midus_hf.ops.headwise.native import native_lookup, native_output
+from midus_hf.ops.headwise.native import LookupInputs, native_lookup
 from midus_hf.ops.product_key.native import native_gradients_of_scores, native_score_gradients, native_scores
 
 HEADWISE = (
@@ -58,8 +57,9 @@ def call_headwise(tokens, heads, n, half, width, k, dtype):
         bank = drawn(*((heads,) if own else ()), n * n, width, dtype=dtype)
         matrices = drawn(heads, width, width, dtype=dtype) if transform else None
         for residual in (None, drawn(tokens, heads, width), drawn(tokens, width, heads).bfloat16().transpose(1, 2)):
-            native_output(LookupInputs(query, *keys, bank, residual, k, 0.7), matrices)
-        _, slots, weights = native_lookup(LookupInputs(query, *keys, bank, None, k, 0.7), matrices)
+            native_lookup(LookupInputs(query, *keys, bank, matrices, residual, k, 0.7), keeps=False)
+        inputs = LookupInputs(query, *keys, bank, matrices, None, k, 0.7)
+        _, (slots, weights) = native_lookup(inputs, keeps=True)
         for gradient in (drawn(tokens, heads, width), drawn(tokens, heads, width, dtype=dtype)):
             native_score_gradients(gradient, query, *keys, bank, (slots, weights), 0.7, matrices)
             native_bank_gradient(gradient, slots, weights, bank.shape)

@@ -8,14 +8,11 @@ import pytest
 import torch
 
 from midus_hf.ops import headwise_memory
-from midus_hf.ops.dispatch.native.calls import ROW_SUMS_CALL
-from midus_hf.ops.dispatch.native.library import native_library
+from midus_hf.ops.dispatch.native.library import ROW_SUMS_CALL, native_library
 from midus_hf.ops.gather.native import native_bank_gradient
-from midus_hf.ops.headwise import transformed as transformed_lookup
-from midus_hf.ops.headwise.inputs import LookupInputs
-from midus_hf.ops.headwise.lookup import lookup
-from midus_hf.ops.headwise.native import native_lookup
-from midus_hf.ops.headwise.transformed import transformed_lookup_op
+from midus_hf.ops.headwise import lookup as lookup_module
+from midus_hf.ops.headwise.lookup import headwise_lookup_op
+from midus_hf.ops.headwise.native import LookupInputs, native_lookup
 
 pytestmark = pytest.mark.usefixtures("library")
 
@@ -61,7 +58,7 @@ def output_and_gradients(arguments, k, **options):
 def test_slots_are_those_of_a_search_through_all_of_them(sizes, k, dtype):
     query, row_keys, column_keys, bank = inputs(**sizes, dtype=dtype)
     query, row_keys, column_keys = ((4 * t).round() for t in (query, row_keys, column_keys))  # sums of these are exact
-    _, slots, weights = native_lookup(LookupInputs(query, row_keys, column_keys, bank, None, k, 1.0))
+    _, (slots, weights) = native_lookup(LookupInputs(query, row_keys, column_keys, bank, None, None, k, 1.0), True)
     halves = query.float().transpose(0, 1).chunk(2, dim=-1)
     rows, columns = (asked @ keys.float().mT for asked, keys in zip(halves, (row_keys, column_keys), strict=True))
     scores = (rows.unsqueeze(-1) + columns.unsqueeze(-2)).flatten(-2).transpose(0, 1)  # [S, H, n * n]
@@ -97,7 +94,8 @@ assert library.midus_row_sums(call) == 0
 
 def test_the_first_of_equal_slots_is_retrieved():
     query, row_keys, column_keys, bank = inputs(tokens=3, heads=1, n=9)
-    _, slots, weights = native_lookup(LookupInputs(query, row_keys * 0, column_keys * 0, bank, None, 4, 1.0))
+    zeros = LookupInputs(query, row_keys * 0, column_keys * 0, bank, None, None, 4, 1.0)
+    _, (slots, weights) = native_lookup(zeros, True)
     assert torch.equal(weights, torch.full((3, 1, 4), 0.25))
     assert set(slots.flatten().tolist()) <= {row * 9 + column for row in range(4) for column in range(4)}
     assert all(len(set(of_token.flatten().tolist())) == 4 and 0 in of_token for of_token in slots)
@@ -135,7 +133,7 @@ def test_infinite_scores_read_nothing_outside(value):
     arguments = inputs(own=True)
     arguments[1][:, ::2] = value
     arguments[2][:, 1:] = -value
-    _, slots, _ = native_lookup(LookupInputs(*arguments, None, 4, 1.0))
+    _, (slots, _) = native_lookup(LookupInputs(*arguments, None, None, 4, 1.0), True)
     assert slots.min() >= 0 and slots.max() < 144
     assert all(t.shape == a.shape for t, a in zip(output_and_gradients(arguments, 4)[1:], arguments, strict=True))
 
@@ -169,7 +167,9 @@ def test_gradients_that_lie_otherwise_give_the_same_bits(bank):
 def test_what_it_does_not_do_is_left_to_pytorch_where_nobody_chose(monkeypatch):
     asked = []
     monkeypatch.setitem(
-        headwise_memory.__globals__, "headwise_lookup_op", lambda *given: (asked.append(given[-1]), lookup(*given))[1]
+        headwise_memory.__globals__,
+        "headwise_lookup_op",
+        lambda *given: (asked.append(given[-1]), headwise_lookup_op(*given))[1],
     )
     headwise_memory(*inputs(dtype=torch.float16), None, 4)
     headwise_memory(*inputs(n=65, heads=1), None, 65)
@@ -205,13 +205,13 @@ def test_what_it_cannot_take_is_refused(change, message):
 def test_transforming_what_was_gathered_is_registered_rightly(dtype, with_residual):
     arguments = [argument.requires_grad_() for argument in inputs(tokens=6, transform=True, dtype=dtype)]
     residual = torch.randn(6, 3, 20).requires_grad_() if with_residual else None
-    torch.library.opcheck(transformed_lookup_op, (*arguments, residual, 3, 0.5))
+    torch.library.opcheck(headwise_lookup_op, (*arguments, residual, 3, 0.5, "native"))
 
 
 def test_a_graph_that_was_made_for_it_runs_without_it(monkeypatch):
     arguments = inputs(transform=True)
     expected = output_and_gradients(arguments, 4, residual=torch.ones(40, 3, 20))
-    monkeypatch.setattr(transformed_lookup, "native_library", lambda: None)
+    monkeypatch.setattr(lookup_module, "native_library", lambda: None)
     found = output_and_gradients(arguments, 4, residual=torch.ones(40, 3, 20))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

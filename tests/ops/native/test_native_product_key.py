@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from midus_hf.ops import product_key_topk
-from midus_hf.ops.product_key import scores as product_key_scores
+from midus_hf.ops.product_key import op as product_key_scores
 
 pytestmark = pytest.mark.usefixtures("library")
 

@@ -1,14 +1,23 @@
-"""The library of compiled bodies, loaded when it is first needed; None if it can be neither found nor built."""
+"""The library of compiled bodies, loaded when it is first needed, and calls of its functions.
+
+C's structures are packed field by field: filling a `ctypes.Structure` takes longer than the lookup of a decoding step.
+"""
 
 import ctypes
 import platform
+import struct
 import threading
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
 from midus_hf.ops.dispatch.native.build import CACHE_VARIABLE, X86, NotBuilt, built_library, is_off
+
+# Dtypes that compiled C computes with.
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 _FUNCTIONS = (
     "midus_lookup",
@@ -82,3 +91,94 @@ def _packaged() -> Path | None:
     """Return the path of the library for this processor that the wheel contains, or None."""
     path = Path(__file__).with_name(f"native_{variant()}.so")
     return path if path.is_file() else None
+
+
+def _structure(addresses: str, numbers: str, more: str = "") -> struct.Struct:
+    """Return a structure of named pointers (0 for none), then named 64-bit integers; `more` are format codes of further fields."""
+    return struct.Struct(f"@{len(addresses.split())}P{len(numbers.split())}q{more}")
+
+
+# Format code of the fields that C fills in its own copy: `struct tables` and the number of groups of heads.
+_OWN = "32x"
+
+# `struct lookup` in `product_key/lookup.c`.
+LOOKUP_CALL = _structure(
+    "query row_keys column_keys bank transform residual output slots weights",
+    "tokens heads n half width k query_token query_head residual_token residual_head bank_head "
+    "narrow residual_narrow slot_bytes raw threads",
+    f"d{_OWN}",  # temperature
+)
+
+# `struct score_gradients` in `product_key/lookup_gradients.c`.
+SCORE_GRADIENTS_CALL = _structure(
+    "gradient query row_keys column_keys bank transform slots weights into_query into_row_keys into_column_keys into_transform "
+    "passed parts transform_parts",
+    "tokens heads n half width k gradient_token gradient_head query_token query_head bank_head "
+    "narrow gradient_narrow slot_bytes stretch raw threads",
+    f"d{_OWN}",  # temperature
+)
+
+# `struct row_sums` in `gather/native.c`.
+ROW_SUMS_CALL = _structure(
+    "gradient slots weights into",
+    "tokens heads rows width k gradient_token gradient_head into_head gradient_narrow slot_bytes threads",
+)
+
+# `struct gathers` in `gather/native.c`.
+GATHERS_CALL = _structure(
+    "bank slots factors into",
+    "tokens rows width k factors_token narrow factors_narrow slot_bytes threads",
+    "8x",  # passes
+)
+
+# Least product of tokens and heads for which threads are started: starting them takes as long as computing some
+# hundreds of rows.
+_FEWEST_SHARED = 512
+
+# Status that C returns if a slot lies outside its table.
+_OUTSIDE = 2
+
+
+def run(name: str, call: bytes) -> None:
+    """Call a function of the library, which `native_library` has loaded, with a packed structure.
+
+    Raises:
+        MemoryError: If C cannot allocate its scratch memory.
+        IndexError: If a slot lies outside its table.
+    """
+    library: Any = _library
+    status = getattr(library, name)(call)
+    if status == _OUTSIDE:
+        raise IndexError("slots reach outside of the bank; expected 0 <= slot < its rows. Look for what made them.")
+    if status:
+        raise MemoryError(f"{name} found no memory for its scratch; free some, or choose backend 'torch'.")
+
+
+def refuse_places(tensors: Mapping[str, torch.Tensor | None]) -> NoReturn:
+    """Raise a `ValueError` that names a tensor outside the CPU's memory: C would crash the process by reading it."""
+    name, device = next(
+        (name, tensor.device) for name, tensor in tensors.items() if tensor is not None and not tensor.is_cpu
+    )
+    raise ValueError(
+        f"{name} is on {device}, and others are on cpu; expected one device. Move or load the whole model there."
+    )
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Return the address of the tensor's first element; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with a contiguous last dimension; other dimensions may have any strides."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def gradient_rows(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient with a contiguous last dimension, in a dtype that C reads."""
+    return with_rows(gradient if gradient.dtype in NATIVE_DTYPES else gradient.float())
+
+
+def threads_for(rows: int) -> int:
+    """Return how many threads work on `rows` rows, the product of tokens and heads."""
+    return 1 if rows < _FEWEST_SHARED else torch.get_num_threads()
