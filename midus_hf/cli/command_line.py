@@ -55,8 +55,8 @@ def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, nam
         app: The command line.
         arguments: Words after the program's name. Default: the words of `sys.argv`.
         name: The program's name, as the help shows it.
-        raises: Whether unexpected errors are raised, for a traceback. Default: false, such errors end with status 1, but a
-            `ValueError`, which means that the request is wrong, with status 2.
+        raises: Whether unexpected errors are raised, for a traceback. Default: false, and then unexpected errors end with status
+            1, but a `ValueError`, which means that the request is wrong, with status 2.
 
     Returns:
         The exit status.

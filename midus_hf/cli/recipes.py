@@ -23,8 +23,6 @@ def read_recipe(options_class: type[Options], path: str | Path, overrides: Seque
     """Return the options of a YAML file as a dataclass.
 
     Args:
-        options_class: The dataclass.
-        path: The file.
         overrides: Words behind the file, of which each replaces keys: `key=value`, or the path of another YAML file, whose
             mappings are merged with those before.
 

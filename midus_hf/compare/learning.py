@@ -19,7 +19,7 @@ def origin(result: Result, base: Result) -> Point:
 
     The start counts because it was measured by the Trainer, as the end was. Where the upscaled model was not seen to compute what the
     base computes, it has lost something before training, and to regain what it lost is not learning. What it lost is the
-    difference between this model and the base by `midus eval`, whose losses are not those of the Trainer's packed sequences.
+    difference between this model and the base by `midus eval`, which measures other sequences than the packed ones of the Trainer.
     """
     if result.upscaled is None:
         return result.start

@@ -1,4 +1,4 @@
-"""`python -m midus_hf.compare.one_run`: one run of a comparison in a process of its own, from upscaling to its result.
+"""`python -m midus_hf.compare.one_run`: one run of a comparison in its own process, from upscaling to its result.
 
 The process reads the run from standard input, calls `upscale`, `train` and `evaluate`, and writes one file: the result. A run that
 was interrupted begins anew.

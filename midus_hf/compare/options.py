@@ -247,7 +247,7 @@ class Comparison:
         _check_controls(self.controls)
 
     def _check_domain(self) -> None:
-        """Check that there is something by which learning is measured and, where there is a choice, the best rate chosen."""
+        """Check that something measures learning, by which the best of several rates is chosen."""
         if self.domain:
             return
         if self.tasks is None:

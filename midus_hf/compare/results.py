@@ -37,7 +37,7 @@ class Result:
     command, `midus eval`, where it is shuffled or fine-tuned. `controls` are the null controls that the memory has, with what each
     changes; a run that is itself a null control has `control` and `control_of`, its name and its variant. `starts_at_base` says
     whether the upscaled model was verified to compute bit for bit what the base computes; None where nothing was upscaled or
-    verified. `is_causal` says whether every token is computed without later tokens. `tokens` and `seconds` are those of training.
+    verified. `is_causal` says whether every token is computed without later tokens. `tokens` and `seconds` count training alone.
     `peak_memory_bytes` is what PyTorch allocated on a GPU, else the resident memory of the process, up to the end of training.
     `request` is everything that the result depends on.
     """

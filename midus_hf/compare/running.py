@@ -78,7 +78,7 @@ def _results(runs: Sequence[Run], comparison: Comparison) -> list[Result]:
 
 
 def _do(runs: Sequence[Run], comparison: Comparison, places: Sequence[str | None]) -> dict[str, str]:
-    """Do the runs that have no result yet, one at a time in each place, and return why runs failed, by name."""
+    """Do the runs that have no result yet, one at a time on each device, and return why runs failed, by name."""
     waiting = deque(run for run in runs if read_result(run.folder(comparison)) is None)
     free = deque(places)
     working: dict[subprocess.Popen[str], tuple[Run, str | None, float]] = {}
@@ -87,12 +87,12 @@ def _do(runs: Sequence[Run], comparison: Comparison, places: Sequence[str | None
         try:
             while waiting or working:
                 while waiting and free:
-                    run, place = waiting.popleft(), free.popleft()
-                    working[_start(run, comparison, place, len(places))] = (run, place, time.monotonic())
+                    run, device = waiting.popleft(), free.popleft()
+                    working[_start(run, comparison, device, len(places))] = (run, device, time.monotonic())
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
                 for process in [process for process in working if process.poll() is not None]:
-                    run, place, began = working.pop(process)
-                    free.append(place)
+                    run, device, began = working.pop(process)
+                    free.append(device)
                     outcome = "done"
                     if process.returncode:
                         failures[run.name] = _last_words(run, comparison, process.returncode)
@@ -107,14 +107,14 @@ def _do(runs: Sequence[Run], comparison: Comparison, places: Sequence[str | None
     return failures
 
 
-def _start(run: Run, comparison: Comparison, place: str | None, num_places: int) -> "subprocess.Popen[str]":
+def _start(run: Run, comparison: Comparison, device: str | None, num_places: int) -> "subprocess.Popen[str]":
     """Start the process of a run on one of several places; what it prints goes to the run's log."""
     log = log_file(run.folder(comparison))
     log.parent.mkdir(parents=True, exist_ok=True)
     threads = str(max(1, (os.cpu_count() or 1) // num_places))
     environment: Mapping[str, str] = {"OMP_NUM_THREADS": threads, **os.environ}
-    if place is not None:
-        environment = {**environment, "CUDA_VISIBLE_DEVICES": place}
+    if device is not None:
+        environment = {**environment, "CUDA_VISIBLE_DEVICES": device}
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "midus_hf.compare.one_run"],

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """What is measured of each model, read before the first model is loaded: documents, tasks, and what finds their paths.
+    """Texts and tasks that are measured of each model, read before the first model is loaded, with the finder of paths.
 
-    Models read `documents`; `find_documents` finds those that stand in front of questions.
+    Models read `documents`; `find_documents` finds the documents that stand in front of questions.
     """
 
     settings: EvaluationSettings

@@ -93,12 +93,12 @@ def ablate(
 def ablation_table(ablation: Ablation) -> TableOfWords:
     """Return a table with a row per part: the loss without the part minus the loss of the unchanged model."""
     texts = list(ablation.losses)
-    words: dict[str, list[str]] = {"none": [f"{loss:.5f}" for loss in ablation.losses.values()]}
+    columns: dict[str, list[str]] = {"none": [f"{loss:.5f}" for loss in ablation.losses.values()]}
     for row in ablation.effects:
-        words.setdefault(row.part, []).append(f"{row.effect:+.5f}")
+        columns.setdefault(row.part, []).append(f"{row.effect:+.5f}")
     last = "loss of the base's layers" if ablation.whole_base else "loss of what is left"
-    words[last] = [f"{row.loss:.5f}" for row in ablation.effects if row.kind == "all"]
-    rows = [[name, *cells] for name, cells in words.items()]
+    columns[last] = [f"{row.loss:.5f}" for row in ablation.effects if row.kind == "all"]
+    rows = [[name, *cells] for name, cells in columns.items()]
     return TableOfWords("Loss without a part, less loss as it is (nats per token)", ["without", *texts], rows)
 
 

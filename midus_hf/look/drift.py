@@ -219,7 +219,7 @@ def drift_rows(drifts: Sequence[TextDrift]) -> list[dict[str, Any]]:
 
 
 def moved_rows(drifts: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Return a row per prediction that moved farthest, with the text in front of it and what base and model find likeliest."""
+    """Return a row per prediction that moved farthest, with the text in front and what base and model find likeliest."""
 
     def text(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))

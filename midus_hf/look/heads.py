@@ -187,8 +187,8 @@ def heads_rows(model: str, importance: HeadImportance, signed: bool = False) -> 
     for layer, base_layer, heads in zip(importance.layers, importance.base_layers, scores, strict=True):
         best = int(heads.argmax())
         measures = {"mean": heads.mean().item(), "variance": heads.var(correction=0).item(), "most": best}
-        place = {"model": model, "layer": layer, "base_layer": base_layer}
-        rows.append({**place, **measures, "largest": heads[best].item(), "importance": heads.tolist()})
+        layers = {"model": model, "layer": layer, "base_layer": base_layer}
+        rows.append({**layers, **measures, "largest": heads[best].item(), "importance": heads.tolist()})
     return rows
 
 

@@ -52,13 +52,13 @@ class Usage:
         """Return whether a pass through a module counts now. What activation checkpointing computes again does not."""
         return not (is_in_backward() or self._paused) and (module.training or not self._training_only)
 
-    def count(self, place: str, slots: torch.Tensor) -> None:
+    def count(self, memory_name: str, slots: torch.Tensor) -> None:
         """Add retrieved slots `[..., H, k]`, int64, to the counts, without waiting for the device."""
-        self.add(place, slots.flatten(0, -3).transpose(0, 1).flatten(1))  # [H, S * k]
+        self.add(memory_name, slots.flatten(0, -3).transpose(0, 1).flatten(1))  # [H, S * k]
 
-    def add(self, place: str, chosen: torch.Tensor, times: torch.Tensor | None = None) -> None:
+    def add(self, memory_name: str, chosen: torch.Tensor, times: torch.Tensor | None = None) -> None:
         """Add what each head chose, `[H, S]`, to the counts, each choice once or as many `times`, `[H, S]`, int64."""
-        counts = self.counts[place]
+        counts = self.counts[memory_name]
         added = counts.new_ones(()).expand_as(chosen) if times is None else times.to(counts.device)
         counts.scatter_add_(1, chosen.to(counts.device), added)
 
@@ -152,25 +152,27 @@ def _num_routed(memory: ReadsChapters) -> int:
 
 
 @torch.no_grad()
-def _count_slots(usage: Usage, place: str, memory: Any, arguments: tuple[Any, ...], output: Any) -> None:
+def _count_slots(usage: Usage, memory_name: str, memory: Any, arguments: tuple[Any, ...], output: Any) -> None:
     """Count the slots that a memory has retrieved.
 
     The hook runs after the pass: if it retrieved before, without gradients, autocast would cache casts of the weights that have
     no gradient, and the pass would use them.
     """
     if usage.counts_in(memory):
-        usage.count(place, memory.retrieve(arguments[0])[1])
+        usage.count(memory_name, memory.retrieve(arguments[0])[1])
 
 
 @torch.no_grad()
-def _count_chapters(usage: Usage, place: str, memory: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _count_chapters(
+    usage: Usage, memory_name: str, memory: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Count the chapters that tokens will open. The hook runs before the pass changes the state that routing reads."""
     if not usage.counts_in(memory) or not arguments[0].numel():
         return
     routing = memory.route(arguments[0], **{name: kwargs.get(name) for name in ("tokens", "state", "prompt_mask")})
     torch.clear_autocast_cache()  # of casts without a gradient, which the pass would use
     tokens = routing.pooled.counts.to(torch.int64).unsqueeze(-1).expand_as(routing.chosen)  # [B, U, k]
-    usage.add(place, (routing.chosen - memory.num_shared).flatten()[None], tokens.flatten()[None])
+    usage.add(memory_name, (routing.chosen - memory.num_shared).flatten()[None], tokens.flatten()[None])
 
 
 def _count_blocks(
@@ -197,16 +199,16 @@ def _count_blocks(
         lengths = (mask[:, -width:] != 0).sum(-1).cpu()  # with a cache, the mask covers earlier passes too
     paths = paths.cpu().long()
     of_tree = paths[:, 0] != GENERIC
-    for place, level in levels.items():
-        usage.add(place, paths[of_tree, level - 1][None], lengths[of_tree][None])
+    for memory_name, level in levels.items():
+        usage.add(memory_name, paths[of_tree, level - 1][None], lengths[of_tree][None])
 
 
 def usage_rows(counts: Mapping[str, Mapping[str, torch.Tensor]]) -> list[dict[str, Any]]:
     """Return a row per text and memory, of counts by the text's name."""
     return [
-        {"text": text, "memory": place, "slots": counts[text][place].shape[-1], **vars(usage)}
+        {"text": text, "memory": memory_name, "slots": counts[text][memory_name].shape[-1], **vars(usage)}
         for text in counts
-        for place, usage in summarise(counts[text]).items()
+        for memory_name, usage in summarise(counts[text]).items()
     ]
 
 
@@ -220,10 +222,10 @@ def usage_table(rows: list[dict[str, Any]]) -> TableOfWords:
 def every_count(counts: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[Row]:
     """Yield a row per text, memory, head and slot, chapter or block, also for slots that were never used."""
     for text, of_text in counts.items():
-        for place, of_memory in of_text.items():
+        for memory_name, of_memory in of_text.items():
             for head, of_head in enumerate(of_memory.tolist()):
                 for number, count in enumerate(of_head):
-                    yield {"text": text, "memory": place, "head": head, "number": number, "count": count}
+                    yield {"text": text, "memory": memory_name, "head": head, "number": number, "count": count}
 
 
 def usage_panels(counts: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Panel]:
@@ -231,9 +233,9 @@ def usage_panels(counts: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, 
     panels = {}
     for text, of_text in counts.items():
         lines = {}
-        for place, of_memory in of_text.items():
+        for memory_name, of_memory in of_text.items():
             curve = usage_curve(of_memory)
-            lines[place] = ([rank / len(curve) for rank in range(1, len(curve) + 1)], curve)
+            lines[memory_name] = ([rank / len(curve) for rank in range(1, len(curve) + 1)], curve)
         x, y = "share of the slots, most used first", "uses, in multiples of the mean"
         panels[text] = curves(lines, x, y, yscale="symlog")
     return panels

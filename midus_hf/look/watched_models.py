@@ -56,7 +56,7 @@ def hosted_memories(model: nn.Module, *kinds: type) -> list[HostedMemory]:
         *kinds: Protocols of `midus_hf.memory.protocols`, of which the memories implement one.
 
     Raises:
-        ValueError: If a parameter of such a memory is offloaded.
+        ValueError: If a parameter of one of these memories is offloaded.
     """
     hosts = []
     for layer, block in enumerate(decoder_of(model).layers):

@@ -1,4 +1,4 @@
-"""Adapters of PEFT: those of a run, which are merged at its end, and a `LoraConfig` for scripts. This needs PEFT."""
+"""Adapters of PEFT: a run's adapters, which are merged at its end, and a `LoraConfig` for scripts. This needs PEFT."""
 
 import copy
 from collections.abc import Mapping

@@ -50,7 +50,7 @@ def usage(request: Request) -> Answer:
     with used.record_usage(model) as recorded, _token_bar("reading", 1, request.text_rows) as progress:
         for text in request.text_rows:
             losses[text.name] = read_rows(model, text, batch_size=request.batch_size, progress=progress).mean
-            counts[text.name] = {place: counted.clone() for place, counted in recorded.counts.items()}
+            counts[text.name] = {memory: counted.clone() for memory, counted in recorded.counts.items()}
             recorded.reset()
     rows = used.usage_rows(counts)
     summary, head = _about(request, losses)

@@ -112,7 +112,7 @@ def _default(field: Any) -> str:
 
 
 def _descriptions(options_class: type) -> dict[str, str]:
-    """Return the description of each key of ours, from the docstrings of the dataclass and of those that it extends."""
+    """Return the description of each key of ours, from the docstrings of the dataclass and of the classes that it extends."""
     described: dict[str, str] = {}
     for kind in options_class.__mro__:
         if kind.__module__.startswith("midus_hf."):

@@ -153,8 +153,8 @@ class Findings:
         ]
         if rises:
             rise = spread(rises)
-            words = ("its addresses matter", "its addresses do not matter", "its addresses are not shown to matter")
-            compared.append(Verdict(SHUFFLED, rise, in_words(rise, *words)))
+            outcomes = ("its addresses matter", "its addresses do not matter", "its addresses are not shown to matter")
+            compared.append(Verdict(SHUFFLED, rise, in_words(rise, *outcomes)))
         return [one for one in compared if one is not None]
 
 

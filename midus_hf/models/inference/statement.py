@@ -1,8 +1,8 @@
 """State what memories should compute, by changes of a base, with which proofs compare a model that hosts the memories.
 
 A statement uses nothing of the code that hosts memories. As the base runs, the calls of its modules are noted in one table, and the
-changed output of a module is a function of its own output and of what the table holds. Parts and projections are known by name, and
-heads are seen by an attention function of the statement's own.
+changed output of a module is a function of the output and of what the table holds. Parts and projections are known by name, and
+heads are seen by the statement's own attention function.
 """
 
 import copy
@@ -76,7 +76,7 @@ def state(
     fetched: FetchedBatch | None = None,
     inputs: Mapping[nn.Module, Mapping[str, Any]] = MappingProxyType({}),
 ) -> None:
-    """Change a base for good, so that it computes what a memory should make of it.
+    """Change a base for good, so that the base computes what a model with the memory should compute.
 
     Args:
         base: Model without memory.
@@ -262,7 +262,7 @@ def _with_depth(
 ) -> torch.Tensor:
     """Return the output of heads joined with attention to slots of earlier layers, by the shares of one softmax over both.
 
-    Keys and values of slots are those of the writer's own attention, unrotated, with the memory's projections of the input of the
+    Keys and values of slots come from the writer's own attention, unrotated, with the memory's projections of the input of the
     feed-forward network.
     """
     query, slots = _unrotated(attention, call).query, []

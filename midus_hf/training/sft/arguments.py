@@ -21,7 +21,7 @@ class SftArguments(MemoryArguments, SFTConfig):
             template that has `{% generation %}` around answers. Default: the tokenizer's own, for training in TRL's version.
         assistant_only_loss: Compute the loss only on answers: what the assistant says with the token that ends it, or
             completions. Default: true.
-        activation_checkpointing: As in `TrainingArguments`. Default: true, TRL's default.
+        activation_checkpointing: Compute activations again in the backward pass, in place of keeping them. Default: true.
         packing: Let short chats share a sequence, where they do not see one another. Default: false.
 
     Raises:
