@@ -85,7 +85,7 @@ class DepthHeads(Site):
         parts[name] = partial(_noting_input, depth, attention)
         name = layer.feed_forward_name
         assert name is not None, "check_layers has refused a layer without a feed-forward network"
-        parts[name] = partial(_writing, depth, call.carried, parts.get(name, layer.feed_forward))
+        parts[name] = partial(_writing, depth, call.carried, parts.get(name, layer.feed_forward_part))
 
     def _carried(self, index: int, source: SlotSource, part: str) -> Carried:
         return Carried(self.memory, self.layers[index], f"{source}_{part}")

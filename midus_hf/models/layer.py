@@ -78,8 +78,8 @@ class LayerWithSites(NamesParts):
         self.stands = [site(self, config, memories) for site in sites]
 
     @property
-    def feed_forward(self) -> Any:
-        """The feed-forward network; None if the layer has none."""
+    def feed_forward_part(self) -> Any:
+        """The feed-forward network; None if the layer has none. Children of some families are called `feed_forward`."""
         return getattr(self, self.feed_forward_name or "", None)
 
     def forward(

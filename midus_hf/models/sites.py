@@ -133,7 +133,7 @@ class FeedForwardAdapters(_Adapters):
     name = "inside-ffn"
 
     def __init__(self, layer: Any, config: Any, memories: Memories):
-        layer.feed_forward.__class__ = layer.mlp_class
+        layer.feed_forward_part.__class__ = layer.mlp_class
 
     @staticmethod
     def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
@@ -143,12 +143,12 @@ class FeedForwardAdapters(_Adapters):
     @staticmethod
     def is_missing(layer: Any) -> bool:
         """Return whether the layer has another feed-forward network than the family's dense one."""
-        return layer.mlp_class is None or not isinstance(layer.feed_forward, layer.mlp_class.family_class)
+        return layer.mlp_class is None or not isinstance(layer.feed_forward_part, layer.mlp_class.family_class)
 
     def stand(self, layer: Any, parts: dict[str, Any], call: LayerCall) -> None:
         """Let the feed-forward network run with adapted projections."""
         name = layer.feed_forward_name
-        parts[name] = partial(parts.get(name, layer.feed_forward), adapters=self.adapters(layer, call))
+        parts[name] = partial(parts.get(name, layer.feed_forward_part), adapters=self.adapters(layer, call))
 
 
 @register_site("beside-ffn")
@@ -165,12 +165,12 @@ class BesideFeedForward(Site):
     @staticmethod
     def is_missing(layer: Any) -> bool:
         """Return whether the layer has no feed-forward network."""
-        return layer.feed_forward is None
+        return layer.feed_forward_part is None
 
     def stand(self, layer: Any, parts: dict[str, Any], call: LayerCall) -> None:
         """Put memories beside the feed-forward network."""
         name = layer.feed_forward_name
-        parts[name] = partial(self._add, layer, call, parts.get(name, layer.feed_forward))
+        parts[name] = partial(self._add, layer, call, parts.get(name, layer.feed_forward_part))
 
     def _add(
         self,
@@ -216,13 +216,13 @@ class Skip(Site):
     @staticmethod
     def is_missing(layer: Any) -> bool:
         """Return whether a layer at which a memory reads has no feed-forward network."""
-        return "skip" in layer.sites.values() and layer.feed_forward is None
+        return "skip" in layer.sites.values() and layer.feed_forward_part is None
 
     def stand(self, layer: Any, parts: dict[str, Any], call: LayerCall) -> None:
         """Let memories read the input of the feed-forward network."""
         if "skip" in layer.sites.values():
             name = layer.feed_forward_name
-            parts[name] = partial(self._feed_forward, layer, call, parts.get(name, layer.feed_forward))
+            parts[name] = partial(self._feed_forward, layer, call, parts.get(name, layer.feed_forward_part))
 
     def _feed_forward(
         self, layer: Any, call: LayerCall, network: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any

@@ -15,7 +15,7 @@ from midus_hf.ops.dispatch.private_torch import can_skip_dispatcher
 PACKAGES = Path(midus_hf.__file__).parent.parent
 
 
-def test_no_other_file_of_the_packages_names_a_private_function_of_torch():
+def test_two_files_alone_name_private_functions_of_torch():
     """A private name begins with one underscore."""
     found = set()
     for package in ("midus_hf", "upscalers"):
@@ -25,7 +25,7 @@ def test_no_other_file_of_the_packages_names_a_private_function_of_torch():
                 name = node.module or "" if isinstance(node, ast.ImportFrom) and not node.level else name
                 if re.fullmatch(r"torch(\.\w+)*\._[a-z]\w*(\.\w+)*", name, flags=re.IGNORECASE):
                     found.add(path.relative_to(PACKAGES).as_posix())
-    assert found == {"midus_hf/ops/dispatch/private_torch.py"}
+    assert found == {"midus_hf/ops/dispatch/private_torch.py", "upscalers/checkpoint/pickled_weights.py"}
 
 
 def test_without_probes_registered_ops_are_always_called(monkeypatch):
