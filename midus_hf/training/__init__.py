@@ -10,6 +10,7 @@ _MODULE_OF = {
     "MemoryArguments": "arguments",
     "MemoryTrainer": "trainer",
     "Rates": "optim.rates",
+    "RunInterrupted": "callbacks",
     "TrainArguments": "arguments",
     "TrainResult": "run",
     "TrainableReport": "optim.freezing",

@@ -1,6 +1,7 @@
 """The site that `make docs` builds: without a warning or a dead link, and with every public name."""
 
 import ast
+import importlib
 import html
 import os
 import re
@@ -65,7 +66,7 @@ def public_names() -> set[str]:
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
             for node in ast.parse(path.read_text(encoding="utf-8")).body:
                 if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                    names |= {f"{module}.{name}" for name in ast.literal_eval(node.value)}
+                    names |= {f"{module}.{name}" for name in importlib.import_module(module).__all__}
     return names
 
 
