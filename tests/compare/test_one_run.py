@@ -198,7 +198,7 @@ def test_texts_with_paths_are_measured_document_by_document(room, tmp_path):
     plants.write_text("".join(json.dumps(row) + "\n" for row in rows))
     train, domain = {"path_column": "memory_ids"}, {"plants": str(plants)}
     base = Comparing(room, tmp_path / "out", {"full": {}}, train=train, domain=domain).measure_base()
-    apart = perplexity_loss(room / "base", plants, apart=True)
+    apart = perplexity_loss(room / "base", plants, path_column="memory_ids")
     assert base.end.losses["plants"] == apart != perplexity_loss(room / "base", plants)
     assert base.end.losses["stars"] == perplexity_loss(room / "base", room / "stars.txt")
 

@@ -1,8 +1,8 @@
 """The site that `make docs` builds: without a warning or a dead link, and with every public name."""
 
 import ast
-import importlib
 import html
+import importlib
 import os
 import re
 import subprocess
