@@ -186,7 +186,7 @@ def test_one_block_of_each_lora_memory_trains_as_the_lora_of_peft(tmp_path):
     set_trainable(model, "new")
     adapted = get_peft_model(base, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
     copied = 0
-    for trained in (bank for banks in banks_that_train(model) for bank in banks.train().values()):
+    for trained in (bank for banks in banks_that_train(model) for bank in banks.train_blocks().values()):
         for level, fields in trained.layout.records.items():
             record = trained.bank.block(level, 0)
             parts = record.split([field.numel for field in fields])
