@@ -302,7 +302,7 @@ def mixtral(tmp_path_factory) -> Path:
     [
         ("mixtral", "hier-lora-ffn", r"every layer of 'mixtral' has no part for a memory at the site 'inside-ffn'"),
         ("qwen3_5_text", "hier-lora-qk", r"every layer of 'qwen3_5_text' has no part for a memory at the site 'inside-attention'"),
-        ("gpt_oss", "moda", r"gpt_oss: logits of a memory depth-attention at inside-attention and of hooks that state what it "
+        ("gpt_oss", "moda", r"gpt_oss: logits of a memory depth-attention at inside-attention and of a base that states what it "
          r"computes differ by up to \S+; expected at most \S+"),
     ],
 )  # fmt: skip
