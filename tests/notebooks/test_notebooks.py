@@ -15,7 +15,7 @@ from typing import Any
 import nbformat
 import pytest
 from commands.installed import main_of
-from compare.runs_here import compare_in_this_process
+from compare.small_comparison import compare_in_this_process
 from evaluation.byte_models import save_byte_model
 from IPython.core.formatters import DisplayFormatter
 from nbclient import NotebookClient

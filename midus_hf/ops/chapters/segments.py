@@ -145,7 +145,7 @@ def sort_by_chapter(chapters: torch.Tensor, num_chapters: int) -> Segments:
     num_blocks = -(-pairs // BLOCK_ROWS) + min(num_chapters, pairs)
     pair_of_row = torch.zeros(num_blocks * BLOCK_ROWS, dtype=torch.int64, device=chapters.device)
     pair_of_row[sorted_rows] = order
-    row_of_pair = torch.empty_like(order)
+    row_of_pair = order.new_empty(order.shape)
     row_of_pair[order] = sorted_rows
     block_numbers = torch.arange(num_blocks, device=chapters.device)
     chapter_of_block = torch.searchsorted(block_ends, block_numbers, right=True).clamp(max=num_chapters - 1)
