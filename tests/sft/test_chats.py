@@ -9,7 +9,7 @@ from datasets import Dataset
 from sft.tiny_chats import character_tokenizer, chat, write_rows
 from trl.chat_template_utils import qwen2_5_chat_template
 
-from midus_hf.training.sft.chats import CHATML, Encoder, chat_sequences, choose_template
+from midus_hf.training.sft.chats import CHATML, chat_examples, choose_template, encode
 
 PLAIN = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
@@ -27,8 +27,8 @@ def arguments(data, **changes):
     return types.SimpleNamespace(**{**options, **changes})
 
 
-def sequences(data, tokenizer=None, **changes):
-    return chat_sequences(arguments(data, **changes), tokenizer or character_tokenizer(), 128)
+def examples(data, tokenizer=None, **changes):
+    return chat_examples(arguments(data, **changes), tokenizer or character_tokenizer(), 128)
 
 
 def answers(row, tokenizer=None):
@@ -37,29 +37,17 @@ def answers(row, tokenizer=None):
 
 def test_answers_and_the_tokens_that_end_them_have_a_loss(tmp_path):
     tokenizer = character_tokenizer()
-    rows, last = sequences(write_rows(tmp_path / "chats.jsonl", [{"messages": chat(3)}]), tokenizer)
+    rows, last = examples(write_rows(tmp_path / "chats.jsonl", [{"messages": chat(3)}]), tokenizer)
     assert rows.column_names == ["input_ids", "labels"]
     assert answers(rows[0]) == "it is 3<|im_end|>4<|im_end|>"
     assert last == tokenizer.convert_tokens_to_ids("<|im_end|>")
-    everything = sequences(tmp_path / "chats.jsonl", assistant_only_loss=False)[0][0]
+    everything = examples(tmp_path / "chats.jsonl", assistant_only_loss=False)[0][0]
     assert everything["labels"] == everything["input_ids"] == rows[0]["input_ids"]
 
 
 def test_completions_have_a_loss_and_an_end(tmp_path):
-    rows, last = sequences(write_rows(tmp_path / "x.jsonl", [{"prompt": "1 + 2 =", "completion": " 3"}]))
+    rows, last = examples(write_rows(tmp_path / "x.jsonl", [{"prompt": "1 + 2 =", "completion": " 3"}]))
     assert answers(rows[0]) == " 3<eos>" and last is None
-
-
-def test_long_chats_are_cut_and_rows_without_an_answer_are_left_out_with_a_line(tmp_path, capsys):
-    data = write_rows(
-        tmp_path / "x.jsonl", [{"messages": [{"role": "user", "content": "a" * 80}, *chat(1)]}, {"messages": chat(2)}]
-    )
-    rows, _ = sequences(data, max_length=64)
-    said = capsys.readouterr().err
-    assert len(rows) == 1 and len(rows[0]["input_ids"]) <= 64
-    assert "rows were longer than max_length, 64 tokens" in said and "1 of 2 rows were left out" in said
-    with pytest.raises(ValueError, match="has 2 rows and no answer to learn from within 4 tokens"):
-        sequences(data, max_length=4)
 
 
 @pytest.mark.parametrize("name", ["list.json.gz", "list.json", "lines.ndjson", "lines.JSONL"])
@@ -67,19 +55,19 @@ def test_files_of_rows_are_read_by_their_kind(tmp_path, name):
     rows = [{"messages": chat(1)}, {"messages": chat(2)}]
     text = json.dumps(rows) if "list" in name else "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
-    assert len(sequences(tmp_path / name)[0]) == 2
+    assert len(examples(tmp_path / name)[0]) == 2
 
 
 def test_a_downloaded_dataset_trains_its_train_split(tmp_path, capsys):
     for number, split in enumerate(("train", "validation", "test")):
         write_rows(tmp_path / f"{split}.jsonl", [{"messages": chat(number), "id": number}])
-    assert answers(sequences(tmp_path)[0][0]).startswith("it is 0")
+    assert answers(examples(tmp_path)[0][0]).startswith("it is 0")
     said = capsys.readouterr().err
     assert "split 'train' is read, of test, train, validation" in said and "not read: id" in said
 
 
-def encode(row, template, tokenizer=None):
-    return Encoder(tokenizer or character_tokenizer(), template, 400, True, "chats.jsonl")(row, 4)
+def encoded(row, template, tokenizer=None):
+    return encode(row, 4, tokenizer or character_tokenizer(), template, True, "chats.jsonl")
 
 
 def test_reasoning_has_the_key_that_the_template_reads():
@@ -87,11 +75,11 @@ def test_reasoning_has_the_key_that_the_template_reads():
         "message['content'] + '<|im_end|>' }}{% endg", "message.reasoning_content + message['content'] }}{% endg"
     )
     row = {"messages": [chat(1)[0], {**chat(1)[1], "thinking": "hm "}]}
-    assert answers(encode(row, template)) == "hm it is 1"
+    assert answers(encoded(row, template)) == "hm it is 1"
     with pytest.raises(
-        ValueError, match=r"message 2 of row 5 of 'chats.jsonl' has 'thinking', which the chat template"
+        ValueError, match=r"message 2 of row 5 of 'chats.jsonl' has 'thinking', which the chat template does not"
     ):
-        encode(row, "{% if enable_thinking %}{% endif %}" + CHATML)
+        encoded(row, "{% if enable_thinking %}{% endif %}" + CHATML)
 
 
 @pytest.mark.parametrize(
@@ -99,25 +87,29 @@ def test_reasoning_has_the_key_that_the_template_reads():
     [
         (
             {"messages": chat(1), "chat_template_kwargs": {"think": True}},
-            "row 5 .* has chat_template_kwargs.think, which",
+            "row 5 .* has 'think', which the chat template does not write",
         ),
         (
             {"messages": [chat(1)[0], {"role": "assistant", "tool_calls": [{"name": "add"}]}]},
-            "message 2 of row 5 of 'chats.jsonl' calls 'add', which the chat template does not write",
+            "message 2 of row 5 of 'chats.jsonl' has 'tool_calls', which the chat template does not write. Set",
+        ),
+        (
+            {"messages": chat(1), "tools": [{"name": "add"}]},
+            "row 5 .* has 'tools', which the chat template does not write",
         ),
     ],
 )
 def test_what_a_template_does_not_write_is_refused(row, message):
     with pytest.raises(ValueError, match=message):
-        encode(row, CHATML)
+        encoded(row, CHATML)
 
 
 def test_keys_of_the_template_reach_it_and_its_refusals_name_the_row():
     template = "{% if loud is defined %}{{ 'LOUD' }}{% endif %}" + CHATML
-    ids = encode({"messages": chat(1), "chat_template_kwargs": {"loud": True}}, template)["input_ids"]
+    ids = encoded({"messages": chat(1), "chat_template_kwargs": {"loud": True}}, template)["input_ids"]
     assert character_tokenizer().decode(ids).startswith("LOUD")
     with pytest.raises(ValueError, match=r"row 5 of 'chats.jsonl' is refused by the chat template: no"):
-        encode({"messages": chat(1)}, "{{ raise_exception('no') }}" + CHATML)
+        encoded({"messages": chat(1)}, "{{ raise_exception('no') }}" + CHATML)
 
 
 def test_templates_of_families_are_replaced_by_trls_training_versions():
@@ -126,7 +118,7 @@ def test_templates_of_families_are_replaced_by_trls_training_versions():
     template = choose_template(tokenizer, None, False, True)
     assert template != tokenizer.chat_template == qwen2_5_chat_template
     assert (
-        answers(encode({"messages": chat(3)}, template, tokenizer)).split() == "it is 3<|im_end|> 4<|im_end|>".split()
+        answers(encoded({"messages": chat(3)}, template, tokenizer)).split() == "it is 3<|im_end|> 4<|im_end|>".split()
     )
 
 
@@ -152,7 +144,7 @@ def test_templates_that_cannot_train_are_refused_with_what_to_give(tmp_path):
     with pytest.raises(ValueError, match="chat_template_path is 'absent'; expected chatml, alpaca, or a file"):
         choose_template(tokenizer, "absent", False, True)
     assert (
-        answers(encode({"messages": chat(3)}, choose_template(tokenizer, "alpaca", False, True)))
+        answers(encoded({"messages": chat(3)}, choose_template(tokenizer, "alpaca", False, True)))
         == "it is 3<eos>4<eos>"
     )
     (tmp_path / "own.jinja").write_text(CHATML)
@@ -167,4 +159,4 @@ def test_ids_that_the_model_does_not_embed_are_refused(tmp_path):
     data = tmp_path / "x.parquet"
     Dataset.from_list([{"messages": chat(1)}]).to_parquet(data)
     with pytest.raises(ValueError, match="embeds 50"):
-        chat_sequences(arguments(data), character_tokenizer(), 50)
+        chat_examples(arguments(data), character_tokenizer(), 50)

@@ -33,7 +33,7 @@ def test_it_trains_and_leaves_a_model(words, tmp_path, monkeypatch, capsys):
     assert ended.value.code == 0
     printed = capsys.readouterr().out
     assert "Training the new layers alone: " in printed
-    assert "16 examples, 947 tokens, 173 of them with a loss (18.3%)" in printed
+    assert "16 sequences, 947 tokens, 173 of them with a loss (18.3%)" in printed
     assert printed.splitlines()[-1].startswith(f"{tmp_path / 'out'}: 3 steps, ")
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
@@ -75,7 +75,7 @@ def test_one_chat_that_cannot_be_is_named_by_its_file_and_line_among_those_that_
         [
             (
                 [{"role": "usr", "content": "q"}, chat(1)[1]],
-                "has the role 'usr', which no template knows; expected one of",
+                "has 'role', 'usr', which no template knows; expected one of",
             ),
             ([chat(1)[0], {"role": "assistant", "content": ""}], "is an empty answer; expected text."),
             (None, None),
@@ -88,7 +88,7 @@ def test_one_chat_that_cannot_be_is_named_by_its_file_and_line_among_those_that_
         if wrong:
             assert f" of row 3 of '{data}', messages {message}" in err and out == ""
         else:
-            assert "2 examples, " in out
+            assert "2 sequences, " in out
 
 
 def test_packages_that_are_not_installed_are_named(words, capsys, monkeypatch):

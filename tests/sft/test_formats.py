@@ -96,27 +96,27 @@ def test_columns_and_keys_that_are_not_read_are_named():
 
 REFUSED = {
     "has text with a value; expected the columns of a format (messages; conversations;": {"text": "a", "output": ""},
-    "has a column 'system' and a system message; leave one out": {"messages": [SYSTEM, USER, ANSWER], "system": "x"},
-    "row 7 has a column 'history' beside messages": {"messages": [USER, ANSWER], "history": [["a", "b"]]},
-    "row 7 has 'history'; expected a list of pairs": {"instruction": "a", "output": "b", "history": ["a"]},
-    "message 2 of row 7, messages has weight: 0, which": {"messages": [USER, {**ANSWER, "weight": 0}]},
-    "message 1 of row 7, messages has train: false, which": {"messages": [{**USER, "train": False}, ANSWER]},
-    "has the role 'Assistent', which no template knows": {"messages": [USER, {**ANSWER, "role": "Assistent"}]},
-    "has the role 'function_call' that is not JSON": {"messages": [USER, {"role": "function_call", "content": "add"}]},
-    "calls a tool that has no name": {"messages": [USER, {**ANSWER, "tool_calls": [{"arguments": "{}"}]}]},
-    "calls 'add' with arguments that is not JSON": {
+    "row 7 has 'system', and a system message. Leave one": {"messages": [SYSTEM, USER, ANSWER], "system": "x"},
+    "row 7 has 'history', which only instructions": {"messages": [USER, ANSWER], "history": [["a", "b"]]},
+    "row 7 has 'history', which is no list of pairs": {"instruction": "a", "output": "b", "history": ["a"]},
+    "message 2 of row 7, messages has 'weight', 0, which": {"messages": [USER, {**ANSWER, "weight": 0}]},
+    "message 1 of row 7, messages has 'train', false, which": {"messages": [{**USER, "train": False}, ANSWER]},
+    "has 'role', 'Assistent', which no template knows": {"messages": [USER, {**ANSWER, "role": "Assistent"}]},
+    "has 'function_call', which is not JSON": {"messages": [USER, {"role": "function_call", "content": "add"}]},
+    "has 'tool_calls', not all with a name": {"messages": [USER, {**ANSWER, "tool_calls": [{"arguments": "{}"}]}]},
+    "has 'arguments of add', which is not JSON": {
         "messages": [USER, {**ANSWER, "tool_calls": [{"name": "add", "arguments": "{"}]}]
     },
-    "has 'tool_calls' and the role 'user'": {"messages": [{**USER, "tool_calls": [CALL]}, ANSWER]},
+    "has 'tool_calls', and the role 'user'": {"messages": [{**USER, "tool_calls": [CALL]}, ANSWER]},
     "message 2 of row 7, messages is an empty answer": {"messages": [USER, {**ANSWER, "content": " "}]},
     "has no answer; expected a message of the assistant": {"messages": [USER]},
     "is no text with a role": {"messages": [{"role": "user", "content": [{"type": "text"}]}, ANSWER]},
     "row 7, messages is a str; expected messages": {"messages": "Hi"},
-    "has a int under 'instruction'; expected text": {"instruction": 1, "output": "a"},
-    "has an empty answer under 'output'": {"instruction": "a", "output": " "},
-    "has 'tools' that is not JSON": {"messages": [USER, ANSWER], "tools": "["},
-    "has 'tools' that is a dict": {"messages": [USER, ANSWER], "tools": {"a": 1}},
-    "has a column 'system', which only chats have": {"prompt": "a", "completion": "b", "system": "c"},
+    "has 'instruction', a int; expected text": {"instruction": 1, "output": "a"},
+    "has 'output', an empty answer": {"instruction": "a", "output": " "},
+    "has 'tools', which is not JSON": {"messages": [USER, ANSWER], "tools": "["},
+    "has 'tools', a dict; expected another kind": {"messages": [USER, ANSWER], "tools": {"a": 1}},
+    "has 'system', which only chats have": {"prompt": "a", "completion": "b", "system": "c"},
 }
 
 

@@ -10,14 +10,13 @@ import yaml
 from models.hierarchical_models import hierarchical_model
 from pairs import by_default
 from processes.warm import run_ranks
-from sft.tiny_chats import chat, sft_config, write_rows
+from sft.tiny_chats import character_tokenizer, chat, sft_config, write_rows
 from tiny import FAMILIES
 from training.outcomes import assert_close_weights, assert_resumes, by_step, events, logged, moved, weights
 from training.tiny_run import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midus_hf.training.data.packing import IGNORED_LABEL
-from midus_hf.training.sft import run as sft_run
 from midus_hf.training.sft.run import finetune, prepare
 
 
@@ -34,20 +33,34 @@ def test_it_trains_and_what_comes_out_loads_and_stops_where_answers_end(config_f
     assert trained.config.eos_token_id == AutoModelForCausalLM.from_pretrained(model).config.eos_token_id
 
 
-def test_a_model_with_a_bank_is_told_to_be_tuned_and_measured_without_its_blocks(config_for, base, chats, capsys):
-    told = "chats have no paths in a tree of topics: they, and held-out text, fetch no blocks from the model's bank"
-    prepare(config_for("bank", model=base("llama", "hier-ffn"), trainable="all"))
-    assert told in " ".join(capsys.readouterr().out.split())
-    prepare(config_for("none", model=base("llama")))
-    assert "paths" not in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("without_ids", "read"),
+    [("none", "fetch no blocks from the model's bank"), ("generic", "read the generic memory alone"), (None, None)],
+)
+def test_a_model_with_a_bank_is_told_what_chats_read_of_it(without_ids, read, config_for, base, tmp_path, capsys):
+    model = base("llama")
+    if without_ids == "none":
+        model = base("llama", "hier-ffn")
+    elif without_ids == "generic":
+        model = tmp_path / "generic"
+        hierarchical_model("llama", "hier-ffn", tmp_path / "bank", without_ids="generic").save_pretrained(model)
+        character_tokenizer().save_pretrained(model)
+    prepare(config_for(model=model, trainable="all"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("chats have no paths" in said) == (read is not None)
+    assert read is None or f"they, and held-out text, {read}, in training and where the model is measured" in said
 
 
-def test_a_bank_with_a_generic_memory_is_told_to_be_read_by_that_alone(tmp_path):
-    model = hierarchical_model("llama", "hier-ffn", tmp_path, without_ids="generic")
-    (line,) = sft_run._describe_banks(sft_run._banks_of(model.config))
-    assert (
-        "they, and held-out text, read the generic memory alone, in training and where the model is measured" in line
-    )
+def test_long_chats_are_cut_and_rows_without_an_answer_are_left_out_with_a_line(config_for, base, tmp_path, capsys):
+    rows = [{"messages": [{"role": "user", "content": "a" * 80}, *chat(1)]}, {"messages": chat(2)}]
+    data = write_rows(tmp_path / "x.jsonl", rows)
+    run = prepare(config_for(model=base("llama"), data=data, max_length=64))
+    said = capsys.readouterr()
+    assert [len(row) <= 64 for row in run.trainer.train_dataset["input_ids"]] == [True]
+    assert "rows were longer than max_length, 64 tokens" in said.err
+    assert "1 of 2 rows are left out: no answer within max_length" in said.out
+    with refused("has 2 rows and no answer to learn from within 4 tokens"):
+        prepare(config_for("none", model=base("llama"), data=data, max_length=4))
 
 
 def test_a_bank_that_would_train_alone_is_refused_since_chats_fetch_none_of_it(config_for, base, chats, tmp_path):
@@ -160,13 +173,6 @@ def test_named_texts_are_measured(config_for, tmp_path):
     finetune(config_for(eval_text=texts, eval_steps=2))
     for name in texts:
         assert list(by_step(tmp_path / "out", f"eval_{name}_loss")) == [2, 3]
-
-
-def test_adapters_of_any_method_train(config_for, base, tmp_path):
-    model, options = base("llama", True), {"trainable": "auto", "max_steps": 2}
-    finetune(config_for("osf", model=model, adapters={"method": "osf"}, **options))
-    linear = {name for name in moved(model, tmp_path / "osf") if name.endswith("_proj.weight")}
-    assert linear == {name for name in weights(model) if name.endswith("_proj.weight")}
 
 
 @pytest.mark.product

@@ -1,15 +1,15 @@
 """Rows of instruction data as tokens with labels, by the training templates of TRL."""
 
-import dataclasses
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from midus_hf.training.data.corpus import bars_on_terminals, read_rows, say
+from midus_hf.saved_models import check_ids
+from midus_hf.training.data.corpus import read_rows, say
 from midus_hf.training.data.packing import IGNORED_LABEL, features_of
-from midus_hf.training.sft.formats import REASONING, read_row, unread_keys
+from midus_hf.training.sft.formats import REASONING, read_row, refuse, unread_keys
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -41,104 +41,88 @@ TEMPLATES = {"chatml": CHATML, "alpaca": ALPACA}
 _REMEDY = "set chat_template_path to chatml, alpaca or a file with a template that has {% generation %} around answers"
 
 
-@dataclasses.dataclass(frozen=True)
-class Encoder:
-    """Turns a row into tokens and labels.
+def encode(
+    row: dict[str, Any],
+    index: int,
+    tokenizer: "PreTrainedTokenizerBase",
+    template: str | None,
+    answers_only: bool,
+    source: str,
+) -> dict[str, list[int]]:
+    """Return the `input_ids` and `labels` of a row.
 
     Args:
+        index: Index of the row in its data, from 0.
         template: Template of chats, with marks around answers; None if the data has no chats.
-        max_length: Most tokens of an example; later ones are cut. None cuts nothing.
         answers_only: Whether only answers and completions have a loss.
+        source: Name of the data, for messages.
+
+    Raises:
+        ValueError: If `read_row` or the template refuses the row, or the template would leave out what the row has.
     """
+    location = f"row {index + 1} of {source!r}"
+    example = read_row(row, location)
+    if "messages" in example:
+        assert template is not None, "the template was chosen from the first row"
+        ids, is_answer = _chat_tokens(example, tokenizer, template, location)
+    else:
+        ids, is_answer = _completion_tokens(example, tokenizer)
+    marked = zip(ids, is_answer, strict=True)
+    return {
+        "input_ids": ids,
+        "labels": [token if inside or not answers_only else IGNORED_LABEL for token, inside in marked],
+    }
 
-    tokenizer: "PreTrainedTokenizerBase"
-    template: str | None
-    max_length: int | None
-    answers_only: bool
-    source: str
 
-    def __call__(self, row: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return `input_ids`, `labels`, and `length`, the number of tokens before the cut."""
-        location = f"row {index + 1} of {self.source!r}"
-        example = read_row(row, location)
-        ids, is_answer = self._chat(example, location) if "messages" in example else self._completion(example)
-        labels = [
-            token if inside or not self.answers_only else IGNORED_LABEL
-            for token, inside in zip(ids, is_answer, strict=True)
-        ]
-        return {"input_ids": ids[: self.max_length], "labels": labels[: self.max_length], "length": [len(ids)]}
+def _chat_tokens(
+    example: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", template: str, location: str
+) -> tuple[list[int], list[bool]]:
+    def reads(key: str) -> bool:
+        """Return whether the template reads a key of messages, which differs from a variable such as `enable_thinking`."""
+        return re.search(rf"[.'\"]{key}\b", template) is not None
 
-    def _chat(self, example: dict[str, Any], location: str) -> tuple[list[int], list[bool]]:
-        assert self.template is not None, "the template was chosen from the first row"
-        messages = [
-            self._with_reasoning(message, number, location) for number, message in enumerate(example["messages"], 1)
-        ]
-        options = example.get("chat_template_kwargs", {})
-        unknown = [key for key in options if not re.search(rf"\b{key}\b", self.template)]
-        if unknown:
-            raise ValueError(
-                f"{location} has chat_template_kwargs.{unknown[0]}, which the chat template does not read. Take it out, or set "
-                "chat_template_path."
-            )
-        try:
-            encoded: Any = self.tokenizer.apply_chat_template(
-                messages,
-                tools=example.get("tools"),
-                chat_template=self.template,
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-                **options,
-            )
-        except (TemplateError, TypeError, KeyError, IndexError, AttributeError) as error:
-            # A template is a program that computes with the chat, and can fail in any of these ways.
-            raise ValueError(
-                f"{location} is refused by the chat template: {error}. Correct it, or take it out."
-            ) from error
-        ids, is_answer = list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
-        answers = self.tokenizer.decode([token for token, inside in zip(ids, is_answer, strict=True) if inside])
-        for number, message in enumerate(messages, start=1):
-            for call in message.get("tool_calls", ()):
-                if call["function"]["name"] not in answers:
-                    raise ValueError(
-                        f"message {number} of {location} calls {call['function']['name']!r}, which the chat template does not write; "
-                        "set chat_template_path to one that knows tool_calls, or take the row out."
-                    )
-        return ids, is_answer
-
-    def _with_reasoning(self, message: dict[str, Any], number: int, location: str) -> dict[str, Any]:
-        """Return a message whose reasoning, if it has any, has the key that the template reads."""
-        message = dict(message)
-        for key in REASONING:
-            if key in message and not _reads(self.template, key):
-                other = next((name for name in REASONING if _reads(self.template, name)), None)
-                if other is None:
-                    raise ValueError(
-                        f"message {number} of {location} has {key!r}, which the chat template does not write. Set chat_template_path "
-                        "to one that does, or take the key out."
-                    )
-                message[other] = message.pop(key)
-        return message
-
-    def _completion(self, example: dict[str, str]) -> tuple[list[int], list[bool]]:
-        """Return a text that no template is applied to: the prompt's tokens, then the completion's, which EOS ends."""
-        prompt = list(self.tokenizer(example["prompt"])["input_ids"])
-        whole = list(self.tokenizer(example["prompt"] + example["completion"])["input_ids"])
-        eos = self.tokenizer.eos_token_id
-        if prompt[-1:] == [eos]:
-            prompt = prompt[:-1]
-        if eos is not None and whole[-1:] != [eos]:
-            whole.append(eos)
-        # Where the tokens of the prompt merge with those of the completion, the merged token belongs to the completion.
-        shared = next(
-            (at for at, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt)
+    remedy = "which the chat template does not write. Set chat_template_path to one that does, or take it out."
+    options = example.get("chat_template_kwargs", {})
+    for key in (*options, *(["tools"] if "tools" in example else [])):
+        if not re.search(rf"\b{key}\b", template):
+            refuse(location, key, remedy)
+    read_reasoning = next(filter(reads, REASONING), None)
+    for number, message in enumerate(example["messages"], start=1):
+        for key in (*REASONING, "tool_calls"):
+            if key in message and not reads(key):
+                if key == "tool_calls" or read_reasoning is None:
+                    refuse(f"message {number} of {location}", key, remedy)
+                message[read_reasoning] = message.pop(key)
+    try:
+        encoded: Any = tokenizer.apply_chat_template(
+            example["messages"],
+            tools=example.get("tools"),
+            chat_template=template,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **options,
         )
-        return whole, [at >= shared for at in range(len(whole))]
+    except (TemplateError, TypeError, KeyError, IndexError, AttributeError) as error:
+        # A template is a program that computes with the chat, and can fail in any of these ways.
+        raise ValueError(
+            f"{location} is refused by the chat template: {error}. Correct it, or take it out."
+        ) from error
+    return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
 
 
-def _reads(template: str | None, key: str) -> bool:
-    """Return whether a template reads a key of messages, which differs from a variable such as `enable_thinking`."""
-    return re.search(rf"[.'\"]{key}\b", str(template)) is not None
+def _completion_tokens(example: dict[str, str], tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[bool]]:
+    """Return a text that no template is applied to: the prompt's tokens, then the completion's, which EOS ends."""
+    prompt = list(tokenizer(example["prompt"])["input_ids"])
+    whole = list(tokenizer(example["prompt"] + example["completion"])["input_ids"])
+    eos = tokenizer.eos_token_id
+    if prompt[-1:] == [eos]:
+        prompt = prompt[:-1]
+    if eos is not None and whole[-1:] != [eos]:
+        whole.append(eos)
+    # Where the tokens of the prompt merge with those of the completion, the merged token belongs to the completion.
+    shared = next((at for at, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
+    return whole, [at >= shared for at in range(len(whole))]
 
 
 def choose_template(
@@ -201,13 +185,10 @@ def choose_template(
     return str(training_template or template)
 
 
-@bars_on_terminals()
-def chat_sequences(
+def chat_examples(
     arguments: Any, tokenizer: "PreTrainedTokenizerBase", vocab_size: int
 ) -> tuple["Dataset", int | None]:
-    """Return the examples of a run as rows with `input_ids` and `labels`, and the token that ends answers.
-
-    Rows without an answer within `max_length` are left out, which a line says, as it does of cut rows and unread columns.
+    """Return the examples of a run, uncut, as rows with `input_ids` and `labels`, and the token that ends answers.
 
     Args:
         arguments: The keys of `SftArguments` that begin with `dataset_` are read, `chat_template_path`, `max_length` and
@@ -216,11 +197,9 @@ def chat_sequences(
         vocab_size: Number of ids that the model embeds.
 
     Raises:
-        ValueError: If the data cannot be read or has no answer, or `choose_template` or `read_row` raises it.
+        ValueError: If the data cannot be read or has no rows, or `choose_template` or `encode` raises it.
     """
-    from midus_hf.saved_models import check_ids
-
-    source = arguments.dataset_name
+    source, answers_only = arguments.dataset_name, arguments.assistant_only_loss
     rows = read_rows("dataset_name", source, split=arguments.dataset_train_split, name=arguments.dataset_config)
     if not len(rows):
         raise ValueError(f"dataset_name is {source!r}, which has no rows. Add data.")
@@ -228,49 +207,35 @@ def chat_sequences(
     if unread:
         say(f"dataset_name {source!r}: not read: {', '.join(unread)}")
     is_chat = "messages" in read_row(rows[0], f"row 1 of {source!r}")
-    answers_only = arguments.assistant_only_loss
     template = None
     if is_chat:
-        has_tools = "tools" in rows.column_names
-        template = choose_template(tokenizer, arguments.chat_template_path, has_tools, answers_only)
-    encoder = Encoder(tokenizer, template, arguments.max_length, answers_only, source)
-    encoded = rows.map(
-        encoder,
+        template = choose_template(tokenizer, arguments.chat_template_path, "tools" in rows.column_names, answers_only)
+    examples = rows.map(
+        encode,
         with_indices=True,
+        fn_kwargs={"tokenizer": tokenizer, "template": template, "answers_only": answers_only, "source": source},
         remove_columns=rows.column_names,
-        features=features_of("input_ids", "labels", "length"),
+        features=features_of("input_ids", "labels"),
         num_proc=arguments.dataset_num_proc,
         load_from_cache_file=False,
         desc="encoding chats",
     )
-    cut = sum(length[0] > len(ids) for length, ids in zip(encoded["length"], encoded["input_ids"], strict=True))
-    # No token predicts the first one of a sequence, so only later tokens can have a loss.
-    kept = encoded.filter(lambda row: any(label != IGNORED_LABEL for label in row["labels"][1:]))
-    if not len(kept):
-        raise ValueError(
-            f"dataset_name is {source!r}, which has {len(rows):,} rows and no answer to learn from within {arguments.max_length:,} "
-            "tokens. Add data, or raise max_length."
-        )
-    check_ids(max(max(ids) for ids in kept["input_ids"]), vocab_size)
+    check_ids(max(max(ids) for ids in examples["input_ids"]), vocab_size)
+    cut = sum(len(ids) > arguments.max_length for ids in examples["input_ids"])
     if cut:
         say(
             f"{cut:,} of {len(rows):,} rows were longer than max_length, {arguments.max_length:,} tokens, and were cut there"
         )
-    if len(kept) < len(rows):
-        say(f"{len(rows) - len(kept):,} of {len(rows):,} rows were left out: no answer within max_length")
-    last = None
-    whole = next((row for row in kept if row["length"][0] == len(row["input_ids"])), None)
-    if is_chat and answers_only and whole is not None:
-        learned = [label for label in whole["labels"] if label != IGNORED_LABEL]
-        # Some templates also mark the line break behind the token that ends an answer.
-        last = next((label for label in reversed(learned) if str(tokenizer.decode([label])).strip()), learned[-1])
-        if not _is_special(tokenizer, last):
-            say("the chat template ends answers with no special token, so the model will not learn to stop")
-            last = None
-    return kept.remove_columns("length"), last
+    return examples, _last_token(examples[0]["labels"], tokenizer) if is_chat and answers_only else None
 
 
-def _is_special(tokenizer: "PreTrainedTokenizerBase", token: int) -> bool:
-    """Return whether a token is a special mark rather than text."""
+def _last_token(labels: list[int], tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """Return the special token that ends answers; None, and say so, if text ends them."""
+    learned = [label for label in labels if label != IGNORED_LABEL]
+    # Some templates also mark the line break behind the token that ends an answer.
+    last = next((label for label in reversed(learned) if str(tokenizer.decode([label])).strip()), None)
     added_tokens = tokenizer.added_tokens_decoder
-    return token in tokenizer.all_special_ids or (token in added_tokens and added_tokens[token].special)
+    if last in tokenizer.all_special_ids or (last in added_tokens and added_tokens[last].special):
+        return last
+    say("the chat template ends answers with no special token, so the model will not learn to stop")
+    return None

@@ -1,34 +1,44 @@
-"""Formats of instruction data: each turns a row into a chat, or into a prompt and its completion, and drops nothing silently."""
+"""Rows of instruction data as chats, or as a prompt and its completion; what would be dropped is refused by row and key."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
-# Roles that chat templates know: `developer` stands for the system, `function` and `ipython` for a tool.
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+# Columns of the formats, in the order in which they are tried.
+FORMATS = (
+    ("messages",),
+    ("conversations",),
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+)
+# Columns that chats may have beside those of their format.
+_BESIDE = ("system", "tools", "chat_template_kwargs")
+_BESIDE_INSTRUCTION = ("input", "context", "history")
 
-# ShareGPT's names of the roles, and the roles that they stand for.
-_SHARE_GPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-    "function_call": "assistant",
+# Roles that chat templates know (`developer` stands for the system, `function` and `ipython` for a tool), and ShareGPT's names.
+_ROLES = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function", "ipython")},
+    **{"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "function_call": "assistant"},
+    **{"observation": "tool", "function_response": "tool"},
 }
-
-# Columns that a row of any format may have beside those of its format.
-_COMMON = ("system", "history", "tools", "chat_template_kwargs")
-
 # Keys of messages by which other trainers leave a message out of the loss; TRL's trainer cannot.
 _EXCLUSIONS = ("weight", "train", "loss", "loss_mask")
-
-# Keys of messages that hold reasoning; templates read one of them.
+# Keys of messages that hold reasoning; a template reads one of them.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 _MESSAGE_KEYS = ("role", "content", "from", "value", "tool_calls", "tool_call_id", "name", *REASONING, *_EXCLUSIONS)
 
 Row = Mapping[str, Any]
+
+
+def refuse(location: str, key: str, problem: str) -> NoReturn:
+    """Raise the `ValueError` about a key of a row or a message.
+
+    Args:
+        location: Location of the row or the message, such as `"row 3 of 'chats.jsonl'"`.
+        problem: What is wrong with the key, what was expected, and the remedy.
+    """
+    raise ValueError(f"{location} has {key!r}, {problem}")
 
 
 def read_row(row: Row, location: str) -> dict[str, Any]:
@@ -46,195 +56,142 @@ def read_row(row: Row, location: str) -> dict[str, Any]:
         ValueError: If the row has no format, or a value that no chat template would get.
     """
     row = {key: value for key, value in row.items() if value not in (None, "", [], {})}
-    for columns, read in FORMATS.items():
-        if set(columns) <= set(row):
-            example = read(row, location)
-            break
-    else:
+    columns = next((columns for columns in FORMATS if set(columns) <= set(row)), None)
+    if columns is None:
         formats = "; ".join(", ".join(columns) for columns in FORMATS)
         raise ValueError(
             f"{location} has {', '.join(row) or 'nothing'} with a value; expected the columns of a format ({formats}). Rename "
             "them, or fill them in."
         )
-    if "prompt" in example:
-        _refuse(row, _COMMON, f"{location}, a prompt and its completion,")
-        return example
-    messages = [*_history(row, location), *example["messages"]]
+    if "history" in row and "instruction" not in columns:
+        refuse(location, "history", "which only instructions have. Put its turns into the messages.")
+    if columns == ("prompt", "completion") and isinstance(row["prompt"], str):
+        for column in _BESIDE:
+            if column in row:
+                refuse(location, column, "which only chats have, beside a prompt. Make it a chat, or leave it out.")
+        return {column: _text(row, column, location) for column in columns}
+    if "instruction" in columns:
+        messages = _instructed(row, columns[1], location)
+    else:
+        messages = [message for column in columns for message in _messages(row[column], f"{location}, {column}")]
     if "system" in row:
         if messages[0]["role"] in ("system", "developer"):
-            raise ValueError(f"{location} has a column 'system' and a system message; leave one out.")
-        messages = [{"role": "system", "content": _text(row, "system", location)}, *messages]
+            refuse(location, "system", "and a system message. Leave one of them out.")
+        messages.insert(0, {"role": "system", "content": _text(row, "system", location)})
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError(
             f"{location} has no answer; expected a message of the assistant. Add it, or take the row out."
         )
-    example = {"messages": messages}
-    if "tools" in row:
-        example["tools"] = _parsed(row["tools"], list, f"{location} has 'tools'")
-    if "chat_template_kwargs" in row:
-        example["chat_template_kwargs"] = _parsed(
-            row["chat_template_kwargs"], dict, f"{location} has 'chat_template_kwargs'"
-        )
-    return example
+    kinds = {"tools": list, "chat_template_kwargs": dict}
+    options = {key: _parsed(row[key], kind, location, key) for key, kind in kinds.items() if key in row}
+    return {"messages": messages, **options}
 
 
 def unread_keys(columns: Sequence[str], features: Mapping[str, Any]) -> list[str]:
     """Return the columns of a dataset, and the keys of its messages, that `read_row` does not read."""
-    format_columns = next((each for each in FORMATS if set(each) <= set(columns)), ())
-    if "instruction" in format_columns:
-        format_columns = (*format_columns, "input", "context")
-    unread = [column for column in columns if column not in (*format_columns, *_COMMON)]
-    for column in set(format_columns) & {"messages", "conversations"}:
+    read = next((each for each in FORMATS if set(each) <= set(columns)), ())
+    beside = (*_BESIDE, *(_BESIDE_INSTRUCTION if "instruction" in read else ("history",)))
+    unread = [column for column in columns if column not in (*read, *beside)]
+    for column in read:
         message = getattr(features[column], "feature", None)
-        if isinstance(message, dict):
-            unread += [f"{column}.{key}" for key in message if key not in _MESSAGE_KEYS]
+        unread += [
+            f"{column}.{key}" for key in message or () if isinstance(message, dict) and key not in _MESSAGE_KEYS
+        ]
     return unread
 
 
-def _messages_of(column: str) -> Callable[[Row, str], dict[str, Any]]:
-    return lambda row, location: {"messages": _read_messages(row[column], f"{location}, {column}")}
-
-
-def _prompt_completion(row: Row, location: str) -> dict[str, Any]:
-    if isinstance(row["prompt"], list):
-        prompt = _read_messages(row["prompt"], f"{location}, prompt")
-        completion = row["completion"]
-        if isinstance(completion, str):
-            completion = [{"role": "assistant", "content": completion}]
-        return {"messages": prompt + _read_messages(completion, f"{location}, completion")}
-    return {name: _text(row, name, location) for name in ("prompt", "completion")}
-
-
-def _instructed(answer: str) -> Callable[[Row, str], dict[str, Any]]:
-    def read(row: Row, location: str) -> dict[str, Any]:
-        """Return a chat of an instruction, followed by its context if there is any, and its answer."""
-        parts = [_text(row, name, location) for name in ("instruction", "input", "context") if name in row]
-        question = "\n\n".join(part for part in parts if part.strip())
-        return {
-            "messages": [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": _text(row, answer, location)},
-            ]
-        }
-
-    return read
-
-
-# Readers of the formats by the columns that a row of the format has, in the order in which they are tried.
-FORMATS: dict[tuple[str, ...], Callable[[Row, str], dict[str, Any]]] = {
-    ("messages",): _messages_of("messages"),
-    ("conversations",): _messages_of("conversations"),
-    ("prompt", "completion"): _prompt_completion,
-    ("instruction", "output"): _instructed("output"),
-    ("instruction", "response"): _instructed("response"),
-}
-
-
-def _history(row: Row, location: str) -> list[dict[str, str]]:
-    """Return the earlier turns of an instruction, which Alpaca's descendants keep as pairs of question and answer."""
-    if "history" not in row:
-        return []
-    pairs = row["history"]
-    if "instruction" not in row:
-        raise ValueError(f"{location} has a column 'history' beside messages; put its turns into the messages.")
+def _instructed(row: Row, answer: str, location: str) -> list[dict[str, Any]]:
+    """Return an instruction, followed by its context if there is any, and its answer, behind the turns of `history`."""
+    pairs = row.get("history", [])
     if not isinstance(pairs, list) or not all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in pairs
     ):
-        raise ValueError(f"{location} has 'history'; expected a list of pairs of question and answer.")
-    turns = [(("user", question), ("assistant", answer)) for question, answer in pairs]
-    return [{"role": role, "content": content} for turn in turns for role, content in turn]
+        refuse(location, "history", "which is no list of pairs of question and answer. Correct it, or take it out.")
+    parts = [_text(row, name, location) for name in ("instruction", "input", "context") if name in row]
+    turns = [*pairs, ("\n\n".join(part for part in parts if part.strip()), _text(row, answer, location))]
+    return [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
 
 
-def _read_messages(value: Any, location: str) -> list[dict[str, Any]]:
+def _text(row: Row, column: str, location: str) -> str:
+    if not isinstance(row[column], str):
+        refuse(location, column, f"a {type(row[column]).__name__}; expected text.")
+    if not row[column].strip() and column in ("output", "response", "completion"):
+        refuse(location, column, "an empty answer; expected text. Fill it in, or take the row out.")
+    return row[column]
+
+
+def _messages(value: Any, location: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise ValueError(f"{location} is a {type(value).__name__}; expected messages.")
-    return [_read_message(message, f"message {number} of {location}") for number, message in enumerate(value, start=1)]
+    return [_message(message, f"message {number} of {location}") for number, message in enumerate(value, start=1)]
 
 
-def _read_message(message: Any, location: str) -> dict[str, Any]:
+def _message(message: Any, location: str) -> dict[str, Any]:
     fields = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
-    role, content = fields.get("role", fields.get("from")), fields.get("content", fields.get("value"))
+    name, content = fields.get("role", fields.get("from")), fields.get("content", fields.get("value"))
     for key in _EXCLUSIONS:
         if key in fields and not fields[key]:
-            raise ValueError(
-                f"{location} has {key}: {json.dumps(fields[key])}, which would leave its text out of the loss; TRL computes the loss "
-                "of every answer. End the chat before the message, or take the key out."
+            refuse(
+                location,
+                key,
+                f"{json.dumps(fields[key])}, which would leave its text out of the loss; TRL computes the loss of every answer. End "
+                "the chat before the message, or take the key out.",
             )
     calls = fields.get("tool_calls")
-    if role == "function_call":
-        calls, content = _parsed(content, (dict, list), f"{location} has the role 'function_call'"), ""
-        calls = calls if isinstance(calls, list) else [calls]
+    if name == "function_call":
+        parsed = _parsed(content, (dict, list), location, "function_call")
+        calls, content = parsed if isinstance(parsed, list) else [parsed], ""
     content = "" if content is None and calls else content
-    if not isinstance(role, str) or not isinstance(content, str):
+    if not isinstance(name, str) or not isinstance(content, str):
         raise ValueError(f"{location} is no text with a role; expected role and content, or from and value.")
-    if role not in _ROLES and role not in _SHARE_GPT_ROLES:
-        raise ValueError(
-            f"{location} has the role {role!r}, which no template knows; expected one of "
-            f"{', '.join([*_ROLES, *_SHARE_GPT_ROLES])}. Correct it, or take the row out."
+    role = _ROLES.get(name)
+    if role is None:
+        refuse(
+            location,
+            "role",
+            f"{name!r}, which no template knows; expected one of {', '.join(_ROLES)}. Correct it, or take the row out.",
         )
-    role = _SHARE_GPT_ROLES.get(role, role)
     if calls and role != "assistant":
-        raise ValueError(f"{location} has 'tool_calls' and the role {role!r}; expected the assistant to call tools.")
+        refuse(location, "tool_calls", f"and the role {role!r}; expected the assistant to call tools.")
     if role == "assistant" and not calls and not content.strip():
         raise ValueError(f"{location} is an empty answer; expected text. Fill it in, or take the row out.")
-    read = {"role": role, "content": content}
-    read |= {key: fields[key] for key in ("tool_call_id", "name", *REASONING) if fields.get(key)}
-    return {**read, "tool_calls": _read_calls(calls, location)} if calls else read
+    others = {key: fields[key] for key in ("tool_call_id", "name", *REASONING) if fields.get(key)}
+    return {"role": role, "content": content, **others, **({"tool_calls": _calls(calls, location)} if calls else {})}
 
 
-def _read_calls(calls: Any, location: str) -> list[dict[str, Any]]:
+def _calls(calls: Any, location: str) -> list[dict[str, Any]]:
     """Return the calls of a message, with arguments parsed where they are JSON text, as templates expect."""
-    expected = "expected a list of objects with function: name and arguments"
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise ValueError(f"{location} has 'tool_calls' that are no calls; {expected}.")
     read = []
-    for call in calls:
-        function = call.get("function") or call
+    for call in calls if isinstance(calls, list) else [None]:
+        function = (call.get("function") or call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f"{location} calls a tool that has no name; {expected}.")
-        named = f"{location} calls {function['name']!r} with arguments"
-        arguments = function.get("arguments")
-        arguments = {} if arguments in (None, "") else _parsed(arguments, dict, named)
-        # Parquet gives a call the arguments of all other rows too, without a value.
-        read.append(
-            {"type": "function", "function": {"name": function["name"], "arguments": _without_nulls(arguments)}}
-        )
+            refuse(
+                location,
+                "tool_calls",
+                "not all with a name; expected a list of objects with function: name and arguments.",
+            )
+        arguments = _parsed(function.get("arguments") or {}, dict, location, f"arguments of {function['name']}")
+        read.append({"type": "function", "function": {"name": function["name"], "arguments": arguments}})
     return read
+
+
+def _parsed(value: Any, kind: type | tuple[type, ...], location: str, key: str) -> Any:
+    """Return a value, parsed where it is JSON text, without the keys that Parquet adds from other rows, whose values are null."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (json.JSONDecodeError, RecursionError) as error:
+            refuse(location, key, f"which is not JSON: {error}. Correct it, or take the row out.")
+    if not isinstance(value, kind):
+        refuse(location, key, f"a {type(value).__name__}; expected another kind. Correct it, or take the row out.")
+    return _without_nulls(value)
 
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _parsed(value: Any, kind: type | tuple[type, ...], what: str) -> Any:
-    """Return a value, parsed where it is JSON text, without the keys that a table added."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"{what} that is not JSON: {error}. Correct it, or take the row out.") from error
-    if not isinstance(value, kind):
-        raise ValueError(
-            f"{what} that is a {type(value).__name__}; expected another kind. Correct it, or take the row out."
-        )
-    return _without_nulls(value)
-
-
-def _text(row: Row, column: str, location: str) -> str:
-    if not isinstance(row[column], str):
-        raise ValueError(f"{location} has a {type(row[column]).__name__} under {column!r}; expected text.")
-    if not row[column].strip() and column in ("output", "response", "completion"):
-        raise ValueError(
-            f"{location} has an empty answer under {column!r}; expected text. Fill it in, or take the row out."
-        )
-    return row[column]
-
-
-def _refuse(row: Row, columns: Sequence[str], what: str) -> None:
-    for column in columns:
-        if column in row:
-            raise ValueError(
-                f"{what} has a column {column!r}, which only chats have; make it a chat, or leave it out."
-            )

@@ -5,13 +5,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Trainer
-from trl import SFTTrainer, pack_dataset
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from transformers import Trainer
+from trl import SFTTrainer
 
-from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.models.host import MemoryConfig
-from midus_hf.training.data.corpus import read_corpus
+from midus_hf.training.data.corpus import bars_on_terminals, read_corpus
 from midus_hf.training.data.packing import IGNORED_LABEL, packed_sequences
 from midus_hf.training.run import (
     Run,
@@ -21,7 +19,7 @@ from midus_hf.training.run import (
     load_tokenizer,
 )
 from midus_hf.training.sft.arguments import SftArguments
-from midus_hf.training.sft.chats import chat_sequences
+from midus_hf.training.sft.chats import chat_examples
 from midus_hf.training.trainer import TrainsMemory
 
 
@@ -42,16 +40,14 @@ class _ModelLossTrainer(SFTTrainer):
 
 
 class SftTrainer(TrainsMemory, _ModelLossTrainer):
-    """The Trainer of a run of supervised fine-tuning, on sequences that are already tokens."""
+    """The Trainer of a run of supervised fine-tuning, on examples that are tokens already; TRL cuts and packs them."""
 
     def __init__(self, model: Any, args: SftArguments, **kwargs: Any):
         prepared = copy.copy(args)
-        prepared.packing = prepared.padding_free = prepared.assistant_only_loss = False
-        prepared.chat_template_path = None
-        prepared.max_length, prepared.dataset_kwargs = None, {"skip_prepare_dataset": True}
+        # Both have been applied to the examples.
+        prepared.assistant_only_loss, prepared.chat_template_path = False, None
         # A packed sequence has no padding, and no attention mask that would tell tokens from padding.
         prepared.include_num_input_tokens_seen = "all" if args.packing else "non_padding"
-        prepared.remove_unused_columns = False
         super().__init__(model, prepared, **kwargs)
         # TRL's constructor needs the tokenizer, but a Trainer that keeps it rewrites the special tokens in the model's config.
         self.processing_class = None
@@ -84,72 +80,62 @@ def prepare(arguments: SftArguments) -> Run:
     model_config = load_config(arguments)
     check_sequence_length("max_length", arguments.max_length or 0, model_config)
     tokenizer = load_tokenizer(arguments)
-    banks = _banks_of(model_config)
-
-    with Run(arguments) as run:
+    banks = model_config.memories().banks if isinstance(model_config, MemoryConfig) else {}
+    reads_generic = any(layout.blocks.without_ids == "generic" for layout in banks.values())
+    with Run(arguments) as run, bars_on_terminals():
         with arguments.main_process_first(desc="reading the chats"):
-            dataset, last_token = chat_sequences(arguments, tokenizer, model_config.vocab_size)
-            lines = [*_describe(dataset), *_describe_banks(banks)]
-            if arguments.packing:
-                dataset = pack_dataset(dataset, arguments.max_length or 0, arguments.packing_strategy)
-                lines.insert(1, f"packed into {len(dataset):,} sequences")
-
+            examples, last_token = chat_examples(arguments, tokenizer, model_config.vocab_size)
+            held_out = {
+                name: packed_sequences(read_corpus(path), tokenizer, arguments.max_length or 0, documents_apart=False)
+                for name, path in arguments.eval_texts.items()
+            }
         run.load_model(model_config)
         if last_token is not None:
             _stop_at(run.model, last_token)
         trains = any(parameter.requires_grad for parameter in run.model.parameters())
-        if banks and not trains and not _reads_generic(banks):
+        if banks and not trains and not reads_generic:
             raise ValueError(
                 f"nothing trains: trainable is {arguments.trainable!r}, which is the bank's blocks alone, and chats fetch none "
                 "of them; expected trainable: all, adapters, or a model upscaled with without_ids = generic."
             )
-        for line in lines if arguments.process_index == 0 else []:
-            print(line)
-        padding = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
         run.make_trainer(
             SftTrainer,
             tokenizer,
-            train_dataset=dataset,
-            eval_dataset=_held_out(arguments, tokenizer),
+            train_dataset=examples,
+            eval_dataset=held_out.get("", held_out) or None,
             processing_class=tokenizer,
-            data_collator=DataCollatorForLanguageModeling(padding, padding_free=arguments.packing),
         )
+        lines = _describe(arguments, run.trainer.train_dataset, len(examples))
+        if banks:
+            read = "read the generic memory alone" if reads_generic else "fetch no blocks from the model's bank"
+            lines.append(
+                f"chats have no paths in a tree of topics: they, and held-out text, {read}, in training and where the model is "
+                "measured"
+            )
+        if arguments.process_index == 0:
+            print(*lines, sep="\n")
     return run
 
 
-def _held_out(arguments: SftArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return the held-out texts as packed sequences, by name if there are several; None without held-out text."""
-    texts = {
-        name: packed_sequences(read_corpus(path), tokenizer, arguments.max_length or 0, documents_apart=False)
-        for name, path in arguments.eval_texts.items()
-    }
-    return texts.get("", texts) or None
+def _describe(arguments: SftArguments, sequences: Any, num_rows: int) -> list[str]:
+    """Return a sentence on the sequences of a run, and one on rows that were left out.
 
-
-def _describe(dataset: Any) -> list[str]:
-    """Return a sentence on the examples of a run, how many tokens they have, and how many of these have a loss."""
-    tokens = sum(map(len, dataset["input_ids"]))
-    labels = sum(label != IGNORED_LABEL for row in dataset["labels"] for label in row)
-    return [f"{len(dataset):,} examples, {tokens:,} tokens, {labels:,} of them with a loss ({labels / tokens:.1%})"]
-
-
-def _banks_of(model_config: PreTrainedConfig) -> dict[str, BankLayout]:
-    return model_config.memories().banks if isinstance(model_config, MemoryConfig) else {}
-
-
-def _reads_generic(banks: dict[str, BankLayout]) -> bool:
-    """Return whether texts without paths read, and therefore train, the generic memory of a bank."""
-    return any(layout.blocks.without_ids == "generic" for layout in banks.values())
-
-
-def _describe_banks(banks: dict[str, BankLayout]) -> list[str]:
-    """Return a sentence for the user if the model has banks, since chats have no paths and fetch no blocks."""
-    if not banks:
-        return []
-    read = "read the generic memory alone" if _reads_generic(banks) else "fetch no blocks from the model's bank"
-    return [
-        f"chats have no paths in a tree of topics: they, and held-out text, {read}, in training and where the model is measured"
+    Raises:
+        ValueError: If no token has a loss.
+    """
+    tokens = sum(map(len, sequences["input_ids"]))
+    labels = sum(label != IGNORED_LABEL for row in sequences["labels"] for label in row)
+    if not labels:
+        raise ValueError(
+            f"dataset_name is {arguments.dataset_name!r}, which has {num_rows:,} rows and no answer to learn from within "
+            f"{arguments.max_length:,} tokens. Add data, or raise max_length."
+        )
+    lines = [
+        f"{len(sequences):,} sequences, {tokens:,} tokens, {labels:,} of them with a loss ({labels / tokens:.1%})"
     ]
+    if not arguments.packing and len(sequences) < num_rows:
+        lines.append(f"{num_rows - len(sequences):,} of {num_rows:,} rows are left out: no answer within max_length")
+    return lines
 
 
 def _stop_at(model: Any, token: int) -> None:
