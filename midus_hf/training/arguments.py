@@ -40,10 +40,9 @@ class MemoryArguments(Rates):
             model's config says, and `"all"` with `config_name`. Default: `"auto"`.
         frozen: Roles of memory tensors (`midus_hf.config.declared_tensors.TrainedRole`) that stay frozen whatever
             `trainable` says. Default: none.
-        adapters: PEFT adapters, merged into the weights at the end, as a mapping of `method` (default `lora`, with `r`
-            16 and `lora_alpha` 32), `layers`, and keys of the method's config such as `target_modules` (default: all
-            linear layers). With `layers: base` (default) the base has adapters, and new parts of the model train whole;
-            with `all`, all layers have adapters, which alone train. Default: none.
+        adapters: LoRA by PEFT, merged into the weights at the end: keys of `LoraConfig` (by default `r` 16, `lora_alpha` 32,
+            and `target_modules` all linear layers), and `layers`. With `layers: base` (default) the base has adapters, and
+            new parts of the model train whole; with `all`, all layers have adapters, which alone train. Default: none.
         usage_steps: Steps between log events on how many memory slots were retrieved, and how evenly. Default: none.
         sparse_values: Compute gradients of large value tables, and update them by AdamW, only in the rows that a step
             read. Needs `optim` `adamw_torch` or `adamw_torch_fused`, and one process. Default: false.

@@ -347,9 +347,7 @@ class Run:
         else:
             restore_dtypes(model, self._dtypes)
         if has_adapters(model):
-            from midus_hf.training.adapters import merge_adapters
-
-            trainer.model = model = merge_adapters(model)
+            trainer.model = model = model.merge_and_unload()
         model.config.use_cache = self._use_cache
         output, partial = Path(arguments.output_dir), Path(arguments.output_dir, PARTIAL_MODEL)
         pushes, arguments.push_to_hub = arguments.push_to_hub, False

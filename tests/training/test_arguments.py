@@ -67,9 +67,9 @@ def test_a_model_that_is_made_from_a_config_trains_whole_unless_said_otherwise()
 
 
 def test_words_name_keys_of_adapters(recipe):
-    recipe.write_text("model_name_or_path: m\noutput_dir: o\ncorpus: c\nbf16: false\nadapters: {method: osf}\n")
-    read = read_recipe(TrainArguments, recipe, ["adapters.effective_rank=0.5", "adapters.layers=new"])
-    assert read.adapters == {"method": "osf", "effective_rank": 0.5, "layers": "new"}
+    recipe.write_text("model_name_or_path: m\noutput_dir: o\ncorpus: c\nbf16: false\nadapters: {r: 8}\n")
+    read = read_recipe(TrainArguments, recipe, ["adapters.lora_dropout=0.5", "adapters.layers=all"])
+    assert read.adapters == {"r": 8, "lora_dropout": 0.5, "layers": "all"}
 
 
 @pytest.mark.parametrize("able", [True, False])
@@ -139,7 +139,7 @@ BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
         ({"adapters": {}, "trainable": "all"}, "only adapters and new parts of the model train. Leave adapters out, or set tr"),
         ({"adapters": {}, "frozen": ["value"]}, "adapters is set and frozen is ['value']; "),
         ({"adapters": {}, **BEGUN}, "adapters is set and config_name is 'c'; adapters are for weights that are trained already."),
-        ({"adapters": "osf"}, "adapters is 'osf'; expected a mapping or null."),
+        ({"adapters": "lora"}, "adapters is 'lora'; expected a mapping or null."),
         ({"tree": "x"}, "tree is 'x', and path_column is not given; expected the column with the paths"),
         ({"generic_share": 1.5}, "generic_share is 1.5; expected a share from 0 to 1"),
     ],

@@ -56,7 +56,7 @@ def read_row(row: Row, location: str) -> dict[str, Any]:
         ValueError: If the row has no format, or a value that no chat template would get.
     """
     row = {key: value for key, value in row.items() if value not in (None, "", [], {})}
-    columns = next((columns for columns in FORMATS if set(columns) <= set(row)), None)
+    columns: tuple[str, ...] | None = next((columns for columns in FORMATS if set(columns) <= set(row)), None)
     if columns is None:
         formats = "; ".join(", ".join(columns) for columns in FORMATS)
         raise ValueError(

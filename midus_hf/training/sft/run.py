@@ -80,7 +80,7 @@ def prepare(arguments: SftArguments) -> Run:
     model_config = load_config(arguments)
     check_sequence_length("max_length", arguments.max_length or 0, model_config)
     tokenizer = load_tokenizer(arguments)
-    banks = model_config.memories().banks if isinstance(model_config, MemoryConfig) else {}
+    banks: dict[str, Any] = model_config.memories().banks if isinstance(model_config, MemoryConfig) else {}
     reads_generic = any(layout.blocks.without_ids == "generic" for layout in banks.values())
     with Run(arguments) as run, bars_on_terminals():
         with arguments.main_process_first(desc="reading the chats"):
