@@ -254,15 +254,12 @@ def table_of(rows: list[Row]) -> str:
     taken, refused = [row for row in rows if row.methods], [row for row in rows if not row.methods]
     deeper = [row for row in taken if any(method.startswith(DEEPER) for method in row.methods)]
     names = [method.rstrip("†‡") for row in taken for method in row.methods]
-    proven = [wiring for row in taken for wiring in row.proven]
     otherwise = [row for row in taken if set(row.proven) != set(row.shown_to_be_proven)]
     lines = [
         f"Methods take {len(taken)} of {len(rows)} causal types of Transformers {transformers.__version__}, and {len(deeper)} of "
         f"these with new layers; {len(refused)} types are refused. {len(names)} pairs of a type and a method work.",
         "",
-        f"- Types by method: {', '.join(f'{name} {names.count(name)}' for name in REQUESTS)}.",
-        f"- Types by proven site or part: {', '.join(f'{wiring} {proven.count(wiring)}' for wiring in WIRINGS)}. Sites of the "
-        "methods that take a type are proven, and behind-layer where moc takes it."
+        "- The sites of the methods that take a type are proven, and behind-layer where moc takes it."
         + "".join(f" Proven in `{row.model_type}`: {', '.join(row.proven)}." for row in otherwise),
         *(f"- *{name}* are {', '.join(SETS[name])}." for name in ("copies", "combinations")),
         "- †: with `site=behind-layer` (moc) or `site=skip` (ultramem-v2).",
