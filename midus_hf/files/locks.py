@@ -1,12 +1,10 @@
 """Locks on files and folders, which end at the latest with the process that holds them."""
 
-import contextlib
 import errno
 import fcntl
 import os
 import sys
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 # Errors of file systems without locks, such as some network file systems.
@@ -24,18 +22,17 @@ class Lock:
 
     Args:
         path: Path of the file or folder, which is not changed.
-        shared: Whether several locks on the path may be held at once, all of them shared. Default: false.
 
     Raises:
-        BlockingIOError: If this process or another one holds a conflicting lock.
+        BlockingIOError: If this process or another one holds the lock.
         OSError: If there is nothing at the path, or its file system has no locks.
     """
 
-    def __init__(self, path: str | os.PathLike, shared: bool = False):
+    def __init__(self, path: str | os.PathLike):
         self._descriptor = os.open(path, os.O_RDONLY)
         self._closing = weakref.finalize(self, os.close, self._descriptor)
         try:
-            fcntl.flock(self._descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException:
             self.release()
             raise
@@ -73,25 +70,6 @@ def lock_or_warn(path: Path, output: Path) -> Lock | None:
 def has_no_locks(error: OSError) -> bool:
     """Return whether an error of `Lock` means that the file system has no locks, not that somebody holds one."""
     return error.errno in _NO_LOCKS
-
-
-@contextlib.contextmanager
-def alone(path: Path) -> Iterator[int]:
-    """Wait until no other process holds an existing file or folder, and hold it while the context lasts.
-
-    On a file system without locks, nobody waits. Unlike a `Lock`, the lock is shared by a child process that inherits the
-    descriptor that is yielded, until the child ends.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:
-            if not has_no_locks(error):
-                raise
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _forget_in_child() -> None:

@@ -55,15 +55,6 @@ def check_replaceable(folder: Path) -> None:
         )
 
 
-def is_replaceable(folder: Path) -> bool:
-    """Return whether `check_replaceable` accepts a folder."""
-    try:
-        check_replaceable(folder)
-    except ValueError:
-        return False
-    return True
-
-
 def foreign_files(folder: Path) -> list[str]:
     """Return the paths in a folder that no checkpoint has, sorted. A foreign folder is listed without its contents."""
     weights = indexed_weights(folder)

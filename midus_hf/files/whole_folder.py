@@ -1,6 +1,5 @@
 """A folder that appears complete or not at all: it is built under another name and moved to its path when complete."""
 
-import contextlib
 import errno
 import os
 import shutil
@@ -8,34 +7,21 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
-from midus_hf.config.wording import first_few
-from midus_hf.files.locks import Lock, lock_or_warn
+from midus_hf.files.locks import Lock, has_no_locks, lock_or_warn
 from midus_hf.files.ownership import check_replaceable
 from midus_hf.files.whole_files import new_unfinished_path, sync, unfinished_paths
 
 # Errors of file systems for files that are too large; `ENOSPC` comes from file systems without holes.
 _FILE_TOO_LARGE = frozenset({errno.EFBIG, errno.EINVAL, errno.ENOSPC})
 
-# Name of the file that marks a run's working folder, so that the next run with the same output may remove the folder.
-MARK = ".written-by-upscale"
-
-
-class _HeldByAnotherRun(Exception):
-    """Signal that another run is working in the folder."""
-
 
 class WholeFolder:
     """Folder that appears complete or not at all, even if the process is killed.
 
-    A run works in the folder `.NAME.partial`, which contains a mark of this package from its creation to its removal.
-    The output is built inside it as `output`. An existing output that is replaced is moved into it as `replaced`, for
-    the moment between two renames; if the process is killed in that moment, the next run moves it back. The next run
-    with the same output also removes everything else that a killed run left in the folder. A running process holds a
-    lock on the folder. A folder `.NAME.partial` without the mark belongs to a person: it is left unchanged, and the run
-    is refused.
+    It is built beside its path, under a name of `unfinished_name`, and renamed when it is complete. A running process holds a
+    lock on the unfinished folder. What a killed run left is locked by nobody, and the next run with the same output removes it.
 
-    If the file system has no locks, the run continues, and a line on standard error warns that nothing guards the
-    folder.
+    If the file system has no locks, the run continues and removes nothing, and a line on standard error says so.
 
     Args:
         path: The output. A link is followed.
@@ -47,21 +33,14 @@ class WholeFolder:
     """
 
     error: type[ValueError] = ValueError
+    #: The unfinished folder, within the context.
+    partial: Path
 
     def __init__(self, path: Path, overwrite: bool = False):
         self.path = Path(os.path.realpath(path))
-        self._workplace = self.path.parent / f".{self.path.name}.partial"
-        self.partial = self._workplace / "output"
-        self._replaced = self._workplace / "replaced"
         self._overwrite = overwrite
         self._lock: Lock | None = None
-        self._committed = False
         self._check()
-
-    def _recover(self) -> None:
-        """Move a replaced output back if no new output was put at its path."""
-        if self._replaced.exists() and not os.path.lexists(self.path):
-            self._replaced.rename(self.path)
 
     def _check(self) -> None:
         if os.path.lexists(self.path):
@@ -73,19 +52,17 @@ class WholeFolder:
                 check_replaceable(self.path)
             except ValueError as refusal:
                 raise self.error(str(refusal)) from None
-        self._check_workplace()
         if not self.disk.is_dir() or not os.access(self.disk, os.W_OK):
             raise self.error(f"output {self.path} cannot be made: {self.disk} is not a writable folder.")
 
-    def _check_workplace(self) -> None:
-        if os.path.lexists(self._workplace) and not self._is_ours(self._workplace):
-            raise self.error(
-                f"{self._workplace} is in the way of output {self.path}: upscale works in a folder of that name and deletes it, but "
-                f"no run of it left this one ({_described(self._workplace)}). Move it elsewhere, or choose another output."
-            )
+    @property
+    def disk(self) -> Path:
+        """The nearest existing folder above the output."""
+        return next(parent for parent in self.path.parents if parent.exists())
 
     def check_space(self, num_bytes: int) -> None:
-        """Raise an error if the disk has less room than `num_bytes` bytes."""
+        """Remove what killed runs left, and raise an error if the disk then has less room than `num_bytes` bytes."""
+        self._remove_abandoned()
         free = self.free_bytes()
         if free < num_bytes:
             raise self.error(
@@ -93,17 +70,9 @@ class WholeFolder:
                 "choose another disk."
             )
 
-    @property
-    def disk(self) -> Path:
-        """The nearest existing folder above the output."""
-        return next(parent for parent in self.path.parents if parent.exists())
-
     def free_bytes(self) -> int:
-        """Return the free bytes of the output's disk plus the bytes of a killed run's output, which is removed first."""
-        free = shutil.disk_usage(self.disk).free
-        if self.partial.exists():
-            free += sum(file.stat().st_blocks * 512 for file in self.partial.rglob("*") if file.is_file())
-        return free
+        """Return the free bytes of the output's disk."""
+        return shutil.disk_usage(self.disk).free
 
     def can_hold_file(self, num_bytes: int) -> bool:
         """Return whether the file system accepts a file of this size, tested with an unnamed file that is a single hole."""
@@ -119,114 +88,57 @@ class WholeFolder:
         return True
 
     def __enter__(self) -> Path:
-        self._take_lock()
+        self._check()  # checked in the constructor too, which may be long ago
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._remove_abandoned()
+        self.partial = new_unfinished_path(self.path)
+        self.partial.mkdir()
         try:
-            self._recover()
-            self._check()  # checked in the constructor too, but only now can no other run interfere
-            self._clear_workplace()
-            for folder in unfinished_paths(self.path):
-                if folder.is_dir() and not folder.is_symlink():
-                    shutil.rmtree(folder, ignore_errors=True)
-            self.partial.mkdir()
+            self._lock = lock_or_warn(self.partial, self.path)
         except BaseException:
-            self.__exit__(None, None, None)
+            self.partial.rmdir()
             raise
         return self.partial
 
-    def _take_lock(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            if not os.path.lexists(self._workplace):
-                self._make_workplace()
-            self._lock = self._locked()
-            self._check_workplace()
-        except _HeldByAnotherRun:
-            raise self.error(
-                f"output {self.path} is being written by another run. Wait for it, or choose another folder."
-            ) from None
-        except BaseException:
-            self._release()
-            raise
-
-    def _make_workplace(self) -> None:
-        """Create the working folder. It gets its name only after its mark, so it never exists without the mark."""
-        new_folder = new_unfinished_path(self.path)
-        new_folder.mkdir()
-        try:
-            (new_folder / MARK).touch()
-            new_folder.rename(self._workplace)
-        except FileNotFoundError:
-            raise _HeldByAnotherRun from None  # a run that now has the lock has removed the unfinished folder
-        except OSError:
-            shutil.rmtree(new_folder, ignore_errors=True)
-            if not os.path.lexists(self._workplace):
-                raise
-
-    def _locked(self) -> Lock | None:
-        """Lock the working folder, and return the lock; without locks in the file system, warn and return None."""
-        try:
-            lock = lock_or_warn(self._workplace, self.path)
-        except (BlockingIOError, FileNotFoundError):
-            raise _HeldByAnotherRun from None
-        if lock is None:
-            return None
-        # The run that held the lock before may have removed this very folder in the meantime.
-        if not lock.is_on(self._workplace):
+    def _remove_abandoned(self) -> None:
+        """Remove the unfinished folders of killed runs, and refuse to go on if another run is writing one."""
+        for folder in unfinished_paths(self.path) if self.path.parent.is_dir() else ():
+            if folder.is_symlink() or not folder.is_dir():
+                continue
+            try:
+                lock = Lock(folder)
+            except BlockingIOError:
+                raise self.error(
+                    f"output {self.path} is being written by another run. Wait for it, or choose another folder."
+                ) from None
+            except OSError as error:
+                if not has_no_locks(error):
+                    raise
+                continue
+            shutil.rmtree(folder)
             lock.release()
-            raise _HeldByAnotherRun
-        return lock
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
 
     def commit(self) -> None:
         """Flush the folder's files to the disk and move the folder to its path, unless a person's files have appeared there."""
         for file in (*self.partial.rglob("*"), self.partial):
             sync(file)
         self._check()  # once more, since the work may have taken hours
-        if self.path.exists():
-            self.path.rename(self._replaced)
-        self.partial.rename(self.path)
-        self._committed = True
+        replaced = new_unfinished_path(self.path) if self.path.exists() else None
+        if replaced is not None:
+            self.path.rename(replaced)
+        try:
+            self.partial.rename(self.path)
+        except BaseException:
+            if replaced is not None:
+                replaced.rename(self.path)
+            raise
         sync(self.path.parent)
-        self._remove_workplace()
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._committed:
-            self._recover()
-            self._remove_workplace()
-        self._release()
-
-    def _is_ours(self, folder: Path) -> bool:
-        return folder.is_dir() and not folder.is_symlink() and (folder / MARK).is_file()
-
-    def _clear_workplace(self) -> None:
-        """Delete everything in the working folder except the mark.
-
-        A replaced output is renamed before it is deleted, so that the next run cannot take the partly deleted rest for
-        a complete output.
-        """
-        deleted = self._workplace / "deleted"
-        for path in self._workplace.iterdir():
-            if path not in (self._workplace / MARK, self._replaced):
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        if self._replaced.exists():
-            self._replaced.rename(deleted)
-            shutil.rmtree(deleted)
-
-    def _remove_workplace(self) -> None:
-        """Delete the working folder. It is renamed first, since without its mark it must not keep its name."""
-        with contextlib.suppress(OSError):
-            self._clear_workplace()
-            empty = new_unfinished_path(self.path)
-            self._workplace.rename(empty)
-            shutil.rmtree(empty)
-
-
-def _described(path: Path) -> str:
-    if path.is_symlink() or not path.is_dir():
-        return "a link" if path.is_symlink() else "a file"
-    return first_few(sorted(os.listdir(path))) or "an empty folder"
+        shutil.rmtree(self.partial, ignore_errors=True)  # nothing after a commit
+        if self._lock is not None:
+            self._lock.release()

@@ -28,14 +28,6 @@ def test_one_has_it_at_a_time(tmp_path, kind):
     assert is_free(place) and not lock.is_on(place)
 
 
-def test_it_may_be_shared(tmp_path):
-    first, second = Lock(tmp_path, shared=True), Lock(tmp_path, shared=True)
-    first.release()
-    assert not is_free(tmp_path)
-    second.release()
-    assert is_free(tmp_path)
-
-
 def test_one_that_is_forgotten_is_released(tmp_path):
     lock = Lock(tmp_path)
     assert not is_free(tmp_path)

@@ -1,13 +1,11 @@
 """`--overwrite` deletes what this package wrote, and nothing that a person put there."""
 
-import os
 import re
 
 import pytest
 
 from midus_hf.files.checkpoint_files import RUN_CONFIG, RUN_LOG
 from midus_hf.files.ownership import check_replaceable, foreign_files
-from midus_hf.files.whole_folder import MARK
 from tests.upscalers.checkpoints import file_digests, load, save_base, unverified
 from tests.upscalers.methods import KINDS
 from tests.upscalers.test_provenance import tokenizer
@@ -173,55 +171,3 @@ def test_what_appears_at_a_place_that_was_free_is_kept(base, tmp_path, monkeypat
         unverified(base, tmp_path / "out")
     assert (tmp_path / "out" / "notes.txt").read_text() == "notes.txt"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.parametrize("holds", ["a project", "nothing", "a checkpoint of ours"])
-@pytest.mark.parametrize("overwrite", [True, False])
-def test_a_persons_folder_of_the_name_we_work_in_is_left_untouched(base, tmp_path, holds, overwrite):
-    theirs = tmp_path / ".out.partial"
-    if holds == "a project":
-        project(theirs)
-        held = ".git, README.md, config.json, notes.txt and 1 more"
-    elif holds == "nothing":
-        theirs.mkdir()
-        held = "an empty folder"
-    else:
-        unverified(base, theirs)
-        held = ", ".join(sorted(os.listdir(theirs))[:4])
-    before = entries(tmp_path)
-    message = (
-        r"\.out\.partial is in the way of output .*out: upscale works in a folder of that name and deletes it, but no run of it left "
-        rf"this one \({re.escape(held)}.*\)\. Move it elsewhere, or choose another output\."
-    )
-    for _ in range(2):
-        with pytest.raises(RequestError, match=message):
-            unverified(base, tmp_path / "out", overwrite=overwrite)
-        assert entries(tmp_path) == before
-    (theirs / MARK).touch()
-    unverified(base, tmp_path / "out", overwrite=overwrite)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_file_or_a_link_of_the_name_we_work_in_is_left_untouched(base, tmp_path):
-    sibling = ".out.partial"
-    (tmp_path / "theirs").mkdir()
-    for kind, make in (
-        ("a file", lambda path: path.write_text("x")),
-        ("a link", lambda path: path.symlink_to(tmp_path / "theirs")),
-    ):
-        make(tmp_path / sibling)
-        with pytest.raises(
-            RequestError, match=rf"{sibling} is in the way of output .*no run of it left this one .{kind}"
-        ):
-            unverified(base, tmp_path / "out")
-        assert (tmp_path / sibling).exists() and not (tmp_path / "out").exists()
-        (tmp_path / sibling).unlink()
-
-
-def test_a_folder_that_appears_there_after_the_first_look_is_left_untouched(tmp_path):
-    folder = OutputFolder(tmp_path / "out")
-    project(tmp_path / ".out.partial")
-    before = entries(tmp_path)
-    with pytest.raises(RequestError, match=r"\.out\.partial is in the way"), folder:
-        pass
-    assert entries(tmp_path) == before

@@ -116,7 +116,7 @@ def upscale(
     if push_to_hub:
         check_repo_id(push_to_hub)
     if output is not None:
-        OutputFolder(output, local if local.is_dir() else None, overwrite)
+        folder = OutputFolder(output, local if local.is_dir() else None, overwrite)
     lora = None if adapter is None else Adapter.open(str(adapter))
     if not dry_run and not local.is_dir():
         # Downloads and conversions take long, so check first that the request fits the base's config.
@@ -163,17 +163,17 @@ def upscale(
             "kl_divergence": None,
             "measurements": [],
         }
-        if output is not None:
-            folder = OutputFolder(output, source.folder, overwrite)
-            carried = bytes_of_banks(source.folder, opened.memories.banks)
-            folder.check_space(num_bytes + carried + scratch_bytes + _SPARE_BYTES)
+        if output is not None and job.new_banks:
             for concern in check_room_for_banks(folder, job.new_banks, ITEM_BYTES[job.cast(opened.dtype)]):
                 progress.warn(concern)
-            if not dry_run:
-                scan = verify is not False and not allow_nan
-                with shown(progress):
-                    compares_logits = job.compares_logits(verify, progress)
-                    outcome = Writing(job, folder, max_shard_bytes, scan, compares_logits, progress).run()
+        if not dry_run:
+            folder = OutputFolder(str(output), source.folder, overwrite)
+            carried = bytes_of_banks(source.folder, opened.memories.banks)
+            folder.check_space(num_bytes + carried + scratch_bytes + _SPARE_BYTES)
+            scan = verify is not False and not allow_nan
+            with shown(progress):
+                compares_logits = job.compares_logits(verify, progress)
+                outcome = Writing(job, folder, max_shard_bytes, scan, compares_logits, progress).run()
         disk_bytes = outcome["bytes"].written + scratch_bytes + (0 if dry_run else source.disk_bytes())
     report = UpscaleReport(
         method=chosen.name,
