@@ -11,7 +11,6 @@ A command ends with an exit status. If the status is not 0, one line on standard
 """
 
 import contextlib
-import importlib.metadata
 import os
 import signal
 import sys
@@ -21,6 +20,8 @@ from types import FrameType
 from typing import Any, TextIO
 
 import typer
+
+from midus_hf.version import __version__
 
 FAILED, WRONG_REQUEST = 1, 2
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -63,7 +64,7 @@ def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, nam
     """
     line_words = list(sys.argv[1:] if arguments is None else arguments)
     if "--version" in line_words:
-        print(importlib.metadata.version("midus-hf"))
+        print(__version__)
         return 0
     command = typer.main.get_command(app)
     if f"_{name.upper()}_COMPLETE" in os.environ:  # a shell asks for completions
@@ -112,11 +113,9 @@ def is_main_process() -> bool:
 
 
 def _command_path(command: Any, name: str, line_words: Sequence[str]) -> str:
-    """Return the command's name, followed by the subcommands or the subject that the first words name."""
+    """Return the command's name, followed by the subcommands that the first words name."""
     for word in line_words:
         subcommand = command.commands.get(word) if hasattr(command, "get_command") else None
-        if subcommand is None and word in getattr(command, "subjects", ()):
-            return f"{name} {word}"
         if subcommand is None:
             break
         command, name = subcommand, f"{name} {word}"

@@ -37,7 +37,7 @@ def midus_compare(
     """
     gpus = devices_of(devices, jobs)
     with contextlib.redirect_stdout(sys.stderr):
-        from midus_hf.cli.recipes import read_recipe
+        from midus_hf.cli.options import read_recipe
         from midus_hf.compare.options import Comparison
         from midus_hf.compare.runs import check
         from midus_hf.compare.variants import plan

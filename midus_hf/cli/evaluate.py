@@ -18,11 +18,10 @@ from midus_hf.cli.options import (
     model_argument,
     needing_harness,
     option,
+    refuse_other_command,
     sharing_options,
     show,
 )
-from midus_hf.cli.recipes import other_command
-from midus_hf.config.yaml_options import read_mapping
 
 _REST = """\b
 Keys of --set and of the file, besides these options (docs/evaluate.md):
@@ -85,9 +84,7 @@ def midus_eval(
     from midus_hf.evaluation.settings import EvaluationSettings, read_settings
 
     if config is not None:
-        other = other_command(EvaluationSettings, config, read_mapping(config))
-        if other is not None:
-            raise ValueError(other)
+        refuse_other_command(EvaluationSettings, config)
     passed = vars(keys)
     if keys.tasks is not None:
         passed["tasks"] = [name.strip() for name in keys.tasks.split(",") if name.strip()]

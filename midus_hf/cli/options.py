@@ -1,24 +1,26 @@
-"""Parts that commands share: options, commands whose first argument is a subject, checks of files, and how results are printed."""
+"""Parts that commands share: options, checks of files, and how results are printed."""
 
 import contextlib
 import dataclasses
-import difflib
 import importlib.util
 import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from typer.core import TyperCommand
 
 from midus_hf.cli.command_line import WRONG_REQUEST, Ending
 from midus_hf.config.wording import install_extra
+from midus_hf.config.yaml_options import read_config, read_mapping
 from midus_hf.model_names import check_model_name
 
 if TYPE_CHECKING:
     from midus_hf.look.page import TableOfWords
+
+
+Options = TypeVar("Options")
 
 
 def option(help: str, metavar: str, *names: str, **settings: Any) -> Any:
@@ -41,9 +43,9 @@ def model_argument(help: str, metavar: str) -> Any:
     return argument(help, metavar, callback=_checked_models)
 
 
-def _checked_models(context: typer.Context, names: list[str] | None) -> list[str] | None:
+def _checked_models(context: typer.Context, names: str | list[str] | None) -> str | list[str] | None:
     if not context.resilient_parsing:
-        for name in names or []:
+        for name in [names] if isinstance(names, str) else names or []:
             check_model_name("model", name)
     return names
 
@@ -81,84 +83,41 @@ def sharing_options(command: Callable[..., None]) -> Callable[..., None]:
     return with_groups
 
 
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """A subject of a command.
+# Command that a key points to, if the file is not for the command at hand. Of several keys, the first one here decides.
+_COMMAND_BY_KEY = {
+    "variants": "midus compare",
+    "corpus": "midus train",
+    "dataset_name": "midus sft",
+    "method": "upscale --config",
+    "tasks": "midus eval MODEL --config",
+}
 
-    Args:
-        help: Line of the help about the subject.
-        takes: Names of the options that the subject takes, besides the options that all subjects take.
-        needs: Names of the options that the subject requires. Default: none.
+
+def read_recipe(options_class: type[Options], path: str | Path, overrides: Sequence[str]) -> Options:
+    """Return the options of a YAML file as a dataclass, as `midus_hf.config.yaml_options.read_config` does.
+
+    Raises:
+        ValueError: As `read_config`. If the file is for another command, the message names that command.
     """
+    try:
+        return read_config(options_class, path, overrides)
+    except ValueError:
+        refuse_other_command(options_class, path, [word.partition("=")[0] for word in overrides])
+        raise
 
-    help: str
-    takes: tuple[str, ...]
-    needs: tuple[str, ...] = ()
 
+def refuse_other_command(options_class: type, path: str | Path, keys: Iterable[str] = ()) -> None:
+    """Refuse a file that holds a key of another command, or is read with such a key, unless `options_class` has one as well.
 
-class Subjects(dict[str, Subject]):
-    """The subjects of a command whose first argument is one of them, such as a question of `midus look`, by name.
-
-    Args:
-        kind: What messages and the help call a subject, such as `"question"`.
-        subjects: Subjects by name, in the order of the help.
+    Raises:
+        ValueError: If it does. The message names that command.
     """
-
-    def __init__(self, kind: str, subjects: dict[str, Subject]):
-        super().__init__(subjects)
-        self.kind = kind
-
-    def command(self, app: typer.Typer, help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Return a decorator that makes a function the only command of `app`; its help lists the subjects below `help`."""
-
-        class Command(TyperCommand):
-            """A command whose messages name the subject behind the command's name."""
-
-            subjects = self
-
-        width = max(map(len, self))
-        listed = "\n".join(f"  {name:<{width}}  {subject.help}" for name, subject in self.items())
-        return app.command(cls=Command, help=f"{help}\n\n\b\n{listed}")
-
-    def argument(self) -> Any:
-        """Return the annotation of the command's first argument, the name of a subject."""
-        settings: dict[str, Any] = {"callback": self._known, "autocompletion": lambda: list(self)}
-        return Annotated[str, argument("One of the list above.", self.kind.upper(), **settings)]
-
-    def check_options(self, context: typer.Context, name: str, options: type, always: tuple[str, ...]) -> None:
-        """Check that a subject has the options that it needs, and none of other subjects.
-
-        `options` is a dataclass whose fields are the command's options, of which every subject takes `always`.
-
-        Raises:
-            ValueError: If an option is missing, or belongs to another subject.
-        """
-        fields: Any = dataclasses.fields(options)
-        present = {field.name for field in fields if is_passed(context, field.name)}
-        for name_of_option in sorted(present - {*always, *self[name].takes}):
-            others = " and ".join(other for other, each in self.items() if name_of_option in each.takes)
-            raise ValueError(f"{_as_typed(name_of_option)} is an option of {others}; leave it out.")
-        for name_of_option in self[name].needs:
-            if name_of_option not in present:
-                raise ValueError(f"{_as_typed(name_of_option)} is missing; {name} needs it.")
-
-    def _known(self, name: str) -> str:
-        """Return `name` if it is a subject, or raise an error that suggests the nearest name."""
-        if name in self:
-            return name
-        near = difflib.get_close_matches(name, self, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"Expected one of: {', '.join(self)}."
-        raise typer.BadParameter(f"No such {self.kind} {name!r}. {hint}")
-
-
-def is_passed(context: typer.Context, name: str) -> bool:
-    """Return whether a parameter is on the command line."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def _as_typed(name: str) -> str:
-    return f"--{name.rstrip('_').replace('_', '-')}"
+    present = {*read_mapping(path), *keys}
+    of_commands = [key for key in _COMMAND_BY_KEY if key in present]
+    fields: Any = dataclasses.fields(options_class)  # type: ignore[arg-type]
+    if of_commands and not any(field.name in of_commands for field in fields):
+        command = _COMMAND_BY_KEY[of_commands[0]]
+        raise ValueError(f"{path} has {of_commands[0]!r}, a key of another command; run '{command} {path}'.")
 
 
 def check_file(

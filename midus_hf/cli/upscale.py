@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from midus_hf.cli.command_line import FAILED, INTERRUPTED, Ending, command_line, run_command
-from midus_hf.cli.options import Json, argument, flag, option, sharing_options, show
-from midus_hf.cli.recipes import other_command
-from midus_hf.config.yaml_options import GivenTwice, read_yaml
+from midus_hf.cli.options import Json, argument, flag, option, refuse_other_command, sharing_options, show
+from midus_hf.config.yaml_options import read_mapping, read_yaml
 from upscalers.record.report import PushError
-from upscalers.request.errors import RequestError, one_line
+from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.request.options import parse_options
 
 app = command_line(add_completion=True)
@@ -99,8 +97,9 @@ def run(
         print(context.get_help())
         return
     passed = {key: value for key, value in vars(request).items() if value is not None}
-    arguments = {**_read_config_file(config), **passed}
-    arguments["options"] = {**(arguments.get("options") or {}), **_parse_settings(set_ or [])}
+    with refusing_requests():
+        arguments = {**({} if config is None else _read_config_file(config)), **passed}
+        arguments["options"] = {**(arguments.get("options") or {}), **_parse_settings(set_ or [])}
     if isinstance(arguments.get("placement"), int):
         arguments["placement"] = [arguments["placement"]]
     for needed in ("base", "method"):
@@ -228,41 +227,20 @@ def shuffle(
 
 def _parse_settings(settings: list[str]) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
-    texts: dict[str, str] = {}
     for setting in settings:
         key, separator, value = setting.partition("=")
+        key = key.strip().replace("-", "_")
         if not separator or not key:
             raise RequestError(f"--set is {setting!r}; expected key=value.")
-        key = key.strip().replace("-", "_")
-        if key in texts:
-            raise RequestError(
-                f"--set {key} is given twice, as {texts[key]!r} and as {value!r}; expected each key once. Leave one out."
-            )
-        texts[key] = value
-        try:
-            parsed[key] = read_yaml(value)
-        except GivenTwice as error:
-            raise RequestError(f"--set is {setting!r}, which {error}") from None
-        except yaml.YAMLError:
-            raise RequestError(f"--set is {setting!r}; expected a YAML scalar after '='.") from None
+        if key in parsed:
+            raise RequestError(f"--set {key} is given twice; expected each key once. Leave one out.")
+        parsed[key] = read_yaml(value, f"--set {setting!r}")
     return parsed
 
 
-def _read_config_file(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    try:
-        content = read_yaml(path.read_text(encoding="utf-8"))
-    except GivenTwice as error:
-        raise RequestError(f"--config {path} {error}") from None
-    except OSError as error:
-        raise RequestError(f"--config {path} cannot be read: {error.strerror}.") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RequestError(f"--config {path} is not YAML: {one_line(error)}") from None
-    if not isinstance(content, dict):
-        raise RequestError(f"--config {path} holds no mapping; expected keys such as base, method, output.")
-    if (other := other_command(RunRequest, path, content)) is not None:
-        raise RequestError(other)
+def _read_config_file(path: Path) -> dict[str, Any]:
+    content = read_mapping(path)
+    refuse_other_command(RunRequest, path)
     options = vars(parse_options(RunRequest, content, f"--config {path}"))
     return {key: value for key, value in options.items() if value is not None}
 

@@ -19,30 +19,29 @@ def read_config(cls: type[Options], path: str | Path, overrides: Iterable[str] =
     Args:
         cls: A dataclass. A field may itself be a dataclass; its value may then be a scalar for its first field.
         path: The YAML file, which holds one mapping.
-        overrides: Texts `key=value` or `outer.inner=value`, whose values are YAML. Each replaces a value of the file,
-            or adds a key to a mapping in the file. Of two overrides for one key the last wins. Default: none.
+        overrides: Words that change the file's values, in order. `key=value` or `outer.inner=value`, whose value is YAML, replaces
+            a value, or adds a key to a mapping. The path of another YAML file merges its mappings with those before. Default: none.
 
     Raises:
-        ValueError: If the file is missing or not a mapping; if a key is unknown, missing or present twice; if a value
-            has the wrong type; or if an override cannot be applied.
+        ValueError: If a file is missing or not a mapping; if a key is unknown, missing or present twice; if a value has the wrong
+            type; or if an override cannot be applied.
     """
-    return from_mapping(cls, with_overrides(cls, read_mapping(path), overrides))
+    values = read_mapping(path)
+    for word in overrides:
+        if word.endswith((".yaml", ".yml")) and "=" not in word:
+            values = _merged(values, read_mapping(word))
+        else:
+            apply_override(cls, values, word)
+    return from_mapping(cls, values)
 
 
-def with_overrides(cls: type, values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Apply overrides to a mapping in place, and return the mapping.
-
-    Args:
-        cls: The dataclass that the mapping will fill.
-        values: Values of the dataclass's fields by name; changed in place.
-        overrides: Texts `key=value`, see `read_config`.
-
-    Raises:
-        ValueError: If an override has no `=` or no key, is not YAML, or names a key of a value that has no keys.
-    """
-    for override in overrides:
-        _apply_override(cls, values, override)
-    return values
+def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping with changes; where both hold a mapping, the two are merged in the same way."""
+    merged = dict(values)
+    for key, change in changes.items():
+        before = merged.get(key)
+        merged[key] = _merged(before, change) if isinstance(before, dict) and isinstance(change, dict) else change
+    return merged
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
@@ -53,16 +52,14 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        values = read_yaml(path.read_text(encoding="utf-8"))
-    except GivenTwice as error:
-        raise ValueError(f"config {str(path)!r} {error}") from error
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(
             f"config is {str(path)!r}, which cannot be read ({error.strerror}); give a YAML file."
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"config {str(path)!r} is not YAML: {reason}. Correct it there.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"config {str(path)!r} is not YAML: {error}. Correct it there.") from error
+    values = read_yaml(text, f"config {str(path)!r}")
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise ValueError(
@@ -80,7 +77,17 @@ def from_mapping(cls: type[Options], values: Mapping[str, Any]) -> Options:
     return read_options(cls, values, "config", how_to_set="set it in the file, or as {key}=... after it")
 
 
-def _apply_override(cls: type, values: dict[str, Any], override: str) -> None:
+def apply_override(cls: type, values: dict[str, Any], override: str) -> None:
+    """Change one value of a mapping.
+
+    Args:
+        cls: The dataclass that the mapping will fill.
+        values: Values of the dataclass's fields by name; changed in place.
+        override: Text `key=value`, see `read_config`.
+
+    Raises:
+        ValueError: If the override has no `=` or no key, is not YAML, or names a key of a value that has no keys.
+    """
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ValueError(f"override is {override!r}; expected key=value.")
@@ -106,12 +113,7 @@ def _apply_override(cls: type, values: dict[str, Any], override: str) -> None:
             values[name] = inner or {}
         kind, values = inner_class or mapping_hint, values[name]
         name, rest = _first_key(values, rest)
-    try:
-        values[name] = read_yaml(text)
-    except GivenTwice as error:
-        raise ValueError(f"override is {override!r}, which {error}") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"override is {override!r}, whose value is not YAML; quote it.") from error
+    values[name] = read_yaml(text, f"override {override!r}")
 
 
 def _first_key(values: Mapping[str, Any], path: str) -> tuple[str, str]:
@@ -131,16 +133,15 @@ def _hint_within(kind: Any, name: str) -> Any:
     return typing.get_args(kind)[1] if typing.get_origin(kind) is dict else kind
 
 
-class GivenTwice(ValueError):
-    """Error for a key that occurs twice in a mapping. Its message continues a sentence that begins with a file or an override."""
-
-
-def read_yaml(text: str) -> Any:
+def read_yaml(text: str, what: str) -> Any:
     """Parse a YAML text into mappings, lists, strings, numbers, booleans and None.
 
+    Args:
+        text: The text.
+        what: Words for the text, with which a message begins.
+
     Raises:
-        yaml.YAMLError: If the text is not YAML.
-        GivenTwice: If a mapping has a key twice.
+        ValueError: If the text is not YAML, or a mapping has a key twice.
     """
     reader = yaml.SafeLoader(text)
     try:
@@ -148,13 +149,15 @@ def read_yaml(text: str) -> Any:
         if document is None:
             return None
         # This must come before construction, because construction copies keys of merged mappings (`<<`) into other mappings.
-        _refuse_keys_given_twice(reader, document, set())
+        _refuse_keys_given_twice(reader, document, what, set())
         return reader.construct_document(document)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{what} is not YAML: {' '.join(str(error).split())}. Correct it there.") from error
     finally:
         reader.dispose()
 
 
-def _refuse_keys_given_twice(reader: yaml.SafeLoader, node: yaml.Node, seen: set[int]) -> None:
+def _refuse_keys_given_twice(reader: yaml.SafeLoader, node: yaml.Node, what: str, seen: set[int]) -> None:
     if id(node) in seen or not isinstance(node, yaml.CollectionNode):
         return
     seen.add(id(node))  # an alias refers to the same node again
@@ -167,9 +170,11 @@ def _refuse_keys_given_twice(reader: yaml.SafeLoader, node: yaml.Node, seen: set
                 first, second = (
                     f"{_words(each)} in line {each.start_mark.line + 1}" for each in (values[key], value_node)
                 )
-                raise GivenTwice(f"has {key!r} twice, {first} and {second}; expected each key once. Leave one out.")
+                raise ValueError(
+                    f"{what} has {key!r} twice, {first} and {second}; expected each key once. Leave one out."
+                )
             values[key] = value_node
-        _refuse_keys_given_twice(reader, value_node, seen)
+        _refuse_keys_given_twice(reader, value_node, what, seen)
 
 
 def _words(node: yaml.Node) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from midus_hf.config.yaml_options import from_mapping, read_mapping, with_overrides
+from midus_hf.config.yaml_options import apply_override, from_mapping, read_mapping
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,5 +119,7 @@ def read_settings(
         ValueError: If the file cannot be read, or has an unknown key or a value of the wrong type.
     """
     values = {} if path is None else read_mapping(path)
-    replacements = {key: value for key, value in overrides.items() if value is not None}
-    return from_mapping(EvaluationSettings, with_overrides(EvaluationSettings, {**values, **replacements}, settings))
+    values |= {key: value for key, value in overrides.items() if value is not None}
+    for setting in settings:
+        apply_override(EvaluationSettings, values, setting)
+    return from_mapping(EvaluationSettings, values)

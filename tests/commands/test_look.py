@@ -372,19 +372,17 @@ REFUSALS = [
         "heads BASE --tasks midus_piqa",
         "task is 'midus_piqa', whose questions are local; give the folder that holds them",
     ),
-    (
-        "heads BASE --tasks piqa --text a.txt",
-        "--text is an option of usage and ablation and drift and depth and page",
-    ),
-    ("heads BASE --data questions", "--tasks is missing; heads needs it."),
-    ("drift TRAINED BASE TEXT", "2 models are given; expected one, for all questions but heads."),
+    ("heads BASE --tasks piqa --text a.txt", "No such option: --text"),
+    ("heads BASE --data questions", "Missing option '--tasks'. See 'midus look heads --help'."),
+    ("usage TRAINED", "Missing option '--text'. See 'midus look usage --help'."),
+    ("drift TRAINED BASE TEXT", "Got unexpected extra argument(s) (BASE)"),
     ("drift BASE TEXT", "base was not made by upscale: its config.json has no 'upscale' entry. Give an upscaled"),
     ("page TRAINED TEXT", "--output is missing; page needs it, such as --output page.html."),
     ("ablation BASE TEXT", "this llama model has no layer and no memory that was added to a base; expected"),
     ("ablation TRAINED TEXT --chapters all", "this midus_llama model has no memory that reads chapters; expected"),
     ("ablation CHAPTERS TEXT --chapters 6", "chapters is '6'; expected numbers from 0 to 5, the model's."),
     ("ablation CHAPTERS TEXT --chapters 2,2", "chapters is '2,2', which names 2 twice; expected each once."),
-    ("ablation CHAPTERS TEXT --layer 1 --head 1", "--head is an option of depth; leave it out."),
+    ("ablation CHAPTERS TEXT --layer 1 --head 1", "No such option: --layer"),
     ("depth DEPTH TEXT --layer 1", "layer and head name one head together; expected both or neither. Give the other"),
     ("depth DEPTH TEXT --layer 0 --head 0", "layer is 0; expected one that reads the depth: 1, 2, 3."),
     ("depth DEPTH TEXT --layer 1 --head 4", "head is 4; expected one from 0 to 3, those of layer 1."),
@@ -402,7 +400,10 @@ def test_a_wrong_request_is_told_in_one_line(run, room, bank, tmp_path, words, m
     done = run(*[part for word in words.split() for part in replaced.get(word, [word])], refused=True)
     assert done.out == ""
     line = done.err.splitlines()[-1]
-    assert line.startswith(f"midus look {words.split()[0]}: ") and message.replace("BROKEN", str(broken)) in line
+    assert (
+        line.startswith(f"midus look {words.split()[0]}: ")
+        and message.replace("BROKEN", str(broken)).replace("BASE", str(room.base)) in line
+    )
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(run, room, tmp_path):

@@ -6,7 +6,7 @@ import re
 import pytest
 from commands.installed import run_in_process
 
-from midus_hf.cli.recipes import read_recipe
+from midus_hf.cli.options import read_recipe
 from midus_hf.cli.training.printed_config import recipes
 from midus_hf.config.yaml_options import read_config
 from midus_hf.training.arguments import TrainArguments

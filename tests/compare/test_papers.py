@@ -9,7 +9,7 @@ import pytest
 from compare.made_results import BASE, comparison, result
 from compare.small_comparison import write_room
 
-from midus_hf.cli.recipes import read_recipe
+from midus_hf.cli.options import read_recipe
 from midus_hf.compare.options import Comparison, PaperOptions, TaskOptions
 from midus_hf.compare.report.findings import findings, paper_number
 from midus_hf.compare.report.tables import as_json, paper_tables, tables

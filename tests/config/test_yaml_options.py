@@ -115,7 +115,7 @@ def test_a_key_without_a_default_is_asked_for(missing):
         ("=3", "override is '=3'; expected key=value."),
         ("model.path=3", "override is 'model.path=3', but 'model' has no keys of its own."),
         ("nothing.path=3", "override is 'nothing.path=3', but 'nothing' has no keys of its own."),
-        ("model=[", "override is 'model=[', whose value is not YAML; quote it."),
+        ("model=[", "override 'model=[' is not YAML: "),
         ("modle=x", "config has no option 'modle'. Did you mean 'model'?"),
     ],
 )
@@ -202,7 +202,7 @@ def test_an_empty_file_sets_nothing(tmp_path):
             "has 'rate' twice, '1' in line 3 and '2' in line 4; expected each key once. Leave one out.",
         ),
         ("model: m\ntext: {path: a, path: [b]}\n", [], "has 'path' twice, 'a' in line 2 and a list in line 2;"),
-        ("model: m\n", ["text={path: a, path: b}"], "override is 'text={path: a, path: b}', which has 'path' twice"),
+        ("model: m\n", ["text={path: a, path: b}"], "override 'text={path: a, path: b}' has 'path' twice"),
         ("model: m\ntext: ''\n", [], "text.path is ''; expected a value. Fill it in, or leave it out."),
         ("model: m\ntext: t\n", ["model=''"], "model is ''; expected a value. Fill it in, or leave it out."),
     ],

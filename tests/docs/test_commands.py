@@ -29,22 +29,19 @@ KEYS = {"train": TrainArguments, "sft": SftArguments, "compare": Comparison}
 COMMAND = re.compile(r"(?<![\w/.-])(?:midus|upscale) [^`\n]*")
 
 
-def command_of(words: list[str]) -> tuple[Any, Any, list[str]]:
-    """Return the command that words name, the subject if it has one, and the words behind these."""
+def command_of(words: list[str]) -> tuple[Any, list[str]]:
+    """Return the command that words name, and the words behind these."""
     program, *rest = words
     if program == "upscale":
         command = typer.main.get_command(upscale.app)
     else:
         if rest[0] not in COMMANDS:
-            return None, None, rest
+            return None, rest
         command = typer.main.get_command(importlib.import_module(f"midus_hf.cli.{COMMANDS[rest[0]]}").app)
         rest = rest[1:]
     while rest and rest[0] in getattr(command, "commands", {}):
         command, rest = command.commands[rest[0]], rest[1:]
-    subjects = getattr(command, "subjects", {})
-    if subjects and rest and rest[0] in subjects:
-        return command, subjects[rest[0]], rest[1:]
-    return command, None, rest
+    return command, rest
 
 
 def commands_in(page: Path) -> list[str]:
@@ -66,11 +63,10 @@ def commands_in(page: Path) -> list[str]:
 def mistakes(line: str) -> list[str]:
     """Return what a shown command names that does not exist."""
     words = [word.strip("[](),.;:") for word in line.split()]
-    command, subject, rest = command_of(words)
+    command, rest = command_of(words)
     if command is None:
         return [] if words[1].startswith(("--", "-h")) or words[1].isupper() else [f"no command {words[1]!r}"]
-    below = getattr(command, "commands", None) or getattr(command, "subjects", None)
-    if below and subject is None and rest and re.match(r"[a-z]", rest[0]):
+    if getattr(command, "commands", None) and rest and re.match(r"[a-z]", rest[0]):
         return [f"no command {rest[0]!r}"]
     options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
     found = []
@@ -78,11 +74,6 @@ def mistakes(line: str) -> list[str]:
         name = word.partition("=")[0]
         if word.startswith("--") and name not in {*options, "--help", "--version", "--"}:
             found += [part for part in name.split("|") if part not in options]
-        elif word.startswith("--") and subject is not None:
-            parameter = next((each for each in command.params if name in each.opts), None)
-            always = {"models", "model", "output", "json_"}
-            if parameter is not None and parameter.name not in {*always, *subject.takes}:
-                found.append(f"{name} is not for this subject")
     key_class = KEYS.get(words[1]) if words[0] == "midus" else None
     if words[:2] == ["midus", "eval"]:
         rest, key_class = (

@@ -9,7 +9,7 @@ import torch
 from training.tiny_run import refused
 from transformers import TrainingArguments
 
-from midus_hf.cli.recipes import read_recipe
+from midus_hf.cli.options import read_recipe
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training import arguments
 from midus_hf.training.arguments import TrainArguments, computes_bfloat16
@@ -119,6 +119,7 @@ BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
         ({"corpus": []}, "config has no 'corpus'; set it in the file, or as corpus=... after it."),
         ({"corpus": None}, "config has no 'corpus'; set it in the file, or as corpus=... after it."),
         ({"sequence_length": 1}, "sequence_length is 1; expected at least 2 tokens."),
+        ({"usage_steps": 0}, "usage_steps is 0; expected at least 1."),
         ({"early_stopping_patience": 0}, "early_stopping_patience is 0; expected at least 1."),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size is 0; expected at least 1."),
         ({"per_device_eval_batch_size": -1}, "per_device_eval_batch_size is -1; expected at least 1."),
@@ -132,6 +133,7 @@ BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
         ({"eval_strategy": "epoch"}, "eval_strategy is 'epoch', which needs eval_text; set both or neither."),
         ({"early_stopping_patience": 2}, "early_stopping_patience is 2, which needs eval_text; set both or neither."),
         ({"config_name": "c"}, "model_name_or_path is 'm' and config_name is 'c'; expected one of them: model_name_or_path to"),
+        ({"model_name_or_path": None}, "config has no 'model_name_or_path'; set it in the file, or as model_name_or_path=..."),
         ({**BEGUN, "tokenizer_name": None}, "config has 'config_name' and no 'tokenizer_name'; set it to the folder or Hub id"),
         ({"tokenizer_name": "t"}, "tokenizer_name is 't', but a saved model has its own; leave it out, or set"),
         ({"adapters": {}, "trainable": "all"}, "only adapters and new parts of the model train. Leave adapters out, or set tr"),

@@ -64,10 +64,10 @@ def test_a_configuration_file_places_by_name_list_or_number(command, base, tmp_p
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "cannot be read: No such file or directory"),
+        (None, "cannot be read (No such file or directory)"),
         ("a: [", "is not YAML: while parsing"),
         ("\x80", "is not YAML"),
-        ("- base", "holds no mapping; expected keys such as base, method, output"),
+        ("- base", "holds a list; expected a mapping of keys to values"),
         ("bsae: x", "has no option 'bsae'. Did you mean 'base'"),
         ("num_new_layers: many", "num_new_layers is 'many'; expected a whole number"),
         ("num_new_layers: 2.5", "num_new_layers is 2.5; expected a whole number"),

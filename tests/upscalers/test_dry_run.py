@@ -18,7 +18,7 @@ MODELS = {
     "llama-3.1-8b": (LLAMA_3_1_8B, 8.45e9),
 }
 # 0.25 and 1.2 on a quiet machine; where both cores are taken, the same work takes a processor twice as long.
-HELP_SECONDS, DRY_RUN_SECONDS, ATTEMPTS = 0.7, 3.0, 3
+HELP_SECONDS, DRY_RUN_SECONDS, ATTEMPTS = 0.5, 3.0, 3
 
 IMPORTED = """
 import json, sys

@@ -6,7 +6,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from midus_hf.cli.look.request import Request
+from midus_hf.cli.look.request import AblationRequest, DepthRequest, DriftRequest, HeadsRequest, TextRequest
 from midus_hf.cli.options import needing_harness
 from midus_hf.evaluation.text_rows import TextRows, read_rows
 from midus_hf.look import ablation as parts_lost
@@ -28,7 +28,7 @@ def _token_bar(what: str, passes: int, texts: list[TextRows]) -> Iterator[Callab
         yield bar.update
 
 
-def _about(request: Request, losses: dict[str, float]) -> tuple[str, dict[str, Any]]:
+def _about(request: TextRequest, losses: dict[str, float]) -> tuple[str, dict[str, Any]]:
     """Return a sentence that says what the model read, with which losses, and the same as the head of a report."""
     texts = {
         text.name: {
@@ -43,7 +43,7 @@ def _about(request: Request, losses: dict[str, float]) -> tuple[str, dict[str, A
     return f"{request.model} read {read}.", {"model": request.model, "texts": texts}
 
 
-def usage(request: Request) -> Answer:
+def usage(request: TextRequest) -> Answer:
     """Answer which slots are retrieved, which chapters opened and which blocks fetched, and how evenly."""
     model, _ = request.loaded
     losses, counts = {}, {}
@@ -64,15 +64,16 @@ def usage(request: Request) -> Answer:
     )
 
 
-def ablation(request: Request) -> Answer:
+def ablation(request: TextRequest) -> Answer:
     """Answer how the loss of each text changes without each added layer, memory and reading of the depth, or each chapter."""
     model, _ = request.loaded
     parts = added_parts(model)
-    if request.chapters is not None:
+    chapters = request.chapters if isinstance(request, AblationRequest) else None
+    if chapters is not None:
         parts = chapter_parts(model)
-        if request.chapters != "all":
+        if chapters != "all":
             most = max(part.chapter or 0 for part in parts)
-            chosen = parse_numbers(request.chapters, most + 1, "chapters")
+            chosen = parse_numbers(chapters, most + 1, "chapters")
             parts = [part for part in parts if part.chapter in chosen]
     with _token_bar("ablation", 2 + len(parts), request.text_rows) as progress:
         measured = parts_lost.ablate(
@@ -91,13 +92,13 @@ def ablation(request: Request) -> Answer:
     )
 
 
-def drift(request: Request) -> Answer:
+def drift(request: DriftRequest) -> Answer:
     """Answer how far predictions moved from the base's: divergence, first choices, loss, and the predictions that moved most."""
     request.check_base()
     return _moved_predictions(request)
 
 
-def _moved_predictions(request: Request) -> Answer:
+def _moved_predictions(request: DriftRequest) -> Answer:
     model, tokenizer = request.loaded
     logits_of_base = _logits_of_base(request)
     with _token_bar("drift", 1, request.text_rows) as progress:
@@ -122,7 +123,7 @@ def _moved_predictions(request: Request) -> Answer:
     )
 
 
-def _logits_of_base(request: Request) -> moved.LogitsOfBase:
+def _logits_of_base(request: DriftRequest) -> moved.LogitsOfBase:
     """Return a function that computes the base's logits.
 
     Raises:
@@ -139,9 +140,9 @@ def _logits_of_base(request: Request) -> moved.LogitsOfBase:
     return moved.other_base(model, base)
 
 
-def heads(request: Request) -> Answer:
+def heads(request: HeadsRequest) -> Answer:
     """Answer how much each head of attention matters for right answers, and how much heads of a layer differ in that."""
-    names = [name.strip() for name in (request.tasks or "").split(",") if name.strip()]
+    names = [name.strip() for name in request.tasks.split(",") if name.strip()]
     rows, tables = {}, []
     with needing_harness():
         from midus_hf.evaluation.harness import Tasks
@@ -171,7 +172,7 @@ def heads(request: Request) -> Answer:
     )
 
 
-def depth(request: Request) -> Answer:
+def depth(request: TextRequest) -> Answer:
     """Answer which share of attention goes to the depth, and which earlier layers are read.
 
     With `--layer` and `--head` the picture is a map of that head: the share that each token of the longest row gives to each key and
@@ -180,7 +181,7 @@ def depth(request: Request) -> Answer:
     model, _ = request.loaded
     texts = request.text_rows
     head_map = None
-    if request.layer is not None and request.head is not None:
+    if isinstance(request, DepthRequest) and request.layer is not None and request.head is not None:
         head_map = depth_read.depth_map(model, texts[0].rows[0][:-1], request.layer, request.head)
     losses = {}
     with depth_read.record_depth(model) as readings, _token_bar("reading", 1, texts) as progress:
@@ -197,7 +198,7 @@ def depth(request: Request) -> Answer:
     )
 
 
-def page(request: Request) -> Answer:
+def page(request: DriftRequest) -> Answer:
     """Answer every question that texts answer about the model: usage, ablation, drift and reading of the depth."""
     request.check_base()
     model, _ = request.loaded

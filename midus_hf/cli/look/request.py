@@ -1,4 +1,4 @@
-"""Questions about a model, their options, and the models, texts and rows of tokens that the options name."""
+"""The options of each question about a model, and the models, texts and rows of tokens that the options name."""
 
 import dataclasses
 import sys
@@ -7,17 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from midus_hf.cli.options import (
-    Column,
-    Device,
-    Encoding,
-    Subject,
-    Subjects,
-    TaskData,
-    flag,
-    model_argument,
-    option,
-)
+from midus_hf.cli.options import Column, Device, Encoding, TaskData, flag, model_argument, option
 from midus_hf.model_names import check_model_name
 
 if TYPE_CHECKING:
@@ -26,113 +16,28 @@ if TYPE_CHECKING:
 
     from midus_hf.evaluation.text_rows import TextRows
 
-_READING = (
-    *("text", "column", "encoding", "limit", "sequence_length", "max_tokens", "batch_size", "retriever"),
-    *("dtype", "device"),
-)
-_OF_HEADS = ("tasks", "data", "include_path", "limit", "signed", "dtype", "device")
-# Questions that `midus look` answers. The function of the same name in `questions.py` answers each.
-QUESTIONS = Subjects(
-    "question",
-    {
-        "usage": Subject("slots, chapters and blocks that texts use, and how evenly", _READING, ("text",)),
-        "ablation": Subject(
-            "loss of texts without each added part, or each of --chapters",
-            (*_READING, "chapters"),
-            ("text",),
-        ),
-        "drift": Subject(
-            "how far predictions moved from the base's, and where most", (*_READING, "base", "top"), ("text",)
-        ),
-        "heads": Subject("how much each head matters for answers of tasks", _OF_HEADS, ("tasks",)),
-        "depth": Subject("what heads read of earlier layers (moda)", (*_READING, "layer", "head"), ("text",)),
-        "page": Subject("all of these but heads, on one page", (*_READING, "base", "top"), ("text",)),
-    },
-)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-    """Options of a question. Each question takes some of them."""
+class ModelRequest:
+    """Options of every question."""
 
     dtype: Annotated[str, option("auto, float32, bfloat16 or float16.", "NAME")] = "auto"
     device: Device = None
-    column: Column = "text"
-    encoding: Encoding = "utf-8"
-    limit: Annotated[int | None, option("Documents per text.  [default: all]", "N")] = None
-    sequence_length: Annotated[int | None, option("Tokens per row of a text.  [default: 1024]", "N")] = None
-    max_tokens: Annotated[int | None, option("Tokens of each text to read.  [default: all]", "N")] = None
-    batch_size: Annotated[int, option("Rows per forward pass.", "N")] = 4
-    models: Annotated[list[str], model_argument("A model that upscale made; heads takes several.", "MODEL")]
-    text: Annotated[list[str] | None, option("File or folder to read; may be repeated.", "[NAME=]PATH")] = None
-    retriever: Annotated[str | None, option("Tree of topics by which texts fetch blocks.", "TREE")] = None
-    base: Annotated[str, option("Base to compare with; self: MODEL without added parts.", "MODEL")] = "self"
-    layer: Annotated[int | None, option("Draw what a head of this layer reads.", "N")] = None
-    head: Annotated[int | None, option("Draw what this head of --layer reads.", "N")] = None
-    chapters: Annotated[str | None, option("Ablate chapters: all, or such as 3,7-9.", "LIST")] = None
-    top: Annotated[int, option("How many predictions of each text to show.", "N")] = 10
-    tasks: Annotated[str | None, option("Tasks of lm-eval, separated by commas.", "NAMES")] = None
-    data: TaskData = None
-    include_path: Annotated[str | None, option("Folder with more task files.", "DIR")] = None
-    signed: Annotated[bool, flag("--signed", "Signed sums in place of absolute values.")] = False
+    limit: Annotated[int | None, option("Documents per text, or questions per task.  [default: all]", "N")] = None
 
     def check(self) -> None:
-        """Check what can be checked before anything large is imported, and read the texts.
+        """Check what can be checked before anything large is imported.
 
         Raises:
-            ValueError: If an option is out of range, a text cannot be read, or two texts have one name.
+            ValueError: If an option is out of range.
         """
         from midus_hf.evaluation.settings import check_dtype
 
         check_dtype(self.dtype)
         for name in ("top", "limit"):
-            value = getattr(self, name)
+            value = getattr(self, name, None)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1.")
-        if (self.layer is None) != (self.head is None):
-            raise ValueError(
-                "layer and head name one head together; expected both or neither. Give the other as well."
-            )
-        assert self.documents is not None
-
-    @property
-    def model(self) -> str:
-        """Name of the only model.
-
-        Raises:
-            ValueError: If several models are named.
-        """
-        if len(self.models) > 1:
-            raise ValueError(f"{len(self.models)} models are given; expected one, for all questions but heads.")
-        return self.models[0]
-
-    @cached_property
-    def documents(self) -> dict[str, list[str]]:
-        """Documents of each text, by the text's name. Which files of a folder were not read is printed on standard error."""
-        from midus_hf.topics.documents import read_documents
-        from midus_hf.topics.text_files import describe_files
-
-        paths: dict[str, str] = {}
-        for text in self.text or []:
-            name, equals, path = text.partition("=")
-            if not equals or Path(text).exists():
-                name, path = Path(text).absolute().name, text
-            if not (name and path):
-                raise ValueError(f"text is {text!r}; expected PATH or NAME=PATH, such as code=code.jsonl.")
-            if name in paths:
-                raise ValueError(f"text {name!r} is given twice; expected each name once.")
-            paths[name] = path
-        documents = {}
-        for name, path in paths.items():
-            if (line := describe_files(path)) is not None:
-                print(line, file=sys.stderr)
-            documents[name] = read_documents(path, self.column, self.encoding)[: self.limit]
-        return documents
-
-    @cached_property
-    def loaded(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-        """The model, in eval mode, and its tokenizer."""
-        return self.load(self.model)
 
     def load(self, name: str, what: str = "model") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
         """Load a model, in eval mode, and its tokenizer. Progress bars of libraries are shown on terminals only.
@@ -158,6 +63,68 @@ class Request:
             model.to(torch.device(device))  # type: ignore[arg-type]  # transformers' wrapper hides the argument
         check_whole(name, missing)
         return model.eval(), tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadsRequest(ModelRequest):
+    """Options of the question about heads."""
+
+    models: Annotated[list[str], model_argument("Models, compared side by side.", "MODEL...")]
+    tasks: Annotated[str, option("Tasks of lm-eval, separated by commas.", "NAMES")]
+    data: TaskData = None
+    include_path: Annotated[str | None, option("Folder with more task files.", "DIR")] = None
+    signed: Annotated[bool, flag("--signed", "Signed sums in place of absolute values.")] = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextRequest(ModelRequest):
+    """Options of questions about what a model does with texts."""
+
+    model: Annotated[str, model_argument("A model that upscale made.", "MODEL")]
+    text: Annotated[list[str], option("File or folder to read; may be repeated.", "[NAME=]PATH")]
+    column: Column = "text"
+    encoding: Encoding = "utf-8"
+    sequence_length: Annotated[int | None, option("Tokens per row of a text.  [default: 1024]", "N")] = None
+    max_tokens: Annotated[int | None, option("Tokens of each text to read.  [default: all]", "N")] = None
+    batch_size: Annotated[int, option("Rows per forward pass.", "N")] = 4
+    retriever: Annotated[str | None, option("Tree of topics by which texts fetch blocks.", "TREE")] = None
+
+    def check(self) -> None:
+        """Check what can be checked before anything large is imported, and read the texts.
+
+        Raises:
+            ValueError: If an option is out of range, a text cannot be read, or two texts have one name.
+        """
+        super().check()
+        assert self.documents is not None
+
+    @cached_property
+    def documents(self) -> dict[str, list[str]]:
+        """Documents of each text, by the text's name. Which files of a folder were not read is printed on standard error."""
+        from midus_hf.topics.documents import read_documents
+        from midus_hf.topics.text_files import describe_files
+
+        paths: dict[str, str] = {}
+        for text in self.text:
+            name, equals, path = text.partition("=")
+            if not equals or Path(text).exists():
+                name, path = Path(text).absolute().name, text
+            if not (name and path):
+                raise ValueError(f"text is {text!r}; expected PATH or NAME=PATH, such as code=code.jsonl.")
+            if name in paths:
+                raise ValueError(f"text {name!r} is given twice; expected each name once.")
+            paths[name] = path
+        documents = {}
+        for name, path in paths.items():
+            if (line := describe_files(path)) is not None:
+                print(line, file=sys.stderr)
+            documents[name] = read_documents(path, self.column, self.encoding)[: self.limit]
+        return documents
+
+    @cached_property
+    def loaded(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+        """The model, in eval mode, and its tokenizer."""
+        return self.load(self.model)
 
     @cached_property
     def text_rows(self) -> "list[TextRows]":
@@ -214,6 +181,37 @@ class Request:
             retriever = MemoryRetriever.load(self.retriever, device=str(model.device))
         check_tree(retriever.tree, model)
         return retriever.paths
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AblationRequest(TextRequest):
+    """Options of the question what texts lose without parts of the model."""
+
+    chapters: Annotated[str | None, option("Ablate chapters: all, or such as 3,7-9.", "LIST")] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DepthRequest(TextRequest):
+    """Options of the question about what heads read of the depth."""
+
+    layer: Annotated[int | None, option("Draw what a head of this layer reads.", "N")] = None
+    head: Annotated[int | None, option("Draw what this head of --layer reads.", "N")] = None
+
+    def check(self) -> None:
+        """Check what `TextRequest.check` checks, and that layer and head name one head together."""
+        if (self.layer is None) != (self.head is None):
+            raise ValueError(
+                "layer and head name one head together; expected both or neither. Give the other as well."
+            )
+        super().check()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DriftRequest(TextRequest):
+    """Options of questions that compare the model with its base."""
+
+    base: Annotated[str, option("Base to compare with; self: MODEL without added parts.", "MODEL")] = "self"
+    top: Annotated[int, option("How many predictions of each text to show.", "N")] = 10
 
     def check_base(self) -> None:
         """Check that `base` names a model, or that the model without its added parts is its base.

@@ -41,7 +41,7 @@ def train_in_group(
 def _train(
     arguments_class: type[Any], prepare: Callable[[Any], Any], path: str, overrides: Sequence[str]
 ) -> Ending | None:
-    from midus_hf.cli.recipes import read_recipe
+    from midus_hf.cli.options import read_recipe
     from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.model_names import check_sources
     from midus_hf.training.callbacks import RunInterrupted

@@ -57,7 +57,7 @@ def config_text(command: str, method: str, options_class: type) -> str:
         ValueError: If there is no method and no recipe of this name.
     """
     text = _recipe(command, method)
-    written, described = read_yaml(text), _descriptions(options_class)
+    written, described = read_yaml(text, f"the recipe of {method}"), _descriptions(options_class)
     lines = ["", "# Keys of memories and texts, with their defaults; every key of the Trainer's arguments works too:"]
     fields: Any = dataclasses.fields(options_class)
     for field in fields:

@@ -191,7 +191,7 @@ def test_a_block_that_lost_its_mark_can_be_deleted(upscaled, tmp_path, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ([], "--node is missing; delete needs it."),
+        ([], "Missing option '--node'."),
         (["--node", "x"], "node is 'x'; expected LEVEL:NODE, such as 2:52, or LEVEL:generic."),
         (["--node", "3:0"], "node '3:0' is of level 3; expected 1 to 2."),
         (["--node", "1:3"], "node '1:3' is not there; expected 0 to 2, or generic."),
