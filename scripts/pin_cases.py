@@ -134,8 +134,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"zero": "projection"},
         {"share": "all"},
         {"share": "ring:4"},
-        {"share": "noring:2", "layers": [0, 1, 3]},
-        {"share": "block:2"},
         {"key_pairs": 2, "projections": "per-block"},
         {"rank": 1, "scoring": "sum"},
         {"heads": 2, "rank": 3, "activation": "gelu", "side_k": 5},

@@ -70,6 +70,22 @@ def read_options(options_class: Any, values: dict[str, Any], what: str) -> Any:
     return options_class(**values)
 
 
+def check_options(options: Any) -> None:
+    """Take the options of an entry as the package wrote them."""
+
+
+def check_fit(options: Any, sizes: Any) -> None:
+    """Take a memory as one that fits the model."""
+
+
+def check_place(options: Any, values: Any, name: Any, sizes: Any) -> None:
+    """Take the place of a memory as the package wrote it."""
+
+
+def check_memories(memories: Any) -> None:
+    """Take the memories of a config as the package wrote them."""
+
+
 def _refusal(what: str, expected: Any) -> ValueError:
     return ValueError(
         f"{what}; expected {' or '.join(map(repr, expected))}, for which {ENTRY_MODULE}.py was written. "

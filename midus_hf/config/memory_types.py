@@ -1,14 +1,14 @@
 """The base class of memory types, which declares options, tensors and sites, and the table of registered types."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import Any, ClassVar, Literal, get_args
 
-from midus_hf.config.by_type import ByType
 from midus_hf.config.declared_tensors import DeclaredTensor, Role
 from midus_hf.config.fetched_blocks import FetchedBlocks
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.config.plugins import is_same_class, load_offered
+from midus_hf.config.plugins import load_offered
 
 # Position of a memory in a model.
 #
@@ -21,7 +21,6 @@ from midus_hf.config.plugins import is_same_class, load_offered
 Site = Literal["inserted", "beside-ffn", "inside-ffn", "inside-attention", "behind-attention", "behind-layer", "skip"]
 
 SITES: tuple[Site, ...] = get_args(Site)
-ROLES: tuple[Role, ...] = get_args(Role)
 
 # Name of a control that options make. `one-row`: the memory has a single row, or one per head where each head has
 # rows, so no choice is left. `random-slots`: the rows that a token reads are drawn at random, whatever the token
@@ -34,10 +33,10 @@ class MemoryOptions:
     """Options of a type of memory, with the tensors and costs that follow from the options.
 
     A subclass is registered under the `type` that entries of a config's `memory` list name. Its fields are made with
-    `midus_hf.config.options.option` and have defaults. What is asked about a memory elsewhere (which values and models it
-    refuses, what it costs) is registered by the class of options: `check_options`, the functions of
-    `midus_hf.config.memory_checks` and of `midus_hf.config.flops.memories`. Methods that take `index` and `count` describe one
-    layer: `index` counts from 0 among the `count` layers that have the memory.
+    `midus_hf.config.options.option` and have defaults. What is asked about a memory elsewhere (which values, models and layers
+    it refuses, what it costs) is a function registered for the class of options: `check_options`, `check_fit`, `check_layers`,
+    `layer_projections`, and `flops` and `values_read` of `midus_hf.config.flops.rules`. Methods that take `index` and `count`
+    describe one layer: `index` counts from 0 among the `count` layers that have the memory.
     """
 
     type: ClassVar[str]
@@ -107,7 +106,7 @@ class MemoryOptions:
         return None
 
 
-@ByType
+@singledispatch
 def check_options(options: MemoryOptions) -> None:
     """Refuse options out of range. A type registers its check by the class of options; without one, all values pass.
 
@@ -116,13 +115,42 @@ def check_options(options: MemoryOptions) -> None:
     """
 
 
-@ByType
+@singledispatch
 def check_fit(options: MemoryOptions, sizes: ModelSizes) -> None:
     """Refuse a model that a memory does not fit. A type of memory registers its check; without one, every model fits.
 
     Raises:
         ValueError: If the memory does not fit. The message names the size, the expected size and a remedy.
     """
+
+
+@singledispatch
+def check_layers(options: MemoryOptions, layers: tuple[int, ...]) -> None:
+    """Refuse a choice of layers that does not work together. A type registers its check; without one, every choice works.
+
+    Args:
+        options: Options of the memory.
+        layers: Indices of the layers that have the memory, ascending.
+
+    Raises:
+        ValueError: If the choice does not work. The message names the layers, the expected layers and a remedy.
+    """
+
+
+@singledispatch
+def layer_projections(options: MemoryOptions, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+    """Return the input and output width of the projections that a layer must have for a memory, by role. Default: none."""
+    return {}
+
+
+def head_projections(sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+    """Return the widths of the projections around heads whose keys and values a memory adds to."""
+    key_width = sizes.num_key_value_heads * sizes.head_dim
+    return {
+        "key": (sizes.hidden_size, key_width),
+        "value": (sizes.hidden_size, key_width),
+        "output_projection": (sizes.num_heads * sizes.head_dim, sizes.hidden_size),
+    }
 
 
 @dataclass(frozen=True)
@@ -161,42 +189,12 @@ class InsertedOptions(MemoryOptions):
 #: unknown name.
 MEMORY_TYPES: dict[str, type[MemoryOptions]] = {}
 
-Options = TypeVar("Options", bound=MemoryOptions)
-
 
 def known_type(name: object) -> bool:
     """Return whether a type of memory has this name, here or in another package."""
     if name not in MEMORY_TYPES:
         load_offered("midus_hf.config.memories")
     return name in MEMORY_TYPES
-
-
-def register_memory_type(name: str) -> Callable[[type[Options]], type[Options]]:
-    """Return a decorator that registers the options of a type of memory under the `type` that configs name.
-
-    Args:
-        name: Lower case words joined by hyphens.
-
-    Raises:
-        ValueError: If the name has another form or belongs to another class, or if the class declares something wrong:
-            an unknown site, an option without a default, an unknown role, a control that cannot be built, a wrong name
-            of an option or tensor.
-    """
-    if not is_name(name) or name != name.lower():
-        raise ValueError(
-            f"memory type is {name!r}; expected lower case words joined by hyphens, and no word of a torch module."
-        )
-
-    def decorate(cls: type[Options]) -> type[Options]:
-        taken = MEMORY_TYPES.get(name)
-        if taken is not None and not is_same_class(taken, cls):
-            raise ValueError(f"memory type {name!r} is already registered by {taken.__name__}; choose another name.")
-        _check_declaration(name, cls)
-        cls.type = name
-        MEMORY_TYPES[name] = cls
-        return cls
-
-    return decorate
 
 
 # Attributes of torch's containers of modules. A module in a container cannot have one of these names.
@@ -209,79 +207,3 @@ _WORDS_OF_MODULES = frozenset(
 def is_name(name: str) -> bool:
     """Return whether a memory can have this name: words joined by hyphens, and no attribute of a torch container of modules."""
     return all(word.isalnum() for word in name.split("-")) and name not in _WORDS_OF_MODULES
-
-
-_WORDS_OF_ENTRIES = frozenset({"type", "name", "site", "layers", "into", "span"})
-
-_SAMPLE = ModelSizes(hidden_size=64, num_heads=4, intermediate_size=128, num_layers=4)
-
-
-def sample_tensors(options_class: type[MemoryOptions]) -> list[tuple[str, DeclaredTensor]]:
-    """Return the tensors that default options declare for a layer and for tables of an example model, to check names and roles."""
-    options = options_class()
-    tables = options.tables(_SAMPLE, tuple(range(_SAMPLE.num_layers)))
-    return [*options.tensors(_SAMPLE).items(), *(item for shared in tables for item in shared.tensors.items())]
-
-
-def _check_declaration(name: str, cls: type[MemoryOptions]) -> None:
-    unknown_sites = [site for site in cls.sites if site not in SITES]
-    if unknown_sites or not cls.sites:
-        raise ValueError(f"memory type {name!r} has sites = {cls.sites}; expected one or more of {', '.join(SITES)}.")
-    if "inserted" in cls.sites and not issubclass(cls, InsertedOptions):
-        raise ValueError(f"memory type {name!r} can be inserted; expected its options to extend InsertedOptions.")
-    try:
-        options = cls()
-    except TypeError as error:
-        raise ValueError(
-            f"memory type {name!r} cannot be built without options ({error}); give each a default."
-        ) from None
-    taken = sorted(_WORDS_OF_ENTRIES & {field.name for field in fields(options)})
-    if taken:
-        raise ValueError(
-            f"memory type {name!r} has the option {taken[0]!r}, which says what or where a memory is; choose another name."
-        )
-    for control, changes in cls.controls.items():
-        _check_control(name, cls, control, changes)
-    for tensor_name, tensor in sample_tensors(cls):
-        parent, _, leaf = tensor_name.rpartition(".")
-        if not leaf.isidentifier() or (parent and (leaf != "weight" or not parent.isidentifier())):
-            raise ValueError(
-                f"memory type {name!r} has a tensor {tensor_name!r}; expected a name without dots, or NAME.weight."
-            )
-        if hasattr(dict, parent or leaf):
-            raise ValueError(
-                f"memory type {name!r} has a tensor {tensor_name!r}, a name that dictionaries have for a method, which "
-                "PEFT cannot wrap; choose another."
-            )
-        if tensor.role == "buffer" and parent:
-            raise ValueError(
-                f"memory type {name!r} gives {tensor_name} the role 'buffer'; expected a parameter: linear layers have no "
-                "buffers."
-            )
-        if tensor.dtype and tensor.role != "buffer":
-            raise ValueError(
-                f"memory type {name!r} gives {tensor_name} the role {tensor.role!r} and the dtype {tensor.dtype}; expected the role "
-                "'buffer', since integers do not train."
-            )
-        if tensor.role not in ROLES:
-            raise ValueError(
-                f"memory type {name!r} gives {tensor_name} the role {tensor.role!r}; expected one of {', '.join(ROLES)}."
-            )
-
-
-def _check_control(name: str, cls: type[MemoryOptions], control: str, changes: Mapping[str, Any]) -> None:
-    """Refuse an unknown control, or one whose options the type does not have or refuses."""
-    if control not in get_args(DeclaredControl):
-        raise ValueError(
-            f"memory type {name!r} declares the control {control!r}; expected one of {', '.join(get_args(DeclaredControl))}."
-        )
-    unknown = sorted(changes.keys() - {field.name for field in fields(cls)})
-    if unknown or not changes:
-        what = f"the option {unknown[0]!r}, which it does not have" if unknown else "no option"
-        raise ValueError(
-            f"the control {control!r} of memory type {name!r} sets {what}; expected options of this type."
-        )
-    try:
-        cls(**changes)
-    except ValueError as error:
-        raise ValueError(f"the control {control!r} of memory type {name!r} cannot be built: {error}") from None

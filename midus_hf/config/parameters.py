@@ -7,7 +7,7 @@ from typing import Any
 
 from midus_hf.config.backbone import Backbone, read_backbone
 from midus_hf.config.declared_tensors import DeclaredTensor
-from midus_hf.config.flops.memories import values_read
+from midus_hf.config.flops.rules import values_read
 from midus_hf.config.memory_entries import inserted_options, read_memories
 
 

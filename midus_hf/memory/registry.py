@@ -28,7 +28,8 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from midus_hf.config.by_type import ByType
-from midus_hf.config.memory_types import MEMORY_TYPES, MemoryOptions, check_fit, sample_tensors
+from midus_hf.config.declarations import sample_tensors
+from midus_hf.config.memory_types import MEMORY_TYPES, MemoryOptions, check_fit
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.plugins import is_same_class, load_offered
 from midus_hf.memory.declared_module import DeclaredModule

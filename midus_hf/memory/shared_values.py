@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from midus_hf.config.memories.linear import LinearOptions
-from midus_hf.config.memories.product_key import ProductKeyOptions
+from midus_hf.config.memories.shared_values import LinearOptions, ProductKeyOptions
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import register_memory
 from midus_hf.memory.retrieval import RetrievalMemory

@@ -201,8 +201,7 @@ class UltraMem(MemoryModule):
     def _rows(self, slots: torch.Tensor, table_rows: int) -> torch.Tensor:
         """Return the rows of a stored table that virtual slots read."""
         rows = slots if self.options.num_virtual_slots == self.num_slots else self._shuffled(slots) % self.num_slots
-        own = self.options.n**2
-        first = self.options.sharing.first(self.index, table_rows // own) * own
+        first = self.options.first_row(self.index, table_rows)
         return (rows + first) % table_rows if first else rows
 
 

@@ -229,8 +229,12 @@ def test_sites_and_types_that_a_checkpoint_was_not_written_for_are_refused(chang
 # The definitions that carried code has another of, ops aside.
 STANDS_FOR = {
     "check_entry": "midus_hf.config.memory_entries",
+    "check_memories": "midus_hf.config.memory_entries",
+    "check_place": "midus_hf.config.memory_entries",
+    "check_fit": "midus_hf.config.memory_types",
+    "check_options": "midus_hf.config.memory_types",
     "MEMORY_TYPES": "midus_hf.config.memory_types",
-    "register_memory_type": "midus_hf.config.memory_types",
+    "register_memory_type": "midus_hf.config.declarations",
     "MEMORY_MODULES": "midus_hf.memory.registry",
     "register_memory": "midus_hf.memory.registry",
     "module_of": "midus_hf.memory.registry",

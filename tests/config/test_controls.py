@@ -5,9 +5,10 @@ from dataclasses import dataclass, fields, replace
 import pytest
 
 from midus_hf.config.controls import Change, controls_of, num_value_rows
+from midus_hf.config.declarations import register_memory_type
 from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor
-from midus_hf.config.flops.memories import flops
-from midus_hf.config.memory_types import MEMORY_TYPES, MemoryOptions, register_memory_type
+from midus_hf.config.flops.rules import flops
+from midus_hf.config.memory_types import MEMORY_TYPES, MemoryOptions
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 
@@ -67,7 +68,7 @@ def test_the_row_of_each_head_is_its_own_where_heads_have_banks():
     assert options.tensors(SIZES)["value_bank"].shape == (4, 1, 8)
 
 
-@pytest.mark.parametrize("share", ["all", "noring:4", "ring:4", "block:4"])
+@pytest.mark.parametrize("share", ["all", "ring:4"])
 def test_one_row_is_left_of_tables_that_layers_share(share):
     options = replace(MEMORY_TYPES["ultramem"](share=share), **of("ultramem")["one-row"].options)
     assert options.num_rows == 1 and options.tables(SIZES, (0, 1, 2, 3)) == ()
@@ -113,10 +114,10 @@ def test_shuffled_are_tables_of_values_also_those_that_layers_share(memory_type,
 
 
 def test_layers_say_how_tables_are_shared():
-    options = MEMORY_TYPES["ultramem"](share="block:3")
-    with pytest.raises(ValueError, match="share is 'block:3', which does not divide the 4 layers"):
+    options = MEMORY_TYPES["ultramem"](share="ring:5")
+    with pytest.raises(ValueError, match="share is 'ring:5', but 4 layers have the memory"):
         controls_of(options, SIZES)
-    assert list(controls_of(options, SIZES, (0, 1, 3))) == ALL
+    assert list(controls_of(options, SIZES, (0, 1, 2, 3, 4))) == ALL
 
 
 @pytest.mark.parametrize("memory_type", ["chapters", "headwise", "linear", "product-key", "ultramem"])

@@ -11,15 +11,13 @@ import torch
 from tiny import NATIVE_FAMILIES, prompt, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from midus_hf.config import MEMORY_TYPES
 from midus_hf.config.flops import model as counting
-from midus_hf.config.flops.memories import flops
 from midus_hf.config.flops.model import estimate_flops
-from midus_hf.config.flops.rules import linear
+from midus_hf.config.flops.rules import flops, linear
+from midus_hf.config.memories import MEMORY_TYPES
 from midus_hf.config.memories.chapters import ChaptersOptions
 from midus_hf.config.memories.headwise import HeadwiseOptions
-from midus_hf.config.memories.linear import LinearOptions
-from midus_hf.config.memories.product_key import ProductKeyOptions
+from midus_hf.config.memories.shared_values import LinearOptions, ProductKeyOptions
 from midus_hf.config.memories.ultramem import UltraMemOptions
 from midus_hf.config.memory_types import MemoryOptions
 from midus_hf.config.model_sizes import ModelSizes

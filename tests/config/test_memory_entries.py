@@ -7,7 +7,7 @@ import torch
 from config.reading import SIZES, read_entry
 from tiny import FAMILIES, save_tiny_model
 
-from midus_hf.config import MEMORY_TYPES
+from midus_hf.config.memories import MEMORY_TYPES
 from midus_hf.config.memories.headwise import HeadwiseOptions
 from midus_hf.config.memories.retrieval import RetrievalOptions
 from midus_hf.config.memory_entries import read_memories

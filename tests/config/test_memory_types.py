@@ -7,14 +7,14 @@ from dataclasses import dataclass, fields
 import pytest
 import torch
 
+from midus_hf.config.declarations import check_declaration, register_memory_type
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
+from midus_hf.config.memories import MEMORY_TYPES
 from midus_hf.config.memories.hierarchical import HierarchicalOptions, HierLoraOptions
 from midus_hf.config.memory_types import (
-    MEMORY_TYPES,
     InsertedOptions,
     MemoryOptions,
     is_name,
-    register_memory_type,
 )
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
@@ -135,8 +135,10 @@ def test_a_memory_of_blocks_must_say_what_they_hold(options, message):
         options().fetched(ModelSizes(hidden_size=8, num_heads=2))
 
 
-def test_every_type_is_declared_with_a_text_and_options_that_have_one():
+def test_every_type_of_the_package_passes_the_check_of_those_of_other_packages_and_has_texts():
+    assert len(MEMORY_TYPES) == 11
     for name, options in MEMORY_TYPES.items():
+        check_declaration(name, options)
         assert options.__doc__ and options.sites, name
         assert all(field.metadata["help"] for field in fields(options)), name
 

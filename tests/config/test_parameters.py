@@ -44,7 +44,7 @@ MEMORIES: list[tuple[dict[str, Any], int]] = [
             "type": "ultramem",
             "n": 8,
             "k": 2,
-            "share": "block:2",
+            "share": "ring:2",
             "heads": 2,
             "output_gate": True,
             "layers": [0, 1, 2, 3],

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from midus_hf.config import MEMORY_TYPES
+from midus_hf.config.memories import MEMORY_TYPES
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import read_options
 from midus_hf.memory.registry import build_memory

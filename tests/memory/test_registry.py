@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from midus_hf.config import MEMORY_TYPES
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
+from midus_hf.config.memories import MEMORY_TYPES
 from midus_hf.config.memory_types import MemoryOptions
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.headwise import HeadwiseMemory

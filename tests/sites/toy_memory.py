@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from midus_hf.config.declarations import register_memory_type
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Normal
-from midus_hf.config.memory_types import InsertedOptions, MemoryOptions, SharedTables, register_memory_type
+from midus_hf.config.memory_types import InsertedOptions, MemoryOptions, SharedTables
 from midus_hf.config.options import option
 from midus_hf.memory.registry import MemoryModule, register_memory
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from midus_hf.config import MEMORY_TYPES
+from midus_hf.config.memories import MEMORY_TYPES
 from midus_hf.config.memories.headwise import HeadwiseOptions
 from midus_hf.config.memories.hierarchical import HierFFNOptions
 from midus_hf.config.memory_types import MemoryOptions

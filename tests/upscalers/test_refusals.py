@@ -236,8 +236,10 @@ ULTRAMEM = [
     ("key_pairs=3000 n=64", "n is 64, key_pairs 3000 and share 'none', which make 36,864,000,000 slots; expected at most"),
     ("rank=17", "rank is 17, more than the 16 features of a key; expected fewer. Lower rank."),
     ("share=ring:5", "share is 'ring:5', but 4 layers have the memory; expected a group of at most that many tables."),
-    ("share=block:3", "share is 'block:3', which does not divide the 4 layers that have the memory; expected a divisor."),
-    ("share=rings:2", "share is 'rings:2'; expected none, all, noring:G, ring:G or block:G, such as ring:4."),
+    *(
+        (f"share={share}", f"share is '{share}'; expected none, all or ring:G, such as ring:4.")
+        for share in ("ring", "ring:0", "ring:-1", "Ring:2", "block:2")
+    ),
     ("value_width=0", "value_width is 0; expected 1 or more."),
     ("pre_value_width=-1", "pre_value_width is -1; expected 0 or more."),
     ("key_width=wide", "key_width is 'wide'; expected a number, or a fraction of the hidden size such as 3/16."),

@@ -27,26 +27,6 @@ def test_after_three_steps_every_new_tensor_has_moved(native_family, kind, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("share", "told"),
-    [
-        ("block:2", "a layer has 11 keys a side and reads 121 of the 128 rows of its tables: 14 rows are stored that no layer"),
-        ("noring:3", "a layer has 13 keys a side and reads 169 of the 192 rows of its tables: 23 rows are stored that no layer"),
-        ("ring:3", None),
-        ("block:4", None),
-    ],
-)  # fmt: skip
-def test_rows_that_no_layer_reads_are_told_before_anything_is_written(share, told, base, command):
-    options = [word for pair in ("n=8", "k=4", f"share={share}") for word in ("--set", pair)]
-    done = command("--base", base, "--method", "ultramem-v2", "--dry-run", *options)
-    assert done.status == 0
-    assert (
-        done.err == ""
-        if told is None
-        else f"upscale: warning: share is '{share}', so {told} reads. Choose" in done.err
-    )
-
-
-@pytest.mark.parametrize(
     ("options", "of_layer", "of_model"),
     [
         ({}, {"value_table": [64, 6], "pre_value_table": [64, 2], "row_keys": [1, 1, 8, 2, 16]}, {}),
@@ -61,9 +41,9 @@ def test_rows_that_no_layer_reads_are_told_before_anything_is_written(share, tol
             {"0.value_table": [256, 6], "0.pre_value_table": [256, 2]},
         ),
         (
-            {"share": "block:2", "pre_value_width": 0},
+            {"share": "ring:2", "pre_value_width": 0},
             {"row_keys": [1, 1, 11, 2, 16]},
-            {"0.value_table": [128, 6], "1.value_table": [128, 6]},
+            {"0.value_table": [256, 6]},
         ),
         (
             {"key_pairs": 2, "projections": "per-block"},
@@ -71,7 +51,7 @@ def test_rows_that_no_layer_reads_are_told_before_anything_is_written(share, tol
             {},
         ),
     ],
-    ids=["own", "all", "ring", "block", "expanded"],
+    ids=["own", "all", "ring", "no pre-values", "expanded"],
 )
 def test_tensors_have_their_names(options, of_layer, of_model, base, tmp_path):
     upscale(base=base, method="ultramem-v2", output=tmp_path / "out", options={**SMALL, **options}, verify=False)

@@ -216,7 +216,8 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
         raise ValueError(f"method name is {name!r}; expected lower case words joined by hyphens.")
 
     def decorate(cls: type[Method]) -> type[Method]:
-        cls.check_declaration(name)
+        if cls.__module__.partition(".")[0] != __name__.partition(".")[0]:  # a test checks this package's own methods
+            cls.check_declaration(name)
         cls.name = name
         METHODS[name] = cls
         return cls

@@ -6,9 +6,8 @@ from dataclasses import fields, make_dataclass
 from typing import Any, ClassVar
 
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
-from midus_hf.config.memory_checks import layer_projections
 from midus_hf.config.memory_entries import ATTACHED, INSERTED, TABLES, MemoryEntry
-from midus_hf.config.memory_types import InsertedOptions, MemoryOptions, Site, check_fit
+from midus_hf.config.memory_types import InsertedOptions, MemoryOptions, Site, check_fit, layer_projections
 from midus_hf.config.options import option
 from upscalers.architecture.families import FAMILIES, MEMORY_PREFIX
 from upscalers.architecture.family import Config

@@ -1,7 +1,7 @@
 """Mixture-of-Depths Attention: heads that also read what earlier layers wrote at the same position."""
 
 from midus_hf.config.memories.depth_attention import DepthAttentionOptions
-from midus_hf.config.memory_checks import check_layers
+from midus_hf.config.memory_types import check_layers
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import MODA, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod

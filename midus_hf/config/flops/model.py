@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from midus_hf.config.backbone import Backbone, read_backbone
-from midus_hf.config.flops.memories import flops
 from midus_hf.config.flops.rules import (
     ACTIVATIONS,
     TANH,
     attention_products,
     attention_weights,
     cross_entropy,
+    flops,
     linear,
     rms_norm,
     rotary_embedding,

@@ -1,4 +1,4 @@
-"""Prices of operations in floating-point operations (FLOPs): the rules of Mixture of Chapters, appendix A.2.
+"""Prices of operations in floating-point operations (FLOPs), the rules of Mixture of Chapters (appendix A.2), and of memories.
 
 A multiplication and an addition count one each, so a matrix product counts two per weight. An elementwise operation has
 a fixed price per number. Where the paper gives no price, the price of the paper's code counts. Memory traffic,
@@ -6,6 +6,10 @@ dropout and the optimizer are not counted.
 """
 
 import math
+from functools import singledispatch
+
+from midus_hf.config.memory_types import MemoryOptions
+from midus_hf.config.model_sizes import ModelSizes
 
 # Price of a softmax per number, and of cross entropy.
 SOFTMAX = 5
@@ -87,3 +91,35 @@ def router_losses(choices: int, candidates: int, k: int) -> int:
     squares = 2 * sums + 3 * candidates
     z_loss, entropy = 5 * sums + 2 * choices, 4 * sums
     return load_balance + squares + z_loss + entropy
+
+
+@singledispatch
+def flops(
+    options: MemoryOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
+) -> dict[str, int]:
+    """Count the floating-point operations of a memory in one layer and forward pass, its residual adds included.
+
+    Args:
+        options: Options of the memory, by whose class a type registers its count.
+        sizes: Sizes of the model.
+        batch: B, sequences in the batch.
+        tokens: T, tokens per sequence.
+        index: Number of the layer among the layers that have the memory, from 0.
+        count: Number of layers that have the memory.
+
+    Returns:
+        Operations by the name of their purpose.
+
+    Raises:
+        ValueError: If the type of memory has registered no count.
+    """
+    raise ValueError(
+        f"memory of type {options.type!r} does not say how many operations it takes; expected a function registered with "
+        f"midus_hf.config.flops.rules.flops for {type(options).__name__}. Leave the memory out of the config to count the rest."
+    )
+
+
+@singledispatch
+def values_read(options: MemoryOptions, sizes: ModelSizes) -> int | None:
+    """Return the number of elements of the values that one token reads in one layer. Default: None, all elements."""
+    return None

@@ -1,12 +1,25 @@
 """Mixture of Chapters: a bank of latent memory tokens in chapters, some of which a router opens (section 5)."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from midus_hf.config.declarations import register_memory_type
 from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, Normal
+from midus_hf.config.flops.rules import (
+    SOFTMAX,
+    attention_products,
+    attention_weights,
+    flops,
+    linear,
+    rms_norm,
+    router_losses,
+    top_k,
+    values_read,
+)
 from midus_hf.config.memories.retrieval import RANDOM_SLOTS, Addressing
-from midus_hf.config.memory_types import MemoryOptions, SharedTables, register_memory_type
+from midus_hf.config.memory_types import MemoryOptions, SharedTables, check_fit, check_options
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 
@@ -198,3 +211,122 @@ class ChaptersOptions(MemoryOptions):
         """Return K of `every:K`; None for other values of `share`."""
         every = re.fullmatch(r"every:([1-9]\d*)", self.share)
         return int(every[1]) if every else None
+
+
+@check_options.register
+def check_chapters_options(options: ChaptersOptions) -> None:
+    for name, least in (("memory_tokens", 1), ("chapters", 1), ("shared_chapters", 0), ("chunk_size", 1)):
+        if getattr(options, name) < least:
+            raise ValueError(f"{name} is {getattr(options, name)}; expected {least} or more.")
+    if options.first_chunk is not None and not 1 <= options.first_chunk <= options.chunk_size:
+        raise ValueError(
+            f"first_chunk is {options.first_chunk}; expected 1 to chunk_size = {options.chunk_size}, or null. Lower it or raise "
+            "chunk_size."
+        )
+    if options.memory_tokens % options.chapters:
+        raise ValueError(
+            f"chapters is {options.chapters}, which does not divide memory_tokens = {options.memory_tokens}; expected chapters of "
+            f"equal size. The nearest that do are {', '.join(map(str, _nearest_divisors(options.memory_tokens, options.chapters)))}."
+        )
+    if options.routed_chapters < 1:
+        raise ValueError(
+            f"shared_chapters is {options.shared_chapters}; expected fewer than chapters = {options.chapters}, so that some are left "
+            "for the router. Lower it or raise chapters."
+        )
+    if not 1 <= options.k <= options.routed_chapters:
+        raise ValueError(
+            f"k is {options.k}; expected 1 <= k <= {options.routed_chapters}, the chapters = {options.chapters} less "
+            f"shared_chapters = {options.shared_chapters}. Lower k or raise chapters."
+        )
+    for name in ("heads", "kv_heads", "bank_rank", "bank_width"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; expected 1 or more, or null.")
+    if options.bank_rank is not None and options.bank_width is not None:
+        raise ValueError(
+            f"bank_rank is {options.bank_rank} and bank_width is {options.bank_width}; expected one of them."
+        )
+    if not (math.isfinite(options.routed_scale) and options.routed_scale > 0):
+        raise ValueError(f"routed_scale is {options.routed_scale!r}; expected a number above 0.")
+    for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+        if getattr(options, name) < 0:
+            raise ValueError(f"{name} is {getattr(options, name)}; expected 0 or more.")
+    if options.share not in ("all", "none") and options.neighbours() is None:
+        raise ValueError(f"share is {options.share!r}; expected all, none, or every:K such as every:2.")
+
+
+@check_fit.register
+def check_chapters_fit(options: ChaptersOptions, sizes: ModelSizes) -> None:
+    heads, kv_heads, width = options.num_heads(sizes), options.num_kv_heads(sizes), options.width(sizes)
+    if width % heads:
+        name = "hidden_size" if options.bank_width is None else "bank_width"
+        raise ValueError(f"heads is {heads}, which does not divide {name} = {width}; expected a divisor. Set heads.")
+    if heads % kv_heads:
+        raise ValueError(f"kv_heads is {kv_heads}, which does not divide the {heads} query heads; expected a divisor.")
+    if options.bank_bits == 4 and options.row_width(sizes) % 2:
+        raise ValueError(
+            f"bank_bits is 4 and rows of the bank have {options.row_width(sizes)} elements; expected an even number, two per "
+            "byte. Set bank_bits to 8."
+        )
+
+
+def _nearest_divisors(number: int, wanted: int) -> list[int]:
+    """Return the nearest divisors of a number below and above the wanted divisor."""
+    divisors = [
+        divisor
+        for small in range(1, math.isqrt(number) + 1)
+        if number % small == 0
+        for divisor in (small, number // small)
+    ]
+    below, above = [d for d in divisors if d < wanted], [d for d in divisors if d > wanted]
+    return [*([max(below)] if below else []), *([min(above)] if above else [])]
+
+
+@values_read.register
+def chapters_values_read(options: ChaptersOptions, sizes: ModelSizes) -> int:
+    return (options.shared_chapters + options.k) * options.chapter_tokens * options.row_width(sizes)
+
+
+@flops.register
+def chapters_flops(
+    options: ChaptersOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
+) -> dict[str, int]:
+    """Count the operations as `flops` does.
+
+    For routing `sequence` and `prompt` the count is the paper's: memory tokens are weighted, normalised and
+    projected for each sequence anew. With `chunk` and `token`, choices overlap: each memory token that is read is
+    normalised and projected once, at most the whole bank, and weights scale scores and weighted sums instead.
+    Chunks are pooled by a running sum, divided once per chunk. A factored bank is multiplied out once per layer, a
+    quantised bank is scaled where it is read. The router's losses count as in the paper; turning its probabilities
+    into weights does not count.
+    """
+    hidden, width, heads, rows = sizes.hidden_size, options.width(sizes), options.num_heads(sizes), batch * tokens
+    chunks = math.ceil(tokens / options.chunk_size) + (options.first_tokens < min(tokens, options.chunk_size))
+    stretches = {"chunk": chunks, "token": tokens}.get(options.routing, 1)
+    choices, selected = batch * stretches, (options.shared_chapters + options.k) * options.chapter_tokens
+    read = choices * selected if stretches == 1 else min(choices * selected, options.memory_tokens)
+    scores = heads * rows * selected
+    pooling = 0 if options.routing == "token" else batch * hidden * (tokens - 1) + choices * hidden
+    weighting = {
+        "released": read * width if stretches == 1 else 2 * scores,
+        "logit_bias": choices * (options.shared_chapters + options.k) + scores,
+        "paper": 0,
+    }
+    read_width = width // heads * options.num_kv_heads(sizes)
+    return {
+        "router": pooling
+        + linear(choices, hidden, options.chapters)
+        + choices * options.chapters * SOFTMAX
+        + top_k(choices, options.chapters, options.k),
+        "router losses": router_losses(choices, options.chapters, options.k),
+        "bank": (0 if options.bank_rank is None else linear(options.memory_tokens, options.bank_rank, hidden))
+        + (0 if options.bank_bits is None else read * options.row_width(sizes)),
+        "memory tokens": weighting[options.weighting] + (rms_norm(read, width) if options.normalise else 0),
+        "attention": linear(rows, hidden, width)
+        + 2 * linear(read, width, read_width)
+        + linear(rows, width, hidden)
+        + attention_products(batch, tokens, selected, width)
+        + attention_weights(batch, heads, tokens, selected),
+        "norms": rms_norm(rows, hidden),
+        "residual adds": rows * hidden,
+    }

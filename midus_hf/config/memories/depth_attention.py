@@ -3,8 +3,16 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from midus_hf.config.declarations import register_memory_type
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Initial, Normal
-from midus_hf.config.memory_types import MemoryOptions, register_memory_type
+from midus_hf.config.flops.rules import attention_products, attention_weights, flops, linear
+from midus_hf.config.memory_types import (
+    MemoryOptions,
+    check_layers,
+    check_options,
+    head_projections,
+    layer_projections,
+)
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 
@@ -116,3 +124,46 @@ class DepthAttentionOptions(MemoryOptions):
             for name, tensor in self.tensors(sizes).items()
             if (index > 0 if name == "depth_gate" else not name.startswith(unread))
         }
+
+
+@check_options.register
+def check_depth_attention_options(options: DepthAttentionOptions) -> None:
+    if not options.sources:
+        raise ValueError(
+            "attention_slots is 'none' and ffn_slots is false; expected one of them, for there is nothing to read."
+        )
+    if options.slots < 0:
+        raise ValueError(f"slots is {options.slots}; expected 0 or more.")
+
+
+@check_layers.register
+def check_depth_attention_layers(options: DepthAttentionOptions, layers: tuple[int, ...]) -> None:
+    if len(layers) < 2:
+        raise ValueError(
+            f"layers is {list(layers)}; expected two or more, for a layer reads what another in front of it wrote."
+        )
+    most = len(options.sources) * (len(layers) - 1)
+    if options.slots > most:
+        raise ValueError(
+            f"slots is {options.slots}; expected {most} or fewer, which is what the last of {len(layers)} layers can read, or 0 "
+            "for all of them."
+        )
+
+
+@flops.register
+def depth_attention_flops(
+    options: DepthAttentionOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
+) -> dict[str, int]:
+    slots, width = options.num_read(index), sizes.num_heads * sizes.head_dim
+    written = sum(1 for source in options.projected if options.is_read(Slot(index, source), count))
+    key_width = sizes.num_key_value_heads * sizes.head_dim
+    return {
+        "depth attention": attention_products(batch, tokens, slots, width)
+        + attention_weights(batch, sizes.num_heads, tokens, slots),
+        "slot projections": 2 * written * linear(batch * tokens, sizes.hidden_size, key_width, options.bias),
+    }
+
+
+@layer_projections.register
+def depth_attention_projections(options: DepthAttentionOptions, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+    return head_projections(sizes)

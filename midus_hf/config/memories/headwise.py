@@ -4,14 +4,23 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from midus_hf.config.declarations import register_memory_type
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Normal
+from midus_hf.config.flops.rules import flops, linear, values_read
 from midus_hf.config.memories.retrieval import (
     RANDOM_SLOTS,
     RetrievalOptions,
+    check_bits,
+    check_halves,
+    check_retrieval_fit,
+    check_retrieval_options,
+    check_size,
     in_bits,
+    norm_and_gate_flops,
+    sub_key_flops,
     sub_keys,
 )
-from midus_hf.config.memory_types import register_memory_type
+from midus_hf.config.memory_types import check_fit, check_options
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 
@@ -51,3 +60,39 @@ class HeadwiseOptions(RetrievalOptions):
             initial = Normal(1.0 / math.sqrt(width))
             tensors["value_transform"] = DeclaredTensor((heads, width, width), "transform", initial)
         return tensors
+
+
+@check_options.register
+def check_headwise_options(options: HeadwiseOptions) -> None:
+    check_retrieval_options(options)
+    check_size(options, "n", "sub-key per side")
+
+
+@check_fit.register
+def check_headwise_fit(options: HeadwiseOptions, sizes: ModelSizes) -> None:
+    check_retrieval_fit(options, sizes)
+    check_halves(options, sizes)
+    check_bits(options.value_bits, {"hidden_size / num_attention_heads": sizes.hidden_size // sizes.num_heads})
+
+
+@values_read.register
+def headwise_values_read(options: HeadwiseOptions, sizes: ModelSizes) -> int:
+    return sizes.num_heads * options.k * (sizes.hidden_size // sizes.num_heads)
+
+
+@flops.register
+def headwise_flops(
+    options: HeadwiseOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
+) -> dict[str, int]:
+    """Count the operations as `flops` does.
+
+    Like the op, this applies transforms to the retrieved sum of each token, or to each row of the bank if rows are
+    fewer.
+    """
+    rows, width = batch * tokens, sizes.hidden_size // sizes.num_heads
+    transformed = min(rows, options.n * options.n) * sizes.num_heads if options.values == "expanded" else 0
+    return {
+        **sub_key_flops(rows * sizes.num_heads, options.n, options.query_width(sizes), options.k),
+        "values": linear(rows * sizes.num_heads, options.k, width) + linear(transformed, width, width),
+        **norm_and_gate_flops(options, sizes, rows),
+    }

@@ -1,16 +1,25 @@
 """Hierarchical memories: parameters that a text fetches from a bank, one block per level of a tree of topics (section 2)."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from midus_hf.config.declarations import register_memory_type
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Role, TruncatedNormal, Uniform
 from midus_hf.config.fetched_blocks import FetchedBlocks
-from midus_hf.config.memory_types import MemoryOptions, register_memory_type
+from midus_hf.config.flops.rules import ACTIVATIONS, attention_products, attention_weights, flops, linear
+from midus_hf.config.memory_types import (
+    MemoryOptions,
+    check_options,
+    head_projections,
+    layer_projections,
+)
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 
 _STD = 0.02
+_MOST_LEAVES = 2**63
 
 
 @dataclass(kw_only=True)
@@ -145,3 +154,72 @@ class HierKVOptions(HierarchicalOptions):
             "memory_keys": DeclaredTensor(shape, "key", TruncatedNormal(_STD)),
             "memory_values": DeclaredTensor(shape, "value", ZEROS),
         }
+
+
+@layer_projections.register
+def hier_lora_projections(options: HierLoraOptions, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+    return options.layer_projections(sizes)
+
+
+@check_options.register
+def check_hierarchical_options(options: HierarchicalOptions) -> None:
+    if options.branching < 2:
+        raise ValueError(f"branching is {options.branching}; expected 2 or more.")
+    if not options.sizes or any(size < 0 for size in options.sizes) or not any(options.sizes):
+        raise ValueError(
+            f"sizes is {options.sizes}; expected a size for each level of the tree, 0 or more, and not all of them 0, such as "
+            "[256, 64, 16, 0]."
+        )
+    if options.branching ** len(options.sizes) > _MOST_LEAVES:
+        raise ValueError(
+            f"branching is {options.branching} and sizes has {len(options.sizes)} levels, which make more leaves than memory_ids, "
+            "int64, can name; expected at most 2 ** 63. Lower branching, or give fewer sizes."
+        )
+
+
+@check_options.register
+def check_hier_lora_options(options: HierLoraOptions) -> None:
+    check_hierarchical_options(options)
+    if not (math.isfinite(options.alpha) and options.alpha > 0):
+        raise ValueError(f"alpha is {options.alpha!r}; expected a number above 0.")
+
+
+@flops.register
+def hier_ffn_flops(
+    options: HierFFNOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
+) -> dict[str, int]:
+    rows, units = batch * tokens, options.fetched_size
+    return {
+        "memory": 3 * linear(rows, sizes.hidden_size, units) + rows * units * (ACTIVATIONS[sizes.activation] + 1),
+        "residual adds": rows * sizes.hidden_size,
+    }
+
+
+@flops.register
+def hier_lora_flops(
+    options: HierLoraOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
+) -> dict[str, int]:
+    rows, rank = batch * tokens, options.fetched_size
+    widths = options.layer_projections(sizes).values()
+    return {
+        "memory": sum(
+            linear(rows, inputs, rank) + linear(rows, rank, outputs) + 2 * rows * outputs for inputs, outputs in widths
+        )
+    }
+
+
+@flops.register
+def hier_kv_flops(
+    options: HierKVOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
+) -> dict[str, int]:
+    width = sizes.num_heads * sizes.head_dim
+    return {
+        "memory": attention_products(batch, tokens, options.fetched_size, width)
+        + attention_weights(batch, sizes.num_heads, tokens, options.fetched_size),
+        "residual adds": batch * tokens * width,
+    }
+
+
+@layer_projections.register
+def hier_kv_projections(options: HierKVOptions, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+    return head_projections(sizes)

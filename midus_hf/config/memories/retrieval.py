@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, Normal, Uniform
-from midus_hf.config.memory_types import DeclaredControl, InsertedOptions
+from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, Uniform
+from midus_hf.config.flops.rules import SIGMOID, SOFTMAX, layer_norm, linear, top_k
+from midus_hf.config.memory_types import DeclaredControl, InsertedOptions, check_fit, check_options
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 
@@ -78,30 +79,6 @@ class RetrievalOptions(InsertedOptions):
         return tensors
 
 
-@dataclass(kw_only=True)
-class SharedValueOptions(RetrievalOptions):
-    """Options of a memory whose heads read the same values of full width: `RetrievalOptions` with other defaults.
-
-    The attention in front keeps its output projection, the block's input is added to the projection's output (MIDUS,
-    equation 6), and queries are batch-normalised (section 5.2).
-    """
-
-    query_norm: QueryNorm = option("batch", QUERY_NORM_HELP)
-    inner_residual: bool = option(True, INNER_RESIDUAL_HELP)
-
-    @property
-    def keeps_output_projection(self) -> bool:
-        return True
-
-    def projection_and_values(self, sizes: ModelSizes, slots: int) -> dict[str, DeclaredTensor]:
-        """Declare the query projection, which keeps the scale of its input, and the values, which start at zero."""
-        hidden = sizes.hidden_size
-        return {
-            "query_projection.weight": DeclaredTensor((hidden, hidden), "projection", Normal(1.0 / math.sqrt(hidden))),
-            **in_bits({"value_bank": DeclaredTensor((slots, hidden), "value", ZEROS)}, self.value_bits),
-        }
-
-
 def sub_keys(num_heads: int, n: int, query_width: int) -> dict[str, DeclaredTensor]:
     """Declare row and column keys `[H, n, w]`, w = query_width / 2, uniform within +-1 / sqrt(w) (Lample et al.)."""
     width = query_width // 2
@@ -130,3 +107,86 @@ def in_bits(values: Mapping[str, DeclaredTensor], bits: ValueBits | None) -> dic
         stored[f"{name}_integers"] = DeclaredTensor(shape, "buffer", ZEROS, dtype="int8" if bits == 8 else "uint8")
         stored[f"{name}_scales"] = DeclaredTensor(tuple(rows), "buffer", ONES)
     return stored
+
+
+@check_options.register
+def check_retrieval_options(options: RetrievalOptions) -> None:
+    if not (math.isfinite(options.temperature) and options.temperature > 0):
+        raise ValueError(f"temperature is {options.temperature!r}; expected a number above 0.")
+
+
+@check_fit.register
+def check_retrieval_fit(options: RetrievalOptions, sizes: ModelSizes) -> None:
+    if sizes.hidden_size % sizes.num_heads:
+        raise ValueError(
+            f"hidden_size is {sizes.hidden_size}; expected a multiple of the {sizes.num_heads} attention heads, since each "
+            "has an equal share of the residual stream. This model needs another memory."
+        )
+    width = options.read_width(sizes)
+    if options.adds_block_input and width != sizes.hidden_size:
+        raise ValueError(
+            f"inner_residual adds the block's input of width {sizes.hidden_size} to an attention output of width {width}; "
+            "expected equal widths. Set output_projection to true as well."
+        )
+
+
+def check_size(options: RetrievalOptions, name: str, what: str) -> None:
+    """Refuse a size below one, or a `k` above it.
+
+    Args:
+        name: Name of the option that bounds `k`.
+        what: Singular noun for what the option counts, for the message.
+    """
+    size = getattr(options, name)
+    if size < 1:
+        raise ValueError(f"{name} is {size}; expected at least one {what}.")
+    if not 1 <= options.k <= size:
+        raise ValueError(f"k is {options.k}; expected 1 <= k <= {name} = {size}. Lower k or raise {name}.")
+
+
+def check_halves(options: RetrievalOptions, sizes: ModelSizes) -> None:
+    """Refuse a model whose queries have an odd width, which product keys cannot halve."""
+    width = options.query_width(sizes)
+    if width % 2:
+        name = "hidden_size / num_attention_heads" if options.keeps_output_projection else "head_dim"
+        raise ValueError(f"{name} is {width}; expected an even number, half for rows and half for columns.")
+
+
+def check_bits(bits: ValueBits | None, widths: Mapping[str, int]) -> None:
+    """Refuse rows that their number of bits does not fit.
+
+    Args:
+        bits: Bits per element, 8 or 4; None for tables that train.
+        widths: Width of the rows of each table, by the name of the option or size that sets it.
+
+    Raises:
+        ValueError: If `bits` is 4 and a width is odd.
+    """
+    for name, width in widths.items():
+        if bits == 4 and width % 2:
+            raise ValueError(
+                f"value_bits is 4 and {name} is {width}; expected an even width, two elements per byte. Choose 8 bits."
+            )
+
+
+def norm_and_gate_flops(options: RetrievalOptions, sizes: ModelSizes, rows: int) -> dict[str, int]:
+    """Count the operations of the query norm, the softmax over slots, the gate and the residual adds.
+
+    The query norm has one price, whether its statistics come from features, from a batch or from running statistics.
+    """
+    queries, gates = rows * sizes.num_heads, sizes.num_heads if options.gate == "head" else 1
+    gate = linear(rows, options.read_width(sizes), gates, bias=True) + rows * (gates * SIGMOID + sizes.hidden_size)
+    return {
+        "query norm": 0 if options.query_norm == "none" else layer_norm(queries, options.query_width(sizes)),
+        "weights": queries * options.k * (SOFTMAX + (options.temperature != 1)),
+        "gate": 0 if options.gate == "none" else gate,
+        "residual adds": rows * sizes.hidden_size * (2 if options.adds_block_input else 1),
+    }
+
+
+def sub_key_flops(queries: int, n: int, query_width: int, k: int) -> dict[str, int]:
+    """Count the operations that find the k best pairs of sub-keys: k rows, k columns, then k of the k * k sums of both."""
+    return {
+        "scores": 2 * linear(queries, query_width // 2, n),
+        "choice": 2 * top_k(queries, n, k) + queries * k * k + top_k(queries, k * k, k),
+    }

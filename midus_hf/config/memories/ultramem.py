@@ -1,10 +1,12 @@
 """UltraMemV2: Tucker-decomposed retrieval from a large value table, beside every feed-forward network."""
 
 import math
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
+from midus_hf.config.declarations import register_memory_type
 from midus_hf.config.declared_tensors import (
     ZEROS,
     Constant,
@@ -14,17 +16,18 @@ from midus_hf.config.declared_tensors import (
     Uniform,
     WhenFilled,
 )
+from midus_hf.config.flops.rules import ACTIVATIONS, SOFTMAX, flops, linear, rms_norm, top_k, values_read
 from midus_hf.config.memories.retrieval import (
     ADDRESSING_HELP,
     RANDOM_SLOTS,
     VALUE_BITS_HELP,
     Addressing,
     ValueBits,
+    check_bits,
     in_bits,
 )
-from midus_hf.config.memories.table_sharing import TableSharing
 from midus_hf.config.memories.ultramem_statistics import UniformCores, gain_of_norms, value_std, values_of_scores
-from midus_hf.config.memory_types import MemoryOptions, SharedTables, register_memory_type
+from midus_hf.config.memory_types import MemoryOptions, SharedTables, check_fit, check_options
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 
@@ -32,6 +35,7 @@ Zero = Literal["values", "projection", "none"]
 
 # Default limit of `side_k`: with more rows and columns the grid of their scores becomes too large (section 4.1).
 MOST_ON_A_SIDE = 128
+_MOST_SLOTS = 2**31 - 1
 
 
 @register_memory_type("ultramem")
@@ -94,7 +98,10 @@ class UltraMemOptions(MemoryOptions):
     )
     output_gate: bool = option(False, "whether SiLU of a projection of the input scales the summed values")
     share: str = option(
-        "none", "which value tables a layer reads; G includes its own", "none | all | noring:G | ring:G | block:G"
+        "none",
+        "which value tables a layer reads. none: its own; all: one that all layers read; ring:G: its own and those of its G - 1 "
+        "nearest neighbours, where the first layer counts as the neighbour of the last (appendix E.5)",
+        "none | all | ring:G",
     )
     zero: Zero = option(
         "values",
@@ -111,14 +118,14 @@ class UltraMemOptions(MemoryOptions):
     value_bits: ValueBits | None = option(None, VALUE_BITS_HELP)
 
     @property
-    def sharing(self) -> TableSharing:
-        """Rule by which layers share value tables."""
-        return TableSharing.read(self.share)
+    def group(self) -> int:
+        """G, the number of value tables that each layer reads."""
+        return int(self.share.removeprefix("ring:")) if self.share.startswith("ring:") else 1
 
     @property
     def keys(self) -> int:
         """Row keys, and column keys, of each set: the root of the rows that a layer reads, rounded down."""
-        return math.isqrt(self.sharing.group * self.n**2)
+        return math.isqrt(self.group * self.n**2)
 
     @property
     def side(self) -> int:
@@ -137,15 +144,18 @@ class UltraMemOptions(MemoryOptions):
         """Number of rows of value tables that a layer reads."""
         return self.keys**2
 
-    def unread_rows(self, num_layers: int) -> int:
-        """Return the number of rows of value tables that none of `num_layers` layers reads.
+    def first_row(self, index: int, table_rows: int) -> int:
+        """Return the first row that a layer reads of a stored table. Behind the last row comes the first again.
 
-        Row keys and column keys are equally many, so a layer that reads G tables skips the last few rows unless G is a
-        square. In a ring, other layers read these rows as their first rows. Otherwise no layer reads the last rows of a
-        stored table.
+        Row keys and column keys are equally many, so a layer that reads G tables leaves out the last few rows unless G is a
+        square; other layers of the ring read these.
+
+        Args:
+            index: Number of the layer, from 0 among the layers that have the memory.
+            table_rows: Rows of the stored table, which has `n * n` for each layer of a ring.
         """
-        left_out = self.sharing.group * self.n**2 - self.num_rows
-        return 0 if self.sharing.kind == "ring" else left_out * len(self.sharing.blocks(num_layers))
+        own = self.n**2
+        return (index - (self.group - 1) // 2) * own % table_rows
 
     @property
     def num_projected(self) -> int:
@@ -216,16 +226,16 @@ class UltraMemOptions(MemoryOptions):
         output = ZEROS if self.zero == "projection" else linear_initial
         shape = (hidden, self.num_projected * value_width)
         tensors["value_projection.weight"] = DeclaredTensor(shape, "projection", output)
-        return {**tensors, **(self._value_tables(sizes, 1) if self.sharing.kind == "none" else {})}
+        return {**tensors, **(self._value_tables(sizes, 1) if self.share == "none" else {})}
 
     def tables(self, sizes: ModelSizes, layers: tuple[int, ...]) -> tuple[SharedTables, ...]:
-        sharing = self.sharing
-        return tuple(
-            SharedTables(
-                tuple(layers[layer] for layer in block), self._value_tables(sizes, sharing.stored(len(block)))
+        if self.share == "none":
+            return ()
+        if self.group > len(layers):
+            raise ValueError(
+                f"share is {self.share!r}, but {len(layers)} layers have the memory; expected a group of at most that many tables."
             )
-            for block in sharing.blocks(len(layers))
-        )
+        return (SharedTables(layers, self._value_tables(sizes, 1 if self.share == "all" else len(layers))),)
 
     def value_initial(self, sizes: ModelSizes) -> Initial:
         """Return the distribution of rows of value tables that do not start at zero (equation 21)."""
@@ -252,3 +262,103 @@ class UltraMemOptions(MemoryOptions):
         if pre_width:
             values["pre_value_table"] = DeclaredTensor((rows, pre_width), "value", drawn)
         return in_bits(values, self.value_bits)
+
+
+@check_options.register
+def check_ultramem_options(options: UltraMemOptions) -> None:
+    for name in ("n", "key_pairs", "rank", "k", "heads"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name} is {getattr(options, name)}; expected 1 or more.")
+    if not re.fullmatch(r"none|all|ring:[1-9]\d*", options.share):
+        raise ValueError(f"share is {options.share!r}; expected none, all or ring:G, such as ring:4.")
+    if options.num_virtual_slots > _MOST_SLOTS:
+        raise ValueError(
+            f"n is {options.n}, key_pairs {options.key_pairs} and share {options.share!r}, which make "
+            f"{options.num_virtual_slots:,} slots; expected at most {_MOST_SLOTS:,}. Lower n."
+        )
+    if options.side_k is not None and not 1 <= options.side_k <= options.keys:
+        raise ValueError(
+            f"side_k is {options.side_k}; expected 1 <= side_k <= {options.keys}, the keys of a set, or null."
+        )
+    if options.k > options.key_pairs**2 * options.side**2:
+        raise ValueError(
+            f"k is {options.k}; expected at most {options.key_pairs**2 * options.side**2}, the pairs of {options.side} rows "
+            f"and {options.side} columns that the first stage keeps. Lower k, or raise side_k."
+        )
+    if options.scoring == "sum" and (options.rank, options.key_pairs) != (1, 1):
+        raise ValueError(
+            f"scoring is 'sum', which has no core, with rank {options.rank} and key_pairs {options.key_pairs}; expected 1 for both."
+        )
+    if options.scoring == "sum" and (options.side_k is not None or options.k > options.keys):
+        raise ValueError(
+            f"scoring is 'sum', which keeps k keys of each side, with k {options.k} and side_k "
+            f"{options.side_k or 'null'}; expected k of at most {options.keys}, the keys of a set, and side_k null."
+        )
+    for name in ("balance_coef", "penalty_coef", "penalty_margin"):
+        if not (math.isfinite(getattr(options, name)) and getattr(options, name) >= 0):
+            raise ValueError(f"{name} is {getattr(options, name)}; expected 0 or more.")
+    if options.penalty_coef and (options.scoring == "sum" or options.rank == 1):
+        why = (
+            "scoring 'sum', which has no core"
+            if options.scoring == "sum"
+            else "rank 1, whose cores have one singular value"
+        )
+        raise ValueError(
+            f"penalty_coef is {options.penalty_coef} with {why}; expected 0, since there are no smaller singular values that could "
+            "cost something. Leave penalty_coef out, or set scoring: tucker and rank: 2."
+        )
+
+
+@check_fit.register
+def check_ultramem_fit(options: UltraMemOptions, sizes: ModelSizes) -> None:
+    key_width = options.width("key_width", sizes)
+    for name in ("value_width", "pre_value_width"):
+        options.width(name, sizes)
+    if options.rank > key_width:
+        raise ValueError(
+            f"rank is {options.rank}, more than the {key_width} features of a key; expected fewer. Lower rank."
+        )
+    check_bits(options.value_bits, {name: options.width(name, sizes) for name in ("value_width", "pre_value_width")})
+
+
+@values_read.register
+def ultramem_values_read(options: UltraMemOptions, sizes: ModelSizes) -> int:
+    widths = options.width("value_width", sizes) + options.width("pre_value_width", sizes)
+    return options.heads * options.k * widths
+
+
+@flops.register
+def ultramem_flops(
+    options: UltraMemOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
+) -> dict[str, int]:
+    """Count the operations as `flops` does.
+
+    Keys are normalised once per pass. Finding the leading singular vectors of cores does not count.
+    """
+    rows, hidden, key_width = batch * tokens, sizes.hidden_size, options.width("key_width", sizes)
+    value_width, pre_width = options.width("value_width", sizes), options.width("pre_value_width", sizes)
+    vectors, pairs, slots = (
+        options.heads * options.rank,
+        options.heads * options.key_pairs**2,
+        rows * options.heads * options.k,
+    )
+    keys, grid = options.key_pairs * options.keys, options.side**2
+    tucker = options.scoring == "tucker"
+    first = 2 * rows * pairs * (2 * options.rank * options.keys + top_k(1, options.keys, options.side))
+    second = rows * pairs * (2 * options.side * options.rank**2 + 2 * grid * options.rank)
+    if not tucker:
+        first, second = 2 * rows * pairs * top_k(1, options.keys, options.side), rows * pairs * grid
+    activation = 0 if options.activation == "none" else ACTIVATIONS[options.activation]
+    gate = linear(rows, hidden, value_width) + rows * value_width * (ACTIVATIONS["silu"] + 1)
+    return {
+        "queries": linear(rows, hidden, 2 * vectors * key_width)
+        + (rms_norm(2 * vectors * (rows + keys), key_width) if tucker else 0),
+        "scores": 2 * linear(rows * vectors, key_width, keys),
+        "choice": first + second + top_k(rows * options.heads, options.key_pairs**2 * grid, options.k),
+        "weights": slots * SOFTMAX if options.weights == "softmax" else 0,
+        "pre-values": (linear(rows, hidden, pre_width) + slots * (2 * pre_width + activation + 1)) if pre_width else 0,
+        "values": 2 * slots * value_width,
+        "gate": gate if options.output_gate else 0,
+        "output projection": linear(rows, options.num_projected * value_width, hidden),
+        "residual adds": rows * hidden,
+    }

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from midus_hf.banks.mapped_bank import initial_block
-from midus_hf.config.memory_checks import layer_projections
-from midus_hf.config.memory_types import MEMORY_TYPES
+from midus_hf.config.memory_types import MEMORY_TYPES, layer_projections
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.fetched import FetchedBatch
 from midus_hf.models.families import FAMILIES

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from midus_hf.config.memory_checks import layer_projections
 from midus_hf.config.memory_entries import MemoryEntry
+from midus_hf.config.memory_types import layer_projections
 from midus_hf.memory.fetched import FetchedBatch, FetchedLayer
 from midus_hf.memory.needs import first_of, with_first
 from midus_hf.models.inference.architecture import (

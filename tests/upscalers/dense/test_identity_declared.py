@@ -30,6 +30,12 @@ class Copies(DenseMethod):
     paper = None
 
 
+def test_every_method_of_the_package_passes_the_check_of_those_of_other_packages(registry):
+    assert len(registry) >= 16
+    for name, method in registry.items():
+        method.check_declaration(name)
+
+
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_class_that_promises_identity_and_has_no_option_is_the_identity(
     registry, native_family, verify, shared_base, tmp_path

@@ -21,7 +21,7 @@ KINDS = {
     "inserted": ("midus-hml", {"n": 4, "k": 2}),
     "banks of heads": ("midus-hml", {"n": 4, "k": 2, "values": "own"}),
     "attached": ("ultramem-v2", {"n": 8, "k": 4}),
-    "shared": ("ultramem-v2", {"n": 8, "k": 4, "share": "block:2"}),
+    "shared": ("ultramem-v2", {"n": 8, "k": 4, "share": "ring:2"}),
     "chapters": ("moc", {"memory_tokens": 12, "chapters": 6, "k": 2, "share": "every:1"}),
 }
 

@@ -1,0 +1,124 @@
+"""Registration of memory types, with the check of what a type of another package declares: sites, options, controls, tensors."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar, get_args
+
+from midus_hf.config.declared_tensors import DeclaredTensor, Role
+from midus_hf.config.memory_types import MEMORY_TYPES, SITES, DeclaredControl, InsertedOptions, MemoryOptions, is_name
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.plugins import is_same_class
+
+Options = TypeVar("Options", bound=MemoryOptions)
+
+_WORDS_OF_ENTRIES = frozenset({"type", "name", "site", "layers", "into", "span"})
+
+_ROLES: tuple[Role, ...] = get_args(Role)
+
+_SAMPLE = ModelSizes(hidden_size=64, num_heads=4, intermediate_size=128, num_layers=4)
+
+
+def register_memory_type(name: str) -> Callable[[type[Options]], type[Options]]:
+    """Return a decorator that registers the options of a type of memory under the `type` that configs name.
+
+    Args:
+        name: Lower case words joined by hyphens.
+
+    Raises:
+        ValueError: If the name has another form or belongs to another class, or if the class declares something wrong:
+            an unknown site, an option without a default, an unknown role, a control that cannot be built, a wrong name
+            of an option or tensor.
+    """
+    if not is_name(name) or name != name.lower():
+        raise ValueError(
+            f"memory type is {name!r}; expected lower case words joined by hyphens, and no word of a torch module."
+        )
+
+    def decorate(cls: type[Options]) -> type[Options]:
+        taken = MEMORY_TYPES.get(name)
+        if taken is not None and not is_same_class(taken, cls):
+            raise ValueError(f"memory type {name!r} is already registered by {taken.__name__}; choose another name.")
+        if cls.__module__.partition(".")[0] != __name__.partition(".")[0]:  # a test declares this package's own types
+            check_declaration(name, cls)
+        cls.type = name
+        MEMORY_TYPES[name] = cls
+        return cls
+
+    return decorate
+
+
+def sample_tensors(options_class: type[MemoryOptions]) -> list[tuple[str, DeclaredTensor]]:
+    """Return the tensors that default options declare for a layer and for tables of an example model, to check names and roles."""
+    options = options_class()
+    tables = options.tables(_SAMPLE, tuple(range(_SAMPLE.num_layers)))
+    return [*options.tensors(_SAMPLE).items(), *(item for shared in tables for item in shared.tensors.items())]
+
+
+def check_declaration(name: str, cls: type[MemoryOptions]) -> None:
+    """Refuse options that cannot be those of a type of memory.
+
+    Raises:
+        ValueError: If the class declares an unknown site, an option without a default, an unknown role, a control that cannot be
+            built, or a wrong name of an option or tensor.
+    """
+    unknown_sites = [site for site in cls.sites if site not in SITES]
+    if unknown_sites or not cls.sites:
+        raise ValueError(f"memory type {name!r} has sites = {cls.sites}; expected one or more of {', '.join(SITES)}.")
+    if "inserted" in cls.sites and not issubclass(cls, InsertedOptions):
+        raise ValueError(f"memory type {name!r} can be inserted; expected its options to extend InsertedOptions.")
+    try:
+        options = cls()
+    except TypeError as error:
+        raise ValueError(
+            f"memory type {name!r} cannot be built without options ({error}); give each a default."
+        ) from None
+    taken = sorted(_WORDS_OF_ENTRIES & {field.name for field in fields(options)})
+    if taken:
+        raise ValueError(
+            f"memory type {name!r} has the option {taken[0]!r}, which says what or where a memory is; choose another name."
+        )
+    for control, changes in cls.controls.items():
+        _check_control(name, cls, control, changes)
+    for tensor_name, tensor in sample_tensors(cls):
+        parent, _, leaf = tensor_name.rpartition(".")
+        if not leaf.isidentifier() or (parent and (leaf != "weight" or not parent.isidentifier())):
+            raise ValueError(
+                f"memory type {name!r} has a tensor {tensor_name!r}; expected a name without dots, or NAME.weight."
+            )
+        if hasattr(dict, parent or leaf):
+            raise ValueError(
+                f"memory type {name!r} has a tensor {tensor_name!r}, a name that dictionaries have for a method, which "
+                "PEFT cannot wrap; choose another."
+            )
+        if tensor.role == "buffer" and parent:
+            raise ValueError(
+                f"memory type {name!r} gives {tensor_name} the role 'buffer'; expected a parameter: linear layers have no "
+                "buffers."
+            )
+        if tensor.dtype and tensor.role != "buffer":
+            raise ValueError(
+                f"memory type {name!r} gives {tensor_name} the role {tensor.role!r} and the dtype {tensor.dtype}; expected the role "
+                "'buffer', since integers do not train."
+            )
+        if tensor.role not in _ROLES:
+            raise ValueError(
+                f"memory type {name!r} gives {tensor_name} the role {tensor.role!r}; expected one of {', '.join(_ROLES)}."
+            )
+
+
+def _check_control(name: str, cls: type[MemoryOptions], control: str, changes: Mapping[str, Any]) -> None:
+    """Refuse an unknown control, or one whose options the type does not have or refuses."""
+    if control not in get_args(DeclaredControl):
+        raise ValueError(
+            f"memory type {name!r} declares the control {control!r}; expected one of {', '.join(get_args(DeclaredControl))}."
+        )
+    unknown = sorted(changes.keys() - {field.name for field in fields(cls)})
+    if unknown or not changes:
+        what = f"the option {unknown[0]!r}, which it does not have" if unknown else "no option"
+        raise ValueError(
+            f"the control {control!r} of memory type {name!r} sets {what}; expected options of this type."
+        )
+    try:
+        cls(**changes)
+    except ValueError as error:
+        raise ValueError(f"the control {control!r} of memory type {name!r} cannot be built: {error}") from None
