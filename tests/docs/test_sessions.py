@@ -20,7 +20,7 @@ from models.fresh_process import run_python
 from sft.tiny_chats import write_rows
 from topics.tiny_bert import save_tiny_bert
 from training.tiny_run import document, write_corpus
-from transformers import AutoModelForCausalLM, TrainingArguments, default_data_collator
+from transformers import AutoModelForCausalLM
 
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.models.inference.tiny import tiny_model
@@ -75,17 +75,6 @@ class Session:
     elsewhere: tuple[str, ...] = ()
 
 
-def trainer_names() -> dict[str, Any]:
-    """Return what a script around a trainer has defined."""
-    tokens = [byte_tokenizer()(document(8, seed))["input_ids"][:16] for seed in range(8)]
-    settings = {"use_cpu": True, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-    return {
-        "arguments": TrainingArguments("runs", max_steps=2, per_device_train_batch_size=2, **settings),
-        "dataset": [{"input_ids": row, "labels": row} for row in tokens],
-        "collator": default_data_collator,
-    }
-
-
 def load(folder: str) -> dict[str, Any]:
     """Return a model of a folder in the working directory, and some tokens."""
     return {"model": AutoModelForCausalLM.from_pretrained(folder).eval(), "tokens": torch.arange(3, 27)[None]}
@@ -135,7 +124,6 @@ SESSIONS = {
             "--max-tokens 1500 --sequence-length 256": "--max-tokens 64 --sequence-length 32",
             "max_new_tokens=32": "max_new_tokens=4",
         },
-        names=trainer_names,
     ),
     "docs/upscale.md": Session(
         replace={
@@ -464,5 +452,5 @@ def test_the_quickstart_runs_on_the_base_that_it_fetches(tmp_path, monkeypatch):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.syspath_prepend(ROOT)
     page = "docs/quickstart.md"
-    run_blocks(BLOCKS[page], Session(names=trainer_names), tmp_path, {**PROGRAMS, "python": python})
+    run_blocks(BLOCKS[page], Session(), tmp_path, {**PROGRAMS, "python": python})
     assert (tmp_path / "layers.png").exists()

@@ -17,7 +17,6 @@ from tests.docs.snippets import take
 
 # Blocks of Python of the pages: with `MemoryTrainer`, and with a plain `Trainer`.
 (WITH_MEMORY_TRAINER, WITH_PLAIN_TRAINER) = take("docs/train.md", "python")
-(OF_QUICKSTART,) = take("docs/quickstart.md", "python", having="MemoryTrainer")
 STEPS = 6
 
 
@@ -99,8 +98,8 @@ def state(model) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("block", "trainer_class"),
-    [(WITH_MEMORY_TRAINER, MemoryTrainer), (WITH_PLAIN_TRAINER, Trainer), (OF_QUICKSTART, MemoryTrainer)],
-    ids=["docs", "docs-plain", "quickstart"],
+    [(WITH_MEMORY_TRAINER, MemoryTrainer), (WITH_PLAIN_TRAINER, Trainer)],
+    ids=["docs", "docs-plain"],
 )
 def test_what_is_said_for_trainer(family, upscaled, scene, monkeypatch, block, trainer_class):
     given = scene(upscaled(family))
