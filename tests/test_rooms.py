@@ -66,6 +66,12 @@ ROOMS_OF_MODELS = (
 ON_UPSCALERS = ("compare", "cli")
 
 
+@pytest.mark.parametrize("package", ["upscalers", "midus_hf"])
+def test_a_folder_has_at_most_eighteen_files_side_by_side(package):
+    for folder in {file.parent for file in files_of(package)}:
+        assert len(list(folder.glob("*.py"))) <= 18, folder
+
+
 def test_every_room_is_known():
     assert {file.parent.name for file in (ROOT / "upscalers").glob("*/*.py")} == set(ROOMS)
     assert {file.parent.name for file in (ROOT / "midus_hf").glob("*/__init__.py")} == set(ROOMS_OF_MODELS)

@@ -4,7 +4,6 @@ import ast
 import importlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
@@ -31,8 +30,8 @@ _BY_NAME = ("getattr", "hasattr", "attrgetter")
 class Program:
     """Definitions that some root definitions reach.
 
-    A class of the packages `own` keeps two kinds of members: members whose name is used anywhere in the kept source, and members that
-    override an attribute of a library's class, since libraries may call them. Classes of other packages are kept whole.
+    A class of the packages `own` keeps the members whose name is used anywhere in the kept source, or is that of an attribute of a
+    library's class that a kept class extends, since libraries may call these. Classes of other packages are kept whole.
 
     Args:
         roots: The definitions to start from.
@@ -52,25 +51,16 @@ class Program:
     ):
         self._packages, self._left_out = packages, left_out
         self._stand_ins, self._own = stand_ins, own
-        self._modules: dict[str, Module] = {}
         self._definitions: dict[Name, Definition] = {}
-        # For each kept class and each class that it extends, the attributes of library classes that kept classes extend with it.
-        self._hooks: dict[Name, set[str]] = {}
-        self._attributes: set[str] = set()
-        # Attributes that end with a star, which stand for every name that begins so.
-        self._patterns: set[str] = set()
-        self._whole: set[Name] = set()
-        # Definitions that cannot reach more than they did, since all of their members are kept.
-        self._finished: set[Name] = set()
+        # Names of attributes that the kept source uses, and those of the library classes that kept classes extend.
+        self._attributes: set[str] = set(_READ_BY_LIBRARIES)
         # For each kept definition, the numbers of the members that are kept.
         self.kept: dict[Name, set[int]] = {}
         self._collect(roots)
 
     def module(self, name: str) -> Module:
-        """Return the module of this name, which is read only once."""
-        if name not in self._modules:
-            self._modules[name] = read_module(name, self._packages)
-        return self._modules[name]
+        """Return the module of this name."""
+        return read_module(name, self._packages)
 
     def resolve(self, module: str, name: str) -> Name | None:
         """Return the definition that a name refers to within a module; None for names of libraries and local names."""
@@ -90,8 +80,6 @@ class Program:
             if self.module(name.module).refusal:
                 raise ValueError(self.module(name.module).refusal)
             source = _MARKS.sub("", self.module(name.module).definitions[name.name])
-            if name.module.partition(".")[0] not in self._own:
-                self._whole.add(name)
             self._definitions[name] = taken_apart(self._without_bases(name.module, with_short_docstrings(source)))
         return self._definitions[name]
 
@@ -129,65 +117,36 @@ class Program:
         return isinstance(base, ast.Name) and self.resolve(module, base.id) in self._left_out
 
     def _collect(self, roots: Iterable[Name]) -> None:
-        pending = list(roots)
-        while pending:
-            for name in pending:
-                if name not in self.kept:
-                    self.kept[name] = set()
-                    self._add_hooks(name)
-            size = self._size()
-            open_names = [name for name in self.kept if name not in self._finished]
-            reached = dict.fromkeys(name for kept in open_names for name in self._reached_from(kept))
-            pending = [name for name in reached if name not in self.kept]
-            if not pending and size != self._size():
-                pending = list(self.kept)
+        """Keep what the roots reach, until nothing new is reached: a member that is kept may use another attribute."""
+        found, size = list(roots), -1
+        while size < (size := self._keep(found)):
+            found = [reached for name in list(self.kept) for reached in self._reached_from(name)]
 
-    def _add_hooks(self, name: Name) -> None:
-        """Add the attributes of the library classes that a kept class extends to the hooks of each of our classes among its bases.
-
-        Libraries may use the members that override these attributes. Subclasses that are not kept do not count, since one process
-        may have imported them and another not.
-        """
-        cls: Any = getattr(importlib.import_module(name.module), name.name)
-        if not isinstance(cls, type):
-            return
-        ours = [base for base in cls.__mro__ if base.__module__.partition(".")[0] in self._packages]
-        libraries = [base for base in cls.__mro__ if base is not object and base not in ours]
-        hooks = {attribute for base in libraries for attribute in vars(base)}
-        for base in ours:
-            self._hooks.setdefault(Name(base.__module__, base.__name__), set()).update(hooks)
-
-    def _size(self) -> int:
-        return len(self._attributes) + sum(map(len, self.kept.values()))
+    def _keep(self, names: Iterable[Name]) -> int:
+        """Keep definitions, and return a number that grows with all that is kept."""
+        for name in names:
+            if name not in self.kept:
+                self.kept[name] = set()
+                cls: Any = getattr(importlib.import_module(name.module), name.name)
+                for base in cls.__mro__[:-1] if isinstance(cls, type) else ():
+                    if base.__module__.partition(".")[0] not in self._packages:
+                        self._attributes |= vars(base).keys()
+        return len(self._attributes) + len(self.kept) + sum(map(len, self.kept.values()))
 
     def _reached_from(self, name: Name) -> Iterator[Name]:
-        definition = self.definition(name)
-        sources = [definition.head]
-        for number, member in enumerate(definition.members):
-            if number in self.kept[name] or self._is_wanted(name, member):
-                self.kept[name].add(number)
-                sources.append(member.source)
-        if len(self.kept[name]) == len(definition.members):
-            self._finished.add(name)
+        definition, kept = self.definition(name), self.kept[name]
+        kept |= {number for number, member in enumerate(definition.members) if self._is_wanted(name, member)}
+        sources = [definition.head, *(definition.members[number].source for number in kept)]
         sources += [call for call in self.module(name.module).calls if name.name in names_in(call)]
         for source in sources:
             names, attributes = _used(source)
-            self._patterns |= {used for used in attributes - self._attributes if used.endswith("*")}
             self._attributes |= attributes
-            for used in names:
-                resolved = self.resolve(name.module, used)
-                if resolved is not None:
-                    yield resolved
+            yield from (found for used in names if (found := self.resolve(name.module, used)) is not None)
 
     def _is_wanted(self, name: Name, member: Member) -> bool:
-        if member.name in self._attributes or member.name in self._hooks.get(name, ()) or name in self._whole:
-            return True
         is_special = not member.name or (member.name.startswith("__") and member.name.endswith("__"))
-        return (
-            is_special
-            or member.name in _READ_BY_LIBRARIES
-            or any(fnmatchcase(member.name, pattern) for pattern in self._patterns)
-        )
+        is_own = name.module.partition(".")[0] in self._own
+        return is_special or not is_own or member.name in self._attributes
 
 
 def parsed(source: str) -> ast.Module:
@@ -219,10 +178,4 @@ def _used(source: str) -> tuple[frozenset[str], frozenset[str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _BY_NAME:
             attributes |= {str(leaf.value) for leaf in node.args if isinstance(leaf, ast.Constant)}
-            attributes |= {_pattern(leaf) for leaf in node.args if isinstance(leaf, ast.JoinedStr)}
     return frozenset(names), frozenset(attributes)
-
-
-def _pattern(text: ast.JoinedStr) -> str:
-    """Return the text of an f-string, with a star in place of each inserted value."""
-    return "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in text.values)

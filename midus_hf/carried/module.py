@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import midus_hf.ops
-from midus_hf.carried import plain_bank, plain_stretches, standins
+from midus_hf.carried import plain_bank, standins
 from midus_hf.carried.collecting import Program
 from midus_hf.carried.sources import Edit, Name, SourceText, read_module
 from midus_hf.carried.standins import ENTRY_MODULE
@@ -102,7 +102,7 @@ def _module(config_class: type, kinds: tuple[str, ...], classes: Iterable[type],
 @cache
 def _stand_ins() -> dict[str, Name]:
     """Return the definitions that replace, in carried code, every definition of the same name in this package."""
-    modules = [*reference_modules(), plain_bank.__name__, plain_stretches.__name__, standins.__name__]
+    modules = [*reference_modules(), plain_bank.__name__, standins.__name__]
     definitions = {name: read_module(name, frozenset(_PACKAGES)).definitions for name in modules}
     return {name: Name(module, name) for module in modules for name in definitions[module] if not name.startswith("_")}
 
@@ -205,24 +205,24 @@ class _Layout:
 
 
 @cache
-def _analysed(source: str) -> tuple[SourceText, tuple[tuple[str, int, bool], ...], frozenset[str]]:
-    """Return a source with its syntax tree, the names that are not local as from `_names`, and the names that are local."""
+def _analysed(source: str) -> tuple[SourceText, list[tuple[str, int, bool]], frozenset[str]]:
+    """Return a source with its syntax tree, its names that are not local variables, and the names of its local variables.
+
+    Each name comes with the offset of its first byte, and whether it is in an annotation, quoted or not.
+    """
     text = SourceText(source)
-    local = {leaf.id for function in ast.walk(text.tree) for leaf in _local_names(function)}
-    return text, tuple(_names(text)), frozenset(local)
-
-
-def _names(text: SourceText) -> Iterator[tuple[str, int, bool]]:
-    """Yield each name that is not local, the offset of its first byte, and whether it is in an annotation, quoted or not."""
-    annotated = {id(leaf) for node in ast.walk(text.tree) for leaf in _annotations(node)}
-    local = {id(leaf) for function in ast.walk(text.tree) for leaf in _local_names(function)}
-    for node in ast.walk(text.tree):
+    nodes = list(ast.walk(text.tree))
+    annotated = {id(leaf) for node in nodes for leaf in _annotations(node)}
+    local = {id(leaf): leaf.id for node in nodes for leaf in _local_names(node)}
+    names = []
+    for node in nodes:
         if isinstance(node, ast.Name) and (id(node) not in local or id(node) in annotated):
-            yield node.id, text.start(node), id(node) in annotated
+            names.append((node.id, text.start(node), id(node) in annotated))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) in annotated:
             for leaf in ast.walk(ast.parse(node.value, mode="eval")):
                 if isinstance(leaf, ast.Name):
-                    yield leaf.id, text.start(node) + 1 + leaf.col_offset, True
+                    names.append((leaf.id, text.start(node) + 1 + leaf.col_offset, True))
+    return text, names, frozenset(local.values())
 
 
 def _local_names(function: ast.AST) -> list[ast.Name]:

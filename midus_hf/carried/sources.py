@@ -58,25 +58,15 @@ class SourceText:
         """Return the source of a node."""
         return self.bytes[self.start(node) : self.end(node)].decode()
 
-    def first_comment(self, line: int, top: int = 1) -> int:
-        """Return the number of the first comment line directly above a line, or the line's own number if there is no comment.
-
-        Args:
-            line: Number of the line, from 1.
-            top: Smallest line number that may be returned. Default: 1.
-        """
-        while line > top and self._lines[line - 2].lstrip().startswith(b"#"):
+    def first_comment(self, line: int) -> int:
+        """Return the number of the first comment line directly above a line, or the line's own number if there is no comment."""
+        while line > 1 and self._lines[line - 2].lstrip().startswith(b"#"):
             line -= 1
         return line
 
-    def span(self, first: int, last: int) -> tuple[int, int]:
-        """Return the start and end offset of the lines `first` to `last`, counted from 1, inclusive."""
-        return self._line_starts[first - 1], self._line_starts[last]
-
     def lines(self, first: int, last: int) -> str:
         """Return the text of the lines `first` to `last`, counted from 1, inclusive."""
-        start, end = self.span(first, last)
-        return self.bytes[start:end].decode()
+        return self.bytes[self._line_starts[first - 1] : self._line_starts[last]].decode()
 
     def edited(self, edits: Iterable[Edit]) -> str:
         """Return the text with all edits made, which must not overlap."""
@@ -123,34 +113,26 @@ class Definition:
     members: tuple[Member, ...] = ()
 
 
+@cache
 def read_module(name: str, packages: frozenset[str]) -> "Module":
-    """Return a module by its source, which is parsed once per process as long as the source stays the same.
+    """Return a module by its source, which is read once per process.
 
     Args:
         name: The module's name, such as `"midus_hf.memory.headwise"`.
         packages: Names of the packages whose sources are copied; all other packages are libraries.
     """
-    imported = importlib.import_module(name)
-    return _read_module(name, imported.__package__, _source_of(imported), packages)
-
-
-@cache
-def _read_module(name: str, package: str | None, source: str, packages: frozenset[str]) -> "Module":
-    return Module(name, package, source, packages)
+    return Module(importlib.import_module(name), packages)
 
 
 class Module:
     """A module by its source.
 
     Args:
-        name: The module's name, such as `"midus_hf.memory.headwise"`.
-        package: The package that contains the module, by which relative imports are resolved.
-        source: The text of the module.
+        imported: The module. Its source may be empty, and need not come from a file.
         packages: Names of the packages whose sources are copied; all other packages are libraries.
     """
 
-    def __init__(self, name: str, package: str | None, source: str, packages: frozenset[str]):
-        self.name = name
+    def __init__(self, imported: ModuleType, packages: frozenset[str]):
         # For each name imported from a module of the packages, the definition that the name refers to.
         self.imports: dict[str, Name] = {}
         # For each name imported from a library, the module and the name there; the module is empty if a module is
@@ -165,8 +147,9 @@ class Module:
         self.refusal = ""
         # Names of the modules of the packages that this module imports from.
         self.depends: list[str] = []
-        self._package = package
-        text = SourceText(source)
+        self._package = imported.__package__
+        loader: Any = imported.__loader__
+        text = SourceText(loader.get_source(imported.__name__) or "")
         body: list[ast.stmt] = []
         for statement in text.tree.body:
             body += statement.body if isinstance(statement, ast.If) and _is_for_types(statement) else [statement]
@@ -179,8 +162,8 @@ class Module:
                 names = defined(statement) if isinstance(statement, _DEFINES) else []
                 if not names or not self.definitions.keys().isdisjoint(names):
                     self.refusal = self.refusal or (
-                        f"{name} has {ast.unparse(statement).splitlines()[0]!r} in line {statement.lineno}, which is neither an "
-                        "import, nor a call, nor the only definition of a name; expected these alone at the top level of a module "
+                        f"{imported.__name__} has {ast.unparse(statement).splitlines()[0]!r} in line {statement.lineno}, which is "
+                        "neither an import, nor a call, nor the only definition of a name; expected these alone at the top level of a module "
                         "that a checkpoint's code is made from. Put it into a function."
                     )
                 source = _with_comments(text, statement, body[index + 1 : index + 2])
@@ -201,12 +184,6 @@ class Module:
                 self.depends.append(module)
             else:
                 self.libraries[bound] = (module, alias.name)
-
-
-def _source_of(module: ModuleType) -> str:
-    """Return the source of a module, which may be empty and need not come from a file."""
-    loader: Any = module.__loader__
-    return loader.get_source(module.__name__) or ""
 
 
 def _is_for_types(statement: ast.If) -> bool:

@@ -38,8 +38,6 @@ class FetchedBlocks:
         levels: For each level, the tensors by name that one block has in one layer; empty for a level without blocks.
         without_ids: Blocks for a text that comes without block ids: none, or the blocks of the generic memory. Default:
             none.
-        joined_along: For each tensor by name, the dimension along which blocks of several levels can be concatenated
-            into one block that computes the same. Default: empty, blocks cannot be joined.
         roots: Nodes of the first level, which a tree that has grown has more than `branching` of; level l then has
             `roots * k ** (l - 1)` nodes. Default: None, for `branching`.
     """
@@ -47,7 +45,6 @@ class FetchedBlocks:
     branching: int
     levels: tuple[Mapping[str, DeclaredTensor], ...]
     without_ids: Literal["none", "generic"] = "none"
-    joined_along: Mapping[str, int] = field(default_factory=dict)
     roots: int | None = None
 
     def nodes(self, level: int) -> int:

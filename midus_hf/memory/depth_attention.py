@@ -85,15 +85,6 @@ class DepthAttention(MemoryModule):
         """True if heads also add their read of the depth, times 1 - c (`joining` is `added`)."""
         return self.options.joining == "added"
 
-    def names_it_acts_through(self) -> list[str]:
-        gates = self.names_of("gate")
-        if self.options.joining != "added":
-            return gates
-        # A slot with zero values still takes a share of the softmax of a later layer with an open gate. So nothing is listed for a
-        # layer without a gate, nor if later layers read attention's own keys and values.
-        values = [name for name in self.names_of("projection") if name.startswith(_VALUES)]
-        return [*values, *gates] if values and gates and self.options.attention_slots != "reused" else []
-
 
 class _Bounded(torch.autograd.Function):
     """Numbers limited to 0 ... 1. The gradient passes unchanged, unless a step along it would leave the range.

@@ -111,6 +111,11 @@ class Site(NeededPart):
         pass
 
     @classmethod
+    def is_needed(cls, entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+        """Return whether the memory is at the site."""
+        return entry.site == cls.name
+
+    @classmethod
     def is_at(cls, layer: int, memories: Memories, built: Mapping[str, MemoryModule]) -> bool:
         """Return whether a layer has the site. Default: if one of its memories needs the site.
 
@@ -126,12 +131,11 @@ class Site(NeededPart):
         """Return whether a layer lacks the part at which memories would stand. Default: false."""
         return False
 
-    def stand(self, layer: Any, parts: dict[str, Any], call: LayerCall) -> None:
+    def stand(self, layer: Any, call: LayerCall) -> None:
         """Put memories at parts of the layer for one pass.
 
         Args:
-            layer: The host layer.
-            parts: Parts of the layer that memories stand at already, by the part's name.
+            layer: The host layer, as a `View` that holds the parts at which memories stand already in `replaced`.
             call: The call of the layer.
         """
 

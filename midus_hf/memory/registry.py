@@ -73,8 +73,6 @@ class MemoryModule(DeclaredModule):
     reads_ahead: bool = False
     #: Index of the memory's layer among the layers that have the memory, from 0; set by the host.
     index: int = 0
-    #: Whether a model in training mode has seen that the frozen tensors through which the memory acts are not all zero.
-    values_were_set: bool = False
     #: What keeps tensors derived from weights during a generation; set by `build_memory`. Default: None, nothing.
     kept: Any = None
 
@@ -88,14 +86,6 @@ class MemoryModule(DeclaredModule):
         usual = type(self.options)()
         chosen = {name: value for name, value in vars(self.options).items() if value != getattr(usual, name)}
         return ", ".join(f"{name}={value}" for name, value in chosen.items())
-
-    def names_it_acts_through(self) -> list[str]:
-        """Return the names of the tensors through which the memory acts, by default its values and projections.
-
-        As long as all of these tensors that start at zero are zero, the memory has no effect. The list is empty if the memory has
-        an effect whatever its tensors hold.
-        """
-        return self.names_of("value", "projection")
 
 
 def register_memory(name: str) -> Callable[[type[MemoryModule]], type[MemoryModule]]:

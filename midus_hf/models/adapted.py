@@ -51,10 +51,10 @@ class View:
     forward = None
 
     def __init__(self, module: nn.Module, replaced: dict[str, Any]):
-        self._module, self._replaced = module, replaced
+        self._module, self.replaced = module, replaced
 
     def __getattr__(self, name: str) -> Any:
-        replaced = self.__dict__["_replaced"]
+        replaced = self.__dict__["replaced"]
         return replaced[name] if name in replaced else getattr(self.__dict__["_module"], name)
 
 
@@ -189,14 +189,13 @@ class HostAttention(ChangesHeads, Adapted):
 
 def take_over_attention(layer: Any) -> None:
     """Turn the attention of a host layer into one that memories may change."""
-    getattr(layer, layer.mixer_name).__class__ = layer.attention_class
+    layer.mixer_part.__class__ = layer.attention_class
 
 
 def note_rotation(layer: Any) -> None:
     """Note at the attention of a host layer whether it rotates its heads, if some layers of the type do not."""
     if layer.some_do_not_rotate:
-        attention = getattr(layer, layer.mixer_name)
-        attention.rotates = rotates(attention, attention.family_class)
+        layer.mixer_part.rotates = rotates(layer.mixer_part, layer.mixer_part.family_class)
 
 
 # Name of the attention function, different for each copy of this code that a checkpoint brings.

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -35,7 +35,6 @@ class Banks:
     def __init__(self, layouts: Mapping[str, BankLayout]):
         self.layouts = dict(layouts)
         self._open: dict[str, MemoryBank | TrainedBank] = {}
-        self._serves = False
         self._tree: str | None = None
         self._tree_folder: Path | None = None
         # Whether a Trainer trains the blocks of the banks; set by `set_trainable`.
@@ -162,18 +161,7 @@ class Banks:
             elif layout.blocks.without_ids == "generic":
                 bank = self.of(name)
                 fetched[name] = bank.fetch(bank.generic_ids(batch), device, dtype)
-        if self._serves:
-            return {name: batch.joined() for name, batch in fetched.items()}
         return fetched
-
-    @contextlib.contextmanager
-    def serving(self) -> Iterator[None]:
-        """Let `fetch`, inside the context, join the levels of blocks, which then serve many passes."""
-        before, self._serves = self._serves, True
-        try:
-            yield
-        finally:
-            self._serves = before
 
 
 @register_service("fetched")
@@ -235,13 +223,6 @@ class HoldsBanks:
 class GeneratesFromBanks:
     """Mixin for a language model whose memories may fetch blocks from banks."""
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as the family does. The levels of fetched blocks are joined once per call."""
-        if kwargs.get(BLOCKS) is not None:
-            kwargs[BLOCKS] = {name: batch.joined() for name, batch in kwargs[BLOCKS].items()}
-        with self.banks.serving():
-            return super().generate(*args, **kwargs)
-
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Generate for several requests in one row, as the family does.
 
@@ -293,15 +274,25 @@ class HostsBanks:
         return saved
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Upload the model as the family does, with the open banks. transformers alone would leave out their nested folders.
+        """Upload the model as the family does, with the open banks. Transformers alone would leave out their nested folders.
 
         Args:
             repo_id: Id of the repository, which is created if it does not exist.
-            kwargs: Other arguments of the family's `push_to_hub`.
+            kwargs: For a model with open banks: `private`, `token`, arguments of the hub's `upload_folder` that begin with `commit_`,
+                `revision` and `create_pr`, and arguments of `save_pretrained`. Otherwise, arguments of the family's `push_to_hub`.
+
+        Returns:
+            The hub's `CommitInfo`.
         """
         if not self.banks.are_open:
             return super().push_to_hub(repo_id, **kwargs)
-        return upload(self.save_pretrained, repo_id, **kwargs)
+        api = HfApi(token=kwargs.pop("token", None))
+        api.create_repo(repo_id, private=kwargs.pop("private", None), exist_ok=True)
+        known = ("commit_message", "commit_description", "revision", "create_pr")
+        commit = {"commit_message": "Upload model"} | {key: kwargs.pop(key) for key in known if key in kwargs}
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, **kwargs)
+            return api.upload_folder(repo_id=repo_id, folder_path=folder, **commit)
 
     @property
     def banks(self) -> Banks:
@@ -328,48 +319,6 @@ class HostsBanks:
         """
         model: Any = self
         return self.banks.fetch(memory_ids, len(memory_ids), model.device, model.dtype)
-
-
-def upload(
-    save: Callable[..., Any],
-    repo_id: str,
-    *,
-    commit_message: str | None = None,
-    commit_description: str | None = None,
-    private: bool | None = None,
-    token: bool | str | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    **save_options: Any,
-) -> Any:
-    """Save a model to a temporary folder, and upload the folder in one commit.
-
-    Args:
-        save: `save_pretrained` of the model.
-        repo_id: Id of the repository, which is created if it does not exist.
-        commit_message: Title of the commit. Default: `"Upload model"`.
-        commit_description: Description of the commit. Default: none.
-        private: Whether a new repository is private. Default: the default of the repository's owner.
-        token: Access token of the hub. Default: the token of the user who is logged in.
-        revision: Branch to commit to. Default: the main branch.
-        create_pr: Whether to open a pull request. Default: false.
-        save_options: Other arguments of `save`, such as `max_shard_size`.
-
-    Returns:
-        The hub's `CommitInfo`.
-    """
-    api = HfApi(token=token)
-    api.create_repo(repo_id, private=private, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        save(folder, **save_options)
-        return api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            commit_message=commit_message or "Upload model",
-            commit_description=commit_description,
-            revision=revision,
-            create_pr=create_pr,
-        )
 
 
 def folder_of_checkpoint(name: str | os.PathLike, options: Mapping[str, Any]) -> Path | None:

@@ -2,8 +2,9 @@
 
 import copy
 import os
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -12,13 +13,11 @@ from transformers import Cache
 
 from midus_hf.carried.module import write_code
 from midus_hf.carried.standins import auto_map
-from midus_hf.config.by_type import ByType
 from midus_hf.config.memory_entries import Memories, memories_of
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.memory.needs import SERVICES, Service
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.routing.report import RouterReports
-from midus_hf.models.adapter_layers import TakesAdapters, refuse_adapter_of_base
 from midus_hf.models.depth_heads import NeedsLogSumExp
 from midus_hf.models.fetching import HoldsBanks, HostsBanks
 from midus_hf.models.listing import register_targets, show_in_transformers
@@ -84,7 +83,7 @@ class MemoryConfig:
         return memories_of(self)
 
 
-class HostsMemory(InitialisesNarrowly, HostsBanks, NeedsLogSumExp, TakesAdapters):
+class HostsMemory(InitialisesNarrowly, HostsBanks, NeedsLogSumExp):
     """Mixin for both a stack of layers and a language model that hosts memory."""
 
     @classmethod
@@ -131,11 +130,6 @@ class HostsMemory(InitialisesNarrowly, HostsBanks, NeedsLogSumExp, TakesAdapters
         return {name: value for name, value in arguments.items() if value is not None}
 
 
-@ByType
-def training_begins(model: Any) -> None:
-    """Check a stack of layers that goes into training mode. Default: nothing is checked (`midus_hf.models.dead_memories`)."""
-
-
 class MemoryModel(HoldsBanks, HostsMemory):
     """Mixin for a family's decoder stack, which takes layers over as hosts of memories and holds shared tables.
 
@@ -156,7 +150,7 @@ class MemoryModel(HoldsBanks, HostsMemory):
     def __init__(self, config):
         super().__init__(config)
         register_targets(config.model_type)
-        self.register_load_state_dict_pre_hook(refuse_adapter_of_base)
+        self.register_load_state_dict_pre_hook(_refuse_adapter_of_base)
         memories = memories_of(config)
         taken_over: dict[int, tuple[Any, ...]] = {}
         for service in SERVICES.values():
@@ -246,13 +240,6 @@ class MemoryModel(HoldsBanks, HostsMemory):
             if isinstance(getattr(layer, "memory", None), MemoryModule):
                 yield index, "", layer.memory
 
-    def train(self, mode: bool = True):
-        """Set the training mode, and check the model if it begins to train."""
-        super().train(mode)
-        if mode:
-            training_begins(self)
-        return self
-
 
 def _refuse_quantised_tensors(model: nn.Module) -> None:
     """Refuse tensors of memories that Transformers has quantised, other than the weights of linear layers."""
@@ -263,3 +250,55 @@ def _refuse_quantised_tensors(model: nn.Module) -> None:
                 f"the quantisation has made a {type(tensor).__name__} of {name}, which a memory cannot read; expected linear layers "
                 "alone. Round tables with midus_hf.memory.quantise_tables, before or after."
             )
+
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def _refuse_adapter_of_base(
+    stack: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_of_torch: Any, **_more: Any
+) -> None:
+    """Refuse an adapter that was made for the base of an upscaled model, before the adapter's weights are loaded.
+
+    This is a pre-hook of `load_state_dict`, by which PEFT loads adapters. At that time, PEFT has put modules of the adapter on every
+    layer that its targets match. If all weights have layer numbers of the base, but later layers have modules of the adapter
+    too, the adapter was made for the base.
+
+    Raises:
+        ValueError: If the adapter numbers layers as in the base, and this stack of layers numbers them otherwise.
+    """
+    config: Any = stack.config
+    record = getattr(config, "upscale", None)
+    numbers: dict[int, int] = {}  # of each layer of the base where it occurs first
+    for number, layer in enumerate(record.get("plan", []) if isinstance(record, Mapping) else []):
+        if "base" in layer:
+            numbers.setdefault(layer["base"], number)
+    for adapter, names in _adapter_tensors(stack).items() if numbers else ():
+        loaded = {name for name in names if prefix + name in state_dict}
+        has, lacks = _layers(loaded), _layers(names - loaded)
+        moved = [layer for layer in has if numbers.get(layer, layer) != layer]
+        if moved and has[-1] < len(numbers) and any(layer > has[-1] for layer in lacks):
+            raise ValueError(
+                f"adapter {adapter!r} has weights for layers {has[0]} to {has[-1]} and none for {', '.join(map(str, lacks))}, "
+                f"which its targets also match: it was made for the base of {len(numbers)} layers, and layer {moved[0]} of the "
+                f"base is layer {numbers[moved[0]]} here. On this model of {config.num_hidden_layers} layers it would change the "
+                "wrong ones. Expected an adapter that was trained on this model. Or let 'upscale adapter' write this one for "
+                "this model."
+            )
+
+
+def _adapter_tensors(module: nn.Module) -> dict[str, set[str]]:
+    """Return for each adapter the names of the tensors that PEFT has put on submodules of a module."""
+    tensors: dict[str, set[str]] = {}
+    for module_name, within in module.named_modules():
+        for attribute in getattr(within, "adapter_layer_names", ()):
+            adapters = getattr(within, attribute, None)
+            for name, _ in adapters.named_parameters() if isinstance(adapters, nn.Module) else ():
+                # A ModuleDict has "default.weight", a ParameterDict "default".
+                tensors.setdefault(name.split(".")[0], set()).add(f"{module_name}.{attribute}.{name}")
+    return tensors
+
+
+def _layers(names: Iterable[str]) -> list[int]:
+    matches = map(_LAYER.search, names)
+    return sorted({int(match[1]) for match in matches if match})

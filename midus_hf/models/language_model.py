@@ -9,7 +9,6 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto import modeling_auto
 
 from midus_hf.memory.registry import while_generating
-from midus_hf.models.adapter_layers import refuse_adapter_of_base
 from midus_hf.models.fetching import GeneratesFromBanks
 from midus_hf.models.host import HostsMemory
 from midus_hf.models.listing import list_model
@@ -43,7 +42,6 @@ class MemoryForCausalLM(
         holder = self.get_submodule(parent)
         setattr(holder, name, None)  # the family's stack is freed, and its name keeps the place before the head
         setattr(holder, name, self.model_class(config.get_text_config()))
-        self.register_load_state_dict_pre_hook(refuse_adapter_of_base)
         list_model(
             type(self), modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         )  # by value, pickles would hold the table

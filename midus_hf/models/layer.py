@@ -10,8 +10,7 @@ from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.needs import SITES, LayerCall, Service, register_service
 from midus_hf.memory.registry import MemoryModule, build_memory
 from midus_hf.models.adapted import View
-from midus_hf.models.carrying import CarriesTensors
-from midus_hf.models.memory_inputs import MemoryInputs
+from midus_hf.models.memory_inputs import CarriesTensors, MemoryInputs
 from midus_hf.models.parts import MissingPart, NamesParts
 
 # Empty inputs, for a pass without inputs of memories. Never written to: a layer that carries tensors gets its own
@@ -78,6 +77,11 @@ class LayerWithSites(NamesParts):
         self.stands = [site(self, config, memories) for site in sites]
 
     @property
+    def mixer_part(self) -> Any:
+        """The child that mixes tokens; None if no child is known to."""
+        return getattr(self, self.mixer_name, None)
+
+    @property
     def feed_forward_part(self) -> Any:
         """The feed-forward network; None if the layer has none. Children of some families are called `feed_forward`."""
         return getattr(self, self.feed_forward_name or "", None)
@@ -105,10 +109,10 @@ class LayerWithSites(NamesParts):
         inputs = _NOTHING if memory_inputs is None else memory_inputs
         carried = {} if carried is None else carried
         call = LayerCall(hidden_states, inputs, carried, kwargs.get("position_embeddings"))
-        parts: dict[str, Any] = {}  # parts of the layer that memories stand at
+        view = View(self, {})
         for site in self.stands:
-            site.stand(self, parts, call)
-        output = self.family_class.forward(View(self, parts), hidden_states, *args, **kwargs)
+            site.stand(view, call)
+        output = self.family_class.forward(view, hidden_states, *args, **kwargs)
         for site in self.stands:
             output = site.behind(self, output, call)
         return output
@@ -148,5 +152,4 @@ class HostLayer(CarriesTensors, LayerWithSites):
     @property
     def lacks_attention(self) -> bool:
         """True if the layer has another attention than the family's."""
-        attention = getattr(self, self.mixer_name, None)
-        return self.attention_class is None or not isinstance(attention, self.attention_class.family_class)
+        return self.attention_class is None or not isinstance(self.mixer_part, self.attention_class.family_class)

@@ -11,21 +11,31 @@ from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.needs import LayerCall, Site, first_of, register_site, with_first
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.models.adapted import Adapter, HeadReader, HeadReaders, note_rotation, take_over_attention
-from midus_hf.models.carrying import skips_into
-from midus_hf.models.memory_inputs import Carried
+from midus_hf.models.memory_inputs import Carried, skips_into
 
 
-class _Adapters(Site):
-    """Memories that change the outputs of projections within a part of the layer."""
+class InsideAttention(Site):
+    """Memories that change what the layer's attention computes."""
 
-    def adapters(self, layer: Any, call: LayerCall) -> dict[str, Adapter]:
-        """Return the adapters of projections from the memories at the site, by the role of the projection."""
-        adapters: dict[str, Adapter] = {}
-        for name in layer.at(self.name, call.memory_inputs):
-            inputs = layer.inputs_of(name, call.memory_inputs)
-            for role in layer.classes[name].projections:
-                adapters[role] = _after(adapters.get(role), layer.memories[name], role, inputs)
-        return adapters
+    name = "inside-attention"
+
+    def __init__(self, layer: Any, config: Any, memories: Memories):
+        take_over_attention(layer)
+
+    @staticmethod
+    def is_missing(layer: Any) -> bool:
+        """Return whether the layer has another attention than the family's."""
+        return layer.lacks_attention
+
+
+def with_adapters(site: str, layer: Any, part: str, call: LayerCall) -> Callable[..., Any]:
+    """Return a part of the layer that runs with adapters of its projections, those of the memories at a site."""
+    adapters: dict[str, Adapter] = {}  # by the role of the projection
+    for name in layer.at(site, call.memory_inputs):
+        inputs = layer.inputs_of(name, call.memory_inputs)
+        for role in layer.classes[name].projections:
+            adapters[role] = _after(adapters.get(role), layer.memories[name], role, inputs)
+    return partial(getattr(layer, part), adapters=adapters)
 
 
 def _after(first: Adapter | None, memory: Any, role: str, inputs: Mapping[str, Any]) -> Adapter:
@@ -39,51 +49,33 @@ def _after(first: Adapter | None, memory: Any, role: str, inputs: Mapping[str, A
 
 
 @register_site("attention-adapters")
-class AttentionAdapters(_Adapters):
+class AttentionAdapters(InsideAttention):
     """Memories that change the outputs of projections of attention."""
 
-    name = "inside-attention"
-
-    def __init__(self, layer: Any, config: Any, memories: Memories):
-        take_over_attention(layer)
-
-    @staticmethod
-    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+    @classmethod
+    def is_needed(cls, entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
         """Return whether the memory changes projections of attention."""
-        return entry.site == "inside-attention" and bool(memory.projections)
+        return super().is_needed(entry, memory, sizes) and bool(memory.projections)
 
-    @staticmethod
-    def is_missing(layer: Any) -> bool:
-        """Return whether the layer has another attention than the family's."""
-        return layer.lacks_attention
-
-    def stand(self, layer: Any, parts: dict[str, Any], call: LayerCall) -> None:
+    def stand(self, layer: Any, call: LayerCall) -> None:
         """Let the layer's attention run with adapted projections."""
-        name = layer.mixer_name
-        parts[name] = partial(parts.get(name, getattr(layer, name)), adapters=self.adapters(layer, call))
+        layer.replaced[layer.mixer_name] = with_adapters(self.name, layer, layer.mixer_name, call)
 
 
 @register_site("attention-heads")
-class AttentionHeads(Site):
+class AttentionHeads(InsideAttention):
     """Memories that change the output of attention heads."""
 
-    name = "inside-attention"
-
     def __init__(self, layer: Any, config: Any, memories: Memories):
-        take_over_attention(layer)
+        super().__init__(layer, config, memories)
         note_rotation(layer)
 
-    @staticmethod
-    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+    @classmethod
+    def is_needed(cls, entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
         """Return whether the memory changes the output of heads."""
-        return entry.site == "inside-attention" and memory.reads_heads
+        return super().is_needed(entry, memory, sizes) and memory.reads_heads
 
-    @staticmethod
-    def is_missing(layer: Any) -> bool:
-        """Return whether the layer has another attention than the family's."""
-        return layer.lacks_attention
-
-    def stand(self, layer: Any, parts: dict[str, Any], call: LayerCall) -> None:
+    def stand(self, layer: Any, call: LayerCall) -> None:
         """Let memories change the output of the heads, one after another."""
         readers = [
             HeadReader(
@@ -94,8 +86,8 @@ class AttentionHeads(Site):
             if layer.classes[name].reads_heads
         ]
         if readers:
-            name = layer.mixer_name
-            parts[name] = partial(parts.get(name, getattr(layer, name)), readers=HeadReaders(readers))
+            attention = getattr(layer, layer.mixer_name)
+            layer.replaced[layer.mixer_name] = partial(attention, readers=HeadReaders(readers))
 
 
 @register_site("behind-attention")
@@ -105,19 +97,14 @@ class BehindAttention(Site):
     name = "behind-attention"
 
     @staticmethod
-    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether the memory's site is `behind-attention`."""
-        return entry.site == "behind-attention"
-
-    @staticmethod
     def is_missing(layer: Any) -> bool:
         """Return whether the layer has no mixer, or does not add its output to the residual stream."""
         return not layer.mixer_name or not layer.adds_mixer
 
-    def stand(self, layer: Any, parts: dict[str, Any], call: LayerCall) -> None:
+    def stand(self, layer: Any, call: LayerCall) -> None:
         """Put memories behind the last part before the mixer's output is added to the residual stream."""
         name = layer.attention_output_norm or layer.mixer_name
-        parts[name] = partial(self._add, layer, call, parts.get(name, getattr(layer, name)))
+        layer.replaced[name] = partial(self._add, layer, call, getattr(layer, name))
 
     def _add(self, layer: Any, call: LayerCall, part: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the part, and add what memories read from the sum of its output and the layer's input."""
@@ -127,7 +114,7 @@ class BehindAttention(Site):
 
 
 @register_site("ffn-adapters")
-class FeedForwardAdapters(_Adapters):
+class FeedForwardAdapters(Site):
     """Memories that change the outputs of projections of the feed-forward network."""
 
     name = "inside-ffn"
@@ -136,19 +123,13 @@ class FeedForwardAdapters(_Adapters):
         layer.feed_forward_part.__class__ = layer.mlp_class
 
     @staticmethod
-    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether the memory's site is `inside-ffn`."""
-        return entry.site == "inside-ffn"
-
-    @staticmethod
     def is_missing(layer: Any) -> bool:
         """Return whether the layer has another feed-forward network than the family's dense one."""
         return layer.mlp_class is None or not isinstance(layer.feed_forward_part, layer.mlp_class.family_class)
 
-    def stand(self, layer: Any, parts: dict[str, Any], call: LayerCall) -> None:
+    def stand(self, layer: Any, call: LayerCall) -> None:
         """Let the feed-forward network run with adapted projections."""
-        name = layer.feed_forward_name
-        parts[name] = partial(parts.get(name, layer.feed_forward_part), adapters=self.adapters(layer, call))
+        layer.replaced[layer.feed_forward_name] = with_adapters(self.name, layer, layer.feed_forward_name, call)
 
 
 @register_site("beside-ffn")
@@ -158,28 +139,17 @@ class BesideFeedForward(Site):
     name = "beside-ffn"
 
     @staticmethod
-    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether the memory's site is `beside-ffn`."""
-        return entry.site == "beside-ffn"
-
-    @staticmethod
     def is_missing(layer: Any) -> bool:
         """Return whether the layer has no feed-forward network."""
         return layer.feed_forward_part is None
 
-    def stand(self, layer: Any, parts: dict[str, Any], call: LayerCall) -> None:
+    def stand(self, layer: Any, call: LayerCall) -> None:
         """Put memories beside the feed-forward network."""
         name = layer.feed_forward_name
-        parts[name] = partial(self._add, layer, call, parts.get(name, layer.feed_forward_part))
+        layer.replaced[name] = partial(self._add, layer, call, getattr(layer, name))
 
     def _add(
-        self,
-        layer: Any,
-        call: LayerCall,
-        network: Callable[..., Any],
-        hidden_states: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
+        self, layer: Any, call: LayerCall, network: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """Run the network, and add what memories read from its input."""
         output = network(hidden_states, *args, **kwargs)
@@ -201,11 +171,6 @@ class Skip(Site):
             for read in skips_into(entry, layer.layer_idx)
         )
 
-    @staticmethod
-    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether the memory's site is `skip`."""
-        return entry.site == "skip"
-
     @classmethod
     def is_at(cls, layer: int, memories: Memories, built: Mapping[str, MemoryModule]) -> bool:
         """Return whether a memory reads at a layer, or adds behind it."""
@@ -218,13 +183,13 @@ class Skip(Site):
         """Return whether a layer at which a memory reads has no feed-forward network."""
         return "skip" in layer.sites.values() and layer.feed_forward_part is None
 
-    def stand(self, layer: Any, parts: dict[str, Any], call: LayerCall) -> None:
+    def stand(self, layer: Any, call: LayerCall) -> None:
         """Let memories read the input of the feed-forward network."""
         if "skip" in layer.sites.values():
             name = layer.feed_forward_name
-            parts[name] = partial(self._feed_forward, layer, call, parts.get(name, layer.feed_forward_part))
+            layer.replaced[name] = partial(self._read, layer, call, getattr(layer, name))
 
-    def _feed_forward(
+    def _read(
         self, layer: Any, call: LayerCall, network: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         output = network(hidden_states, *args, **kwargs)
@@ -246,11 +211,6 @@ class BehindLayer(Site):
     """Memories that add to the residual stream behind the layer."""
 
     name = "behind-layer"
-
-    @staticmethod
-    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether the memory's site is `behind-layer`."""
-        return entry.site == "behind-layer"
 
     def behind(self, layer: Any, output: Any, call: LayerCall) -> Any:
         """Add what memories read from the layer's output."""

@@ -7,7 +7,6 @@ import torch
 from transformers import AutoModel, Cache
 from transformers.modeling_outputs import QuestionAnsweringModelOutput, SequenceClassifierOutputWithPast
 
-from midus_hf.models.adapter_layers import refuse_adapter_of_base
 from midus_hf.models.host import HostsMemory
 from midus_hf.models.listing import list_model
 from midus_hf.models.parts import named_cache
@@ -51,7 +50,6 @@ class MemoryHead(TakesTextAsPrompt, AddsRouterLosses, HostsMemory):
             self.model = None  # the family's stack is freed, and its name keeps the place before the head
             self.model = self.model_class(config)
             self.post_init()
-        self.register_load_state_dict_pre_hook(refuse_adapter_of_base)
         list_model(type(self))
 
     @property

@@ -19,7 +19,7 @@ from carried.made import ALL_CASES, CASES, METHODS, MOST_LINES
 from pairs import by_default, wanted_by_tests
 
 import midus_hf
-from midus_hf.carried import plain_bank, plain_stretches, standins
+from midus_hf.carried import plain_bank, standins
 from midus_hf.carried.module import reference_modules
 from midus_hf.carried.sources import defined, read_module
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
@@ -242,7 +242,6 @@ STANDS_FOR = {
     "read_options": "midus_hf.config.options",
     "write_code": "midus_hf.carried.module",
     "MemoryBank": "midus_hf.banks.memory_bank",
-    "grouped": "midus_hf.memory.routing.stretches",
 }
 
 
@@ -261,7 +260,7 @@ def test_a_stand_in_takes_the_place_of_nothing_else():
     plain = reference_modules()
     names = {
         name: module
-        for module in (*plain, plain_bank.__name__, plain_stretches.__name__, standins.__name__)
+        for module in (*plain, plain_bank.__name__, standins.__name__)
         for name in read_module(module, frozenset({"midus_hf"})).definitions
         if not name.startswith("_")
     }
@@ -272,17 +271,6 @@ def test_a_stand_in_takes_the_place_of_nothing_else():
             assert len(replaced) <= 1 and all(each.startswith("midus_hf.ops.") for each in replaced), name
         else:
             assert replaced == ([STANDS_FOR[name]] if name in STANDS_FOR else []), name
-
-
-def test_a_module_is_read_again_where_its_source_has_changed(tmp_path, monkeypatch):
-    path = tmp_path / "edited_module.py"
-    path.write_text("def first():\n    return 1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    before = read_module("edited_module", frozenset())
-    assert read_module("edited_module", frozenset()) is before
-    path.write_text("def second():\n    return 2\n")
-    assert list(read_module("edited_module", frozenset()).definitions) == ["second"]
-    assert list(before.definitions) == ["first"]
 
 
 def test_a_bank_that_is_saved_writes_into_no_file_of_an_earlier_copy(checkpoints, tmp_path):

@@ -16,7 +16,6 @@ from memory.hierarchical_memories import (
     states,
 )
 
-from midus_hf.memory.fetched import FetchedBatch
 from midus_hf.ops import op_choices
 
 PROJECTIONS = [(kind, role) for kind, roles in WIDTHS.items() for role in roles]
@@ -149,38 +148,6 @@ def act(kind, fetched, read, layer=1):
         for role, (inputs, outputs) in WIDTHS[kind].items()
     ]
     return torch.cat(parts, dim=-1)
-
-
-PATHS = {
-    "one path": {1: [1] * 5, 2: [0] * 5, 4: [2] * 5},
-    "some": {1: [1, 0, 1, 1, 0], 2: [0, 0, 0, 1, 0], 4: [2, 1, 2, 2, 1]},
-    "each its own": {1: [0, 0, 1, 1, 0], 2: [0, 1, 1, 2, 3], 4: [0, 1, 2, 3, 4]},
-}
-
-
-@pytest.mark.parametrize("blocks", PATHS.values(), ids=list(PATHS))
-@pytest.mark.parametrize("kind", TYPES)
-def test_joined_levels_give_what_they_give_one_by_one(kind, blocks):
-    fetched, read = fetch(kind, blocks), states(5, 3, 24)
-    records = {level: record.detach() for level, record in fetched.records.items()}
-    apart = FetchedBatch(fetched.layout, records, fetched.blocks)
-    joined = apart.joined()
-    assert joined.joined() is joined is apart.joined() and joined.num_rows == 5
-    (level,) = joined.of(LAYERS[0]).levels
-    paths = len(set(zip(*blocks.values(), strict=True)))
-    assert {len(tensor) for tensor in level.tensors.values()} == {paths}
-    assert (level.blocks is None) == (paths == 5)
-    torch.testing.assert_close(act(kind, joined, read), act(kind, apart, read), rtol=1e-11, atol=1e-12)
-
-
-def test_levels_are_not_joined_that_have_no_room_or_want_gradients():
-    fetched = fetch("hier-ffn")
-    assert fetched.joined() is fetched
-    records = {level: record.detach() for level, record in fetched.records.items()}
-    size = 5 * 8 * fetched.layout.fetched  # the five rows have as many paths
-    for most, joins in ((size - 1, False), (size, True)):
-        apart = FetchedBatch(fetched.layout, records, fetched.blocks)
-        assert (apart.joined(most) is not apart) == joins
 
 
 @pytest.mark.parametrize("kind", TYPES)

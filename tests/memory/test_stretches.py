@@ -10,7 +10,7 @@ from memory.chapter_layers import assert_reads, by_loops, indices, layer, places
 
 from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.routing.pooling import ChunkSizes
-from midus_hf.memory.routing.stretches import EqualStretches, GroupedStretches, RowChunks, Stretches
+from midus_hf.memory.routing.stretches import EqualStretches, PaddedStretches, RowChunks, Stretches
 from midus_hf.memory.routing.token_places import TokenPlaces
 from midus_hf.ops.chapters import op as chapter_attention
 
@@ -153,8 +153,8 @@ def test_a_pass_routes_its_stretches_and_not_its_tokens(monkeypatch):
     mask[0, :200] = False
     cases = {
         "plain": (TokenPlaces(), RowChunks, 1 + 2 * 8),
-        "packed": (TokenPlaces(None, documents, is_plain=False), GroupedStretches, 1 + 2 * (2 + 4 + 4)),
-        "left": (TokenPlaces(mask, None, is_plain=False), GroupedStretches, 1 + 2 * 8),
+        "packed": (TokenPlaces(None, documents, is_plain=False), PaddedStretches, 1 + 2 * (2 + 4 + 4)),
+        "left": (TokenPlaces(mask, None, is_plain=False), PaddedStretches, 1 + 2 * 8),
     }
     for name, (places, kind, number) in cases.items():
         routing = memory.route(hidden_states, places)
@@ -186,7 +186,7 @@ def test_documents_in_a_compiled_graph_read_as_they_do_outside(routing):
 
 
 @pytest.mark.parametrize("fewest_together", [1], indirect=True)
-def test_padding_reads_nothing_where_stretches_are_grouped(fewest_together):
+def test_padding_reads_nothing_where_stretches_are_filled_up(fewest_together):
     mask = [[0, 0, 0, 1, 1, 1, 1, 1], [0] * 8]
     output = layer()(states(2), tokens=places_of(mask))
     assert not output[0, :3].any() and not output[1].any() and output[0, 3:].any(-1).all()

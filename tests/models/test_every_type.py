@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from midus_hf.memory import hierarchical
 from midus_hf.memory.hierarchical import HierKV
-from midus_hf.models import adapted, depth_heads
-from midus_hf.models.depth_heads import DepthHeads, DepthPass
+from midus_hf.models import adapted, depth_heads, sites
+from midus_hf.models.depth_heads import DepthPass
 from midus_hf.models.families import FAMILIES, HEADS
 from midus_hf.models.inference import tiny
 from midus_hf.models.inference.architecture import architecture_of
@@ -26,7 +27,6 @@ from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_config, tin
 from midus_hf.models.layer import HostLayer
 from midus_hf.models.memory_inputs import MemoryInputs
 from midus_hf.models.parts import MissingPart
-from midus_hf.models.sites import AttentionAdapters, FeedForwardAdapters
 
 TYPES = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("midus_"))
 
@@ -288,8 +288,12 @@ def test_a_layer_that_is_wired_wrongly_fails_the_proof(wiring, name, change, mes
     assert re.fullmatch(message, str(refused.value))
 
 
-def without_the_last_projection(adapters):
-    return lambda self, *inputs: dict(list(adapters(self, *inputs).items())[:-1])
+def without_the_last_projection(with_adapters):
+    def fewer(*inputs):
+        part = with_adapters(*inputs)
+        return partial(part.func, adapters=dict(list(part.keywords["adapters"].items())[:-1]))
+
+    return fewer
 
 
 def with_blocks_of_the_next_layer(of):
@@ -309,10 +313,9 @@ def left_as_they_are(function):
 
 
 def without_the_oldest_slot(begin):
-    def shorter(self, *inputs):
-        depth_pass = begin(self, *inputs)
-        self.slots = self.slots[-1:]
-        return depth_pass
+    def shorter(self, heads, *inputs):
+        begin(self, heads, *inputs)
+        heads.slots = heads.slots[-1:]
 
     return shorter
 
@@ -320,16 +323,16 @@ def without_the_oldest_slot(begin):
 @pytest.mark.parametrize(
     ("wiring", "owner", "name", "change"),
     [
-        ("hier-lora-qk", AttentionAdapters, "adapters", without_the_last_projection),
-        ("hier-lora-vo", AttentionAdapters, "adapters", without_the_last_projection),
-        ("hier-lora-ffn", FeedForwardAdapters, "adapters", without_the_last_projection),
+        ("hier-lora-qk", sites, "with_adapters", without_the_last_projection),
+        ("hier-lora-vo", sites, "with_adapters", without_the_last_projection),
+        ("hier-lora-ffn", sites, "with_adapters", without_the_last_projection),
         ("hier-lora-qk", MemoryInputs, "of", with_blocks_of_the_next_layer),
         ("hier-lora-ffn", MemoryInputs, "of", with_blocks_of_the_next_layer),
         ("hier-kv", MemoryInputs, "of", with_blocks_of_the_next_layer),
         ("hier-kv", hierarchical, "_rows_of", with_values_as_keys),
         ("hier-kv", adapted, "unrotated", left_as_they_are),
         ("depth-attention", DepthPass, "_projected", with_keys_and_values_swapped),
-        ("depth-attention", DepthHeads, "begin", without_the_oldest_slot),
+        ("depth-attention", DepthPass, "__init__", without_the_oldest_slot),
         ("depth-attention", depth_heads, "rotated", left_as_they_are),
         ("depth-attention", depth_heads, "normalised_keys", left_as_they_are),
     ],

@@ -66,15 +66,6 @@ def test_what_a_pass_brings_follows_to_another_device_and_still_carries():
     assert torch.equal(output, torch.ones(1)) and key is None
 
 
-def test_what_no_later_layer_takes_is_forgotten():
-    inputs, keys = MemoryInputs(), [Carried("toy", 0), Carried("toy", 1)]
-    inputs.carry(keys, [torch.ones(1), torch.zeros(1)])
-    inputs.release(keys[:1])
-    assert inputs.carried(keys[1:]) == [torch.zeros(1)]
-    with pytest.raises(KeyError):
-        inputs.carried(keys[:1])
-
-
 def test_a_base_with_tensors_that_its_layers_do_not_know_is_checked_block_by_block(tmp_path):
     base = save_base(tmp_path / "base", "llama")
     write_tensors(base, {**read_tensors(base), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.arange(4.0)})

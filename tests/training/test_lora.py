@@ -135,26 +135,6 @@ def test_a_model_that_was_not_upscaled_or_is_wrapped_already_is_refused():
         set_trainable(wrapped)
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"], None], ids=["all-linear", "two", "default"])
-def test_adapters_on_a_fresh_memory_bring_a_warning(family, targets):
-    config = LoraConfig(target_modules=targets, task_type="CAUSAL_LM")
-    model = get_peft_model(fresh_model(family), config)
-    with pytest.warns(UserWarning, match=r"values of layers 1, 4 are zero and frozen, .*training.lora_config"):
-        model.train()
-
-
-def test_values_that_an_adapter_moves_bring_no_warning():
-    model = fresh_model("llama")
-    config = LoraConfig(target_modules=["q_proj"], target_parameters=["memory.value_bank"], task_type="CAUSAL_LM")
-    model = get_peft_model(model, config)
-    before = logits(model)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="the memory values")
-        model.train()
-    train_four_steps(model)
-    assert not torch.equal(logits(model), before)
-
-
 def test_every_model_type_has_the_targets_of_its_family(family):
     model = upscaled_model(family)
     model_type = model.config.model_type

@@ -1,7 +1,6 @@
 """Hierarchical memories: parameters that a text fetches from a bank, one block per level of a tree of topics (section 2)."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,14 +50,7 @@ class HierarchicalOptions(MemoryOptions):
 
     def fetched(self, sizes: ModelSizes) -> FetchedBlocks:
         levels = tuple(self.block(sizes, size) if size else {} for size in self.sizes)
-        one, two = (self.block(sizes, size) for size in (1, 2))
-        along = {name: _dimension_that_differs(tensor.shape, two[name].shape) for name, tensor in one.items()}
-        return FetchedBlocks(self.branching, levels, self.without_ids, along)
-
-
-def _dimension_that_differs(shape: Sequence[int], other: Sequence[int]) -> int:
-    (dimension,) = (index for index, (one, two) in enumerate(zip(shape, other, strict=True)) if one != two)
-    return dimension
+        return FetchedBlocks(self.branching, levels, self.without_ids)
 
 
 @register_memory_type("hier-ffn")

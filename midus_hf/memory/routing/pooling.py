@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from midus_hf.memory.routing.stretches import EqualStretches, RowChunks, Stretches, grouped
+from midus_hf.memory.routing.stretches import EqualStretches, RowChunks, Stretches, padded
 from midus_hf.memory.routing.token_places import TokenPlaces
 
 _ALL_ARE_PROMPT = (
@@ -128,7 +128,7 @@ def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> Pooled:
         every = torch.arange(batch * tokens, device=states.device)
         at = torch.where(real & (position == 0), document, number).flatten()
         first_tokens = torch.zeros(number + 1, dtype=torch.int64, device=states.device).scatter_(0, at, every)[:-1]
-        stretches = grouped(of_token, first_tokens, tokens, by_length=True)
+        stretches = padded(of_token, first_tokens, tokens, shrinks=True)
     return Pooled(means, stretches, sizes.float(), {"seen": torch.ones(batch, device=states.device)})
 
 
@@ -255,13 +255,13 @@ def pool_chunks(
     if places.starts is not None and compiling:
         stretches = Stretches(of_token)
     else:
-        stretches = grouped(
+        stretches = padded(
             torch.where(real, of_token, -1),
             first_tokens,
             min(sizes.size, tokens),
             alike=beginning,
             alike_room=num_beginning,
-            by_length=places.starts is not None,
+            shrinks=places.starts is not None,
         )
     pooled = Pooled(means, stretches, counts, {})
     if not keeps:

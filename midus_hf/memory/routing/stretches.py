@@ -1,8 +1,7 @@
 """Stretches of tokens that read the same chapters, and attention over many stretches at once."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -81,140 +80,68 @@ class RowChunks(Stretches):
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedStretches(Stretches):
-    """Stretches in groups of similar length; within a group, shorter stretches are filled up with arbitrary tokens.
+class PaddedStretches(Stretches):
+    """Stretches of different lengths, which are filled up to equal length.
 
     Args:
-        numbers: For each group, `[S]`, the numbers of the group's stretches.
-        lengths: For each group, L, the number of tokens that each stretch has room for.
-        tokens: `[P]`, int64, the tokens of all groups, one group after another, as positions among the B * T tokens.
-        places: `[B * T]`, int64, position of each token among the P; P for padding, which reads nothing.
+        numbers: `[S]`, int64, number of the stretch of each row; several rows may have one stretch.
+        room: L, number of tokens per row.
+        places: `[B * T]`, int64, position of each token among the S * L; S * L for padding, which reads nothing.
     """
 
-    numbers: Sequence[torch.Tensor]
-    lengths: Sequence[int]
-    tokens: torch.Tensor
+    numbers: torch.Tensor
+    room: int
     places: torch.Tensor
 
     def read(self, tokens: torch.Tensor, read: Read) -> torch.Tensor:
-        rows = tokens.flatten(0, 1)
-        taken = _Taken.apply(rows, self.tokens, self.places)
-        outputs, first = [], 0
-        for numbers, length in zip(self.numbers, self.lengths, strict=True):
-            end = first + len(numbers) * length
-            outputs.append(read(taken[first:end].unflatten(0, (len(numbers), length)), numbers).flatten(0, 1))
-            first = end
-        nothing = outputs[0].new_zeros(1, *outputs[0].shape[1:])
-        read_rows = torch.cat([*outputs, nothing])
-        of_token = _PutBack.apply(read_rows, self.places)
-        return of_token.unflatten(0, tokens.shape[:2])
+        flat = tokens.flatten(0, 1)
+        count = len(self.numbers) * self.room
+        padded = flat.new_zeros(count + 1, *flat.shape[1:]).index_copy(0, self.places, flat)[:count]
+        output = read(padded.unflatten(0, (len(self.numbers), self.room)), self.numbers).flatten(0, 1)
+        with_nothing = torch.cat([output, output.new_zeros(1, *output.shape[1:])])
+        return with_nothing.index_select(0, self.places).unflatten(0, tokens.shape[:2])
 
 
-def grouped(
+def padded(
     of_token: torch.Tensor,
     first_tokens: torch.Tensor,
     room: int,
     *,
     alike: torch.Tensor | None = None,
     alike_room: int = 0,
-    by_length: bool = False,
+    shrinks: bool = False,
 ) -> Stretches:
-    """Put stretches of consecutive tokens into groups.
+    """Lay stretches of consecutive tokens side by side, filled up to equal length.
 
     Args:
         of_token: `[B, T]`, int64, number of the stretch that each token belongs to; -1 for padding.
         first_tokens: `[N]`, int64, position of each stretch's first token among the B * T tokens.
         room: Largest number of tokens in a stretch.
         alike: `[B, T]`, bool, the tokens of stretch 0, which need not be consecutive. Default: stretch 0 is like all others.
-        alike_room: Largest number of tokens in stretch 0. Default: 0.
-        by_length: Whether to sort stretches by length, so that groups need less filling; this waits for the device. Default: false.
+        alike_room: Largest number of tokens in stretch 0, which gets as many rows as these tokens fill. Default: 0.
+        shrinks: Whether to shrink `room` to the longest stretch, which waits for the device. Default: false.
 
     Returns:
-        The grouped stretches; plain `Stretches` if `room` is too small for groups to pay, or all tokens are padding.
+        The stretches; plain `Stretches` if `room` is too small for filling up to pay.
     """
-    real, device = of_token.flatten() >= 0, of_token.device
-    numbers = of_token.flatten().clamp(min=0)
+    flat = of_token.flatten()
+    every = torch.arange(len(flat), device=flat.device)
+    if shrinks:
+        at_once = flat if alike is None else flat.masked_fill(alike.flatten(), -1)
+        room = max(1, min(room, int((every - first_tokens[flat.clamp(min=0)]).masked_fill(at_once < 0, 0).max()) + 1))
     if room < fewest_together():
-        return Stretches(numbers.view(of_token.shape))
-    every = torch.arange(len(numbers), device=device)  # [B * T]
-    several = len(first_tokens)
-    skipped = 0 if alike is None else 1
-    lengths = [room]
-    while by_length and lengths[-1] >= 2 * fewest_together():
-        lengths.append(-(-lengths[-1] // 2))
-    members = torch.arange(skipped, several, device=device)
-    sizes = [several - skipped]
-    if by_length:
-        tokens_of = torch.zeros(several, dtype=torch.int64, device=device).index_add_(0, numbers, real.long())
-        rooms = torch.tensor(lengths, device=device)
-        group = (tokens_of[skipped:, None] <= rooms).sum(1).clamp(min=1) - 1  # the last group with enough room
-        order = group.argsort(stable=True)
-        members, sizes = members[order], torch.bincount(group, minlength=len(lengths)).tolist()
-    parts: list[torch.Tensor] = []
-    tokens: list[torch.Tensor] = []
-    kept_lengths: list[int] = []
-    firsts, first = torch.zeros_like(first_tokens), 0
-    # Number of rows that the tokens of stretch 0 fill, which are read with the longest stretches.
-    copies = -(-alike_room // room)
-    for length, of_group in zip(lengths, members.split(sizes), strict=True):
-        copied = copies if first == 0 and not parts else 0
-        if len(of_group) + copied == 0:
-            continue
-        starts = first + length * torch.arange(copied, copied + len(of_group), device=device)
-        firsts = firsts.index_copy(0, of_group, starts)
-        own = (first_tokens[of_group][:, None] + torch.arange(length, device=device)).flatten()
-        if copied:
-            assert alike is not None
-            rank = torch.where(alike.flatten(), alike.flatten().cumsum(0) - 1, copied * length)
-            listed = torch.zeros(copied * length + 1, dtype=torch.int64, device=device).scatter_(0, rank, every)
-            of_group, own = torch.cat([of_group.new_zeros(copied), of_group]), torch.cat([listed[:-1], own])
-        parts.append(of_group)
-        kept_lengths.append(length)
-        tokens.append(own)
-        first += len(own)
-    if not parts:  # nothing but padding
-        return Stretches(numbers.view(of_token.shape))
-    places = firsts[numbers] + every - first_tokens[numbers]
-    if copies:
-        assert alike is not None
+        return Stretches(of_token.clamp(min=0))
+    copies, skipped = -(-alike_room // room), 0 if alike is None else 1
+    alone = torch.arange(skipped, len(first_tokens), device=flat.device)
+    numbers = torch.cat([alone.new_zeros(copies), alone])
+    places = (copies + flat - skipped) * room + every - first_tokens[flat.clamp(min=0)]
+    if alike is not None:
         places = torch.where(alike.flatten(), alike.flatten().cumsum(0) - 1, places)
-    places = torch.where(real, places, first)
-    together = torch.cat(tokens).clamp(max=len(numbers) - 1)
-    return GroupedStretches(numbers.view(of_token.shape), tuple(parts), tuple(kept_lengths), together, places)
+    places = torch.where(flat >= 0, places, len(numbers) * room)
+    return PaddedStretches(of_token.clamp(min=0), numbers, room, places)
 
 
 def _filled(tokens: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     """Append zeros to tokens along a dimension, up to `length`."""
     missing = length - tokens.shape[dim]
     return torch.nn.functional.pad(tokens, (*(0, 0) * (tokens.dim() - dim - 1), 0, missing)) if missing else tokens
-
-
-class _Taken(torch.autograd.Function):
-    """Rows of a tensor in the order of groups. Apart from filling, each row is taken once, so its gradient is a single row."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        return rows.index_select(0, tokens)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        (places,) = ctx.saved_tensors
-        nothing = gradient.new_zeros(1, *gradient.shape[1:])
-        return torch.cat([gradient, nothing]).index_select(0, places), None, None
-
-
-class _PutBack(torch.autograd.Function):
-    """Rows in the order of tokens, without the rows that fill groups up; padding gets the last row."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        ctx.num_rows = len(rows)
-        return rows.index_select(0, places)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        (places,) = ctx.saved_tensors
-        rows = gradient.new_zeros(ctx.num_rows, *gradient.shape[1:])
-        return rows.index_copy(0, places, gradient), None
