@@ -118,9 +118,9 @@ class Program:
 
     def _collect(self, roots: Iterable[Name]) -> None:
         """Keep what the roots reach, until nothing new is reached: a member that is kept may use another attribute."""
-        found, size = list(roots), -1
-        while size < (size := self._keep(found)):
-            found = [reached for name in list(self.kept) for reached in self._reached_from(name)]
+        names, size = list(roots), -1
+        while size < (size := self._keep(names)):
+            names = [reached for name in list(self.kept) for reached in self._reached_from(name)]
 
     def _keep(self, names: Iterable[Name]) -> int:
         """Keep definitions, and return a number that grows with all that is kept."""
@@ -141,7 +141,7 @@ class Program:
         for source in sources:
             names, attributes = _used(source)
             self._attributes |= attributes
-            yield from (found for used in names if (found := self.resolve(name.module, used)) is not None)
+            yield from filter(None, (self.resolve(name.module, used) for used in names))
 
     def _is_wanted(self, name: Name, member: Member) -> bool:
         is_special = not member.name or (member.name.startswith("__") and member.name.endswith("__"))

@@ -163,8 +163,8 @@ class Module:
                 if not names or not self.definitions.keys().isdisjoint(names):
                     self.refusal = self.refusal or (
                         f"{imported.__name__} has {ast.unparse(statement).splitlines()[0]!r} in line {statement.lineno}, which is "
-                        "neither an import, nor a call, nor the only definition of a name; expected these alone at the top level of a module "
-                        "that a checkpoint's code is made from. Put it into a function."
+                        "neither an import, nor a call, nor the only definition of a name; expected these alone at the top level "
+                        "of a module that a checkpoint's code is made from. Put it into a function."
                     )
                 source = _with_comments(text, statement, body[index + 1 : index + 2])
                 self.definitions |= dict.fromkeys(names, source)

@@ -152,7 +152,7 @@ class DepthPass(HeadChange):
             return own(module, query, key, value, mask, **kwargs)
         implementation = module.own_config._attn_implementation
         sequence = SequenceHeads(module, own, implementation, query, key, value, mask, kwargs)
-        keys, values = ([self._slots[place] for place in places] for places in zip(*self._heads.slots, strict=True))
+        keys, values = ([self._slots[each] for each in carried] for carried in zip(*self._heads.slots, strict=True))
         if self._options.rope == "released":
             keys = [normalised_keys(self._attention, key) for key in keys]
         elif self._heads.without_rotation:

@@ -29,7 +29,7 @@ class InsideAttention(Site):
 
 
 def with_adapters(site: str, layer: Any, part: str, call: LayerCall) -> Callable[..., Any]:
-    """Return a part of the layer that runs with adapters of its projections, those of the memories at a site."""
+    """Return a part of the layer that runs with the adapters that the memories at a site have for its projections."""
     adapters: dict[str, Adapter] = {}  # by the role of the projection
     for name in layer.at(site, call.memory_inputs):
         inputs = layer.inputs_of(name, call.memory_inputs)
