@@ -43,7 +43,6 @@ class MemoryArguments(Rates):
         adapters: LoRA by PEFT, merged into the weights at the end: keys of `LoraConfig` (by default `r` 16, `lora_alpha` 32,
             and `target_modules` all linear layers), and `layers`. With `layers: base` (default) the base has adapters, and
             new parts of the model train whole; with `all`, all layers have adapters, which alone train. Default: none.
-        usage_steps: Steps between log events on how many memory slots were retrieved, and how evenly. Default: none.
         sparse_values: Compute gradients of large value tables, and update them by AdamW, only in the rows that a step
             read. Needs `optim` `adamw_torch` or `adamw_torch_fused`, and one process. Default: false.
         generic_share: Share of the sequences with a path that read the generic memory instead of their path's blocks,
@@ -67,7 +66,6 @@ class MemoryArguments(Rates):
     trainable: Trainable = "auto"
     frozen: list[TrainedRole] = dataclasses.field(default_factory=list)
     adapters: dict[str, Any] | None = None
-    usage_steps: int | None = None
     sparse_values: bool = False
     generic_share: float = 1 / 17
     eval_text: str | dict[str, str] | None = None
@@ -120,7 +118,7 @@ class MemoryArguments(Rates):
         self.use_cpu = getattr(self, "use_cpu", False) or not torch.accelerator.is_available()
 
     def _check_memory_keys(self) -> None:
-        for name in ("usage_steps", "early_stopping_patience", *_BATCH_KEYS):
+        for name in ("early_stopping_patience", *_BATCH_KEYS):
             value = getattr(self, name, None)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1.")
@@ -165,14 +163,6 @@ class MemoryArguments(Rates):
             )
         if self.config_name is not None and self.trainable == "auto":
             self.trainable = "all"
-
-    def check_model_is_named(self) -> None:
-        """Check that the arguments name a model, or raise `ValueError`."""
-        if self.model_name_or_path is None and self.config_name is None:
-            raise ValueError(
-                "config has no 'model_name_or_path'; set it in the file, or as model_name_or_path=... after it. To train a model "
-                "from the beginning, set config_name and tokenizer_name."
-            )
 
     @property
     def eval_texts(self) -> dict[str, str]:
@@ -265,7 +255,6 @@ class TrainArguments(MemoryArguments, TrainingArguments):
         if self.eval_steps is not None and self.eval_text is None:
             raise ValueError(f"eval_steps is {self.eval_steps}, which needs eval_text; set both or neither.")
         super().__post_init__()
-        self.check_model_is_named()
 
     def sources(self) -> list[tuple[str, str]]:
         corpora = [self.corpus] if isinstance(self.corpus, str) else self.corpus or []

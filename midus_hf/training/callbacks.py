@@ -1,9 +1,8 @@
-"""Callbacks of a run: an orderly stop by a signal, the log file, and the usage of memories."""
+"""Callbacks of a run: an orderly stop by a signal, and the log file."""
 
 import json
 import os
 import signal
-import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from midus_hf.files.whole_files import whole_file
@@ -114,39 +112,3 @@ def read_log(path: str | os.PathLike) -> list[dict]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
-
-
-class UsageEvents(TrainerCallback):
-    """Callback that requests log events on memory usage at intervals, and computes what each event says.
-
-    Events also fall on the steps that save a checkpoint, so that a resumed run has the same events as an uninterrupted
-    run.
-    """
-
-    def __init__(self, every: int):
-        self.every = every
-        # Counts of slot usage; None while nothing is counted.
-        self.usage: Any = None
-        self._due = False
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self.usage is not None and (state.global_step % self.every == 0 or control.should_save):
-            self._due = control.should_log = True
-
-    def measures(self, add_up: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """Return `memory_used_share` and `memory_perplexity`, means over memories; `{}` if no event is due.
-
-        Args:
-            add_up: Returns the sum of a tensor over all processes.
-        """
-        if self.usage is None or not self._due:
-            return {}
-        from midus_hf.look.usage import summarise
-
-        self._due = False
-        memories = summarise({memory: add_up(counts) for memory, counts in self.usage.counts.items()}).values()
-        self.usage.reset()
-        return {
-            "memory_used_share": statistics.fmean(memory.used for memory in memories),
-            "memory_perplexity": statistics.fmean(memory.perplexity for memory in memories),
-        }

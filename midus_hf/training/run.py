@@ -38,7 +38,7 @@ from midus_hf.saved_models import refusing
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
 from midus_hf.training.blocks import use_tree
 from midus_hf.training.callbacks import RunInterrupted, StopOnSignal, TrainingLog
-from midus_hf.training.data.corpus import read_corpus
+from midus_hf.training.data.corpus import bars_on_terminals, read_corpus
 from midus_hf.training.data.leaves import check_paths, leaf_sequences, tree_of_paths
 from midus_hf.training.data.packing import packed_sequences
 from midus_hf.training.optim.freezing import has_adapters, resolve_trainable, set_trainable
@@ -49,6 +49,7 @@ from midus_hf.training.output import (
     new_card,
     open_output,
 )
+from midus_hf.training.parallel import shares_parameters
 from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
 
 
@@ -104,7 +105,7 @@ def prepare(arguments: TrainArguments) -> "Run":
         folder = folder_of_tree(Path(arguments.tree).expanduser())
     banks: dict[str, BankLayout] = {} if memories is None else grown_layouts(memories.banks, folder)
     tokenizer = load_tokenizer(arguments)
-    with Run(arguments) as run:
+    with Run(arguments) as run, bars_on_terminals():
         with arguments.main_process_first(desc="reading the corpus"):
             dataset, tree = _sequences("corpus", arguments.corpus, arguments, tokenizer, model_config, banks)
             held_out = {
@@ -134,8 +135,7 @@ def _sequences(
     """Return the sequences of a text, and the fingerprint of the tree that its paths belong to, if they name it."""
     is_corpus, column = key == "corpus", arguments.path_column
     named = {"split": arguments.corpus_split, "name": arguments.corpus_name} if is_corpus else {}
-    with refusing(f"{key} is {corpus!r}, which cannot be read", OSError):
-        rows = read_corpus(corpus, text_column=arguments.text_column, **named)
+    rows = read_corpus(corpus, text_column=arguments.text_column, **named)
     options: dict[str, Any] = {"documents_apart": arguments.document_mask, "text_column": arguments.text_column}
     options["vocab_size"] = model_config.get_text_config().vocab_size
     if column is None or (not is_corpus and column not in rows.column_names):
@@ -164,7 +164,11 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
         ValueError: If the config cannot be read, does not say what trains, or lacks what a key needs.
     """
     source = arguments.model_name_or_path or arguments.config_name
-    assert source is not None, "the arguments name a model"
+    if source is None:
+        raise ValueError(
+            "config has no 'model_name_or_path'; set it in the file, or as model_name_or_path=... after it. To train a model "
+            "from the beginning, set config_name and tokenizer_name."
+        )
     path = Path(source).expanduser()
     if arguments.config_name is not None and path.suffix == ".json" and not path.exists():
         raise ValueError(f"config_name is {source!r}, which does not exist; give another file.")
@@ -188,11 +192,6 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
                 "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 cuts; expected processes that hold whole "
                 "models. Start the run with configs/accelerate/ddp.yaml."
             )
-    if arguments.usage_steps is not None and not getattr(config, "memory", None):
-        raise ValueError(
-            f"usage_steps is {arguments.usage_steps}, but this {config.model_type} model has no memory layers; train one that has, "
-            "or leave it out."
-        )
     return config
 
 
@@ -342,8 +341,8 @@ class Run:
         """Save model and tokenizer whole, with the dtypes, cache setting and further files that the model came with."""
         arguments, model = self.arguments, self.model
         trainer.check_finite()
-        if trainer.shards.shares_parameters:
-            trainer.shards.saved_dtypes = self._dtypes
+        if shares_parameters(trainer):
+            trainer.saved_dtypes = self._dtypes
         else:
             restore_dtypes(model, self._dtypes)
         if has_adapters(model):

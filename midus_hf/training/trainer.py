@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 from midus_hf.files.checkpoint_files import TRAINED_FILE, TRAINER_STATE
 from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.blocks import Blocks
-from midus_hf.training.callbacks import UsageEvents
 from midus_hf.training.checkpoints import (
     checkpoints_in,
     finish_checkpoint,
@@ -29,7 +27,13 @@ from midus_hf.training.optim.parameter_groups import group_schedules, parameter_
 from midus_hf.training.optim.rates import Rates
 from midus_hf.training.optim.row_adamw import RowAdamW
 from midus_hf.training.optim.rows import check_sparse_values, clip_gradients, row_gradients, tables_with_rows
-from midus_hf.training.parallel import Shards
+from midus_hf.training.parallel import (
+    check_checkpoint,
+    dtype_of_deepspeed,
+    prepare_sharing,
+    save_gathered,
+    shares_parameters,
+)
 
 if TYPE_CHECKING:
     # For type checkers: the mixin calls the methods of the Trainer that it is mixed into.
@@ -44,8 +48,7 @@ class TrainsMemory(AnyTrainer):
     Put the mixin before the class that it extends, as in `class MemorySFTTrainer(TrainsMemory, SFTTrainer)`. The keys of
     `MemoryArguments` are read from `args` where it has them. Groups and scheduler are made where the Trainer makes its
     own, so they see the model after it was wrapped or sharded. A checkpoint holds what trains, the optimizer and the
-    blocks of banks that changed, and ends with a manifest; `load_checkpoint` loads one into a model. The Trainer leaves
-    all else to parts: `shards` (parameters that FSDP or DeepSpeed shard) and `blocks` (which texts fetch).
+    blocks of banks that changed, and ends with a manifest; `load_checkpoint` loads one into a model.
 
     Args:
         args: Arguments of the Trainer, with or without the keys of `MemoryArguments`.
@@ -58,21 +61,13 @@ class TrainsMemory(AnyTrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         options = self.args if isinstance(self.args, MemoryArguments) else None
-        self.shards = Shards(self)
+        # Dtypes in which tensors of a model that processes share are saved, by name; other tensors keep their dtype.
+        self.saved_dtypes: dict[str, torch.dtype] = {}
+        prepare_sharing(self)
         self.blocks = Blocks(self, 0.0 if options is None else options.generic_share)
         self.sparse_values = options is not None and options.sparse_values
         if self.sparse_values:
             check_sparse_values(self)
-        self.usage_events = (
-            None if options is None or options.usage_steps is None else UsageEvents(options.usage_steps)
-        )
-        if self.usage_events is not None:
-            if self.args.torch_compile:
-                raise ValueError(
-                    f"usage_steps is {self.usage_events.every}, for which a model has to run uncompiled; leave it out, or "
-                    "torch_compile."
-                )
-            self.add_callback(self.usage_events)
         self._check_own_losses()
         self._is_checkpointing = False
 
@@ -102,28 +97,15 @@ class TrainsMemory(AnyTrainer):
         """
         checkpoint = resumed_checkpoint(str(self.args.output_dir), resume_from_checkpoint)
         if checkpoint is not None:
-            self.shards.check_checkpoint(checkpoint)
+            check_checkpoint(self, checkpoint)
             state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
             if state.global_step >= state.max_steps > 0 and self.args.max_steps in (-1, state.max_steps):
                 self._load_from_checkpoint(str(checkpoint))
                 self.state = state
                 return TrainOutput(state.global_step, 0.0, {"train_runtime": 0.0})
         assert isinstance(self.model, nn.Module)
-        with self._counting_usage(), row_gradients(self.model) if self.sparse_values else contextlib.nullcontext():
+        with row_gradients(self.model) if self.sparse_values else contextlib.nullcontext():
             return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
-
-    @contextlib.contextmanager
-    def _counting_usage(self) -> Iterator[None]:
-        if self.usage_events is None:
-            yield
-            return
-        from midus_hf.look.usage import record_usage
-
-        assert isinstance(self.model, nn.Module)
-        with record_usage(self.model, training_only=True) as usage:
-            self.usage_events.usage = usage
-            yield
-        self.usage_events.usage = None
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, torch.Tensor | Any], *args: Any, **kwargs: Any
@@ -164,9 +146,7 @@ class TrainsMemory(AnyTrainer):
         return self.lr_scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as `Trainer.log` does; `learning_rate` is the rate of the first group.
-
-        If configured, the log also has how memory slots were used. Beside each `eval_loss` stands a perplexity.
+        """Log as `Trainer.log` does, with a perplexity beside each `eval_loss`; `learning_rate` is the rate of the first group.
 
         Raises:
             FloatingPointError: If the loss is not finite, since further steps would only waste time and spoil
@@ -174,9 +154,6 @@ class TrainsMemory(AnyTrainer):
         """
         if not math.isfinite(logs.get("loss", 0.0)):
             raise error_of(f"loss is {logs['loss']}", self.state.global_step)
-        if "loss" in logs:
-            if self.usage_events is not None:
-                logs |= self.usage_events.measures(lambda counts: self.accelerator.reduce(counts, reduction="sum"))
         logs |= {
             f"{name.removesuffix('loss')}perplexity": math.exp(loss) if loss < 700 else math.inf
             for name, loss in logs.items()
@@ -210,7 +187,9 @@ class TrainsMemory(AnyTrainer):
             ValueError: If ZeRO-3 cut the model when it was loaded, and the model has not been trained.
         """
         self.check_finite()
-        if not self.shards.save_model(output_dir, is_checkpoint=_internal_call):
+        if not _internal_call and shares_parameters(self):
+            save_gathered(self, output_dir)
+        else:
             super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -291,7 +270,7 @@ class TrainsMemory(AnyTrainer):
             grad_norm = self._clipped(model, math.inf)
         norm: Any = super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
         # With float16, the gradient scaler itself skips a step whose gradients are not finite.
-        scales = self.accelerator.scaler is not None or self.shards.dtype_of_deepspeed() == "float16"
+        scales = self.accelerator.scaler is not None or dtype_of_deepspeed(self) == "float16"
         if norm is None or scales or math.isfinite(norm):
             return norm
         # _tr_loss is summed over the steps since the last log event.

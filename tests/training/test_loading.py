@@ -68,26 +68,22 @@ OF_TABLES = (
     ("kind", "options", "message"),
     [
         ("headwise", {"sparse_values": True}, OF_TABLES),
-        (
-            "native",
-            {"usage_steps": 5},
-            "usage_steps is 5, but this llama model has no memory layers; train one that has",
-        ),
+        ("none", {}, "config has no 'model_name_or_path'; set it in the file, or as model_name_or_path=..."),
         ("fetching", {}, r"fetches blocks by the path of a text, and path_column is not given"),
         ("prompted", {}, "routing is 'prompt', and plain text has no prompts; expected chats.*'chunk'"),
     ],
 )
 def test_what_a_model_cannot_do_is_refused_before_anything_is_written(
-    kind, options, message, upscaled, native, models, config_for, tmp_path
+    kind, options, message, upscaled, models, corpus, tmp_path
 ):
     model = {
         "headwise": lambda: upscaled("llama"),
-        "native": lambda: native("llama"),
+        "none": lambda: None,
         "fetching": lambda: models / "hier-ffn",
         "prompted": lambda: upscaled("llama", "moc", routing="prompt"),
     }[kind]()
     with refused(message):
-        train(config_for(model=model, **options))
+        train(tiny_config(model, corpus, tmp_path / "out", **options))
     assert not (tmp_path / "out").exists()
 
 

@@ -156,14 +156,13 @@ def test_trl_takes_the_lora_config_of_an_upscaled_model(upscaled, scene, monkeyp
         ),
         ("moc", {"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor is set, with which the Trainer computes the"),
         ("moc", {}, {"compute_loss_func": print}, "compute_loss_func is set, with which the Trainer computes the loss itself"),
-        ("midus-hml", {"torch_compile": True, "usage_steps": 5}, {}, "usage_steps is 5, for which a model has to run uncompiled"),
     ],
 )  # fmt: skip
 def test_what_a_trainer_cannot_do_with_its_arguments_is_refused(
     method, arguments, more, message, upscaled, corpus, tmp_path
 ):
     model = AutoModelForCausalLM.from_pretrained(upscaled("llama", method))
-    set_trainable(model, "new" if method == "midus-hml" else "auto")
+    set_trainable(model, "auto")
     given = tiny_config(None, corpus, tmp_path, config_name="c", tokenizer_name="t")
     for name, value in arguments.items():
         setattr(given, name, value)

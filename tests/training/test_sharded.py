@@ -23,7 +23,13 @@ from transformers.integrations import deepspeed
 from midus_hf.cli.training.train import main
 from midus_hf.training.optim.parameter_groups import parameter_groups
 from midus_hf.training.optim.rates import Rates
-from midus_hf.training.parallel import Shards
+from midus_hf.training.parallel import (
+    _prepare_fsdp,
+    check_checkpoint,
+    prepare_sharing,
+    save_gathered,
+    shares_parameters,
+)
 from midus_hf.training.run import _loaded_whole as loaded_whole
 from midus_hf.training.run import prepare
 
@@ -117,10 +123,9 @@ def test_a_run_that_does_not_shard_as_it_should_is_refused(words, told_to_shard,
     assert not (tmp_path / "out").exists()
 
 
-def test_the_first_kind_of_fsdp_is_refused(config_for):
-    trainer = prepare(config_for()).trainer
+def test_the_first_kind_of_fsdp_is_refused():
     with refused(r"fsdp_version is 1, which flattens parameters, .* expected 2, as in configs/acc"):
-        trainer.shards._prepare_fsdp(FullyShardedDataParallelPlugin(fsdp_version=1))
+        _prepare_fsdp(FullyShardedDataParallelPlugin(fsdp_version=1), torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(("kind", "is_there"), [("FULL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)])
@@ -164,9 +169,10 @@ class ToldOfDeepSpeed:
         self.accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
 
 
-def sharding(model=None, half: bool = False, **settings) -> tuple[ToldOfDeepSpeed, Shards]:
+def sharding(model=None, half: bool = False, **settings) -> ToldOfDeepSpeed:
     trainer = ToldOfDeepSpeed(torch.nn.Linear(2, 2) if model is None else model, half, settings)
-    return trainer, Shards(trainer)
+    prepare_sharing(trainer)
+    return trainer
 
 
 SAVED = {
@@ -183,22 +189,22 @@ def test_with_deepspeed_a_run_goes_on_from_a_checkpoint_of_its_stage_alone(tmp_p
     """A Trainer without it would find no moments in its checkpoint, and go on without a word."""
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("")
-    trainer, shards = sharding(zero_optimization={"stage": stage})
+    trainer = sharding(zero_optimization={"stage": stage})
     here = "share parameters by DeepSpeed" if stage == 3 else "share moments by DeepSpeed"
     if SAVED[file] == here:
-        shards.check_checkpoint(tmp_path)
+        check_checkpoint(trainer, tmp_path)
         trainer.is_deepspeed_enabled, here = False, "hold whole models"
     with refused(f"was saved by processes that {SAVED[file]}, and these {here}; resume it as the run"):
-        shards.check_checkpoint(tmp_path)
+        check_checkpoint(trainer, tmp_path)
 
 
 def test_of_the_third_stage_a_model_is_put_together_once_and_its_tied_tensors_saved_under_one_name(tmp_path):
     zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}
     model = torch.nn.ModuleDict({"embed": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 2)})
     model["head"].weight = model["embed"].weight
-    trainer, shards = sharding(model, zero_optimization=zero)
+    trainer = sharding(model, zero_optimization=zero)
     assert zero["stage3_gather_16bit_weights_on_model_save"] is True
-    shards.saved_dtypes = {"embed.weight": torch.bfloat16}
+    trainer.saved_dtypes = {"embed.weight": torch.bfloat16}
     trainer.deepspeed, saved = object(), []
     (tmp_path / "config.json").write_text('{"dtype": "float32", "vocab_size": 8}')
     given = {name: torch.ones(2) for name in ("embed.weight", "embed.bias", "head.weight", "head.bias")}
@@ -206,7 +212,7 @@ def test_of_the_third_stage_a_model_is_put_together_once_and_its_tied_tensors_sa
     trainer._save = lambda folder, state: saved.append({name: tensor.dtype for name, tensor in state.items()})
     for process in (given, None):  # as DeepSpeed tells the first and the others
         trainer.accelerator.get_state_dict = lambda model, found=process: found if model is trainer.deepspeed else {}
-        shards.save_model(str(tmp_path), is_checkpoint=False)
+        save_gathered(trainer, str(tmp_path))
     assert json.loads((tmp_path / "config.json").read_text()) == {"dtype": "bfloat16", "vocab_size": 8}
     of_first = {"embed.weight": torch.bfloat16, "embed.bias": torch.float32, "head.bias": torch.float32}
     assert saved == [of_first, {}]
@@ -222,15 +228,15 @@ def test_rates_of_deepspeeds_file_are_refused(section):
 @pytest.mark.parametrize(("stage", "shared"), [(0, False), (1, False), (2, False), (3, True)])
 def test_parameters_are_shared_from_the_third_stage_on(stage, shared):
     zero = {"stage": stage}
-    trainer, shards = sharding(zero_optimization=zero)
-    assert not shards.shares_parameters  # before DeepSpeed has the model
+    trainer = sharding(zero_optimization=zero)
+    assert not shares_parameters(trainer)  # before DeepSpeed has the model
     trainer.deepspeed = object()
-    assert shards.shares_parameters is shared
+    assert shares_parameters(trainer) is shared
     assert zero.get("stage3_gather_16bit_weights_on_model_save", False) is shared
     trainer.is_deepspeed_enabled = False
-    assert not shards.shares_parameters
+    assert not shares_parameters(trainer)
     trainer.is_fsdp_enabled = True
-    assert shards.shares_parameters
+    assert shares_parameters(trainer)
 
 
 class ZeroThree:

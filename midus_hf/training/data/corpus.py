@@ -1,14 +1,12 @@
 """Texts of a corpus as rows of a `datasets.Dataset`: files of any kind, folders, repositories of datasets, the Hub."""
 
-import codecs
 import contextlib
 import glob
-import json
 import os
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +35,6 @@ _SPLIT_WORDS = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @contextlib.contextmanager
@@ -55,7 +52,6 @@ def bars_on_terminals() -> Iterator[None]:
         datasets.enable_progress_bars()
 
 
-@bars_on_terminals()
 def read_corpus(
     corpus: str | Sequence[str],
     *,
@@ -91,7 +87,9 @@ def read_corpus(
             f"{label} has {kind} under {text_column!r}; expected text. Set text_column to the column that holds the text."
         )
     whole = len(rows)
-    rows = rows.filter(_have_text, batched=True, input_columns=[text_column])
+    rows = rows.filter(
+        lambda texts: [bool(text and text.strip()) for text in texts], batched=True, input_columns=[text_column]
+    )
     if not len(rows):
         raise ValueError(f"{label} is empty: it has no text with a visible character. Add text to it.")
     if len(rows) < whole:
@@ -121,22 +119,14 @@ def read_rows(
     names = [sources] if isinstance(sources, str) else list(sources)
     if not names or "" in names:
         raise ValueError(f"{key} is empty; expected a file, a folder or a dataset id.")
-    parts = []
+    parts: list[Dataset] = []
     for source in names:
         path = Path(source).expanduser()
-        try:
-            with bars_on_terminals():
-                parts += (
-                    _read_local(key, path, split, name, text_column)
-                    if path.exists()
-                    else [_read_hub(key, source, split, name)]
-                )
-        except (OSError, RuntimeError, ValueError, TypeError, KeyError, ImportError, EOFError) as error:
-            if isinstance(error, _Refusal):
-                raise
-            raise _Refusal(f"{key} is {source!r}, which cannot be read: {_reason(error)}") from error
-        except datasets.exceptions.DatasetGenerationError as error:
-            raise _Refusal(f"{key} is {source!r}, which cannot be read: {_reason(error)}") from error
+        parts += (
+            _read_local(key, path, split, name, text_column)
+            if path.exists()
+            else [_read_hub(key, source, split, name)]
+        )
     try:
         return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
     except (ValueError, TypeError) as error:
@@ -151,10 +141,6 @@ def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-class _Refusal(ValueError):
-    """A message that already says what is wrong with which source."""
-
-
 def _label(key: str, sources: str | Sequence[str]) -> str:
     return f"{key} {sources!r}" if isinstance(sources, str) else f"{key} {', '.join(map(repr, sources))}"
 
@@ -166,8 +152,12 @@ def _reason(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _have_text(texts: list[str | None]) -> list[bool]:
-    return [bool(text and text.strip()) for text in texts]
+def _loaded(key: str, source: object, load: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return what a function of `datasets` loads, or raise a `ValueError` that names the source."""
+    try:
+        return load(*arguments, **options)
+    except Exception as error:
+        raise ValueError(f"{key} is {str(source)!r}, which cannot be read: {_reason(error)}") from error
 
 
 def _kind_of(path: Path) -> str | None:
@@ -184,66 +174,54 @@ def _read_local(key: str, path: Path, split: str | None, name: str | None, text_
     import datasets
 
     if "::" in str(path):
-        raise _Refusal(
+        raise ValueError(
             f"{key} is {str(path)!r}; the package datasets reads '::' in a path as a chain. Rename the file or the folder."
         )
     if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
-        return [_split_of(key, path, datasets.load_from_disk(str(path)), split)]
+        return [_split_of(key, path, _loaded(key, path, datasets.load_from_disk, str(path)), split)]
     if path.is_dir() and _declares_data(path):
-        return [_split_of(key, path, datasets.load_dataset(glob.escape(str(path)), name), split)]
+        loaded = _loaded(key, path, datasets.load_dataset, glob.escape(str(path)), name)
+        return [_split_of(key, path, loaded, split)]
     if name is not None:
-        raise _Refusal(
+        raise ValueError(
             f"{key} is {str(path)!r}, which has no configurations, and {name!r} is named as one; leave the name out."
         )
     files = _files_of_folder(key, path, split, text_column) if path.is_dir() else [path]
     files = [file for file in files if file.stat().st_size]
     if not files:
         what = "row" if text_column is None else "text with a visible character"
-        raise _Refusal(f"{key} is {str(path)!r}, which is empty: it has no {what}. Add text to it.")
+        raise ValueError(f"{key} is {str(path)!r}, which is empty: it has no {what}. Add text to it.")
     by_reader: dict[tuple[str, str], list[Path]] = defaultdict(list)
     for file in files:
         kind = _kind_of(file) or "text"
         if kind == "text" and text_column is None:
-            raise _Refusal(
+            raise ValueError(
                 f"{key} is {str(file)!r}, which has no rows; expected a file ending in "
                 f"{', '.join(ending for ending, kind in KINDS.items() if kind != 'text')}."
             )
         by_reader[kind, "\t" if ".tsv" in file.name.lower() else ","].append(file)
-    base, bracket, slice_of_split = (split or "train").partition("[")
+    base = (split or "train").partition("[")[0]
     parts = []
     for (kind, separator), group in by_reader.items():
         options = {**_READER_OPTIONS.get(kind, {}), **({"sep": separator} if kind == "csv" else {})}
-        _check_surrogates(key, kind, group)
-        patterns = [glob.escape(str(file.resolve())) for file in group]
+
+        def load(files: list[Path], kind: str = kind, options: dict[str, Any] = options) -> "Dataset":
+            data_files = {base: [glob.escape(str(file.resolve())) for file in files]}
+            return datasets.load_dataset(kind, data_files=data_files, split=split or base, **options)
+
         try:
-            rows = datasets.load_dataset(
-                kind, data_files={base: patterns}, split=base + bracket + slice_of_split, **options
-            )
+            rows = load(group)
         except Exception as error:
-            raise _Refusal(f"{key} cannot be read: {_fault_of(group, kind) or _reason(error)}") from error
-        if kind == "text" and text_column is not None:
-            _check_is_text(group, rows)
-            rows = rows.map(lambda row: {"text": row["text"].removeprefix("\ufeff")})
+            for file in group:  # the error of `datasets` does not say which file it is about
+                _loaded(key, file, load, [file])
+            raise ValueError(f"{key} is {str(path)!r}, which cannot be read: {_reason(error)}") from error
+        if kind == "text":
+            for file, text in zip(group, rows["text"], strict=False):
+                if "\0" in text:  # zero bytes are valid UTF-8, but no text
+                    raise ValueError(f"file {str(file)!r} is not text: it has zero bytes. Take it out, or convert it.")
             rows = rows.rename_column("text", text_column) if text_column != "text" else rows
         parts.append(_with_metadata(rows))
     return parts
-
-
-def _check_surrogates(key: str, kind: str, files: list[Path]) -> None:
-    """Refuse half of a surrogate pair in a JSON list, where `datasets` would read no text; in lines it refuses it itself."""
-    for file in files if kind == "json" else ():
-        if ".json" in map(str.lower, file.suffixes) and any(
-            _SURROGATE.search(line) for line in _lines(file, "replace")
-        ):
-            fault = _fault_of([file], kind)
-            if fault is not None:
-                raise _Refusal(f"{key} cannot be read: {fault}")
-
-
-def _check_is_text(files: list[Path], rows: "Dataset") -> None:
-    for file, text in zip(files, rows["text"], strict=False):
-        if "\0" in text:  # zero bytes are valid UTF-8, but no text
-            raise _Refusal(f"file {str(file)!r} is not text: it has zero bytes. Take it out, or convert it.")
 
 
 def _declares_data(folder: Path) -> bool:
@@ -270,7 +248,7 @@ def _files_of_folder(key: str, folder: Path, split: str | None, text_column: str
     if rows or text_column is None:  # the card and notes of a dataset are not its text
         read = rows
     if not read:
-        raise _Refusal(
+        raise ValueError(
             f"{key} is {str(folder)!r}, a folder without data; expected files ending in {', '.join(KINDS)}."
         )
     splits = {file: _split_in_name(file.relative_to(folder)) for file in read} if rows else {}
@@ -278,13 +256,13 @@ def _files_of_folder(key: str, folder: Path, split: str | None, text_column: str
     if any(splits.values()):
         known = sorted({each for each in splits.values() if each})
         if chosen not in known:
-            raise _Refusal(
+            raise ValueError(
                 f"{key} is {str(folder)!r}, which has the splits {', '.join(known)}, and not {chosen!r}; name one of them."
             )
         read = [file for file in read if splits[file] == chosen]
         say(f"{key} {str(folder)!r}: split {chosen!r} is read, of {', '.join(known)}")
     elif split is not None and chosen != "train":
-        raise _Refusal(f"{key} is {str(folder)!r}, whose files name no splits, and not {chosen!r}; leave it out.")
+        raise ValueError(f"{key} is {str(folder)!r}, whose files name no splits, and not {chosen!r}; leave it out.")
     others = Counter("".join(file.suffixes[-2:]) or file.name for file in set(every) - set(read))
     if others:
         kinds = ", ".join(f"{count:,} {ending}" for ending, count in others.most_common(5))
@@ -304,11 +282,11 @@ def _split_of(key: str, source: object, dataset: Any, split: str | None) -> "Dat
 
     if isinstance(dataset, datasets.Dataset):
         if split is not None:
-            raise _Refusal(f"{key} is {str(source)!r}, which has no splits, and not {split!r}; leave it out.")
+            raise ValueError(f"{key} is {str(source)!r}, which has no splits, and not {split!r}; leave it out.")
         return _with_metadata(dataset)
     base, bracket, part = (split or (next(iter(dataset)) if len(dataset) == 1 else "train")).partition("[")
     if base not in dataset:
-        raise _Refusal(
+        raise ValueError(
             f"{key} is {str(source)!r}, which has the splits {', '.join(dataset)}, and not {base!r}; name one of them."
         )
     if len(dataset) > 1:
@@ -325,14 +303,12 @@ def _read_hub(key: str, name_of_dataset: str, split: str | None, name: str | Non
     import datasets
 
     if not _DATASET_ID.fullmatch(name_of_dataset) or _kind_of(Path(name_of_dataset)) is not None:
-        raise _Refusal(
+        raise ValueError(
             f"{key} is {name_of_dataset!r}, which does not exist; expected a file, a folder or a dataset id."
         )
-    try:
-        check_hub_dataset(f"{key} is {name_of_dataset!r}, which is no file or folder", name_of_dataset)
-    except ValueError as error:
-        raise _Refusal(str(error)) from error
-    return _split_of(key, name_of_dataset, datasets.load_dataset(name_of_dataset, name), split)
+    check_hub_dataset(f"{key} is {name_of_dataset!r}, which is no file or folder", name_of_dataset)
+    loaded = _loaded(key, name_of_dataset, datasets.load_dataset, name_of_dataset, name)
+    return _split_of(key, name_of_dataset, loaded, split)
 
 
 def _with_metadata(rows: "Dataset") -> "Dataset":
@@ -347,57 +323,3 @@ def _with_metadata(rows: "Dataset") -> "Dataset":
     return datasets.concatenate_datasets(
         [rows, lifted.rename_columns({f"metadata.{field}": field for field in free})], axis=1
     )
-
-
-def _fault_of(files: list[Path], kind: str) -> str | None:
-    """Return which file, and which of its lines, a reader of `datasets` stumbled over; None if it is not known."""
-    for file in files:
-        if file.suffix.lower() == ".zst" and not _reads_zst():
-            return f"file {str(file)!r} needs the package zstandard; install it with pip install zstandard."
-        try:
-            if kind == "json":
-                _check_json(file)
-            elif kind == "text":
-                for line in _lines(file):
-                    codecs.encode(line, "utf-8")
-        except UnicodeDecodeError as error:
-            return f"file {str(file)!r} is not text in UTF-8: {error.reason}. Take it out, or convert it."
-        except (OSError, EOFError, ValueError) as error:
-            return f"file {str(file)!r}: {error}"
-    return None
-
-
-def _reads_zst() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("zstandard") is not None
-
-
-def _lines(file: Path, errors: str = "strict") -> Iterator[str]:
-    import fsspec
-
-    with fsspec.open(str(file), "rt", encoding="utf-8-sig", errors=errors, compression="infer", expand=False) as lines:
-        yield from lines
-
-
-def _check_json(file: Path) -> None:
-    """Check that a file is a JSON list or JSON lines of text that can be written, or raise `ValueError` with the line."""
-    first = next((line for line in _lines(file) if line.strip()), "")
-    if first.lstrip().startswith("["):
-        rows = enumerate(json.loads("".join(_lines(file))), start=1)
-        values = ((f"row {number}", row) for number, row in rows)
-    else:
-        values = ((f"line {number}", line) for number, line in enumerate(_lines(file), start=1) if line.strip())
-    for number, value in values:
-        try:
-            parsed = json.loads(value) if isinstance(value, str) else value
-        except ValueError as error:
-            raise ValueError(f"{number} is not JSON: {error}. Expected one object per line.") from error
-        if not isinstance(parsed, dict):
-            raise ValueError(f"{number} is a {type(parsed).__name__}; expected an object.")
-        try:
-            json.dumps(parsed, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{number} has half of a surrogate pair, which is no character. Correct it, or take it out."
-            ) from error

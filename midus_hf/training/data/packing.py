@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from midus_hf.training.data.corpus import bars_on_terminals
-
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
@@ -64,7 +62,6 @@ def packed_sequences(
     return packed
 
 
-@bars_on_terminals()
 def tokenised(
     dataset: "Dataset", tokenizer: "PreTrainedTokenizerBase", text_column: str, vocab_size: int | None = None
 ) -> "Dataset":
@@ -183,7 +180,6 @@ class Packer:
         self._pieces = [part for part in np.split(rest, bounds[bounds > 0]) if len(part)]
 
 
-@bars_on_terminals()
 def packed_by(tokens: "Dataset", packer: Packer, settings: list[Any]) -> "Dataset":
     """Return the sequences that a packer cuts from rows of tokens.
 

@@ -45,7 +45,6 @@ class SftArguments(MemoryArguments, SFTConfig):
         if self.activation_checkpointing is None and self.gradient_checkpointing is None:
             self.activation_checkpointing = True
         super().__post_init__()
-        self.check_model_is_named()
 
     def sources(self) -> list[tuple[str, str]]:
         assert self.dataset_name is not None
