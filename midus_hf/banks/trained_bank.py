@@ -1,10 +1,8 @@
 """A bank whose blocks train: each block has its own optimizer state, and is updated only after a pass has fetched it."""
 
-import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,7 @@ from midus_hf.banks.block_reader import BlockReader
 from midus_hf.banks.level_file import BankError
 from midus_hf.banks.memory_bank import BlockKey, MemoryBank
 from midus_hf.config.fetched_blocks import level_file
-from midus_hf.files.whole_files import whole_file
 
-_TOUCHED = "touched.json"
 # Rows of a block's state: its float32 values, and AdamW's means of gradients and of squared gradients.
 _MASTER, _MEAN, _SQUARE = range(3)
 
@@ -116,7 +112,11 @@ class TrainedBank(BlockReader):
 
         Blocks that training never updated are not checked.
         """
-        return _first_not_finite({key: self._values(key) for key in self.touched()})
+        for level, index in self.touched():
+            largest = self._values((level, index)).abs().max().item()
+            if not math.isfinite(largest):
+                return f"block {'generic' if index < 0 else index} of level {level} holds {largest}"
+        return None
 
     def touched(self) -> list[BlockKey]:
         """Return the level and node of every block that was updated, ascending."""
@@ -130,27 +130,28 @@ class TrainedBank(BlockReader):
     def save_state(self, folder: Path) -> None:
         """Write the values, moments and numbers of steps of every updated block, for `load_state`: a file per level."""
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob("level-*.safetensors"):
-            path.unlink()
         for level in self.layout.levels:
             keys = [key for key in self.touched() if key[0] == level]
-            if keys:
-                with whole_file(folder / level_file(level)) as partial_file:
-                    tensors = {
-                        "states": torch.stack([self._state(key) for key in keys]),
-                        "nodes": torch.tensor([index for _, index in keys]),
-                        "steps": torch.tensor([self._steps[key] for key in keys]),
-                    }
-                    save_file(tensors, partial_file)
-        with whole_file(
-            folder / _TOUCHED
-        ) as partial_file:  # last, so that a state without it is known to be incomplete
-            levels = {level_file(level): sum(key[0] == level for key in self._steps) for level in self.layout.levels}
-            partial_file.write_text(json.dumps({name: count for name, count in levels.items() if count}))
+            none = torch.empty(0, 3, self.layout.record_numel(level))
+            tensors = {
+                "states": torch.stack([self._state(key) for key in keys]) if keys else none,
+                "nodes": torch.tensor([index for _, index in keys], dtype=torch.int64),
+                "steps": torch.tensor([self._steps[key] for key in keys], dtype=torch.int64),
+            }
+            save_file(tensors, folder / level_file(level))
 
     def load_state(self, folder: Path) -> None:
-        """Resume from the files that `save_state` wrote. Damage is a `BankError`, and leaves the blocks as they are."""
-        loaded = _read_states(folder, self)
+        """Resume from the files that `save_state` wrote. A `BankError` about them leaves the blocks as they are."""
+        loaded = {}
+        try:
+            for level in self.layout.levels:
+                with safetensors.safe_open(folder / level_file(level), "pt") as file:
+                    loaded[level] = [file.get_tensor(key) for key in ("states", "nodes", "steps")]
+        except (OSError, safetensors.SafetensorError) as error:
+            raise BankError(
+                f"the state of blocks in {folder} cannot be read ({error}); expected that of a run that trains blocks. Resume from "
+                "another checkpoint."
+            ) from None
         self._states.clear()
         self._steps.clear()
         self._leaves.clear()
@@ -187,38 +188,3 @@ class TrainedBank(BlockReader):
                 with torch.inference_mode(False):
                     self._states[level] = torch.from_file(str(path), shared=True, size=size).view(shape)
         return self._states[level][index + 1]
-
-
-def _read_states(folder: Path, bank: TrainedBank) -> dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Return the states, nodes and steps of each level that `save_state` wrote to a folder."""
-    try:
-        counts = json.loads((folder / _TOUCHED).read_text())
-        names = {level_file(level): level for level in bank.layout.levels}
-        loaded = {}
-        for name, count in counts.items():
-            with safetensors.safe_open(folder / name, "pt") as file:
-                states, nodes, steps = (file.get_tensor(key) for key in ("states", "nodes", "steps"))
-            level = names[name]
-            expected = (count, 3, bank.layout.record_numel(level))
-            if tuple(states.shape) != expected or len(nodes) != count or len(steps) != count:
-                raise ValueError(f"{name} has states of shape {tuple(states.shape)}, not {expected}")
-            loaded[level] = (states, nodes, steps)
-        return loaded
-    except OSError as error:
-        raise BankError(
-            f"there is no whole state of blocks in {folder} ({error}); expected that of a run that trains blocks. Resume from "
-            "another checkpoint."
-        ) from None
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError, safetensors.SafetensorError) as error:
-        raise BankError(
-            f"the state of blocks in {folder} is damaged ({error}); expected one that this version wrote. Resume from another "
-            "checkpoint."
-        ) from None
-
-
-def _first_not_finite(values: Mapping[BlockKey, torch.Tensor]) -> str | None:
-    for (level, index), record in values.items():
-        largest = record.abs().max().item()
-        if not math.isfinite(largest):
-            return f"block {'generic' if index < 0 else index} of level {level} holds {largest}"
-    return None

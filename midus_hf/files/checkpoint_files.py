@@ -112,7 +112,7 @@ STATE: Kind = (TRAINER_STATE,)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTERS: Kind = (ADAPTER_WEIGHTS, ADAPTER_CONFIG)
 
-_STATES_OF_BLOCKS: Kind = tuple(f"{BLOCK_STATES}/*/{name}" for name in ("touched.json", "level-#.safetensors"))
+_STATES_OF_BLOCKS: Kind = (f"{BLOCK_STATES}/*/level-#.safetensors",)
 
 # Files from which a run resumes: what trained, optimizer, schedule, random state, block states, and their manifest.
 RESUMED: Kind = (

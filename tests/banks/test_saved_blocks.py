@@ -102,20 +102,15 @@ def test_a_state_may_be_saved_where_it_was_loaded_from(folder, resumed, tmp_path
         assert_blocks(again, expected)
 
 
-@pytest.mark.parametrize("damage", ["no list", "no JSON", "other list", "file", "sizes", "cut"])
-def test_a_state_that_is_damaged_or_anothers_is_refused(damage, folder, resumed, tmp_path):
+@pytest.mark.parametrize("damage", ["absent", "cut"])
+def test_a_state_that_is_not_whole_is_refused(damage, folder, resumed, tmp_path):
     bank, state = bank_in(folder), tmp_path / "state"
     train(bank, steps=range(2))
     bank.save_state(state)
     file = state / "level-3.safetensors"
-    if damage == "no list":
-        (state / "touched.json").unlink()
-    elif damage in ("no JSON", "other list", "sizes"):
-        texts = {"no JSON": "{", "other list": '{"level-7.safetensors": 1}', "sizes": '{"level-3.safetensors": 2}'}
-        (state / "touched.json").write_text(texts[damage])
-    elif damage == "file":
+    if damage == "absent":
         file.unlink()
     else:
         os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(BankError, match="Resume from another checkpoint"):
+    with pytest.raises(BankError, match=r"cannot be read .* Resume from another checkpoint"):
         resumed(state)

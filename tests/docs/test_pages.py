@@ -58,7 +58,7 @@ def check_rates(defined: dict) -> None:
     logged = [event for event in defined["trainer"].state.log_history if "learning_rate" in event]
     assert len(logged) > 1
     groups = {group["name"]: group["lr"] for group in defined["trainer"].optimizer.param_groups}
-    assert groups["keys_and_values"] == defined["arguments"].learning_rate
+    assert groups["keys"] == groups["values"] == defined["arguments"].learning_rate
     assert len({event["learning_rate"] for event in logged}) > 1
 
 

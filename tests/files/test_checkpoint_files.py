@@ -50,7 +50,6 @@ OURS = {
     "optimizer.pt": False,
     "rng_state_1.pth": False,
     "adapter_model.safetensors": False,
-    "block_states/0/touched.json": False,
     "block_states/0/level-1.safetensors": False,
     "block_states/0/.level-1.safetensors.midus-01234567.partial": False,
     "block_states/0/level-1.partial": False,

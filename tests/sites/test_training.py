@@ -36,8 +36,8 @@ def test_the_new_memory_alone_trains_and_its_values_move_at_once(case, family, t
     groups = parameter_groups(model, Rates(learning_rate=1e-2, weight_decay=0.1))
     memory = {name for name in trains if "memor" in name}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    keys_and_values = next(group for group in groups if group["name"] == "keys_and_values")
-    assert {names[id(parameter)] for parameter in keys_and_values["params"]} == memory
+    of_memory = [parameter for group in groups if group["name"] in ("keys", "values") for parameter in group["params"]]
+    assert {names[id(parameter)] for parameter in of_memory} == memory
 
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.AdamW(groups)

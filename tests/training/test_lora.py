@@ -77,8 +77,8 @@ def test_keys_and_values_have_their_group_beside_adapters(family):
     model = get_peft_model(model, lora_config(model, r=4))
     groups = {group["name"]: group for group in parameter_groups(model, Rates(learning_rate=1e-3, weight_decay=0.1))}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for name in ("row_keys", "column_keys", "value_bank"):
-        held = [names[id(p)] for p in groups["keys_and_values"]["params"] if names[id(p)].endswith(name)]
+    for name, group in (("row_keys", "keys"), ("column_keys", "keys"), ("value_bank", "values")):
+        held = [names[id(p)] for p in groups[group]["params"] if names[id(p)].endswith(name)]
         assert [re.sub(r"\D*(\d+).*", r"\1", parameter) for parameter in held] == ["1", "4"]
     assert all(parameter.requires_grad for group in groups.values() for parameter in group["params"])
     assert any("lora_A" in names[id(parameter)] for parameter in groups["decay"]["params"])

@@ -29,4 +29,4 @@ def test_a_run_trains_the_transforms_as_it_is_told(config_for, value_transforms)
     transforms = {id(run.model.model.layers[layer].memory.value_transform) for layer in (1, 4)}
     optimizer = run.trainer.create_optimizer()
     (group,) = (g["name"] for g in optimizer.param_groups if transforms <= {id(p) for p in g["params"]})
-    assert group == {"weights": "decay", "values": "keys_and_values"}[value_transforms]
+    assert group == {"weights": "decay", "values": "values"}[value_transforms]

@@ -82,8 +82,8 @@ def check_moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor])
 
 
 def check_rates(rates: dict[str, list[float]], maximum: float) -> None:
-    assert list(rates) == ["decay", "no_decay", "keys_and_values"]
-    assert rates["keys_and_values"] == [maximum] * STEPS
+    assert list(rates) == ["decay", "no_decay", "keys", "values"]
+    assert rates["keys"] == rates["values"] == [maximum] * STEPS
     assert rates["decay"] == rates["no_decay"]
     assert rates["decay"][0] == 0 and rates["decay"][1] == maximum and rates["decay"][-1] < maximum / 2
 

@@ -27,12 +27,14 @@ WITH_TRANSFORMS = ("decay", "weights transforms", 1e-3, 0.1, "schedule")
 NO_DECAY = ("no_decay", "norms", 1e-3, 0, "schedule")
 KEYS = ("keys", "keys", 1e-3, 0, "constant")
 VALUES = ("values", "values", 1e-3, 0, "constant")
-KEYS_AND_VALUES = ("keys_and_values", "keys values", 1e-3, 0, "constant")
-VALUES_WITH_TRANSFORMS = ("keys_and_values", "keys values transforms", 1e-3, 0, "constant")
+VALUES_WITH_TRANSFORMS = ("values", "values transforms", 1e-3, 0, "constant")
 # Rates beside a rate of 1e-3 and a decay of 0.1, and the groups: name, kinds of tensors, rate, decay and course.
 CASES = [
-    ({}, [WITH_TRANSFORMS, NO_DECAY, KEYS_AND_VALUES]),
-    ({"key_value_learning_rate": 2e-3}, [WITH_TRANSFORMS, NO_DECAY, (*KEYS_AND_VALUES[:2], 2e-3, 0, "constant")]),
+    ({}, [WITH_TRANSFORMS, NO_DECAY, KEYS, VALUES]),
+    (
+        {"key_value_learning_rate": 2e-3},
+        [WITH_TRANSFORMS, NO_DECAY, ("keys", "keys", 2e-3, 0, "constant"), ("values", "values", 2e-3, 0, "constant")],
+    ),
     ({"value_learning_rate": 1e-2}, [WITH_TRANSFORMS, NO_DECAY, KEYS, ("values", "values", 1e-2, 0, "constant")]),
     *(
         (
@@ -46,19 +48,19 @@ CASES = [
             ("4x-to-1x", None, 2e-3, "4x-to-1x"),
         )
     ),
-    ({"value_transforms": "weights"}, [WITH_TRANSFORMS, NO_DECAY, KEYS_AND_VALUES]),
-    ({"value_transforms": "values"}, [DECAY, NO_DECAY, VALUES_WITH_TRANSFORMS]),
+    ({"value_transforms": "weights"}, [WITH_TRANSFORMS, NO_DECAY, KEYS, VALUES]),
+    ({"value_transforms": "values"}, [DECAY, NO_DECAY, KEYS, VALUES_WITH_TRANSFORMS]),
     (
         {"value_transforms": "values", "value_learning_rate": 1e-2, "value_schedule": "4x-to-1x"},
         [DECAY, NO_DECAY, KEYS, ("values", "values transforms", 1e-2, 0, "4x-to-1x")],
     ),
     (
         {"memory_learning_rate": 2e-3},
-        [DECAY, NO_DECAY, ("memory", "transforms", 2e-3, 0.1, "schedule"), KEYS_AND_VALUES],
+        [DECAY, NO_DECAY, ("memory", "transforms", 2e-3, 0.1, "schedule"), KEYS, VALUES],
     ),
     (
         {"memory_learning_rate": 2e-3, "value_transforms": "values"},
-        [DECAY, NO_DECAY, VALUES_WITH_TRANSFORMS],
+        [DECAY, NO_DECAY, KEYS, VALUES_WITH_TRANSFORMS],
     ),
     (
         {"memory_keys": "weights"},
@@ -111,15 +113,8 @@ def test_each_parameter_that_trains_is_in_the_group_it_belongs_to(model, rates, 
         assert names_in(model, group) == set().union(*(kinds[kind] for kind in kinds_inside.split())), name
 
 
-@pytest.mark.parametrize("values", ["shared", "own"])
-def test_a_memory_without_transforms_has_the_same_groups_either_way(values):
-    memory = build("headwise", hidden_size=8, num_heads=2, head_dim=4, n=4, k=2, values=values)
-    (group,) = made_groups(memory, value_transforms="values")
-    assert (group["name"], names_in(memory, group)) == ("keys_and_values", {*KINDS["keys"], "value_bank"})
-
-
 PROJECTION, GATE, GATE_BIAS = {"query_projection.weight"}, {"gate_weight"}, {"gate_bias"}
-QUERY_NORM, SELECTED = {"query_norm_weight", "query_norm_bias"}, {*KINDS["keys"], "value_bank"}
+QUERY_NORM, KEY_TENSORS = {"query_norm_weight", "query_norm_bias"}, {*KINDS["keys"]}
 
 
 @pytest.mark.parametrize(
@@ -127,36 +122,18 @@ QUERY_NORM, SELECTED = {"query_norm_weight", "query_norm_bias"}, {*KINDS["keys"]
     [
         ({}, {"decay": (PROJECTION | GATE, 1e-3, 0.1), "no_decay": (QUERY_NORM | GATE_BIAS, 1e-3, 0)}),
         (
-            {"gate_learning_rate": 5e-5},
-            {
-                "decay": (PROJECTION, 1e-3, 0.1),
-                "no_decay": (QUERY_NORM, 1e-3, 0),
-                "gates": (GATE, 5e-5, 0.1),
-                "gates_no_decay": (GATE_BIAS, 5e-5, 0),
-            },
-        ),
-        (
             {"memory_learning_rate": 2e-3},
             {"memory": (PROJECTION | GATE, 2e-3, 0.1), "memory_no_decay": (QUERY_NORM | GATE_BIAS, 2e-3, 0)},
         ),
-        (
-            {"memory_learning_rate": 2e-3, "gate_learning_rate": 5e-5},
-            {
-                "memory": (PROJECTION, 2e-3, 0.1),
-                "memory_no_decay": (QUERY_NORM, 2e-3, 0),
-                "gates": (GATE, 5e-5, 0.1),
-                "gates_no_decay": (GATE_BIAS, 5e-5, 0),
-            },
-        ),
     ],
-    ids=["plain", "gates", "memory", "both"],
+    ids=["plain", "memory"],
 )
 def test_what_a_memory_has_beside_keys_and_values_can_have_rates_of_its_own(rates, expected):
     """Its norms do not decay, though they have a row per head."""
     memory = build("product-key", hidden_size=8, num_heads=2, n=4, k=2, query_norm="batch", gate="token")
     groups = made_groups(memory, **rates)
     expected = {name: (*row, "schedule") for name, row in expected.items()}
-    expected["keys_and_values"] = (SELECTED, 1e-3, 0, "constant")
+    expected |= {"keys": (KEY_TENSORS, 1e-3, 0, "constant"), "values": ({"value_bank"}, 1e-3, 0, "constant")}
     assert [group["name"] for group in groups] == list(expected)
     for group, (name, *rest) in zip(groups, of_groups(groups), strict=True):
         assert (names_in(memory, group), *rest) == expected[name]
@@ -250,7 +227,6 @@ def course(steps: int, **schedule) -> list[float]:
     [
         ({"learning_rate": 0}, "learning_rate is 0; expected a number above 0."),
         ({"memory_learning_rate": -1}, "memory_learning_rate is -1; expected a number above 0."),
-        ({"gate_learning_rate": 0}, "gate_learning_rate is 0; expected a number above 0."),
         ({"value_weight_decay": -1}, "value_weight_decay is -1; expected 0 or more."),
         ({"value_schedule": "2x"}, "value_schedule is '2x'; expected one of 'constant', 'fixed', '4x-to-1x'."),
         (
@@ -326,9 +302,9 @@ def test_a_trainer_takes_the_rates_of_its_arguments(upscaled, tmp_path):
     trainer = MemoryTrainer(AutoModelForCausalLM.from_pretrained(upscaled("llama")), arguments)
     trainer.create_optimizer_and_scheduler(num_training_steps=20)
     found = {group["name"]: group["initial_lr"] for group in trainer.optimizer.param_groups}
-    assert found == {"decay": 1e-3, "no_decay": 1e-3, "memory": 2e-3, "keys_and_values": 1e-3}
+    assert found == {"decay": 1e-3, "no_decay": 1e-3, "memory": 2e-3, "keys": 1e-3, "values": 1e-3}
     assert [factor(12) for factor in trainer.lr_scheduler.lr_lambdas] == pytest.approx(
-        [0.9045, 0.9045, 0.9045, 1], rel=1e-4
+        [0.9045, 0.9045, 0.9045, 1, 1], rel=1e-4
     )
 
 
@@ -338,7 +314,7 @@ def test_plain_arguments_give_one_rate_and_any_schedule(upscaled, tmp_path):
     trainer = MemoryTrainer(AutoModelForCausalLM.from_pretrained(upscaled("llama")), arguments)
     trainer.create_optimizer_and_scheduler(num_training_steps=20)
     assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {1e-2}
-    assert [factor(20) for factor in trainer.lr_scheduler.lr_lambdas] == [0.5, 0.5, 1]
+    assert [factor(20) for factor in trainer.lr_scheduler.lr_lambdas] == [0.5, 0.5, 1, 1]
 
 
 def test_blocks_of_a_bank_follow_the_schedule_unless_told_otherwise(models):

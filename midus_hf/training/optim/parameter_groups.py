@@ -36,27 +36,59 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
 
     Returns:
         Groups with `params`, `name`, `lr`, `weight_decay` and `course`. The groups are, in this order, `decay`,
-        `no_decay`; `memory`, `memory_no_decay` if other memory tensors have a separate rate; `gates`, `gates_no_decay`
-        if gates have a separate rate; `keys_and_values`, or `keys` and `values` if these differ. Groups without
-        parameters are left out. Blocks of a bank are no parameters: if they train, a last group `blocks` has the rate
-        and decay of values, and follows the schedule unless `rates.value_schedule` says otherwise. `course` is
-        `"schedule"`, `"constant"` or `"4x-to-1x"`. Keys and values come late
-        because a Trainer logs the rate of the first group.
+        `no_decay`; `memory`, `memory_no_decay` if other memory tensors have a separate rate; `keys`; `values`. Groups
+        without parameters are left out. Blocks of a bank are no parameters: if they train, a last group `blocks` has the
+        rate and decay of values, and follows the schedule unless `rates.value_schedule` says otherwise. `course` is
+        `"schedule"`, `"constant"` or `"4x-to-1x"`. Keys and values come late because a Trainer logs the rate of the
+        first group.
 
     Raises:
         ValueError: If nothing trains.
     """
-    group_of = _group_namer(model, rates)
-    members: dict[str, list[nn.Parameter]] = {}
+    role_of: dict[int, Role] = {
+        id(module.declared_tensor(name)): tensor.role
+        for module in model.modules()
+        if isinstance(module, DeclaredModule)
+        for name, tensor in module.declared.items()
+    }
+    rate = rates.learning_rate
+    memory_rate = rate if rates.memory_learning_rate is None else rates.memory_learning_rate
+    key_rate = rate if rates.key_value_learning_rate is None else rates.key_value_learning_rate
+    value_rate = key_rate if rates.value_learning_rate is None else rates.value_learning_rate
+    value_course = _COURSE_OF_VALUES[rates.value_schedule or "constant"]
+    block_course = _COURSE_OF_VALUES[rates.value_schedule or "fixed"]
+    settings = {
+        "decay": (rate, rates.weight_decay, "schedule"),
+        "no_decay": (rate, 0.0, "schedule"),
+        "memory": (memory_rate, rates.weight_decay, "schedule"),
+        "memory_no_decay": (memory_rate, 0.0, "schedule"),
+        "keys": (key_rate, 0.0, "constant"),
+        "values": (value_rate, rates.value_weight_decay, value_course),
+        BLOCKS_GROUP: (value_rate, rates.value_weight_decay, block_course),
+    }
+    members: dict[str, list[nn.Parameter]] = {name: [] for name in settings}
     for parameter in model.parameters():
-        if parameter.requires_grad:
-            members.setdefault(group_of(parameter), []).append(parameter)
-    if banks_that_train(model):
-        members[BLOCKS_GROUP] = []
-    if not members:
+        role = role_of.get(id(parameter))
+        if not parameter.requires_grad:
+            continue
+        if role == "value" or (role == "transform" and rates.value_transforms == "values"):
+            members["values"].append(parameter)
+        elif role == "key" and rates.memory_keys == "constant":
+            members["keys"].append(parameter)
+        else:
+            # Norms with a row per head have two dimensions, but do not decay either.
+            kind = "decay" if len(whole_shape(parameter)) > 1 and role != "norm" else "no_decay"
+            if role is not None and rates.memory_learning_rate is not None:
+                kind = "memory" if kind == "decay" else "memory_no_decay"
+            members[kind].append(parameter)
+    groups = [
+        {"params": members[name], "name": name, "lr": lr, "weight_decay": weight_decay, "course": course}
+        for name, (lr, weight_decay, course) in settings.items()
+        if members[name] or (name == BLOCKS_GROUP and banks_that_train(model))
+    ]
+    if not groups:
         raise ValueError("no parameter requires a gradient; call set_trainable on the model first.")
-    settings = _settings(rates)
-    return [{"params": members[name], "name": name, **settings[name]} for name in settings if name in members]
+    return groups
 
 
 def group_schedules(
@@ -107,67 +139,6 @@ def group_schedules(
         "4x-to-1x": lambda step: factor(step) * (4 - 3 * min(step / falling_steps, 1)),
     }
     return LambdaLR(optimizer, [factors[course] for course in courses])
-
-
-def _group_namer(model: nn.Module, rates: Rates) -> Callable[[nn.Parameter], str]:
-    """Return a function that names the group of a parameter."""
-    value_roles: tuple[Role, ...] = ("value", "transform") if rates.value_transforms == "values" else ("value",)
-    keys, values = _ids_of(model, "key"), _ids_of(model, *value_roles)
-    gates = _ids_of(model, "gate")
-    norms = _ids_of(model, "norm")  # norms with a row per head have two dimensions, but do not decay either
-    other_tensors = _ids_of(model, "projection", "norm", "gate", "router", "transform") - values
-    if rates.memory_keys == "weights":
-        keys, other_tensors = set(), other_tensors | keys
-    share_a_group = (
-        rates.memory_keys == "constant"
-        and rates.value_learning_rate is None
-        and rates.value_schedule in (None, "constant")
-        and not rates.value_weight_decay
-    )
-
-    def name_of(parameter: nn.Parameter) -> str:
-        if id(parameter) in keys | values:
-            return "keys_and_values" if share_a_group else "values" if id(parameter) in values else "keys"
-        decays = len(whole_shape(parameter)) > 1 and id(parameter) not in norms
-        if rates.gate_learning_rate is not None and id(parameter) in gates:
-            return "gates" if decays else "gates_no_decay"
-        if rates.memory_learning_rate is not None and id(parameter) in other_tensors:
-            return "memory" if decays else "memory_no_decay"
-        return "decay" if decays else "no_decay"
-
-    return name_of
-
-
-def _settings(rates: Rates) -> dict[str, dict[str, Any]]:
-    """Return the rate, decay and course of each group, in the order of groups."""
-    memory_rate = rates.learning_rate if rates.memory_learning_rate is None else rates.memory_learning_rate
-    gate_rate = memory_rate if rates.gate_learning_rate is None else rates.gate_learning_rate
-    key_rate = rates.learning_rate if rates.key_value_learning_rate is None else rates.key_value_learning_rate
-    value_rate = key_rate if rates.value_learning_rate is None else rates.value_learning_rate
-    value_course = _COURSE_OF_VALUES[rates.value_schedule or "constant"]
-    block_course = _COURSE_OF_VALUES[rates.value_schedule or "fixed"]
-    return {
-        "decay": {"lr": rates.learning_rate, "weight_decay": rates.weight_decay, "course": "schedule"},
-        "no_decay": {"lr": rates.learning_rate, "weight_decay": 0.0, "course": "schedule"},
-        "memory": {"lr": memory_rate, "weight_decay": rates.weight_decay, "course": "schedule"},
-        "memory_no_decay": {"lr": memory_rate, "weight_decay": 0.0, "course": "schedule"},
-        "gates": {"lr": gate_rate, "weight_decay": rates.weight_decay, "course": "schedule"},
-        "gates_no_decay": {"lr": gate_rate, "weight_decay": 0.0, "course": "schedule"},
-        "keys_and_values": {"lr": key_rate, "weight_decay": 0.0, "course": "constant"},
-        "keys": {"lr": key_rate, "weight_decay": 0.0, "course": "constant"},
-        "values": {"lr": value_rate, "weight_decay": rates.value_weight_decay, "course": value_course},
-        BLOCKS_GROUP: {"lr": value_rate, "weight_decay": rates.value_weight_decay, "course": block_course},
-    }
-
-
-def _ids_of(model: nn.Module, *roles: Role) -> set[int]:
-    """Return the ids of the parameters that have one of the roles in a memory."""
-    return {
-        id(module.declared_tensor(name))
-        for module in model.modules()
-        if isinstance(module, DeclaredModule)
-        for name in module.names_of(*roles)
-    }
 
 
 def banks_that_train(model: torch.nn.Module) -> list[Banks]:

@@ -24,8 +24,6 @@ class Rates:
         learning_rate: Maximum rate of everything without a separate rate. Default: 1e-4.
         memory_learning_rate: Maximum rate of a memory's projections, norms, routers, gates and transforms; follows the
             schedule. Default: `learning_rate`.
-        gate_learning_rate: Maximum rate of a memory's gates, which scale what is retrieved or let heads begin to read
-            the depth; follows the schedule. Default: `memory_learning_rate`.
         key_value_learning_rate: Rate of memory keys and values, constant. Default: `learning_rate`.
         value_learning_rate: Rate of memory values alone. Default: `key_value_learning_rate`.
         value_schedule: Course of the rate of values. `"constant"`: as for keys (MIDUS). `"fixed"`: with warm-up and
@@ -48,7 +46,6 @@ class Rates:
 
     learning_rate: float = 1e-4
     memory_learning_rate: float | None = None
-    gate_learning_rate: float | None = None
     key_value_learning_rate: float | None = None
     value_learning_rate: float | None = None
     value_schedule: ValueSchedule | None = None
@@ -66,7 +63,6 @@ class Rates:
         for name in (
             "learning_rate",
             "memory_learning_rate",
-            "gate_learning_rate",
             "key_value_learning_rate",
             "value_learning_rate",
         ):
