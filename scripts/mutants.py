@@ -41,7 +41,8 @@ FOLDERS = [
     "upscalers/methods/contract.py",
     "midus_hf/files",
     "midus_hf/compare/learning.py",
-    "midus_hf/compare/report",
+    "midus_hf/compare/findings.py",
+    "midus_hf/compare/report.py",
 ]
 
 OPS = "tests/ops --ignore=tests/ops/kernels/test_offline_compilation.py"
@@ -65,8 +66,9 @@ NEAREST = {
     "midus_hf/files/ownership.py": "tests/upscalers/test_ownership.py tests/upscalers/test_output_folder.py",
     "midus_hf/files/whole_folder.py": "tests/upscalers/test_output_folder.py tests/upscalers/test_ownership.py",
     "midus_hf/compare": "tests/compare --ignore=tests/compare/test_killed_comparisons.py",
-    "midus_hf/compare/learning.py": "tests/compare/test_learning.py tests/compare/report",
-    "midus_hf/compare/report": "tests/compare/report",
+    "midus_hf/compare/learning.py": "tests/compare/test_learning.py tests/compare/test_findings.py",
+    "midus_hf/compare/findings.py": "tests/compare/test_findings.py tests/compare/test_report.py",
+    "midus_hf/compare/report.py": "tests/compare/test_findings.py tests/compare/test_report.py",
     "upscalers/edits": "tests/upscalers/edits",
     "upscalers": "tests/upscalers --ignore=tests/upscalers/test_interruption.py --ignore=tests/upscalers/dense",
 }

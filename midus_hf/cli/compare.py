@@ -47,7 +47,7 @@ def midus_compare(
             with needing_harness():
                 check(comparison, variants)
     if dry_run:
-        from midus_hf.compare.report.tables import plan_table, planned
+        from midus_hf.compare.report import plan_table, planned
 
         plan_report = {"variants": planned(comparison, variants), "seeds": comparison.seeds}
         show(plan_report, json_, lambda _: show_tables([plan_table(comparison, variants)]), indent=2)
@@ -64,10 +64,8 @@ def midus_compare(
 
 def _report(comparison: "Comparison", variants: "Sequence[Variant]", failures: dict[str, str], json_: bool) -> None:
     """Write the report of the runs that are done, and show it."""
-    from midus_hf.compare.report.findings import findings
-    from midus_hf.compare.report.sentences import sentences
-    from midus_hf.compare.report.tables import as_json, controls_table, paper_tables, short_table
-    from midus_hf.compare.report.writing import write_report
+    from midus_hf.compare.findings import findings, sentences
+    from midus_hf.compare.report import as_json, controls_table, paper_tables, variants_table, write_report
     from midus_hf.compare.running import collect
 
     base, results, missing = collect(comparison, variants)
@@ -76,7 +74,7 @@ def _report(comparison: "Comparison", variants: "Sequence[Variant]", failures: d
         raise Ending(FAILED, f"{comparison.output_dir} holds no result yet: {why}")
     all_findings = findings(comparison, base, results, failures, missing)
     files = write_report(Path(comparison.output_dir), all_findings, results)
-    shown = [short_table(all_findings), *paper_tables(all_findings), controls_table(all_findings)]
+    shown = [variants_table(all_findings, short=True), *paper_tables(all_findings), controls_table(all_findings)]
     show(as_json(all_findings, files), json_, lambda _: show_tables(shown), indent=2)
     if not json_:
         print("\n".join([*sentences(all_findings), "", f"report: {files[-1]}"]))

@@ -6,31 +6,31 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from midus_hf.compare.options import Rate, rate_name
-from midus_hf.compare.results import Point, Result
+from midus_hf.compare.results import Result
 
 
-def mean_loss(point: Point, texts: Sequence[str]) -> float:
-    """Return the mean loss of some texts at a point of a curve, in nats per token; each text has the same weight."""
-    return statistics.fmean(point.losses[name] for name in texts)
+def mean_loss(losses: Mapping[str, float], texts: Sequence[str]) -> float:
+    """Return the mean loss of some texts, in nats per token; each text has the same weight."""
+    return statistics.fmean(losses[name] for name in texts)
 
 
-def origin(result: Result, base: Result) -> Point:
+def origin(result: Result, base: Result) -> Mapping[str, float]:
     """Return the losses that learning and forgetting of a run are counted from: its own start, less what upscaling had changed.
 
     The start counts because it was measured by the Trainer, as the end was. Where the upscaled model was not seen to compute what the
     base computes, it has lost something before training, and to regain what it lost is not learning. What it lost is the
     difference between this model and the base by `midus eval`, which measures other sequences than the packed ones of the Trainer.
     """
-    if result.upscaled is None:
-        return result.start
-    lost = {name: result.upscaled[name] - base.end.losses[name] for name in result.start.losses}
-    return Point(0, 0, None, {name: loss - lost[name] for name, loss in result.start.losses.items()})
+    start, upscaled = result.start.losses, result.upscaled
+    if upscaled is None:
+        return start
+    return {name: loss - (upscaled[name] - base.losses[name]) for name, loss in start.items()}
 
 
 def falls(result: Result, base: Result, texts: Sequence[str]) -> list[float]:
     """Return how far the mean loss of some texts lies below that of `origin` at each point of a run's curve, in nats per token."""
     start = mean_loss(origin(result, base), texts)
-    return [start - mean_loss(point, texts) for point in result.curve]
+    return [start - mean_loss(point.losses, texts) for point in result.curve]
 
 
 def by_rate(results: Iterable[Result]) -> dict[str, list[Result]]:
@@ -50,7 +50,7 @@ def best_rate(results: Sequence[Result], domain: Sequence[str]) -> Rate:
     most = max(map(len, groups))
     whole = [group for group in groups if len(group) == most]
     if len(whole) > 1:
-        whole.sort(key=lambda group: statistics.fmean(mean_loss(result.end, domain) for result in group))
+        whole.sort(key=lambda group: statistics.fmean(mean_loss(result.losses, domain) for result in group))
     return whole[0][0].rate
 
 
@@ -81,6 +81,24 @@ def spread(numbers: Sequence[float]) -> Spread:
     return Spread(statistics.fmean(numbers), deviation, len(numbers))
 
 
+def paired(lower: Mapping[int, float], higher: Mapping[int, float]) -> Spread | None:
+    """Return the spread of `higher - lower` over the seeds that both have; None if they share no seed."""
+    seeds = sorted(set(lower) & set(higher))
+    return spread([higher[seed] - lower[seed] for seed in seeds]) if seeds else None
+
+
+def verdict(advantage: Spread) -> str:
+    """Return in words whether a variant beats a null control, over whose loss it has this advantage.
+
+    It does where the 95 % interval of the mean lies above 0, and does not where the mean is 0 or below.
+    """
+    if advantage.mean <= 0:
+        return "does not beat it"
+    if advantage.count == 1:
+        return "one seed"
+    return "beats it" if advantage.is_above_zero else "is not shown to beat it"
+
+
 def student_quantile(degrees: int, probability: float = 0.975) -> float:
     """Return a quantile of Student's t distribution, by bisection (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     low, high = 0.0, 1e3
@@ -102,44 +120,3 @@ def _student(t: float, degrees: int) -> float:
     if not is_odd:
         return 0.5 + sine * total / 2
     return 0.5 + (angle + sine * total * (degrees > 1)) / math.pi
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """Verdict on whether a variant learned more than one of its null controls.
-
-    `advantage` are the nats by which the variant's loss of the domain ended below that of the null control, seed by seed; for
-    `shuffled-addresses`, the rise of the loss when the variant's values are permuted.
-    """
-
-    control: str
-    advantage: Spread
-    conclusion: str
-
-
-def paired(lower: Mapping[int, float], higher: Mapping[int, float]) -> Spread | None:
-    """Return the spread of `higher - lower` over the seeds that both have."""
-    seeds = sorted(set(lower) & set(higher))
-    return spread([higher[seed] - lower[seed] for seed in seeds]) if seeds else None
-
-
-def verdict(control: str, variant: Mapping[int, float], null_control: Mapping[int, float]) -> Verdict | None:
-    """Compare a variant with one of its null controls, seed by seed.
-
-    The variant beats the null control where the 95 % interval of the mean advantage lies above 0, and does not where the mean is
-    0 or below.
-    """
-    advantage = paired(variant, null_control)
-    if advantage is None:
-        return None
-    conclusion = in_words(advantage, "beats it", "does not beat it", "not shown to beat it")
-    return Verdict(control, advantage, conclusion)
-
-
-def in_words(difference: Spread, above: str, not_above: str, unclear: str) -> str:
-    """Choose the words for a difference over seeds; `one seed` for a single difference above 0."""
-    if difference.mean <= 0:
-        return not_above
-    if difference.count == 1:
-        return "one seed"
-    return above if difference.is_above_zero else unclear

@@ -99,8 +99,6 @@ class VariantOptions:
         upscale: Keys of `upscale --config`, or the path of a recipe. Default: none, the base itself is trained.
         train: Keys of `midus train`, or the path of a recipe, that replace the comparison's keys. Default: none.
         fine_tune: Keys of `midus sft`, or the path of a recipe, that replace the comparison's keys. Default: none.
-        fit: One key of `upscale`, such as `num_new_layers` or `options.n`, with the values to choose from. The chosen value brings
-            the number of trained parameters closest to the comparison's `trained_parameters`. Default: none, nothing is fitted.
         rates: Learning rates for this variant alone, in the form that `Comparison` takes. Default: the rates of the comparison.
         controls: Null controls for this variant alone, in the form that `Comparison` takes. Default: the comparison's null controls.
 
@@ -111,17 +109,10 @@ class VariantOptions:
     upscale: dict[str, Any] | str | None = None
     train: dict[str, Any] | str | None = None
     fine_tune: dict[str, Any] | str | None = None
-    fit: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     rates: list[float | dict[str, float]] | None = None
     controls: list[str] | bool | None = None
 
     def __post_init__(self) -> None:
-        if self.fit and self.upscale is None:
-            raise ValueError(
-                "fit is given without upscale; expected both, since it chooses a value of a key of upscale."
-            )
-        if len(self.fit) > 1 or not all(self.fit.values()):
-            raise ValueError(f"fit is {self.fit}; expected one key of upscale with the values to choose from.")
         check_rates(self.rates)
         _check_controls(self.controls)
 
@@ -171,7 +162,6 @@ class Comparison:
             allowed if there are `tasks`, one rate for each variant, and no `controls`.
         retention: Paths of texts outside the domain, by name; forgetting is measured on them. Default: none.
         tasks: Options of `TaskOptions`. Default: none.
-        trained_parameters: Budget of trained parameters, to which variants with `fit` are sized. Default: none.
         rates: Learning rates; each variant is trained at each of them. Instead of a number, a rate may be a mapping from several rate
             keys of `midus train` to numbers. Default: the rate in `train`.
         seeds: Seeds of new parameters and of the order of texts. Default: `[0, 1, 2]`.
@@ -195,7 +185,6 @@ class Comparison:
     domain: dict[str, str] = dataclasses.field(default_factory=dict)
     retention: dict[str, str] = dataclasses.field(default_factory=dict)
     tasks: TaskOptions | None = None
-    trained_parameters: int | None = None
     rates: list[float | dict[str, float]] | None = None
     seeds: list[int] = dataclasses.field(default_factory=lambda: [0, 1, 2])
     evaluations: int = 5
@@ -221,10 +210,11 @@ class Comparison:
         if "base" in self.variants:
             raise ValueError("variants has 'base', which is what the base itself is called; give it another name.")
         for name in self.variants:
-            of, _, control = name.rpartition("+")
-            if of in self.variants and control in CONTROLS:
+            variant, _, control = name.rpartition("+")
+            if variant in self.variants and control in CONTROLS:
                 raise ValueError(
-                    f"variants has {name!r}, which is what the null control {control} of {of!r} is called; give it another name."
+                    f"variants has {name!r}, which is what the null control {control} of {variant!r} is called; give it another "
+                    "name."
                 )
         both = sorted(set(self.domain) & set(self.retention))
         if both:
@@ -233,16 +223,8 @@ class Comparison:
             )
         if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise ValueError(f"seeds is {self.seeds}; expected different numbers from 0.")
-        for name in ("trained_parameters", "evaluations"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} is {value}; expected a number above 0.")
-        for name, variant in self.variants.items():
-            if variant.fit and self.trained_parameters is None:
-                raise ValueError(
-                    f"variants.{name}.fit is given, and trained_parameters is not; expected both, since variants are fitted to that "
-                    "budget."
-                )
+        if self.evaluations <= 0:
+            raise ValueError(f"evaluations is {self.evaluations}; expected a number above 0.")
         check_rates(self.rates)
         _check_controls(self.controls)
 

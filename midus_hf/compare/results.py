@@ -70,19 +70,18 @@ class Result:
         return self.curve[0]
 
     @property
-    def end(self) -> Point:
-        """Losses of the trained model."""
-        return self.curve[-1]
+    def losses(self) -> Mapping[str, float]:
+        """Losses of the trained model; empty if the comparison has no texts."""
+        return self.curve[-1].losses if self.curve else {}
 
-    def end_of(self, tuned: bool) -> Measured | None:
+    def measured(self, tuned: bool = False) -> Measured | None:
         """Return the losses and metrics of the trained model or, if `tuned`, of the fine-tuned model; None if there is none.
 
         Losses of both are measured alike where the model is fine-tuned.
         """
         if tuned:
             return self.tuned
-        curve = self.curve[-1].losses if self.curve else {}
-        return Measured(curve if self.saved is None else self.saved, self.tasks)
+        return Measured(self.losses if self.saved is None else self.saved, self.tasks)
 
 
 def result_file(folder: Path) -> Path:

@@ -1,8 +1,8 @@
-"""Variants of a comparison, ready to run: their files are read, their sizes fitted and their parameters counted."""
+"""Variants of a comparison, ready to run: their files are read and their parameters counted."""
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,8 @@ class Variant:
 
     The variant named `base` stands for the base itself, which is measured alone. A null control is called `VARIANT+CONTROL`;
     `control` and `control_of` are its two names. `controls` are the null controls to train beside the variant, true for all that
-    its memory has. `trained_parameters` is None where only training knows. `fitted` is
-    the value that was chosen to meet the budget of parameters, such as `num_new_layers=4`. `fine_tune` are keys of `midus sft`, None
-    where trained models are not fine-tuned.
+    its memory has. `trained_parameters` is None where only training knows. `fine_tune` are keys of `midus sft`, None where trained
+    models are not fine-tuned.
     """
 
     name: str
@@ -42,7 +41,6 @@ class Variant:
     controls: Sequence[str] | bool
     new_parameters: int = 0
     trained_parameters: int | None = None
-    fitted: str | None = None
     fine_tune: Mapping[str, Any] | None = None
     control: str | None = None
     control_of: str | None = None
@@ -108,15 +106,12 @@ def _planned(
         # A plain base does not record which of its parameters train: all do, unless the recipe says otherwise or trains adapters.
         return variant if train.get("adapters") else dataclasses.replace(variant, train={"trainable": "all", **train})
     keys = _keys(f"variants.{name}.upscale", options.upscale, OWN_UPSCALING_KEYS)
-    sized = [
-        (*_sizes(name, comparison.base, tried, choice), tried, choice)
-        for tried, choice in _candidates(name, keys, options.fit)
-    ]
-    budget = comparison.trained_parameters
-    new, trained, keys, fitted = (
-        min(sized, key=lambda one: abs(one[1] - budget)) if options.fit and budget else sized[0]
-    )
-    return dataclasses.replace(variant, upscale=keys, new_parameters=new, trained_parameters=trained, fitted=fitted)
+    _check_upscaling(name, keys)
+    try:
+        new, trained = upscaled_sizes(comparison.base, keys)
+    except ValueError as error:
+        raise ValueError(f"variants.{name}.upscale: {error}") from error
+    return dataclasses.replace(variant, upscale=keys, new_parameters=new, trained_parameters=trained)
 
 
 def _keys(where: str, keys: Mapping[str, Any] | str | None, own: Sequence[str]) -> dict[str, Any]:
@@ -147,38 +142,6 @@ def _check_upscaling(name: str, keys: Mapping[str, Any]) -> None:
         raise ValueError(f"variants.{name}.upscale has no 'method'; name one, as 'upscale methods' lists them.")
     if not isinstance(keys.get("options"), dict | None):
         raise ValueError(f"variants.{name}.upscale.options is {keys['options']!r}; expected a mapping.")
-
-
-def _sizes(name: str, base: str, keys: Mapping[str, Any], fitted: str | None) -> tuple[int, int]:
-    where = f"variants.{name}.upscale" if fitted is None else f"variants.{name}.upscale with {fitted}"
-    _check_own(f"variants.{name}.upscale", keys, OWN_UPSCALING_KEYS)
-    _check_upscaling(name, keys)
-    try:
-        return upscaled_sizes(base, keys)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-
-
-def _candidates(
-    name: str, keys: Mapping[str, Any], fit: Mapping[str, Sequence[Any]]
-) -> Iterator[tuple[dict[str, Any], str | None]]:
-    """Yield the keys of `upscale` with each value of the fitted key, and that choice as `KEY=VALUE`; None if nothing is fitted."""
-    if not fit:
-        yield dict(keys), None
-        return
-    ((path, values),) = fit.items()
-    for value in values:
-        tried: dict[str, Any] = copy.deepcopy(dict(keys))
-        *outer, last = path.split(".")
-        inner = tried
-        for part in outer:
-            inner = inner.setdefault(part, {})
-            if not isinstance(inner, dict):
-                raise ValueError(
-                    f"variants.{name}.fit names {path!r}, but {part!r} of upscale has no keys of its own."
-                )
-        inner[last] = value
-        yield tried, f"{path}={value}"
 
 
 # The null control that is not trained: it is measured on the trained model of the variant itself.

@@ -18,10 +18,10 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), dpi=120, layout="constrained")
 
 
-def as_png(figure: Any, tight: bool = True) -> bytes:
-    """Return a figure as PNG; `tight` cuts empty margins off."""
+def as_png(figure: Any) -> bytes:
+    """Return a figure as PNG, without empty margins."""
     stream = io.BytesIO()
-    figure.savefig(stream, format="png", bbox_inches="tight" if tight else None)
+    figure.savefig(stream, format="png", bbox_inches="tight")
     return stream.getvalue()
 
 

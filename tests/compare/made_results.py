@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from midus_hf.compare.findings import Findings, findings
 from midus_hf.compare.options import Comparison, VariantOptions
-from midus_hf.compare.report.findings import Findings, findings
 from midus_hf.compare.results import Point, Result
 
 DOMAIN, RETENTION = "plants", "stars"
@@ -79,9 +79,3 @@ def without_retention(one: Result) -> Result:
 def rows_of(table) -> dict[str, dict[str, str]]:
     """Return the rows of a table by their first run, each row by the heads of the columns."""
     return {row[0]: dict(zip(table.head, row, strict=True)) for row in table.rows}
-
-
-def between(told: list[str], start: str) -> str:
-    """The one sentence that starts so."""
-    (sentence,) = [sentence for sentence in told if sentence.startswith(start)]
-    return sentence

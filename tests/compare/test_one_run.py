@@ -81,10 +81,10 @@ def test_the_ends_of_the_curve_are_losses_of_packed_sequences(room, kept, varian
     start = comparing.folder(run) / "upscaled" if variant == "hml" else room / "base"
     for name in ("plants", "stars"):
         text = room / f"{name}.txt"
-        assert base.end.losses[name] == perplexity_loss(room / "base", text)
+        assert base.losses[name] == perplexity_loss(room / "base", text)
         assert result.start.losses[name] == pytest.approx(packed_loss(start, text), rel=1e-5)
-        assert result.end.losses[name] == pytest.approx(packed_loss(comparing.folder(run) / "trained", text), rel=1e-5)
-    assert result.end.losses["plants"] < result.start.losses["plants"]
+        assert result.losses[name] == pytest.approx(packed_loss(comparing.folder(run) / "trained", text), rel=1e-5)
+    assert result.losses["plants"] < result.start.losses["plants"]
     assert [(point.step, point.tokens) for point in result.curve] == [
         (step, step * TOKENS_PER_STEP) for step in (0, STEPS // 2, STEPS)
     ]
@@ -187,8 +187,8 @@ def test_texts_are_read_as_the_corpus_is(room, tmp_path):
     corpus = {"corpus": str(tmp_path / "corpus.jsonl"), "text_column": "body"}
     comparing = Comparing(room, tmp_path / "out", {"full": {}}, train=corpus, **texts)
     base = comparing.measure_base()
-    assert base.end.losses["plants"] == perplexity_loss(room / "base", room / "plants.txt")
-    assert comparing.measure(comparing.runs()[0]).start.losses == pytest.approx(base.end.losses, rel=0.03)
+    assert base.losses["plants"] == perplexity_loss(room / "base", room / "plants.txt")
+    assert comparing.measure(comparing.runs()[0]).start.losses == pytest.approx(base.losses, rel=0.03)
 
 
 def test_texts_with_paths_are_measured_document_by_document(room, tmp_path):
@@ -199,8 +199,8 @@ def test_texts_with_paths_are_measured_document_by_document(room, tmp_path):
     train, domain = {"path_column": "memory_ids"}, {"plants": str(plants)}
     base = Comparing(room, tmp_path / "out", {"full": {}}, train=train, domain=domain).measure_base()
     apart = perplexity_loss(room / "base", plants, path_column="memory_ids")
-    assert base.end.losses["plants"] == apart != perplexity_loss(room / "base", plants)
-    assert base.end.losses["stars"] == perplexity_loss(room / "base", room / "stars.txt")
+    assert base.losses["plants"] == apart != perplexity_loss(room / "base", plants)
+    assert base.losses["stars"] == perplexity_loss(room / "base", room / "stars.txt")
 
 
 def test_a_fine_tuned_model_is_measured_again(room, kept, tmp_path):
@@ -233,7 +233,7 @@ def test_tasks_alone_are_measured_where_there_are_no_texts(room, tmp_path):
     changes = {"domain": {}, "retention": {}, "tasks": tasks_in(room), "controls": False}
     comparing = Comparing(room, tmp_path, {"full": {}}, **changes)
     base, result = comparing.measure_base(), comparing.measure(comparing.runs()[0])
-    assert base.end.losses == {} and result.curve == [] and set(result.tasks) == {"piqa"}
+    assert base.losses == {} and result.curve == [] and set(result.tasks) == {"piqa"}
 
 
 ALL_CONTROLS = ["one-row", "random-slots", "frozen-addresses", "shuffled-addresses"]

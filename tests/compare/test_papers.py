@@ -10,10 +10,9 @@ from compare.made_results import BASE, comparison, result
 from compare.small_comparison import write_room
 
 from midus_hf.cli.options import read_recipe
+from midus_hf.compare.findings import findings
 from midus_hf.compare.options import Comparison, PaperOptions, TaskOptions
-from midus_hf.compare.report.findings import findings, paper_number
-from midus_hf.compare.report.tables import as_json, paper_tables, tables
-from midus_hf.compare.report.writing import write_report
+from midus_hf.compare.report import as_json, paper_number, paper_tables, tables, write_report
 from midus_hf.compare.results import Measured, Point, Result
 from midus_hf.compare.runs import check
 from midus_hf.compare.variants import plan
@@ -140,7 +139,7 @@ def test_a_comparison_by_tasks_alone_has_a_report(tmp_path):
     one = findings(comparison(["hml"], paper=PAPER, **changes), base, [measured], {})
     first = tables(one)[0]
     assert first.rows[1][:2] == ["hml", "0.001"] and "domain loss" not in first.head
-    assert [path.name for path in write_report(tmp_path, one, [measured])][:2] == ["report.md", "runs.csv"]
+    assert [path.name for path in write_report(tmp_path, one, [measured])] == ["runs.csv", "report.html"]
     values = as_json(one, [])
     assert values["variants"][0]["learned"] is None and values["paper"][0]["title"] == "Table 1: after training"
     assert json.loads(json.dumps(values)) == values

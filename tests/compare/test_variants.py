@@ -116,63 +116,14 @@ def test_rates_and_controls_of_a_variant_stand_in_place_of_those_of_all(planned)
     assert (found[0].rates, found[0].controls) == ([{}], True)
 
 
-def sized(room, **changes) -> int:
-    """Parameters that train of a head-wise memory."""
-    return upscaled_sizes(str(room / "base"), {**HEADWISE, **changes})[1]
-
-
 def test_numbers_of_parameters_are_those_of_the_method(room, planned):
     _, (hml, pro, full) = planned(
         {"hml": {"upscale": HEADWISE}, "pro": {"upscale": {"method": "llama-pro"}}, "full": {}}
     )
     # Per layer and head: two sets of 4 keys of 4, 16 values of 8, a norm; beside them projections that start as copies.
-    assert hml.new_parameters == hml.trained_parameters == sized(room) > 0
+    assert hml.new_parameters == hml.trained_parameters == upscaled_sizes(str(room / "base"), HEADWISE)[1] > 0
     assert pro.new_parameters == pro.trained_parameters > 0
     assert (full.new_parameters, full.trained_parameters) == (0, None)
-
-
-def test_the_value_is_taken_with_which_most_nearly_as_many_parameters_train_as_the_budget_says(room, planned):
-    sizes = {count: sized(room, num_new_layers=count) for count in (1, 2, 4)}
-    assert sizes[1] < sizes[2] < sizes[4]
-    fit = {"hml": {"upscale": {**HEADWISE, "num_new_layers": 3}, "fit": {"num_new_layers": [1, 2, 4]}}}
-    for budget, best in (
-        (1, 1),
-        (sizes[1], 1),
-        (sizes[2] + 1, 2),
-        (sizes[2] - 1, 2),
-        (10**9, 4),
-        ((sizes[2] + sizes[4]) // 2 + 1, 4),
-    ):
-        _, (variant,) = planned(fit, trained_parameters=budget)
-        assert (variant.upscale["num_new_layers"], variant.fitted) == (best, f"num_new_layers={best}")
-        assert variant.trained_parameters == sizes[best]
-
-
-def test_of_two_values_that_are_as_near_the_first_counts(room, planned):
-    sizes = [sized(room, num_new_layers=count) for count in (2, 4)]
-    assert sum(sizes) % 2 == 0
-    for values, best in (([2, 4], 2), ([4, 2], 4)):
-        fit = {"hml": {"upscale": HEADWISE, "fit": {"num_new_layers": values}}}
-        _, (variant,) = planned(fit, trained_parameters=sum(sizes) // 2)
-        assert variant.upscale["num_new_layers"] == best
-
-
-def test_keys_inside_options_are_fitted_and_others_stay(room, planned):
-    upscale = {"method": "midus-hml", "num_new_layers": 2, "options": {"k": 2, "n": 2}}
-    budget = sized(room, options={"k": 2, "n": 8})
-    _, (variant,) = planned(
-        {"hml": {"upscale": upscale, "fit": {"options.n": [2, 4, 8, 16]}}}, trained_parameters=budget
-    )
-    assert variant.upscale == {**upscale, "options": {"k": 2, "n": 8}} and variant.fitted == "options.n=8"
-    assert upscale["options"] == {"k": 2, "n": 2}
-    bare = {"method": "midus-hml", "num_new_layers": 2}  # whose k is 4
-    _, (variant,) = planned({"hml": {"upscale": bare, "fit": {"options.n": [5]}}}, trained_parameters=budget)
-    assert variant.upscale == {**bare, "options": {"n": 5}}
-
-
-def test_a_budget_without_fit_changes_no_variant(planned):
-    _, (variant,) = planned({"hml": {"upscale": HEADWISE}}, trained_parameters=1)
-    assert variant.upscale == HEADWISE and variant.fitted is None
 
 
 REFUSED = {
@@ -217,20 +168,6 @@ REFUSED = {
         "variants.a has a rate 'per_device_train_batch_size'; expected one of: learning_rate, memory_learning_rate, ",
     ),
     "a seed as a rate": ({"rates": [{"seed": 4}]}, "variants.a has a rate 'seed'; expected one of: learning_rate, "),
-    "a fit of an unknown key": (
-        {"upscale": HEADWISE, "fit": {"num_new_layer": [1, 2]}},
-        "variants.a.upscale has no option 'num_new_layer'. Did you mean 'num_new_layers'?",
-    ),
-    "a fit of a key of its own": (
-        {"upscale": HEADWISE, "fit": {"seed": [1, 2]}}, "variants.a.upscale has 'seed', which the comparison sets for each run"
-    ),
-    "a fit within a value": (
-        {"upscale": HEADWISE, "fit": {"num_new_layers.n": [1]}},
-        "variants.a.fit names 'num_new_layers.n', but 'num_new_layers' of upscale has no keys of its own.",
-    ),
-    "a fit that the method refuses": (
-        {"upscale": HEADWISE, "fit": {"options.n": [4, 0]}}, "variants.a.upscale with options.n=0: n is 0"
-    ),
     "fine-tuning of one variant": (
         {"fine_tune": {"max_steps": 3}}, "variants.a.fine_tune is given, and fine_tune is not; expected both, since"
     ),
@@ -242,7 +179,7 @@ REFUSED = {
 def test_what_is_refused_before_anything_runs(planned, tmp_path, refused):
     variant, message = REFUSED[refused]
     with pytest.raises(ValueError) as told:
-        planned({"a": variant}, trained_parameters=1000)
+        planned({"a": variant})
     assert str(told.value).startswith(message), told.value
     assert not (tmp_path / "out").exists()
 

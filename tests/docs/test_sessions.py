@@ -228,7 +228,7 @@ SESSIONS = {
             "limit: 200": "limit: 1",
             "[1.0e-3, 3.0e-4]": "[1.0e-3]",
             "seeds: [0, 1, 2]": "seeds: [0]\nevaluations: 1\ncontrols: [one-row]",
-            "[1, 2, 3, 5]": "[1, 2, 5]",
+            "num_new_layers: 3": "num_new_layers: 2",
             "trainable: [10, 20]": "trainable: [1, 2]",
             "[1.0e-4, 3.0e-5]": "[1.0e-4]",
             "BASE": "base",
