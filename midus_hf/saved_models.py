@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from midus_hf.topics.text_files import first_line
+from midus_hf.config.wording import first_line
 
 
 @contextlib.contextmanager

@@ -124,7 +124,7 @@ def test_topics_import_their_own_room_and_what_reads_and_writes_files_alone():
 
 
 # What finds the path of a text, which a user needs who builds no tree.
-RETRIEVAL = ("answering", "documents", "embedding", "memory_retriever", "nearest_documents", "tree", "tree_files")
+RETRIEVAL = ("embedding", "memory_retriever", "tree", "tree_files")
 
 
 def test_retrieval_needs_what_the_core_needs():

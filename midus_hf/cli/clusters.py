@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Column, Device, Encoding, Json, argument, check_file, flag, option, show
+from midus_hf.cli.options import Column, Device, Json, argument, check_file, flag, option, show
 
 app = command_line(
     "Cluster a corpus into a tree of topics, find the paths of documents in the tree, and report what its nodes hold."
@@ -32,10 +32,6 @@ def build(
     samples: Annotated[int, option("Windows drawn for each step.", "N")] = 6400,
     seed: Annotated[int, option("Seed of everything random.", "N")] = 0,
     column: Column = "text",
-    label_column: Annotated[
-        str | None, option("Column of gold labels, for the report.  [default: none]", "NAME")
-    ] = None,
-    encoding: Encoding = "utf-8",
     window_tokens: Annotated[int, option("Tokens per window.", "N")] = 2048,
     max_tokens: Annotated[
         int | None, option("Tokens of each window to embed.  [default: the model's own length]", "N")
@@ -49,27 +45,25 @@ def build(
     from midus_hf.config.usable_device import usable_device
     from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.topics.building import TreeOptions
-    from midus_hf.topics.corpus import Corpus
-    from midus_hf.topics.run import BuildRequest
     from midus_hf.topics.run import build as build_tree_of
 
     options = TreeOptions(branching, levels, steps, samples, seed)
-    request = BuildRequest(
-        Corpus(corpus, column, label_column, encoding),
-        embedding_model,
-        tokenizer,
-        output,
-        options,
-        window_tokens,
-        max_tokens,
-        usable_device(device),
-        batch_size,
-        dtype,
-        overwrite,
-    )
     with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
         _describe(corpus)
-        tree = build_tree_of(request)
+        tree = build_tree_of(
+            corpus,
+            column,
+            embedding_model=embedding_model,
+            tokenizer=tokenizer,
+            output=output,
+            options=options,
+            window_tokens=window_tokens,
+            max_tokens=max_tokens,
+            device=usable_device(device),
+            batch_size=batch_size,
+            dtype=dtype,
+            overwrite=overwrite,
+        )
     assert tree.sizes is not None
     used = int((tree.sizes[-1] > 0).sum())
     print(
@@ -86,14 +80,12 @@ def grow(
     corpus: CorpusPath,
     output: Annotated[Path, option("Folder of the grown tree.", "TREE2")],
     column: Column = "text",
-    encoding: Encoding = "utf-8",
     batch_size: BatchSize = 64,
     device: Device = None,
 ) -> None:
     """Give a tree new nodes for texts that are near none of its topics. Old nodes keep their numbers, and banks their blocks."""
     from midus_hf.config.usable_device import usable_device
     from midus_hf.library_bars import library_bars_on_terminals
-    from midus_hf.topics.corpus import Corpus
     from midus_hf.topics.run import grow as grow_tree_of
     from midus_hf.topics.tree import ClusterTree
 
@@ -101,7 +93,7 @@ def grow(
     before = ClusterTree.load(tree)
     with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
         _describe(corpus)
-        grown = grow_tree_of(tree, Corpus(corpus, column, None, encoding), output, device, batch_size)
+        grown = grow_tree_of(tree, corpus, output, column, device, batch_size)
     pairs = zip(before.centroids, grown.centroids, strict=True)
     new = sum(int(after[len(old) :, 0].isfinite().sum()) for old, after in pairs)
     print(
@@ -116,8 +108,6 @@ def assign(
     corpus: CorpusPath,
     output: Annotated[Path, option("File of JSON lines to write, one per document.", "FILE")],
     column: Column = "text",
-    encoding: Encoding = "utf-8",
-    block: Annotated[list[str] | None, option("A node that is never taken; may be repeated.", "LEVEL:NODE")] = None,
     embedding_model: Annotated[
         str | None, option("Where the model is now.  [default: where build read it]", "DIR")
     ] = None,
@@ -129,44 +119,42 @@ def assign(
     overwrite: Annotated[bool, flag("--overwrite", "Replace the file.")] = False,
 ) -> None:
     """Find the path of each document. A corpus that the tree was built from is not embedded again."""
-    import torch
     from tqdm import tqdm
 
     from midus_hf.config.usable_device import usable_device
     from midus_hf.files.whole_files import whole_file
     from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.topics.assigning import document_paths, stored_paths
-    from midus_hf.topics.corpus import Corpus, load_fast_tokenizer, read_corpus
+    from midus_hf.topics.documents import documents_of, find_files
     from midus_hf.topics.memory_retriever import MemoryRetriever
     from midus_hf.topics.run import WINDOWS
-    from midus_hf.topics.text_files import find_files
     from midus_hf.topics.tree import ClusterTree
-    from midus_hf.topics.windows import windows_of_corpus
+    from midus_hf.topics.windows import load_fast_tokenizer, windows_of_corpus
 
     check_file("output", output, [".jsonl"])
     if output.exists() and not overwrite:
         raise ValueError(f"output {str(output)!r} exists; pass --overwrite to replace it, or choose another file.")
-    blocked = [_parse_block(each) for each in block or []]
     with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
         device = usable_device(device)
         find_files(corpus)
         _describe(corpus)
-        of_tree = ClusterTree.load(tree)
-        of_tree.paths(torch.zeros(1, of_tree.width), blocked)  # refuses nodes that cannot be blocked
-        text = Corpus(corpus, column, None, encoding)
-        stored = windows_of_corpus(tree.expanduser() / WINDOWS, text) if embedding_model is tokenizer is None else None
+        loaded = ClusterTree.load(tree)
+        stored = None
+        if embedding_model is tokenizer is None:
+            stored = windows_of_corpus(tree.expanduser() / WINDOWS, corpus, column)
         if stored is not None:
             print("the tree was built from this corpus, whose embeddings it has", file=sys.stderr)
-            paths = stored_paths(of_tree, stored, read_corpus(text), blocked)
+            paths = stored_paths(loaded, stored, documents_of(corpus, column))
         else:
             retriever = MemoryRetriever.load(tree, embedding_model, device, batch_size)
-            name = tokenizer or of_tree.origin.tokenizer
+            name = tokenizer or loaded.origin.tokenizer
             if name is None:
                 raise ValueError(
                     f"tree {str(tree)!r} does not say which tokenizer cuts windows; expected one. Set --tokenizer."
                 )
-            window_tokens = of_tree.origin.window_tokens or 2048
-            paths = document_paths(retriever, load_fast_tokenizer(name), read_corpus(text), window_tokens, blocked)
+            window_tokens = loaded.origin.window_tokens or 2048
+            cutter = load_fast_tokenizer(name)
+            paths = document_paths(retriever, cutter, documents_of(corpus, column), window_tokens)
         written = 0
         with whole_file(output) as partial:
             with partial.open("w", encoding="utf-8") as file:
@@ -186,36 +174,18 @@ def report(
     samples: Annotated[int, option("Documents that are quoted per node.", "N")] = 3,
     seed: Annotated[int, option("Seed of the choice of quoted documents.", "N")] = 0,
     corpus: Annotated[str | None, option("Where the corpus is now.  [default: where build read it]", "PATH")] = None,
-    output: Annotated[Path | None, option("Draw the tree (.png, .svg or .pdf).  [default: none]", "FILE")] = None,
     json_: Json = False,
 ) -> None:
-    """Report how large the nodes of a tree are, how they agree with gold labels, and which texts they hold."""
-    from midus_hf.look.pictures import PICTURE_SUFFIXES
-    from midus_hf.look.tree_picture import draw_tree
+    """Report how large the nodes of a tree are, and which texts they hold."""
     from midus_hf.topics.report import level_reports, level_table, node_reports, node_table, sample_texts
-    from midus_hf.topics.run import check_scikit_learn, open_build
+    from midus_hf.topics.run import open_build
 
-    if output is not None:
-        check_file("output", output, PICTURE_SUFFIXES, PICTURE_SUFFIXES, "is a picture, which needs")
     built, stored, leaves = open_build(tree)
-    if stored.labels is not None:
-        check_scikit_learn()
-    of_nodes = node_reports(
-        built.branching,
-        built.levels,
-        leaves,
-        stored.documents,
-        stored.labels,
-        stored.label_names,
-        level=level,
-        most=nodes,
-        samples=samples,
-        seed=seed,
+    largest = node_reports(built, leaves, stored.documents, level=level, most=nodes, samples=samples, seed=seed)
+    sizes = level_reports(built, leaves)
+    texts = sample_texts(
+        corpus or stored.corpus, stored.column, [number for node in largest for number in node.samples]
     )
-    of_levels = level_reports(built.branching, built.levels, leaves, stored.labels, built.roots)
-    source = stored.corpus if corpus is None else dataclasses.replace(stored.corpus, path=corpus)
-    quoted = [number for node in of_nodes for number in node.samples]
-    texts = sample_texts(source, quoted)
     report_ = {
         "tree": str(tree),
         "fingerprint": built.fingerprint,
@@ -223,11 +193,11 @@ def report(
         "documents": int(stored.documents[-1]) + 1,
         "min_similarity": built.min_similarity,
         "calibration": built.calibration,
-        "levels": [dataclasses.asdict(row) for row in of_levels],
+        "levels": [dataclasses.asdict(row) for row in sizes],
         "level": level,
         "nodes": [
             {**dataclasses.asdict(row), "samples": [{"document": n, "text": texts.get(n)} for n in row.samples]}
-            for row in of_nodes
+            for row in largest
         ],
     }
 
@@ -235,20 +205,18 @@ def report(
         from rich.console import Console
 
         console = Console()
-        console.print(level_table(of_levels))
+        console.print(level_table(sizes))
         for row in built.calibration:
             console.print(
                 f"of {row['texts']:,} held-out texts of {row['words']} words, {row['found']:,} find their node"
             )
-        console.print(node_table(of_nodes, level, texts))
+        console.print(node_table(largest, level, texts))
 
     show(report_, json_, print_report, indent=2)
-    if output is not None:  # last, so that the report is printed even if the picture cannot be written
-        draw_tree(built.branching, built.levels, leaves, output, stored.labels, stored.label_names)
 
 
 def _describe(corpus: str) -> None:
-    from midus_hf.topics.text_files import describe_files
+    from midus_hf.topics.documents import describe_files
 
     if (line := describe_files(corpus)) is not None:
         print(line, file=sys.stderr)
@@ -261,13 +229,6 @@ def _as_text(value: Any) -> str:
             f"a row has the bytes {value[:16]!r} in a column; expected text, numbers, dates, or lists of them. Leave that column out."
         )
     return str(value)
-
-
-def _parse_block(block: str) -> tuple[int, int]:
-    level, colon, node = block.partition(":")
-    if not (colon and level.isdecimal() and node.isdecimal()):
-        raise ValueError(f"block is {block!r}; expected LEVEL:NODE, such as 1:3.")
-    return int(level), int(node)
 
 
 main = partial(run_command, app, name="midus cluster")

@@ -26,12 +26,8 @@ from midus_hf.cli.options import (
 _REST = """\b
 Keys of --set and of the file, besides these options (docs/evaluate.md):
   column           where rows of JSON and Parquet hold the text
-  documents        documents, of which the nearest is put before each question
-  embedding_model  model that says which is nearest
-  encoding         encoding of plain text and JSON lines
   include_path     folder with more task files
   num_fewshot      worked examples before a question
-  passage_tokens   longest passage that documents are cut into, in tokens
   path_column      where rows of the text hold the path to fetch blocks by
 """
 app = command_line()
@@ -90,7 +86,7 @@ def midus_eval(
         passed["tasks"] = [name.strip() for name in keys.tasks.split(",") if name.strip()]
     settings = read_settings(config, passed, set_ or [])
     if settings.text is not None:
-        from midus_hf.topics.text_files import describe_files
+        from midus_hf.topics.documents import describe_files
 
         if (line := describe_files(settings.text)) is not None:
             print(line, file=sys.stderr)

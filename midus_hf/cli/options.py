@@ -51,7 +51,6 @@ def _checked_models(context: typer.Context, names: str | list[str] | None) -> st
 
 
 Column = Annotated[str, option("Column that holds the text.", "NAME")]
-Encoding = Annotated[str, option("Encoding of plain text and JSON.", "NAME")]
 TaskData = Annotated[str | None, option("Folder with the questions of local tasks.", "DIR")]
 TaskLimit = Annotated[int | None, option("Questions per task.  [default: all]", "N")]
 Device = Annotated[str | None, option("Such as cpu or cuda:0.  [default: GPU, else cpu]", "NAME")]

@@ -22,3 +22,8 @@ def first_few(names: Sequence[str], most: int = 4) -> str:
     """Return the first `most` names, default 4, and the number of names beyond them, such as `a, b, c, d and 2 more`."""
     beyond = len(names) - most
     return ", ".join(names[:most]) + (f" and {beyond} more" if beyond > 0 else "")
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of another library's error message, or the error's type if there is no message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -10,13 +10,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from midus_hf.banks.block_reader import check_paths
 from midus_hf.config.usable_device import usable_device
-from midus_hf.evaluation.fetching import DocumentFinder, PathFinder, fetches_blocks
+from midus_hf.evaluation.fetching import PathFinder, fetches_blocks
 from midus_hf.evaluation.perplexity import perplexity
 from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.model_names import check_model_name
 from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
-from midus_hf.topics.documents import DocumentPaths, document_rows, read_documents, read_paths
-from midus_hf.topics.text_files import find_files
+from midus_hf.topics.documents import DocumentPaths, documents_of, read_documents, read_paths
 
 if TYPE_CHECKING:
     from midus_hf.evaluation.harness import Tasks
@@ -25,10 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """Texts and tasks that are measured of each model, read before the first model is loaded, with the finder of paths.
-
-    Models read `documents`; `find_documents` finds the documents that stand in front of questions.
-    """
+    """Texts and tasks that are measured of each model, read before the first model is loaded, with the paths of texts."""
 
     settings: EvaluationSettings
     device: str
@@ -36,7 +32,6 @@ class _Request:
     tasks: "Tasks | None"
     retriever: "MemoryRetriever | None"
     written: DocumentPaths | None
-    find_documents: DocumentFinder | None
 
 
 def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = False) -> dict[str, Any]:
@@ -59,12 +54,11 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
     for model in models:
         check_model_name("model", model)
     device = usable_device(settings.device)
-    documents = tasks = retriever = written = find_documents = None
+    documents = tasks = retriever = written = None
     if settings.text is not None:
-        documents = read_documents(settings.text, settings.column, settings.encoding)
+        documents = read_documents(settings.text, settings.column)
         if settings.path_column is not None:
-            rows = document_rows(find_files(settings.text), settings.column, settings.encoding)
-            written = read_paths(rows, settings.path_column)
+            written = read_paths(documents_of(settings.text, settings.column), settings.path_column)
     if settings.tasks:
         from midus_hf.evaluation.harness import Tasks
 
@@ -73,24 +67,8 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
         from midus_hf.topics.memory_retriever import MemoryRetriever
 
         retriever = MemoryRetriever.load(settings.retriever, device=device)
-    if settings.documents is not None:
-        find_documents = _nearest_documents(settings, settings.documents, device)
-    request = _Request(settings, device, documents, tasks, retriever, written, find_documents)
+    request = _Request(settings, device, documents, tasks, retriever, written)
     return {"models": [_measure(name, request, quiet) for name in models], "settings": dataclasses.asdict(settings)}
-
-
-def _nearest_documents(settings: EvaluationSettings, path: str, device: str) -> DocumentFinder:
-    """Read and embed the documents from which the nearest is put in front of each question."""
-    from midus_hf.topics.embedding import TextEmbedder
-    from midus_hf.topics.nearest_documents import NearestDocuments, cut_into_passages
-
-    assert settings.embedding_model is not None, "settings with documents have one"
-    embedder = TextEmbedder(settings.embedding_model, device)
-    documents = read_documents(path, settings.column, settings.encoding)
-    if settings.passage_tokens is not None:
-        documents = cut_into_passages(documents, embedder.tokenizer, settings.passage_tokens)
-    with tqdm(desc="documents embedded", unit=" documents", total=len(documents), disable=None) as bar:
-        return NearestDocuments(documents, embedder, bar.update)
 
 
 def _measure(name: str, request: _Request, quiet: bool) -> dict[str, Any]:
@@ -146,7 +124,6 @@ def _measure(name: str, request: _Request, quiet: bool) -> dict[str, Any]:
             batch_size=settings.batch_size,
             quiet=quiet,
             find_paths=find_paths if request.retriever is not None else None,
-            find_documents=request.find_documents,
         )
     return {**measured, "seconds": time.perf_counter() - started}
 

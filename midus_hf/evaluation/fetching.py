@@ -1,7 +1,6 @@
-"""What stands beside a question: the blocks of its path, which a model fetches from a bank, and a document in front."""
+"""The blocks of a question's path, which a model fetches from a bank while the harness asks."""
 
 import contextlib
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,9 +10,6 @@ from torch import nn
 
 # A function that takes N texts and returns their paths in a tree of topics, `[N, p]`, int64.
 PathFinder = Callable[[Sequence[str]], torch.Tensor]
-
-# A function that takes questions and returns the document of each question.
-DocumentFinder = Callable[[Sequence[str]], list[str]]
 
 
 @contextlib.contextmanager
@@ -56,8 +52,8 @@ def by_path(
     results: list[Any] = [None] * len(items)
     for path, indices in members.items():
         with fetching(model, path):
-            of_path = run([items[index] for index in indices])
-        for index, result in zip(indices, of_path, strict=True):
+            results_of_path = run([items[index] for index in indices])
+        for index, result in zip(indices, results_of_path, strict=True):
             results[index] = result
     return results
 
@@ -75,19 +71,3 @@ def question_of(task: Any, doc: dict[str, Any]) -> str:
     shared = "".join(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
     target = task.doc_to_target(doc)
     return " ".join(part.strip() for part in (shared, target) if isinstance(part, str) and part.strip())
-
-
-def behind_documents(requests: Sequence[Any], questions: Sequence[str], find_documents: DocumentFinder) -> list[Any]:
-    """Return requests of the harness with the document of each question and an empty line in front of their contexts.
-
-    The first argument of a request is its context. An empty context stays empty, since the request asks how likely an answer is
-    without its question.
-    """
-    changed = []
-    for request, document in zip(requests, find_documents(questions), strict=True):
-        context, *others = request.args
-        request = copy.copy(request)
-        if context:
-            request.arguments = (f"{document}\n\n{context}", *others)
-        changed.append(request)
-    return changed

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on models of this package. Importing this module registers the model type `midus` with the harness."""
+"""lm-evaluation-harness on models of this package, whose questions may fetch blocks."""
 
 import contextlib
 import difflib
@@ -11,95 +11,61 @@ from unittest.mock import patch
 
 import torch
 from lm_eval import evaluator, simple_evaluate
-from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager, get_task_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import midus_hf  # noqa: F401  (registers the classes that `MidusLM` loads)
-from midus_hf.evaluation.fetching import (
-    DocumentFinder,
-    PathFinder,
-    behind_documents,
-    by_path,
-    fetches_blocks,
-    question_of,
-)
+from midus_hf.evaluation.fetching import PathFinder, by_path, question_of
 from midus_hf.evaluation.local_tasks import PREFIX, load_local_task, local_task_names
 from midus_hf.evaluation.quiet import without_bars
 from midus_hf.model_names import check_hub_dataset
 from midus_hf.saved_models import check_ids
-from midus_hf.topics.memory_retriever import MemoryRetriever
-from midus_hf.topics.tree import ClusterTree, check_tree
 
 
-@register_model("midus")
-class MidusLM(HFLM):
-    """The harness's model type `hf` for models of this package, which load without `trust_remote_code`.
+class FetchingLM(HFLM):
+    """The harness's model for a loaded model, whose questions fetch the blocks of their paths.
 
     Args:
-        pretrained: A folder, a hub id, or a model.
-        retriever: Folder of a tree of topics, as `midus cluster build` makes it, or a function that finds paths. A question
-            fetches blocks by its path. Default: none, and nothing is fetched by a path.
-        questions: Function that returns the question of a request, by which the path and the document are found. Default: the
-            question is the request's context.
-        find_documents: Function that finds a document for each question, which is put in front of the context. Default: contexts
-            are unchanged.
-        **kwargs: Further arguments of `hf`.
-
-    Raises:
-        ValueError: If `retriever` is given and the model fetches no blocks, or if the model's bank does not fit the tree.
+        model: The model.
+        find_paths: Function that finds the paths of questions. Default: nothing is fetched by a path.
+        questions: Function that returns the question of a request. Default: the question is the request's context.
+        **kwargs: Further arguments of the harness's model `hf`.
     """
 
     def __init__(
         self,
-        pretrained: str | PreTrainedModel,
-        retriever: str | PathFinder | None = None,
-        questions: Callable[[Any], str] | None = None,
-        find_documents: DocumentFinder | None = None,
+        model: PreTrainedModel,
+        find_paths: PathFinder | None = None,
+        questions: Callable[[Any], str] = lambda request: request.args[0],
         **kwargs: Any,
     ):
-        super().__init__(pretrained, **{"backend": "causal", **kwargs})
-        tree: ClusterTree | None = None
-        if isinstance(retriever, str):
-            memory_retriever = MemoryRetriever.load(retriever)
-            tree, retriever = memory_retriever.tree, memory_retriever.paths
-        self._find_paths, self._find_documents = retriever, find_documents
-        self._questions = questions or (lambda request: request.args[0])
-        if self._find_paths is not None and not fetches_blocks(self.model):
-            raise ValueError(
-                f"retriever is given, but this {self.model.config.model_type} model fetches no blocks; leave it out."
-            )
-        if tree is not None:
-            check_tree(tree, self.model)
+        super().__init__(model, backend="causal", **kwargs)
+        self._find_paths, self._questions = find_paths, questions
 
     def loglikelihood(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Return the harness's log-likelihoods, with the document and the blocks of each request's question."""
-        run = super().loglikelihood
-        return self._for_questions(requests, lambda some: run(some, *args, **kwargs))
+        """Return the harness's log-likelihoods, with the blocks of each request's question."""
+        return self._with_blocks(super().loglikelihood, self._questions, requests, *args, **kwargs)
 
     def loglikelihood_rolling(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Return the harness's rolling log-likelihoods, with the blocks of each whole text."""
-        run = super().loglikelihood_rolling
-        return self._with_blocks(
-            requests, [request.args[0] for request in requests], lambda some: run(some, *args, **kwargs)
-        )
+        return self._with_blocks(super().loglikelihood_rolling, lambda one: one.args[0], requests, *args, **kwargs)
 
     def generate_until(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Return the texts that the harness generates, with the document and the blocks of each request's question."""
-        run = super().generate_until
-        return self._for_questions(requests, lambda some: run(some, *args, **kwargs))
+        """Return the texts that the harness generates, with the blocks of each request's question."""
+        return self._with_blocks(super().generate_until, self._questions, requests, *args, **kwargs)
 
-    def _for_questions(self, requests: list[Any], run: Callable[[list[Any]], list[Any]]) -> list[Any]:
-        questions = [self._questions(request) for request in requests]
-        if self._find_documents is not None:
-            requests = behind_documents(requests, questions, self._find_documents)
-        return self._with_blocks(requests, questions, run)
-
-    def _with_blocks(self, requests: list[Any], texts: list[str], run: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    def _with_blocks(
+        self,
+        run: Callable[..., list[Any]],
+        text_of: Callable[[Any], str],
+        requests: list[Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[Any]:
         if self._find_paths is None:
-            return run(requests)
-        return by_path(requests, texts, self._find_paths, self.model, run)
+            return run(requests, *args, **kwargs)
+        texts = [text_of(request) for request in requests]
+        return by_path(requests, texts, self._find_paths, self.model, lambda some: run(some, *args, **kwargs))
 
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._check_ids(inps)
@@ -168,14 +134,12 @@ class Tasks:
         batch_size: int = 4,
         quiet: bool = False,
         find_paths: PathFinder | None = None,
-        find_documents: DocumentFinder | None = None,
     ) -> dict[str, dict[str, Any]]:
         """Score a model, in eval mode and on its device, on the tasks.
 
         Without `num_fewshot` a question has the task's own number of worked examples, else 0, and without `limit` all questions are
-        asked, from the first on. `quiet` hides the harness's progress bars. `find_paths` and `find_documents` get questions without
-        worked examples: their paths decide which blocks are fetched, and their documents stand in front of worked examples and
-        question, with an empty line between. An input that is too long for the model is cut at its beginning.
+        asked, from the first on. `quiet` hides the harness's progress bars. `find_paths` gets questions without worked examples;
+        their paths decide which blocks are fetched. An input that is too long for the model is cut at its beginning.
 
         Returns:
             For each name in the request (a group also brings its members), every metric of the task under the harness's name
@@ -186,11 +150,10 @@ class Tasks:
 
         with without_bars() if quiet else contextlib.nullcontext(), _without_environment_report():
             results = simple_evaluate(
-                model=MidusLM(
+                model=FetchingLM(
                     model,
-                    retriever=find_paths,
-                    questions=lambda request: question_of(built()[request.task_name], request.doc),
-                    find_documents=find_documents,
+                    find_paths,
+                    lambda request: question_of(built()[request.task_name], request.doc),
                     tokenizer=tokenizer,
                     batch_size=batch_size,
                 ),

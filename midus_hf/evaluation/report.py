@@ -12,8 +12,8 @@ _ABOUT_THE_TASK = ("num_fewshot", "num_questions")
 def comparison_table(report: dict[str, Any]) -> Table:
     """Return a table of the report that `evaluate` returned.
 
-    Each metric of a task has a row, which shows its standard error if the error is known. The caption names the documents
-    that were put in front of questions, and the models that are not causal, whose perplexity cannot be compared.
+    Each metric of a task has a row, which shows its standard error if the error is known. The caption names the models that
+    are not causal, whose perplexity cannot be compared.
     """
     models = report["models"]
     table = Table(title="Evaluation")
@@ -35,13 +35,9 @@ def comparison_table(report: dict[str, Any]) -> Table:
             cells = (_score(model["tasks"][task], metric) for model in models)
             table.add_row(f"{task} {metric} ({scores['num_fewshot'] or 0}-shot)", *cells)
     table.add_row("seconds", *(f"{model['seconds']:.1f}" for model in models))
-    remarks = []
-    if (documents := report["settings"]["documents"]) is not None:
-        remarks.append(f"Each question of a task had the nearest document of {documents} in front.")
     if ahead := ", ".join(label for label, model in zip(labels, models, strict=True) if not model["causal"]):
         read_ahead = "A model that reads tokens before it predicts them has a perplexity that cannot be compared."
-        remarks.append(f"Not causal: {ahead}. {read_ahead}")
-    table.caption = " ".join(remarks) or None
+        table.caption = f"Not causal: {ahead}. {read_ahead}"
     return table
 
 

@@ -16,8 +16,7 @@ class EvaluationSettings:
 
     Args:
         text: File or folder to measure perplexity on, of the kinds that `read_documents` reads. Default: none.
-        column: Column, or JSON key, that holds the text in JSON lines and Parquet, for `text` and `documents`. Default: `text`.
-        encoding: Encoding of plain text and JSON lines, for `text` and `documents`. Default: `utf-8`.
+        column: Column, or JSON key, that holds the text in JSON lines and Parquet. Default: `text`.
         sequence_length: Tokens per window of the text. Default: 1024, or the longest that the model was made for if shorter.
         max_tokens: Greatest number of tokens to predict, spread evenly over the text. Default: all.
         retriever: Folder of a tree of topics, as `midus cluster build` makes it. Models that fetch blocks do so by the path of a
@@ -28,11 +27,6 @@ class EvaluationSettings:
             way without blocks. Windows end where documents end. Default: none.
         tasks: Tasks of lm-evaluation-harness. Default: none.
         data: Folder with the questions of the local tasks. Default: none, and every task is lm-eval's own.
-        documents: File or folder of documents, of the same kinds as `text`. The nearest document is put in front of each question
-            of a task (hierarchical memories, appendix H). Default: none.
-        passage_tokens: Greatest number of tokens, in the embedding model's tokens, of passages into which documents are cut, at ends
-            of lines if possible. Default: documents stay whole.
-        embedding_model: Folder or hub id of a sentence-transformers model, by which a document is nearest. Default: none.
         include_path: Folder with more task files. Default: none.
         num_fewshot: Worked examples before a question. Default: the task's own number, else 0.
         limit: Number of questions per task, from the first on. Default: all.
@@ -47,16 +41,12 @@ class EvaluationSettings:
 
     text: str | None = None
     column: str = "text"
-    encoding: str = "utf-8"
     sequence_length: int | None = None
     max_tokens: int | None = None
     retriever: str | None = None
     path_column: str | None = None
     tasks: list[str] = dataclasses.field(default_factory=list)
     data: str | None = None
-    documents: str | None = None
-    passage_tokens: int | None = None
-    embedding_model: str | None = None
     include_path: str | None = None
     num_fewshot: int | None = None
     limit: int | None = None
@@ -69,10 +59,8 @@ class EvaluationSettings:
         if self.text is None and not self.tasks:
             raise ValueError("there is nothing to measure; give a text, tasks, or both.")
         for keys, needed, missing in (
-            (("sequence_length", "max_tokens", "path_column"), self.text, "text to measure"),
-            (("column", "encoding"), self.text or self.documents, "text to measure"),
-            (("data", "include_path", "num_fewshot", "limit", "documents"), self.tasks, "task to run"),
-            (("passage_tokens", "embedding_model"), self.documents, "document to put in front of questions"),
+            (("column", "sequence_length", "max_tokens", "path_column"), self.text, "text to measure"),
+            (("data", "include_path", "num_fewshot", "limit"), self.tasks, "task to run"),
         ):
             for field in dataclasses.fields(self):
                 value = getattr(self, field.name)
@@ -80,15 +68,11 @@ class EvaluationSettings:
                     raise ValueError(
                         f"{field.name} is {value!r}, but there is no {missing}; give one, or leave it out."
                     )
-        if self.documents is not None and self.embedding_model is None:
-            raise ValueError(
-                f"documents is {self.documents!r}, but no model tells which of them is nearest; give embedding_model."
-            )
         if self.path_column is not None and self.retriever is not None:
             raise ValueError(
                 f"path_column is {self.path_column!r}, but a retriever is given; expected one of them. Leave one out."
             )
-        for name, least in (("limit", 1), ("batch_size", 1), ("passage_tokens", 1), ("num_fewshot", 0)):
+        for name, least in (("limit", 1), ("batch_size", 1), ("num_fewshot", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}; expected at least {least}.")

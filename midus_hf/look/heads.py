@@ -147,9 +147,9 @@ def task_answers(
         ModuleNotFoundError: If lm-eval, which is an extra, is not installed.
         ValueError: If a task is of another kind, or a question has several right answers or none that is known.
     """
-    from midus_hf.evaluation.harness import MidusLM
+    from lm_eval.models.huggingface import HFLM
 
-    harness = MidusLM(model, tokenizer=tokenizer, batch_size=1)
+    harness = HFLM(model, backend="causal", tokenizer=tokenizer, batch_size=1)
     for name, task in tasks.built().items():
         if task.OUTPUT_TYPE not in ("multiple_choice", "generate_until"):
             raise ValueError(

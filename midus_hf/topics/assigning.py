@@ -2,7 +2,7 @@
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from midus_hf.config.fetched_blocks import TREE_COLUMN
 from midus_hf.topics.building import unit_rows
-from midus_hf.topics.corpus import Document, Window, cut_windows
+from midus_hf.topics.documents import Document, DocumentError
 from midus_hf.topics.memory_retriever import MemoryRetriever, paths_near_topics
-from midus_hf.topics.text_files import DocumentError
 from midus_hf.topics.tree import ClusterTree
-from midus_hf.topics.windows import StoredWindows
+from midus_hf.topics.windows import StoredWindows, Window, cut_windows
 
 # Column with the file of a document, below the corpus.
 FILE_COLUMN = "file"
@@ -28,16 +27,14 @@ def document_paths(
     tokenizer: PreTrainedTokenizerBase,
     documents: Iterable[Document],
     window_tokens: int = 2048,
-    blocked: Sequence[tuple[int, int]] = (),
 ) -> Iterator[dict[str, Any]]:
     """Yield each document's row with the document's path in a tree of topics, in the order of the documents.
 
     Args:
         retriever: Looks up the path of each window.
         tokenizer: Tokenizer that cuts windows, from `load_fast_tokenizer`.
-        documents: Documents with distinct numbers, as from `read_corpus`.
+        documents: Documents with distinct numbers, as from `documents_of`.
         window_tokens: Tokens per window. Default: 2048.
-        blocked: Pairs of level and node that no path may take, as in `ClusterTree.paths`. Default: none.
 
     Returns:
         A mapping for each document that is not blank, with the columns of its row, or `text` if it has no row; `file`,
@@ -47,11 +44,11 @@ def document_paths(
         the generic memory.
 
     Raises:
-        ValueError: If `MemoryRetriever.paths` refuses `blocked`, or a row has no `memory_ids` but a column that is written
-            beside it, which then does not come from an earlier assignment.
+        DocumentError: If a row has no `memory_ids` but a column that is written beside it, which then does not come from an
+            earlier assignment.
     """
     windows = cut_windows(documents, tokenizer, window_tokens)
-    window_paths = _window_paths(retriever, windows, blocked)
+    window_paths = _window_paths(retriever, windows)
     for _, group in itertools.groupby(window_paths, key=lambda pair: pair[0].number):
         windows_with_paths = list(group)
         yield _row(windows_with_paths[0][0], [path for _, path in windows_with_paths], retriever.tree)
@@ -61,28 +58,22 @@ def stored_paths(
     tree: ClusterTree,
     stored: StoredWindows,
     documents: Iterable[Document],
-    blocked: Sequence[tuple[int, int]] = (),
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of `document_paths` for the corpus that a tree was built from, whose windows are embedded already.
 
     Args:
         documents: All documents of the corpus, in their order.
-        blocked: Pairs of level and node that no path may take, as in `ClusterTree.paths`. Default: none.
     """
-    paths: Iterator[list[int]] = itertools.chain.from_iterable(
-        _paths_of_rows(tree, stored, slice(begin, begin + _STRETCH), blocked)
+    stretches = (
+        paths_near_topics(
+            tree, unit_rows(stored.embeddings, slice(begin, begin + _STRETCH)), tree.min_similarity
+        ).tolist()
         for begin in range(0, len(stored.documents), _STRETCH)
     )
+    paths: Iterator[list[int]] = itertools.chain.from_iterable(stretches)
     counts = np.bincount(stored.documents)
     for document, count in zip(documents, counts.tolist(), strict=True):
         yield _row(document, list(itertools.islice(paths, count)), tree)
-
-
-def _paths_of_rows(
-    tree: ClusterTree, stored: StoredWindows, rows: slice, blocked: Sequence[tuple[int, int]]
-) -> list[list[int]]:
-    embeddings = unit_rows(stored.embeddings, rows)
-    return paths_near_topics(tree, embeddings, tree.paths(embeddings, blocked), tree.min_similarity).tolist()
 
 
 def _row(document: Document, windows: list[list[int]], tree: ClusterTree) -> dict[str, Any]:
@@ -105,10 +96,8 @@ def _row(document: Document, windows: list[list[int]], tree: ClusterTree) -> dic
     return {**columns, **path_columns}
 
 
-def _window_paths(
-    retriever: MemoryRetriever, windows: Iterator[Window], blocked: Sequence[tuple[int, int]]
-) -> Iterator[tuple[Document, list[int]]]:
+def _window_paths(retriever: MemoryRetriever, windows: Iterator[Window]) -> Iterator[tuple[Document, list[int]]]:
     while stretch := list(itertools.islice(windows, _STRETCH)):
-        paths = retriever.paths([window.text for window in stretch], blocked).tolist()
+        paths = retriever.paths([window.text for window in stretch]).tolist()
         for window, path in zip(stretch, paths, strict=True):
             yield window.document, path

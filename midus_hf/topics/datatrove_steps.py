@@ -1,15 +1,16 @@
 """The step of a datatrove pipeline that finds the paths of documents, in as many tasks as there are. Requires datatrove."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from datatrove.pipeline.base import PipelineStep
 
 from midus_hf.config.fetched_blocks import TREE_COLUMN
 from midus_hf.topics.assigning import document_paths
-from midus_hf.topics.corpus import Document, load_fast_tokenizer
+from midus_hf.topics.documents import Document
 from midus_hf.topics.memory_retriever import MemoryRetriever
+from midus_hf.topics.windows import load_fast_tokenizer
 
 # Number of documents that are taken from the previous step at a time.
 _DOCUMENTS = 256
@@ -27,7 +28,6 @@ class AssignPaths(PipelineStep):
         tokenizer: Folder or hub id of the tokenizer that cuts windows. Default: the tokenizer recorded in the tree.
         device: Device of the model. Default: `"cpu"`.
         batch_size: Texts per forward pass. Default: 64.
-        blocked: Pairs of level and node that no path may take, as in `ClusterTree.paths`. Default: none.
     """
 
     name = "paths in a tree of topics"
@@ -40,11 +40,10 @@ class AssignPaths(PipelineStep):
         tokenizer: str | None = None,
         device: str = "cpu",
         batch_size: int = 64,
-        blocked: Sequence[tuple[int, int]] = (),
     ):
         super().__init__()
         self.tree, self.embedding_model, self.tokenizer = tree, embedding_model, tokenizer
-        self.device, self.batch_size, self.blocked = device, batch_size, tuple(blocked)
+        self.device, self.batch_size = device, batch_size
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         """Yield the documents of the previous step with their paths, in the same order; `rank` and `world_size` are ignored.
@@ -65,7 +64,7 @@ class AssignPaths(PipelineStep):
         while batch := list(itertools.islice(remaining, _DOCUMENTS)):
             with self.track_time(unit="batch"):
                 documents = [Document(number, document.text) for number, document in enumerate(batch)]
-                for row in document_paths(retriever, tokenizer, documents, origin.window_tokens or 2048, self.blocked):
+                for row in document_paths(retriever, tokenizer, documents, origin.window_tokens or 2048):
                     path_columns = {key: row[key] for key in ("memory_ids", TREE_COLUMN, "windows")}
                     batch[row["document"]].metadata |= path_columns
             for document in batch:

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModel
 from transformers.utils.hub import cached_file
 
+from midus_hf.config.wording import first_line
 from midus_hf.files.json_text import parse_json
 from midus_hf.saved_models import load_tokenizer
-from midus_hf.topics.text_files import first_line
 
 _MODULES = ("Transformer", "Pooling", "Normalize")
 # Prefix of the names of tensors that hidden states do not depend on, and that many checkpoints lack.

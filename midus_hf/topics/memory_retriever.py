@@ -47,42 +47,18 @@ class MemoryRetriever:
             )
         self.tree, self.embedder = tree, embedder
 
-    def paths(
-        self,
-        texts: Sequence[str],
-        blocked: Sequence[tuple[int, int]] = (),
-        block_best: tuple[int, int] | None = None,
-    ) -> torch.Tensor:
+    def paths(self, texts: Sequence[str]) -> torch.Tensor:
         """Return the path of each text.
 
         Args:
             texts: N texts, of which the first `embedder.max_tokens` tokens are read.
-            blocked: Pairs of level and node that no path may take, as in `ClusterTree.paths`. Default: none.
-            block_best: Pair of a level and a count. For each text, the `count` nodes of the level that the text would
-                take first are blocked. Default: None; no nodes are blocked.
 
         Returns:
             The node at each level, `[N, p]`, int64; -1 at every level if the text is blank or near no topic.
-
-        Raises:
-            ValueError: If `paths_without_best` refuses `blocked` or `block_best`.
         """
-        paths = self.paths_of(self.embedder.embed(texts), blocked, block_best)
+        paths = paths_near_topics(self.tree, self.embedder.embed(texts), self.min_similarity)
         is_blank = torch.tensor([not text.strip() for text in texts], dtype=torch.bool)
         return paths.masked_fill(is_blank[:, None], _GENERIC)
-
-    def paths_of(
-        self,
-        embeddings: torch.Tensor,
-        blocked: Sequence[tuple[int, int]] = (),
-        block_best: tuple[int, int] | None = None,
-    ) -> torch.Tensor:
-        """Return the paths of embeddings `[N, c]`; `blocked` and `block_best` mean the same as in `paths`."""
-        if block_best is None:
-            paths = self.tree.paths(embeddings, blocked)
-        else:
-            paths = paths_without_best(self.tree, embeddings, *block_best, blocked)
-        return paths_near_topics(self.tree, embeddings, paths, self.min_similarity)
 
     def save(self, folder: str | Path) -> None:
         """Write the tree with the name and fingerprint of its embedding model. The model itself is not copied.
@@ -132,35 +108,9 @@ class MemoryRetriever:
         return cls(tree, TextEmbedder(name, device, batch_size, tree.origin.embedding_max_tokens), min_similarity)
 
 
-def paths_near_topics(
-    tree: ClusterTree, embeddings: torch.Tensor, paths: torch.Tensor, min_similarity: float | None
-) -> torch.Tensor:
-    """Return paths `[N, p]`, with -1 at each level for embeddings whose similarity is below `min_similarity`, if not None."""
+def paths_near_topics(tree: ClusterTree, embeddings: torch.Tensor, min_similarity: float | None) -> torch.Tensor:
+    """Return the paths of embeddings, `[N, p]`, with -1 at each level where similarity is below `min_similarity`, if not None."""
+    paths = tree.paths(embeddings)
     if min_similarity is None or min_similarity == -1:
         return paths
     return paths.masked_fill((tree.similarity(embeddings) < min_similarity)[:, None], _GENERIC)
-
-
-def paths_without_best(
-    tree: ClusterTree, embeddings: torch.Tensor, level: int, count: int, blocked: Sequence[tuple[int, int]] = ()
-) -> torch.Tensor:
-    """Return a path per embedding, without the `count` nodes of one level, from 1, that the embedding would take first.
-
-    The nodes to leave out are determined one after the other: the node on the path, then the node on the path that is taken
-    instead, and so on. The nodes of `blocked`, pairs of level and node, are left out for all embeddings.
-
-    Raises:
-        ValueError: If the tree lacks the level, or `ClusterTree.paths` refuses the embeddings or the blocked nodes.
-    """
-    if not 1 <= level <= tree.levels:
-        raise ValueError(f"best nodes are to be blocked at level {level}; expected a level from 1 to {tree.levels}.")
-    paths = tree.paths(embeddings, blocked)
-    blocked_of_row: list[frozenset[tuple[int, int]]] = [frozenset(blocked)] * len(paths)
-    for _ in range(count):
-        members: dict[frozenset[tuple[int, int]], list[int]] = {}
-        for row, node in enumerate(paths[:, level - 1].tolist()):
-            blocked_of_row[row] |= {(level, node)}
-            members.setdefault(blocked_of_row[row], []).append(row)
-        for nodes, rows in members.items():
-            paths[rows] = tree.paths(embeddings[rows], sorted(nodes))
-    return paths

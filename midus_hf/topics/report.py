@@ -1,15 +1,15 @@
-"""Report on a tree, and its tables: sizes of nodes, agreement with gold labels, and sample documents of each topic."""
+"""Report on a tree, and its tables: sizes of nodes, and sample documents of each topic."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import rich.box
 from rich.table import Table
 from rich.text import Text
 
-from midus_hf.topics.corpus import Corpus, read_corpus
+from midus_hf.topics.documents import documents_of
+from midus_hf.topics.tree import ClusterTree
 
 # Number of characters of a sample document that are shown.
 _TEXT = 160
@@ -17,7 +17,7 @@ _TEXT = 160
 
 @dataclass(frozen=True)
 class LevelReport:
-    """Sizes and label agreement of one level. Level 0 is the root, which has all windows.
+    """Sizes of one level. Level 0 is the root, which has all windows.
 
     Args:
         level: The level, from 0.
@@ -26,9 +26,6 @@ class LevelReport:
         least: Windows of the smallest node that is not empty.
         median: Median number of windows of the nodes that are not empty.
         most: Windows of the largest node.
-        purity: Share of windows that have the commonest label of their node. Default: None; there are no labels.
-        nmi: Normalised mutual information of nodes and labels, normalised by the arithmetic mean of their entropies.
-            Default: None; there are no labels.
     """
 
     level: int
@@ -37,56 +34,38 @@ class LevelReport:
     least: int
     median: float
     most: int
-    purity: float | None = None
-    nmi: float | None = None
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Size, labels and samples of one node.
+    """Size and samples of one node.
 
     Args:
         node: Number of the node in its level.
         windows: Number of its windows.
-        labels: The node's commonest labels, most frequent first, each with its share of the node's windows; empty
-            without labels.
         samples: Numbers of randomly drawn documents of the node.
     """
 
     node: int
     windows: int
-    labels: list[tuple[str, float]]
     samples: list[int]
 
 
-def level_reports(
-    branching: int, levels: int, leaves: np.ndarray, labels: np.ndarray | None = None, roots: int | None = None
-) -> list[LevelReport]:
-    """Return a report on each level, starting with the root.
-
-    Args:
-        branching: Number of children per node.
-        levels: Number of levels of the tree.
-        leaves: The leaf of each window, `[N]`.
-        labels: The label of each window, `[N]`, integers from 0. Default: None.
-        roots: Nodes of the first level. Default: None, for `branching`.
-    """
-    roots = roots or branching
-    return [
-        _level_report(
-            level, roots * branching ** (level - 1) if level else 1, _nodes(leaves, branching, levels, level), labels
-        )
-        for level in range(levels + 1)
-    ]
+def level_reports(tree: ClusterTree, leaves: np.ndarray) -> list[LevelReport]:
+    """Return a report on each level, starting with the root, from the leaf of each window, `[N]`."""
+    reports = []
+    for level in range(tree.levels + 1):
+        sizes = np.unique(_nodes(tree, leaves, level), return_counts=True)[1]
+        count = len(tree.centroids[level - 1]) if level else 1
+        median = float(np.median(sizes))
+        reports.append(LevelReport(level, count, count - len(sizes), int(sizes.min()), median, int(sizes.max())))
+    return reports
 
 
 def node_reports(
-    branching: int,
-    levels: int,
+    tree: ClusterTree,
     leaves: np.ndarray,
     documents: np.ndarray,
-    labels: np.ndarray | None = None,
-    label_names: Sequence[str] = (),
     *,
     level: int = 1,
     most: int = 16,
@@ -96,12 +75,8 @@ def node_reports(
     """Return reports on the largest nodes of a level, in the order of their numbers.
 
     Args:
-        branching: Number of children per node.
-        levels: Number of levels of the tree.
         leaves: The leaf of each window, `[N]`.
         documents: The document of each window, `[N]`.
-        labels: The label of each window, `[N]`, integers from 0. Default: None.
-        label_names: Name of each label, by the label's integer. Default: none.
         level: The level, from 1. Default: 1.
         most: Largest number of nodes. Default: 16.
         samples: Number of sample documents per node. Default: 3.
@@ -110,29 +85,27 @@ def node_reports(
     Raises:
         ValueError: If the tree lacks the level, or a number is out of range.
     """
-    if not 1 <= level <= levels:
-        raise ValueError(f"level is {level}; expected a number from 1 to {levels}, the levels of the tree.")
+    if not 1 <= level <= tree.levels:
+        raise ValueError(f"level is {level}; expected a number from 1 to {tree.levels}, the levels of the tree.")
     for name, value, least in (("nodes", most, 1), ("samples", samples, 0)):
         if value < least:
             raise ValueError(f"{name} is {value}; expected at least {least}.")
-    nodes = _nodes(leaves, branching, levels, level)
-    sizes = np.bincount(nodes)
-    largest = np.argsort(-sizes, kind="stable")[:most]
+    nodes = _nodes(tree, leaves, level)
+    present, sizes = np.unique(nodes, return_counts=True)
     reports = []
-    for node in sorted(largest[sizes[largest] > 0].tolist()):
-        members = np.flatnonzero(nodes == node)
-        present = np.unique(documents[members])
-        drawn = np.random.default_rng([seed, level, node]).choice(present, min(samples, len(present)), replace=False)
-        node_labels = [] if labels is None else _commonest(labels[members], label_names)
-        reports.append(NodeReport(node, len(members), node_labels, sorted(drawn.tolist())))
+    for index in sorted(np.argsort(-sizes, kind="stable")[:most].tolist()):
+        node = int(present[index])
+        members = np.unique(documents[nodes == node])
+        drawn = np.random.default_rng([seed, level, node]).choice(members, min(samples, len(members)), replace=False)
+        reports.append(NodeReport(node, int(sizes[index]), sorted(drawn.tolist())))
     return reports
 
 
-def sample_texts(corpus: Corpus, numbers: Sequence[int]) -> dict[int, str]:
+def sample_texts(corpus: str, column: str, numbers: Sequence[int]) -> dict[int, str]:
     """Return the beginnings of documents by number, each on one line. The corpus is read up to the last of these documents."""
     wanted = set(numbers)
     texts: dict[int, str] = {}
-    for document in read_corpus(corpus) if wanted else ():
+    for document in documents_of(corpus, column) if wanted else ():
         if document.number in wanted:
             texts[document.number] = " ".join(document.text[: 2 * _TEXT].split())[:_TEXT]
             if len(texts) == len(wanted):
@@ -140,83 +113,34 @@ def sample_texts(corpus: Corpus, numbers: Sequence[int]) -> dict[int, str]:
     return texts
 
 
-def commonest_labels(nodes: np.ndarray, labels: np.ndarray) -> dict[int, int]:
-    """Return the commonest label of each node that has windows, or the smallest label among equally common ones."""
-    best: dict[int, tuple[int, int]] = {}
-    for node, label, count in _pairs(nodes, labels):
-        if count > best.get(node, (0, 0))[0]:
-            best[node] = (count, label)
-    return {node: label for node, (_, label) in best.items()}
-
-
 def level_table(levels: Sequence[LevelReport]) -> Table:
     """Return a table with a row per report of `level_reports`."""
     table = _table("Windows of the nodes of each level")
-    labelled = levels[0].purity is not None
-    for name in ("level", "nodes", "empty", "least", "median", "most", *(("purity", "NMI") if labelled else ())):
+    for name in ("level", "nodes", "empty", "least", "median", "most"):
         table.add_column(name, justify="right")
     for row in levels:
         sizes = [f"{row.nodes:,}", f"{row.empty:,}", f"{row.least:,}", f"{row.median:,.1f}", f"{row.most:,}"]
-        table.add_row(str(row.level), *sizes, *((f"{row.purity:.1%}", f"{row.nmi:.3f}") if labelled else ()))
+        table.add_row(str(row.level), *sizes)
     return table
 
 
 def node_table(nodes: Sequence[NodeReport], level: int, texts: Mapping[int, str]) -> Table:
-    """Return a table with a row per report of `node_reports`: its labels, if any, and a line for each sample document."""
+    """Return a table with a row per report of `node_reports`, and a line for each sample document."""
     table = _table(f"Nodes of level {level}")
-    labelled = any(node.labels for node in nodes)
     for name in ("node", "windows"):
         table.add_column(name, justify="right", no_wrap=True)
-    if labelled:
-        table.add_column("labels", no_wrap=True)
     table.add_column("documents")  # the only column that a narrow terminal may shrink
     for node in nodes:
-        labels = ", ".join(f"{name} {share:.0%}" for name, share in node.labels)
         lines = Text("\n".join(texts.get(number, "") for number in node.samples), no_wrap=True, overflow="ellipsis")
-        table.add_row(str(node.node), f"{node.windows:,}", *([Text(labels)] if labelled else []), lines)
+        table.add_row(str(node.node), f"{node.windows:,}", lines)
     return table
 
 
-def _nodes(leaves: np.ndarray, branching: int, levels: int, level: int) -> np.ndarray:
-    return np.asarray(leaves, np.int64) // branching ** (levels - level)
-
-
-def _level_report(level: int, count: int, nodes: np.ndarray, labels: np.ndarray | None) -> LevelReport:
-    sizes = np.bincount(nodes, minlength=count)
-    present = sizes[sizes > 0]
-    agreement: dict[str, Any] = {}
-    if labels is not None:
-        from sklearn.metrics import normalized_mutual_info_score
-
-        most = dict.fromkeys(np.unique(nodes).tolist(), 0)
-        for node, _, windows in _pairs(nodes, labels):
-            most[node] = max(most[node], windows)
-        agreement = {
-            "purity": sum(most.values()) / len(nodes),
-            "nmi": float(normalized_mutual_info_score(labels, nodes)),
-        }
-    return LevelReport(
-        level,
-        count,
-        count - len(present),
-        int(present.min()),
-        float(np.median(present)),
-        int(present.max()),
-        **agreement,
-    )
-
-
-def _pairs(nodes: np.ndarray, labels: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Return each pair of node and label that occur together, with its count, ascending."""
-    num_labels = int(labels.max()) + 1
-    pairs, counts = np.unique(nodes.astype(np.int64) * num_labels + labels, return_counts=True)
-    return zip((pairs // num_labels).tolist(), (pairs % num_labels).tolist(), counts.tolist(), strict=True)
-
-
-def _commonest(labels: np.ndarray, names: Sequence[str], number: int = 3) -> list[tuple[str, float]]:
-    counts = np.bincount(labels, minlength=len(names))
-    first = np.argsort(-counts, kind="stable")[:number]
-    return [(names[label], float(counts[label] / len(labels))) for label in first.tolist() if counts[label]]
+def _nodes(tree: ClusterTree, leaves: np.ndarray, level: int) -> np.ndarray:
+    """Return the node of each window in a level; level 0 is the root, node 0."""
+    if level == 0:
+        return np.zeros(len(leaves), np.int64)
+    return np.asarray(leaves, np.int64) // tree.branching ** (tree.levels - level)
 
 
 def _table(title: str) -> Table:

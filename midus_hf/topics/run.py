@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +19,21 @@ from midus_hf.topics.building import (
     grow_tree,
     held_out_rows,
 )
-from midus_hf.topics.corpus import Corpus, cut_windows, load_fast_tokenizer, read_corpus
+from midus_hf.topics.documents import documents_of, find_files
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.memory_retriever import MemoryRetriever
-from midus_hf.topics.text_files import find_files
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.topics.tree_files import CENTROIDS_FILE, RECORD_FILE, TreeOrigin, lasting_name
-from midus_hf.topics.windows import StoredWindows, map_array, only_run, open_windows, store_windows, write_array
+from midus_hf.topics.windows import (
+    StoredWindows,
+    cut_windows,
+    load_fast_tokenizer,
+    map_array,
+    only_run,
+    open_windows,
+    store_windows,
+    write_array,
+)
 
 # Subfolder of a tree's folder for the embeddings of the corpus.
 WINDOWS = "windows"
@@ -39,12 +46,28 @@ _FINISHED = "clustering"
 _VERSION = 2
 
 
-@dataclass(frozen=True)
-class BuildRequest:
-    """Request for `build`: corpus, models, output and options.
+def build(
+    corpus: str,
+    column: str = "text",
+    *,
+    embedding_model: str,
+    tokenizer: str,
+    output: Path,
+    options: TreeOptions | None = None,
+    window_tokens: int = 2048,
+    max_tokens: int | None = None,
+    device: str = "cpu",
+    batch_size: int = 64,
+    dtype: str = "float32",
+    overwrite: bool = False,
+) -> ClusterTree:
+    """Embed a corpus, cluster it and write the tree: `tree.safetensors`, `tree.json`, and `windows/` with the embeddings.
+
+    After an interruption, another run keeps the embeddings and the finished levels that are there.
 
     Args:
-        corpus: Location and format of the documents.
+        corpus: File or folder of the documents, as in `documents_of`.
+        column: Column, or JSON key, that holds their text. Default: `"text"`.
         embedding_model: Folder or hub id of the embedding model, as in `TextEmbedder`.
         tokenizer: Folder or hub id of the tokenizer that cuts windows.
         output: Folder of the tree.
@@ -56,25 +79,6 @@ class BuildRequest:
         batch_size: Texts per forward pass. Default: 64.
         dtype: Dtype in which embeddings are stored, `"float16"` or `"float32"`. Default: `"float32"`.
         overwrite: Whether a tree in `output` may be replaced. Embeddings of the same request are kept. Default: false.
-    """
-
-    corpus: Corpus
-    embedding_model: str
-    tokenizer: str
-    output: Path
-    options: TreeOptions = field(default_factory=TreeOptions)
-    window_tokens: int = 2048
-    max_tokens: int | None = None
-    device: str = "cpu"
-    batch_size: int = 64
-    dtype: str = "float32"
-    overwrite: bool = False
-
-
-def build(request: BuildRequest) -> ClusterTree:
-    """Embed a corpus, cluster it and write the tree: `tree.safetensors`, `tree.json`, and `windows/` with the embeddings.
-
-    After an interruption, another run keeps the embeddings and the finished levels that are there.
 
     Raises:
         ValueError: If the output holds a tree or other files, scikit-learn is not installed, or a function that is
@@ -83,18 +87,18 @@ def build(request: BuildRequest) -> ClusterTree:
     from tqdm import tqdm
 
     check_scikit_learn()
-    output, options = request.output.expanduser(), request.options
-    _check_output(output, request.overwrite)
-    find_files(request.corpus.path)  # raises an error for a missing corpus before models are loaded
-    tokenizer = load_fast_tokenizer(request.tokenizer)
-    embedder = TextEmbedder(request.embedding_model, request.device, request.batch_size, request.max_tokens)
-    stored = store_windows(output / WINDOWS, request.corpus, tokenizer, embedder, request.window_tokens, request.dtype)
+    output, options = output.expanduser(), options or TreeOptions()
+    _check_output(output, overwrite)
+    find_files(corpus)  # raises an error for a missing corpus before models are loaded
+    cutter = load_fast_tokenizer(tokenizer)
+    embedder = TextEmbedder(embedding_model, device, batch_size, max_tokens)
+    stored = store_windows(output / WINDOWS, corpus, column, cutter, embedder, window_tokens, dtype)
     origin = TreeOrigin(
-        embedding_model=lasting_name(request.embedding_model),
+        embedding_model=lasting_name(embedding_model),
         embedding_fingerprint=embedder.fingerprint,
         embedding_max_tokens=embedder.max_tokens,
-        tokenizer=lasting_name(request.tokenizer),
-        window_tokens=request.window_tokens,
+        tokenizer=lasting_name(tokenizer),
+        window_tokens=window_tokens,
         seed=options.seed,
     )
     settings = json.dumps([_VERSION, stored.fingerprint, dataclasses.asdict(options)])
@@ -104,13 +108,15 @@ def build(request: BuildRequest) -> ClusterTree:
         held_out = held_out_rows(rows, options.seed)
         with tqdm(desc="clustering", unit=" rows", total=rows * options.levels, disable=None) as bar:
             built = build_tree(stored.embeddings, options, origin, bar.update, finished, held_out)
-        _calibrate(built.tree, stored, tokenizer, embedder, request.window_tokens, held_out, options.seed)
+        _calibrate(built.tree, stored, cutter, embedder, window_tokens, held_out, options.seed)
         _write(output, built)
         finished.delete()
     return built.tree
 
 
-def grow(tree: Path, corpus: Corpus, output: Path, device: str = "cpu", batch_size: int = 64) -> ClusterTree:
+def grow(
+    tree: Path, corpus: str, output: Path, column: str = "text", device: str = "cpu", batch_size: int = 64
+) -> ClusterTree:
     """Embed a corpus, and write the tree that has new nodes for its windows that are near no topic of a tree.
 
     Old nodes keep their numbers, so banks that were trained with the old tree work with the grown one. Windows are cut and
@@ -118,8 +124,9 @@ def grow(tree: Path, corpus: Corpus, output: Path, device: str = "cpu", batch_si
 
     Args:
         tree: Folder of the tree, which stays as it is.
-        corpus: Location and format of the documents.
+        corpus: File or folder of the documents, as in `documents_of`.
         output: Folder of the grown tree.
+        column: Column, or JSON key, that holds their text. Default: `"text"`.
         device: Device of the embedding model. Default: `"cpu"`.
         batch_size: Texts per forward pass. Default: 64.
 
@@ -140,7 +147,7 @@ def grow(tree: Path, corpus: Corpus, output: Path, device: str = "cpu", batch_si
     embedder = TextEmbedder(origin.embedding_model, device, batch_size, origin.embedding_max_tokens)
     MemoryRetriever(old, embedder)  # refuses another model under the old name
     tokens = origin.window_tokens or 2048
-    stored = store_windows(output / WINDOWS, corpus, tokenizer, embedder, tokens)
+    stored = store_windows(output / WINDOWS, corpus, column, tokenizer, embedder, tokens)
     options = TreeOptions(old.branching, old.levels, seed=origin.seed or 0)
     with only_run(output / WINDOWS):
         held_out = held_out_rows(len(stored.documents), options.seed)
@@ -161,7 +168,7 @@ def _calibrate(
 ) -> None:
     """Set a tree's least similarity by the texts of the windows that were held out, if any were."""
     if held_out is not None:
-        windows = cut_windows(read_corpus(stored.corpus), tokenizer, window_tokens)
+        windows = cut_windows(documents_of(stored.corpus, stored.column), tokenizer, window_tokens)
         texts = [window.text for window, is_held_out in zip(windows, held_out, strict=True) if is_held_out]
         calibrate(tree, texts, embedder.embed, seed)
 

@@ -87,7 +87,10 @@ class ClusterTree:
         self.centroids = [torch.where(level.isnan().any(-1, keepdim=True), torch.nan, level) for level in wide]
         if any(level.isinf().any() for level in self.centroids):
             raise ValueError("centroids have infinite values; expected finite ones, or NaN for nodes without data.")
-        self._takeable = self._with_ways_down([~level[:, 0].isnan() for level in self.centroids])
+        # Nodes from which a leaf with data can be reached, `[roots * branching ** l]`, bool, per level.
+        self._takeable = [~level[:, 0].isnan() for level in self.centroids]
+        for parents, children in reversed(list(itertools.pairwise(self._takeable))):
+            parents &= children.unflatten(0, (-1, branching)).any(-1)
         if not self._takeable[0].any():
             raise ValueError("centroids are NaN on every way to a leaf; expected at least one leaf with data.")
 
@@ -101,23 +104,20 @@ class ClusterTree:
         """SHA-256 of branching and centroids, 64 hexadecimal digits: equal for trees that give equal paths."""
         return fingerprint_of(self.branching, self.centroids)
 
-    def paths(self, embeddings: torch.Tensor, blocked: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
+    def paths(self, embeddings: torch.Tensor) -> torch.Tensor:
         """Return the path of each embedding by greedy descent: at each level to the child with the nearest centroid (L2).
 
-        Children from which no leaf can be reached are left out, because they or all leaves below them are blocked or
-        without data; the next best sibling is taken. Among children that are equally near in float32, the first is
-        taken.
+        Children from which no leaf with data can be reached are left out; the next best sibling is taken. Among children
+        that are equally near in float32, the first is taken.
 
         Args:
             embeddings: Embeddings `[N, c]`, finite, of any float dtype.
-            blocked: Pairs of level, from 1, and node. No path takes these nodes or any node below them. Default: none.
 
         Returns:
             The node at each level, `[N, p]`, int64, on the CPU.
 
         Raises:
-            ValueError: If embeddings are not of the tree's width or not finite, or `blocked` names a node that does not
-                exist or leaves no path to a leaf.
+            ValueError: If embeddings are not of the tree's width or not finite.
         """
         if embeddings.dim() != 2 or embeddings.shape[1] != self.width:
             raise ValueError(
@@ -126,9 +126,8 @@ class ClusterTree:
             )
         if not embeddings.isfinite().all():
             raise ValueError("embeddings have values that are not finite; expected numbers. Embed these texts again.")
-        takeable = self._unblocked(blocked) if blocked else self._takeable
         rows = embeddings.detach().cpu().split(max(1, _ELEMENTS // (self.roots * self.width)))
-        return torch.cat([self._descend(stretch, takeable) for stretch in rows])
+        return torch.cat([self._descend(stretch) for stretch in rows])
 
     def similarity(self, embeddings: torch.Tensor) -> torch.Tensor:
         """Return the cosine of each embedding with the nearest topic of the first level, by the topic's centroid.
@@ -145,20 +144,6 @@ class ClusterTree:
         topics = self.centroids[0][self._takeable[0]]
         rows = torch.nn.functional.normalize(embeddings.detach().cpu().double(), dim=-1)
         return (rows @ torch.nn.functional.normalize(topics.double(), dim=-1).T).max(-1).values.float()
-
-    def leaf_path(self, leaf: int) -> tuple[int, ...]:
-        """Return the node at each level on the way to a leaf; the last one is the leaf.
-
-        Args:
-            leaf: Number of the leaf in the last level.
-
-        Raises:
-            ValueError: If the tree has no leaf of this number.
-        """
-        count = self.roots * self.branching ** (self.levels - 1)
-        if not 0 <= leaf < count:
-            raise ValueError(f"leaf is {leaf}; expected a number from 0 to {count - 1}.")
-        return tuple(leaf // self.branching ** (self.levels - level) for level in range(1, self.levels + 1))
 
     def save(self, folder: str | Path) -> None:
         """Write `tree.safetensors` and `tree.json`.
@@ -196,38 +181,18 @@ class ClusterTree:
         except ValueError as error:  # its centroids have the fingerprint of a tree, so its record does not fit them
             raise altered(folder_of_tree(Path(folder).expanduser()) / RECORD_FILE, str(error)) from error
 
-    def _descend(self, embeddings: torch.Tensor, takeable: list[torch.Tensor]) -> torch.Tensor:
+    def _descend(self, embeddings: torch.Tensor) -> torch.Tensor:
         distances = squared_distances(embeddings, self.centroids[0])
-        distances[:, ~takeable[0]] = torch.inf
+        distances[:, ~self._takeable[0]] = torch.inf
         nodes = distances.argmin(-1)
         path = [nodes]
-        for centroids, takeable_of_level in zip(self.centroids[1:], takeable[1:], strict=True):
+        for centroids, takeable_of_level in zip(self.centroids[1:], self._takeable[1:], strict=True):
             children = centroids.unflatten(0, (-1, self.branching))[nodes]  # [N, branching, c]
             distances = squared_distances(embeddings, children)
             distances[~takeable_of_level.unflatten(0, (-1, self.branching))[nodes]] = torch.inf
             nodes = self.branching * nodes + distances.argmin(-1)
             path.append(nodes)
         return torch.stack(path, dim=-1)
-
-    def _unblocked(self, blocked: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        takeable = [level.clone() for level in self._takeable]
-        for level, node in blocked:
-            if not 1 <= level <= self.levels:
-                raise ValueError(f"blocked names level {level}; expected one from 1 to {self.levels}.")
-            count = len(self.centroids[level - 1])
-            if not 0 <= node < count:
-                raise ValueError(f"blocked names node {node} of level {level}; expected one from 0 to {count - 1}.")
-            takeable[level - 1][node] = False
-        takeable = self._with_ways_down(takeable)
-        if not takeable[0].any():
-            raise ValueError("blocked leaves no path to a leaf with data; expected at least one. Block fewer nodes.")
-        return takeable
-
-    def _with_ways_down(self, takeable: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Remove nodes from which no leaf can be reached, and return the rest, `[roots * branching ** l]`, bool, per level."""
-        for parents, children in reversed(list(itertools.pairwise(takeable))):
-            parents &= children.unflatten(0, (-1, self.branching)).any(-1)
-        return takeable
 
 
 def squared_distances(embeddings: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:

@@ -1,30 +1,86 @@
-"""The windows of a corpus in a folder, embedded once into one mapped array, with the document and the label of each."""
+"""The windows of a corpus: cut by tokens, and embedded once into one mapped array in a folder."""
 
 import contextlib
 import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
+from midus_hf.config.wording import first_line
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.whole_files import whole_file
-from midus_hf.topics.corpus import Corpus, Window, cut_windows, read_corpus
+from midus_hf.saved_models import load_tokenizer
+from midus_hf.topics.documents import Document, documents_of, find_files
 from midus_hf.topics.embedding import TextEmbedder
-from midus_hf.topics.text_files import find_files, first_line
 
 DTYPES = ("float16", "float32")
 # Windows that are embedded at a time, and then reach the disk.
 _STRETCH = 1024
-_VERSION = 3
-_RECORD, _EMBEDDINGS, _DOCUMENTS, _LABELS = "windows.json", "embeddings.npy", "documents.npy", "labels.npy"
+_DOCUMENTS_A_BATCH = 64
+_VERSION = 4
+_RECORD, _EMBEDDINGS, _DOCUMENTS = "windows.json", "embeddings.npy", "documents.npy"
+
+
+@dataclass(frozen=True)
+class Window:
+    """A window of a document: consecutive tokens, as text. `number` is its index among the windows of the document."""
+
+    document: Document
+    number: int
+    text: str
+
+
+def cut_windows(
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, window_tokens: int
+) -> Iterator[Window]:
+    """Cut documents into consecutive windows of `window_tokens` tokens that do not overlap; the last one may be shorter.
+
+    The windows of a document add up to its text, except that blank windows are left out. Special tokens are not counted.
+    """
+    remaining = iter(documents)
+    while batch := list(itertools.islice(remaining, _DOCUMENTS_A_BATCH)):
+        encoded = tokenizer(
+            [document.text for document in batch],
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        for document, offsets in zip(batch, encoded["offset_mapping"], strict=True):
+            # Tokens may share a character. A window begins with its first token and ends where the next window begins, so
+            # no character is lost between two windows.
+            begins = [0, *(begin for begin, _ in offsets[window_tokens::window_tokens])]
+            for number, (begin, end) in enumerate(zip(begins, [*begins[1:], None], strict=True)):
+                if (text := document.text[begin:end]).strip():
+                    yield Window(document, number, text)
+
+
+def load_fast_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder or the hub that can map its tokens to characters of the text.
+
+    Raises:
+        ValueError: If the tokenizer cannot be loaded, or cannot map its tokens.
+    """
+    try:
+        tokenizer = load_tokenizer(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"tokenizer is {name!r}, which cannot be loaded: {first_line(error)} Expected the folder or hub id of a tokenizer."
+        ) from error
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"tokenizer is {name!r}, which does not know the positions of its tokens in a text; expected a fast one, with a "
+            "tokenizer.json."
+        )
+    return tokenizer
 
 
 @dataclass(frozen=True)
@@ -34,23 +90,22 @@ class StoredWindows:
     Args:
         embeddings: Embeddings `[N, c]`, float16 or float32, one row per window, in the order of the corpus.
         documents: Number of the document of each window, `[N]`, int64.
-        labels: Label of each window as an index into `label_names`, `[N]`, int32; None if the corpus has no labels.
-        label_names: The labels, in the order of their first appearance.
-        corpus: Location of the documents.
+        corpus: File or folder of the documents.
+        column: Column, or JSON key, that holds their text.
         fingerprint: Fingerprint of the request and of the number of windows.
     """
 
     embeddings: np.ndarray
     documents: np.ndarray
-    labels: np.ndarray | None
-    label_names: list[str]
-    corpus: Corpus
+    corpus: str
+    column: str
     fingerprint: str
 
 
 def store_windows(
     folder: Path,
-    corpus: Corpus,
+    corpus: str,
+    column: str,
     tokenizer: PreTrainedTokenizerBase,
     embedder: TextEmbedder,
     window_tokens: int = 2048,
@@ -58,8 +113,8 @@ def store_windows(
 ) -> StoredWindows:
     """Embed the windows of a corpus into a folder, and return them. Windows that the folder has are not embedded again.
 
-    Windows are embedded in stretches, each of which reaches the disk before the next begins. A run that goes on after an
-    interruption has the same stretches, and so ends in the same bytes.
+    Windows are counted, and then embedded in stretches, each of which reaches the disk before the next begins. A run that goes on
+    after an interruption has the same stretches, and so ends in the same bytes.
 
     Raises:
         ValueError: If the folder holds windows of another request or another run is writing to it, an option is out of
@@ -67,9 +122,9 @@ def store_windows(
     """
     from tqdm import tqdm
 
-    request = _request(corpus, tokenizer, embedder, window_tokens, dtype)
+    request = _request(corpus, column, tokenizer, embedder, window_tokens, dtype)
     with only_run(folder):
-        record = _read_record(folder) or {"request": request, "windows": None, "label_names": []}
+        record = _read_record(folder) or {"request": request, "windows": None, "embedded": 0}
         for key, value in request.items():
             if key != "corpus" and record["request"].get(key) != value:  # files may be moved
                 raise ValueError(
@@ -77,70 +132,39 @@ def store_windows(
                     f"expected {value!r}. Choose another output, or delete this folder."
                 )
         if record["windows"] is None:
+            cut = cut_windows(documents_of(corpus, column), tokenizer, window_tokens)
+            documents = np.array([window.document.number for window in cut], np.int64)
+            if not len(documents):
+                raise ValueError(f"corpus {corpus!r} has no document with a visible character. Add text to it.")
+            write_array(folder / _DOCUMENTS, documents)
+            shape = (len(documents), embedder.width)
+            np.lib.format.open_memmap(folder / _EMBEDDINGS, "w+", dtype, shape).flush()
+            record["windows"] = len(documents)
             _write_record(folder, record)
-            windows = cut_windows(read_corpus(corpus), tokenizer, window_tokens)
-            with tqdm(desc="embedding", unit=" windows", disable=None) as bar:
-                documents, labels = _embed(folder / _EMBEDDINGS, windows, embedder, dtype, bar.update)
-            if not documents:
-                (folder / _RECORD).unlink()
-                raise ValueError(f"corpus {corpus.path!r} has no document with a visible character. Add text to it.")
-            write_array(folder / _DOCUMENTS, np.array(documents, np.int64))
-            names = list(dict.fromkeys(labels))
-            if corpus.label_column is not None:
-                numbers = {name: number for number, name in enumerate(names)}
-                write_array(folder / _LABELS, np.array([numbers[label] for label in labels], np.int32))
-                record["label_names"] = names
-            _write_record(folder, {**record, "windows": len(documents)})
+        if record["embedded"] < record["windows"]:
+            rows = map_array(folder / _EMBEDDINGS, record["windows"])
+            windows = cut_windows(documents_of(corpus, column), tokenizer, window_tokens)
+            remaining = itertools.islice(windows, record["embedded"], None)
+            with (
+                (folder / _EMBEDDINGS).open("r+b") as file,
+                tqdm(
+                    desc="embedding", unit=" windows", total=len(rows), initial=record["embedded"], disable=None
+                ) as bar,
+            ):
+                file.seek(rows.offset + record["embedded"] * rows.strides[0])
+                while stretch := [window.text for window in itertools.islice(remaining, _STRETCH)]:
+                    file.write(embedder.embed(stretch, bar.update).numpy().astype(rows.dtype).tobytes())
+                    file.flush()
+                    os.fsync(file.fileno())
+                    record["embedded"] += len(stretch)
+                    _write_record(folder, record)
     return open_windows(folder)
-
-
-def _embed(
-    path: Path,
-    windows: Iterator[Window],
-    embedder: TextEmbedder,
-    dtype: str,
-    progress: Callable[[int], object],
-) -> tuple[list[int], list[Any]]:
-    """Write the embeddings of windows to a `.npy` file, and return the document and the label of each window."""
-    documents: list[int] = []
-    labels: list[Any] = []
-    path.touch()
-    with path.open("r+b") as file:
-        begin = _write_header(file, dtype, 0, embedder.width)
-        stretch_bytes = _STRETCH * embedder.width * np.dtype(dtype).itemsize
-        # After a crash the file may lack the bytes of its last stretch, which is therefore embedded again.
-        kept = max(0, (path.stat().st_size - begin) // stretch_bytes - 1)
-        file.truncate(begin + kept * stretch_bytes)
-        file.seek(0, os.SEEK_END)
-        while stretch := list(itertools.islice(windows, _STRETCH)):
-            if len(documents) < kept * _STRETCH:
-                progress(len(stretch))
-            else:
-                rows = embedder.embed([window.text for window in stretch], progress).numpy()
-                file.write(rows.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
-                file.flush()
-                os.fsync(file.fileno())
-            documents += [window.document.number for window in stretch]
-            labels += [window.document.label for window in stretch]
-        header_end = _write_header(file, dtype, len(documents), embedder.width)
-        assert header_end == begin, "numpy leaves room for a growing first axis"
-        os.fsync(file.fileno())
-    return documents, labels
-
-
-def _write_header(file: BinaryIO, dtype: str, rows: int, width: int) -> int:
-    """Write the header of a `.npy` file, and return its end."""
-    file.seek(0)
-    header = {"descr": np.dtype(dtype).newbyteorder("<").str, "fortran_order": False, "shape": (rows, width)}
-    np.lib.format.write_array_header_1_0(file, header)
-    file.flush()
-    return file.tell()
 
 
 def open_windows(folder: Path) -> StoredWindows:
     """Open the windows that `store_windows` wrote. Windows of a part of a corpus are an error."""
     record = _read_record(folder)
-    if record is None or record["windows"] is None:
+    if record is None or record["embedded"] != record["windows"]:
         raise ValueError(
             f"folder {str(folder)!r} holds no windows, or not all of a corpus; expected the windows of a tree. Run midus cluster "
             "build."
@@ -150,23 +174,23 @@ def open_windows(folder: Path) -> StoredWindows:
     return StoredWindows(
         embeddings=map_array(folder / _EMBEDDINGS, windows),
         documents=map_array(folder / _DOCUMENTS, windows),
-        labels=None if request["label_column"] is None else map_array(folder / _LABELS, windows),
-        label_names=record["label_names"],
-        corpus=Corpus(*(request[key] for key in ("corpus", "column", "label_column", "encoding"))),
+        corpus=request["corpus"],
+        column=request["column"],
         fingerprint=hashlib.sha256(json.dumps([kept, windows], sort_keys=True).encode()).hexdigest(),
     )
 
 
-def windows_of_corpus(folder: Path, corpus: Corpus) -> StoredWindows | None:
-    """Return the stored windows if they belong to a corpus whose files have not changed since, else None. Labels do not matter."""
+def windows_of_corpus(folder: Path, corpus: str, column: str) -> StoredWindows | None:
+    """Return the stored windows if they belong to a corpus whose files have not changed since, else None."""
     record = _read_record(folder)
-    if record is None or record["windows"] is None:
+    if record is None or record["embedded"] != record["windows"]:
         return None
-    wanted = {**_corpus_request(corpus), "label_column": record["request"]["label_column"]}
-    return open_windows(folder) if wanted.items() <= record["request"].items() else None
+    return open_windows(folder) if _corpus_request(corpus, column).items() <= record["request"].items() else None
 
 
-def _request(corpus: Corpus, tokenizer: Any, embedder: TextEmbedder, window_tokens: int, dtype: str) -> dict[str, Any]:
+def _request(
+    corpus: str, column: str, tokenizer: Any, embedder: TextEmbedder, window_tokens: int, dtype: str
+) -> dict[str, Any]:
     """Return everything that embeddings depend on, except the rounding of batches, after checking it."""
     if window_tokens < 1:
         raise ValueError(f"window_tokens is {window_tokens}; expected at least 1.")
@@ -183,23 +207,17 @@ def _request(corpus: Corpus, tokenizer: Any, embedder: TextEmbedder, window_toke
         "max_tokens": embedder.max_tokens,
         "window_tokens": window_tokens,
         "dtype": dtype,
-        **_corpus_request(corpus),
+        **_corpus_request(corpus, column),
     }
 
 
-def _corpus_request(corpus: Corpus) -> dict[str, Any]:
-    path = Path(corpus.path).expanduser()
+def _corpus_request(corpus: str, column: str) -> dict[str, Any]:
+    path = Path(corpus).expanduser()
     files = hashlib.sha256()
-    for file in find_files(corpus.path):
+    for file in find_files(corpus):
         status = file.stat()
         files.update(json.dumps([str(file.relative_to(path)), status.st_size, status.st_mtime_ns]).encode())
-    return {
-        "corpus": str(path.resolve()),
-        "files": files.hexdigest(),
-        "column": corpus.column,
-        "label_column": corpus.label_column,
-        "encoding": corpus.encoding,
-    }
+    return {"corpus": str(path.resolve()), "files": files.hexdigest(), "column": column}
 
 
 @contextlib.contextmanager
@@ -225,7 +243,7 @@ def write_array(path: Path, array: np.ndarray) -> None:
         np.save(file, array)
 
 
-def map_array(path: Path, rows: int, remedy: str = "Delete its folder, and build again.") -> np.ndarray:
+def map_array(path: Path, rows: int, remedy: str = "Delete its folder, and build again.") -> np.memmap:
     """Open a `.npy` file that has `rows` rows, one per window, memory-mapped. `remedy` ends the message for any other file."""
     try:
         array = np.load(path, mmap_mode="r")
@@ -245,7 +263,7 @@ def _read_record(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         record = parse_json(path.read_text(encoding="utf-8"))
-        return {"request": dict(record["request"]), **{key: record[key] for key in ("windows", "label_names")}}
+        return {"request": dict(record["request"]), **{key: record[key] for key in ("windows", "embedded")}}
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"file {str(path)!r} was altered or is not whole. Delete its folder, and build again."

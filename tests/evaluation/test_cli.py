@@ -149,9 +149,9 @@ def test_settings_come_from_a_file_and_options_override_it(room, tmp_path, capsy
     assert report["settings"]["batch_size"] == 2
 
 
-def test_text_is_read_from_the_column_and_in_the_encoding_that_are_named(room, tmp_path, capsys):
-    (tmp_path / "rows.jsonl").write_bytes(json.dumps({"body": "ü" + TEXT}, ensure_ascii=False).encode("latin-1"))
-    words = ["--text", str(tmp_path), "--set", "column=body", "--set", "encoding=latin-1", "--sequence-length", "32"]
+def test_text_is_read_from_the_column_that_is_named(room, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_bytes(json.dumps({"body": "ü" + TEXT}, ensure_ascii=False).encode())
+    words = ["--text", str(tmp_path), "--set", "column=body", "--sequence-length", "32"]
     cli.main([str(room / "base"), *words, "--json"])
     measured = json.loads(capsys.readouterr().out)["models"][0]["perplexity"]
     assert measured["tokens"] == len(("ü" + TEXT).encode()) - 1

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from upscalers.runs.upscale import upscale
 
 pytest.importorskip("lm_eval")
 
-from midus_hf.evaluation.harness import MidusLM, Tasks
+from midus_hf.evaluation.harness import FetchingLM, Tasks
 
 DOCUMENTS = ["The sky is blue, and the sea is deep.", "Lions eat.", "x", "Two and two are four; so they say. " * 3]
 
@@ -134,7 +133,7 @@ class Request:
 
 
 def test_likelihoods_are_those_of_the_blocks_of_the_context(model):
-    language_model = MidusLM(model, tokenizer=byte_tokenizer(), batch_size=2, retriever=find_paths)
+    language_model = FetchingLM(model, find_paths, tokenizer=byte_tokenizer(), batch_size=2)
     requests = [Request("sky is", " blue"), Request("lions", " eat"), Request("sky is", " up"), Request("j", "a")]
     found = language_model.loglikelihood(requests, disable_tqdm=True)
     for request, (value, _) in zip(requests, found, strict=True):
@@ -145,11 +144,6 @@ def test_likelihoods_are_those_of_the_blocks_of_the_context(model):
         targets = tokens[0, len(context) :, None]
         expected = logits.log_softmax(-1)[len(context) - 1 :].gather(1, targets).sum().item()
         assert value == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_model_that_fetches_nothing_takes_no_retriever():
-    with pytest.raises(ValueError, match="retriever is given, but this llama model fetches no blocks; leave it out"):
-        MidusLM(byte_model("llama"), tokenizer=byte_tokenizer(), retriever=find_paths)
 
 
 class Schema:
@@ -216,8 +210,6 @@ def test_a_tree_of_another_shape_than_that_of_the_bank_is_refused(branching, lev
     )
     assert main([str(model_folder), "--text", str(tmp_path / "text.txt"), "--retriever", tree]) == 2
     assert words in capsys.readouterr().err
-    with pytest.raises(ValueError, match=re.escape(words)):
-        MidusLM(str(model_folder), device="cpu", retriever=tree)
 
 
 @pytest.mark.parametrize(

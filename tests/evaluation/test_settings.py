@@ -59,7 +59,6 @@ def test_null_and_text_that_is_a_number_are_read_as_everywhere(tmp_path):
             "max_tokens is 4, but there is no text to measure; give one, or leave it",
         ),
         ({"tasks": ["piqa"], "column": "body"}, "column is 'body', but there is no text to measure"),
-        ({"tasks": ["piqa"], "encoding": "latin-1"}, "encoding is 'latin-1', but there is no text to measure"),
         ({"text": "a", "limit": 4}, "limit is 4, but there is no task to run; give one, or leave it out"),
         ({"text": "a", "data": "d"}, "data is 'd', but there is no task to run"),
         ({"tasks": ["piqa"], "limit": 0}, "limit is 0; expected at least 1"),
@@ -71,12 +70,6 @@ def test_null_and_text_that_is_a_number_are_read_as_everywhere(tmp_path):
             "path_column is 'i', but a retriever is given; expected one of them.",
         ),
         ({"tasks": ["piqa"], "path_column": "i"}, "path_column is 'i', but there is no text to measure"),
-        (
-            {"tasks": ["facts"], "documents": "d"},
-            "documents is 'd', but no model tells which of them is nearest; give",
-        ),
-        ({"tasks": ["facts"], "passage_tokens": 3}, "passage_tokens is 3, but there is no document to put in front"),
-        ({"text": "t", "documents": "d", "embedding_model": "m"}, "documents is 'd', but there is no task to run"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(options, message):

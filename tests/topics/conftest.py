@@ -6,8 +6,8 @@ import json
 import pytest
 from topics.tiny_bert import save_tiny_bert
 
-from midus_hf.topics.corpus import Corpus, load_fast_tokenizer
 from midus_hf.topics.embedding import TextEmbedder
+from midus_hf.topics.windows import load_fast_tokenizer
 
 WINDOW_TOKENS = 5
 
@@ -30,16 +30,15 @@ def tokenizer(bert):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Forty documents of 1 to 12 words, with labels; topic `b` has words of its own. The third is blank."""
+    """A file of forty documents of 1 to 12 words, of which every second has words of its own. The third is blank."""
     path = tmp_path / "corpus.jsonl"
     rows = []
     for number in range(40):
-        label = "ab"[number % 2]
         first = 30 * (number % 2)
         words = [f"w{first + (7 * number + place) % 30}" for place in range(1 + 5 * number % 12)]
-        rows.append({"text": " ".join(words) if number != 2 else " \n", "label": label})
+        rows.append({"text": " ".join(words) if number != 2 else " \n"})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Corpus(str(path), label_column="label")
+    return str(path)
 
 
 @pytest.fixture

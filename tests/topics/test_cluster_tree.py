@@ -11,20 +11,20 @@ from topics.trees import random_tree
 from midus_hf.topics.tree import ClusterTree, squared_distances
 
 
-def leads_to_a_leaf(tree: ClusterTree, level: int, node: int, blocked: set) -> bool:
-    if (level, node) in blocked or math.isnan(tree.centroids[level - 1][node, 0]):
+def leads_to_a_leaf(tree: ClusterTree, level: int, node: int) -> bool:
+    if math.isnan(tree.centroids[level - 1][node, 0]):
         return False
     children = [tree.branching * node + digit for digit in range(tree.branching)]
-    return level == tree.levels or any(leads_to_a_leaf(tree, level + 1, child, blocked) for child in children)
+    return level == tree.levels or any(leads_to_a_leaf(tree, level + 1, child) for child in children)
 
 
-def path_by_hand(tree: ClusterTree, embedding: torch.Tensor, blocked: set) -> list[int]:
+def path_by_hand(tree: ClusterTree, embedding: torch.Tensor) -> list[int]:
     node, path = 0, []
     for level in range(1, tree.levels + 1):
         distances = {
             child: math.dist(embedding.tolist(), tree.centroids[level - 1][child].tolist())
             for child in range(tree.branching * node, tree.branching * (node + 1))
-            if leads_to_a_leaf(tree, level, child, blocked)
+            if leads_to_a_leaf(tree, level, child)
         }
         node = min(distances, key=distances.__getitem__)
         path.append(node)
@@ -33,20 +33,14 @@ def path_by_hand(tree: ClusterTree, embedding: torch.Tensor, blocked: set) -> li
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), branching=st.integers(2, 4), levels=st.integers(1, 3), seed=st.integers(0, 99))
-def test_paths_are_greedy_and_avoid_what_is_blocked_or_empty(data, branching, levels, seed):
+def test_paths_are_greedy_and_avoid_what_is_empty(data, branching, levels, seed):
     nodes = [(level, node) for level in range(1, levels + 1) for node in range(branching**level)]
-    some_nodes = st.lists(st.sampled_from(nodes), max_size=4, unique=True)
-    tree = random_tree(branching, levels, seed=seed)
-    kept = tree.leaf_path(data.draw(st.integers(0, branching**levels - 1)))
-    empty, blocked = (
-        [(level, node) for level, node in data.draw(some_nodes) if kept[level - 1] != node] for _ in range(2)
-    )
+    leaf = data.draw(st.integers(0, branching**levels - 1))
+    kept = {(level, leaf // branching ** (levels - level)) for level in range(1, levels + 1)}
+    empty = [node for node in data.draw(st.lists(st.sampled_from(nodes), max_size=4, unique=True)) if node not in kept]
     tree = random_tree(branching, levels, seed=seed, empty=tuple(empty))
     embeddings = torch.randn(20, 5, generator=torch.Generator().manual_seed(seed + 1))
-    expected = [path_by_hand(tree, embedding, set(blocked)) for embedding in embeddings]
-    assert tree.paths(embeddings, blocked).tolist() == expected
-    unblocked = [path_by_hand(tree, embedding, set()) for embedding in embeddings]
-    assert tree.paths(embeddings).tolist() == unblocked, "nothing stays blocked"
+    assert tree.paths(embeddings).tolist() == [path_by_hand(tree, embedding) for embedding in embeddings]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
@@ -63,13 +57,6 @@ def test_paths_do_not_depend_on_what_descends_along(dtype):
 def test_equally_near_children_give_the_first():
     tree = ClusterTree(3, [torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])])
     assert tree.paths(torch.tensor([[0.3, 0.3], [0.0, 1.0]])).tolist() == [[0], [1]]
-
-
-def test_the_path_of_a_leaf_ends_in_it_and_is_that_of_its_centroid():
-    tree = random_tree(3, 3)
-    assert tree.leaf_path(0) == (0, 0, 0) and tree.leaf_path(26) == (2, 8, 26) and tree.leaf_path(14) == (1, 4, 14)
-    for path in tree.paths(torch.randn(50, 5)).tolist():
-        assert tree.leaf_path(path[-1]) == tuple(path)
 
 
 def test_distances_are_those_between_points():
@@ -126,13 +113,6 @@ def test_centroids_that_make_no_tree_are_refused(branching, centroids, message):
             lambda tree: ClusterTree(2, [torch.zeros(2, 1)], sizes=[torch.zeros(3)]),
             r"sizes do not fit centroids; expected a",
         ),
-        (lambda tree: tree.paths(torch.zeros(1, 5), [(0, 0)]), r"blocked names level 0; expected one from 1 to 3\."),
-        (lambda tree: tree.paths(torch.zeros(1, 5), [(4, 0)]), r"blocked names level 4; expected one from 1 to 3\."),
-        (lambda tree: tree.paths(torch.zeros(1, 5), [(2, 9)]), r"names node 9 of level 2; expected one from 0 to 8\."),
-        (
-            lambda tree: tree.paths(torch.zeros(1, 5), [(1, 0), (1, 1), (1, 2)]),
-            r"no path to a leaf with data; .* Block fewer",
-        ),
         (
             lambda tree: tree.paths(torch.zeros(2, 4)),
             r"embeddings have the shape \(2, 4\); expected \[N, 5\], the width of",
@@ -141,7 +121,6 @@ def test_centroids_that_make_no_tree_are_refused(branching, centroids, message):
             lambda tree: tree.paths(torch.full((1, 5), torch.nan)),
             r"embeddings have values that are not finite; expected numbers",
         ),
-        (lambda tree: tree.leaf_path(27), r"leaf is 27; expected a number from 0 to 26\."),
     ],
 )
 def test_arguments_that_do_not_fit_the_tree_are_refused(act, message):

@@ -7,7 +7,7 @@ import pytest
 from midus_hf.topics import run
 from midus_hf.topics.assigning import document_paths
 from midus_hf.topics.building import TreeOptions
-from midus_hf.topics.corpus import read_corpus
+from midus_hf.topics.documents import documents_of
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.tree import ClusterTree
 
@@ -22,16 +22,17 @@ from midus_hf.topics.datatrove_steps import AssignPaths
 @pytest.fixture
 def tree(bert, corpus, tmp_path):
     options = TreeOptions(branching=3, levels=2, steps=4, samples=50)
-    run.build(run.BuildRequest(corpus, bert, bert, tmp_path / "tree", options, window_tokens=5))
+    models = {"embedding_model": bert, "tokenizer": bert}
+    run.build(corpus, **models, output=tmp_path / "tree", options=options, window_tokens=5)
     return str(tmp_path / "tree")
 
 
 @pytest.mark.parametrize("at_a_time", [7, 256])
 def test_documents_get_their_paths_in_their_order(tree, corpus, tokenizer, monkeypatch, at_a_time):
     monkeypatch.setattr(datatrove_steps, "_DOCUMENTS", at_a_time)
-    with open(corpus.path) as file:
+    with open(corpus) as file:
         texts = [json.loads(line)["text"] for line in file]
-    expected = list(document_paths(MemoryRetriever.load(tree), tokenizer, read_corpus(corpus), 5))
+    expected = list(document_paths(MemoryRetriever.load(tree), tokenizer, documents_of(corpus), 5))
     step = AssignPaths(tree)
     found = list(step.run((Document(text, str(number), metadata={"kept": 1}) for number, text in enumerate(texts))))
     assert [document.text for document in found] == texts
@@ -43,16 +44,10 @@ def test_documents_get_their_paths_in_their_order(tree, corpus, tokenizer, monke
     assert step.stats["with a path"].total == 39 and step.stats["blank"].total == 1
 
 
-def test_blocked_nodes_are_not_taken_and_no_documents_are_none(tree):
-    taken = next(AssignPaths(tree).run([Document("w1 w2", "0")])).metadata["memory_ids"][0]
-    (document,) = AssignPaths(tree, blocked=[(1, taken)]).run([Document("w1 w2", "0")])
-    assert document.metadata["memory_ids"][0] != taken
-    assert list(AssignPaths(tree).run(None)) == []
-
-
 def test_a_tree_that_names_no_tokenizer_needs_one(tree, bert, tmp_path):
     bare = ClusterTree(3, ClusterTree.load(tree).centroids)
     MemoryRetriever(bare, MemoryRetriever.load(tree).embedder).save(tmp_path / "bare")
     with pytest.raises(ValueError, match=r"does not say which tokenizer cuts windows; expected one\. Set tokenizer\."):
         list(AssignPaths(str(tmp_path / "bare")).run([]))
-    assert list(AssignPaths(str(tmp_path / "bare"), tokenizer=bert).run([])) == []
+    step = AssignPaths(str(tmp_path / "bare"), tokenizer=bert)
+    assert list(step.run([])) == [] and list(step.run(None)) == []

@@ -6,8 +6,14 @@ import re
 
 import pytest
 
-from midus_hf.topics.documents import has_column, read_documents, texts_of
-from midus_hf.topics.text_files import DocumentError, describe_files, find_files
+from midus_hf.topics.documents import (
+    DocumentError,
+    describe_files,
+    documents_of,
+    find_files,
+    has_column,
+    read_documents,
+)
 
 
 def compress(path, data: bytes) -> None:
@@ -26,19 +32,10 @@ def test_a_text_file_is_one_document_whatever_its_ending(tmp_path):
         assert read_documents(tmp_path / name) == ["one\r\n\ntwo ü\n"]
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "UTF8", "utf_8"])
-def test_a_byte_order_mark_is_no_text(tmp_path, encoding):
+def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfwords")
     (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "more"}')
-    assert read_documents(tmp_path, encoding=encoding) == ["words", "more"]
-
-
-@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le"])
-def test_another_encoding_can_be_named(tmp_path, encoding):
-    (tmp_path / "a.txt").write_bytes("café".encode(encoding))
-    (tmp_path / "b.jsonl").write_bytes('{"text": "né"}\n{"text": "né Ċ"}\n'.encode(encoding, "replace"))
-    last = "né ?" if encoding == "latin-1" else "né Ċ"
-    assert read_documents(tmp_path, encoding=encoding) == ["café", "né", last]
+    assert read_documents(tmp_path) == ["words", "more"]
 
 
 def test_json_lines_hold_a_document_a_line_in_the_named_column(tmp_path):
@@ -146,7 +143,7 @@ def test_a_home_folder_can_be_abbreviated(tmp_path, monkeypatch):
 def test_files_are_read_only_as_far_as_documents_are_taken(tmp_path):
     (tmp_path / "a.txt").write_text("words")
     (tmp_path / "b.jsonl").write_text('{"text": "one"}\nno json\n')
-    documents = (text for file in find_files(tmp_path) for _, _, text in texts_of(file))
+    documents = (document.text for document in documents_of(tmp_path))
     assert [next(documents), next(documents)] == ["words", "one"]
     with pytest.raises(DocumentError, match=r"is not JSON"):
         next(documents)
@@ -164,19 +161,19 @@ def gzip_with_a_wrong_checksum() -> bytes:
         (
             "a.txt",
             b"good\xff\xfe",
-            r"is not text in utf-8: .* at byte \d+\. Take it out, convert it, or set encoding\.",
+            r"is not text in UTF-8: .* at byte \d+\. Take it out, or convert it\.",
         ),
         (
             "a.txt",
             bytes(range(256)),
-            r"is not text in utf-8: .* at byte \d+\. Take it out, convert it, or set encoding\.",
+            r"is not text in UTF-8: .* at byte \d+\. Take it out, or convert it\.",
         ),
-        ("a.txt", b"abc\0def", r"is not text in utf-8: it has zero bytes\. Take it out"),
+        ("a.txt", b"abc\0def", r"is not text in UTF-8: it has zero bytes\. Take it out"),
         ("a.txt", b"\n\n", r"' is empty: it has no document with a visible character"),
         (
             "a.jsonl",
             b'{"text": "one"}\n' * 10_000 + b'{"text": "\xff"}\n',
-            r"a\.jsonl' is not text in utf-8: invalid start byte after line \d+\.",
+            r"a\.jsonl' is not text in UTF-8: invalid start byte after line \d+\.",
         ),
         ("a.parquet", b"not parquet", r"a\.parquet' is no readable Parquet: .*\. Write it again\."),
         ("a.txt.gz", gzip_with_a_wrong_checksum(), r"a\.txt\.gz' is no whole gzip archive: CRC check failed"),
@@ -199,14 +196,9 @@ def test_without_the_package_datasets_files_say_how_to_install_it(tmp_path, monk
         read_documents(tmp_path)
 
 
-def test_a_path_or_an_encoding_that_is_none_is_refused(tmp_path):
+def test_a_path_that_is_none_is_refused(tmp_path):
     with pytest.raises(DocumentError, match=r"text is '.*absent', which does not exist; expected a file or a folder"):
         read_documents(tmp_path / "absent")
-    (tmp_path / "a.txt").touch()
-    with pytest.raises(
-        DocumentError, match=r"encoding is 'utf-99', which Python does not know; expected e\.g\. 'utf-8'"
-    ):
-        read_documents(tmp_path, encoding="utf-99")
 
 
 @pytest.mark.parametrize(
@@ -230,3 +222,13 @@ def test_rows_that_are_no_objects_have_no_columns(tmp_path):
     assert not has_column(tmp_path / "a.jsonl", "path")
     (tmp_path / "b.jsonl").write_text('{"path": [0]}\n')
     assert has_column(tmp_path, "path")
+
+
+def test_documents_are_numbered_without_blank_ones_and_say_where_they_are(tmp_path, corpus):
+    documents = list(documents_of(corpus))
+    assert [document.number for document in documents] == list(range(39)) and documents[0].file is None
+    assert documents[2].row == {"text": documents[2].text} and documents[2].location.startswith("line 4 of ")
+    (tmp_path / "folder" / "deep").mkdir(parents=True)
+    (tmp_path / "folder" / "deep" / "a.txt").write_text("text")
+    (document,) = documents_of(tmp_path / "folder")
+    assert (document.text, document.row, document.file) == ("text", None, "deep/a.txt")

@@ -6,12 +6,11 @@ from topics.tiny_bert import WIDTH, save_tiny_bert
 from topics.trees import random_tree
 
 from midus_hf.topics.embedding import TextEmbedder
-from midus_hf.topics.memory_retriever import MemoryRetriever, paths_without_best
+from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.topics.tree_files import TreeOrigin
 
 TEXTS = [f"w{index} w{index + 1} w{index // 2}" for index in range(30)]
-EMBEDDINGS = torch.randn(40, 5, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +24,6 @@ def test_paths_are_those_of_the_embeddings(embedder):
     retriever = MemoryRetriever(tree, embedder)
     paths = retriever.paths(TEXTS)
     assert torch.equal(paths, tree.paths(embedder.embed(TEXTS))) and len(set(paths[:, -1].tolist())) > 3
-    blocked = [(1, int(paths[0, 0]))]
-    assert retriever.paths(TEXTS[:1], blocked)[0, 0] != paths[0, 0]
 
 
 def test_texts_that_are_near_no_topic_have_the_path_of_the_generic_memory(embedder):
@@ -96,45 +93,3 @@ def test_a_tree_that_names_no_model_needs_one(embedder, tmp_path):
     with pytest.raises(ValueError, match=r"does not say which model embeds its texts; .*\. Set embedding_model"):
         MemoryRetriever.load(tmp_path)
     assert MemoryRetriever.load(tmp_path, embedder.name).tree.levels == 3
-
-
-def test_without_a_best_node_paths_are_those_of_the_tree():
-    tree = random_tree()
-    assert torch.equal(paths_without_best(tree, EMBEDDINGS, 1, 0), tree.paths(EMBEDDINGS))
-    blocked = [(1, 2)]
-    assert torch.equal(paths_without_best(tree, EMBEDDINGS, 3, 0, blocked), tree.paths(EMBEDDINGS, blocked))
-
-
-def test_nodes_of_level_1_are_left_out_from_the_nearest_on():
-    tree = random_tree()
-    order = torch.cdist(EMBEDDINGS, tree.centroids[0]).argsort(-1)
-    for count in range(3):
-        assert torch.equal(paths_without_best(tree, EMBEDDINGS, 1, count)[:, 0], order[:, count])
-
-
-@pytest.mark.parametrize("level", [2, 3])
-def test_deeper_nodes_are_left_out_as_a_text_comes_to_them(level):
-    """Each by itself: what its own paths took before, and nothing else, is blocked."""
-    tree = random_tree()
-    for row in EMBEDDINGS[:8].split(1):
-        taken: list[tuple[int, int]] = [(1, 0)]
-        for count in range(5):
-            expected = tree.paths(row, taken)
-            assert torch.equal(paths_without_best(tree, row, level, count, [(1, 0)]), expected)
-            taken.append((level, int(expected[0, level - 1])))
-    together = paths_without_best(tree, EMBEDDINGS, level, 4)
-    assert torch.equal(together, torch.cat([paths_without_best(tree, row, level, 4) for row in EMBEDDINGS.split(1)]))
-
-
-@pytest.mark.parametrize(
-    ("level", "count", "message"),
-    [
-        (0, 1, r"best nodes are to be blocked at level 0; expected a level from 1 to 3\."),
-        (4, 1, r"best nodes are to be blocked at level 4; expected a level from 1 to 3\."),
-        (1, 3, r"blocked leaves no path to a leaf with data; .* Block fewer nodes\."),
-        (2, 9, r"blocked leaves no path to a leaf with data; .* Block fewer nodes\."),
-    ],
-)
-def test_what_cannot_be_blocked_is_refused(level, count, message):
-    with pytest.raises(ValueError, match=message):
-        paths_without_best(random_tree(), EMBEDDINGS, level, count)

@@ -10,11 +10,9 @@ from topics.tiny_bert import save_tiny_bert
 from training.tiny_run import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from midus_hf.topics.answering import FetchingPipeline
 from midus_hf.topics.building import TreeOptions
-from midus_hf.topics.corpus import Corpus
 from midus_hf.topics.memory_retriever import MemoryRetriever
-from midus_hf.topics.run import BuildRequest, build
+from midus_hf.topics.run import build
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.training.run import train
 from upscalers.runs.upscale import upscale
@@ -46,7 +44,7 @@ def documents(tmp_path):
 def test_documents_become_a_tree_paths_a_trained_bank_and_answers(documents, tmp_path):
     bert = str(save_tiny_bert(tmp_path / "bert"))
     tree, assigned = str(tmp_path / "tree"), str(tmp_path / "assigned")
-    build(BuildRequest(Corpus(documents), bert, bert, Path(tree), OPTIONS))
+    build(documents, embedding_model=bert, tokenizer=bert, output=Path(tree), options=OPTIONS)
     pipeline = [
         JsonlReader(documents),
         AssignPaths(tree),
@@ -74,8 +72,8 @@ def test_documents_become_a_tree_paths_a_trained_bank_and_answers(documents, tmp
     retriever = MemoryRetriever.load(tmp_path / "out")  # the tree that lies beside the model
     assert retriever.tree.fingerprint == fingerprint
     prompts = [" ".join((topic * 3)[number : number + 14]) for number, topic in enumerate(TOPICS)]
-    answers = FetchingPipeline(model, tiny_tokenizer(), retriever)(prompts, max_new_tokens=2)
     paths = retriever.paths(prompts)
-    assert [answer["memory_ids"] for answer in answers] == paths.tolist()
+    tokens = tiny_tokenizer()(prompts, return_tensors="pt")
+    assert model.generate(**tokens, memory_ids=paths, max_new_tokens=2).shape == (2, tokens.input_ids.shape[1] + 2)
     assert paths[0].tolist() != paths[1].tolist()
     assert torch.equal(paths[:, 0], paths[:, 1] // 2)

@@ -12,20 +12,23 @@ from midus_hf.config.wording import install_extra
 from midus_hf.topics import building, run, tree_files
 from midus_hf.topics.assigning import document_paths
 from midus_hf.topics.building import TreeOptions
-from midus_hf.topics.corpus import read_corpus
+from midus_hf.topics.documents import documents_of
 from midus_hf.topics.memory_retriever import MemoryRetriever
-from midus_hf.topics.run import BuildRequest, build, open_build
+from midus_hf.topics.run import build, open_build
 from midus_hf.topics.tree import ClusterTree
 
 OPTIONS = TreeOptions(branching=3, levels=2, steps=4, samples=50)
 
 
 @pytest.fixture
-def request_(bert, corpus, tmp_path):
-    def make(output="tree", **given):
-        return BuildRequest(corpus, bert, bert, tmp_path / output, **{"options": OPTIONS, "window_tokens": 5, **given})
+def make(bert, corpus, tmp_path):
+    """Return a function that builds the corpus into a folder, by default `tree`."""
 
-    return make
+    def build_into(output="tree", **changes) -> ClusterTree:
+        models = {"embedding_model": bert, "tokenizer": bert, "output": tmp_path / output}
+        return build(corpus, **models, **{"options": OPTIONS, "window_tokens": 5, **changes})
+
+    return build_into
 
 
 def assert_equal_files(output, expected) -> None:
@@ -33,9 +36,9 @@ def assert_equal_files(output, expected) -> None:
         assert (output / name).read_bytes() == (expected / name).read_bytes(), name
 
 
-def test_a_tree_says_what_it_was_built_with_and_where_its_windows_went(request_, bert, embedder):
-    tree = build(request_())
-    loaded, stored, leaves = open_build(request_().output)
+def test_a_tree_says_what_it_was_built_with_and_where_its_windows_went(make, bert, embedder, tmp_path):
+    tree = make()
+    loaded, stored, leaves = open_build(tmp_path / "tree")
     assert loaded.fingerprint == tree.fingerprint
     origin = tree.origin
     assert (origin.embedding_model, origin.embedding_fingerprint) == (bert, embedder.fingerprint)
@@ -44,73 +47,70 @@ def test_a_tree_says_what_it_was_built_with_and_where_its_windows_went(request_,
     assert len(leaves) == len(stored.documents) == int(tree.sizes[0].sum())
 
 
-def test_an_interrupted_clustering_goes_on_and_leaves_nothing_behind(request_, interrupted, monkeypatch):
-    build(request_("whole"))
+def test_an_interrupted_clustering_goes_on_and_leaves_nothing_behind(make, interrupted, monkeypatch, tmp_path):
+    make("whole")
     kmeans, done = building.kmeans, []
     with interrupted(2, building, "kmeans"):
-        build(request_("resumed"))
-    kept = request_("resumed").output / "windows" / "clustering"
+        make("resumed")
+    kept = (tmp_path / "resumed") / "windows" / "clustering"
     assert kept.is_dir()
     monkeypatch.setattr(building, "kmeans", lambda *given: done.append(None) or kmeans(*given))
-    build(request_("resumed"))
+    make("resumed")
     assert len(done) == 3, "the root's three children: their level was not finished"
     assert not kept.exists()
-    assert_equal_files(request_("resumed").output, request_("whole").output)
+    assert_equal_files((tmp_path / "resumed"), (tmp_path / "whole"))
 
 
-def test_what_was_clustered_with_other_options_is_not_taken(request_, interrupted):
-    expected = build(request_("other", options=dataclasses.replace(OPTIONS, seed=1)))
+def test_what_was_clustered_with_other_options_is_not_taken(make, interrupted):
+    expected = make("other", options=dataclasses.replace(OPTIONS, seed=1))
     with interrupted(2, building, "kmeans"):
-        build(request_())
-    assert build(request_(options=dataclasses.replace(OPTIONS, seed=1))).fingerprint == expected.fingerprint
+        make()
+    assert make(options=dataclasses.replace(OPTIONS, seed=1)).fingerprint == expected.fingerprint
 
 
-def test_two_runs_do_not_cluster_into_one_folder(request_, monkeypatch):
+def test_two_runs_do_not_cluster_into_one_folder(make, monkeypatch):
     cluster = run.build_tree
 
     def during(*given):
         with pytest.raises(ValueError, match=r"is being written by another run; wait for that run, or choose another"):
-            build(request_())
+            make()
         return cluster(*given)
 
     monkeypatch.setattr(run, "build_tree", during)
-    build(request_())
+    make()
 
 
-def test_documents_take_the_paths_that_their_windows_took_at_building(request_, corpus, tokenizer):
-    build(request_())
-    tree, _, leaves = open_build(request_().output)
-    retriever = MemoryRetriever.load(request_().output)
-    rows = list(document_paths(retriever, tokenizer, read_corpus(corpus), 5))
+def test_documents_take_the_paths_that_their_windows_took_at_building(make, corpus, tokenizer, tmp_path):
+    make()
+    tree, _, leaves = open_build(tmp_path / "tree")
+    retriever = MemoryRetriever.load(tmp_path / "tree")
+    rows = list(document_paths(retriever, tokenizer, documents_of(corpus), 5))
     assert [row["document"] for row in rows] == list(range(39))
     assert [path[-1] for row in rows for path in row["windows"]] == leaves.tolist()
     for row in rows:
         paths = [tuple(path) for path in row["windows"]]
-        assert all(path == tree.leaf_path(path[-1]) for path in paths)
+        assert all(path[0] == path[1] // tree.branching for path in paths)
         assert tuple(row["memory_ids"]) == max(paths, key=lambda path: (paths.count(path), -paths.index(path)))
-    blocked = [(1, rows[0]["memory_ids"][0])]
-    for row in document_paths(retriever, tokenizer, read_corpus(corpus), 5, blocked):
-        assert all(path[0] != blocked[0][1] for path in row["windows"])
 
 
-def test_a_tree_is_replaced_only_where_that_is_wanted_and_its_embeddings_stay(request_, monkeypatch):
-    build(request_())
+def test_a_tree_is_replaced_only_where_that_is_wanted_and_its_embeddings_stay(make, monkeypatch, tmp_path):
+    make()
     with pytest.raises(
         ValueError, match=r"holds a tree; pass --overwrite to replace it, which keeps the embeddings, or"
     ):
-        build(request_())
+        make()
     monkeypatch.setattr("midus_hf.topics.embedding.TextEmbedder.embed", None)
-    tree = build(request_(overwrite=True, options=TreeOptions(branching=2, levels=3, samples=50)))
-    assert ClusterTree.load(request_().output).fingerprint == tree.fingerprint and tree.branching == 2
+    tree = make(overwrite=True, options=TreeOptions(branching=2, levels=3, samples=50))
+    assert ClusterTree.load(tmp_path / "tree").fingerprint == tree.fingerprint and tree.branching == 2
 
 
 @pytest.mark.parametrize("overwrites", [False, True])
 @pytest.mark.parametrize("moment", ["before the first", "between them"])
 def test_a_build_that_is_killed_while_it_writes_the_two_files_of_a_tree_goes_on(
-    request_, monkeypatch, moment, overwrites
+    make, monkeypatch, moment, overwrites, tmp_path
 ):
     if overwrites:
-        build(request_("resumed", options=dataclasses.replace(OPTIONS, seed=1)))
+        make("resumed", options=dataclasses.replace(OPTIONS, seed=1))
     whole_file, written = tree_files.whole_file, []
 
     def killed(path):
@@ -121,48 +121,48 @@ def test_a_build_that_is_killed_while_it_writes_the_two_files_of_a_tree_goes_on(
 
     monkeypatch.setattr(tree_files, "whole_file", killed)
     with pytest.raises(KeyboardInterrupt):
-        build(request_("resumed", overwrite=overwrites))
+        make("resumed", overwrite=overwrites)
     monkeypatch.undo()
-    output = request_("resumed").output
+    output = tmp_path / "resumed"
     assert (output / "tree.safetensors").exists() == (overwrites or moment == "between them")
     assert not (output / "tree.json").exists()
     (output / "notes.txt").write_text("a person's")
     with pytest.raises(ValueError, match="holds other files than those of a tree"):
-        build(request_("resumed"))
+        make("resumed")
     (output / "notes.txt").unlink()
-    for again in (build(request_("resumed")), build(request_("resumed", overwrite=True)), build(request_("whole"))):
+    for again in (make("resumed"), make("resumed", overwrite=True), make("whole")):
         assert again.fingerprint == ClusterTree.load(output).fingerprint
-    assert_equal_files(output, request_("whole").output)
+    assert_equal_files(output, (tmp_path / "whole"))
 
 
-def test_centroids_that_no_build_was_at_are_a_persons(request_):
-    output = request_().output
+def test_centroids_that_no_build_was_at_are_a_persons(make, tmp_path):
+    output = tmp_path / "tree"
     output.mkdir()
     (output / "tree.safetensors").write_text("mine")
     for overwrite in (False, True):
         with pytest.raises(ValueError, match="holds other files than those of a tree"):
-            build(request_(overwrite=overwrite))
+            make(overwrite=overwrite)
     assert (output / "tree.safetensors").read_text() == "mine"
 
 
-def test_an_output_that_is_something_else_is_refused(request_, tmp_path):
+def test_an_output_that_is_something_else_is_refused(make, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"which is a file; expected a folder to make\. Name another\."):
-        build(request_("file"))
+        make("file")
     with pytest.raises(ValueError, match=r"which holds other files than those of a tree; expected a new folder\."):
-        build(request_("."))
+        make(".")
 
 
-def test_clustering_needs_scikit_learn(request_, monkeypatch):
+def test_clustering_needs_scikit_learn(make, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sklearn" else find(name))
     with pytest.raises(ValueError, match=re.escape(f"needs scikit-learn; {install_extra('clusters')}.")):
-        build(request_())
+        make()
 
 
-def test_windows_that_have_lost_something_are_refused(request_):
-    build(request_())
-    folder = request_().output
+def test_windows_that_have_lost_something_are_refused(make, tmp_path):
+    make()
+    folder = tmp_path / "tree"
     windows = folder / "windows"
 
     def refused(message):

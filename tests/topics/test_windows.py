@@ -1,19 +1,24 @@
-"""What an interrupted run has left goes on and ends in the bytes of a run that was not interrupted."""
+"""Windows are the text of their documents, and are embedded once: an interrupted run goes on and ends in the same bytes."""
 
 import hashlib
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from midus_hf.topics import windows as module
-from midus_hf.topics.corpus import Corpus, cut_windows, load_fast_tokenizer, read_corpus
-from midus_hf.topics.text_files import DocumentError
-from midus_hf.topics.windows import open_windows, store_windows
+from midus_hf.topics.documents import Document, DocumentError, documents_of
+from midus_hf.topics.windows import cut_windows, load_fast_tokenizer, open_windows, store_windows
 
-ARRAYS = ("embeddings.npy", "documents.npy", "labels.npy", "windows.json")
+ARRAYS = ("embeddings.npy", "documents.npy", "windows.json")
 
 
 @pytest.fixture(autouse=True)
@@ -26,40 +31,41 @@ def digests(folder):
 
 
 def store(folder, corpus, tokenizer, embedder, **given):
-    return store_windows(folder, corpus, tokenizer, embedder, **{"window_tokens": 5, **given})
+    return store_windows(folder, corpus, "text", tokenizer, embedder, **{"window_tokens": 5, **given})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_the_store_holds_every_window_with_its_document_and_label(tmp_path, corpus, tokenizer, embedder, dtype):
+def test_the_store_holds_every_window_with_its_document(tmp_path, corpus, tokenizer, embedder, dtype):
     stored = store(tmp_path / "windows", corpus, tokenizer, embedder, dtype=dtype)
-    windows = list(cut_windows(read_corpus(corpus), tokenizer, 5))
+    windows = list(cut_windows(documents_of(corpus), tokenizer, 5))
     assert len(windows) > 60 and isinstance(stored.embeddings, np.memmap) and stored.embeddings.dtype == dtype
     assert stored.documents.tolist() == [window.document.number for window in windows]
-    assert [stored.label_names[label] for label in stored.labels] == [window.document.label for window in windows]
     expected = embedder.embed([window.text for window in windows])
     close = {"atol": 1e-5 if dtype == "float32" else 1e-3, "rtol": 0}
     torch.testing.assert_close(torch.from_numpy(np.array(stored.embeddings, np.float32)), expected, **close)
-    assert stored.corpus == corpus
+    assert (stored.corpus, stored.column) == (corpus, "text")
 
 
 @pytest.mark.parametrize("calls", [0, 1, 3])
-@pytest.mark.parametrize("rest", [b"", b"half a row"])
-def test_resuming_ends_in_the_same_bytes(tmp_path, corpus, tokenizer, embedder, calls, rest, interrupted, monkeypatch):
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_resuming_ends_in_the_same_bytes(
+    tmp_path, corpus, tokenizer, embedder, calls, is_torn, interrupted, monkeypatch
+):
     store(tmp_path / "whole", corpus, tokenizer, embedder)
     with interrupted(calls, embedder, "embed") as passed:
         store(tmp_path / "resumed", corpus, tokenizer, embedder)
     with pytest.raises(ValueError, match="holds no windows, or not all of a corpus"):
         open_windows(tmp_path / "resumed")
-    with (tmp_path / "resumed" / "embeddings.npy").open("ab") as file:
-        file.write(rest)
+    if is_torn:  # the next stretch had reached the disk in part
+        with (tmp_path / "resumed" / "embeddings.npy").open("r+b") as file:
+            file.seek(-50, 2)
+            file.write(b"half a row")
     embed, done = embedder.embed, [len(texts) for texts, _ in passed]
     monkeypatch.setattr(embedder, "embed", lambda texts, progress: done.append(len(texts)) or embed(texts, progress))
     stored = store(tmp_path / "resumed", corpus, tokenizer, embedder)
     assert digests(tmp_path / "resumed") == digests(tmp_path / "whole")
-    twice = 16 if calls else 0
-    assert sum(done) == len(stored.documents) + twice, "the last stretch alone is embedded twice"
     store(tmp_path / "resumed", corpus, tokenizer, embedder)
-    assert sum(done) == len(stored.documents) + twice, "nothing of what is complete is"
+    assert sum(done) == len(stored.documents), "nothing is embedded twice"
 
 
 def test_another_request_is_refused(tmp_path, corpus, tokenizer, embedder):
@@ -70,8 +76,8 @@ def test_another_request_is_refused(tmp_path, corpus, tokenizer, embedder):
         store(tmp_path / "windows", corpus, tokenizer, embedder, window_tokens=6)
     with pytest.raises(ValueError, match=r"made with another dtype, 'float32'; expected 'float16'"):
         store(tmp_path / "windows", corpus, tokenizer, embedder, dtype="float16")
-    with open(corpus.path, "a") as file:
-        file.write(json.dumps({"text": "w1", "label": "a"}) + "\n")
+    with open(corpus, "a") as file:
+        file.write(json.dumps({"text": "w1"}) + "\n")
     with pytest.raises(ValueError, match=r"made with another files, .* or delete this folder"):
         store(tmp_path / "windows", corpus, tokenizer, embedder)
 
@@ -93,10 +99,10 @@ def test_wrong_options_and_folders_are_refused(tmp_path, corpus, tokenizer, embe
     with pytest.raises(ValueError, match=r"dtype is 'int8'; expected float16 or float32\."):
         store(folder, corpus, tokenizer, embedder, dtype="int8")
     with pytest.raises(DocumentError, match=r"which does not exist"):
-        store(folder, Corpus("absent"), tokenizer, embedder)
+        store(folder, "absent", tokenizer, embedder)
     (tmp_path / "blank.txt").write_text(" ")
     with pytest.raises(ValueError, match=r"has no document with a visible character\. Add text"):
-        store(folder, Corpus(str(tmp_path / "blank.txt")), tokenizer, embedder)
+        store(folder, str(tmp_path / "blank.txt"), tokenizer, embedder)
     with pytest.raises(ValueError, match=r"holds no windows, or not all of a corpus; .* Run midus cluster build\."):
         open_windows(folder)
 
@@ -118,3 +124,49 @@ def test_two_runs_do_not_write_one_store(tmp_path, corpus, tokenizer, embedder):
     with FileLock(tmp_path / "windows" / ".lock"):
         with pytest.raises(ValueError, match=r"is being written by another run; wait for that run, or choose another"):
             store(tmp_path / "windows", corpus, tokenizer, embedder)
+
+
+def texts_of(windows):
+    found = {}
+    for window in windows:
+        found.setdefault(window.document.number, []).append(window.text)
+        assert window.number == len(found[window.document.number]) - 1
+    return found
+
+
+def test_windows_have_so_many_tokens_and_the_last_has_the_rest(tokenizer):
+    documents = [Document(0, "w1 w2  w3\nw4 w5 "), Document(1, "w6"), Document(2, "w1 w2")]
+    windows = texts_of(cut_windows(documents, tokenizer, 2))
+    assert windows == {0: ["w1 w2  ", "w3\nw4 ", "w5 "], 1: ["w6"], 2: ["w1 w2"]}
+    assert all(len(tokenizer.tokenize(text)) <= 2 for of_document in windows.values() for text in of_document)
+
+
+def test_more_documents_than_are_tokenised_at_a_time_come_in_order(tokenizer):
+    documents = [Document(number, f"w{number % 60} w1 w2") for number in range(150)]
+    windows = list(cut_windows(iter(documents), tokenizer, 2))
+    assert [(window.document.number, window.number) for window in windows] == [
+        (n, w) for n in range(150) for w in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_no_character_is_lost_where_a_token_is_a_part_of_one(size):
+    alphabet = {letter: index for index, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(alphabet, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    text = "naïve 東京 👩‍🚀 ok"
+    windows = cut_windows([Document(0, text)], PreTrainedTokenizerFast(tokenizer_object=tokenizer), size)
+    assert "".join("".join(window.text.split()) for window in windows) == "".join(text.split())
+
+
+def test_a_tokenizer_that_is_not_there_or_knows_no_places_is_refused(monkeypatch):
+    with pytest.raises(
+        ValueError, match=r"tokenizer is 'absent/one', which cannot be loaded: .* Expected the folder or"
+    ):
+        load_fast_tokenizer("absent/one")
+
+    monkeypatch.setattr("midus_hf.topics.windows.load_tokenizer", lambda name: SimpleNamespace(is_fast=False))
+    with pytest.raises(
+        ValueError, match=r"tokenizer is 'slow', which does not know the positions of its tokens .* fast"
+    ):
+        load_fast_tokenizer("slow")

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from midus_hf.cli.options import Column, Device, Encoding, TaskData, flag, model_argument, option
+from midus_hf.cli.options import Column, Device, TaskData, flag, model_argument, option
 from midus_hf.model_names import check_model_name
 
 if TYPE_CHECKING:
@@ -83,7 +83,6 @@ class TextRequest(ModelRequest):
     model: Annotated[str, model_argument("A model that upscale made.", "MODEL")]
     text: Annotated[list[str], option("File or folder to read; may be repeated.", "[NAME=]PATH")]
     column: Column = "text"
-    encoding: Encoding = "utf-8"
     sequence_length: Annotated[int | None, option("Tokens per row of a text.  [default: 1024]", "N")] = None
     max_tokens: Annotated[int | None, option("Tokens of each text to read.  [default: all]", "N")] = None
     batch_size: Annotated[int, option("Rows per forward pass.", "N")] = 4
@@ -102,7 +101,7 @@ class TextRequest(ModelRequest):
     def documents(self) -> dict[str, list[str]]:
         """Documents of each text, by the text's name. Which files of a folder were not read is printed on standard error."""
         from midus_hf.topics.documents import read_documents
-        from midus_hf.topics.text_files import describe_files
+        from midus_hf.topics.documents import describe_files
 
         paths: dict[str, str] = {}
         for text in self.text:
@@ -118,7 +117,7 @@ class TextRequest(ModelRequest):
         for name, path in paths.items():
             if (line := describe_files(path)) is not None:
                 print(line, file=sys.stderr)
-            documents[name] = read_documents(path, self.column, self.encoding)[: self.limit]
+            documents[name] = read_documents(path, self.column)[: self.limit]
         return documents
 
     @cached_property
