@@ -16,7 +16,7 @@ class VariantFindings:
 
     `results` are those at this rate, one per seed, and `num_rates` counts the rates with results. `ends` are mean final losses of the
     domain by seed, and `domain_loss` is their spread. `learned` is what the loss of the domain fell by, `forgotten` what the loss of
-    the retention texts rose by, both counted from `origin`; None without such texts. `advantages` say how far the loss of the domain
+    the retention texts rose by, both counted from `origin`; None without these texts. `advantages` say how far the loss of the domain
     ended below that of each null control, over the seeds that both have; for `shuffled-addresses`, by how much it rises when the
     variant's values are permuted.
     """
@@ -123,9 +123,9 @@ def sentences(findings: Findings) -> list[str]:
     lines = [_learned_most(findings)] if findings.comparison.domain else []
     for variant in findings.variants:
         for control, advantage in variant.advantages.items():
-            words = verdict(advantage)
-            if words.endswith("beat it"):
-                lines.append(f"{variant.name} {words.removesuffix('it')}its null control {control}.")
+            conclusion = verdict(advantage)
+            if conclusion.endswith("beat it"):
+                lines.append(f"{variant.name} {conclusion.removesuffix('it')}its null control {control}.")
     lines += cautions(findings)
     if findings.missing:
         failed = f", of which {len(findings.failures)} failed" if findings.failures else ""

@@ -4,16 +4,15 @@ import contextlib
 import difflib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from lm_eval import evaluator, simple_evaluate
+from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager, get_task_dict
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from lm_eval.tasks import TaskManager
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from midus_hf.evaluation.fetching import PathFinder, by_path, question_of
 from midus_hf.evaluation.local_tasks import PREFIX, load_local_task, local_task_names
@@ -21,12 +20,15 @@ from midus_hf.evaluation.quiet import without_bars
 from midus_hf.model_names import check_hub_dataset
 from midus_hf.saved_models import check_ids
 
+# Seed of worked examples and of everything random, that of the harness.
+_SEED = 1234
+
 
 class FetchingLM(HFLM):
     """The harness's model for a loaded model, whose questions fetch the blocks of their paths.
 
     Args:
-        model: The model.
+        model: A causal language model, in eval mode and on its device.
         find_paths: Function that finds the paths of questions. Default: nothing is fetched by a path.
         questions: Function that returns the question of a request. Default: the question is the request's context.
         **kwargs: Further arguments of the harness's model `hf`.
@@ -146,24 +148,23 @@ class Tasks:
             (`acc`, `acc_stderr`, `acc_norm`), `num_fewshot` and `num_questions`. A metric is None if its value is not finite,
             and text if its value is not a number. Unknown standard errors are left out.
         """
-        built = functools.cache(self.built)
-
-        with without_bars() if quiet else contextlib.nullcontext(), _without_environment_report():
-            results = simple_evaluate(
-                model=FetchingLM(
-                    model,
-                    find_paths,
-                    lambda request: question_of(built()[request.task_name], request.doc),
-                    tokenizer=tokenizer,
-                    batch_size=batch_size,
-                ),
-                tasks=self.specs,
-                task_manager=self.manager,
-                num_fewshot=num_fewshot,
-                limit=limit,
-                log_samples=False,
-            )
-        asked_for = {harness_name: name for name, harness_name in self.names.items()}
+        set_seed(_SEED)
+        loaded = self.load()
+        for task in loaded["tasks"].values():
+            own_number = task.get_config("num_fewshot")
+            if own_number is None or (own_number != 0 and num_fewshot is not None):
+                task.set_config(key="num_fewshot", value=num_fewshot or 0)
+            task.set_fewshot_seed(seed=_SEED)
+        language_model = FetchingLM(
+            model,
+            find_paths,
+            lambda request: question_of(loaded["tasks"][request.task_name], request.doc),
+            tokenizer=tokenizer,
+            batch_size=batch_size,
+        )
+        with without_bars() if quiet else contextlib.nullcontext():
+            results = evaluate(language_model, loaded, limit=limit, log_samples=False)
+        names = {harness_name: name for name, harness_name in self.names.items()}
         scores: dict[str, dict[str, Any]] = {}
         for harness_name, measured in results["results"].items():
             score = {
@@ -173,34 +174,12 @@ class Tasks:
             }
             score["num_fewshot"] = results["n-shot"].get(harness_name)
             score["num_questions"] = results["n-samples"].get(harness_name, {}).get("effective")
-            scores[asked_for.get(harness_name, harness_name)] = score
+            scores[names.get(harness_name, harness_name)] = score
         return scores
 
-    def built(self) -> dict[str, Any]:
-        """Return the harness's task objects by their names in the harness, including members of groups."""
-        return dict(_flat(get_task_dict(self.specs, self.manager)))
-
-
-@contextlib.contextmanager
-def _without_environment_report() -> Iterator[None]:
-    """Keep the harness from reporting its environment, since nobody reads the report.
-
-    The report lists installed packages, compilers and drivers, which takes seconds. It also asks git for the commit of the
-    current folder, and git prints `fatal: not a git repository` outside of a repository.
-    """
-    with contextlib.ExitStack() as stack:
-        for name in ("add_env_info", "get_git_commit_hash"):
-            stack.enter_context(patch.object(evaluator, name, lambda *results: None, create=True))
-        yield
-
-
-def _flat(tasks: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the names and tasks of groups and of groups within groups."""
-    for name, task in tasks.items():
-        if isinstance(task, Mapping):
-            yield from _flat(task)
-        else:
-            yield str(name), task
+    def load(self) -> dict[str, Any]:
+        """Return the harness's groups, and its `tasks` by their names in the harness, including members of groups."""
+        return self.manager.load(self.specs)
 
 
 def _is_standard_error(metric: str) -> bool:

@@ -151,8 +151,7 @@ def _watch_depth(model: nn.Module, watchers: Sequence[tuple[HostedMemory, _Watch
     with held_hooks() as hold:
         hold(decoder_of(model).register_forward_pre_hook(before, with_kwargs=True))
         for hosted, watcher in watchers:
-            for module in hosted.modules:
-                hold(module.register_forward_hook(partial(behind, watcher), with_kwargs=True))
+            hold(hosted.module.register_forward_hook(partial(behind, watcher), with_kwargs=True))
         yield
 
 

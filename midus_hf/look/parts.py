@@ -16,7 +16,6 @@ from midus_hf.look.watched_models import (
     depth_heads,
     held_hooks,
     hosted_memories,
-    innermost,
     lacking,
 )
 from midus_hf.memory.protocols import AttendsToDepth, ReadsChapters
@@ -126,7 +125,7 @@ def switched_off(model: nn.Module, parts: Iterable[Part]) -> Iterator[None]:
         model: A model as in `added_parts`.
         parts: Parts to switch off, as `added_parts` and `chapter_parts` return them.
     """
-    blocks = decoder_of(model).layers
+    blocks, readers = decoder_of(model).layers, hosted_memories(model, AttendsToDepth)
     with contextlib.ExitStack() as passed_by, held_hooks() as hold:
         for part in parts:
             if part.chapter is not None:
@@ -136,8 +135,8 @@ def switched_off(model: nn.Module, parts: Iterable[Part]) -> Iterator[None]:
                 if part.kind in ("memory", "bank"):
                     passed_by.enter_context(_passed_by(blocks[layer], part.memory))
                 elif part.kind == "depth":
-                    for module in innermost(blocks[layer].memories[part.memory], AttendsToDepth):
-                        hold(module.register_forward_hook(_sequence_alone, with_kwargs=True))
+                    (module,) = (one.module for one in readers if (one.layer, one.name) == (layer, part.memory))
+                    hold(module.register_forward_hook(_sequence_alone, with_kwargs=True))
                 else:
                     hold(blocks[layer].register_forward_hook(_residual_alone, with_kwargs=True))
         yield
@@ -210,11 +209,7 @@ def _rows_of(model: nn.Module, chapters: Sequence[int], memory: str | None) -> t
     for number in chapters:
         if not 0 <= number < options.chapters:
             raise ValueError(f"chapter is {number}; expected a number from 0 to {options.chapters - 1}.")
-    if any(
-        getattr(module, "kept", None) is not None and not module.kept.is_empty
-        for hosted in hosts
-        for module in hosted.modules
-    ):
+    if any(getattr(hosted.module, "kept", None) is not None and not hosted.module.kept.is_empty for hosted in hosts):
         raise ValueError(
             f"kept_values keeps what memory {name!r} derives from its bank; expected to be outside of it. Open kept_values within."
         )

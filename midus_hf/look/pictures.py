@@ -5,8 +5,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# Suffixes of files that a picture may be drawn into.
-PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 # A function that draws on matplotlib's axes, on which the panel's title stands already.
 Panel = Callable[[Any], None]
 

@@ -33,60 +33,12 @@ class MemoryUsage:
     largest: float
 
 
-class Usage:
-    """Counts of retrieved slots, opened chapters and fetched blocks.
-
-    Args:
-        counts: How often each head retrieved each slot, `[H, N]`, int64, by the memory's layer and name, such as `3` or
-            `3 chapters`. Of chapters, how many tokens opened each routed chapter, `[1, N]`; of blocks, how many tokens were read
-            with each block, `[1, N]`, by the bank's name and level, such as `hier-ffn level 2`.
-        training_only: Whether to ignore what is read in eval mode. Default: False.
-    """
-
-    def __init__(self, counts: dict[str, torch.Tensor], training_only: bool = False):
-        self.counts = counts
-        self._training_only = training_only
-        self._paused = False
-
-    def counts_in(self, module: nn.Module) -> bool:
-        """Return whether a pass through a module counts now. What activation checkpointing computes again does not."""
-        return not (is_in_backward() or self._paused) and (module.training or not self._training_only)
-
-    def count(self, memory_name: str, slots: torch.Tensor) -> None:
-        """Add retrieved slots `[..., H, k]`, int64, to the counts, without waiting for the device."""
-        self.add(memory_name, slots.flatten(0, -3).transpose(0, 1).flatten(1))  # [H, S * k]
-
-    def add(self, memory_name: str, chosen: torch.Tensor, times: torch.Tensor | None = None) -> None:
-        """Add what each head chose, `[H, S]`, to the counts, each choice once or as many `times`, `[H, S]`, int64."""
-        counts = self.counts[memory_name]
-        added = counts.new_ones(()).expand_as(chosen) if times is None else times.to(counts.device)
-        counts.scatter_add_(1, chosen.to(counts.device), added)
-
-    def summary(self) -> dict[str, MemoryUsage]:
-        """Return the usage of each memory and of each level of a bank."""
-        return summarise(self.counts)
-
-    def reset(self) -> None:
-        """Set all counts to zero."""
-        for counts in self.counts.values():
-            counts.zero_()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Count nothing while the context is open."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
+# Counts `[H, N]`, int64, by memory or level of a bank, as `record_usage` yields them.
+Counts = dict[str, torch.Tensor]
 
 
-def summarise(counts: Mapping[Any, torch.Tensor]) -> dict[Any, MemoryUsage]:
-    """Return the usage per memory or level, from counts `[H, N]`, int64, of retrieved slots, opened chapters or fetched blocks."""
-    return {key: _summarise_memory(of_memory) for key, of_memory in counts.items()}
-
-
-def _summarise_memory(counts: torch.Tensor) -> MemoryUsage:
+def summarise(counts: torch.Tensor) -> MemoryUsage:
+    """Return the usage of a memory or level, from counts `[H, N]`, int64, of retrieved slots, opened chapters or fetched blocks."""
     wide = counts.double().cpu()  # [H, N]
     total = wide.sum(-1, keepdim=True)
     if not total.any():
@@ -101,7 +53,7 @@ def _summarise_memory(counts: torch.Tensor) -> MemoryUsage:
 
 
 @contextlib.contextmanager
-def record_usage(model: nn.Module, training_only: bool = False) -> Iterator[Usage]:
+def record_usage(model: nn.Module) -> Iterator[Counts]:
     """Count, while the context is open, the slots that memories retrieve, the chapters that tokens open, and the fetched blocks.
 
     Every token counts once; activation checkpointing does not count it again. Padding counts as retrieving slots alone. Shared
@@ -112,13 +64,16 @@ def record_usage(model: nn.Module, training_only: bool = False) -> Iterator[Usag
     Args:
         model: A causal language model whose decoder has `layers`. It may be compiled, or wrapped by accelerate or PEFT. Its
             memory modules have an additional hook while the context is open; nothing else changes.
-        training_only: Whether to ignore what is read in eval mode. Default: False.
+
+    Yields:
+        Counts of slots, `[H, N]`, int64, by the memory's layer and name, such as `3 ultramem`; of routed chapters, `[1, N]`; and of
+        blocks, `[1, N]`, by the bank's name and level, such as `hier-ffn level 2`.
 
     Raises:
         ValueError: If the model has nothing to count, or if the parameters of a memory are offloaded; within the context, if a
             pass is called with `memory_blocks`, which does not name the blocks' nodes.
     """
-    usage = Usage({}, training_only)
+    counts: Counts = {}
     decoder = decoder_of(model)
     with held_hooks() as hold:
         for hosted in hosted_memories(model, RetrievesSlots, ReadsChapters):
@@ -127,56 +82,60 @@ def record_usage(model: nn.Module, training_only: bool = False) -> Iterator[Usag
                 (hosted.module.num_heads, hosted.module.num_slots) if has_slots else (1, _num_routed(hosted.module))
             )
             device = next(hosted.module.parameters()).device
-            usage.counts[hosted.place] = torch.zeros(shape, dtype=torch.int64, device=device)
-            for module in hosted.modules:
-                if has_slots:
-                    hold(module.register_forward_hook(partial(_count_slots, usage, hosted.place)))
-                else:
-                    hook = partial(_count_chapters, usage, hosted.place)
-                    hold(module.register_forward_pre_hook(hook, with_kwargs=True))
-        levels = {}
+            counts[hosted.place] = torch.zeros(shape, dtype=torch.int64, device=device)
+            if has_slots:
+                hold(hosted.module.register_forward_hook(partial(_count_slots, counts[hosted.place])))
+            else:
+                hook = partial(_count_chapters, counts[hosted.place])
+                hold(hosted.module.register_forward_pre_hook(hook, with_kwargs=True))
+        levels: dict[str, int] = {}
         for name, layout in getattr(getattr(decoder, "own_banks", None), "layouts", {}).items():
             for level in layout.levels:
                 levels[f"{name} level {level}"] = level
                 nodes = layout.blocks.nodes(level)
-                usage.counts[f"{name} level {level}"] = torch.zeros(1, nodes, dtype=torch.int64)
+                counts[f"{name} level {level}"] = torch.zeros(1, nodes, dtype=torch.int64)
         if levels:
-            hold(decoder.register_forward_hook(partial(_count_blocks, usage, levels), with_kwargs=True))
-        if not usage.counts:
+            hold(decoder.register_forward_hook(partial(_count_blocks, counts, levels), with_kwargs=True))
+        if not counts:
             raise lacking(model, "retrieves slots, reads chapters or fetches blocks")
-        yield usage
+        yield counts
 
 
 def _num_routed(memory: ReadsChapters) -> int:
     return memory.num_chapters - memory.num_shared
 
 
+def _add(counts: torch.Tensor, chosen: torch.Tensor, times: torch.Tensor | None = None) -> None:
+    """Add what each head chose, `[H, S]`, to counts `[H, N]`, each choice once or as many `times`, `[H, S]`, int64."""
+    added = counts.new_ones(()).expand_as(chosen) if times is None else times.to(counts.device)
+    counts.scatter_add_(1, chosen.to(counts.device), added)
+
+
 @torch.no_grad()
-def _count_slots(usage: Usage, memory_name: str, memory: Any, arguments: tuple[Any, ...], output: Any) -> None:
+def _count_slots(counts: torch.Tensor, memory: Any, arguments: tuple[Any, ...], output: Any) -> None:
     """Count the slots that a memory has retrieved.
 
     The hook runs after the pass: if it retrieved before, without gradients, autocast would cache casts of the weights that have
     no gradient, and the pass would use them.
     """
-    if usage.counts_in(memory):
-        usage.count(memory_name, memory.retrieve(arguments[0])[1])
+    if not is_in_backward():  # where activation checkpointing computes the pass again
+        slots = memory.retrieve(arguments[0])[1]  # [..., H, k]
+        _add(counts, slots.flatten(0, -3).transpose(0, 1).flatten(1))
 
 
 @torch.no_grad()
-def _count_chapters(
-    usage: Usage, memory_name: str, memory: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _count_chapters(counts: torch.Tensor, memory: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Count the chapters that tokens will open. The hook runs before the pass changes the state that routing reads."""
-    if not usage.counts_in(memory) or not arguments[0].numel():
+    if is_in_backward() or not arguments[0].numel():
         return
     routing = memory.route(arguments[0], **{name: kwargs.get(name) for name in ("tokens", "state", "prompt_mask")})
     torch.clear_autocast_cache()  # of casts without a gradient, which the pass would use
     tokens = routing.pooled.counts.to(torch.int64).unsqueeze(-1).expand_as(routing.chosen)  # [B, U, k]
-    usage.add(memory_name, (routing.chosen - memory.num_shared).flatten()[None], tokens.flatten()[None])
+    _add(counts, (routing.chosen - memory.num_shared).flatten()[None], tokens.flatten()[None])
 
 
 def _count_blocks(
-    usage: Usage,
+    counts: Counts,
     levels: Mapping[str, int],
     decoder: nn.Module,
     arguments: tuple[Any, ...],
@@ -189,7 +148,7 @@ def _count_blocks(
             "memory_blocks is given, which does not name the blocks' nodes; expected memory_ids while usage is recorded."
         )
     paths = kwargs.get("memory_ids")
-    if paths is None or not usage.counts_in(decoder):
+    if paths is None or is_in_backward():
         return
     tokens = arguments[0] if arguments else kwargs.get("input_ids")
     tokens = kwargs["inputs_embeds"] if tokens is None else tokens
@@ -200,15 +159,15 @@ def _count_blocks(
     paths = paths.cpu().long()
     of_tree = paths[:, 0] != GENERIC
     for memory_name, level in levels.items():
-        usage.add(memory_name, paths[of_tree, level - 1][None], lengths[of_tree][None])
+        _add(counts[memory_name], paths[of_tree, level - 1][None], lengths[of_tree][None])
 
 
-def usage_rows(counts: Mapping[str, Mapping[str, torch.Tensor]]) -> list[dict[str, Any]]:
+def usage_rows(counts: Mapping[str, Counts]) -> list[dict[str, Any]]:
     """Return a row per text and memory, of counts by the text's name."""
     return [
-        {"text": text, "memory": memory_name, "slots": counts[text][memory_name].shape[-1], **vars(usage)}
-        for text in counts
-        for memory_name, usage in summarise(counts[text]).items()
+        {"text": text, "memory": memory_name, "slots": one.shape[-1], **vars(summarise(one))}
+        for text, memories in counts.items()
+        for memory_name, one in memories.items()
     ]
 
 
@@ -219,22 +178,22 @@ def usage_table(rows: list[dict[str, Any]]) -> TableOfWords:
     return table_of("Slots, chapters and blocks used", rows, {**columns, **shares})
 
 
-def every_count(counts: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[Row]:
+def every_count(counts: Mapping[str, Counts]) -> Iterator[Row]:
     """Yield a row per text, memory, head and slot, chapter or block, also for slots that were never used."""
-    for text, of_text in counts.items():
-        for memory_name, of_memory in of_text.items():
-            for head, of_head in enumerate(of_memory.tolist()):
-                for number, count in enumerate(of_head):
+    for text, memories in counts.items():
+        for memory_name, one in memories.items():
+            for head, numbers in enumerate(one.tolist()):
+                for number, count in enumerate(numbers):
                     yield {"text": text, "memory": memory_name, "head": head, "number": number, "count": count}
 
 
-def usage_panels(counts: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Panel]:
+def usage_panels(counts: Mapping[str, Counts]) -> dict[str, Panel]:
     """Return a panel per text with a curve per memory: how often slots are used, in multiples of the mean, most used first."""
     panels = {}
-    for text, of_text in counts.items():
+    for text, memories in counts.items():
         lines = {}
-        for memory_name, of_memory in of_text.items():
-            curve = usage_curve(of_memory)
+        for memory_name, one in memories.items():
+            curve = usage_curve(one)
             lines[memory_name] = ([rank / len(curve) for rank in range(1, len(curve) + 1)], curve)
         x, y = "share of the slots, most used first", "uses, in multiples of the mean"
         panels[text] = curves(lines, x, y, yscale="symlog")

@@ -19,23 +19,18 @@ class HostedMemory(NamedTuple):
         layer: Index of the decoder layer.
         name: Name of the attached memory; empty if the layer was inserted for the memory.
         block: The decoder layer.
-        modules: The memory itself, then all copies that PEFT has made, the newest last. A pass calls one of them.
+        module: The memory; if PEFT has copied the memory, the newest copy, which a pass calls.
     """
 
     layer: int
     name: str
     block: Any
-    modules: tuple[Any, ...]
+    module: Any
 
     @property
     def place(self) -> str:
         """Layer and name of the memory, such as `3 chapters`, or the layer alone of a memory with its own layer."""
         return f"{self.layer} {self.name}".rstrip()
-
-    @property
-    def module(self) -> Any:
-        """The memory itself; if PEFT has copied the memory, the newest copy."""
-        return self.modules[-1]
 
 
 def bare_model(model: nn.Module) -> Any:
@@ -62,29 +57,21 @@ def hosted_memories(model: nn.Module, *kinds: type) -> list[HostedMemory]:
     for layer, block in enumerate(decoder_of(model).layers):
         own = {"": block.memory} if isinstance(getattr(block, "memory", None), nn.Module) else {}
         for name, memory in {**own, **getattr(block, "memories", {})}.items():
-            modules = innermost(memory, *kinds)
-            if any(parameter.device.type == "meta" for module in modules for parameter in module.parameters()):
+            # Wrappers of PEFT hold the memory and then its copies, and pass attributes on as if they were the memory.
+            matching = [module for module in memory.modules() if isinstance(module, kinds)]
+            if not matching:
+                continue
+            if any(parameter.device.type == "meta" for parameter in memory.parameters()):
                 raise ValueError(
                     f"the memory of layer {layer} is offloaded; expected its parameters on a device. Load the model whole."
                 )
-            if modules:
-                hosts.append(HostedMemory(layer, name, block, modules))
+            hosts.append(HostedMemory(layer, name, block, matching[-1]))
     return hosts
 
 
 def depth_heads(block: Any) -> DepthHeads | None:
     """Return a decoder layer's part in attention over the depth; None if it has none."""
     return next((site for site in getattr(block, "stands", ()) if isinstance(site, DepthHeads)), None)
-
-
-def innermost(memory: nn.Module, *kinds: type) -> tuple[nn.Module, ...]:
-    """Return a memory of some kinds, and all copies that PEFT has made, without PEFT's wrappers around them."""
-    matching = [module for module in memory.modules() if isinstance(module, kinds)]
-    return tuple(
-        module
-        for module in matching
-        if not any(isinstance(part, kinds) for part in module.modules() if part is not module)
-    )
 
 
 def lacking(model: nn.Module, what: str) -> ValueError:

@@ -21,7 +21,7 @@ from topics.trees import random_tree
 from training.tiny_run import document, letter_tokenizer, tiny_tokenizer
 
 from midus_hf.config.wording import install_extra
-from midus_hf.look.usage import record_usage
+from midus_hf.look.usage import record_usage, summarise
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.tree_files import TreeOrigin
 from upscalers.runs.upscale import upscale
@@ -126,7 +126,7 @@ def test_usage_counts_the_tokens_that_were_read(run, room, tmp_path):
     ids = torch.tensor([[int(word[1:]) for word in text.read_text().split()]])
     with record_usage(model) as usage, torch.no_grad():
         model(ids[:, :-1])
-    expected = [{"memory": place, **vars(of_memory)} for place, of_memory in usage.summary().items()]
+    expected = [{"memory": place, **vars(summarise(counts))} for place, counts in usage.items()]
     for row, of_memory in zip(report["rows"], expected, strict=True):
         assert {key: row[key] for key in of_memory} == pytest.approx(of_memory)
     limited = run("usage", room.trained, "--text", text, "--sequence-length", 20, "--max-tokens", 40, "--json")

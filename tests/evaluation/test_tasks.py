@@ -211,12 +211,10 @@ def test_an_upscaled_model_scores_as_its_base(family, data, tmp_path):
     assert first == second
 
 
-def test_the_harness_is_kept_from_describing_the_machine(data, tmp_path, monkeypatch, capfd):
+def test_the_harness_describes_no_machine(data, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)  # where there is no repository, of which git would tell
-    described = []
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", described.append)
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", None)
     Tasks(["piqa"], data=data).run(byte_model("llama", max_position_embeddings=256), byte_tokenizer(), limit=1)
-    assert described == [] and evaluator.add_env_info == described.append
     assert "git" not in capfd.readouterr().err
 
 

@@ -16,7 +16,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from midus_hf.evaluation.text_rows import TextRows, read_rows
 from midus_hf.look.usage import (
     MemoryUsage,
-    Usage,
     every_count,
     record_usage,
     summarise,
@@ -69,8 +68,8 @@ def test_counts_are_those_of_every_slot_scored_and_sorted(family, entry):
         for layer, attention_output in read_inputs(model, tokens).items():
             counts = counted_by_hand(memories(model)[layer], attention_output)
             expected[str(layer)] = expected.get(str(layer), 0) + counts
-    assert usage.counts.keys() == expected.keys()
-    for place, counts in usage.counts.items():
+    assert usage.keys() == expected.keys()
+    for place, counts in usage.items():
         assert counts.dtype == torch.int64
         assert torch.equal(counts, expected[place])
 
@@ -85,7 +84,7 @@ def test_what_checkpointing_computes_again_is_not_counted_again(family, entry, u
             enable_checkpointing(model, use_reentrant)
         with record_usage(model) as usage:
             model(prompt(), labels=prompt(), use_cache=False).loss.backward()
-        counts.append(usage.counts)
+        counts.append(usage)
     assert all(torch.equal(counts[0][layer], counts[1][layer]) for layer in counts[0])
     assert all(of_layer.sum() == prompt().numel() * 4 * 3 for of_layer in counts[0].values())
 
@@ -157,22 +156,10 @@ def test_a_compiled_model_is_counted_like_any_other(what, fresh_accelerate):
         with record_usage(recorded) as usage:
             logits = call(tokens).logits
         again = call(tokens).logits
-    assert all(torch.equal(counts, plain.counts[layer]) and counts.any() for layer, counts in usage.counts.items())
+    assert all(torch.equal(counts, plain[layer]) and counts.any() for layer, counts in usage.items())
     assert torch.equal(logits, plain_logits)
     torch.testing.assert_close(again, plain_logits)
     assert not has_hooks(model)
-
-
-def test_counts_can_start_again_and_be_paused():
-    model = memory_model("llama")
-    with record_usage(model) as usage, torch.no_grad():
-        model(prompt(length=9))
-        usage.reset()
-        with usage.paused():
-            model(prompt(length=9))
-        assert all(not counts.any() for counts in usage.counts.values())
-        model(prompt(length=2, batch=1))
-    assert all(counts.sum() == 2 * 4 * 3 for counts in usage.counts.values())
 
 
 def test_two_recordings_at_a_time_do_not_disturb_each_other():
@@ -181,8 +168,8 @@ def test_two_recordings_at_a_time_do_not_disturb_each_other():
         with record_usage(model) as inner:
             model(prompt(length=4, batch=1))
         model(prompt(length=4, batch=1))
-    for layer, counts in outer.counts.items():
-        assert torch.equal(counts, 2 * inner.counts[layer])
+    for layer, counts in outer.items():
+        assert torch.equal(counts, 2 * inner[layer])
 
 
 def test_a_wrapped_memory_is_known_by_its_layer_and_its_name():
@@ -190,7 +177,7 @@ def test_a_wrapped_memory_is_known_by_its_layer_and_its_name():
     model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
     with record_usage(model) as usage, torch.no_grad():
         model(prompt(), use_cache=False)
-    assert list(map(str, usage.counts)) == ["1", "3"] and all(counts.any() for counts in usage.counts.values())
+    assert list(map(str, usage)) == ["1", "3"] and all(counts.any() for counts in usage.values())
 
 
 def test_even_usage_is_one_and_a_single_slot_is_one_of_all():
@@ -198,10 +185,9 @@ def test_even_usage_is_one_and_a_single_slot_is_one_of_all():
     single = torch.zeros(2, 10, dtype=torch.int64)
     single[:, 3] = 9
     none = torch.zeros(2, 10, dtype=torch.int64)
-    memories = summarise({"1": even, "3": single, "3 other": none})
-    assert memories["1"] == MemoryUsage(used=1.0, perplexity=pytest.approx(1.0), largest=pytest.approx(0.1))
-    assert memories["3"] == MemoryUsage(used=pytest.approx(0.1), perplexity=pytest.approx(0.1), largest=1.0)
-    assert memories["3 other"] == MemoryUsage(0.0, 0.0, 0.0)
+    assert summarise(even) == MemoryUsage(used=1.0, perplexity=pytest.approx(1.0), largest=pytest.approx(0.1))
+    assert summarise(single) == MemoryUsage(used=pytest.approx(0.1), perplexity=pytest.approx(0.1), largest=1.0)
+    assert summarise(none) == MemoryUsage(0.0, 0.0, 0.0)
 
 
 def test_curves_are_sorted_multiples_of_the_mean():
@@ -213,19 +199,7 @@ def test_heads_are_averaged_and_the_largest_share_is_of_any_head():
     counts = torch.tensor([[5, 3, 2, 0], [1, 1, 0, 0]])
     entropies = [-sum(p * math.log(p) for p in shares) for shares in ((0.5, 0.3, 0.2), (0.5, 0.5))]
     perplexity = sum(math.exp(entropy) / 4 for entropy in entropies) / 2
-    usage = Usage({"2": counts}).summary()["2"]
-    assert usage == MemoryUsage(used=5 / 8, perplexity=pytest.approx(perplexity), largest=0.5)
-
-
-def test_what_is_read_between_training_steps_may_be_left_out():
-    model = memory_model("llama")
-    counted = []
-    for training_only in (False, True):
-        with record_usage(model, training_only=training_only) as usage, torch.no_grad():
-            model.eval()(prompt())
-            model.train()(prompt())
-            counted.append({layer: counts.sum().item() for layer, counts in usage.counts.items()})
-    assert counted[0] == {layer: 2 * count for layer, count in counted[1].items()}
+    assert summarise(counts) == MemoryUsage(used=5 / 8, perplexity=pytest.approx(perplexity), largest=0.5)
 
 
 # Levels of `hierarchical_model`; the second has no blocks.
@@ -244,7 +218,7 @@ def fetching(tmp_path_factory):
 def counted(usage):
     return {
         place: {block: tokens for block, tokens in enumerate(counts[0].tolist()) if tokens}
-        for place, counts in usage.counts.items()
+        for place, counts in usage.items()
     }
 
 
@@ -256,11 +230,11 @@ def test_tokens_that_are_read_with_a_block_are_counted_without_padding_however_r
         with record_usage(fetching) as usage:
             read_rows(fetching, TEXT, batch_size=batch_size)
         assert counted(usage) == {FIRST: {0: 2, 1: 13}, THIRD: {2: 2, 9: 4, 13: 9}}
-    assert usage_table(usage_rows({"text": usage.counts})).rows == [
+    assert usage_table(usage_rows({"text": usage})).rows == [
         ["text", "hier-ffn level 1", "3", "66.7%", "49.4%", "86.67%"],
         ["text", "hier-ffn level 3", "27", "11.1%", "9.4%", "60.00%"],
     ]
-    lines = list(every_count({"text": usage.counts}))
+    lines = list(every_count({"text": usage}))
     assert len(lines) == 3 + 27 and sum(line["count"] == 0 for line in lines) == 1 + 24
     assert lines[1] == {"text": "text", "memory": FIRST, "head": 0, "number": 1, "count": 13}
 

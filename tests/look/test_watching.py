@@ -43,11 +43,11 @@ class Watch(NamedTuple):
 
 
 def counts_of(usage) -> dict[str, Any]:
-    return {str(place): counts.tolist() for place, counts in usage.counts.items()}
+    return {str(place): counts.tolist() for place, counts in usage.items()}
 
 
 def tokens_of(counts_per_token: int) -> Callable[[Any], set[float]]:
-    return lambda usage: {counts.sum().item() / counts_per_token for counts in usage.counts.values() if counts.any()}
+    return lambda usage: {counts.sum().item() / counts_per_token for counts in usage.values() if counts.any()}
 
 
 NOTHING_TO_COUNT = (

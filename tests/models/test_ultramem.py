@@ -143,8 +143,8 @@ def test_usage_is_what_layers_retrieve(kind):
         logits(model, tokens)
     for hook in hooks:
         hook.remove()
-    assert list(usage.counts) == ["1 ultramem", "3 ultramem"]
-    for layer, counts in zip((1, 3), usage.counts.values(), strict=True):
+    assert list(usage) == ["1 ultramem", "3 ultramem"]
+    for layer, counts in zip((1, 3), usage.values(), strict=True):
         with torch.no_grad():
             _, rows = memories[layer].retrieve(seen[layer])
         expected = torch.stack([of_head.flatten().bincount(minlength=counts.shape[1]) for of_head in rows.unbind(2)])

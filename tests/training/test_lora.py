@@ -92,8 +92,8 @@ def test_slots_are_counted_of_the_layers_that_train():
     wrapped = get_peft_model(model, lora_config(model))
     with record_usage(wrapped) as usage:
         logits(wrapped)
-    assert list(usage.counts) == list(map(str, NEW_LAYERS))
-    assert all(torch.equal(counts, plain.counts[layer]) and counts.any() for layer, counts in usage.counts.items())
+    assert list(usage) == list(map(str, NEW_LAYERS))
+    assert all(torch.equal(counts, plain[layer]) and counts.any() for layer, counts in usage.items())
 
 
 def test_options_of_the_offered_config_are_those_of_peft():

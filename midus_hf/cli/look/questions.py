@@ -47,11 +47,10 @@ def usage(request: TextRequest) -> Answer:
     """Answer which slots are retrieved, which chapters opened and which blocks fetched, and how evenly."""
     model, _ = request.loaded
     losses, counts = {}, {}
-    with used.record_usage(model) as recorded, _token_bar("reading", 1, request.text_rows) as progress:
+    with _token_bar("reading", 1, request.text_rows) as progress:
         for text in request.text_rows:
-            losses[text.name] = read_rows(model, text, batch_size=request.batch_size, progress=progress).mean
-            counts[text.name] = {memory: counted.clone() for memory, counted in recorded.counts.items()}
-            recorded.reset()
+            with used.record_usage(model) as counts[text.name]:
+                losses[text.name] = read_rows(model, text, batch_size=request.batch_size, progress=progress).mean
     rows = used.usage_rows(counts)
     summary, head = _about(request, losses)
     return Answer(

@@ -100,8 +100,7 @@ class TextRequest(ModelRequest):
     @cached_property
     def documents(self) -> dict[str, list[str]]:
         """Documents of each text, by the text's name. Which files of a folder were not read is printed on standard error."""
-        from midus_hf.topics.documents import read_documents
-        from midus_hf.topics.documents import describe_files
+        from midus_hf.topics.documents import describe_files, read_documents
 
         paths: dict[str, str] = {}
         for text in self.text:
