@@ -115,8 +115,8 @@ def _readers(model: nn.Module) -> list[tuple[HostedMemory, tuple[ReadSlot, ...]]
     for hosted in hosted_memories(model, AttendsToDepth):
         depth = depth_heads(hosted.block)
         if depth is not None and depth.slots and depth.memory == hosted.name:
-            slots = depth.options.slots_read(depth.index)
-            readers.append((hosted, tuple(ReadSlot(depth.layers[slot.writer], slot.source) for slot in slots)))
+            slots = tuple(ReadSlot(key.layer, key.part.removesuffix("_key")) for key, _ in depth.slots)
+            readers.append((hosted, slots))
     if not readers:
         raise lacking(model, "reads the depth")
     return readers
