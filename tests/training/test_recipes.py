@@ -23,7 +23,6 @@ from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.run import train
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
-from upscalers.methods.contract import get_method
 from upscalers.plan.placements import place
 from upscalers.runs.upscale import upscale
 
@@ -95,16 +94,59 @@ def test_another_method_is_printed_as_midus_hml_with_another_model(method, tmp_p
     assert read_config(TrainArguments, tmp_path / "recipe.yaml").recorded() == recipe("midus-hml").recorded() | own
 
 
-@pytest.mark.parametrize(("name", "rate"), [("midus-hml", 1e-4), ("midus-hml-8b", 5e-5)])
-def test_the_recipes_of_the_paper_have_its_hyperparameters(name, rate):
-    """Appendix B. The first row of table 9, 1e-4 and 1e-6, is the row of MIDUS-HML in table 1."""
-    config = of_run(name)
-    assert (config.learning_rate, config.key_value_learning_rate, config.weight_decay) == (rate, None, 1e-6)
-    assert (config.lr_scheduler_type, config.warmup_steps, config.value_transforms) == ("cosine", 0.1, "weights")
-    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 64
-    assert (config.sequence_length, config.trainable) == (2048, "auto")
-    assert 0 <= 1.5e9 - config.max_steps * 64 * 2048 < 64 * 2048
-    assert get_method("midus-hml").trainable == "new"
+# Settings of the runs by their papers, "sequences" of a step and "tokens" of the run among them.
+_MIDUS = {  # appendix B; the first row of table 9, 1e-4 and 1e-6, is the row of MIDUS-HML in table 1
+    **{"key_value_learning_rate": None, "weight_decay": 1e-6, "value_transforms": "weights", "trainable": "auto"},
+    **{"lr_scheduler_type": "cosine", "warmup_steps": 0.1, "sequence_length": 2048, "sequences": 64, "tokens": 1.5e9},
+}
+_MODA = {  # section 4: 2,000 steps up to 3e-4 and a cosine down to 3e-5
+    **{"trainable": "all", "sequences": 1024, "learning_rate": 3e-4, "lr_scheduler_type": "cosine_with_min_lr"},
+    **{"lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "weight_decay": 0.1, "adam_beta2": 0.95, "max_grad_norm": 1.0},
+    "max_steps": int(4e11 / 1024 / 4096),
+}
+_CHAPTERS = {  # table 6
+    **{"tokenizer_name": "HuggingFaceTB/SmolLM2-135M", "trainable": "all", "sequence_length": 1024, "sequences": 1024},
+    **{"learning_rate": 3e-4, "weight_decay": 0.1, "adam_beta2": 0.95, "max_grad_norm": 1.0, "max_steps": 9600},
+    **{"activation_checkpointing": True, "lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 250},
+    "lr_scheduler_kwargs": {"num_decay_steps": 9600 - 8160, "min_lr_ratio": 0.1},
+}
+_NO_MEMORY = dict.fromkeys(("memory_learning_rate", "value_learning_rate", "value_schedule"))
+_ULTRAMEM = {  # of the release
+    **{"learning_rate": 4e-4, "value_learning_rate": 4e-4, "value_schedule": "4x-to-1x", "memory_keys": "weights"},
+    **{"weight_decay": 0.1, "value_weight_decay": 0.1, "lr_scheduler_type": "cosine_with_min_lr", "adam_beta2": 0.95},
+    "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+}
+SETTINGS = {
+    "midus-hml": {"learning_rate": 1e-4, **_MIDUS},
+    "midus-hml-8b": {"learning_rate": 5e-5, **_MIDUS},
+    **dict.fromkeys(("olmo2-669m", "moda-706m", "moda-74m", "moda-128m"), _MODA),
+    **{key: {**_CHAPTERS, **_NO_MEMORY, "value_weight_decay": 0} for key in ("vanilla-148m", "vanilla-203m")},
+    "moc-371m": {
+        **_CHAPTERS,
+        **{"memory_learning_rate": 6e-4, "value_learning_rate": 6e-4, "value_schedule": "fixed"},
+        "value_weight_decay": 0.1,
+    },
+    "ultramem-v2-227m-1.2b": {**_ULTRAMEM, "sequences": 768, "tokens": 5e11},
+    "ultramem-v2-1b-7b": {**_ULTRAMEM, "sequences": 1024, "tokens": 1e12},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_run_has_the_settings_of_its_paper(name):
+    config, settings = of_run(name), dict(SETTINGS[name])
+    sequences = settings.pop("sequences")
+    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == sequences
+    tokens = settings.pop("tokens", None)
+    if tokens is not None:
+        assert 0 <= tokens - config.max_steps * sequences * config.sequence_length < sequences * config.sequence_length
+    assert {key: getattr(config, key) for key in settings} == settings
+    if config.config_name is not None:
+        assert (config.model_name_or_path, config.config_name) == (None, f"configs/models/{name}.json")
+    if name in MODA:
+        assert config.sequence_length == model_config(name)["max_position_embeddings"]
+        assert config.get_warmup_steps(config.max_steps) == 2000
+    if name in TABLE_7:
+        assert abs(config.warmup_steps * tokens - 1e10) < 6e8
 
 
 def test_the_matched_baseline_trains_the_layers_that_llama_pro_copies_and_as_many_parameters():
@@ -166,23 +208,6 @@ def test_every_config_has_a_recipe_that_is_tested():
     assert configs == set(PARAMETERS) | set(TABLE_7) | set(MODA)
 
 
-@pytest.mark.parametrize("name", MODA)
-def test_recipes_of_attention_over_the_depth_have_the_settings_of_its_paper(name):
-    """Section 4: 1,024 sequences of 4,096 tokens a step, 400B in all, 2,000 steps up to 3e-4 and a cosine down to 3e-5."""
-    config = of_run(name)
-    assert (config.model_name_or_path, config.config_name, config.trainable) == (
-        None,
-        f"configs/models/{name}.json",
-        "all",
-    )
-    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 1024
-    assert config.sequence_length == model_config(name)["max_position_embeddings"]
-    assert config.max_steps == int(4e11 / 1024 / 4096)
-    assert (config.learning_rate, config.lr_scheduler_type) == (3e-4, "cosine_with_min_lr")
-    assert config.lr_scheduler_kwargs == {"min_lr_rate": 0.1} and config.get_warmup_steps(config.max_steps) == 2000
-    assert (config.weight_decay, config.adam_beta2, config.max_grad_norm) == (0.1, 0.95, 1.0)
-
-
 @pytest.mark.parametrize("name", MODA[1:])
 def test_configs_of_attention_over_the_depth_write_every_option_out(name):
     config = model_config(name)
@@ -190,31 +215,6 @@ def test_configs_of_attention_over_the_depth_write_every_option_out(name):
     sizes = ModelSizes(hidden_size=config["hidden_size"], num_heads=16, num_layers=config["num_hidden_layers"])
     (read,) = read_memories([entry], sizes).entries
     assert entry == read.to_dict() and read.layers == tuple(range(config["num_hidden_layers"]))
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_a_recipe_has_the_papers_settings(name):
-    """Table 6."""
-    config = of_run(name)
-    assert (config.model_name_or_path, config.config_name) == (None, f"configs/models/{name}.json")
-    assert (config.tokenizer_name, config.trainable) == ("HuggingFaceTB/SmolLM2-135M", "all")
-    assert (config.sequence_length, config.per_device_train_batch_size, config.gradient_accumulation_steps) == (
-        1024,
-        32,
-        4 * 8,
-    )
-    assert (config.learning_rate, config.weight_decay, config.adam_beta2, config.max_grad_norm) == (
-        3e-4,
-        0.1,
-        0.95,
-        1.0,
-    )
-    assert config.activation_checkpointing
-    assert config.max_steps == 9600
-    assert (config.lr_scheduler_type, config.warmup_steps) == ("warmup_stable_decay", 250)
-    assert config.lr_scheduler_kwargs == {"num_decay_steps": 9600 - 8160, "min_lr_ratio": 0.1}
-    rates = (config.memory_learning_rate, config.value_learning_rate, config.value_schedule, config.value_weight_decay)
-    assert rates == ((6e-4, 6e-4, "fixed", 0.1) if name == "moc-371m" else (None, None, None, 0))
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -278,21 +278,6 @@ def test_the_larger_model_has_what_a_token_uses_and_not_the_total():
     (entry,) = config["memory"]
     _, used, total = sizes_in_millions({**config, "memory": [{**entry, "n": 552}]})
     assert round(used) == 1080 and round(total / 1e3, 2) == 6.69
-
-
-@pytest.mark.parametrize(
-    ("name", "sequences", "tokens"), [("ultramem-v2-227m-1.2b", 768, 5e11), ("ultramem-v2-1b-7b", 1024, 1e12)]
-)
-def test_a_recipe_has_the_settings_of_the_release(name, sequences, tokens):
-    config = of_run(name)
-    assert (config.model_name_or_path, config.config_name) == (None, f"configs/models/{name}.json")
-    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == sequences
-    assert config.max_steps == tokens // (sequences * config.sequence_length)
-    assert (config.learning_rate, config.value_learning_rate, config.value_schedule) == (4e-4, 4e-4, "4x-to-1x")
-    assert (config.memory_keys, config.weight_decay, config.value_weight_decay) == ("weights", 0.1, 0.1)
-    assert (config.lr_scheduler_type, config.lr_scheduler_kwargs) == ("cosine_with_min_lr", {"min_lr_rate": 0.1})
-    assert config.adam_beta2 == 0.95
-    assert abs(config.warmup_steps * tokens - 1e10) < 6e8
 
 
 SMALL_MEMORIES = {

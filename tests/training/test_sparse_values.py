@@ -127,33 +127,6 @@ def test_moments_of_the_rows_that_were_read_train_to_the_same_bits(restarts, tmp
     assert not torch.equal(trained, table)
 
 
-def test_moments_as_large_as_the_table_are_gone_on_with(tmp_path):
-    """As checkpoints had them before there were rows in them."""
-    table, *gradients = torch.randn(13, 40, 3, generator=torch.Generator().manual_seed(4))
-    steps = [sparse(*step) for step in zip(gradients, steps_of_rows(), strict=True)]
-    expected = run(WholeMoments, table, steps)
-    trained = torch.nn.Parameter(table.clone())
-    before = WholeMoments([trained], **OPTIONS)
-    for gradient in steps[:5]:
-        trained.grad = gradient
-        before.step()
-    state = copy.deepcopy(before.state_dict())
-    state["state"][0]["step"] = torch.tensor(float(state["state"][0]["step"]))
-    optimizer = RowAdamW([trained], **OPTIONS)
-    optimizer.load_state_dict(state)
-    for gradient in steps[5:]:
-        trained.grad = gradient
-        optimizer.step()
-    assert torch.equal(trained, expected) and "rows" not in optimizer.state[trained]
-
-
-def test_a_table_whose_gradient_becomes_dense_keeps_its_moments():
-    table, *gradients = torch.randn(5, 6, 3, generator=torch.Generator().manual_seed(6))
-    expected = run(torch.optim.AdamW, table, [gradient.clone() for gradient in gradients])
-    found = run(RowAdamW, table, [sparse(gradients[0], [4, 1, 0, 2, 3, 5]), *map(torch.clone, gradients[1:])])
-    torch.testing.assert_close(found, expected)
-
-
 def test_rows_of_tables_of_tables_are_numbered_in_order():
     table, gradient = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(7))
     flat = run(RowAdamW, table, [sparse(gradient, [1, 5])])

@@ -19,8 +19,7 @@ class RowAdamW(torch.optim.AdamW):
     were read. Moments exist only for the U rows that any step has read, `[U, v]`, in the order of the first reading;
     the state lists these rows as `rows`, `[U]`, int64. A further four bytes per row of the table hold an index.
 
-    A state without `rows`, whose moments are as large as the table, is continued as it is. If the gradient of a table
-    becomes dense, its moments grow to the size of the table.
+    The gradient of a table is sparse in all steps, or dense in all.
     """
 
     @torch.no_grad()
@@ -31,8 +30,6 @@ class RowAdamW(torch.optim.AdamW):
             for table in group["params"]:
                 if table.grad is not None and table.grad.is_sparse:
                     tables.append((group, table, table.grad))
-                elif table.grad is not None and "rows" in self.state.get(table, {}):
-                    self._spread(table)
         for _, table, _ in tables:
             table.grad = None
         try:
@@ -75,7 +72,7 @@ class RowAdamW(torch.optim.AdamW):
             state |= {key: flat.new_empty(0, *flat.shape[1:]) for key in _MOMENTS}
         state["step"] += 1
         step, (beta1, beta2) = state["step"].item(), group["betas"]
-        places = self._places(table, rows, len(flat)) if "rows" in state else rows
+        places = self._places(table, rows, len(flat))
         means, squares = (state[key].view(-1, *flat.shape[1:]) for key in _MOMENTS)
         mean = means[places].lerp_(row_gradients, 1 - beta1)
         square = squares[places].mul_(beta2).addcmul_(row_gradients, row_gradients, value=1 - beta2)
@@ -102,15 +99,6 @@ class RowAdamW(torch.optim.AdamW):
                 state[key] = _longer(state[key], len(state["rows"]), num_rows)
         known[table] = (state["rows"], place_of_row)
         return place_of_row[rows].long()
-
-    def _spread(self, table: torch.Tensor) -> None:
-        """Expand the moments to the size of the table, whose gradient is no longer sparse."""
-        state = self.state[table]
-        rows = state.pop("rows")
-        for key in _MOMENTS:
-            whole = torch.zeros_like(table)
-            whole.view(-1, *state[key].shape[1:])[rows] = state[key]
-            state[key] = whole
 
 
 def _numbered(indices: torch.Tensor, shape: torch.Size) -> torch.Tensor:
