@@ -98,8 +98,7 @@ class MemoryArguments(Rates):
             self.gradient_checkpointing = self.activation_checkpointing
             self.gradient_checkpointing_kwargs = self.activation_checkpointing_kwargs
         Rates.__post_init__(self)
-        self._check_memory_keys()
-        self._check_origin()
+        self._check_keys()
         # A loss that is not finite ends the run, so the log must not leave it out of its means.
         self.logging_nan_inf_filter = False
         super_init = getattr(super(Rates, self), "__post_init__", None)
@@ -117,7 +116,8 @@ class MemoryArguments(Rates):
             self.disable_tqdm = not sys.stderr.isatty()
         self.use_cpu = getattr(self, "use_cpu", False) or not torch.accelerator.is_available()
 
-    def _check_memory_keys(self) -> None:
+    def _check_keys(self) -> None:
+        """Refuse keys out of their range, or that contradict others; let a new model train whole by default."""
         for name in ("early_stopping_patience", *_BATCH_KEYS):
             value = getattr(self, name, None)
             if value is not None and value < 1:
@@ -140,9 +140,6 @@ class MemoryArguments(Rates):
             raise ValueError(
                 f"early_stopping_patience is {self.early_stopping_patience}, which needs eval_text; set both or neither."
             )
-
-    def _check_origin(self) -> None:
-        """Refuse keys that name two origins of the model; let a new model train whole by default."""
         if self.model_name_or_path is not None and self.config_name is not None:
             raise ValueError(
                 f"model_name_or_path is {self.model_name_or_path!r} and config_name is {self.config_name!r}; expected one of "

@@ -61,7 +61,8 @@ def _open_here(output: Path, arguments: Any) -> tuple[Path | None, Lock | None]:
         ) from None
     try:
         checkpoint = _checkpoint_to_resume(output, arguments)
-        record = {**arguments.recorded(), _SEQUENCES: _sequences_per_step(arguments)}
+        sequences = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+        record = {**arguments.recorded(), _SEQUENCES: sequences}
         if checkpoint is not None:
             _check_same_run(record, checkpoint)
         with whole_file(output / RUN_CONFIG) as partial:
@@ -114,10 +115,6 @@ def _check_folder(output: Path, arguments: MemoryArguments) -> None:
                     raise ValueError(
                         f"output_dir is {str(output)!r}, which {verb} the {key} {source!r}; choose another folder."
                     )
-
-
-def _sequences_per_step(arguments: Any) -> int:
-    return arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
 
 
 def _check_same_run(record: Mapping[str, Any], checkpoint: Path) -> None:

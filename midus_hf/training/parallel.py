@@ -57,7 +57,9 @@ def _is_zero_3(trainer: Any) -> bool:
 
 def shares_parameters(trainer: Any) -> bool:
     """Return whether each process holds only a share of every parameter, by FSDP, or by ZeRO-3 once it has the model."""
-    return trainer.is_fsdp_enabled or (_is_zero_3(trainer) and getattr(trainer, "deepspeed", None) is not None)
+    if trainer.is_deepspeed_enabled:
+        return _is_zero_3(trainer) and getattr(trainer, "deepspeed", None) is not None
+    return trainer.is_fsdp_enabled
 
 
 def dtype_of_deepspeed(trainer: Any) -> str | None:

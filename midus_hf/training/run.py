@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -105,7 +104,8 @@ def prepare(arguments: TrainArguments) -> "Run":
         folder = folder_of_tree(Path(arguments.tree).expanduser())
     banks: dict[str, BankLayout] = {} if memories is None else grown_layouts(memories.banks, folder)
     tokenizer = load_tokenizer(arguments)
-    with Run(arguments) as run, bars_on_terminals():
+    with contextlib.ExitStack() as opened, bars_on_terminals():
+        run = Run(arguments, opened)
         with arguments.main_process_first(desc="reading the corpus"):
             dataset, tree = _sequences("corpus", arguments.corpus, arguments, tokenizer, model_config, banks)
             held_out = {
@@ -121,6 +121,7 @@ def prepare(arguments: TrainArguments) -> "Run":
             eval_dataset=held_out.get("", held_out) or None,
             data_collator=collate,
         )
+        opened.pop_all()
     return run
 
 
@@ -237,7 +238,11 @@ def load_tokenizer(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
 
 
 class Run:
-    """A run whose output is open and locked; as a context, it closes the output again if its preparation fails.
+    """A run whose output is open and locked.
+
+    Args:
+        arguments: Arguments of the run.
+        opened: Gets what closes the output again, for a run whose preparation fails.
 
     Raises:
         ValueError: As `open_output`.
@@ -247,21 +252,13 @@ class Run:
     trainer: Any
     tokenizer: PreTrainedTokenizerBase
 
-    def __init__(self, arguments: Any):
+    def __init__(self, arguments: Any, opened: contextlib.ExitStack):
         self.arguments = arguments
         self.checkpoint, self._lock = open_output(arguments)
+        opened.callback(close_output, arguments, self._lock)
         self._dtypes: dict[str, torch.dtype] = {}
         self._files: dict[str, bytes] = {}
         self._use_cache = True
-
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            close_output(self.arguments, self._lock)
 
     def load_model(self, config: PreTrainedConfig) -> None:
         """Load or make the model, and set what trains, or put adapters on it.
@@ -331,7 +328,10 @@ class Run:
                     losses[-1] if losses else None,
                 )
                 trained = sum(whole_numel(each) for each in self.trainer.model.parameters() if each.requires_grad)
-                self.trainer.log({"trained_parameters": trained, "peak_memory_bytes": _peak_memory_bytes()})
+                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+                if torch.cuda.is_available():
+                    peak = torch.cuda.max_memory_allocated()
+                self.trainer.log({"trained_parameters": trained, "peak_memory_bytes": peak})
                 self._save(self.trainer, self.tokenizer, result)
             return result
         finally:
@@ -433,10 +433,3 @@ def _loaded_whole() -> Iterator[None]:
         yield
     finally:
         deepspeed._hf_deepspeed_config_weak_ref = config_before
-
-
-def _peak_memory_bytes() -> int:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -269,10 +269,10 @@ class TrainsMemory(AnyTrainer):
         if grad_norm is None:
             grad_norm = self._clipped(model, math.inf)
         norm: Any = super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
-        # With float16, the gradient scaler itself skips a step whose gradients are not finite.
-        scales = self.accelerator.scaler is not None or dtype_of_deepspeed(self) == "float16"
-        if norm is None or scales or math.isfinite(norm):
+        if norm is None or math.isfinite(norm):
             return norm
+        if self.accelerator.scaler is not None or dtype_of_deepspeed(self) == "float16":
+            return norm  # with float16, the gradient scaler itself skips a step whose gradients are not finite
         # _tr_loss is summed over the steps since the last log event.
         step, loss = self.state.global_step + 1, self._tr_loss.item()
         if not math.isfinite(loss):

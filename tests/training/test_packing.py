@@ -65,7 +65,7 @@ def test_several_processes_and_batches_make_the_same_sequences(monkeypatch):
     alone = packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=True)
     monkeypatch.setattr(packing, "_TEXTS_WORTH_A_PROCESS", 10)
     monkeypatch.setattr(packing, "_TEXTS_A_BATCH", 3)
-    monkeypatch.setattr(packing, "_usable_cores", lambda: 2)
+    monkeypatch.setattr(packing.os, "sched_getaffinity", lambda process: {0, 1})
     texts = texts.map(lambda row: row)  # another dataset, which the cache does not have
     assert packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=True)[:] == alone[:]
 

@@ -78,7 +78,8 @@ def tokenised(
         raise ValueError("the corpus is empty: it has no text. Add text to it.")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     tokenizer_state = backend.to_str() if backend is not None else tokenizer
-    processes = min(_usable_cores(), len(dataset) // _TEXTS_WORTH_A_PROCESS)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = min(cores, len(dataset) // _TEXTS_WORTH_A_PROCESS)
     return dataset.map(
         _tokenise,
         batched=True,
@@ -205,8 +206,3 @@ def features_of(*names: str) -> Any:
     from datasets import Features, LargeList, Value
 
     return Features({name: LargeList(Value("int64" if name == "memory_ids" else "int32")) for name in names})
-
-
-def _usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

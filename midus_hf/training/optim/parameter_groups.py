@@ -14,7 +14,6 @@ from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.models.fetching import Banks
 from midus_hf.models.host import MemoryModel
 from midus_hf.training.optim.rates import VALUE_DECAY_RATIO, Rates
-from midus_hf.training.optim.tensors import whole_shape
 
 _COURSE_OF_VALUES = {"constant": "constant", "fixed": "schedule", "4x-to-1x": "4x-to-1x"}
 
@@ -76,8 +75,10 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
         elif role == "key" and rates.memory_keys == "constant":
             members["keys"].append(parameter)
         else:
-            # Norms with a row per head have two dimensions, but do not decay either.
-            kind = "decay" if len(whole_shape(parameter)) > 1 and role != "norm" else "no_decay"
+            # Norms with a row per head have two dimensions, but do not decay either; ZeRO-3 cuts matrices to vectors.
+            kind = (
+                "decay" if len(getattr(parameter, "ds_shape", parameter.shape)) > 1 and role != "norm" else "no_decay"
+            )
             if role is not None and rates.memory_learning_rate is not None:
                 kind = "memory" if kind == "decay" else "memory_no_decay"
             members[kind].append(parameter)

@@ -44,11 +44,6 @@ def _memory_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def whole_shape(parameter: torch.Tensor) -> torch.Size:
-    """Return the shape that the parameter has, or had before ZeRO-3 cut it."""
-    return getattr(parameter, "ds_shape", parameter.shape)
-
-
 def whole_numel(parameter: torch.Tensor) -> int:
     """Return the number of elements of the parameter in all processes together."""
     return getattr(parameter, "ds_numel", parameter.numel())

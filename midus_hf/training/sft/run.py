@@ -1,5 +1,6 @@
 """One run of supervised fine-tuning, from its arguments to the trained model."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -82,7 +83,8 @@ def prepare(arguments: SftArguments) -> Run:
     tokenizer = load_tokenizer(arguments)
     banks: dict[str, Any] = model_config.memories().banks if isinstance(model_config, MemoryConfig) else {}
     reads_generic = any(layout.blocks.without_ids == "generic" for layout in banks.values())
-    with Run(arguments) as run, bars_on_terminals():
+    with contextlib.ExitStack() as opened, bars_on_terminals():
+        run = Run(arguments, opened)
         with arguments.main_process_first(desc="reading the chats"):
             examples, last_token = chat_examples(arguments, tokenizer, model_config.vocab_size)
             held_out = {
@@ -114,6 +116,7 @@ def prepare(arguments: SftArguments) -> Run:
             )
         if arguments.process_index == 0:
             print(*lines, sep="\n")
+        opened.pop_all()
     return run
 
 
