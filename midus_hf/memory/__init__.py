@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 
 from midus_hf.memory.kept_values import kept_values
-from midus_hf.memory.quantised.quantise import quantise_tables
+from midus_hf.memory.quantise import quantise_tables
 from midus_hf.memory.registry import MEMORY_MODULES, MemoryModule, build_memory, register_memory
 
 for _module in pkgutil.iter_modules(__path__):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import nn
@@ -23,7 +24,6 @@ from midus_hf.memory.routing.pooling import (
 from midus_hf.memory.routing.report import RouterReport, balance_loss, z_loss
 from midus_hf.memory.routing.stretches import Numbers
 from midus_hf.memory.routing.token_places import TokenPlaces
-from midus_hf.memory.tables import LentTables
 from midus_hf.ops.chapters.op import chapter_attention
 from midus_hf.ops.chapters.quantisation import dequantise_rows
 from midus_hf.ops.chapters.rows import chapter_rows
@@ -44,7 +44,7 @@ class Chapters(MemoryModule):
     """
 
     forward_arguments: tuple[str, ...] = ("prompt_mask",)
-    context = ("tokens", "state", "report")
+    context: tuple[Literal["tokens", "state", "report"], ...] = ("tokens", "state", "report")
 
     options: ChaptersOptions
     #: Whether the gradient of the bank is a sparse tensor of the rows that were read; training may set it.
@@ -64,9 +64,9 @@ class Chapters(MemoryModule):
         if options.routing != "prompt":
             self.forward_arguments = ()
         self.num_chapters, self.num_shared = options.chapters, options.shared_chapters
-        self.keeps_state = options.routing in ("chunk", "prompt", "sequence")
+        if options.routing == "token":
+            self.context = ("tokens", "report")
         self.can_forget = options.routing == "prompt"
-        self.reads_ahead = options.reads_ahead
         self.bank_names = tuple(options.bank(sizes))
         self.sparse_gradient = False
 
@@ -209,7 +209,7 @@ class Chapters(MemoryModule):
                 keys, values = kept.unflatten(-1, shape).unbind()
                 return keys, values, chapters
         read, chapters = self._read_chapters(chapters)
-        gives_rows = self._gives_rows(tables, bank, read)
+        gives_rows = self._gives_rows(bank, read)
         keys, values = self._projected(_memory_rows(self.options, bank, read, like.dtype, gives_rows))
         return keys.unflatten(-1, shape), values.unflatten(-1, shape), chapters
 
@@ -228,26 +228,11 @@ class Chapters(MemoryModule):
             return (torch.arange(every, device=chapters.device) if self.sparse_gradient else None), chapters
         return torch.unique(chapters, return_inverse=True)
 
-    def _gives_rows(
-        self, tables: Mapping[str, torch.Tensor], bank: dict[str, torch.Tensor], read: torch.Tensor | None
-    ) -> bool:
-        """Return whether the gradient of the bank shall hold only the rows that are read; may replace `bank["bank"]`.
-
-        The gradient holds only these rows if training asks for sparse gradients, or if several layers read few rows of one bank. In
-        the second case, only the sum of the layers' gradients is made dense, not the gradient of each layer.
-        """
-        table = bank.get("bank")
-        if table is None or read is None or not (torch.is_grad_enabled() and table.requires_grad):
+    def _gives_rows(self, bank: Mapping[str, torch.Tensor], read: torch.Tensor | None) -> bool:
+        """Return whether the gradient of the bank shall be a sparse tensor of the rows that are read."""
+        if read is None or not self.sparse_gradient or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return False
-        if torch.compiler.is_compiling():
-            return False
-        if self.sparse_gradient and table.is_leaf:
-            return True
-        is_few = 2 * len(read) < self.options.chapters
-        if isinstance(tables, LentTables) and "bank" in tables and is_few:
-            bank["bank"] = tables.with_one_gradient("bank")
-            return True
-        return False
+        return "bank" in bank and bank["bank"].requires_grad and bank["bank"].is_leaf
 
     def _bank(self, tables: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tables[name] if name in tables else getattr(self, name) for name in self.bank_names}

@@ -15,11 +15,11 @@ class FetchedLevel:
 
     Args:
         tensors: Each tensor of the blocks by name, `[U, ...]`, for U blocks.
-        blocks: `[B]`, int64, the block of each row, from 0 to U - 1; None if row b has block b.
+        blocks: `[B]`, int64, the block of each row, from 0 to U - 1.
     """
 
     tensors: Mapping[str, torch.Tensor]
-    blocks: torch.Tensor | None
+    blocks: torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,4 @@ def _rows_of(fetched: FetchedLayer, name: str) -> Iterator[torch.Tensor]:
     """Yield, for each level, a tensor of the block of each row, `[B, r, K, d]`."""
     for level in fetched.levels:
         tensor = level.tensors[name]
-        if level.blocks is None:
-            yield tensor
-        else:
-            yield tensor.expand(len(level.blocks), *tensor.shape[1:]) if len(tensor) == 1 else tensor[level.blocks]
+        yield tensor.expand(len(level.blocks), *tensor.shape[1:]) if len(tensor) == 1 else tensor[level.blocks]

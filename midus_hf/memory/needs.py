@@ -19,6 +19,9 @@ Part = TypeVar("Part")
 class NeededPart:
     """A part that a model has only if one of its memories needs the part."""
 
+    #: Name under which the part is registered.
+    key: ClassVar[str]
+
     @staticmethod
     def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
         """Return whether a memory needs the part.
@@ -45,6 +48,11 @@ class Service(NeededPart):
 
     def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         pass
+
+    @classmethod
+    def is_needed(cls, entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
+        """Return whether the memory names the service in its `context`."""
+        return cls.key in memory.context
 
     @staticmethod
     def layers(model: Any, memories: Memories) -> dict[int, tuple[Any, ...]]:
@@ -162,9 +170,10 @@ def register_site(name: str) -> Callable[[type[Part]], type[Part]]:
     return _entering(SITES, name)
 
 
-def _entering(table: dict[str, Any], name: str) -> Callable[[type[Part]], type[Part]]:
-    def decorate(cls: type[Part]) -> type[Part]:
-        table[name] = cls
+def _entering(table: dict[str, Any], key: str) -> Callable[[type[Part]], type[Part]]:
+    def decorate(cls: Any) -> Any:
+        cls.key = key
+        table[key] = cls
         return cls
 
     return decorate

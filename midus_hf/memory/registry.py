@@ -54,9 +54,9 @@ class MemoryModule(DeclaredModule):
     #: takes `input_ids` `[B, T]` always gets them, also in passes of embeddings: these then need `token_ids` beside them.
     forward_arguments: tuple[str, ...] = ()
     #: Keyword arguments that the model makes for the memory. `tokens`: a `TokenPlaces`. `state`: a `MemoryState`, if
-    #: the pass has a cache and the memory `keeps_state`. `report`: a `RouterReport`, if the pass collects reports of
-    #: routers. `fetched`: a `FetchedLayer`, the blocks fetched for the layer; without blocks, the memory is not called.
-    #: Options may leave some out.
+    #: the pass has a cache, of a memory whose result for a token depends on earlier tokens. `report`: a `RouterReport`, if the
+    #: pass collects reports of routers. `fetched`: a `FetchedLayer`, the blocks fetched for the layer; without blocks, the memory
+    #: is not called. Options may leave some out.
     context: tuple[Literal["tokens", "state", "report", "fetched"], ...] = ()
     #: Roles of the projections whose output a memory inside attention or a feed-forward network changes: `query`,
     #: `key`, `value`, `output_projection`, `gate`, `up`, `down`.
@@ -65,12 +65,8 @@ class MemoryModule(DeclaredModule):
     reads_heads: ClassVar[bool] = False
     #: Whether a memory that `reads_heads` also takes queries `[B, H, T, d]` without their rotation, as `unrotated`.
     wants_unrotated: ClassVar[bool] = False
-    #: Whether the result for a token depends on earlier tokens, so that the cache must keep a state of them.
-    keeps_state: bool = False
     #: Whether the state stays right if the last tokens of a sequence are taken back, as in assisted decoding.
     can_forget: bool = True
-    #: Whether the result for a token depends on later tokens, so that a sequence cannot be continued from a cache.
-    reads_ahead: bool = False
     #: Index of the memory's layer among the layers that have the memory, from 0; set by the host.
     index: int = 0
     #: What keeps tensors derived from weights during a generation; set by `build_memory`. Default: None, nothing.

@@ -7,8 +7,8 @@ from torch import nn
 
 from midus_hf.config.memories.retrieval import RetrievalOptions
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.quantised.rows import read_rows
 from midus_hf.memory.registry import MemoryModule
+from midus_hf.memory.tables import read_rows
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 _BATCH_MOMENTUM, _EPS = 0.1, 1e-5

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from midus_hf.memory.declared_module import DeclaredModule
-from midus_hf.ops.chapters.rows import with_one_gradient
+from midus_hf.ops.chapters.quantisation import dequantise_rows
 from midus_hf.ops.gather.parted import parted_gather
 from midus_hf.ops.gather.products import gathered_products
 from midus_hf.ops.gather.weighted import weighted_gather
@@ -45,24 +45,35 @@ class TableReading:
         return gathered_products(vectors, bank, slots, **options)
 
 
-class LentTables(dict[str, torch.Tensor]):
-    """Tables of one forward pass, by name."""
-
-    def __init__(self, tables: dict[str, torch.Tensor]):
-        super().__init__(tables)
-        self._with_one_gradient: dict[str, torch.Tensor] = {}
-
-    def with_one_gradient(self, name: str) -> torch.Tensor:
-        """Return a table to which several layers give sparse gradients. The sum of these gradients is made dense once."""
-        if name not in self._with_one_gradient:
-            self._with_one_gradient[name] = with_one_gradient(self[name])
-        return self._with_one_gradient[name]
-
-
 class MemoryTables(DeclaredModule):
     """Tables that several layers read. The model holds them, so they are saved, counted and sharded once."""
 
     def forward(self) -> dict[str, torch.Tensor]:
         """Return the tables by name; tables are read by this call, so that the hooks of offloading and sharding run first."""
-        tables = {name: self.declared_tensor(name) for name in self.declared}
-        return tables if torch.compiler.is_compiling() else LentTables(tables)
+        return {name: self.declared_tensor(name) for name in self.declared}
+
+
+def read_rows(
+    integers: torch.Tensor, scales: torch.Tensor, bits: int, slots: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a table of dequantised rows, and the row of this table that each slot reads.
+
+    Only rows that slots name are dequantised, so that a pass of few tokens never holds the whole table; or all rows, if slots name
+    more rows than the table has.
+
+    Args:
+        integers: `[N, W]`, int8, or for 4 bits `[N, W / 2]`, uint8.
+        scales: `[N]`, floating point.
+        bits: Bits per integer, 8 or 4.
+        slots: int64, of any shape, `0 <= slot < N`.
+        dtype: Dtype of the rows.
+
+    Returns:
+        Rows `[R, W]`, and slots in the shape of `slots`, which count these rows.
+    """
+    # While a graph is traced, the number of slots may be unknown, and a comparison would fix it.
+    if not torch.compiler.is_compiling() and slots.numel() >= len(integers):
+        return dequantise_rows(integers, scales, bits, dtype), slots
+    named = slots.flatten()
+    places = torch.arange(named.shape[0], device=slots.device).view_as(slots)
+    return dequantise_rows(integers[named], scales[named], bits, dtype), places

@@ -9,11 +9,10 @@ from torch import nn
 
 from midus_hf.config.memories.ultramem import UltraMemOptions
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.quantised.rows import read_rows
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.retrieval import random_directions
 from midus_hf.memory.routing.report import RouterReport
-from midus_hf.memory.tables import TableReading
+from midus_hf.memory.tables import TableReading, read_rows
 from midus_hf.ops.dispatch.precision import without_autocast
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 from midus_hf.ops.product_key.op import product_key_topk

@@ -48,11 +48,11 @@ class DepthHeads(InsideAttention):
         entry = next(entry for entry in memories.attached_to(layer.layer_idx) if entry.options.attends)
         assert isinstance(entry.options, DepthAttentionOptions), "memories that attend have slots"
         self.memory, self.options = entry.name, entry.options
-        index = entry.layers.index(layer.layer_idx)
+        self.layers, self.index = entry.layers, entry.layers.index(layer.layer_idx)
         # Where the key and the value of each slot are carried: of slots that the layer reads, from the oldest to the newest, and of
         # slots that it writes and later layers read, by their source.
-        self.slots = tuple(_carried(entry, slot) for slot in self.options.slots_read(index))
-        own = (Slot(index, source) for source in self.options.sources)
+        self.slots = tuple(_carried(entry, slot) for slot in self.options.slots_read(self.index))
+        own = (Slot(self.index, source) for source in self.options.sources)
         self.writes = {
             slot.source: _carried(entry, slot) for slot in own if self.options.is_read(slot, len(entry.layers))
         }

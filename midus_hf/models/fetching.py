@@ -15,8 +15,7 @@ from midus_hf.banks.level_file import BankError
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout
-from midus_hf.config.memory_entries import Memories, MemoryEntry, memories_of
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.memory_entries import Memories, memories_of
 from midus_hf.memory.fetched import FetchedBatch
 from midus_hf.memory.needs import Service, mixin_for, register_service
 from midus_hf.memory.registry import MemoryModule
@@ -170,11 +169,6 @@ class FetchedBlocks(Service):
 
     def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         model.memory_input_names |= {IDS, BLOCKS}
-
-    @staticmethod
-    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether the memory fetches blocks."""
-        return entry.is_attached and entry.options.fetched(sizes) is not None
 
     def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> Mapping[str, FetchedBatch]:
         """Return the blocks of the texts of the pass, by the name of the memory."""

@@ -6,8 +6,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from midus_hf.config.memory_entries import MemoryEntry
-from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.needs import Service, mixin_for, register_service
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.routing.report import RouterReports
@@ -20,11 +18,6 @@ _FIELDS = ("logits", "start_logits", "end_logits", CACHE, "hidden_states", "atte
 @register_service("report")
 class Reports(Service):
     """Collector of the routers' reports, if the pass was given one."""
-
-    @staticmethod
-    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether the memory reports."""
-        return "report" in memory.context
 
     def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> RouterReports | None:
         """Return the collector of the pass."""

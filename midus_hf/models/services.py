@@ -102,11 +102,6 @@ class Tables(Service):
 class Places(Service):
     """Padding and documents of a pass."""
 
-    @staticmethod
-    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether the memory takes the places of tokens."""
-        return "tokens" in memory.context
-
     def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> TokenPlaces:
         """Return where padding is and documents begin."""
         mask = arguments["attention_mask"]
@@ -157,16 +152,11 @@ class States(Service):
 
     def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         # By name and layer of a memory with a state: whether it takes tokens back.
-        self.stateful = {key: memory.can_forget for key, memory in hosted.items() if memory.keeps_state}
+        self.stateful = {key: memory.can_forget for key, memory in hosted.items() if "state" in memory.context}
         attention = model.config._attn_implementation
         if attention in ("vllm", "sglang"):
             own = "a server that runs Transformers' own attention, such as `transformers serve`"
             refuse_one_row(self.stateful, f"attention {attention!r}", own)
-
-    @staticmethod
-    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether the memory keeps a state."""
-        return memory.keeps_state
 
     def of_pass(
         self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]
@@ -305,7 +295,7 @@ class WholeSequences(Service):
     @staticmethod
     def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
         """Return whether the memory reads later tokens."""
-        return memory.reads_ahead
+        return entry.options.reads_ahead
 
 
 @mixin_for("whole")

@@ -62,9 +62,7 @@ def by_loops(
 
 def places_of(mask: list[list[int]]) -> TokenPlaces:
     """The places of tokens under a mask, as a model finds them."""
-    real = torch.tensor(mask, dtype=torch.bool)
-    is_plain = all(row[0] and row == sorted(row, reverse=True) for row in mask)
-    return TokenPlaces(real, None, is_plain)
+    return TokenPlaces(torch.tensor(mask, dtype=torch.bool))
 
 
 def indices(mask: list[list[int]]) -> list[list[list[int]]]:

@@ -23,15 +23,12 @@ def with_noise(hidden_states: torch.Tensor, mask: list[list[int]]) -> torch.Tens
     return torch.where(torch.tensor(mask, dtype=torch.bool).unsqueeze(-1), hidden_states, noise)
 
 
-@pytest.mark.parametrize("found", [True, False], ids=["found", "unknown"])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("name", MASKS)
-def test_padding_changes_nothing(name, routing, found):
+def test_padding_changes_nothing(name, routing):
     mask = MASKS[name]
     memory, hidden_states = layer(routing=routing), states(len(mask))
     places = places_of(mask)
-    if not found:  # as compiled passes do, which cannot look
-        places = TokenPlaces(places.real, None, is_plain=False)
     output = memory(hidden_states, tokens=places)
     assert_reads(output, by_loops(memory, hidden_states, indices(mask)))
     changed = memory(with_noise(hidden_states, mask), tokens=places)
@@ -46,7 +43,7 @@ def test_a_row_of_several_documents_has_no_prompt():
     with pytest.raises(
         ValueError, match="routing is 'prompt', and a row holds several documents; expected one prompt"
     ):
-        layer(routing="prompt")(states(1, 4), tokens=TokenPlaces(None, starts, is_plain=False))
+        layer(routing="prompt")(states(1, 4), tokens=TokenPlaces(None, starts))
 
 
 @pytest.mark.parametrize("name", [None, "right", "left", "both"])
@@ -87,7 +84,7 @@ def test_neither_the_first_token_of_a_document_nor_the_size_of_states_decides(ro
     memory, hidden_states = layer(routing=routing), states().detach()
     starts = torch.zeros(2, 8, dtype=torch.bool)
     starts[:, 4] = packed
-    places = TokenPlaces(None, starts, is_plain=False) if packed else TokenPlaces()
+    places = TokenPlaces(None, starts) if packed else TokenPlaces()
     logits = memory.route(hidden_states, places).logits
     others = hidden_states.clone()
     others[:, [0, 4] if packed else 0] = 100 * torch.randn(2, 2 if packed else 1, 8, dtype=torch.float64).squeeze(1)
@@ -137,9 +134,8 @@ def test_sums_of_many_half_precision_tokens_stay_exact():
     memory = layer(chunk_size=1024)
     hidden_states = 1 + 0.01 * states(1, 2048).detach()
     logits = memory.route(hidden_states).logits[:, -1]
-    for places in (None, TokenPlaces(None, None, is_plain=False)):
-        half = memory.bfloat16().route(hidden_states.bfloat16(), places).logits[:, -1]
-        torch.testing.assert_close(half.double(), logits, rtol=3e-2, atol=3e-2)
+    half = memory.bfloat16().route(hidden_states.bfloat16()).logits[:, -1]
+    torch.testing.assert_close(half.double(), logits, rtol=3e-2, atol=3e-2)
 
 
 def test_the_mask_and_positions_of_a_pass_say_where_its_tokens_stand():
@@ -151,17 +147,11 @@ def test_the_mask_and_positions_of_a_pass_say_where_its_tokens_stand():
     assert found(None, [[0, 1, 2, 3]]) == TokenPlaces()
     assert found(None, [[7, 8, 9, 10]]) == TokenPlaces()
     packed = found(None, [[0, 1, 0, 1], [0, 1, 2, 3]])
-    assert packed.starts.tolist() == [[False, False, True, False], [False] * 4] and not packed.is_plain
+    assert packed.starts.tolist() == [[False, False, True, False], [False] * 4]
     assert found(None, [[0, 1, 0, 1]], may_hold_documents=False) == TokenPlaces()
     assert found([[1] * 4], [[0, 1, 0, 1]]).starts is None, "with a mask, rows are one document"
-    for mask, is_plain in (
-        ([[1, 1, 0, 0]], True),
-        ([[0, 1, 1, 1]], False),
-        ([[1, 0, 1, 1]], False),
-        ([[0] * 4], False),
-    ):
-        places = found(mask, None)
-        assert places.real.tolist() == [[bool(value) for value in mask[0]]] and places.is_plain == is_plain
+    for mask in ([[1, 1, 0, 0]], [[0, 1, 1, 1]], [[1, 0, 1, 1]], [[0] * 4]):
+        assert found(mask, None).real.tolist() == [[bool(value) for value in mask[0]]]
     assert found([[0, 0, 1, 1, 0, 1]], None, tokens=2).real.tolist() == [[False, True]], "the last of a longer mask"
     assert found([[0, 0, 1, 1]], None, tokens=1).real.tolist() == [[True]]
     assert token_places(torch.ones(1, 1, 4, 4), None, 4, may_hold_documents=True) == TokenPlaces()

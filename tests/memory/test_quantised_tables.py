@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from midus_hf.memory import MemoryModule, kept_values, quantise_tables
 from midus_hf.memory.declared_module import DeclaredModule
-from midus_hf.memory.quantised.rows import read_rows
+from midus_hf.memory.tables import read_rows
 from midus_hf.ops import op_choices
 from midus_hf.ops.chapters.quantisation import dequantise_rows, quantise_rows
 from midus_hf.training.optim.freezing import set_trainable

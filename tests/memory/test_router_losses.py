@@ -145,7 +145,7 @@ def test_documents_count_by_their_tokens(routing):
     starts[0, 3] = starts[1, 7] = True
     documents = [[[0, 1, 2], [3, 4, 5, 6, 7]], [[0, 1, 2, 3, 4, 5, 6], [7]]]
     hidden_states = states()
-    _, loss = told(memory, hidden_states, tokens=TokenPlaces(None, starts, is_plain=False))
+    _, loss = told(memory, hidden_states, tokens=TokenPlaces(None, starts))
     assert loss.item() == pytest.approx(loss_by_loops(memory, by_loops(memory, hidden_states, documents)), rel=1e-6)
 
 

@@ -10,7 +10,7 @@ from memory.chapter_layers import assert_reads, by_loops, indices, layer, places
 
 from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.routing.pooling import ChunkSizes
-from midus_hf.memory.routing.stretches import EqualStretches, PaddedStretches, RowChunks, Stretches
+from midus_hf.memory.routing.stretches import EqualStretches, PaddedStretches, Stretches
 from midus_hf.memory.routing.token_places import TokenPlaces
 from midus_hf.ops.chapters import op as chapter_attention
 
@@ -52,7 +52,7 @@ def packed(rows: list[tuple[int, list[int]]]) -> tuple[TokenPlaces, list[list[li
             starts[row, first] = first > left
             documents[-1].append(list(range(first, first + length)))
             first += length
-    return TokenPlaces(real, starts if starts.any() else None, is_plain=False), documents
+    return TokenPlaces(real, starts if starts.any() else None), documents
 
 
 def reads_as_loops(options: dict, rows: list[tuple[int, list[int]]]) -> None:
@@ -104,17 +104,9 @@ def test_any_steps_are_those_of_one_pass(options, left, cuts):
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 7, 8, 9, 16, 17])
 @pytest.mark.parametrize(("first", "size"), [(1, 1), (1, 4), (2, 4), (3, 4), (4, 4), (8, 8)])
-def test_plain_rows_are_those_of_loops_and_the_general_way_agrees(first, size, tokens, fewest_together):
+def test_plain_rows_are_those_of_loops(first, size, tokens, fewest_together):
     memory, hidden_states = layer(first_chunk=first, chunk_size=size), states(2, tokens)
-    output = memory(hidden_states)
-    assert_reads(output, by_loops(memory, hidden_states))
-    in_general = memory(hidden_states, tokens=TokenPlaces(None, None, is_plain=False))
-    torch.testing.assert_close(in_general, output)
-    state, general_state = (MemoryState("chapters", 0, can_forget=False) for _ in range(2))
-    memory(hidden_states, state=state)
-    memory(hidden_states, tokens=TokenPlaces(None, None, is_plain=False), state=general_state)
-    for name, kept in state.kept.items():
-        torch.testing.assert_close(kept, general_state.kept[name], msg=lambda text, at=name: f"{at}: {text}")
+    assert_reads(memory(hidden_states), by_loops(memory, hidden_states))
 
 
 @settings(deadline=None)
@@ -152,9 +144,9 @@ def test_a_pass_routes_its_stretches_and_not_its_tokens(monkeypatch):
     mask = torch.ones(2, 512, dtype=torch.bool)
     mask[0, :200] = False
     cases = {
-        "plain": (TokenPlaces(), RowChunks, 1 + 2 * 8),
-        "packed": (TokenPlaces(None, documents, is_plain=False), PaddedStretches, 1 + 2 * (2 + 4 + 4)),
-        "left": (TokenPlaces(mask, None, is_plain=False), PaddedStretches, 1 + 2 * 8),
+        "plain": (TokenPlaces(), PaddedStretches, 1 + 2 * 8),
+        "packed": (TokenPlaces(None, documents), PaddedStretches, 1 + 2 * (2 + 4 + 4)),
+        "left": (TokenPlaces(mask, None), PaddedStretches, 1 + 2 * 8),
     }
     for name, (places, kind, number) in cases.items():
         routing = memory.route(hidden_states, places)
@@ -174,7 +166,7 @@ def test_documents_in_a_compiled_graph_read_as_they_do_outside(routing):
     memory, hidden_states = layer(routing=routing, chunk_size=16, first_chunk=4), states(2, 40)
     starts = torch.zeros(2, 40, dtype=torch.bool)
     starts[0, 5] = starts[0, 30] = starts[1, 39] = True
-    places = TokenPlaces(None, starts, is_plain=False)
+    places = TokenPlaces(None, starts)
     torch._dynamo.reset()
     compiled = torch.compile(memory, fullgraph=True, backend="aot_eager")
     gradients = []

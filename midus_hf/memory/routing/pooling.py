@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from midus_hf.memory.routing.stretches import EqualStretches, RowChunks, Stretches, padded
+from midus_hf.memory.routing.stretches import EqualStretches, Stretches, padded
 from midus_hf.memory.routing.token_places import TokenPlaces
 
 _ALL_ARE_PROMPT = (
@@ -198,8 +198,6 @@ def pool_chunks(
     """
     if states.shape[1] == 1:
         return _pool_step(states, places, sizes, kept)
-    if places.is_plain and not kept:
-        return _pool_plain_chunks(states, places.real, sizes, keeps)
     batch, tokens, width = states.shape
     device, compiling = states.device, torch.compiler.is_compiling()
     real = _real(states, places)
@@ -302,51 +300,6 @@ def _pool_step(
     new_before = torch.where((real & sizes.begins(new_count)).unsqueeze(-1), new_before, before)
     new = {"count": new_count, "total": new_total, "before": new_before}
     return Pooled(means, _rows(batch, 1, states.device), real.float(), new)
-
-
-def _pool_plain_chunks(states: torch.Tensor, real: torch.Tensor | None, sizes: ChunkSizes, keeps: bool) -> Pooled:
-    """Do the work of `pool_chunks` for rows that begin in this pass, hold one document and have padding only at the end."""
-    batch, tokens, width = states.shape
-    (first, size), device = sizes, states.device
-    values = states.to(_wide(states))
-    if real is not None:
-        values = values * real.unsqueeze(-1)
-    chunks = -(-tokens // size)
-    later = torch.nn.functional.pad(values[:, size:], (0, 0, 0, max(0, chunks * size - max(tokens, size))))
-    sums = torch.cat(
-        [values[:, 1:size].sum(1, keepdim=True), later.unflatten(1, (chunks - 1, size)).sum(2)], dim=1
-    )  # [B, chunks, D]
-    up_to = torch.cat([sums.new_zeros(batch, 1, width), sums.cumsum(1)], dim=1)  # before each chunk of `size` tokens
-    alone = values[:, :1]
-    of_first = (
-        alone if first == 1 else values[:, 1:first].sum(1, keepdim=True)
-    )  # before the chunk that begins at `first`
-    parts = [of_first / max(1, first - 1)] if first < min(size, tokens) else []
-    starts = torch.arange(1, chunks, device=device) * size
-    before_chunks = up_to[:, 1:chunks]
-    if size == 1:
-        before_chunks = torch.cat([alone, before_chunks[:, 1:]], dim=1)[:, : chunks - 1]
-    parts.append(before_chunks / (starts - 1).clamp(min=1).unsqueeze(-1))
-    guided = torch.cat(parts, dim=1)  # [B, U, D]
-    means = torch.cat([guided.new_zeros(1, width), guided.flatten(0, 1)])
-
-    index, each = torch.arange(tokens, device=device), guided.shape[1]
-    left_out = 0 if first < size else 1
-    of_row = torch.arange(batch, device=device).unsqueeze(1) * each + 1 + index // size - left_out
-    of_token = torch.where(index < first, 0, of_row)
-    is_real = torch.ones(batch, tokens, device=device) if real is None else real.float()
-    counts = torch.zeros(len(means), device=device).index_add(0, of_token.flatten(), is_real.flatten())
-    pooled = Pooled(means, RowChunks(of_token, first, size), counts, {})
-    if not keeps:
-        return pooled
-    count = is_real.sum(1).long()
-    begun = (count // size).clamp(max=chunks)
-    before = up_to[torch.arange(batch, device=device), begun]
-    if size == 1:
-        before = torch.where((count == 1).unsqueeze(-1), alone.squeeze(1), before)
-    in_first = torch.where((count >= first).unsqueeze(-1), of_first.squeeze(1), 0)
-    before = torch.where((count < size).unsqueeze(-1), in_first, before)
-    return pooled._replace(kept={"count": count, "total": up_to[:, -1], "before": before})
 
 
 def _row_means(

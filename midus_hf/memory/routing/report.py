@@ -1,20 +1,6 @@
 """Losses of a router of chapters, and reports of a model's routers, with their losses, on one forward pass."""
 
-from typing import NamedTuple
-
 import torch
-
-
-class Routed(NamedTuple):
-    """Report of one router.
-
-    Args:
-        logits: `[S, C]`, float32 at least, for each stretch of tokens that was routed as one.
-        loss: A scalar that the router adds to the loss of the model.
-    """
-
-    logits: torch.Tensor
-    loss: torch.Tensor
 
 
 class RouterReports:
@@ -26,25 +12,26 @@ class RouterReports:
 
     def __init__(self, needs_gradient: bool = False):
         self.needs_gradient = needs_gradient
-        self._of_layer: dict[tuple[int, str], Routed] = {}
+        # Logits and losses by layer and memory.
+        self._routed: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, name: str, layer: int) -> "RouterReport":
         """Return the report to which a memory in a layer writes, by the memory's name and the layer's index."""
         return RouterReport(self, name, layer)
 
-    def tell(self, name: str, layer: int, routed: Routed) -> None:
-        """Store the report of one router."""
-        self._of_layer[layer, name] = routed
+    def tell(self, name: str, layer: int, logits: torch.Tensor, loss: torch.Tensor) -> None:
+        """Store the logits `[S, C]` of one router, and its loss, a scalar."""
+        self._routed[layer, name] = (logits, loss)
 
     def logits(self) -> tuple[torch.Tensor, ...]:
         """Return the logits of all routers, ordered by layer."""
-        return tuple(routed.logits for _, routed in sorted(self._of_layer.items(), key=lambda item: item[0]))
+        return tuple(self._routed[place][0] for place in sorted(self._routed))
 
     def loss(self) -> torch.Tensor | None:
         """Return the sum over memories of the mean loss of each memory's layers; None if no router reported."""
         losses: dict[str, list[torch.Tensor]] = {}
-        for (_, name), routed in sorted(self._of_layer.items(), key=lambda item: item[0]):
-            losses.setdefault(name, []).append(routed.loss)
+        for layer, name in sorted(self._routed):
+            losses.setdefault(name, []).append(self._routed[layer, name][1])
         means = [
             torch.stack([loss.to(of_memory[0].device) for loss in of_memory]).mean() for of_memory in losses.values()
         ]
@@ -74,7 +61,7 @@ class RouterReport:
                 f"the router of memory {self._name!r} in layer {self._layer} runs without gradients in a pass that trains, as under "
                 "reentrant activation checkpointing; expected gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
-        self._reports.tell(self._name, self._layer, Routed(logits, loss))
+        self._reports.tell(self._name, self._layer, logits, loss)
 
 
 def balance_loss(

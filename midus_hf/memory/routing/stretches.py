@@ -47,39 +47,6 @@ class EqualStretches(Stretches):
 
 
 @dataclasses.dataclass(frozen=True)
-class RowChunks(Stretches):
-    """Chunks of rows that begin in this pass. Stretch 0 is the beginning of all rows; the chunks of one row after another follow.
-
-    Args:
-        first: Number of tokens in the beginning of a row.
-        size: Number of tokens per chunk. A row's chunk 0 holds the tokens from `first` to `size`; it is absent if `first` is `size`.
-    """
-
-    first: int
-    size: int
-
-    def read(self, tokens: torch.Tensor, read: Read) -> torch.Tensor:
-        batch, num_tokens, *width = tokens.shape
-        beginning = tokens[:, : self.first]
-        left_out = 0 if self.first < self.size else self.size
-        of_chunks = tokens[:, left_out:] if num_tokens > self.first else tokens[:, :0]
-        length = min(self.size, max(of_chunks.shape[1], beginning.shape[1]))
-        chunks = -(-of_chunks.shape[1] // length)
-        # Tokens of the beginning are read a second time, with the first chunk, so that all chunks have equal length.
-        behind = _filled(of_chunks, 1, chunks * length).reshape(batch * chunks, length, *width)
-        copies = -(-batch * beginning.shape[1] // length)  # number of rows that the tokens of stretch 0 fill
-        of_all_rows = _filled(beginning.flatten(0, 1), 0, copies * length).reshape(copies, length, *width)
-        numbers = torch.arange(1 - copies, 1 + batch * chunks, device=tokens.device).clamp(min=0)
-        output = read(torch.cat([of_all_rows, behind]), numbers)
-        of_beginning = output[:copies].flatten(0, 1)[: batch * beginning.shape[1]]
-        parts = [of_beginning.unflatten(0, beginning.shape[:2])]
-        if chunks:
-            by_row = output[copies:].unflatten(0, (batch, chunks)).flatten(1, 2)
-            parts.append(by_row[:, self.first - left_out : num_tokens - left_out])
-        return torch.cat(parts, dim=1)
-
-
-@dataclasses.dataclass(frozen=True)
 class PaddedStretches(Stretches):
     """Stretches of different lengths, which are filled up to equal length.
 
@@ -139,9 +106,3 @@ def padded(
         places = torch.where(alike.flatten(), alike.flatten().cumsum(0) - 1, places)
     places = torch.where(flat >= 0, places, len(numbers) * room)
     return PaddedStretches(of_token.clamp(min=0), numbers, room, places)
-
-
-def _filled(tokens: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Append zeros to tokens along a dimension, up to `length`."""
-    missing = length - tokens.shape[dim]
-    return torch.nn.functional.pad(tokens, (*(0, 0) * (tokens.dim() - dim - 1), 0, missing)) if missing else tokens

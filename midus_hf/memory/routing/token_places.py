@@ -12,20 +12,15 @@ class TokenPlaces:
     Args:
         real: `[B, T]`, bool, false for padding. Default: no token is padding.
         starts: `[B, T]`, bool, true if a document begins here behind another document of the row. Default: every row is one document.
-        is_plain: Whether every row begins with its only document, with padding only at the end. Default: true.
     """
 
     real: torch.Tensor | None = None
     starts: torch.Tensor | None = None
-    is_plain: bool = True
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "TokenPlaces":
         """Return the padding and documents on another device."""
-        real, starts = (
-            None if tensor is None else tensor.to(device, non_blocking=non_blocking)
-            for tensor in (self.real, self.starts)
-        )
-        return dataclasses.replace(self, real=real, starts=starts)
+        both = (self.real, self.starts)
+        return TokenPlaces(*(None if each is None else each.to(device, non_blocking=non_blocking) for each in both))
 
 
 def token_places(
@@ -61,12 +56,7 @@ def token_places(
         return TokenPlaces()
     if real is not None and starts is not None:
         starts = starts & real & real.roll(1, dims=1)  # the first token behind padding begins the row
-    if (
-        torch.compiler.is_compiling() or num_tokens == 1
-    ):  # a graph cannot branch on what tensors hold; a decoding step need not wait
-        return TokenPlaces(real, starts, is_plain=False)
-    if starts is not None and starts.any():
-        return TokenPlaces(real, starts, is_plain=False)
-    if real is None or real.all():
-        return TokenPlaces()
-    return TokenPlaces(real, None, is_plain=not bool((real[:, 1:] & ~real[:, :-1]).any() | ~real[:, 0].all()))
+    if torch.compiler.is_compiling() or num_tokens == 1:
+        return TokenPlaces(real, starts)  # a graph cannot branch on what tensors hold; a decoding step need not wait
+    holds_documents, is_padded = starts is not None and bool(starts.any()), real is not None and not bool(real.all())
+    return TokenPlaces(real if is_padded else None, starts if holds_documents else None)

@@ -61,8 +61,3 @@ def chapter_rows(bank: torch.Tensor, chapters: torch.Tensor, chapter_tokens: int
         `[C', M, W]`.
     """
     return bank.unflatten(0, (-1, chapter_tokens))[chapters]
-
-
-def with_one_gradient(bank: torch.Tensor) -> torch.Tensor:
-    """Return a bank for several readers, whose gradients are dense."""
-    return bank
