@@ -237,11 +237,11 @@ def specialisation(launch: Launch) -> tuple[dict, dict, dict]:
     return signature, constants, attributes
 
 
-def launches(of_cases: Container[str]) -> list[Launch]:
+def launches(wanted: Container[str]) -> list[Launch]:
     """Return every launch of some cases; launches that compile to the same code come once."""
     by_code: dict[tuple, Launch] = {}
     for case, ask in cases():
-        if case not in of_cases:
+        if case not in wanted:
             continue
         with caught_launches() as caught:
             ask()

@@ -32,14 +32,14 @@ def main() -> None:
     run(BIN / "upscale", "--config", CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled)
     steps = [f"max_steps={arguments.steps}"] if arguments.steps else []
     recipe = CONFIGS / "sft" / "demo.yaml"
-    of_run = [f"model_name_or_path={upscaled}", f"output_dir={tuned}", f"dataset_name={data.train}"]
-    run(BIN / "midus", "sft", recipe, *of_run, *steps)
+    words = [f"model_name_or_path={upscaled}", f"output_dir={tuned}", f"dataset_name={data.train}"]
+    run(BIN / "midus", "sft", recipe, *words, *steps)
     lines = data.held_out.read_text(encoding="utf-8").splitlines()[: arguments.questions]
     questions = [json.loads(line)["messages"][0]["content"] for line in lines]
-    said = {name: answers(folder, questions) for name, folder in (("before", upscaled), ("after", tuned))}
+    replies = {name: answers(folder, questions) for name, folder in (("before", upscaled), ("after", tuned))}
     for number, question in enumerate(questions):
         print(f"\n> {question}")
-        for name, texts in said.items():
+        for name, texts in replies.items():
             print(f"\n[{name}] {texts[number]}")
 
 
@@ -52,18 +52,18 @@ def answers(model_name: Path, questions: list[str]) -> list[str]:
 
     tokenizer = AutoTokenizer.from_pretrained(model_name)
     model = AutoModelForCausalLM.from_pretrained(model_name).eval()
-    said = []
+    replies = []
     for question in questions:
-        asked = [{"role": "user", "content": question}]
+        messages = [{"role": "user", "content": question}]
         inputs = tokenizer.apply_chat_template(
-            asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         with torch.no_grad():
             tokens = model.generate(
                 **inputs, max_new_tokens=_NEW_TOKENS, do_sample=False, temperature=None, top_p=None
             )
-        said.append(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-    return said
+        replies.append(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return replies
 
 
 if __name__ == "__main__":

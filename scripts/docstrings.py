@@ -148,8 +148,8 @@ def _argument_findings(docstring: str) -> Iterator[str]:
         description = entry.group(2).split()
         opening = re.match(r"[\w-]*", entry.group(2)).group()
         if len(description) < LEAST_WORDS or opening in {"Of", "As", "That", "Which", "By", "From", "Its", "Those"}:
-            said = " ".join(description)
-            yield f"argument {entry.group(1)}: '{said}'; say shape, unit, default and meaning, or leave the line out"
+            text = " ".join(description)
+            yield f"argument {entry.group(1)}: '{text}'; say shape, unit, default and meaning, or leave the line out"
 
 
 def _bound_name(node: ast.AST) -> str | None:

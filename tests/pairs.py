@@ -116,7 +116,7 @@ def in_pairs(*axes: Iterable[Any]) -> list[Any]:
 
 
 def _pairs(values: tuple[Any, ...]) -> Iterable[Hashable]:
-    return itertools.combinations([(place, str(value)) for place, value in enumerate(values)], 2)
+    return itertools.combinations([(index, str(value)) for index, value in enumerate(values)], 2)
 
 
 def _of_the_product(value: Any) -> Any:
@@ -137,8 +137,10 @@ def wanted_by_tests(request: Any, *names: str) -> list[tuple[Any, ...]]:
         for item in request.session.items
         if item.path == request.path and request.fixturename in item.fixturenames
     ]
-    given = [item.callspec.params for item in users if hasattr(item, "callspec")]
-    return list(dict.fromkeys(tuple(params[name] for name in names) for params in given if {*names} <= params.keys()))
+    arguments = [item.callspec.params for item in users if hasattr(item, "callspec")]
+    return list(
+        dict.fromkeys(tuple(params[name] for name in names) for params in arguments if {*names} <= params.keys())
+    )
 
 
 def _axes(item: Any) -> tuple[Hashable, Hashable, Hashable] | None:

@@ -59,15 +59,15 @@ def make(tmp_path):
 
 
 def test_the_oldest_versions_run_where_the_newest_fail_and_the_end_names_what_failed(make):
-    status, told, ran = make("test", failing="newest/bin/python")
+    status, report, ran = make("test", failing="newest/bin/python")
     assert status != 0
     assert [Path(line.split()[1]).parts[-3] for line in ran] == ["newest", "oldest"]
-    assert told[-2:] == ["Failed: test-newest", "test-newest:tests/test_a.py::test_b[1]"]
+    assert report[-2:] == ["Failed: test-newest", "test-newest:tests/test_a.py::test_b[1]"]
 
 
 def test_where_nothing_fails_nothing_is_named(make):
-    status, told, ran = make("test")
-    assert status == 0 and len(ran) == 2 and not any("Failed" in line for line in told)
+    status, report, ran = make("test")
+    assert status == 0 and len(ran) == 2 and not any("Failed" in line for line in report)
 
 
 @pytest.mark.parametrize(
@@ -80,22 +80,22 @@ def test_where_nothing_fails_nothing_is_named(make):
     ],
 )
 def test_a_lot_can_be_chosen(lot, setting, make):
-    status, told, (ran,) = make("test-lot", f"LOT={lot}")
+    status, report, (ran,) = make("test-lot", f"LOT={lot}")
     assert status == 0 and setting in ran
-    assert f"The lot fell on {lot}; the same again: make test-lot LOT={lot}" in told
+    assert f"The lot fell on {lot}; the same again: make test-lot LOT={lot}" in report
 
 
 def test_all_combinations_end_with_a_lot_that_is_told(make):
-    status, told, ran = make("test-all", failing="oldest/bin/python")
+    status, report, ran = make("test-all", failing="oldest/bin/python")
     assert status != 0 and len(ran) == 3 and "--product" in ran[0]
-    assert sum(line.startswith("The lot fell on ") for line in told) == 1
-    assert told[-2:] == ["Failed: test-oldest-pairs", "test-oldest-pairs:tests/test_a.py::test_b[1]"]
+    assert sum(line.startswith("The lot fell on ") for line in report) == 1
+    assert report[-2:] == ["Failed: test-oldest-pairs", "test-oldest-pairs:tests/test_a.py::test_b[1]"]
 
 
 def test_an_unknown_lot_is_refused(make):
-    status, told, ran = make("test-lot", "LOT=avx3")
+    status, report, ran = make("test-lot", "LOT=avx3")
     assert status != 0 and not ran
-    assert "LOT is 'avx3'; expected avx2, sse41, two-threads or seed-NUMBER." in told
+    assert "LOT is 'avx3'; expected avx2, sse41, two-threads or seed-NUMBER." in report
 
 
 def test_a_newer_release_runs_what_depends_on_it_and_fails_by_name(make, tmp_path):
@@ -116,8 +116,8 @@ def test_a_newer_release_runs_what_depends_on_it_and_fails_by_name(make, tmp_pat
     ],
 )
 def test_where_no_newer_release_is_to_be_had_one_line_says_so(newest, line, make):
-    status, told, ran = make("test-newest-release", newest=newest)
-    assert status == 0 and told == [line] and not ran
+    status, report, ran = make("test-newest-release", newest=newest)
+    assert status == 0 and report == [line] and not ran
 
 
 def test_what_fails_with_a_newer_release_is_a_warning_of_the_checks():

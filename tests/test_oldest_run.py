@@ -32,5 +32,5 @@ def test_tests_of_the_oldest_versions_import_no_extra():
                 names = [node.module] if isinstance(node, ast.ImportFrom) else []
                 names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 for name in names:
-                    found = {name_of(owner) for owner in distributions.get(name.split(".")[0], [])}
-                    assert not found & absent, f"{file.relative_to(ROOT)} imports {name}"
+                    result = {name_of(owner) for owner in distributions.get(name.split(".")[0], [])}
+                    assert not result & absent, f"{file.relative_to(ROOT)} imports {name}"

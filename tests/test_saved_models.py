@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 def test_nothing_else_loads_them():
     loads = ("AutoModelForCausalLM.from_pretrained", "AutoTokenizer.from_pretrained")
     files = (ROOT / "midus_hf").rglob("*.py")
-    found = {file.name for file in files if any(load in file.read_text(encoding="utf-8") for load in loads)}
-    assert found == {"saved_models.py"}
+    result = {file.name for file in files if any(load in file.read_text(encoding="utf-8") for load in loads)}
+    assert result == {"saved_models.py"}
 
 
 def test_what_the_weights_lack_is_named_in_order(tmp_path):

@@ -19,7 +19,7 @@ def new_description(layout: BankLayout, seed: int) -> dict[str, Any]:
 
 
 def check_same_tree(
-    own: str | None, other: str | None, whose: str, remedy: str, lineage: Collection[str] = ()
+    own: str | None, other: str | None, owner: str, remedy: str, lineage: Collection[str] = ()
 ) -> str | None:
     """Check that a bank is used with the tree that trained the bank, and return the tree's fingerprint; None if unknown.
 
@@ -28,7 +28,7 @@ def check_same_tree(
     Args:
         own: Fingerprint of the tree whose paths trained the bank; None if unknown.
         other: Fingerprint of the tree that is to be used with the bank; None if unknown.
-        whose: Owner of the other tree, as the error message names it.
+        owner: Owner of the other tree, as the error message names it.
         remedy: Last sentence of the error message.
         lineage: Fingerprints of the trees that either tree was grown from. Default: none.
 
@@ -37,7 +37,7 @@ def check_same_tree(
     """
     if None not in (own, other) and own != other and not {own, other} & set(lineage):
         raise ValueError(
-            f"{whose} is of the tree with the fingerprint {str(other)[:16]}..., and the model's bank was trained with "
+            f"{owner} is of the tree with the fingerprint {str(other)[:16]}..., and the model's bank was trained with "
             f"{str(own)[:16]}...; expected one tree, since a node has another topic in another tree. {remedy}"
         )
     return own if other is None else other

@@ -140,10 +140,10 @@ def _refuse_empty(line_words: Sequence[str]) -> None:
         name, equals, value = word.partition("=")
         if word and not (word.startswith("--") and equals and not value):
             continue
-        what = name if word else before if before.startswith("-") else "an argument"
+        subject = name if word else before if before.startswith("-") else "an argument"
         raise Ending(
             WRONG_REQUEST,
-            f"{what} is ''; expected a value. Fill it in (a shell gives nothing for a variable that is not set), or leave it out.",
+            f"{subject} is ''; expected a value. Fill it in (a shell gives nothing for a variable that is not set), or leave it out.",
         )
 
 

@@ -135,8 +135,8 @@ def _last_words(run: Run, comparison: Comparison, status: int) -> str:
     """Return the last line of a run's log, with its exit status."""
     log = log_file(run.folder(comparison))
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    said = [line.strip() for line in lines if line.strip()]
-    return f"{said[-1] if said else 'it said nothing'} (status {status}; see {log})"
+    printed = [line.strip() for line in lines if line.strip()]
+    return f"{printed[-1] if printed else 'it said nothing'} (status {status}; see {log})"
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ _EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 def read_options(
     options_class: type[Options],
     values: Mapping[str, Any],
-    what: str,
+    subject: str,
     *,
     prefix: str = "",
     how_to_set: str = "set it",
@@ -44,7 +44,7 @@ def read_options(
     Args:
         options_class: The dataclass. Its `__post_init__` may raise ValueError for values out of range.
         values: Values by key, as a YAML or JSON parser returns them.
-        what: Owner of the options, for messages.
+        subject: Owner of the options, for messages.
         prefix: Text in front of each key in messages. Default: empty.
         how_to_set: Advice on a required option that is missing, for messages; `{key}` is filled in. Default: `"set it"`.
 
@@ -60,11 +60,11 @@ def read_options(
     for key in values:
         if key not in fields:
             known = near_matches(str(key), [*fields, *(["preset"] if presets else [])]) if fields else "It has none."
-            raise ValueError(f"{what} has no option {prefix + str(key)!r}. {known}")
+            raise ValueError(f"{subject} has no option {prefix + str(key)!r}. {known}")
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in values:
-            raise ValueError(f"{what} has no {prefix + name!r}; {how_to_set.format(key=prefix + name)}.")
+            raise ValueError(f"{subject} has no {prefix + name!r}; {how_to_set.format(key=prefix + name)}.")
     hints = typing.get_type_hints(options_class)
 
     def read(hint: Any, value: Any, key: str) -> Any:
@@ -74,7 +74,7 @@ def read_options(
                 first = next(iter(dataclasses.fields(alternative))).name
                 inner = value if isinstance(value, Mapping) else {first: value}
                 read_class = typing.cast(type, alternative)
-                return read_options(read_class, inner, what, prefix=f"{key}.", how_to_set=how_to_set)
+                return read_options(read_class, inner, subject, prefix=f"{key}.", how_to_set=how_to_set)
             if typing.get_origin(alternative) is list:
                 (item_hint,) = typing.get_args(alternative)
                 items = _numbers_of(value) if item_hint in (int, float) else None

@@ -160,11 +160,11 @@ class SequenceHeads:
             )
         heads, kv_heads = self.query.shape[1], self.key.shape[1]
         kv_head = head // (heads // kv_heads)
-        of_all = self.mask is None or self.mask.shape[1] == 1
+        has_one_mask = self.mask is None or self.mask.shape[1] == 1
         weights = sequence_weights(
             self.query[:, head : head + 1],
             self.key[:, kv_head : kv_head + 1],
-            self.mask if of_all else self.mask[:, head : head + 1],
+            self.mask if has_one_mask else self.mask[:, head : head + 1],
             self._is_causal,
             self.scaling,
             self.softcap,

@@ -120,28 +120,28 @@ def draw_generic(seed: int, first: int, count: int, share: float) -> torch.Tenso
     return torch.tensor(drawn, dtype=torch.bool)
 
 
-def use_tree(model: Any, tree: str | None, of_corpus: str | None) -> None:
+def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
     """Check that the banks of a model belong to the tree of a run, and let banks that train be saved with the tree.
 
     Args:
         tree: Folder of the tree that the arguments name.
-        of_corpus: Fingerprint of the tree that the texts name.
+        corpus_tree: Fingerprint of the tree that the texts name.
 
     Raises:
         ValueError: If the two are different trees, the tree cannot be read or has another shape than a bank, or a bank was
             trained with another tree.
     """
-    if tree is None and of_corpus is None:
+    if tree is None and corpus_tree is None:
         return
-    fingerprint, folder, shape = of_corpus, None, None
+    fingerprint, folder, shape = corpus_tree, None, None
     if tree is not None:
         from midus_hf.topics.tree import ClusterTree
         from midus_hf.topics.tree_files import folder_of_tree
 
         loaded = ClusterTree.load(tree)
-        if of_corpus not in (None, loaded.fingerprint):
+        if corpus_tree not in (None, loaded.fingerprint):
             raise ValueError(
-                f"corpus belongs to the tree with the fingerprint {of_corpus[:16]}..., and tree {tree!r} has "
+                f"corpus belongs to the tree with the fingerprint {corpus_tree[:16]}..., and tree {tree!r} has "
                 f"{loaded.fingerprint[:16]}...; expected one tree. Assign all texts by the same tree."
             )
         fingerprint, shape = loaded.fingerprint, (loaded.levels, loaded.branching)

@@ -57,10 +57,10 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike) -> None:
     tensors = dict(saved_tensors(model))
     with safe_open(path, "pt") as file:
         saved = set(file.keys())
-        for names, what in ((tensors.keys() - saved, "lacks"), (saved - tensors.keys(), "also has")):
+        for names, relation in ((tensors.keys() - saved, "lacks"), (saved - tensors.keys(), "also has")):
             if names:
                 raise ValueError(
-                    f"{path} {what} {min(names)}, so other tensors trained in its run than in this model; resume with the same "
+                    f"{path} {relation} {min(names)}, so other tensors trained in its run than in this model; resume with the same "
                     "model and the same keys."
                 )
         with torch.no_grad():

@@ -28,8 +28,8 @@ def test_rows_come_back_and_others_were_never_written(dtype, tmp_path):
     level = MappedLevel(tmp_path / "file", ROWS, NUMEL)
     assert level.rows(WRITTEN) == [0, 3, 6] and level.rows(UNWRITTEN) == [1, 2, 4, 5]
     for row in range(ROWS):
-        found = level.row(row)
-        assert torch.equal(found, record(row, dtype=dtype)) if row in (0, 3, 6) else found is None
+        result = level.row(row)
+        assert torch.equal(result, record(row, dtype=dtype)) if row in (0, 3, 6) else result is None
 
 
 def test_it_is_a_safetensors_file(path):

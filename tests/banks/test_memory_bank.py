@@ -47,12 +47,12 @@ def test_blocks_start_as_appendix_i_says(options, dtype, tmp_path, opened):
     for level, index in ((1, 0), (1, -1), (2, 8)):  # -1 is the generic memory's
         record = bank.block(level, index)
         assert record.dtype == dtype and record.shape == (layout.record_numel(level),)
-        for place in layout.records[level]:
-            part = record[place.start : place.start + math.prod(place.tensor.shape)].float()
-            if place.name.endswith(("_up", "values")) or place.name == "down":
-                assert not part.any(), place
-            elif place.name.endswith("_down"):
-                bound = place.tensor.shape[1] ** -0.5  # sqrt(6 / ((1 + 5) * fan_in))
+        for position in layout.records[level]:
+            part = record[position.start : position.start + math.prod(position.tensor.shape)].float()
+            if position.name.endswith(("_up", "values")) or position.name == "down":
+                assert not part.any(), position
+            elif position.name.endswith("_down"):
+                bound = position.tensor.shape[1] ** -0.5  # sqrt(6 / ((1 + 5) * fan_in))
                 assert 0.9 * bound < part.abs().max() <= 1.005 * bound
                 assert part.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.15)
             else:
@@ -94,9 +94,9 @@ def test_each_row_gets_the_block_of_its_node_of_each_level(bank):
     for layer in LAYERS:
         levels = fetched.of(layer).levels
         assert len(levels) == 2
-        for level, found in zip((1, 3), levels, strict=True):
+        for level, actual in zip((1, 3), levels, strict=True):
             size = {1: 3, 3: 2}[level]
-            assert {name: tensor.shape[1:] for name, tensor in found.tensors.items()} == {
+            assert {name: tensor.shape[1:] for name, tensor in actual.tensors.items()} == {
                 "gate": (size, 8),
                 "up": (size, 8),
                 "down": (8, size),
@@ -105,10 +105,10 @@ def test_each_row_gets_the_block_of_its_node_of_each_level(bank):
             for row, node in enumerate(nodes):
                 start = 3 * size * 8 * LAYERS.index(layer)
                 parts = bank.block(level, node)[start : start + 3 * size * 8].split(size * 8)
-                for (name, tensor), part in zip(found.tensors.items(), parts, strict=True):
+                for (name, tensor), part in zip(actual.tensors.items(), parts, strict=True):
                     expected = part.view(tensor.shape[1:])
-                    assert torch.equal(tensor[found.blocks[row]], expected), name
-    assert all(len(found) == len(set(ids[:, level - 1].tolist())) for level, found in fetched.records.items())
+                    assert torch.equal(tensor[actual.blocks[row]], expected), name
+    assert all(len(actual) == len(set(ids[:, level - 1].tolist())) for level, actual in fetched.records.items())
 
 
 def test_rows_of_one_path_share_one_block(bank):

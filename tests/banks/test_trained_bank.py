@@ -39,10 +39,10 @@ def test_blocks_train_as_adamw_trains_them_in_the_steps_that_fetch_them(changes,
     settings, bank = {**SETTINGS, **changes}, bank_in(folder)
     start = blocks_of(bank)
     train(bank, settings=settings)
-    found, expected = blocks_of(bank), by_adamw(folder, settings)
+    actual, expected = blocks_of(bank), by_adamw(folder, settings)
     for key in EVERY:
-        assert (found[key] - start[key]).abs().max() > 5e-3
-        torch.testing.assert_close(found[key].double(), expected[key], rtol=2e-5, atol=2e-6)
+        assert (actual[key] - start[key]).abs().max() > 5e-3
+        torch.testing.assert_close(actual[key].double(), expected[key], rtol=2e-5, atol=2e-6)
     assert bank.touched() == EVERY
 
 
@@ -77,8 +77,8 @@ def test_gradients_of_several_passes_add_up_before_a_step(folder):
         for key in FETCHED[step]:
             sums[key] += bank.block(*key).grad
         bank.forget_gradients()
-    for found, key in zip(together, keys, strict=True):
-        torch.testing.assert_close(found, sums[key])
+    for result, key in zip(together, keys, strict=True):
+        torch.testing.assert_close(result, sums[key])
 
 
 def test_a_step_without_gradients_changes_nothing(folder):
@@ -107,7 +107,7 @@ def test_processes_get_the_mean_of_the_gradients_of_all(folder, monkeypatch):
         dist, "all_gather_object", lambda of_all, own: of_all.__setitem__(slice(None), [sorted(g) for g in gradients])
     )
     for bank, own in zip(banks, gradients, strict=True):
-        (other,) = (found for found in gradients if found is not own)
+        (other,) = (result for result in gradients if result is not own)
         calls = iter(keys)
         monkeypatch.setattr(
             dist, "all_reduce", lambda grad, calls=calls, other=other: grad.add_((zeros | other)[next(calls)])
@@ -115,7 +115,7 @@ def test_processes_get_the_mean_of_the_gradients_of_all(folder, monkeypatch):
         bank.average_gradients()
         assert next(calls, None) is None
         for key, leaf in zip(keys, bank.leaves(), strict=True):
-            torch.testing.assert_close(leaf.grad, sum((zeros | found)[key] for found in gradients) / 2)
+            torch.testing.assert_close(leaf.grad, sum((zeros | result)[key] for result in gradients) / 2)
         bank.step(**SETTINGS)
     first, second = (blocks_of(bank, keys) for bank in banks)
     assert all(torch.equal(first[key], second[key]) for key in keys)

@@ -45,8 +45,8 @@ def loss_of(fetched, step):
         for number, level in enumerate(fetched.of(layer).levels):
             for row, block in enumerate(level.blocks.tolist()):
                 for name, tensor in level.tensors.items():
-                    place = torch.arange(tensor[0].numel(), dtype=torch.float32).view(tensor.shape[1:])
-                    weight = (place + 3 * step + 7 * layer + 2 * number + row + len(name)).sin()
+                    numbers = torch.arange(tensor[0].numel(), dtype=torch.float32).view(tensor.shape[1:])
+                    weight = (numbers + 3 * step + 7 * layer + 2 * number + row + len(name)).sin()
                     total = total + (weight * tensor[block]).sum() + 0.2 * (step + 1) * tensor[block].square().sum()
     return total
 

@@ -125,9 +125,14 @@ def server(folder: Path, package_present: bool, *models: str) -> Iterator[str]:
 
 def answer(address: str, model: str) -> str:
     """Ask a server for 8 greedy tokens."""
-    asked = {"model": model, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 8, "temperature": 0}
+    arguments = {
+        "model": model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": 8,
+        "temperature": 0,
+    }
     request = urllib.request.Request(
-        f"{address}/v1/chat/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        f"{address}/v1/chat/completions", json.dumps(arguments).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=MOST_SECONDS) as reply:
         return json.load(reply)["choices"][0]["message"]["content"]
@@ -153,9 +158,9 @@ def test_a_server_of_many_models_runs_the_code_of_each_without_the_package(folde
 
 
 def test_pipelines_and_continuous_batching_run_the_code_of_a_checkpoint(alone):
-    for found in alone.values():
-        assert found["module"].endswith(".modeling_midus")
-        assert found["pipeline"] == found["text"]
+    for result in alone.values():
+        assert result["module"].endswith(".modeling_midus")
+        assert result["pipeline"] == result["text"]
     assert alone["headwise"]["batched"] == [alone["headwise"]["tokens"]]
     assert alone["chapters"]["batched"].startswith(
         "continuous batching lays the tokens of several requests in one row and keeps nothing for the memory 'chapters'"

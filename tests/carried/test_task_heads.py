@@ -83,25 +83,25 @@ def new_names(kind: str) -> set[str]:
 @pytest.fixture(scope="module")
 def with_the_package(request, checkpoints, tmp_path_factory) -> tuple[Path, dict[tuple[str, ...], Any]]:
     """Load heads with the package; return the folder in which they lie, and what each computes."""
-    folder, found = tmp_path_factory.mktemp("heads"), {}
+    folder, results = tmp_path_factory.mktemp("heads"), {}
     for family, method, kind in wanted_by_tests(request, "family", "method", "kind"):
         name, inputs = f"{family}_{method}", inputs_of(method)
         if not (folder / f"{name}_acting").exists():
             with_noise(checkpoints(family, method), folder / f"{name}_acting")
             torch.save(inputs, folder / f"{name}.pt")
         saved = folder / f"{name}_{kind}_package"
-        found[family, method, kind] = here["loaded_again"](kind, folder / f"{name}_acting", saved, inputs, SETTINGS)
-    return folder, found
+        results[family, method, kind] = here["loaded_again"](kind, folder / f"{name}_acting", saved, inputs, SETTINGS)
+    return folder, results
 
 
 @pytest.fixture(scope="module")
 def without_the_package(with_the_package) -> dict[tuple[str, ...], Any]:
     """Return what the same heads compute in a process that can import nothing of this project."""
-    folder, found = with_the_package
-    names = [(f"{family}_{method}", kind, SETTINGS) for family, method, kind in found]
+    folder, result = with_the_package
+    names = [(f"{family}_{method}", kind, SETTINGS) for family, method, kind in result]
     (folder / "names.json").write_text(json.dumps(names))
     run_python(_COMPUTE + _RUN, folder, package_present=False)
-    return {case: torch.load(folder / "{}_{}_{}_found.pt".format(*case)) for case in found}
+    return {case: torch.load(folder / "{}_{}_{}_found.pt".format(*case)) for case in result}
 
 
 @pytest.mark.parametrize(("family", "method", "kind"), by_default(_USUAL, ALL_HEADS))
@@ -142,6 +142,6 @@ def test_question_answering_is_born_from_the_base_whose_own_class_forgets_the_st
     base.transformer.load_state_dict(stack.state_dict())
     base.qa_outputs.load_state_dict(model.qa_outputs.state_dict())
     with torch.no_grad():
-        expected, found = base.eval()(prompt()), model(prompt())
-    assert torch.equal(found.start_logits, expected.start_logits)
-    assert torch.equal(found.end_logits, expected.end_logits)
+        expected, actual = base.eval()(prompt()), model(prompt())
+    assert torch.equal(actual.start_logits, expected.start_logits)
+    assert torch.equal(actual.end_logits, expected.end_logits)

@@ -144,12 +144,12 @@ def test_the_module_alone_computes_what_the_package_does(family, method, folder)
     assert findings(folder)["absent"] == [True] * 2
     (module,) = findings(folder)[name_of(family, method)]["modules"]
     assert module.endswith(".modeling_midus")
-    found = results(folder, family, method)
+    result = results(folder, family, method)
     born, acting = (with_the_package(folder, kind, family, method) for kind in ("born", "acting"))
-    assert torch.equal(found["born"]["logits"], born["logits"])
-    torch.testing.assert_close(found["acting"]["logits"], acting["logits"], rtol=1e-5, atol=1e-5)
+    assert torch.equal(result["born"]["logits"], born["logits"])
+    torch.testing.assert_close(result["acting"]["logits"], acting["logits"], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(acting["logits"], born["logits"], atol=1e-2)
-    for here, there in ((born, found["born"]), (acting, found["acting"])):
+    for here, there in ((born, result["born"]), (acting, result["acting"])):
         assert torch.equal(here["tokens"], there["tokens"])
         torch.testing.assert_close(there["loss"], here["loss"], rtol=1e-5, atol=1e-5)
         assert here["reached"] == there["reached"] and here["reached"]
@@ -159,11 +159,11 @@ def test_the_module_alone_computes_what_the_package_does(family, method, folder)
     ("family", "method"), [case for case in CASES if getattr(case, "values", case)[1] not in READ_BY_ATTENTION]
 )
 def test_its_classes_compute_the_same_where_they_were_sent_by_value(family, method, folder):
-    found = results(folder, family, method)
-    assert torch.equal(found["pickled"], found["acting"]["logits"])
+    result = results(folder, family, method)
+    assert torch.equal(result["pickled"], result["acting"]["logits"])
 
 
 @pytest.mark.parametrize(("family", "method"), TRACED)
 def test_a_whole_model_is_one_graph_to_compile_and_to_export(family, method, folder):
-    found = findings(folder)[name_of(family, method)]
-    assert found["compiles"] and found["exports"]
+    result = findings(folder)[name_of(family, method)]
+    assert result["compiles"] and result["exports"]

@@ -33,11 +33,11 @@ def test_it_prints_every_part_its_share_and_the_sums(capsys):
     assert rows["chapters: attention"][1] == "22.4%"
     assert rows["forward"] == ["459,171,802,488", "100.0%"]
     assert (rows["backward"][0], rows["both"][0]) == ("918,343,604,976", "1,377,515,407,464")
-    told = " ".join(out.split())
-    assert "371,292,932 parameters: 147,874,560 of the backbone, 201,375,744 values" in told
+    printed = " ".join(out.split())
+    assert "371,292,932 parameters: 147,874,560 of the backbone, 201,375,744 values" in printed
     # A token reads 65 chapters of 64 tokens of width 768 in each of four layers.
-    assert f"{147_874_560 + 22_042_628 + 4 * 65 * 64 * 768:,} activated by a token" in told
-    assert f"without embeddings {371_292_932 - EMBEDDINGS:,}, activated {182_696_708 - EMBEDDINGS:,}" in told
+    assert f"{147_874_560 + 22_042_628 + 4 * 65 * 64 * 768:,} activated by a token" in printed
+    assert f"without embeddings {371_292_932 - EMBEDDINGS:,}, activated {182_696_708 - EMBEDDINGS:,}" in printed
 
 
 def test_json_has_the_same_of_a_folder_and_of_other_sizes(folder, capsys):

@@ -47,8 +47,8 @@ def keys(room: Path, output: Path, variants: dict[str, Any], **changes: Any) -> 
     """Return what a file would say of a comparison of one seed."""
     train = training(room, **changes.pop("train", {}))
     texts = {"domain": {"plants": str(room / "plants.txt")}, "retention": {"stars": str(room / "stars.txt")}}
-    given = {"base": str(room / "base"), "output_dir": str(output), "variants": variants, "train": train, **texts}
-    return {**given, "seeds": [0], "evaluations": 2, **changes}
+    arguments = {"base": str(room / "base"), "output_dir": str(output), "variants": variants, "train": train, **texts}
+    return {**arguments, "seeds": [0], "evaluations": 2, **changes}
 
 
 class Comparing:
@@ -92,7 +92,7 @@ def compare_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         def poll(self) -> int:
             return self.returncode
 
-    def start(run: Run, comparison: Comparison, place: str | None, num_places: int) -> Ended:
+    def start(run: Run, comparison: Comparison, position: str | None, num_places: int) -> Ended:
         do(run, comparison)
         return Ended()
 

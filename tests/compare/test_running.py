@@ -24,16 +24,16 @@ CONTROLS = {"one-row": {"options": {"n": 1}, "trainable": []}, "shuffled-address
 
 
 def comparison(folder: Path, **changes) -> Comparison:
-    given = {"base": "base", "output_dir": str(folder / "out"), "variants": {"a": VariantOptions()}, "seeds": [0]}
-    given |= {"train": {"corpus": "corpus", "max_steps": 4}, "domain": {"plants": "plants.txt"}}
-    return Comparison(**{**given, **changes})
+    arguments = {"base": "base", "output_dir": str(folder / "out"), "variants": {"a": VariantOptions()}, "seeds": [0]}
+    arguments |= {"train": {"corpus": "corpus", "max_steps": 4}, "domain": {"plants": "plants.txt"}}
+    return Comparison(**{**arguments, **changes})
 
 
 def variant(name: str, rates=(ONE,), upscale=None, controls=False, **changes) -> Variant:
     return Variant(name, upscale, {"corpus": "corpus", "max_steps": 4}, list(rates), controls, **changes)
 
 
-class Place:
+class PretendedRuns:
     """A folder in which runs are pretended.
 
     `behaviour` tells of runs by name: a `loss`, `looks` before it ends, `exits` with a status and `prints` before.
@@ -105,114 +105,114 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch) -> Place:
+def pretended(tmp_path, monkeypatch) -> PretendedRuns:
     monkeypatch.chdir(tmp_path)
-    place = Place(tmp_path)
+    path = PretendedRuns(tmp_path)
     monkeypatch.setattr("midus_hf.compare.running._SECONDS_BETWEEN_LOOKS", 0)
-    monkeypatch.setattr(running, "subprocess", SimpleNamespace(Popen=place.popen, PIPE=-1))
-    return place
+    monkeypatch.setattr(running, "subprocess", SimpleNamespace(Popen=path.popen, PIPE=-1))
+    return path
 
 
-def test_the_base_is_first_and_every_variant_has_a_first_seed_before_one_has_a_second(place, capsys):
-    assert place.run([variant("a", [ONE, TWO]), variant("b")], seeds=[1, 0]) == {}
+def test_the_base_is_first_and_every_variant_has_a_first_seed_before_one_has_a_second(pretended, capsys):
+    assert pretended.run([variant("a", [ONE, TWO]), variant("b")], seeds=[1, 0]) == {}
     expected = ["base"]
     for seed in (1, 0):
         expected += [f"a/0.001/seed-{seed}", f"a/0.01/seed-{seed}", f"b/0.001/seed-{seed}"]
-    assert place.names() == expected
-    said = capsys.readouterr()
-    assert said.out == "" and [line for line in said.err.splitlines() if line] == [
+    assert pretended.names() == expected
+    printed = capsys.readouterr()
+    assert printed.out == "" and [line for line in printed.err.splitlines() if line] == [
         f"{name}: done (0 s)" for name in expected
     ]
 
 
-def test_null_controls_come_last_at_the_best_rate_of_their_variant(place):
-    place.behaviour = {f"a/0.01/seed-{seed}": {"loss": 1.0} for seed in (0, 1)}
-    place.run([variant("a", [ONE, TWO], UPSCALE, controls=True), variant("b")], seeds=[0, 1])
-    assert place.names() == [
+def test_null_controls_come_last_at_the_best_rate_of_their_variant(pretended):
+    pretended.behaviour = {f"a/0.01/seed-{seed}": {"loss": 1.0} for seed in (0, 1)}
+    pretended.run([variant("a", [ONE, TWO], UPSCALE, controls=True), variant("b")], seeds=[0, 1])
+    assert pretended.names() == [
         *("base", "a/0.001/seed-0", "a/0.01/seed-0", "b/0.001/seed-0"),
         *("a/0.001/seed-1", "a/0.01/seed-1", "b/0.001/seed-1", "a+one-row/0.01/seed-0", "a+one-row/0.01/seed-1"),
     ]
-    result = read_result(place.folder / "out/runs/a+one-row/0.01/seed-1")
+    result = read_result(pretended.folder / "out/runs/a+one-row/0.01/seed-1")
     assert (result.control, result.control_of) == ("one-row", "a")
     assert result.request["upscale"]["options"] == {"n": 1}
 
 
-def test_several_runs_run_beside_one_another_and_the_base_alone(place):
-    place.behaviour = {f"{name}/0.001/seed-0": {"looks": 3} for name in "abcd"}
-    place.run([variant(name) for name in "abcd"], jobs=3)
-    assert [len(note["beside"]) for note in place.notes] == [0, 0, 1, 2, 0]
-    assert {note["env"].get("CUDA_VISIBLE_DEVICES") for note in place.notes} == {
+def test_several_runs_run_beside_one_another_and_the_base_alone(pretended):
+    pretended.behaviour = {f"{name}/0.001/seed-0": {"looks": 3} for name in "abcd"}
+    pretended.run([variant(name) for name in "abcd"], jobs=3)
+    assert [len(note["beside"]) for note in pretended.notes] == [0, 0, 1, 2, 0]
+    assert {note["env"].get("CUDA_VISIBLE_DEVICES") for note in pretended.notes} == {
         os.environ.get("CUDA_VISIBLE_DEVICES")
     }
 
 
-def test_each_run_has_a_device_of_its_own(place, monkeypatch):
+def test_each_run_has_a_device_of_its_own(pretended, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
     looks = zip("abcd", (3, 1, 3, 1), strict=True)
-    place.behaviour = {f"{name}/0.001/seed-0": {"looks": number} for name, number in looks}
-    place.run([variant(name) for name in "abcd"], devices=["3", "5"])
-    device = {note["name"]: note["env"]["CUDA_VISIBLE_DEVICES"] for note in place.notes}
+    pretended.behaviour = {f"{name}/0.001/seed-0": {"looks": number} for name, number in looks}
+    pretended.run([variant(name) for name in "abcd"], devices=["3", "5"])
+    device = {note["name"]: note["env"]["CUDA_VISIBLE_DEVICES"] for note in pretended.notes}
     assert set(device.values()) == {"3", "5"}
-    for note in place.notes:
+    for note in pretended.notes:
         assert all(device[note["name"]] != device[other] for other in note["beside"]) and len(note["beside"]) < 2
 
 
 @pytest.mark.parametrize(("jobs", "threads"), [(1, 8), (3, 2), (20, 1)])
-def test_runs_share_the_cores(place, monkeypatch, jobs, threads):
+def test_runs_share_the_cores(pretended, monkeypatch, jobs, threads):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    place.run([variant("a")], jobs=jobs)
-    assert {note["env"]["OMP_NUM_THREADS"] for note in place.notes} == {str(threads)}
+    pretended.run([variant("a")], jobs=jobs)
+    assert {note["env"]["OMP_NUM_THREADS"] for note in pretended.notes} == {str(threads)}
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    place.run([variant("b")], jobs=jobs)
-    assert place.notes[-1]["env"]["OMP_NUM_THREADS"] == "7"
+    pretended.run([variant("b")], jobs=jobs)
+    assert pretended.notes[-1]["env"]["OMP_NUM_THREADS"] == "7"
 
 
-def test_what_fails_stops_nothing_else_and_is_done_again(place):
+def test_what_fails_stops_nothing_else_and_is_done_again(pretended):
     variants = [variant(name) for name in "abc"]
-    place.behaviour = {
+    pretended.behaviour = {
         "a/0.001/seed-0": {"prints": "Traceback\nValueError: no.\n\n", "exits": 1},
         "b/0.001/seed-0": {"exits": -9},
     }
-    logs = [place.folder / f"out/runs/{name}/0.001/seed-0.log" for name in "ab"]
-    assert place.run(variants) == {
+    logs = [pretended.folder / f"out/runs/{name}/0.001/seed-0.log" for name in "ab"]
+    assert pretended.run(variants) == {
         "a/0.001/seed-0": f"ValueError: no. (status 1; see {logs[0]})",
         "b/0.001/seed-0": f"it said nothing (status -9; see {logs[1]})",
     }
-    assert len(place.names()) == 4
-    base, results, missing = collect(comparison(place.folder), variants)
+    assert len(pretended.names()) == 4
+    base, results, missing = collect(comparison(pretended.folder), variants)
     assert base is not None and [one.variant for one in results] == ["c"] and missing == 2
-    place.behaviour = {}
-    assert place.run(variants) == {} and place.names() == ["a/0.001/seed-0", "b/0.001/seed-0"]
+    pretended.behaviour = {}
+    assert pretended.run(variants) == {} and pretended.names() == ["a/0.001/seed-0", "b/0.001/seed-0"]
 
 
-def test_without_a_base_nothing_else_runs(place):
-    place.behaviour = {"base": {"prints": "there is no such text", "exits": 1}}
-    failures = place.run([variant("a")])
-    assert place.names() == ["base"] and failures["base"].startswith("there is no such text (status 1; see ")
+def test_without_a_base_nothing_else_runs(pretended):
+    pretended.behaviour = {"base": {"prints": "there is no such text", "exits": 1}}
+    failures = pretended.run([variant("a")])
+    assert pretended.names() == ["base"] and failures["base"].startswith("there is no such text (status 1; see ")
 
 
-def test_what_is_added_is_done_alone(place):
+def test_what_is_added_is_done_alone(pretended):
     a = variant("a", upscale=UPSCALE, controls=True)
-    place.run([a])
-    assert place.names() == ["base", "a/0.001/seed-0", "a+one-row/0.001/seed-0"]
-    results = {path: path.read_bytes() for path in (place.folder / "out").rglob("*.json")}
-    place.run([a])
-    assert place.names() == []
-    place.run([a, variant("b")], seeds=[0, 1])
-    assert place.names() == ["b/0.001/seed-0", "a/0.001/seed-1", "b/0.001/seed-1", "a+one-row/0.001/seed-1"]
+    pretended.run([a])
+    assert pretended.names() == ["base", "a/0.001/seed-0", "a+one-row/0.001/seed-0"]
+    results = {path: path.read_bytes() for path in (pretended.folder / "out").rglob("*.json")}
+    pretended.run([a])
+    assert pretended.names() == []
+    pretended.run([a, variant("b")], seeds=[0, 1])
+    assert pretended.names() == ["b/0.001/seed-0", "a/0.001/seed-1", "b/0.001/seed-1", "a+one-row/0.001/seed-1"]
     # A rate that turns out to be better has null controls of its own.
-    place.behaviour = {f"a/0.01/seed-{seed}": {"loss": 1.0} for seed in (0, 1)}
-    place.run([variant("a", [ONE, TWO], UPSCALE, controls=True)], seeds=[0, 1])
-    assert place.names() == [*(f"{name}/0.01/seed-{seed}" for name in ("a", "a+one-row") for seed in (0, 1))]
+    pretended.behaviour = {f"a/0.01/seed-{seed}": {"loss": 1.0} for seed in (0, 1)}
+    pretended.run([variant("a", [ONE, TWO], UPSCALE, controls=True)], seeds=[0, 1])
+    assert pretended.names() == [*(f"{name}/0.01/seed-{seed}" for name in ("a", "a+one-row") for seed in (0, 1))]
     assert all(path.read_bytes() == content for path, content in results.items())
 
 
-def test_null_controls_that_are_not_done_are_counted(place):
-    place.behaviour = {"a+one-row/0.001/seed-1": {"exits": 1}}
+def test_null_controls_that_are_not_done_are_counted(pretended):
+    pretended.behaviour = {"a+one-row/0.001/seed-1": {"exits": 1}}
     variants = [variant("a", upscale=UPSCALE, controls=True)]
-    place.run(variants, seeds=[0, 1])
-    _, results, missing = collect(comparison(place.folder, seeds=[0, 1]), variants)
+    pretended.run(variants, seeds=[0, 1])
+    _, results, missing = collect(comparison(pretended.folder, seeds=[0, 1]), variants)
     assert [(one.variant, one.seed) for one in results] == [("a", 0), ("a", 1), ("a+one-row", 0)] and missing == 1
 
 
@@ -230,55 +230,55 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("changed", CHANGED)
-def test_another_request_of_what_is_done_is_refused_before_anything_runs(place, changed):
+def test_another_request_of_what_is_done_is_refused_before_anything_runs(pretended, changed):
     a = variant("a", upscale=UPSCALE)
-    place.run([a])
-    place.names()
+    pretended.run([a])
+    pretended.names()
     changes, change_of_variant, message = CHANGED[changed]
     with pytest.raises(ValueError) as refused:
-        place.run([variant("new"), dataclasses.replace(a, **change_of_variant)], **changes)
-    assert message in str(refused.value) and place.names() == []
+        pretended.run([variant("new"), dataclasses.replace(a, **change_of_variant)], **changes)
+    assert message in str(refused.value) and pretended.names() == []
 
 
-def test_a_control_that_was_done_with_another_request_is_refused_before_anything_runs(place):
+def test_a_control_that_was_done_with_another_request_is_refused_before_anything_runs(pretended):
     a = variant("a", upscale=UPSCALE, controls=True)
-    place.run([a])
-    place.names()
-    path = place.folder / "out/runs/a+one-row/0.001/seed-0.json"
+    pretended.run([a])
+    pretended.names()
+    path = pretended.folder / "out/runs/a+one-row/0.001/seed-0.json"
     path.write_text(path.read_text().replace('"n": 1', '"n": 2'))
     with pytest.raises(ValueError, match=r"a\+one-row/0\.001/seed-0 was done with another upscale\.options\.n;"):
-        place.run([a], seeds=[0, 1])
-    assert place.names() == []
+        pretended.run([a], seeds=[0, 1])
+    assert pretended.names() == []
 
 
-def test_another_comparison_in_the_same_output_is_refused_while_one_runs(place, monkeypatch):
+def test_another_comparison_in_the_same_output_is_refused_while_one_runs(pretended, monkeypatch):
     refused = []
-    begin = place.popen
+    begin = pretended.popen
 
     def starts_another(*words, **options):
         with pytest.raises(ValueError) as error:
-            place.run([variant("b")])
+            pretended.run([variant("b")])
         refused.append(str(error.value))
         return begin(*words, **options)
 
     monkeypatch.setattr(running.subprocess, "Popen", starts_another)
-    place.run([variant("a")])
+    pretended.run([variant("a")])
     message = (
-        f"output_dir is {str(place.folder / 'out')!r}, in which another comparison runs; expected one at a time. Wait for it, or "
+        f"output_dir is {str(pretended.folder / 'out')!r}, in which another comparison runs; expected one at a time. Wait for it, or "
         "choose another output_dir; --jobs does several runs at a time."
     )
-    assert refused == [message, message] and place.names() == ["base", "a/0.001/seed-0"]
+    assert refused == [message, message] and pretended.names() == ["base", "a/0.001/seed-0"]
 
 
-def test_where_a_file_system_has_no_locks_a_comparison_says_so_and_goes_on(place, monkeypatch, capsys):
+def test_where_a_file_system_has_no_locks_a_comparison_says_so_and_goes_on(pretended, monkeypatch, capsys):
     def none(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", none)
-    place.run([variant("a")])
-    assert place.names() == ["base", "a/0.001/seed-0"]
+    pretended.run([variant("a")])
+    assert pretended.names() == ["base", "a/0.001/seed-0"]
     assert capsys.readouterr().err.startswith(
-        f"output {place.folder / 'out'} is not guarded: its file system has no locks."
+        f"output {pretended.folder / 'out'} is not guarded: its file system has no locks."
     )
 
 

@@ -154,8 +154,8 @@ def test_words_reach_inside_groups_that_have_names_of_their_own(tmp_path, word, 
 )
 def test_words_reach_names_with_dots_that_are_in_the_file(tmp_path, word, column):
     path = write(tmp_path, "texts: {a: {path: t}, a.b: {path: t}, a.b.c: {path: t}, d: {path: t}}")
-    found = {name: text.column for name, text in read_config(Named, path, [word]).texts.items()}
-    assert found == {**dict.fromkeys(("a", "a.b", "a.b.c", "d"), "text"), **column}
+    result = {name: text.column for name, text in read_config(Named, path, [word]).texts.items()}
+    assert result == {**dict.fromkeys(("a", "a.b", "a.b.c", "d"), "text"), **column}
 
 
 def test_a_whole_value_under_a_name_with_dots_is_replaced(tmp_path):

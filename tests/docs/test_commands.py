@@ -69,11 +69,11 @@ def mistakes(line: str) -> list[str]:
     if getattr(command, "commands", None) and rest and re.match(r"[a-z]", rest[0]):
         return [f"no command {rest[0]!r}"]
     options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-    found = []
+    results = []
     for word in rest:
         name = word.partition("=")[0]
         if word.startswith("--") and name not in {*options, "--help", "--version", "--"}:
-            found += [part for part in name.split("|") if part not in options]
+            results += [part for part in name.split("|") if part not in options]
     key_class = KEYS.get(words[1]) if words[0] == "midus" else None
     if words[:2] == ["midus", "eval"]:
         rest, key_class = (
@@ -84,8 +84,8 @@ def mistakes(line: str) -> list[str]:
         key, equals, _ = word.partition("=")
         known = {field.name for field in dataclasses.fields(key_class)}
         if equals and re.fullmatch(r"[a-z_.]+", key) and key.partition(".")[0] not in known:
-            found.append(f"no key {key!r}")
-    return found
+            results.append(f"no key {key!r}")
+    return results
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

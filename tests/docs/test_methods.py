@@ -90,13 +90,13 @@ def test_costs_of_the_index_are_those_of_a_dry_run(method, tmp_path):
 
 def priced() -> list[tuple[str, str, str, str]]:
     """Return method, base, new parameters and total of every row that prices a base; all dense methods share those of the index."""
-    found = [("llama-pro", *cells(line)) for line in INDEX.splitlines() if cells(line)[0] in CONFIGS]
+    result = [("llama-pro", *cells(line)) for line in INDEX.splitlines() if cells(line)[0] in CONFIGS]
     for page in PAGES:
         (first, *_) = [method for method in SHIPPED if f"({page.name})" in index_row(method)[0]]
         for line in page.read_text(encoding="utf-8").splitlines():
             row = cells(line)
-            found.append((row.pop(0) if row[0] in SHIPPED else first, *row))
-    return [(method, base, new, total) for method, base, _, new, total, *_ in filter(priceable, found)]
+            result.append((row.pop(0) if row[0] in SHIPPED else first, *row))
+    return [(method, base, new, total) for method, base, _, new, total, *_ in filter(priceable, result)]
 
 
 def priceable(row: tuple[str, ...]) -> bool:

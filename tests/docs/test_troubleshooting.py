@@ -27,13 +27,13 @@ def template(node: ast.AST) -> str:
 @cache
 def templates() -> list[str]:
     """Every string of the packages."""
-    found = []
+    results = []
     for package in PACKAGES:
         for file in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, (ast.JoinedStr, ast.Constant)):
-                    found.append(template(node))
-    return found
+                    results.append(template(node))
+    return results
 
 
 def says(text: str, quoted: str) -> bool:

@@ -19,13 +19,13 @@ def is_free(path) -> bool:
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_one_has_it_at_a_time(tmp_path, kind):
-    place = tmp_path / "place"
-    place.touch() if kind == "file" else place.mkdir()
-    lock = Lock(place)
-    assert not is_free(place) and lock.is_on(place)
+    path = tmp_path / "place"
+    path.touch() if kind == "file" else path.mkdir()
+    lock = Lock(path)
+    assert not is_free(path) and lock.is_on(path)
     lock.release()
     lock.release()
-    assert is_free(place) and not lock.is_on(place)
+    assert is_free(path) and not lock.is_on(path)
 
 
 def test_one_that_is_forgotten_is_released(tmp_path):
@@ -45,7 +45,7 @@ def test_it_moves_with_what_it_is_on(tmp_path):
 
 
 def test_of_a_process_that_is_killed_it_goes_though_what_that_forked_lives_on(tmp_path):
-    told, tell = os.pipe()
+    reader, tell = os.pipe()
     process = os.fork()
     if process == 0:
         with contextlib.suppress(BaseException):
@@ -56,7 +56,7 @@ def test_of_a_process_that_is_killed_it_goes_though_what_that_forked_lives_on(tm
         os._exit(1)
     lines = b""
     while lines.count(b"\n") < 2:
-        lines += os.read(told, 100)
+        lines += os.read(reader, 100)
     child = int(lines.split()[0])
     try:
         assert {line.split()[1] for line in lines.splitlines()} == {b"True", b"False"}, "the child has none"
@@ -69,5 +69,5 @@ def test_of_a_process_that_is_killed_it_goes_though_what_that_forked_lives_on(tm
     finally:
         for each in filter(None, (process, child)):
             os.kill(each, signal.SIGKILL)
-        os.close(told)
+        os.close(reader)
         os.close(tell)

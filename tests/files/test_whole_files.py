@@ -34,21 +34,21 @@ def on_the_disk(monkeypatch) -> list[tuple[str, str]]:
 
 
 def test_it_is_there_when_it_is_complete(tmp_path):
-    place = tmp_path / "record.json"
-    place.write_text("old")
-    with whole_file(place) as partial:
+    path = tmp_path / "record.json"
+    path.write_text("old")
+    with whole_file(path) as partial:
         partial.write_text("new")
-        assert place.read_text() == "old" and partial.parent == place.parent
-    assert place.read_text() == "new" and list(tmp_path.iterdir()) == [place]
+        assert path.read_text() == "old" and partial.parent == path.parent
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
 def test_after_an_error_the_old_one_stays_alone(tmp_path):
-    place = tmp_path / "record.json"
-    place.write_text("old")
-    with pytest.raises(KeyError), whole_file(place) as partial:
+    path = tmp_path / "record.json"
+    path.write_text("old")
+    with pytest.raises(KeyError), whole_file(path) as partial:
         partial.write_text("half")
         raise KeyError
-    assert place.read_text() == "old" and list(tmp_path.iterdir()) == [place]
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
 def test_half_of_a_file_that_a_killed_process_left_is_removed_by_the_next_one(tmp_path):
@@ -90,14 +90,14 @@ def test_a_persons_file_of_a_name_like_those_of_ours_is_left_untouched(name, fai
 
 
 def test_what_another_process_writes_for_the_same_place_is_left_to_it(tmp_path):
-    place = tmp_path / "record.json"
-    with whole_file(place) as first:
+    path = tmp_path / "record.json"
+    with whole_file(path) as first:
         first.write_text("first")
-        with whole_file(place) as second:
+        with whole_file(path) as second:
             second.write_text("second")
             assert first.read_text() == "first" and first != second
-        assert place.read_text() == "second"
-    assert place.read_text() == "first" and list(tmp_path.iterdir()) == [place]
+        assert path.read_text() == "second"
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
 
 
 def test_who_may_read_a_file_is_as_for_any_other(tmp_path):
@@ -138,9 +138,9 @@ def test_a_file_that_was_written_elsewhere_takes_its_place_the_same_way(tmp_path
 def folder(path: Path, **files: str) -> Path:
     """A folder with files, by their names with `_` for a slash."""
     for name, text in files.items():
-        place = path / name.replace("_", "/")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text)
+        file = path / name.replace("_", "/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
     return path
 
 

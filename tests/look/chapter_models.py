@@ -62,6 +62,6 @@ def rows_of(kinds: str, lengths: tuple[int, ...] = (12, 12, 7), name: str | None
     rows = []
     for length in lengths:
         ids = torch.randint(3, 64, (length,), generator=generator)
-        is_b = torch.tensor([kinds[place % len(kinds)] == "b" for place in range(length)])
+        is_b = torch.tensor([kinds[index % len(kinds)] == "b" for index in range(length)])
         rows.append(ids + 64 * is_b)
     return TextRows(name or kinds, rows, list(range(len(rows))))

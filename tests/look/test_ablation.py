@@ -109,13 +109,13 @@ def test_a_plan_that_drops_layers_of_the_base_leaves_no_base(tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_losses_are_those_of_the_model_without_each_part(method):
     base, folder = saved_pair("llama", method)
-    model, told = acting(loaded(folder)), []
+    model, messages = acting(loaded(folder)), []
     parts, state = added_parts(model), state_of(model)
-    found = ablate(model, [TEXT], batch_size=2, progress=told.append)
-    assert sum(told) == TEXT.num_tokens * (len(parts) + 2) and state_of(model) == state
+    result = ablate(model, [TEXT], batch_size=2, progress=messages.append)
+    assert sum(messages) == TEXT.num_tokens * (len(parts) + 2) and state_of(model) == state
     usual = read_rows(model, TEXT, batch_size=2)
-    assert found.losses == {"text": usual.mean}
-    *single, without_all = found.effects
+    assert result.losses == {"text": usual.mean}
+    *single, without_all = result.effects
     assert (without_all.kind, without_all.loss) == ("all", read_rows(loaded(base), TEXT, batch_size=2).mean)
     for part, row in zip(parts, single, strict=True):
         with switched_off(model, [part]):
@@ -144,11 +144,11 @@ def test_rows_fetch_by_the_path_of_their_document(tmp_path):
     assert drift(model, base_within(model), [TEXT], batch_size=2)[0].divergence.difference == 0, "nothing was fetched"
 
 
-@pytest.mark.parametrize("what", ["compiled", "peft"])
-def test_wrapped_models_do_without_their_parts_too(what):
+@pytest.mark.parametrize("kind", ["compiled", "peft"])
+def test_wrapped_models_do_without_their_parts_too(kind):
     base, folder = saved_pair("llama", "moc")
     model = acting(loaded(folder))
-    if what == "compiled":
+    if kind == "compiled":
         called = torch.compile(model, backend="eager")
         logits(called)  # so that it has been compiled before
     else:
@@ -176,13 +176,13 @@ def test_a_model_is_restored_when_the_work_fails():
 def test_a_report_has_every_number():
     pytest.importorskip("matplotlib")
     model = acting(loaded(saved_pair("llama", "midus-hml")[1]))
-    found = ablate(model, [TEXT])
-    rows = json.loads(json.dumps([row.row() for row in found.effects]))
+    result = ablate(model, [TEXT])
+    rows = json.loads(json.dumps([row.row() for row in result.effects]))
     assert [(row["part"], row["kind"], row["layers"]) for row in rows] == [
         ("block 1", "block", [1]), ("block 4", "block", [4]), ("all of them", "all", []),
     ]  # fmt: skip
-    assert rows[1]["difference"] == found.effects[1].effect.difference and rows[2]["loss"] == found.effects[2].loss
-    table = ablation_table(found)
-    assert table.rows[0] == ["none", f"{found.losses['text']:.5f}"] and "±" in table.rows[1][1]
-    assert table.rows[-1] == ["loss of the base's layers", f"{found.effects[2].loss:.5f}"]
-    assert as_png(draw_panels(ablation_panels(found))).startswith(b"\x89PNG")
+    assert rows[1]["difference"] == result.effects[1].effect.difference and rows[2]["loss"] == result.effects[2].loss
+    table = ablation_table(result)
+    assert table.rows[0] == ["none", f"{result.losses['text']:.5f}"] and "±" in table.rows[1][1]
+    assert table.rows[-1] == ["loss of the base's layers", f"{result.effects[2].loss:.5f}"]
+    assert as_png(draw_panels(ablation_panels(result))).startswith(b"\x89PNG")

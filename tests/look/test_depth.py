@@ -29,19 +29,19 @@ def read(model: Any, text: TextRows, batch_size: int = 4) -> list[DepthReading]:
     return readings
 
 
-def joint_shares_into(found):
+def joint_shares_into(result):
     """A hook that keeps, by layer, what the value of each slot is multiplied with, `[B, H, T, n]`, and the sequence, `[B, H, T]`.
 
     Scores of both are laid side by side in one softmax, and those of the depth in one of their own.
     """
 
-    def keep(memory, arguments, given, output):
-        if "sequence" not in given:
+    def keep(memory, arguments, options, output):
+        if "sequence" not in options:
             return
-        sequence, query = given["sequence"], arguments[0]
+        sequence, query = options["sequence"], arguments[0]
         group, tokens = query.shape[1] // sequence.key.shape[1], query.shape[2]
         scores = sequence.query @ sequence.key.repeat_interleave(group, 1).transpose(-1, -2)
-        slots = torch.stack([(query * key.repeat_interleave(group, 1)).sum(-1) for key in given["keys"]], -1)
+        slots = torch.stack([(query * key.repeat_interleave(group, 1)).sum(-1) for key in options["keys"]], -1)
         scores, slots = scores * sequence.scaling, slots * sequence.scaling
         if sequence.softcap is not None:
             scores, slots = (sequence.softcap * torch.tanh(part / sequence.softcap) for part in (scores, slots))
@@ -52,21 +52,21 @@ def joint_shares_into(found):
         gate = 1.0 if memory.gate is None else memory.gate[:, None, None]
         closed = slots.softmax(-1) if memory.options.joining == "added" else torch.zeros_like(slots)
         of_sequence = (1 - gate) + gate * joint[..., :tokens].sum(-1, keepdim=True)
-        found[memory.index] = ((1 - gate) * closed + gate * joint[..., tokens:], of_sequence.squeeze(-1))
+        result[memory.index] = ((1 - gate) * closed + gate * joint[..., tokens:], of_sequence.squeeze(-1))
 
     return keep
 
 
 def expected_shares(model, tokens):
     """The mean share of each slot by layer, `[H, n]`, and of the sequence, `[H]`."""
-    found = {}
+    results = {}
     modules = [module for module in model.modules() if isinstance(module, DepthAttention)]
-    handles = [module.register_forward_hook(joint_shares_into(found), with_kwargs=True) for module in modules]
+    handles = [module.register_forward_hook(joint_shares_into(results), with_kwargs=True) for module in modules]
     with torch.no_grad():
         model(tokens)
     for handle in handles:
         handle.remove()
-    return [(slots.mean((0, 2)), sequence.mean((0, 2))) for slots, sequence in found.values()]
+    return [(slots.mean((0, 2)), sequence.mean((0, 2))) for slots, sequence in results.values()]
 
 
 @pytest.mark.parametrize("kind", ["default", "reused", "joint", "bias", "added to reused", "last", "some"])
@@ -113,10 +113,10 @@ def test_padding_in_front_is_not_counted():
     model, row = depth_model(), rows(8).rows[0][:-1]
     padded = torch.cat([torch.zeros(4, dtype=torch.long), row])[None]
     mask = (torch.arange(12) >= 4).long()[None]
-    for given in ({"attention_mask": mask}, {"attention_mask": None}):
+    for arguments in ({"attention_mask": mask}, {"attention_mask": None}):
         with record_depth(model) as records, torch.no_grad():
-            model(padded, **given)
-        tokens = 8 if given["attention_mask"] is not None else 12
+            model(padded, **arguments)
+        tokens = 8 if arguments["attention_mask"] is not None else 12
         assert {reading.tokens for reading in records} == {tokens}
     with record_depth(model) as records, torch.no_grad():
         model.model(padded, mask)  # by place
@@ -211,15 +211,15 @@ def test_the_map_of_a_head_has_shares_of_tokens_that_are_those_that_are_recorded
     model.set_attn_implementation(attention)
     *_, reading = read(model, text)
     for head in range(4):
-        found = depth_map(model, text.rows[0][:-1], 3, head)
-        assert found.sequence.shape == (9, 9) and found.depth.shape == (9, len(found.slots))
+        result = depth_map(model, text.rows[0][:-1], 3, head)
+        assert result.sequence.shape == (9, 9) and result.depth.shape == (9, len(result.slots))
         total = 1.0 if kind == "reused" else 2 - reading.gates[head].item()
-        both = found.sequence.sum(1) + found.depth.sum(1)
+        both = result.sequence.sum(1) + result.depth.sum(1)
         torch.testing.assert_close(both, torch.full((9,), total, dtype=torch.float64))
-        assert found.sequence.sum(1).mean().item() == pytest.approx(reading.sequence_shares[head].item())
-        assert not found.sequence.triu(1).any()
-        assert found.depth.sum(1).mean().item() == pytest.approx(reading.shares[head].sum().item())
-        assert found.depth[:, -1].mean().item() == pytest.approx(reading.shares[head, -1].item())
+        assert result.sequence.sum(1).mean().item() == pytest.approx(reading.sequence_shares[head].item())
+        assert not result.sequence.triu(1).any()
+        assert result.depth.sum(1).mean().item() == pytest.approx(reading.shares[head].sum().item())
+        assert result.depth[:, -1].mean().item() == pytest.approx(reading.shares[head, -1].item())
 
 
 def test_without_the_depth_a_map_is_the_attention_of_the_model():
@@ -227,9 +227,9 @@ def test_without_the_depth_a_map_is_the_attention_of_the_model():
     model.set_attn_implementation("eager")
     weights = model(row[None], output_attentions=True).attentions
     for head in range(4):
-        found = depth_map(model, row, 2, head)
-        torch.testing.assert_close(found.sequence, weights[2][0, head].detach())
-        assert not found.depth.any()
+        result = depth_map(model, row, 2, head)
+        torch.testing.assert_close(result.sequence, weights[2][0, head].detach())
+        assert not result.depth.any()
 
 
 def test_a_map_leaves_the_model_as_it_was():
@@ -248,10 +248,10 @@ def test_attention_whose_masks_do_not_tell_is_refused():
 
 
 def test_the_divisor_of_the_softmax_is_what_flex_attention_tells_and_nobody_else():
-    query, told = torch.zeros(1, 2, 3, 4), torch.ones(1, 2, 3)
-    flex = SequenceHeads(None, lambda *given: (None, told), "flex_attention", query, None, None, None, {})
-    assert torch.equal(flex.log_sum(), told)
-    flash = SequenceHeads(None, lambda *given: (None, told), "flash_attention_2", query, None, None, None, {})
+    query, divisor = torch.zeros(1, 2, 3, 4), torch.ones(1, 2, 3)
+    flex = SequenceHeads(None, lambda *arguments: (None, divisor), "flex_attention", query, None, None, None, {})
+    assert torch.equal(flex.log_sum(), divisor)
+    flash = SequenceHeads(None, lambda *arguments: (None, divisor), "flash_attention_2", query, None, None, None, {})
     with pytest.raises(
         ValueError, match=r"attention 'flash_attention_2' on cpu does not tell by what its softmax divides"
     ):

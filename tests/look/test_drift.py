@@ -22,36 +22,36 @@ def test_right_after_upscaling_nothing_has_moved_at_all(family, method):
     base, folder = saved_pair(family, method)
     model = loaded(folder)
     for logits_of_base in (base_within(model), other_base(model, loaded(base))):
-        (found,) = drift(model, logits_of_base, [TEXT], batch_size=2)
-        assert [found.divergence, found.changed, found.loss_effect] == [Effect(0.0, 0.0)] * 3
-        assert found.loss == found.base_loss and not found.worst
+        (result,) = drift(model, logits_of_base, [TEXT], batch_size=2)
+        assert [result.divergence, result.changed, result.loss_effect] == [Effect(0.0, 0.0)] * 3
+        assert result.loss == result.base_loss and not result.worst
     assert keeps_base(folder)
 
 
 def test_divergence_is_that_of_the_definition(family):
     base, folder = saved_pair(family, "midus-hml")
     model, of_base = acting(loaded(folder)), loaded(base)
-    told = []
-    (found,) = drift(model, base_within(model), [TEXT], most_shown=5, batch_size=2, progress=told.append)
-    assert sum(told) == TEXT.num_tokens
+    messages = []
+    (result,) = drift(model, base_within(model), [TEXT], most_shown=5, batch_size=2, progress=messages.append)
+    assert sum(messages) == TEXT.num_tokens
     sums, changed, moved = [], 0, []
     for number, row in enumerate(TEXT.rows):
         with torch.no_grad():
             logs, base_logs = (each(row[None]).logits[0, :-1].double().log_softmax(-1) for each in (model, of_base))
         divergence = F.kl_div(logs, base_logs, reduction="none", log_target=True).sum(-1)
         sums.append(divergence.sum())
-        moved += [(float(value), number, place) for place, value in enumerate(divergence)]
+        moved += [(float(value), number, index) for index, value in enumerate(divergence)]
         changed += int((logs.argmax(-1) != base_logs.argmax(-1)).sum())
-    assert found.tokens == 40 and found.divergence.difference == pytest.approx(float(sum(sums)) / 40, rel=1e-4)
-    assert found.changed.difference == changed / 40 and found.divergence.standard_error > 0
+    assert result.tokens == 40 and result.divergence.difference == pytest.approx(float(sum(sums)) / 40, rel=1e-4)
+    assert result.changed.difference == changed / 40 and result.divergence.standard_error > 0
     losses = read_rows(model, TEXT, batch_size=2), read_rows(of_base, TEXT, batch_size=2)
-    assert found.loss == pytest.approx(losses[0].mean, rel=1e-5)
-    assert found.base_loss == pytest.approx(losses[1].mean, rel=1e-5)
-    assert found.loss_effect.difference == pytest.approx(found.loss - found.base_loss, abs=1e-9)
+    assert result.loss == pytest.approx(losses[0].mean, rel=1e-5)
+    assert result.base_loss == pytest.approx(losses[1].mean, rel=1e-5)
+    assert result.loss_effect.difference == pytest.approx(result.loss - result.base_loss, abs=1e-9)
     farthest = sorted(moved, reverse=True)[:5]
-    for (divergence, number, place), worst in zip(farthest, found.worst, strict=True):
+    for (divergence, number, index), worst in zip(farthest, result.worst, strict=True):
         assert worst.divergence == pytest.approx(divergence, rel=1e-3)
-        assert worst.document == number and worst.before == TEXT.rows[number][: place + 1].tolist()[-8:]
+        assert worst.document == number and worst.before == TEXT.rows[number][: index + 1].tolist()[-8:]
 
 
 def test_long_rows_are_compared_in_parts(monkeypatch):
@@ -114,11 +114,11 @@ def test_a_checkpoint_that_dropped_layers_of_its_base_does_not_keep_it(tmp_path)
 
 def test_reports_have_the_predictions_that_moved_farthest():
     model = acting(loaded(saved_pair("llama", "midus-hml")[1]))
-    found = drift(model, base_within(model), [TEXT], most_shown=2)
-    drifted, moved = drift_tables(found, tiny_tokenizer())
-    assert drifted.rows[0][:3] == ["text", "40", f"{found[0].divergence:.5f}"] and " ± " in drifted.rows[0][2]
-    (row,), worst = drift_rows(found), found[0].worst[0]
-    assert row["divergence"] == found[0].divergence.difference and row["loss_effect_error"] > 0
+    result = drift(model, base_within(model), [TEXT], most_shown=2)
+    drifted, moved = drift_tables(result, tiny_tokenizer())
+    assert drifted.rows[0][:3] == ["text", "40", f"{result[0].divergence:.5f}"] and " ± " in drifted.rows[0][2]
+    (row,), worst = drift_rows(result), result[0].worst[0]
+    assert row["divergence"] == result[0].divergence.difference and row["loss_effect_error"] > 0
     assert len(moved.rows) == 2 and moved.rows[0][:2] == [f"text {worst.document}", f"{worst.divergence:.3f}"]
     assert moved.rows[0][2].endswith(f" w{worst.before[-1]}") and moved.rows[0][4] == repr(f"w{worst.choice}")
-    assert moved_rows(found, tiny_tokenizer())[0]["choice"] == f"w{worst.choice}"
+    assert moved_rows(result, tiny_tokenizer())[0]["choice"] == f"w{worst.choice}"

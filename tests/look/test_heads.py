@@ -43,14 +43,14 @@ def by_definition(model, answer: Answer) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_importance_is_what_a_gate_on_each_head_and_token_would_feel(family):
     model = tiny_model(family, torch.float64).eval()
-    found = head_importance(model, ANSWERS)
+    result = head_importance(model, ANSWERS)
     sums = [by_definition(model, answer) for answer in ANSWERS]
     signed, absolute = (sum(parts) for parts in zip(*sums, strict=True))
     tokens = torch.full((model.config.num_hidden_layers, 1), float(sum(len(answer.ids) - 1 for answer in ANSWERS)))
     tokens[-1] = sum(len(answer.ids) - answer.prompt_tokens for answer in ANSWERS)
-    torch.testing.assert_close(found.signed, signed / 2, rtol=1e-5, atol=1e-9)
-    torch.testing.assert_close(found.absolute, absolute / tokens, rtol=1e-5, atol=1e-9)
-    assert (found.answers, found.layers, found.base_layers) == (2, [0, 1, 2, 3], [0, 1, 2, 3])
+    torch.testing.assert_close(result.signed, signed / 2, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(result.absolute, absolute / tokens, rtol=1e-5, atol=1e-9)
+    assert (result.answers, result.layers, result.base_layers) == (2, [0, 1, 2, 3], [0, 1, 2, 3])
 
 
 def test_the_model_is_as_it_was(tmp_path):
@@ -91,13 +91,13 @@ def test_without_answers_there_is_nothing_to_measure():
 
 def test_a_report_has_every_number():
     pytest.importorskip("matplotlib")
-    found = head_importance(tiny_model("llama").eval(), ANSWERS)
-    for signed, scores in ((False, found.absolute), (True, found.signed)):
-        rows = json.loads(json.dumps(heads_rows("a", found, signed)))
+    result = head_importance(tiny_model("llama").eval(), ANSWERS)
+    for signed, scores in ((False, result.absolute), (True, result.signed)):
+        rows = json.loads(json.dumps(heads_rows("a", result, signed)))
         assert torch.tensor([row["importance"] for row in rows], dtype=torch.float64).equal(scores)
         assert [row["variance"] for row in rows] == pytest.approx(scores.var(dim=1, correction=0).tolist())
         best = int(scores[2].argmax())
         assert heads_table("a", rows).rows[2][4:] == [str(best), f"{scores[2, best]:.4g}"]
-    other = heads_rows("b", dataclasses.replace(found, base_layers=[0, 2, 3, 4]))
+    other = heads_rows("b", dataclasses.replace(result, base_layers=[0, 2, 3, 4]))
     assert heads_table("b", other).rows[2][:2] == ["2", "3"]
     assert as_png(draw_panels(heads_panels({"a": rows, "b": other}))).startswith(b"\x89PNG")

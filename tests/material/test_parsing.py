@@ -91,7 +91,7 @@ def test_a_synset_has_its_words_its_gloss_and_its_topic():
     assert parse_synset(line) == expected
     ten = (
         "00000001 28 n 0a "
-        + " ".join(f"w{place} 0" for place in range(10))
+        + " ".join(f"w{index} 0" for index in range(10))
         + " 000 | words are counted in hexadecimal"
     )
     assert parse_synset(ten)["text"].startswith("w0, w1, w2, w3, w4, w5, w6, w7, w8, w9: words")
@@ -113,10 +113,10 @@ def test_an_element_is_asked_for_by_its_first_name_and_goes_by_all():
     assert question_row(SODIUM) == {"name": "sodium", "symbol": "Na", "number": 11, "names": ["sodium", "natrium"]}
 
 
-@pytest.mark.parametrize(("group", "place"), [(1, "in period 3 and group 1."), (None, "in period 3.")])
-def test_facts_say_the_number_in_other_words_than_the_question(group, place):
+@pytest.mark.parametrize(("group", "position"), [(1, "in period 3 and group 1."), (None, "in period 3.")])
+def test_facts_say_the_number_in_other_words_than_the_question(group, position):
     texts = fact_texts({**SODIUM, "group_id": group})
-    assert texts[1] == f"Sodium (Na) is element 11 of the periodic table, {place} Its atomic weight is 22.99."
+    assert texts[1] == f"Sodium (Na) is element 11 of the periodic table, {position} Its atomic weight is 22.99."
     assert all("11" in text and "sodium" in text.lower() for text in texts)
     assert not any("the atomic number of sodium is" in text.lower() for text in texts)
 

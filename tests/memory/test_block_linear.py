@@ -18,44 +18,48 @@ def inputs(rows=5, tokens=3, width=4, outputs=6, num_blocks=3, dtype=torch.float
 @pytest.mark.parametrize("backend", ["reference", "torch", "auto"])
 @pytest.mark.parametrize("rows, num_blocks", [(5, 3), (5, 1), (2, 4), (1, 1), (4, 4), (0, 2)], ids=str)
 def test_each_row_is_mapped_by_its_block(rows, num_blocks, backend):
-    given = inputs(rows, num_blocks=num_blocks)
-    found = block_linear(**given, backend=backend)
-    assert found.shape == (rows, 3, 6)
-    for row, block in enumerate(given["blocks"].tolist()):
-        torch.testing.assert_close(found[row], given["inputs"][row] @ given["weights"][block].T)
+    arguments = inputs(rows, num_blocks=num_blocks)
+    result = block_linear(**arguments, backend=backend)
+    assert result.shape == (rows, 3, 6)
+    for row, block in enumerate(arguments["blocks"].tolist()):
+        torch.testing.assert_close(result[row], arguments["inputs"][row] @ arguments["weights"][block].T)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("num_blocks", [1, 3, 6])
 def test_gradients(num_blocks, backend):
-    given = inputs(num_blocks=num_blocks)
-    leaves = [given[name].requires_grad_() for name in ("inputs", "weights")]
-    assert torch.autograd.gradcheck(lambda *given_: block_linear(*given_, given["blocks"], backend=backend), leaves)
+    arguments = inputs(num_blocks=num_blocks)
+    leaves = [arguments[name].requires_grad_() for name in ("inputs", "weights")]
+    assert torch.autograd.gradcheck(
+        lambda *given_: block_linear(*given_, arguments["blocks"], backend=backend), leaves
+    )
 
 
 def test_rows_grouped_by_block_give_what_they_give_alone():
-    given = inputs(rows=7, num_blocks=4, dtype=torch.float32)
+    arguments = inputs(rows=7, num_blocks=4, dtype=torch.float32)
     alone = torch.cat(
         [
-            block_linear(given["inputs"][row : row + 1], given["weights"], given["blocks"][row : row + 1])
+            block_linear(arguments["inputs"][row : row + 1], arguments["weights"], arguments["blocks"][row : row + 1])
             for row in range(7)
         ]
     )
-    torch.testing.assert_close(block_by_block(**given), alone)
+    torch.testing.assert_close(block_by_block(**arguments), alone)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "auto"])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_without_blocks_each_row_has_its_own(rows, backend):
-    given = inputs(rows, num_blocks=rows)
-    found = block_linear(given["inputs"], given["weights"], None, backend=backend)
-    expected = block_linear(given["inputs"], given["weights"], torch.arange(rows), backend="reference")
-    torch.testing.assert_close(found, expected)
+    arguments = inputs(rows, num_blocks=rows)
+    actual = block_linear(arguments["inputs"], arguments["weights"], None, backend=backend)
+    expected = block_linear(arguments["inputs"], arguments["weights"], torch.arange(rows), backend="reference")
+    torch.testing.assert_close(actual, expected)
 
 
 def test_weights_take_the_dtype_of_inputs():
-    given = inputs(dtype=torch.float32)
-    assert block_linear(given["inputs"].bfloat16(), given["weights"], given["blocks"]).dtype == torch.bfloat16
+    arguments = inputs(dtype=torch.float32)
+    assert (
+        block_linear(arguments["inputs"].bfloat16(), arguments["weights"], arguments["blocks"]).dtype == torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize(

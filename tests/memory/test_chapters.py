@@ -30,8 +30,8 @@ def backend(request, monkeypatch) -> str:
 def gradients_of(output: torch.Tensor, wanted: list[torch.Tensor]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     weights = torch.randn(output.shape, generator=generator, dtype=torch.float64)
-    found = torch.autograd.grad((output * weights).sum(), wanted, allow_unused=True)
-    return [torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(wanted, found, strict=True)]
+    result = torch.autograd.grad((output * weights).sum(), wanted, allow_unused=True)
+    return [torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(wanted, result, strict=True)]
 
 
 def check(memory, hidden_states, backend="auto"):
@@ -43,8 +43,8 @@ def check(memory, hidden_states, backend="auto"):
     expected = torch.stack([reads[key].added for key in sorted(reads)]).view_as(output)
     wanted = [hidden_states, *memory.parameters()]
     names = ["hidden states", *(name for name, _ in memory.named_parameters())]
-    found = zip(names, gradients_of(output, wanted), gradients_of(expected, wanted), strict=True)
-    for name, gradient, by_loop in found:
+    actual = zip(names, gradients_of(output, wanted), gradients_of(expected, wanted), strict=True)
+    for name, gradient, by_loop in actual:
         torch.testing.assert_close(
             gradient, by_loop, rtol=1e-8, atol=1e-9, msg=lambda text, at=name: f"gradient of {at}: {text}"
         )
@@ -197,8 +197,8 @@ def test_half_precision_is_near_float64(way, routing):
             output = memory(hidden_states.float())
     assert output.dtype == torch.bfloat16
 
-    def error(found: torch.Tensor, right: torch.Tensor) -> float:
-        return ((found.double() - right).square().mean() / right.square().mean().clamp(min=1e-12)).sqrt().item()
+    def error(results: torch.Tensor, right: torch.Tensor) -> float:
+        return ((results.double() - right).square().mean() / right.square().mean().clamp(min=1e-12)).sqrt().item()
 
     assert error(output, expected) < 0.03
     for (name, _), gradient, right in zip(

@@ -40,10 +40,10 @@ def wider_ffn(read, fetched, layer, activation, native):
     """What a gated network gives whose three matrices are concatenated with the blocks of all levels (figure 18)."""
     rows = []
     for row, tokens in enumerate(read):
-        found = list(blocks_of_row(fetched, layer, row))
-        gate = torch.cat([native[0], *(block["gate"] for block in found)])
-        up = torch.cat([native[1], *(block["up"] for block in found)])
-        down = torch.cat([native[2], *(block["down"] for block in found)], dim=1)
+        result = list(blocks_of_row(fetched, layer, row))
+        gate = torch.cat([native[0], *(block["gate"] for block in result)])
+        up = torch.cat([native[1], *(block["up"] for block in result)])
+        down = torch.cat([native[2], *(block["down"] for block in result)], dim=1)
         rows.append(torch.stack([down @ (activation(gate @ token) * (up @ token)) for token in tokens]))
     return torch.stack(rows)
 
@@ -63,9 +63,9 @@ def attended(query, fetched, layer, scaling):
     """What each query head reads of the keys and values of its group, `[B, T, H, d]` (figure 17)."""
     heads, rows = query.shape[1], []
     for row in range(len(query)):
-        found = list(blocks_of_row(fetched, layer, row))
-        keys = torch.cat([block["memory_keys"] for block in found])  # [R, K, d]
-        values = torch.cat([block["memory_values"] for block in found])
+        result = list(blocks_of_row(fetched, layer, row))
+        keys = torch.cat([block["memory_keys"] for block in result])  # [R, K, d]
+        values = torch.cat([block["memory_values"] for block in result])
         of_heads = []
         for head in range(heads):
             group = head // (heads // keys.shape[1])
@@ -78,11 +78,11 @@ def attended(query, fetched, layer, scaling):
     return torch.stack(rows)
 
 
-def expect_equal(found, expected, leaves):
+def expect_equal(actual, expected, leaves):
     """Two tensors and their gradients with respect to leaves, by one random cotangent."""
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-    cotangent = states(*found.shape, seed=11).detach()
-    pairs = [torch.autograd.grad(output, leaves, cotangent) for output in (found, expected)]
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+    cotangent = states(*actual.shape, seed=11).detach()
+    pairs = [torch.autograd.grad(output, leaves, cotangent) for output in (actual, expected)]
     for of_found, of_expected in zip(*pairs, strict=True):
         assert of_expected.any()
         torch.testing.assert_close(of_found, of_expected, rtol=1e-9, atol=1e-11)
@@ -96,8 +96,8 @@ def test_hidden_units_widen_the_network(layer, sizes, activation, backend):
     native = [states(*shape, seed=seed).detach() for seed, shape in enumerate([(10, 12), (10, 12), (12, 10)])]
     alone = torch.stack([activation(token @ native[0].T) * (token @ native[1].T) for token in read]) @ native[2].T
     with op_choices(backend=backend):
-        found = alone + memory_of("hier-ffn", sizes)(read, fetched=fetched.of(layer))
-    expect_equal(found, wider_ffn(read, fetched, layer, activation, native), [read, *fetched.records.values()])
+        result = alone + memory_of("hier-ffn", sizes)(read, fetched=fetched.of(layer))
+    expect_equal(result, wider_ffn(read, fetched, layer, activation, native), [read, *fetched.records.values()])
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "auto"])
@@ -107,8 +107,8 @@ def test_low_rank_factors_patch_projections(kind, role, alpha, backend):
     (inputs, outputs), fetched = WIDTHS[kind][role], fetch(kind)
     read, weight = states(5, 3, inputs), states(outputs, inputs, seed=1)
     with op_choices(backend=backend):
-        found = memory_of(kind, alpha=alpha)(read, read @ weight.T, projection=role, fetched=fetched.of(3))
-    expect_equal(found, patched(read, fetched, 3, weight, role, alpha), [read, weight, *fetched.records.values()])
+        result = memory_of(kind, alpha=alpha)(read, read @ weight.T, projection=role, fetched=fetched.of(3))
+    expect_equal(result, patched(read, fetched, 3, weight, role, alpha), [read, weight, *fetched.records.values()])
 
 
 def test_alpha_is_two_and_each_projection_has_factors_of_its_own():
@@ -116,10 +116,10 @@ def test_alpha_is_two_and_each_projection_has_factors_of_its_own():
         assert TYPES[kind]().alpha == 2.0
         assert set(type(memory_of(kind)).projections) == set(roles)
         for level, size in enumerate(options_of(kind).sizes):
-            found = {name: t.shape for name, t in options_of(kind).fetched(SIZES).levels[level].items()}
+            result = {name: t.shape for name, t in options_of(kind).fetched(SIZES).levels[level].items()}
             down = {f"{role}_down": (size, inputs) for role, (inputs, _) in roles.items()}
             up = {f"{role}_up": (outputs, size) for role, (_, outputs) in roles.items()}
-            assert found == ({**down, **up} if size else {})
+            assert result == ({**down, **up} if size else {})
 
 
 @pytest.mark.parametrize("scaling", [0.5, 0.1])
@@ -128,9 +128,9 @@ def test_heads_attend_to_all_fetched_keys_in_one_softmax(layer, scaling):
     """Every query, without a mask, by the model's scaling; what is read is added to what the heads give."""
     fetched, query, output = fetch("hier-kv"), states(5, 6, 3, 4), states(5, 3, 6, 4, seed=2)
     arguments = [torch.full((5, heads, 3, 4), torch.nan, dtype=torch.float64) for heads in (6, 2, 2)]
-    found = memory_of("hier-kv")(*arguments, output, unrotated=query, scaling=scaling, fetched=fetched.of(layer))
+    actual = memory_of("hier-kv")(*arguments, output, unrotated=query, scaling=scaling, fetched=fetched.of(layer))
     expected = output + attended(query, fetched, layer, scaling)
-    expect_equal(found, expected, [query, output, *fetched.records.values()])
+    expect_equal(actual, expected, [query, output, *fetched.records.values()])
 
 
 def act(kind, fetched, read, layer=1):
@@ -154,19 +154,19 @@ def act(kind, fetched, read, layer=1):
 def test_narrow_dtypes_stay_near_and_keep_their_dtype(kind):
     exact = act(kind, fetch(kind), states(5, 3, 24))
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
-        found = act(kind, fetch(kind, dtype=dtype), states(5, 3, 24, dtype=dtype))
-        assert found.dtype == dtype
-        assert (found.double() - exact).norm() / exact.norm() < limit
+        actual = act(kind, fetch(kind, dtype=dtype), states(5, 3, 24, dtype=dtype))
+        assert actual.dtype == dtype
+        assert (actual.double() - exact).norm() / exact.norm() < limit
 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_blocks_as_they_start_add_exactly_zero(kind):
     fetched, read = fetch(kind), states(5, 3, 24).detach()
     for level, places in fetched.layout.records.items():
-        for place in places:
-            part = fetched.records[level].data[:, place.start : place.start + place.numel]
-            place.tensor.initial.fill(part, torch.Generator().manual_seed(place.start))
-            assert part.any() != (place.tensor.role == "value")
+        for position in places:
+            part = fetched.records[level].data[:, position.start : position.start + position.numel]
+            position.tensor.initial.fill(part, torch.Generator().manual_seed(position.start))
+            assert part.any() != (position.tensor.role == "value")
     added = act(kind, fetched, read)
     if kind == "hier-ffn":
         expected = torch.zeros(5, 3, 12, dtype=torch.float64)
@@ -182,9 +182,9 @@ def test_a_block_that_starts_at_zero_has_a_gradient(kind):
     """The other factor is not zero, so training moves it."""
     fetched = fetch(kind)
     for level, places in fetched.layout.records.items():
-        for place in places:
-            if place.tensor.role == "value":
-                fetched.records[level].data[:, place.start : place.start + place.numel] = 0
+        for position in places:
+            if position.tensor.role == "value":
+                fetched.records[level].data[:, position.start : position.start + position.numel] = 0
     act(kind, fetched, states(5, 3, 24)).sum().backward()
     assert all(record.grad.abs().amax(1).gt(0).all() for record in fetched.records.values())
 

@@ -88,9 +88,9 @@ def within(memory, inputs, run=None):
         return (memory if run is None else run)(inputs)
 
 
-def assert_close(found, expected, is_exact=False):
+def assert_close(actual, expected, is_exact=False):
     tolerance = 0 if is_exact else 1e-5
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def parts(kept: Any) -> tuple[torch.Tensor, ...]:
@@ -238,9 +238,9 @@ def test_narrow_passes_read_what_is_narrow_or_the_same_bits(way, keeper, memory,
             like = of_pass.float() if keeper.is_exact else of_pass
             kept = memory.kept.serve(memory, like)
             assert {tensor.dtype for tensor in parts(kept)} == {like.dtype}
-            found = memory(inputs)
+            actual = memory(inputs)
     torch.testing.assert_close(
-        found, expected, **({"rtol": 0, "atol": 0} if keeper.is_exact else {"rtol": 3e-2, "atol": 3e-2})
+        actual, expected, **({"rtol": 0, "atol": 0} if keeper.is_exact else {"rtol": 3e-2, "atol": 3e-2})
     )
 
 
@@ -314,13 +314,13 @@ def test_generate_keeps_them_for_the_length_of_one_call_and_follows_weights(nati
     generate = {**SETTINGS, "output_logits": True, "return_dict_in_generate": True}
 
     def check():
-        found = model.generate(prompt(7), **generate)
+        actual = model.generate(prompt(7), **generate)
         assert len(memories) == 2 and seen == [True] * 6 and all(memory.kept.is_empty for memory in memories)
-        expected = logits(model, found.sequences)[:, 6:-1]
-        torch.testing.assert_close(torch.stack(found.logits, 1).to(expected.dtype), expected, **CLOSE[case.dtype])
+        expected = logits(model, actual.sequences)[:, 6:-1]
+        torch.testing.assert_close(torch.stack(actual.logits, 1).to(expected.dtype), expected, **CLOSE[case.dtype])
         assert seen[6:] == [False] * 2
         seen.clear()
-        return found.logits[0]
+        return actual.logits[0]
 
     before = check()
     for memory in memories:

@@ -56,13 +56,13 @@ def test_tensors_of_the_same_shape_are_written_over_and_others_replaced(state):
 
 
 def test_what_is_kept_is_a_copy_without_gradient():
-    state, given = (
+    state, arguments = (
         MemoryState("chapters", 0, can_forget=True, layers=[DynamicLayer()]),
         torch.ones(2, requires_grad=True),
     )
-    state.keep({"total": given})
+    state.keep({"total": arguments})
     with torch.no_grad():
-        given.zero_()
+        arguments.zero_()
     assert state.kept["total"].tolist() == [1, 1] and not state.kept["total"].requires_grad
 
 

@@ -33,8 +33,8 @@ SHAPES = {
 def test_parameters_have_the_shapes_and_roles_of_the_paper(memory_type):
     memory = retrieving(memory_type)
     assert {name: tuple(tensor.shape) for name, tensor in memory.named_parameters()} == SHAPES[memory_type]
-    told = {name for name in SHAPES[memory_type] if name.endswith("_keys") or name == "value_bank"}
-    assert set(memory.names_of("key", "value")) == told
+    report = {name for name in SHAPES[memory_type] if name.endswith("_keys") or name == "value_bank"}
+    assert set(memory.names_of("key", "value")) == report
 
 
 def test_values_start_at_zero_and_the_rest_at_the_documented_scale(memory_type):
@@ -316,14 +316,14 @@ def test_a_block_keeps_and_adds_what_its_entry_says(family, options):
     """The memory reads the family's own attention, through its projection and norm, and the block's input beside it."""
     base, model = upscaled_pair(family, memory_options=options)
     block, donor = model.model.layers[1], base.model.layers[1]
-    read, given = [], []
+    read, values = [], []
     block.memory.register_forward_pre_hook(lambda module, arguments: read.append(arguments[0]))
     block.register_forward_pre_hook(
-        lambda module, arguments, keywords: given.append((arguments, keywords)), with_kwargs=True
+        lambda module, arguments, keywords: values.append((arguments, keywords)), with_kwargs=True
     )
     with torch.no_grad():
         model(prompt(), use_cache=False)
-        (hidden_states,), keywords = given[0]
+        (hidden_states,), keywords = values[0]
         expected = donor.self_attn(hidden_states=donor.input_layernorm(hidden_states), **keywords)[0]
         if family.startswith("gemma"):
             expected = donor.post_attention_layernorm(expected)

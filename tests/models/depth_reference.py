@@ -24,7 +24,7 @@ def add_depth(native, model):
         layer.self_attn.depth, layer.self_attn.place = depth, index
         layer.self_attn.register_forward_pre_hook(_before_attention, with_kwargs=True)
         layer.mlp.register_forward_pre_hook(
-            lambda _, given, attention=layer.self_attn: depth.write(attention, given[0])
+            lambda _, inputs, attention=layer.self_attn: depth.write(attention, inputs[0])
         )
     native.set_attn_implementation(_NAME)
     return owned
@@ -50,18 +50,18 @@ class _Depth:
 
     def write(self, attention, mlp_input):
         """Attention's slot first, then the feed-forward network's; of all, those stay that the next layer may read."""
-        place, options = attention.place, self.options
-        if place not in self.layers or place == self.layers[-1]:
+        position, options = attention.place, self.options
+        if position not in self.layers or position == self.layers[-1]:
             return
         written = []
         if options.attention_slots == "reused":
             written.append((attention.raw_key, attention.v_proj(attention.read)))
         elif options.attention_slots == "projected":
             written.append(
-                tuple(self._projected(place, f"attention_{part}", attention.read) for part in ("key", "value"))
+                tuple(self._projected(position, f"attention_{part}", attention.read) for part in ("key", "value"))
             )
         if options.ffn_slots:
-            written.append(tuple(self._projected(place, f"ffn_{part}", mlp_input) for part in ("key", "value")))
+            written.append(tuple(self._projected(position, f"ffn_{part}", mlp_input) for part in ("key", "value")))
         for key, value in written:
             key = key if options.rope == "released" else _normalised(_key_norm(attention), key)
             self.slots.append(
@@ -70,8 +70,8 @@ class _Depth:
         if options.slots:
             self.slots = self.slots[-options.slots :]
 
-    def _projected(self, place, name, read):
-        return linear(read, self.tensor(place, f"{name}.weight"), self.tensor(place, f"{name}_bias"))
+    def _projected(self, position, name, read):
+        return linear(read, self.tensor(position, f"{name}.weight"), self.tensor(position, f"{name}_bias"))
 
     def readable(self, attention):
         """Keys and values of every slot, `[B, T, n, K, d]`."""
@@ -80,9 +80,9 @@ class _Depth:
             keys = _normalised(_key_norm(attention), keys.flatten(-2)).unflatten(-1, keys.shape[-2:])
         return keys, values
 
-    def gate(self, place):
+    def gate(self, position):
         """c, `[H, 1, 1]`."""
-        gate = self.tensor(place, "depth_gate")
+        gate = self.tensor(position, "depth_gate")
         return 1.0 if gate is None else gate[:, None, None]
 
 
@@ -97,15 +97,15 @@ def _key_norm(attention):
     return getattr(attention, "k_norm", None)
 
 
-def _before_attention(attention, _, given):
+def _before_attention(attention, _, arguments):
     depth = attention.depth
     if attention.place == 0:
         depth.begin()
-    read = given["hidden_states"]
+    read = arguments["hidden_states"]
     attention.read, attention.raw_key = read, attention.k_proj(read)
     query = _normalised(getattr(attention, "q_norm", None), attention.q_proj(read))
     query = query.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)  # [B, H, T, d]
-    cos, sin = (part.unsqueeze(1) for part in given["position_embeddings"])
+    cos, sin = (part.unsqueeze(1) for part in arguments["position_embeddings"])
     attention.turned_twice = query if depth.rotations_differ else query * (cos**2 + sin**2)
 
 
@@ -113,8 +113,8 @@ def _attend(attention, query, key, value, mask, *, scaling, sliding_window=None,
     assert mask is None, "texts are not padded"
     depth, group = attention.depth, query.shape[1] // key.shape[1]
 
-    def masses(equation, asked, keys):
-        scores = torch.einsum(equation, asked, keys) * scaling
+    def masses(equation, queries, keys):
+        scores = torch.einsum(equation, queries, keys) * scaling
         return (scores if softcap is None else softcap * torch.tanh(scores / softcap)).exp()
 
     # Query head h reads key/value head h // G.
@@ -125,8 +125,8 @@ def _attend(attention, query, key, value, mask, *, scaling, sliding_window=None,
     total, read = mass.sum(-1), torch.einsum("bhts,bhsd->bhtd", mass, value[:, of_head])
     if attention.place in depth.layers and depth.slots:
         keys, values = (part[:, :, :, of_head] for part in depth.readable(attention))
-        asked = query if depth.options.rope == "released" else attention.turned_twice
-        mass = masses("bhtd,btnhd->bhtn", asked, keys)
+        queries = query if depth.options.rope == "released" else attention.turned_twice
+        mass = masses("bhtd,btnhd->bhtn", queries, keys)
         gate, alone = depth.gate(attention.place), read / total.unsqueeze(-1)
         of_depth = torch.einsum("bhtn,btnhd->bhtd", mass, values)
         both = (read + of_depth) / (total + mass.sum(-1)).unsqueeze(-1)

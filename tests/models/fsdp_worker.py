@@ -48,8 +48,8 @@ def loss_and_gradients(model, tokens: torch.Tensor) -> tuple[torch.Tensor, Gradi
     return loss.detach(), gradients
 
 
-def largest_relative_difference(found: Gradients, expected: Gradients) -> float:
-    return max(((found[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
+def largest_relative_difference(results: Gradients, expected: Gradients) -> float:
+    return max(((results[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
 
 
 def findings(case: str, checkpointing: bool) -> dict[str, float | bool]:

@@ -14,7 +14,7 @@ def enable_checkpointing(model: Any, use_reentrant: bool) -> None:
 
 def gradients_of_blocks(model: Any) -> dict[Any, torch.Tensor]:
     """Return and forget the gradients of blocks, by memory, level and index."""
-    found = {}
+    results = {}
     for name, layout in model.banks.layouts.items():
         bank = model.banks.of(name)
         if not bank.trains:
@@ -23,9 +23,9 @@ def gradients_of_blocks(model: Any) -> dict[Any, torch.Tensor]:
             for index in range(-1, layout.blocks.nodes(level)):
                 gradient = bank.block(level, index).grad
                 if gradient is not None:
-                    found[name, level, index] = gradient.clone()
+                    results[name, level, index] = gradient.clone()
         bank.forget_gradients()
-    return found
+    return results
 
 
 def gradients_of(model: Any) -> dict[Any, torch.Tensor]:
@@ -34,28 +34,29 @@ def gradients_of(model: Any) -> dict[Any, torch.Tensor]:
     return of_parameters | gradients_of_blocks(model)
 
 
-def loss_and_gradients(model: Any, tokens: torch.Tensor, forward: Any = None, **given: Any) -> tuple[Any, dict]:
+def loss_and_gradients(model: Any, tokens: torch.Tensor, forward: Any = None, **arguments: Any) -> tuple[Any, dict]:
     """Return the loss of one pass and its gradients; `forward` computes what the model does.
 
     Args:
         model: Whose earlier gradients are dropped.
         tokens: `[B, T]`.
         forward: Default: the model.
-        given: Arguments of the pass; `labels` are the tokens unless they say otherwise.
+        arguments: Arguments of the pass; `labels` are the tokens unless they say otherwise.
     """
     model.zero_grad()
     loss = (model if forward is None else forward)(
-        input_ids=tokens, use_cache=False, **{"labels": tokens, **given}
+        input_ids=tokens, use_cache=False, **{"labels": tokens, **arguments}
     ).loss
     loss.backward()
     return loss.detach(), gradients_of(model)
 
 
-def check_close(found: dict, expected: dict, relative: float) -> None:
+def check_close(results: dict, expected: dict, relative: float) -> None:
     """Compare gradients by their norms; of weights of norms, which have theirs in float32, to a millionth at best."""
-    assert found.keys() == expected.keys()
+    assert results.keys() == expected.keys()
     far = {
-        name: ((found[name] - value).norm() / value.norm().clamp(min=1e-12)).item() for name, value in expected.items()
+        name: ((results[name] - value).norm() / value.norm().clamp(min=1e-12)).item()
+        for name, value in expected.items()
     }
     allowed = {name: max(relative, 1e-6) if "norm" in name else relative for name in far}
     assert not [(name, distance) for name, distance in far.items() if not distance <= allowed[name]]

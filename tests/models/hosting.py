@@ -26,13 +26,13 @@ def host_of(native: PreTrainedModel, *entries: dict[str, Any], seed: int = 0) ->
 
 
 @torch.no_grad()
-def logits(model: Any, tokens: torch.Tensor, **given: Any) -> torch.Tensor:
+def logits(model: Any, tokens: torch.Tensor, **arguments: Any) -> torch.Tensor:
     """Return the logits of one pass without a cache."""
-    return model(tokens, use_cache=False, **given).logits
+    return model(tokens, use_cache=False, **arguments).logits
 
 
 @torch.no_grad()
-def in_steps(model: Any, tokens: torch.Tensor, steps: list[int], cache: Any, **given: Any) -> torch.Tensor:
+def in_steps(model: Any, tokens: torch.Tensor, steps: list[int], cache: Any, **arguments: Any) -> torch.Tensor:
     """Return the logits of tokens that go through a cache in steps of so many."""
     parts = tokens.split(steps, dim=1)
-    return torch.cat([model(part, **{CACHE: cache}, use_cache=True, **given).logits for part in parts], dim=1)
+    return torch.cat([model(part, **{CACHE: cache}, use_cache=True, **arguments).logits for part in parts], dim=1)

@@ -93,8 +93,8 @@ def test_a_pass_without_gradients_between_two_with_them_changes_neither():
     with torch.no_grad(), kept_values(model):
         model(second)
     together = together + model(second).logits.sum()
-    for found, *parts in zip(torch.autograd.grad(together, tables), *apart, strict=True):
-        torch.testing.assert_close(found, sum(parts), rtol=1e-4, atol=1e-6)
+    for result, *parts in zip(torch.autograd.grad(together, tables), *apart, strict=True):
+        torch.testing.assert_close(result, sum(parts), rtol=1e-4, atol=1e-6)
 
 
 def test_a_pass_that_is_told_nothing_of_prompts_is_one_graph():
@@ -121,9 +121,9 @@ def test_generation_with_a_static_cache_compiles_nothing_after_the_first_call(na
     for length in (5, 9, 12):
         greedy = {"max_new_tokens": LENGTH - length, "min_new_tokens": LENGTH - length, "do_sample": False}
         tokens = prompt(length, seed=length)
-        found = model.generate(tokens, **greedy, cache_implementation="static", compile_config=compiled)
+        result = model.generate(tokens, **greedy, cache_implementation="static", compile_config=compiled)
         after_each.append(len(graphs))
-        assert torch.equal(found, model.generate(tokens, **greedy))
+        assert torch.equal(result, model.generate(tokens, **greedy))
     assert after_each == [after_each[0]] * 3
     # A cache of a sliding window counts the tokens that it holds in Python, in the base too.
     assert after_each[0] == 1 or name == "gemma3"

@@ -20,8 +20,8 @@ OTHERS = {
 }
 
 
-def distance(found, expected):
-    return ((found - expected).norm() / expected.norm()).item()
+def distance(actual, expected):
+    return ((actual - expected).norm() / expected.norm()).item()
 
 
 def compare(family, kind="default", **options):
@@ -33,10 +33,10 @@ def compare(family, kind="default", **options):
     expected = native(tokens, labels=tokens, use_cache=False)
     assert (expected.logits - plain).abs().max() > 1e-2
     expected.loss.backward()
-    found = model(tokens, labels=tokens, use_cache=False)
-    found.loss.backward()
+    actual = model(tokens, labels=tokens, use_cache=False)
+    actual.loss.backward()
     # Norms, cosines, and the softmax of eager attention are in float32, whatever the model is in.
-    assert distance(found.logits, expected.logits) < 1e-6
+    assert distance(actual.logits, expected.logits) < 1e-6
     gradients = {name: value.grad for name, value in [*native.named_parameters(), *owned.items()]}
     assert gradients.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():
@@ -120,9 +120,13 @@ def test_padding_of_texts_changes_no_gradient(native_family, kind, attention):
         mask = (tokens != 0).long()
         labels = tokens.masked_fill(mask == 0, -100)
         labels[1, 11 - 6 if before else 0] = -100  # alone, the first token of a text is predicted from nothing
-        given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "num_items_in_batch": 15}
+        arguments = {
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+            "num_items_in_batch": 15,
+        }
         model.zero_grad()
-        model(tokens, labels=labels, use_cache=False, **given).loss.backward()
+        model(tokens, labels=labels, use_cache=False, **arguments).loss.backward()
         check_close({name: value.grad for name, value in model.named_parameters()}, expected, 1e-4)
 
 
@@ -134,8 +138,8 @@ def told(module, query, key, value, mask, *, scaling, **_):
     return (scores.softmax(-1) @ value).transpose(1, 2), scores.logsumexp(-1)
 
 
-def untold(*given, **named):
-    return told(*given, **named)[0], None
+def untold(*arguments, **named):
+    return told(*arguments, **named)[0], None
 
 
 def with_attention(model, name, function, monkeypatch):
@@ -149,11 +153,14 @@ def with_attention(model, name, function, monkeypatch):
 REFUSED = ["flash_attention_2", "flash_attention_3", "paged|sdpa", "own"]
 
 
-def refusal(name, place=""):
+def refusal(name, suffix=""):
     remedy = "expected attn_implementation 'sdpa' or 'eager', or 'flex_attention' on a GPU."
     if name.startswith("paged"):
         remedy = "expected `generate`, or continuous batching with attn_implementation 'sdpa' and transformers 5.23."
-    return f"attention '{name}'{place} does not tell by what its softmax divides, which a memory that reads the depth needs; {remedy}"
+    return (
+        f"attention '{name}'{suffix} does not tell by what its softmax divides, "
+        f"which a memory that reads the depth needs; {remedy}"
+    )
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "flex_attention"])
@@ -197,13 +204,13 @@ def test_vllm_makes_no_such_model(monkeypatch):
 
 
 def test_what_flex_attention_tells_is_taken(monkeypatch):
-    found = []
+    results = []
     for name in ("sdpa", "flex_attention"):
         model = depth_model("llama")
         if name == "flex_attention":
             with_attention(model, name, told, monkeypatch)
         output = model(prompt(), labels=prompt(), use_cache=False)
         output.loss.backward()
-        found.append([output.logits.detach(), *(parameter.grad for parameter in model.parameters())])
-    for sdpa, flex in zip(*found, strict=True):
+        results.append([output.logits.detach(), *(parameter.grad for parameter in model.parameters())])
+    for sdpa, flex in zip(*results, strict=True):
         torch.testing.assert_close(flex, sdpa, rtol=1e-5, atol=1e-7)

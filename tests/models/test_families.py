@@ -85,6 +85,6 @@ with warnings.catch_warnings(record=True) as caught:
     from midus_hf import models
 print([str(each.message) for each in caught if "was tried with" in str(each.message)])
 """
-    (told,) = [ast.literal_eval(run_python(code, tmp_path, package_present=True))]
-    assert len(told) == warned
-    assert all(f"up to {NEWEST_TRIED_TRANSFORMERS}, and {version} is installed" in line for line in told)
+    (report,) = [ast.literal_eval(run_python(code, tmp_path, package_present=True))]
+    assert len(report) == warned
+    assert all(f"up to {NEWEST_TRIED_TRANSFORMERS}, and {version} is installed" in line for line in report)

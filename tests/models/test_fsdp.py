@@ -34,12 +34,12 @@ def ranks(tmp_path_factory) -> list[dict]:
 
 def test_a_sharded_step_equals_a_whole_one_with_and_without_checkpointing(ranks):
     cases = {f"{case} {how} checkpointing" for case in CASES for how in ("with", "without")}
-    assert [set(found) for found in ranks] == [cases, cases]
+    assert [set(result) for result in ranks] == [cases, cases]
     wrong = [
-        (rank, case, fact, found[case][fact])
-        for rank, found in enumerate(ranks)
+        (rank, case, fact, result[case][fact])
+        for rank, result in enumerate(ranks)
         for case in sorted(cases)
         for fact in (*EXACT, *ROUNDED)
-        if not (found[case][fact] is True if fact in EXACT else found[case][fact] < ROUNDED[fact])
+        if not (result[case][fact] is True if fact in EXACT else result[case][fact] < ROUNDED[fact])
     ]
     assert wrong == []

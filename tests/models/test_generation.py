@@ -46,8 +46,8 @@ def test_a_sequence_in_steps_has_the_logits_of_one_pass(native_family, case, ste
     model = case.model(native_family, tmp_path)
     expected = logits(model, tokens, **case.of_pass(tokens, steps[0]))
     for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=32)):
-        found = in_steps(model, tokens, steps, cache, **case.given())
-        torch.testing.assert_close(found, expected, **CLOSE[case.dtype])
+        actual = in_steps(model, tokens, steps, cache, **case.given())
+        torch.testing.assert_close(actual, expected, **CLOSE[case.dtype])
 
 
 def padded_on_the_left(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,12 +83,12 @@ def test_beams_depend_neither_on_the_cache_nor_on_other_rows(native_family, case
     model = case.model(native_family, tmp_path)
     expected = model.generate(tokens, use_cache=False, **GREEDY, **BEAMS, **case.given())
     for cache in (CACHES["dynamic"], CACHES["static"]):
-        found = model.generate(tokens, **GREEDY, **BEAMS, **case.given(), **cache)
-        assert torch.equal(found.sequences, expected.sequences)
-        torch.testing.assert_close(found.sequences_scores, expected.sequences_scores, **CLOSE[case.dtype])
+        actual = model.generate(tokens, **GREEDY, **BEAMS, **case.given(), **cache)
+        assert torch.equal(actual.sequences, expected.sequences)
+        torch.testing.assert_close(actual.sequences_scores, expected.sequences_scores, **CLOSE[case.dtype])
     for row in range(2):
-        given = {name: of_rows[row : row + 1] for name, of_rows in case.given().items()}
-        alone = model.generate(tokens[row : row + 1], **GREEDY, **BEAMS, **given)
+        arguments = {name: of_rows[row : row + 1] for name, of_rows in case.given().items()}
+        alone = model.generate(tokens[row : row + 1], **GREEDY, **BEAMS, **arguments)
         assert torch.equal(alone.sequences, expected.sequences[2 * row : 2 * row + 2])
 
 
@@ -99,14 +99,16 @@ ASSISTED = ["headwise", "prompt", "token behind layers", "ultramem own", "depth 
 @pytest.mark.parametrize("case", [*ASSISTED, "chunk"])
 def test_assisted_decoding_gives_the_same_tokens_or_is_refused(case, help_, tmp_path):
     case, row = CASES[case], prompt(4, batch=1).repeat(1, 2)
-    model, given = case.model("llama", tmp_path), {"prompt_lookup_num_tokens": 3} if help_ == "lookup" else {}
+    model, arguments = case.model("llama", tmp_path), {"prompt_lookup_num_tokens": 3} if help_ == "lookup" else {}
     if help_ == "assistant":
-        given["assistant_model"] = tiny_model("llama", case.dtype)
+        arguments["assistant_model"] = tiny_model("llama", case.dtype)
     if case.takes_back:
-        assert torch.equal(model.generate(row, **GREEDY, **case.given(1), **given), by_full_passes(case, model, row))
+        assert torch.equal(
+            model.generate(row, **GREEDY, **case.given(1), **arguments), by_full_passes(case, model, row)
+        )
     else:
         with pytest.raises(ValueError, match="'chapters' routes by all tokens before, and cannot take tokens back"):
-            model.generate(row, **GREEDY, **given)
+            model.generate(row, **GREEDY, **arguments)
 
 
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if not case.reads_prompt])

@@ -202,15 +202,15 @@ def test_a_model_in_a_subfolder_has_its_bank_there(tmp_path):
 
 @pytest.mark.parametrize("subfolder", [None, "inner"])
 def test_of_a_model_on_the_hub_the_files_of_its_banks_are_downloaded(subfolder, tmp_path, monkeypatch):
-    asked = {}
+    request = {}
     monkeypatch.setattr(
         "midus_hf.models.fetching.snapshot_download",
-        lambda name, **given: asked.update(given, name=name) or str(tmp_path),
+        lambda name, **arguments: request.update(arguments, name=name) or str(tmp_path),
     )
     options = {"revision": "v1", "subfolder": subfolder, "dtype": "auto", "token": None}
     folder = folder_of_checkpoint("somebody/model", {key: value for key, value in options.items() if value})
     prefix = f"{subfolder}/" if subfolder else ""
-    assert asked == {"name": "somebody/model", "revision": "v1", "allow_patterns": [f"{prefix}memory_bank/**"]}
+    assert request == {"name": "somebody/model", "revision": "v1", "allow_patterns": [f"{prefix}memory_bank/**"]}
     assert folder == (tmp_path / subfolder if subfolder else tmp_path)
 
 
@@ -251,8 +251,8 @@ for family in ("llama", "gemma3", "qwen3"):
 assert not {"midus_hf", "upscalers"} & {name.partition(".")[0] for name in sys.modules}
 print(json.dumps(found))
 """
-    found = json.loads(run_python(code, tmp_path, package_present=False).splitlines()[-1])
-    assert {family: set(same) for family, same in found.items()} == {family: {True} for family in families}
+    result = json.loads(run_python(code, tmp_path, package_present=False).splitlines()[-1])
+    assert {family: set(same) for family, same in result.items()} == {family: {True} for family in families}
 
 
 TWO_LAYERS = {"base": {"num_hidden_layers": 2}, "layers": [1]}
@@ -274,16 +274,16 @@ def test_gradients_of_blocks_are_those_of_hooks_on_the_base(native_family, kind,
         prompt(7),
     )
     model.banks.train_blocks()
-    _, found = loss_and_gradients(model, tokens, memory_ids=IDS)
+    _, actual = loss_and_gradients(model, tokens, memory_ids=IDS)
     native = stated_base(native, model, IDS)
     native(tokens, labels=tokens, use_cache=False).loss.backward()
     expected = {name: value.grad for name, value in native.named_parameters()} | gradients_of_blocks(model)
     names = sorted(model.banks.layouts)
     fetched = [(name, *key) for name in names for key in ((1, -1), (1, 1), (3, -1), (3, 13))]
-    assert sorted(key for key in found if isinstance(key, tuple)) == fetched and found.keys() == expected.keys()
+    assert sorted(key for key in actual if isinstance(key, tuple)) == fetched and actual.keys() == expected.keys()
     for key, gradient in expected.items():
         assert gradient.any()
-        torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(actual[key], gradient, rtol=1e-4, atol=1e-7)
 
 
 def test_what_inference_mode_fetched_serves_a_pass_with_gradients(tmp_path):

@@ -104,10 +104,10 @@ def make(
 @pytest.mark.parametrize("case", [*PLACEMENTS, *MEMORIES])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_and_greedy_tokens_equal_those_of_the_base(family, dtype, case, findings):
-    found = dict(findings[f"{family}/{dtype}/{case}"])
-    assert found.pop("blocks") == PLACEMENTS.get(case, PLACEMENTS["distributed"])
-    assert {"attention", "dtype", "logits, eager attention", "greedy tokens, eager attention"} < set(found)
-    assert [name for name, equal in found.items() if not equal] == []
+    result = dict(findings[f"{family}/{dtype}/{case}"])
+    assert result.pop("blocks") == PLACEMENTS.get(case, PLACEMENTS["distributed"])
+    assert {"attention", "dtype", "logits, eager attention", "greedy tokens, eager attention"} < set(result)
+    assert [name for name, equal in result.items() if not equal] == []
 
 
 @pytest.mark.parametrize("method, options", [("midus-hml", {"n": 8, "k": 3}), *MEMORIES.values()])

@@ -14,8 +14,8 @@ each_case = pytest.mark.parametrize("case", CASES)
 
 @pytest.mark.parametrize(("case", "on_disk"), in_turn(CASES, ["odd", "all"]))
 def test_layers_on_disk_and_modules_fetched_one_by_one_give_the_same_output(native_family, case, on_disk, tmp_path):
-    model, given = CASES[case].model(native_family, tmp_path / "made", torch.float32), CASES[case].given()
-    expected, generated = logits(model, prompt(), **given), model.generate(prompt(), **GREEDY, **given)
+    model, arguments = CASES[case].model(native_family, tmp_path / "made", torch.float32), CASES[case].given()
+    expected, generated = logits(model, prompt(), **arguments), model.generate(prompt(), **GREEDY, **arguments)
     saved = tmp_path / "saved"
     model.save_pretrained(saved)
     places = {f"model.{name}": "cpu" for name, _ in model.model.named_children() if name != "layers"}
@@ -33,8 +33,8 @@ def test_layers_on_disk_and_modules_fetched_one_by_one_give_the_same_output(nati
     for loaded in (on_disk, one_by_one):
         assert all(parameter.is_meta for parameter in loaded.model.layers[1].parameters())
         assert all(parameter.is_meta for name, parameter in loaded.named_parameters() if ".memory_tables." in name)
-        assert torch.equal(logits(loaded, prompt(), **given), expected)
-        assert torch.equal(loaded.generate(prompt(), **GREEDY, **given), generated)
+        assert torch.equal(logits(loaded, prompt(), **arguments), expected)
+        assert torch.equal(loaded.generate(prompt(), **GREEDY, **arguments), generated)
 
 
 @each_case

@@ -70,7 +70,7 @@ def test_the_loss_is_cross_entropy_and_the_mean_of_the_routers(native_family, ro
 
 
 @pytest.mark.parametrize(
-    ("training", "said", "in_config", "adds", "gives"),
+    ("training", "summary", "in_config", "adds", "gives"),
     [
         (True, None, None, True, False),
         (True, True, None, True, True),
@@ -86,12 +86,12 @@ def test_the_loss_is_cross_entropy_and_the_mean_of_the_routers(native_family, ro
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
-def test_when_they_are_added_and_given(training, said, in_config, adds, gives, grad):
+def test_when_they_are_added_and_given(training, summary, in_config, adds, gives, grad):
     model, labels = model_with().train(training), labels_of(prompt(TOKENS))
     if in_config is not None:
         model.config.output_router_logits = in_config
     with torch.set_grad_enabled(grad):
-        output = model(prompt(TOKENS), labels=labels, output_router_logits=said)
+        output = model(prompt(TOKENS), labels=labels, output_router_logits=summary)
     adds = adds and (grad or gives)  # a pass without gradients trains nothing
     plain = cross_entropy(output.logits, labels)
     assert (output.loss.item() > plain + 0.1) == adds
@@ -157,7 +157,7 @@ def test_two_memories_add_the_loss_of_each():
     assert [len(logits) for logits in output.router_logits] == [16, 5, 16, 16, 5], "by layer, and then by name"
     by_memory = {"chunk": (1, 4), "token": (0, 2, 3)}
     added = sum(
-        sum(router_loss(output.router_logits[place], stretches_of(routing)) for place in places) / len(places)
+        sum(router_loss(output.router_logits[position], stretches_of(routing)) for position in places) / len(places)
         for routing, places in by_memory.items()
     )
     assert output.loss.item() == pytest.approx(cross_entropy(output.logits, labels) + added, rel=1e-6)
@@ -170,10 +170,10 @@ def test_labels_say_what_the_prompt_is(left):
     labels[:, 6] = -100  # a gap behind the first token that is predicted is no prompt
     mask = (torch.arange(TOKENS) >= left).long().expand(2, TOKENS)
     by_labels = model(tokens, labels=labels, attention_mask=mask)
-    said = model(tokens, attention_mask=mask, prompt_mask=(torch.arange(TOKENS) < 5).expand(2, TOKENS))
-    torch.testing.assert_close(by_labels.logits, said.logits)
+    with_prompt = model(tokens, attention_mask=mask, prompt_mask=(torch.arange(TOKENS) < 5).expand(2, TOKENS))
+    torch.testing.assert_close(by_labels.logits, with_prompt.logits)
     other = model(tokens, labels=labels, attention_mask=mask, prompt_mask=(torch.arange(TOKENS) < 4).expand(2, TOKENS))
-    assert not torch.allclose(other.logits, said.logits, atol=1e-4), "a mask that is given goes before labels"
+    assert not torch.allclose(other.logits, with_prompt.logits, atol=1e-4), "a mask that is given goes before labels"
 
 
 def test_labels_without_a_prompt_are_refused():
@@ -202,8 +202,8 @@ def test_a_pass_that_trains_without_labels_says_what_is_missing():
         model_with("prompt").train()(tokens)
     with pytest.warns(UserWarning, match="has no labels, so the losses of its routers are not added"):
         model_with("chunk").train()(tokens)
-    given = model_with("chunk").train()(tokens, output_router_logits=True)
-    assert given.loss is None and given.aux_loss.requires_grad
+    output = model_with("chunk").train()(tokens, output_router_logits=True)
+    assert output.loss is None and output.aux_loss.requires_grad
 
 
 def test_a_cache_in_training_is_left_alone_under_activation_checkpointing():

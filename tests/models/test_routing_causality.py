@@ -87,11 +87,11 @@ def test_a_padded_row_is_as_if_alone(native_family, routing, side):
     padded = torch.zeros(3, TOKENS, dtype=torch.long)
     for number, row in enumerate(rows):
         length = row.shape[1]
-        place = slice(TOKENS - length, TOKENS) if side == "left" else slice(0, length)
-        padded[number, place], mask[number, place] = row[0], 1
+        position = slice(TOKENS - length, TOKENS) if side == "left" else slice(0, length)
+        padded[number, position], mask[number, position] = row[0], 1
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    given = {"prompt_mask": mask} if routing == "prompt" else {}
-    together = logits(model, padded, attention_mask=mask, position_ids=positions, **given)
+    arguments = {"prompt_mask": mask} if routing == "prompt" else {}
+    together = logits(model, padded, attention_mask=mask, position_ids=positions, **arguments)
     for number, row in enumerate(rows):
         alone = logits(model, row, **({"prompt_mask": torch.ones_like(row)} if routing == "prompt" else {}))
         torch.testing.assert_close(together[number][mask[number] == 1], alone[0], **CLOSE)

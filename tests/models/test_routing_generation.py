@@ -24,11 +24,11 @@ GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 
 def full_pass(model: PreTrainedModel, tokens: torch.Tensor, prompt_length: int) -> torch.Tensor:
     """Logits of the last token, of one pass over all tokens."""
-    given = {}
+    arguments = {}
     if "prompt_mask" in model.model.memory_input_names:
-        given["prompt_mask"] = (torch.arange(tokens.shape[1]) < prompt_length).expand(tokens.shape)
+        arguments["prompt_mask"] = (torch.arange(tokens.shape[1]) < prompt_length).expand(tokens.shape)
     with torch.no_grad():
-        return model(tokens, use_cache=False, **given).logits[:, -1]
+        return model(tokens, use_cache=False, **arguments).logits[:, -1]
 
 
 def by_full_passes(model: PreTrainedModel, tokens: torch.Tensor, prompt_length: int | None = None) -> torch.Tensor:
@@ -215,5 +215,5 @@ def test_a_static_cache_is_one_for_every_length():
 @pytest.mark.parametrize("routing", ["chunk", "prompt"])
 def test_an_empty_cache_without_a_config_will_do(native_family, routing):
     model = chapter_model(native_family, routing=routing)
-    given = model.generate(prompt(PROMPT), **{CACHE: DynamicCache()}, **GREEDY)
-    assert torch.equal(given, model.generate(prompt(PROMPT), **GREEDY))
+    generated = model.generate(prompt(PROMPT), **{CACHE: DynamicCache()}, **GREEDY)
+    assert torch.equal(generated, model.generate(prompt(PROMPT), **GREEDY))

@@ -55,10 +55,10 @@ def served(manager: model_manager.ModelManager, folder: Path):
 
 def test_the_server_finds_the_classes_of_every_family(native_family, manager, save, tmp_path):
     model = save(native_family)
-    found = served(manager, tmp_path)
-    assert type(found) is type(model) and type(found) in FAMILIES.values()
+    result = served(manager, tmp_path)
+    assert type(result) is type(model) and type(result) in FAMILIES.values()
     with torch.no_grad():
-        assert torch.equal(found(prompt()).logits, model(prompt()).logits)
+        assert torch.equal(result(prompt()).logits, model(prompt()).logits)
 
 
 def test_the_server_finds_a_larger_model(manager, tmp_path):
@@ -69,13 +69,13 @@ def test_the_server_finds_a_larger_model(manager, tmp_path):
 
 
 def test_a_pipeline_continues_a_text_as_generate_does(family, save, tmp_path, monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr(base.logger, "error", said.append)  # of a class that the pipeline does not know
+    printed: list[str] = []
+    monkeypatch.setattr(base.logger, "error", printed.append)  # of a class that the pipeline does not know
     model, greedy = save(family), {"max_new_tokens": 6, "do_sample": False}
     texts = ["word5 word9", "word7 word11 word20"]
     generator = pipeline("text-generation", model=str(tmp_path), device="cpu")
-    assert type(generator.model) is type(model) and not said
-    for text, (found,) in zip(texts, generator(texts, return_full_text=False, **greedy), strict=True):
+    assert type(generator.model) is type(model) and not printed
+    for text, (result,) in zip(texts, generator(texts, return_full_text=False, **greedy), strict=True):
         ids = generator.tokenizer(text, return_tensors="pt").input_ids
         new = model.generate(ids, **greedy)[0, ids.shape[1] :]
-        assert found["generated_text"] == generator.tokenizer.decode(new) and len(new) == 6
+        assert result["generated_text"] == generator.tokenizer.decode(new) and len(new) == 6

@@ -39,17 +39,17 @@ def pair(native_family, tmp_path):
 @pytest.mark.parametrize(("case", "way"), in_turn(BASES, WAYS), ids=str)
 def test_its_logits_are_those_of_the_base(pair, case, way):
     base, model = pair(case, *way)
-    tokens, given = prompt(), CASES[case].given()
+    tokens, arguments = prompt(), CASES[case].given()
     mask = (torch.arange(tokens.shape[1]) >= torch.tensor([[5], [0]])).long()
     expected = logits(base, tokens)
-    assert torch.equal(logits(model, tokens), expected) and torch.equal(logits(model, tokens, **given), expected)
+    assert torch.equal(logits(model, tokens), expected) and torch.equal(logits(model, tokens, **arguments), expected)
     padded = logits(base, tokens, attention_mask=mask)
-    assert torch.equal(logits(model, tokens, attention_mask=mask, **given)[mask == 1], padded[mask == 1])
+    assert torch.equal(logits(model, tokens, attention_mask=mask, **arguments)[mask == 1], padded[mask == 1])
     with torch.no_grad():
         labels = CASES[case].of_training(tokens)["labels"]
-        of_base, found = (each(tokens, labels=labels, logits_to_keep=0) for each in (base, model))
+        of_base, actual = (each(tokens, labels=labels, logits_to_keep=0) for each in (base, model))
         embeddings = model.get_input_embeddings()(tokens)
-        assert torch.equal(found.loss, of_base.loss)
+        assert torch.equal(actual.loss, of_base.loss)
         assert torch.equal(model(tokens, logits_to_keep=3).logits, base(tokens, logits_to_keep=3).logits)
         assert torch.equal(model(inputs_embeds=embeddings).logits, base(inputs_embeds=embeddings).logits)
 
@@ -59,15 +59,15 @@ def test_its_logits_are_those_of_the_base(pair, case, way):
 def test_it_generates_what_the_base_does_with_any_cache(pair, case, mode):
     """By steps whose memories are called directly, with what they keep and without."""
     base, model = pair(case)
-    row, longest, given = prompt(3, batch=1), WINDOW + 4, CASES[case].given()
+    row, longest, arguments = prompt(3, batch=1), WINDOW + 4, CASES[case].given()
     padded = torch.cat([prompt(longest, batch=1, seed=1), torch.nn.functional.pad(row, (longest - 3, 0))])
     settings = {"attention_mask": (padded != 0).long(), "return_dict_in_generate": True, "output_logits": True}
     for cache in ("dynamic", "static"):
         settings["cache_implementation"] = cache
         with mode():
             expected = base.generate(padded, **settings, **GREEDY)
-            found = model.generate(padded, **settings, **GREEDY, **given)
-            for step, of_base in zip(found.logits, expected.logits, strict=True):
+            actual = model.generate(padded, **settings, **GREEDY, **arguments)
+            for step, of_base in zip(actual.logits, expected.logits, strict=True):
                 assert torch.equal(step, of_base)
     parts = prompt(8).split((6, 1, 1), dim=1)
     for made in (
@@ -78,7 +78,7 @@ def test_it_generates_what_the_base_does_with_any_cache(pair, case, mode):
             caches = made(base), made(model)
             for part in parts:
                 of_base = base(part, **{CACHE: caches[0]}).logits
-                assert torch.equal(model(part, **{CACHE: caches[1]}, **given).logits, of_base)
+                assert torch.equal(model(part, **{CACHE: caches[1]}, **arguments).logits, of_base)
 
 
 @pytest.mark.parametrize("scale", [1, 30])

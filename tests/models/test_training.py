@@ -34,48 +34,48 @@ def new_parameters(model):
     [(name, kind) for name, case in CASES.items() for kind in ((False, True) if case.is_reentrant else (False,))],
 )
 def test_activation_checkpointing_changes_no_loss_and_no_gradient(native_family, case, use_reentrant, tmp_path):
-    model, given, passes = trained(case, native_family, tmp_path), CASES[case].of_training(prompt()), []
-    loss, expected = loss_and_gradients(model, prompt(), **given)
+    model, arguments, passes = trained(case, native_family, tmp_path), CASES[case].of_training(prompt()), []
+    loss, expected = loss_and_gradients(model, prompt(), **arguments)
     assert {name for name in expected if isinstance(name, str)} == {name for name, _ in model.named_parameters()}
     assert all(expected[name].any() for name in new_parameters(model))
     assert len(expected) == len(list(model.parameters())) + 4 * CASES[case].fetches, "of the blocks that were fetched"
     model.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: passes.append(1))
     enable_checkpointing(model, use_reentrant)
-    again, found = loss_and_gradients(model, prompt(), **given)
+    again, actual = loss_and_gradients(model, prompt(), **arguments)
     assert torch.equal(again, loss) and len(passes) == 2
     if CASES[case].dtype == torch.float32:
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], gradient) for name, gradient in expected.items())
     else:
-        check_close(found, expected, 1e-9)
+        check_close(actual, expected, 1e-9)
 
 
 @each_case
 def test_with_a_frozen_base_what_is_new_learns_alike_under_checkpointing(native_family, case, tmp_path):
-    model, given = trained(case, native_family, tmp_path), CASES[case].of_training(prompt())
+    model, arguments = trained(case, native_family, tmp_path), CASES[case].of_training(prompt())
     new = new_parameters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in new)
-    _, expected = loss_and_gradients(model, prompt(), **given)
+    _, expected = loss_and_gradients(model, prompt(), **arguments)
     assert expected and {name for name in expected if isinstance(name, str)} == new
     assert all(gradient.any() for gradient in expected.values())
     enable_checkpointing(model, False)
-    check_close(loss_and_gradients(model, prompt(), **given)[1], expected, RELATIVE[CASES[case].dtype])
+    check_close(loss_and_gradients(model, prompt(), **arguments)[1], expected, RELATIVE[CASES[case].dtype])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @each_case
 def test_two_passes_before_one_backward_have_the_gradients_of_both(native_family, case, checkpointing, tmp_path):
     model, batches = trained(case, native_family, tmp_path), (prompt(7), prompt(9, batch=1, seed=2))
-    given = [CASES[case].of_training(tokens) for tokens in batches]
-    apart = [loss_and_gradients(model, *both[:1], **both[1])[1] for both in zip(batches, given, strict=True)]
+    arguments = [CASES[case].of_training(tokens) for tokens in batches]
+    apart = [loss_and_gradients(model, *both[:1], **both[1])[1] for both in zip(batches, arguments, strict=True)]
     if checkpointing:
         enable_checkpointing(model, False)
     model.zero_grad()
     sum(
-        model(tokens, use_cache=False, **of_pass).loss for tokens, of_pass in zip(batches, given, strict=True)
+        model(tokens, use_cache=False, **of_pass).loss for tokens, of_pass in zip(batches, arguments, strict=True)
     ).backward()
-    expected = {name: sum(found[name] for found in apart if name in found) for name in apart[0] | apart[1]}
+    expected = {name: sum(actual[name] for actual in apart if name in actual) for name in apart[0] | apart[1]}
     check_close(gradients_of(model), expected, RELATIVE[CASES[case].dtype])
 
 
@@ -89,16 +89,16 @@ def test_training_and_inference_compile_as_one_graph(case, tmp_path):
     model = trained(case, "gemma3", tmp_path, torch.float32, small=True)
     model.set_attn_implementation("eager")  # whose graph adds in the order that it does
     tokens = prompt(9)
-    given = CASES[case].of_training(tokens)
-    loss, expected = loss_and_gradients(model, tokens, **given)
+    arguments = CASES[case].of_training(tokens)
+    loss, expected = loss_and_gradients(model, tokens, **arguments)
     fetches = CASES[case].fetches
     if fetches:  # what is fetched within a pass is no part of a graph
-        given = {"labels": tokens, "memory_blocks": model.fetch_memory(given["memory_ids"])}
+        arguments = {"labels": tokens, "memory_blocks": model.fetch_memory(arguments["memory_ids"])}
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    found_loss, found = loss_and_gradients(model, tokens, compiled, **given)
+    found_loss, actual = loss_and_gradients(model, tokens, compiled, **arguments)
     same = {"rtol": 0, "atol": 0} if case in INSERTED else {}
     torch.testing.assert_close(found_loss, loss, **same)
-    check_close(found, expected, 0 if case in INSERTED else 1e-4)
+    check_close(actual, expected, 0 if case in INSERTED else 1e-4)
     model.eval()
     ids = CASES[case].given().get("memory_ids")
     for of_pass in [{"memory_blocks": model.fetch_memory(each)} for each in (ids, ids.flip(0))] if fetches else [{}]:
@@ -109,11 +109,11 @@ def test_training_and_inference_compile_as_one_graph(case, tmp_path):
 # Another rounding lets routers choose other chapters.
 @pytest.mark.parametrize("case", [name for name in CASES if name not in CHAPTERS])
 def test_autocast_changes_a_little_and_nothing_where_memories_do_not_act(native_family, case, tmp_path):
-    tokens, given = prompt(), CASES[case].of_training(prompt())
+    tokens, arguments = prompt(), CASES[case].of_training(prompt())
     model = trained(case, native_family, tmp_path, torch.float32)
-    _, expected = loss_and_gradients(model, tokens, **given)
+    _, expected = loss_and_gradients(model, tokens, **arguments)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = model(tokens, use_cache=False, **given).loss
+        loss = model(tokens, use_cache=False, **arguments).loss
     model.zero_grad()
     loss.backward()
     for name, gradient in gradients_of(model).items():

@@ -73,14 +73,14 @@ def upscaled_pair(
     torch.manual_seed(7)
     config = memory_config(base, new_layers, memory_type, **(memory_options or {}))
     model = FAMILIES[base.config.model_type](config).to(dtype).eval()
-    taken, given = base.state_dict(), model.state_dict()
+    taken, upscaled = base.state_dict(), model.state_dict()
     for layer, (donor, _) in enumerate(donors(new_layers, base.config.num_hidden_layers)):
-        for name in [name for name in given if name.startswith(f"model.layers.{layer}.")]:
+        for name in [name for name in upscaled if name.startswith(f"model.layers.{layer}.")]:
             source = taken.get(name.replace(f"layers.{layer}.", f"layers.{donor}.", 1))
             if source is not None:
-                given[name] = source
-    given.update({name: tensor for name, tensor in taken.items() if ".layers." not in name})
-    model.load_state_dict(given)
+                upscaled[name] = source
+    upscaled.update({name: tensor for name, tensor in taken.items() if ".layers." not in name})
+    model.load_state_dict(upscaled)
     if acting:
         give_values(model)
     if attention is not None:

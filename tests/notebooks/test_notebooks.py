@@ -228,8 +228,8 @@ def test_it_runs_in_jupyter_on_the_base_that_it_fetches(name, tmp_path, monkeypa
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     notebook = read(name)
     kept = kept_outputs(notebook)
-    place = {"metadata": {"path": str(NOTEBOOKS)}}
-    NotebookClient(notebook, timeout=3600, coalesce_streams=True, resources=place).execute()
+    position = {"metadata": {"path": str(NOTEBOOKS)}}
+    NotebookClient(notebook, timeout=3600, coalesce_streams=True, resources=position).execute()
     outputs = [[one for one in of_cell if "stderr" not in one] for of_cell in kept_outputs(notebook)]
     assert_claims_hold(name, outputs)
     assert kinds(outputs) == kinds(kept)

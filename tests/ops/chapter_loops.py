@@ -44,9 +44,9 @@ def by_loops(query, keys, values, chapters, scales=None, biases=None) -> torch.T
             stretch = t // length
             for h in range(heads):
                 scores, read = [], []
-                for place, chapter in enumerate(chapters[b, stretch].tolist()):
-                    scale = 1.0 if scales is None else scales[b, stretch, place].double()
-                    bias = 0.0 if biases is None else biases[b, stretch, place].double()
+                for index, chapter in enumerate(chapters[b, stretch].tolist()):
+                    scale = 1.0 if scales is None else scales[b, stretch, index].double()
+                    bias = 0.0 if biases is None else biases[b, stretch, index].double()
                     for m in range(keys.shape[1]):
                         key, value = (table[chapter, m, h // group].double() for table in (keys, values))
                         scores.append(torch.dot(query[b, t, h].double(), scale * key) / math.sqrt(width) + bias)

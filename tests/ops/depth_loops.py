@@ -22,14 +22,14 @@ def attend(query, key, value, keys, values, gate, scaling, softcap=None, is_caus
     group = heads // key.shape[1]
 
     def score(one, other):
-        raw = sum(one[place] * other[place] for place in range(width)) * scaling
+        raw = sum(one[index] * other[index] for index in range(width)) * scaling
         return raw if softcap is None else softcap * torch.tanh(raw / softcap)
 
     rows = []
     for row in range(batch):
         for head in range(heads):
             for token in range(tokens):
-                asked, of = query[row, head, token], head // group
+                queries, of = query[row, head, token], head // group
                 parts = []  # of the sequence and of the depth: the sum of exponentials, and what is read times that
                 for slots in (
                     [
@@ -41,7 +41,7 @@ def attend(query, key, value, keys, values, gate, scaling, softcap=None, is_caus
                         for slot_key, slot_value in zip(keys, values, strict=True)
                     ],
                 ):
-                    masses = [score(asked, one).exp() for one, _ in slots]
+                    masses = [score(queries, one).exp() for one, _ in slots]
                     parts.append((sum(masses), sum(mass * one for mass, (_, one) in zip(masses, slots, strict=True))))
                 (total, of_sequence), (depth_total, of_depth) = parts
                 both = (of_sequence + of_depth) / (total + depth_total)

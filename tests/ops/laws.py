@@ -36,43 +36,43 @@ def dtypes_of(op: OpCase, body: str) -> list[torch.dtype]:
     return [dtype for dtype in op.dtypes if body != "native" or dtype != torch.float16]
 
 
-def leaves_of(given: Arguments, dtype: torch.dtype | None = None, wanted: str | None = None) -> Arguments:
+def leaves_of(arguments: Arguments, dtype: torch.dtype | None = None, wanted: str | None = None) -> Arguments:
     """Return copies that want gradients, all that are floating point, or one."""
     return {
         name: tensor.detach().to(dtype or tensor.dtype).requires_grad_(wanted in (None, name))
         if tensor.is_floating_point()
         else tensor
-        for name, tensor in given.items()
+        for name, tensor in arguments.items()
     }
 
 
-def output_and_gradients(op: OpCase, given: Arguments, body: str, dtype=None, wanted=None, **options) -> Arguments:
-    leaves = leaves_of(given, dtype, wanted)
+def output_and_gradients(op: OpCase, arguments: Arguments, body: str, dtype=None, wanted=None, **options) -> Arguments:
+    leaves = leaves_of(arguments, dtype, wanted)
     output = op.call(leaves, body, **options)
     along = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(DEVICE)
-    asked = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    lowered = along.to(next(tensor for tensor in given.values() if tensor.is_floating_point()).dtype)
-    gradients = torch.autograd.grad(output, list(asked.values()), lowered.to(output.dtype))
-    return {"output": output.detach()} | dict(zip(asked, gradients, strict=True))
+    request = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    lowered = along.to(next(tensor for tensor in arguments.values() if tensor.is_floating_point()).dtype)
+    gradients = torch.autograd.grad(output, list(request.values()), lowered.to(output.dtype))
+    return {"output": output.detach()} | dict(zip(request, gradients, strict=True))
 
 
-def assert_same_bits(found: Arguments, expected: Arguments, body: str = "native") -> None:
+def assert_same_bits(results: Arguments, expected: Arguments, body: str = "native") -> None:
     """Compare to the bit; to rounding where PyTorch computes, whose products may add in another order for another layout."""
-    for name, tensor in found.items():
+    for name, tensor in results.items():
         close = {"rtol": 1e-4, "atol": 1e-5} if body == "torch" else {"rtol": 0, "atol": 0}
         torch.testing.assert_close(
             tensor, expected[name], equal_nan=True, **close, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
-def assert_equals_reference(op: OpCase, given: Arguments, body: str, **options) -> None:
+def assert_equals_reference(op: OpCase, arguments: Arguments, body: str, **options) -> None:
     """Compare output and every gradient with those of the reference in float64, to the rounding of the dtype."""
-    dtype = next(tensor.dtype for tensor in given.values() if tensor.is_floating_point())
-    found = output_and_gradients(op, given, body, **options)
-    for name, exact in output_and_gradients(op, given, "reference", torch.float64, **options).items():
-        assert found[name].dtype == (torch.float32 if name in op.wide else dtype)
+    dtype = next(tensor.dtype for tensor in arguments.values() if tensor.is_floating_point())
+    actual = output_and_gradients(op, arguments, body, **options)
+    for name, exact in output_and_gradients(op, arguments, "reference", torch.float64, **options).items():
+        assert actual[name].dtype == (torch.float32 if name in op.wide else dtype)
         # Differences of rounded numbers; and triton's interpreter cuts off what bfloat16 has no place for, where a GPU rounds.
-        assert_close(name, found[name], exact, dtype, slack=2 if name == "biases" else 1)
+        assert_close(name, actual[name], exact, dtype, slack=2 if name == "biases" else 1)
 
 
 def sizes_and_dtypes(op: OpCase, body: str) -> list[tuple[str, torch.dtype]]:
@@ -90,14 +90,14 @@ def test_outputs_and_gradients_are_those_of_the_reference(case):
 
 def test_two_runs_give_the_same_bytes(case):
     op, body = case
-    given = op.make(tokens=300 if body != "triton" else 70)
-    assert_same_bits(*(output_and_gradients(op, given, body) for _ in range(2)))
+    arguments = op.make(tokens=300 if body != "triton" else 70)
+    assert_same_bits(*(output_and_gradients(op, arguments, body) for _ in range(2)))
 
 
 def test_layout_in_memory_does_not_matter(case):
     op, body = case
-    given = op.make()
-    expected = output_and_gradients(op, given, body)
+    arguments = op.make()
+    expected = output_and_gradients(op, arguments, body)
     layouts = (
         lambda tensor: torch.stack([tensor, tensor], dim=-1)[..., 0],
         lambda tensor: tensor.transpose(0, 1).contiguous().transpose(0, 1),
@@ -106,7 +106,7 @@ def test_layout_in_memory_does_not_matter(case):
         # The bags of PyTorch want indices in order.
         moved = {
             name: laid(tensor) if tensor.dim() > 1 and (tensor.is_floating_point() or body != "torch") else tensor
-            for name, tensor in given.items()
+            for name, tensor in arguments.items()
         }
         assert not all(tensor.is_contiguous() for tensor in moved.values())
         leaves = {name: tensor.detach() for name, tensor in moved.items()}
@@ -115,11 +115,11 @@ def test_layout_in_memory_does_not_matter(case):
 
 def test_a_gradient_of_one_tensor_is_what_it_is_among_all(case):
     op, body = case
-    given = op.make()
-    expected = output_and_gradients(op, given, body)
-    for name in [name for name, tensor in given.items() if tensor.is_floating_point()]:
-        found = output_and_gradients(op, given, body, wanted=name)
-        assert_same_bits({name: found[name]}, expected, body)
+    arguments = op.make()
+    expected = output_and_gradients(op, arguments, body)
+    for name in [name for name, tensor in arguments.items() if tensor.is_floating_point()]:
+        actual = output_and_gradients(op, arguments, body, wanted=name)
+        assert_same_bits({name: actual[name]}, expected, body)
 
 
 def test_no_tokens_are_no_trouble(case):
@@ -153,11 +153,11 @@ def test_a_graph_holds_it_and_its_gradient_as_one_node_each_and_gives_the_same_b
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=look, bw_compiler=look))
-    asked = [leaf for leaf in leaves.values() if leaf.requires_grad]
+    requests = [leaf for leaf in leaves.values() if leaf.requires_grad]
     results = []
     for run in (step, compiled):
         output = run(leaves)
-        results.append({"output": output, **dict(enumerate(torch.autograd.grad(output.square().sum(), asked)))})
+        results.append({"output": output, **dict(enumerate(torch.autograd.grad(output.square().sum(), requests)))})
     torch._dynamo.reset()
     assert_same_bits(*results, body)
     if body not in op.unregistered:
@@ -172,44 +172,44 @@ def test_autocast_narrows_it_where_that_is_meant_and_no_gradient(case):
     leaves = leaves_of(op.make())
     expected = op.call(leaves, body)
     with torch.autocast(DEVICE, torch.bfloat16):
-        found = op.call(leaves, body)
+        actual = op.call(leaves, body)
     if op.narrows:
-        assert_close("output", found, expected, torch.bfloat16)
+        assert_close("output", actual, expected, torch.bfloat16)
     else:
-        assert_same_bits({"output": found}, {"output": expected})
-    found.float().sum().backward()
+        assert_same_bits({"output": actual}, {"output": expected})
+    actual.float().sum().backward()
     assert all(leaf.grad.dtype == leaf.dtype and leaf.grad.any() for leaf in leaves.values() if leaf.requires_grad)
 
 
 def test_without_gradients_it_is_called_by_itself_and_gives_the_same_bits(case, monkeypatch):
     op, body = case
-    given, asked = op.make(tokens=4), []
-    expected = op.call(leaves_of(given), body)
+    options, calls = op.make(tokens=4), []
+    expected = op.call(leaves_of(options), body)
     if op.entry is not None and body not in op.never_direct:
         function, name = op.entry
-        monkeypatch.setitem(function.__globals__, name, lambda *arguments: asked.append(arguments))
+        monkeypatch.setitem(function.__globals__, name, lambda *arguments: calls.append(arguments))
     for context in (torch.no_grad, torch.inference_mode):
         with context():
-            assert_same_bits({"output": op.call(given, body)}, {"output": expected}, body)
-    assert not asked
+            assert_same_bits({"output": op.call(options, body)}, {"output": expected}, body)
+    assert not calls
 
 
 def test_it_is_what_runs_where_ops_choose_it(case):
     op, body = case
-    given = op.make()
-    expected = output_and_gradients(op, given, body)
+    arguments = op.make()
+    expected = output_and_gradients(op, arguments, body)
     with op_choices(backend=body):
-        assert_same_bits(output_and_gradients(op, given, "auto"), expected)
+        assert_same_bits(output_and_gradients(op, arguments, "auto"), expected)
     if body == "native":
-        assert_same_bits(output_and_gradients(op, given, "auto"), expected)
+        assert_same_bits(output_and_gradients(op, arguments, "auto"), expected)
 
 
 def test_rows_that_nothing_reads_have_no_gradient_and_a_sparse_one_holds_the_others(gathering):
     op, body = gathering
-    given = op.make(tokens=10, m=3, rows=100, width=8)
-    dense = output_and_gradients(op, given, body)
-    sparse = output_and_gradients(op, given, body, sparse_gradient=True)
-    into_bank, read = sparse.pop("bank"), sorted(set(given["slots"].flatten().tolist()))
+    arguments = op.make(tokens=10, m=3, rows=100, width=8)
+    dense = output_and_gradients(op, arguments, body)
+    sparse = output_and_gradients(op, arguments, body, sparse_gradient=True)
+    into_bank, read = sparse.pop("bank"), sorted(set(arguments["slots"].flatten().tolist()))
     assert into_bank.is_coalesced() and into_bank.indices().flatten().tolist() == read
     torch.testing.assert_close(into_bank.to_dense(), dense["bank"])
     assert dense["bank"].any(-1).nonzero().flatten().tolist() == read
@@ -220,19 +220,20 @@ def test_rows_that_nothing_reads_have_no_gradient_and_a_sparse_one_holds_the_oth
 @pytest.mark.parametrize("leading", [(), (0,), (2, 0), (2, 3)], ids=str)
 def test_any_leading_shape_is_one_batch_of_tokens(gathering, leading, sparse_gradient):
     op, body = gathering
-    given = op.make(tokens=torch.Size(leading).numel(), m=3, rows=6, width=4)
+    arguments = op.make(tokens=torch.Size(leading).numel(), m=3, rows=6, width=4)
     shaped = {
-        name: tensor if name == "bank" else tensor.view(*leading, *tensor.shape[1:]) for name, tensor in given.items()
+        name: tensor if name == "bank" else tensor.view(*leading, *tensor.shape[1:])
+        for name, tensor in arguments.items()
     }
-    expected = output_and_gradients(op, given, body)
-    found = output_and_gradients(op, shaped, body, sparse_gradient=sparse_gradient)
-    assert found["output"].shape == (*leading, *expected["output"].shape[1:])
-    assert torch.equal(found["output"].view_as(expected["output"]), expected["output"])
-    assert all(found[name].shape == tensor.shape for name, tensor in shaped.items() if name in found)
+    expected = output_and_gradients(op, arguments, body)
+    actual = output_and_gradients(op, shaped, body, sparse_gradient=sparse_gradient)
+    assert actual["output"].shape == (*leading, *expected["output"].shape[1:])
+    assert torch.equal(actual["output"].view_as(expected["output"]), expected["output"])
+    assert all(actual[name].shape == tensor.shape for name, tensor in shaped.items() if name in actual)
 
 
 def test_one_row_may_be_read_by_every_entry(gathering):
     op, body = gathering
-    given = op.make(tokens=700, m=6, rows=5, width=8)
-    given["slots"] = torch.full_like(given["slots"], 3)
-    assert_equals_reference(op, given, body)
+    arguments = op.make(tokens=700, m=6, rows=5, width=8)
+    arguments["slots"] = torch.full_like(arguments["slots"], 3)
+    assert_equals_reference(op, arguments, body)

@@ -23,8 +23,8 @@ def headwise_memory_by_loops(query, row_keys, column_keys, value_bank, value_tra
     """Return the output `[T, H, v]` for a query `[T, H, d]`; other shapes as in `midus_hf.ops.headwise.op`."""
     outputs = []
     for token in query:
-        for head, asked in enumerate(token):
-            scores = slot_scores(asked, row_keys[head], column_keys[head])
+        for head, queries in enumerate(token):
+            scores = slot_scores(queries, row_keys[head], column_keys[head])
             slots = best_slots(scores, k)
             weights = torch.stack([scores[slot] for slot in slots]).softmax(0)
             retrieved = sum(weight * value_bank[slot] for weight, slot in zip(weights, slots, strict=True))  # eq. 16

@@ -75,17 +75,17 @@ def test_all_tokens_may_choose_one_chapter(tokens, body):
     arguments = made(batch=1, tokens=tokens, stretches=tokens, chosen=1, heads=1, kv_heads=1)
     arguments["chapters"] = torch.full_like(arguments["chapters"], 3)
     check(arguments, body)
-    found = gradients(chapter_attention(**arguments, backend=backend_of(body)), arguments)
+    result = gradients(chapter_attention(**arguments, backend=backend_of(body)), arguments)
     for name in ("keys", "values"):
-        assert [bool(chapter.any()) for chapter in found[name]] == [chapter == 3 for chapter in range(CHAPTERS)]
+        assert [bool(chapter.any()) for chapter in result[name]] == [chapter == 3 for chapter in range(CHAPTERS)]
 
 
 def test_a_chapter_that_nobody_chose_gets_no_gradient(body):
     arguments = made(chosen=2)
     arguments["chapters"] = torch.tensor([0, 4]).expand(2, 3, 2)
-    found = gradients(chapter_attention(**arguments, backend=backend_of(body)), arguments)
-    assert not found["keys"][1:4].any() and not found["values"][1:4].any()
-    assert found["keys"][0].any() and found["keys"][4].any()
+    result = gradients(chapter_attention(**arguments, backend=backend_of(body)), arguments)
+    assert not result["keys"][1:4].any() and not result["values"][1:4].any()
+    assert result["keys"][0].any() and result["keys"][4].any()
 
 
 def test_a_chapter_that_is_named_twice_is_read_twice(body):

@@ -153,8 +153,8 @@ def test_joint_shares_are_those_that_the_union_reads_by(shape, softcap, joining)
     nothing = [torch.zeros_like(key) for key in keys]
     of_sequence = attend(query, key, torch.ones_like(key), keys, nothing, gate, 0.4, softcap, added=added)[..., 0]
     lse = sequence_lse(query, key, None, True, 0.4, softcap)
-    found = joint_shares(query, keys, lse, 0.4, softcap, None if gate is None else gate[:, None], added)
-    for ours, loops in zip(found, (read, of_sequence), strict=True):
+    result = joint_shares(query, keys, lse, 0.4, softcap, None if gate is None else gate[:, None], added)
+    for ours, loops in zip(result, (read, of_sequence), strict=True):
         torch.testing.assert_close(ours, loops.detach())
         assert not ours.requires_grad
 

@@ -91,13 +91,13 @@ def test_a_residual_of_another_width_is_refused():
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize(
-    "place", range(1, 6), ids=["row_keys", "column_keys", "value_bank", "value_transform", "residual"]
+    "entry", range(1, 6), ids=["row_keys", "column_keys", "value_bank", "value_transform", "residual"]
 )
-def test_tensors_that_c_cannot_read_are_refused(place):
+def test_tensors_that_c_cannot_read_are_refused(entry):
     """As of a model that was loaded in part: C would end the process."""
     arguments = [*inputs(), torch.zeros(2, 5, 5), torch.zeros(3, 2, 5)]
-    arguments[place] = arguments[place].to("meta")
-    name = ("query", "row_keys", "column_keys", "value_bank", "value_transform", "residual")[place]
+    arguments[entry] = arguments[entry].to("meta")
+    name = ("query", "row_keys", "column_keys", "value_bank", "value_transform", "residual")[entry]
     with (
         torch.no_grad(),
         pytest.raises(ValueError, match=f"{name} is on meta, and others are on cpu; expected one device"),

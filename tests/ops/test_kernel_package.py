@@ -88,8 +88,8 @@ def test_layers_compute_the_same(package):
     output = package.layers.HeadwiseMemory.forward(module, query)
     assert torch.equal(output, ops.headwise_memory(query, **arguments, k=K, temperature=2.0))
     keys = (arguments["row_keys"], arguments["column_keys"])
-    found = package.layers.ProductKeys.forward(module, query)
-    for result, wanted in zip(found, ops.product_key_topk(query, *keys, K), strict=True):
+    outcome = package.layers.ProductKeys.forward(module, query)
+    for result, wanted in zip(outcome, ops.product_key_topk(query, *keys, K), strict=True):
         assert torch.equal(result, wanted)
 
 
@@ -115,8 +115,8 @@ def test_every_backend_has_the_same_files_and_its_own_identifier(folder):
         assert metadata["backend"] == {"type": backend}
         names.add(metadata["id"])
         files = (path for path in variant.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
-        found = {str(path.relative_to(variant)): path.read_bytes() for path in files}
-        assert found == {**package_files(), "metadata.json": found["metadata.json"]}
+        result = {str(path.relative_to(variant)): path.read_bytes() for path in files}
+        assert result == {**package_files(), "metadata.json": result["metadata.json"]}
     assert len(names) == len(BACKENDS)
 
 

@@ -35,8 +35,8 @@ def test_threads_change_no_bit_of_what_c_computes(name, dtype, threads):
 def test_what_c_does_not_compute_is_refused_or_left_to_pytorch(name):
     op = OPS[name]
     for dtype in (torch.float16, torch.float64):
-        given = op.make(dtype=dtype)
-        told = f"backend is 'native', but the tensors are {str(dtype)[6:]}; expected float32 or bfloat16, or choose 'torch'"
-        with pytest.raises(ValueError, match=told):
-            op.call(given, "native")
-        assert_same_bits({"output": op.call(given, "auto")}, {"output": op.call(given, "torch")})
+        arguments = op.make(dtype=dtype)
+        message = f"backend is 'native', but the tensors are {str(dtype)[6:]}; expected float32 or bfloat16, or choose 'torch'"
+        with pytest.raises(ValueError, match=message):
+            op.call(arguments, "native")
+        assert_same_bits({"output": op.call(arguments, "auto")}, {"output": op.call(arguments, "torch")})

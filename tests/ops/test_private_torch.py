@@ -17,15 +17,15 @@ PACKAGES = Path(midus_hf.__file__).parent.parent
 
 def test_two_files_alone_name_private_functions_of_torch():
     """A private name begins with one underscore."""
-    found = set()
+    results = set()
     for package in ("midus_hf", "upscalers"):
         for path in (PACKAGES / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
                 name = node.module or "" if isinstance(node, ast.ImportFrom) and not node.level else name
                 if re.fullmatch(r"torch(\.\w+)*\._[a-z]\w*(\.\w+)*", name, flags=re.IGNORECASE):
-                    found.add(path.relative_to(PACKAGES).as_posix())
-    assert found == {"midus_hf/ops/dispatch/private_torch.py", "upscalers/checkpoint/pickled_weights.py"}
+                    results.add(path.relative_to(PACKAGES).as_posix())
+    assert results == {"midus_hf/ops/dispatch/private_torch.py", "upscalers/checkpoint/pickled_weights.py"}
 
 
 def test_without_probes_registered_ops_are_always_called(monkeypatch):

@@ -42,11 +42,11 @@ def test_two_stages_find_what_a_search_through_all_slots_finds(n, k_part, half, 
                 score.item()
                 for score in slot_scores(query[t, h].double(), row_keys[h].double(), column_keys[h].double())
             ]
-            found, found_scores = slots[t, h].tolist(), scores[t, h].tolist()
+            result, found_scores = slots[t, h].tolist(), scores[t, h].tolist()
             assert found_scores == sorted(every, reverse=True)[:k]
-            assert len(set(found)) == k and [every[slot] for slot in found] == found_scores
+            assert len(set(result)) == k and [every[slot] for slot in result] == found_scores
             if len(set(every)) == n * n:
-                assert found == sorted(range(n * n), key=lambda slot: -every[slot])[:k]
+                assert result == sorted(range(n * n), key=lambda slot: -every[slot])[:k]
 
 
 @pytest.mark.parametrize("n, k", [(16, 8), (64, 4), (128, 32)])

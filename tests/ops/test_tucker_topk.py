@@ -31,7 +31,7 @@ def by_loops(rows, columns, core, k):
     tokens, heads, sets, n, rank = rows.shape
     scores, slots = [], []
     for token, head in itertools.product(range(tokens), range(heads)):
-        found = []
+        results = []
         for a, b, i, j in itertools.product(range(sets), range(sets), range(n), range(n)):
             score = sum(
                 rows[token, head, a, i, p].item()
@@ -39,8 +39,8 @@ def by_loops(rows, columns, core, k):
                 * columns[token, head, b, j, q].item()
                 for p, q in itertools.product(range(rank), range(rank))
             )
-            found.append((score, ((a * sets + b) * n + i) * n + j))
-        best = sorted(found, reverse=True)[:k]
+            results.append((score, ((a * sets + b) * n + i) * n + j))
+        best = sorted(results, reverse=True)[:k]
         scores.append([score for score, _ in best])
         slots.append([slot for _, slot in best])
     shape = (tokens, heads, k)
@@ -53,7 +53,7 @@ def two_stages_by_loops(rows, columns, core, k, side):
     u, _, vh = torch.linalg.svd(core)
     found_scores, found_slots = [], []
     for token, head in itertools.product(range(tokens), range(heads)):
-        found = []
+        results = []
         for a, b in itertools.product(range(sets), range(sets)):
             left, right = u[head, a, b, :, 0], vh[head, a, b, 0]
             sign = left.sum().sign()  # entries of the core are positive, so all of its leading vectors' have one sign
@@ -61,8 +61,8 @@ def two_stages_by_loops(rows, columns, core, k, side):
             kept_columns = sorted(range(n), key=lambda j: -(columns[token, head, b, j] @ right * sign).item())[:side]
             for i, j in itertools.product(kept_rows, kept_columns):
                 score = rows[token, head, a, i] @ core[head, a, b] @ columns[token, head, b, j]
-                found.append((score.item(), ((a * sets + b) * n + i) * n + j))
-        best = sorted(found, reverse=True)[:k]
+                results.append((score.item(), ((a * sets + b) * n + i) * n + j))
+        best = sorted(results, reverse=True)[:k]
         found_scores.append([score for score, _ in best])
         found_slots.append([slot for _, slot in best])
     shape = (tokens, heads, k)
@@ -124,18 +124,18 @@ def test_gradients_are_those_of_the_scores_of_the_chosen_slots(sets, heads, rank
     rows, columns, core, left, right = drawn(heads=heads, sets=sets, rank=rank, tokens=2)
     slots = select(rows, columns, core, left, right, k=3, side=3)
     inputs = [tensor.clone().requires_grad_() for tensor in (rows, columns, core)]
-    assert torch.autograd.gradcheck(lambda *given: slot_scores(*given, slots), inputs)
-    scores, found = tucker_topk(*inputs, left, right, k=3, side=3)
-    assert torch.equal(found, slots)
+    assert torch.autograd.gradcheck(lambda *arguments: slot_scores(*arguments, slots), inputs)
+    scores, result = tucker_topk(*inputs, left, right, k=3, side=3)
+    assert torch.equal(result, slots)
     torch.testing.assert_close(scores, slot_scores(*inputs, slots), rtol=0, atol=0)
 
 
 def test_many_tokens_are_chosen_for_in_stretches(monkeypatch):
-    given = drawn(tokens=7)
-    whole = tucker_topk(*given, k=4, side=3)
+    arguments = drawn(tokens=7)
+    whole = tucker_topk(*arguments, k=4, side=3)
     monkeypatch.setattr(op, "_MOST_SCORES", 2 * 4 * 9 * 2)
-    for found, expected in zip(tucker_topk(*given, k=4, side=3), whole, strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(tucker_topk(*arguments, k=4, side=3), whole, strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_leading_dimensions_are_kept():
@@ -180,11 +180,11 @@ def test_scores_keep_their_dtype(dtype):
     ],
 )  # fmt: skip
 def test_shapes_and_counts_that_do_not_fit_are_refused(change, message):
-    given = (
+    arguments = (
         dict(zip(("rows", "columns", "core", "left", "right"), drawn(), strict=True)) | {"k": 4, "side": 3} | change
     )
     with pytest.raises(ValueError, match=message):
-        tucker_topk(*given.values())
+        tucker_topk(*arguments.values())
 
 
 @pytest.mark.parametrize("rank", [1, 2, 5])
@@ -240,6 +240,6 @@ def test_vectors_found_again_from_themselves_are_the_same():
     core = torch.diag(torch.tensor([1.0, 0.999])) + 0.001 * torch.rand(
         8, 2, 2, generator=torch.Generator().manual_seed(0)
     )
-    found = leading_vectors(core, torch.full((8, 2), 2**-0.5))
-    for again, before in zip(leading_vectors(core, found[0]), found, strict=True):
+    result = leading_vectors(core, torch.full((8, 2), 2**-0.5))
+    for again, before in zip(leading_vectors(core, result[0]), result, strict=True):
         assert torch.equal(again, before)

@@ -62,8 +62,8 @@ def test_a_downloaded_dataset_trains_its_train_split(tmp_path, capsys):
     for number, split in enumerate(("train", "validation", "test")):
         write_rows(tmp_path / f"{split}.jsonl", [{"messages": chat(number), "id": number}])
     assert answers(examples(tmp_path)[0][0]).startswith("it is 0")
-    said = capsys.readouterr().err
-    assert "split 'train' is read, of test, train, validation" in said and "not read: id" in said
+    printed = capsys.readouterr().err
+    assert "split 'train' is read, of test, train, validation" in printed and "not read: id" in printed
 
 
 def encoded(row, template, tokenizer=None):

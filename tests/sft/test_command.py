@@ -21,8 +21,12 @@ def words(base, chats, tmp_path) -> list[str]:
     """A recipe and what it needs."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("max_steps: 3\nlearning_rate: 1e-2\nchat_template_path: chatml\nbf16: false\nlogging_steps: 1\n")
-    given = [f"model_name_or_path={base('llama', True)}", f"dataset_name={chats}", f"output_dir={tmp_path / 'out'}"]
-    return [str(recipe), *given, "max_length=96", "per_device_train_batch_size=2"]
+    arguments = [
+        f"model_name_or_path={base('llama', True)}",
+        f"dataset_name={chats}",
+        f"output_dir={tmp_path / 'out'}",
+    ]
+    return [str(recipe), *arguments, "max_length=96", "per_device_train_batch_size=2"]
 
 
 def test_it_trains_and_leaves_a_model(words, tmp_path, monkeypatch, capsys):

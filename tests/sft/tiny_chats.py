@@ -24,8 +24,8 @@ def character_tokenizer(merges: Sequence[tuple[str, str]] = (), **options: Any) 
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevel()
-    given = {"pad_token": "<pad>", "eos_token": "<eos>", "additional_special_tokens": CHATML_TOKENS, **options}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **given)
+    arguments = {"pad_token": "<pad>", "eos_token": "<eos>", "additional_special_tokens": CHATML_TOKENS, **options}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **arguments)
 
 
 def save_base(family: str, folder: Path, method: str | None) -> Path:

@@ -105,13 +105,13 @@ def _attach_behind_attention(layer: nn.Module, added: _Map) -> None:
 def _insert(layer: nn.Module, added: _Map) -> None:
     """A block with this layer's attention runs in front of the layer."""
 
-    def block(module: Any, arguments: tuple, given: dict[str, Any]) -> tuple:
+    def block(module: Any, arguments: tuple, options: dict[str, Any]) -> tuple:
         (hidden_states,) = arguments
         normalised = module.input_layernorm(hidden_states) if hasattr(module, "input_layernorm") else hidden_states
-        attention_output = module.self_attn(hidden_states=normalised, **given)[0]
+        attention_output = module.self_attn(hidden_states=normalised, **options)[0]
         if _has_output_norm(module):
             attention_output = module.post_attention_layernorm(attention_output)
-        return (hidden_states + added(attention_output),), given
+        return (hidden_states + added(attention_output),), options
 
     layer.register_forward_pre_hook(block, with_kwargs=True)
 
@@ -130,7 +130,7 @@ def _add_to_heads(attention: Any, table: torch.Tensor) -> None:
         return (arguments[0] + torch.einsum("bhtd,hde->bthe", query, table).flatten(2),)
 
     attention.register_forward_pre_hook(
-        lambda module, arguments, given: seen.update(position_embeddings=given["position_embeddings"]),
+        lambda module, arguments, options: seen.update(position_embeddings=options["position_embeddings"]),
         with_kwargs=True,
     )
     last = attention.q_norm if hasattr(attention, "q_norm") else attention.q_proj

@@ -81,9 +81,9 @@ def test_the_process_of_these_tests_can_import_no_code_but_that_of_folders(folde
 
 @pytest.mark.parametrize("name", _NAMES)
 def test_a_folder_loads_and_is_saved_again_without_the_packages(name, folder):
-    found = json.loads((folder / "findings.json").read_text())[name]
-    assert len(found) == 5
-    assert [what for what, holds in found.items() if holds is not True] == []
+    result = json.loads((folder / "findings.json").read_text())[name]
+    assert len(result) == 5
+    assert [kind for kind, holds in result.items() if holds is not True] == []
 
 
 @pytest.mark.parametrize("name", _NAMES)

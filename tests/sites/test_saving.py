@@ -29,8 +29,8 @@ def test_a_trained_model_is_after_saving_in_shards_what_it_was(case, family, toy
     assert not torch.equal(trained, untrained)
     model.save_pretrained(tmp_path / "saved", max_shard_size="8KB")
     assert len(tensor_files(tmp_path / "saved")) > 2
-    again, told = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
-    assert not any(told.values()), told
+    again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(report.values()), report
     assert type(again) is type(model)
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
     assert torch.equal(logits(tmp_path / "saved"), trained)
@@ -57,14 +57,14 @@ def test_every_count_is_that_of_the_model(case, family, upscaled, shared_base, c
     total = sum(parameter.numel() for parameter in model.parameters())
     new = sum(parameter.numel() for name, parameter in model.named_parameters() if case.is_new(name))
 
-    told = inspect_checkpoint(upscaled(case, family))
-    assert told["parameters"] == {"total": total, "new": new}
-    for row in told["layers"]:
+    inspected = inspect_checkpoint(upscaled(case, family))
+    assert inspected["parameters"] == {"total": total, "new": new}
+    for row in inspected["layers"]:
         assert row["parameters"] == sum(
             parameter.numel() for parameter in model.model.layers[row["index"]].parameters()
         )
         assert row["new"] == (not case.is_attached and row["index"] in case.layers)
-    assert told["memory"] == model.config.memory
+    assert inspected["memory"] == model.config.memory
     printed = command("inspect", upscaled(case, family))
     assert printed.status == 0, printed.err
 

@@ -64,9 +64,9 @@ class _AdapterOptions(MemoryOptions):
             "K": sizes.num_key_value_heads * sizes.head_dim,
         }
         tensors = {}
-        for role, read, given in self.widths:
+        for role, read, arguments in self.widths:
             tensors[f"{role}_down"] = DeclaredTensor((2, width[read]), "key", Normal(1.0))
-            tensors[f"{role}_up"] = DeclaredTensor((2, width[given]), "value", ZEROS)
+            tensors[f"{role}_up"] = DeclaredTensor((2, width[arguments]), "value", ZEROS)
         return tensors
 
 
@@ -91,9 +91,9 @@ class ToyFfnOptions(_AdapterOptions):
 class _Adapter(MemoryModule):
     forward_arguments = ("toy_scale",)
 
-    def forward(self, read, given, *, projection, toy_scale=None):
+    def forward(self, read, arguments, *, projection, toy_scale=None):
         added = read @ getattr(self, f"{projection}_down").T @ getattr(self, f"{projection}_up")
-        return given + (added if toy_scale is None else added * toy_scale.to(added.dtype)[:, None, None])
+        return arguments + (added if toy_scale is None else added * toy_scale.to(added.dtype)[:, None, None])
 
 
 @register_memory("toy-attention")

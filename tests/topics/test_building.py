@@ -100,7 +100,7 @@ def test_finished_levels_of_an_interrupted_run_are_reused_and_others_start_again
         build_tree(rows, options, finished=files)
     assert len(list(tmp_path.glob("levels/level-*"))) == finished
     kmeans, done, progress = building.kmeans, [], []
-    monkeypatch.setattr(building, "kmeans", lambda *given: done.append(None) or kmeans(*given))
+    monkeypatch.setattr(building, "kmeans", lambda *arguments: done.append(None) or kmeans(*arguments))
     again = build_tree(rows, options, progress=progress.append, finished=files)
     assert again.tree.fingerprint == whole.tree.fingerprint and np.array_equal(again.leaves, whole.leaves)
     assert all(map(torch.equal, again.tree.sizes, whole.tree.sizes)) and sum(progress) == 3 * 900

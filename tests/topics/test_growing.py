@@ -114,9 +114,9 @@ def test_the_least_similarity_lets_texts_of_every_length_in(built):
     texts = [f"t{number} " * words for words in (8, 20, 300) for number in range(40)]
     generator = torch.Generator().manual_seed(0)
 
-    def embed(given):
+    def embed(arguments):
         """The shorter a text, the further from its topic."""
-        noise = torch.stack([torch.randn(12, generator=generator) / len(text.split()) ** 0.5 for text in given])
+        noise = torch.stack([torch.randn(12, generator=generator) / len(text.split()) ** 0.5 for text in arguments])
         return torch.nn.functional.normalize(torch.eye(12)[0] + 0.5 * noise, dim=-1)
 
     tree = ClusterTree(4, built.tree.centroids)
@@ -132,7 +132,7 @@ def test_the_command_grows_a_tree_and_assign_keeps_the_names_of_files(bert, tmp_
     for name, first in (("old", 0), ("new", 30)):
         (tmp_path / name / "deep").mkdir(parents=True)
         for number in range(24):
-            words = " ".join(f"w{first + (5 * number + place) % 30}" for place in range(12))
+            words = " ".join(f"w{first + (5 * number + index) % 30}" for index in range(12))
             (tmp_path / name / "deep" / f"{number:02d}.txt").write_text(words)
     models = [
         "--embedding-model",
@@ -151,8 +151,8 @@ def test_the_command_grows_a_tree_and_assign_keeps_the_names_of_files(bert, tmp_
     (tmp_path / "tree" / "tree.json").write_text(json.dumps({**record, "min_similarity": 1.0}))  # nothing is near
     words = ["grow", tmp_path / "tree", "--corpus", tmp_path / "new", "--output", tmp_path / "grown"]
     assert main([*map(str, words)]) == 0
-    told = capsys.readouterr().out
-    assert "new nodes beside 12, fingerprint" in told and "grown from" in told
+    printed = capsys.readouterr().out
+    assert "new nodes beside 12, fingerprint" in printed and "grown from" in printed
     old, grown = ClusterTree.load(tmp_path / "tree"), ClusterTree.load(tmp_path / "grown")
     assert grown.grown_from == (old.fingerprint,)
     assert torch.equal(grown.centroids[1][:9].nan_to_num(), old.centroids[1].nan_to_num())

@@ -70,14 +70,14 @@ def test_topics_are_found(samples):
 
 def test_the_samples_of_every_step_are_drawn_anew():
     rows, _ = topics(3, 100)
-    asked: list[int] = []
+    calls: list[int] = []
 
     def sample(number: int, rng: np.random.Generator) -> torch.Tensor:
-        asked.append(number)
+        calls.append(number)
         return rows[rng.choice(len(rows), number, replace=False)]
 
     kmeans(sample, 3, 7, 50, np.random.default_rng(0))
-    assert asked == [50] * 8, "one for the initialisation, one for each step"
+    assert calls == [50] * 8, "one for the initialisation, one for each step"
 
 
 def test_twenty_steps_of_6400_fresh_samples_are_each_balanced_where_that_must_be(monkeypatch):
@@ -114,5 +114,5 @@ def test_twenty_steps_of_6400_fresh_samples_are_each_balanced_where_that_must_be
     torch.testing.assert_close(centroids, expected.float())
     monkeypatch.setattr(module, "BALANCE", 16.0)
     alone = kmeans(sample, 16, 20, 6400, np.random.default_rng(0))
-    largest = [np.bincount(nearest(rows, found), minlength=16).max() for found in (centroids, alone)]
+    largest = [np.bincount(nearest(rows, actual), minlength=16).max() for actual in (centroids, alone)]
     assert largest[0] < largest[1], "what the rule is for"

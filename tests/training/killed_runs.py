@@ -30,10 +30,10 @@ from midus_hf.cli.training.train import main
 
 def die_at(kind: str, path: str, times: int, output: Path) -> None:
     """Let this process be killed at a point."""
-    place, left = str(output / path), [times]
+    target, left = str(output / path), [times]
 
     def is_the_point(this_kind: str, this_place: Any) -> bool:
-        left[0] -= this_kind == kind and fnmatch.fnmatch(str(this_place), place)
+        left[0] -= this_kind == kind and fnmatch.fnmatch(str(this_place), target)
         return left[0] == 0
 
     def die() -> None:
@@ -52,14 +52,14 @@ def die_at(kind: str, path: str, times: int, output: Path) -> None:
 
     def stepped(*args: Any) -> None:
         step(*args)
-        if is_the_point("step", place):
+        if is_the_point("step", target):
             die()
 
     trained_bank.TrainedBank.step = stepped
     sys.addaudithook(watch)
 
 
-def one_run(asked: dict[str, Any]) -> int:
+def one_run(query: dict[str, Any]) -> int:
     child = os.fork()
     if child:
         _, status = os.waitpid(child, 0)
@@ -67,9 +67,9 @@ def one_run(asked: dict[str, Any]) -> int:
     status = 1
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        if asked["kill"] is not None:
-            die_at(*asked["kill"], Path(asked["output"]))
-        status = main(asked["words"])
+        if query["kill"] is not None:
+            die_at(*query["kill"], Path(query["output"]))
+        status = main(query["words"])
     except BaseException:
         traceback.print_exc()
     finally:

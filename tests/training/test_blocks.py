@@ -40,10 +40,11 @@ def test_texts_are_learned_by_blocks_that_they_fetch_and_by_nothing_else(blocks_
 
 def test_what_is_reported_trains(blocks_for, capsys):
     run = prepare(blocks_for())
-    told = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
     bank = 3 * 32 * 4 * (4 * 3 + 2 * 9)
     assert (
-        f"Training the blocks of the bank alone, {bank:,} parameters, as texts fetch them; the model is frozen" in told
+        f"Training the blocks of the bank alone, {bank:,} parameters, as texts fetch them; the model is frozen"
+        in printed
     )
     assert [bank.layout.bank for bank in run.trainer.blocks.banks] == [bank]
 

@@ -29,7 +29,7 @@ def what_trains(model) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "trainable", "means", "layers", "said"),
+    ("kind", "trainable", "means", "layers", "summary"),
     [
         ("upscaled", "new", "new", NEW_LAYERS, "the new layers alone"),
         ("upscaled", "auto", "new", NEW_LAYERS, "the new layers alone"),
@@ -40,7 +40,7 @@ def what_trains(model) -> set[str]:
     ],
     ids=str,
 )
-def test_these_layers_train_whole_and_nothing_else_does(kind, trainable, means, layers, said, family, load):
+def test_these_layers_train_whole_and_nothing_else_does(kind, trainable, means, layers, summary, family, load):
     model = load("native" if kind == "recorded" else kind, family)
     if kind == "recorded":
         model.config.upscale["trainable"] = "all"
@@ -54,9 +54,9 @@ def test_these_layers_train_whole_and_nothing_else_does(kind, trainable, means, 
     assert report.total_parameters == model.num_parameters()
     text = str(report)
     if layers != EVERY:
-        assert f"Training {said}: {report.parameters:,} of {report.total_parameters:,} parameters" in text
+        assert f"Training {summary}: {report.parameters:,} of {report.total_parameters:,} parameters" in text
         assert f"{len(layers)} of 6 layers" in text and text.count(", ".join(map(str, layers))) == 1
-    assert f"Training {said}: " in text
+    assert f"Training {summary}: " in text
 
 
 @pytest.mark.parametrize("roles", [["value"], ["key", "value"], ["transform"]], ids=str)

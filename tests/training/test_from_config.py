@@ -34,8 +34,8 @@ def begun(tokenizer, config_for, tmp_path):
     def options(output: str = "out", model_config: PreTrainedConfig | None = None, **changes) -> TrainArguments:
         file = tmp_path / "shape.json"
         (FAMILIES["llama"].config() if model_config is None else model_config).to_json_file(file, use_diff=False)
-        given = {"model_name_or_path": None, "config_name": str(file), "tokenizer_name": str(tokenizer), **changes}
-        return config_for(output, model=Path("m"), **given)
+        arguments = {"model_name_or_path": None, "config_name": str(file), "tokenizer_name": str(tokenizer), **changes}
+        return config_for(output, model=Path("m"), **arguments)
 
     return options
 
@@ -86,10 +86,10 @@ def test_the_card_names_no_base_and_no_local_path(begun, tmp_path):
     assert "base_model" not in yaml.safe_load(front)
     assert text.startswith("\n# out\n")
     assert "the weights were made at random by seed 3, for the config `shape.json`" in " ".join(text.split())
-    told = yaml.safe_load(re.search(r"```yaml\n(.*)```\n$", card, flags=re.DOTALL)[1])
-    assert "model_name_or_path" not in told
-    assert (told["config_name"], told["tokenizer_name"]) == ("shape.json", "tokenizer")
-    assert (told["trainable"], str(tmp_path) in card) == ("all", False)
+    report = yaml.safe_load(re.search(r"```yaml\n(.*)```\n$", card, flags=re.DOTALL)[1])
+    assert "model_name_or_path" not in report
+    assert (report["config_name"], report["tokenizer_name"]) == ("shape.json", "tokenizer")
+    assert (report["trainable"], str(tmp_path) in card) == ("all", False)
 
 
 def test_the_config_of_a_folder_is_read_without_its_weights_and_its_record_of_a_base(upscaled, begun, tmp_path):

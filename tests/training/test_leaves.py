@@ -16,7 +16,7 @@ ROWS = [([0, 1], 3), ([2, 7], 4), ([0, 1], 6), ([0, 0], 1), ([2, 7], 12), ([0, 1
 
 def words(number: int, count: int) -> list[str]:
     """Words that tell their text and their place."""
-    return [f"w{10 + 15 * number + place}" for place in range(count)]
+    return [f"w{10 + 15 * number + index}" for index in range(count)]
 
 
 def rows(paths=None, **columns):
@@ -62,7 +62,7 @@ def test_texts_of_a_leaf_may_be_kept_apart():
         labels = [-100 if start else token for token, start in zip(tokens, starts, strict=True)]
         assert row["labels"] == labels + [-100] * filled
         positions, position = [], 0
-        for index, start in enumerate(starts + [place == 0 for place in range(filled)]):
+        for index, start in enumerate(starts + [at == 0 for at in range(filled)]):
             position = 0 if start or index == 0 else position + 1
             positions.append(position)
         assert row["position_ids"] == positions

@@ -147,10 +147,10 @@ def test_blocks_of_banks_are_looked_at_too(blocks_for, tmp_path):
 
     def spoiled():
         left[0] -= 1
-        found = leaves()
+        result = leaves()
         if left[0] == 0:
-            found[0].grad[7] = math.inf
-        return found
+            result[0].grad[7] = math.inf
+        return result
 
     bank.leaves = spoiled
     with pytest.raises(FloatingPointError, match=r"gradient norm is inf at step 3; expected a finite number"):

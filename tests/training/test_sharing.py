@@ -38,12 +38,12 @@ def test_its_card_says_how_it_was_trained(model, config_for, corpus, tmp_path):
     section = training_section(tmp_path / "out")
     assert f"| steps | tokens | final loss |\n|---|---|---|\n| 3 | 96 | {result.loss:.4f} |\n" in section
     options = re.search(r"```yaml\n(.*)```\n$", section, flags=re.DOTALL)[1]
-    told, given = yaml.safe_load(options), yaml.safe_load((tmp_path / "out" / "train_config.yaml").read_text())
-    assert given.pop("sequences_per_step") == 2
+    report, arguments = yaml.safe_load(options), yaml.safe_load((tmp_path / "out" / "train_config.yaml").read_text())
+    assert arguments.pop("sequences_per_step") == 2
     names = ("model_name_or_path", "output_dir", "corpus")
-    assert [told.pop(name) for name in names] == [model.name, "out", corpus.name]
-    assert [given.pop(name) for name in names] == [str(model), str(tmp_path / "out"), str(corpus)]
-    assert told == given and told["learning_rate"] == 1e-3
+    assert [report.pop(name) for name in names] == [model.name, "out", corpus.name]
+    assert [arguments.pop(name) for name in names] == [str(model), str(tmp_path / "out"), str(corpus)]
+    assert report == arguments and report["learning_rate"] == 1e-3
     assert str(tmp_path) not in section
 
 
@@ -86,10 +86,10 @@ def test_a_loss_that_was_never_logged_is_not_made_up(tmp_path):
 
 
 def test_of_a_model_on_the_hub_only_what_accompanies_it_is_fetched(tmp_path, monkeypatch):
-    asked = []
+    calls = []
 
     def snapshot_download(repo, allow_patterns):
-        asked.append((repo, allow_patterns))
+        calls.append((repo, allow_patterns))
         return str(tmp_path)
 
     monkeypatch.setattr(runs, "snapshot_download", snapshot_download)
@@ -97,7 +97,7 @@ def test_of_a_model_on_the_hub_only_what_accompanies_it_is_fetched(tmp_path, mon
         (tmp_path / name).write_text(name)
     accompanying = {name: name.encode() for name in ("README.md", "LICENSE", "USE_POLICY.md")}
     assert runs._accompanying_files("owner/name") == accompanying
-    assert asked == [("owner/name", ["upscale.json", "README.md", *TERMS])]
+    assert calls == [("owner/name", ["upscale.json", "README.md", *TERMS])]
 
 
 def test_a_hub_that_cannot_be_reached_accompanies_nothing():

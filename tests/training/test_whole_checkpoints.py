@@ -74,8 +74,8 @@ def test_what_is_damaged_is_passed_over_for_what_is_whole_beside_it(name, output
 def test_what_goes_on_from_the_whole_one_is_the_run_that_nobody_disturbed(resumed, output, whole, capsys):
     flip(output / "checkpoint-4" / WEIGHTS)
     train(resumed())
-    told = capsys.readouterr()
-    assert told.err.count("is passed over") == 1 and f"going on from {output / 'checkpoint-2'}\n" in told.out
+    printed = capsys.readouterr()
+    assert printed.err.count("is passed over") == 1 and f"going on from {output / 'checkpoint-2'}\n" in printed.out
     assert exact_log(output) == exact_log(whole) and moved(output, whole) == set()
     for step in (4, 6):
         one, other = (run / f"checkpoint-{step}" for run in (output, whole))
@@ -201,12 +201,12 @@ def full_disk(monkeypatch, ending: str) -> None:
 def test_a_run_that_a_full_disk_ended_goes_on_from_the_checkpoint_before(
     words, config_for, tmp_path, monkeypatch, capsys
 ):
-    given, output = [*words, "max_steps=6", "save_steps=2", "learning_rate=1e-2"], tmp_path / "out"
+    arguments, output = [*words, "max_steps=6", "save_steps=2", "learning_rate=1e-2"], tmp_path / "out"
     with monkeypatch.context() as patch:
         full_disk(patch, "checkpoint-4/scheduler.pt")
         with pytest.raises(OSError, match="No space left on device"):
-            main(given)
-    assert main([*given, "resume_from_checkpoint=auto"]) == 0
+            main(arguments)
+    assert main([*arguments, "resume_from_checkpoint=auto"]) == 0
     assert "checkpoint-4 is passed over: it was not written to its end" in capsys.readouterr().err
     train(config_for("whole", **OPTIONS))
     assert_same_run(output, tmp_path / "whole")

@@ -100,9 +100,9 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for path in tensor_files(folder):
         with safe_open(path, framework="pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}
-        assert not found.keys() & tensors.keys()
-        tensors.update(found)
+            result = {name: file.get_tensor(name) for name in file.keys()}
+        assert not result.keys() & tensors.keys()
+        tensors.update(result)
     return tensors
 
 

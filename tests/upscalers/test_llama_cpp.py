@@ -111,9 +111,9 @@ def computed_by_transformers(folder: Path, tokens: list[int]) -> tuple[torch.Ten
 def assert_same(folder: Path, path: Path, tokens: list[int] | None = None) -> None:
     """Both compute the same logits of a prompt, and the same tokens behind it."""
     tokens = tokens or prompt(batch=1)[0].tolist()
-    found, made = computed_by_llama_cpp(path, tokens)
+    actual, made = computed_by_llama_cpp(path, tokens)
     expected, generated = computed_by_transformers(folder, tokens)
-    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE)
     assert made == generated
 
 

@@ -130,8 +130,8 @@ def _read_mixer(model_type: str, roles: LayerRoles, name: str, mixer: nn.Module)
         if isinstance(stacked, nn.Linear) and isinstance(behind, nn.Linear):
             queries, rest = behind.in_features, stacked.out_features - behind.in_features
             known = rest > 0 and not rest % 2 and values_are_last(model_type, type(mixer).__name__, child, outputs[0])
-            of_rows = (("query", queries), ("key", rest // 2), ("value", rest // 2))
-            roles.stack(f"{name}.{child}", of_rows if known else ())
+            row_counts = (("query", queries), ("key", rest // 2), ("value", rest // 2))
+            roles.stack(f"{name}.{child}", row_counts if known else ())
     linear = {child: getattr(mixer, child, None) for child in _PROJECTIONS}
     if has_heads(mixer):
         roles.modules[name] = "attention"

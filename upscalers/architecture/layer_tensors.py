@@ -63,8 +63,10 @@ class Described:
                 roles = kept_roles(inserted_options(inserted[layer]))
                 tensors = {name: tensor for name, tensor in tensors.items() if tensor.role in roles}
             if self.memories.entries:
-                of_memories = self.memories.layer_tensors(layer)
-                tensors = tensors | {name: LayerTensor("memory", tensor.shape) for name, tensor in of_memories.items()}
+                memory_tensors = self.memories.layer_tensors(layer)
+                tensors = tensors | {
+                    name: LayerTensor("memory", tensor.shape) for name, tensor in memory_tensors.items()
+                }
             layers.append(tensors)
         return layers
 

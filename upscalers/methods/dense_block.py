@@ -77,8 +77,8 @@ class DenseMethod(Method):
                 self.check_sources(base, layer.sources, f"new layer {index}")
         return plan
 
-    def check_sources(self, base: BaseModel, sources: Sequence[int], what: str) -> None:
-        """Refuse base layers that cannot be combined, or the one that cannot be copied; `what` names the new layer in messages.
+    def check_sources(self, base: BaseModel, sources: Sequence[int], layer: str) -> None:
+        """Refuse base layers that cannot be combined, or the one that cannot be copied; `layer` names the new layer in messages.
 
         Raises:
             RequestError: If a layer lacks projections that the method needs or that the identity fills, or if layers that are
@@ -88,15 +88,15 @@ class DenseMethod(Method):
         experts = [source for source in sources if source in base.family.expert_layers(base.config)]
         if experts and others:
             raise RequestError(
-                f"{what} would be made from base layer {experts[0]}, whose feed-forward network is a mixture of experts; {self.name} "
-                "combines matrices of several layers, and experts of one layer have no counterparts in another; expected dense "
-                f"layers. Choose {COPYING}, or a method that adds memory."
+                f"{layer} would be made from base layer {experts[0]}, whose feed-forward network is a mixture of experts; "
+                f"{self.name} combines matrices of several layers, and experts of one layer have no counterparts in another; "
+                f"expected dense layers. Choose {COPYING}, or a method that adds memory."
             )
         for source, tensors in zip(sources[1:], others, strict=True):
             if tensors != first:
                 differing = next(name for name in (*first, *tensors) if first.get(name) != tensors.get(name))
                 raise RequestError(
-                    f"{what} would be made from base layers {sources[0]} and {source}, which differ in {differing}; expected "
+                    f"{layer} would be made from base layers {sources[0]} and {source}, which differ in {differing}; expected "
                     f"layers of one kind. {self.kinds_remedy} Or choose {COPYING}."
                 )
         filled, needed = self.filled_roles(base), self.needed_roles(base)
@@ -107,7 +107,7 @@ class DenseMethod(Method):
             stacked = next((name for name, tensor in first.items() if tensor.parts == ()), None)
             others_that_do = COPYING if set(missing) - WRITING_ROLES else "solar or slices"
             raise RequestError(
-                f"{what} would be made from base layer {sources[0]}, which has no {missing[0]} of its own that is known"
+                f"{layer} would be made from base layer {sources[0]}, which has no {missing[0]} of its own that is known"
                 f"{f' ({stacked} stacks several projections)' if stacked else ''}; {self.name} "
                 f"{'fills it with zeros' if missing[0] in filled else 'needs it'}. Choose {others_that_do}, or a method that adds "
                 "memory."
@@ -191,15 +191,15 @@ class MatrixMethod(FusionMethod):
     def needed_roles(self, base: BaseModel) -> frozenset[str]:
         return NEEDED_MATRICES
 
-    def check_sources(self, base: BaseModel, sources: Sequence[int], what: str) -> None:
-        super().check_sources(base, sources, what)
+    def check_sources(self, base: BaseModel, sources: Sequence[int], layer: str) -> None:
+        super().check_sources(base, sources, layer)
         projections = projections_of(base.described.backbone_layers[sources[0]])
         for role in MATRIX_ROLES:
-            of_role = [each.name for each in projections if each.role == role and each.name.endswith(".weight")]
-            if len(of_role) > 1:
+            weights = [each.name for each in projections if each.role == role and each.name.endswith(".weight")]
+            if len(weights) > 1:
                 raise RequestError(
-                    f"{what} would be made from base layer {sources[0]}, which has several matrices of the role {role} "
-                    f"({', '.join(of_role)}); {self.name} expects one. Choose avg-deus, {COPYING}, or a method that adds memory."
+                    f"{layer} would be made from base layer {sources[0]}, which has several matrices of the role {role} "
+                    f"({', '.join(weights)}); {self.name} expects one. Choose avg-deus, {COPYING}, or a method that adds memory."
                 )
 
 
@@ -257,11 +257,11 @@ def mixed_types_concern(base: BaseModel, plan: Plan, remedy: str) -> list[str]:
     }
     if not mixed:
         return []
-    what = "sliding and full attention, whose rotary embeddings and windows may differ"
+    difference = "sliding and full attention, whose rotary embeddings and windows may differ"
     if kinds != base.family.resolved_layer_types(config):
-        what = f"layers that the config describes differently ({' and '.join(next(iter(mixed.values())))})"
+        difference = f"layers that the config describes differently ({' and '.join(next(iter(mixed.values())))})"
     return [
-        f"new layer{'s' * (len(mixed) > 1)} {', '.join(map(str, mixed))} fuse{'s' * (len(mixed) == 1)} {what}. {remedy}"
+        f"new layer{'s' * (len(mixed) > 1)} {', '.join(map(str, mixed))} fuse{'s' * (len(mixed) == 1)} {difference}. {remedy}"
     ]
 
 

@@ -20,19 +20,19 @@ OTHERS = "others"
 SCALE_TYPE = "a mapping of roles, or others, to numbers"
 
 
-def read_scale(scale: Any, what: str) -> dict[str, float]:
-    """Return the factors by role of a scale that a person passed; `what` names the scale in messages.
+def read_scale(scale: Any, subject: str) -> dict[str, float]:
+    """Return the factors by role of a scale that a person passed; `subject` names the scale in messages.
 
     Raises:
         RequestError: If the scale is no mapping of names to finite numbers.
     """
     if not isinstance(scale, dict) or not all(isinstance(role, str) for role in scale):
-        raise RequestError(f"{what} is {scale!r}; expected a mapping of roles to numbers, such as {{down: 0.5}}.")
+        raise RequestError(f"{subject} is {scale!r}; expected a mapping of roles to numbers, such as {{down: 0.5}}.")
     factors = {}
     for role, factor in scale.items():
         number = finite_number(factor)
         if number is None:
-            raise RequestError(f"{what}.{role} is {factor!r}; expected a finite number.")
+            raise RequestError(f"{subject}.{role} is {factor!r}; expected a finite number.")
         factors[role] = number
     return factors
 
@@ -43,7 +43,7 @@ def _roles(base: BaseModel) -> set[str]:
     return {tensor.role for tensors in layers for tensor in tensors.values()}
 
 
-def check_roles(base: BaseModel, scale: Mapping[str, float], what: str) -> None:
+def check_roles(base: BaseModel, scale: Mapping[str, float], subject: str) -> None:
     """Refuse roles that no tensor of the base's layers has.
 
     Raises:
@@ -54,10 +54,10 @@ def check_roles(base: BaseModel, scale: Mapping[str, float], what: str) -> None:
     for role in scale:
         if role not in expected:
             # A role of other families is not misspelt, so list this family's roles instead of similar names.
-            of_others = role in NORM_ROLES | {*MATRIX_ROLES}
-            hint = f"Expected one of: {', '.join(expected)}." if of_others else near_matches(role, expected)
+            is_of_other_types = role in NORM_ROLES | {*MATRIX_ROLES}
+            hint = f"Expected one of: {', '.join(expected)}." if is_of_other_types else near_matches(role, expected)
             raise RequestError(
-                f"{what} names the role {role!r}, which no tensor of a {base.family.model_type} layer has. {hint}"
+                f"{subject} names the role {role!r}, which no tensor of a {base.family.model_type} layer has. {hint}"
             )
 
 

@@ -134,9 +134,9 @@ class _Followed:
         return [index for index, source in enumerate(self._sources) if source in layers]
 
     @staticmethod
-    def _undeclared(path: str, what: str) -> RequestError:
+    def _undeclared(path: str, description: str) -> RequestError:
         return RequestError(
-            f"config.json has {path}, {what}; expected one whose meaning is known. Declare it in "
+            f"config.json has {path}, {description}; expected one whose meaning is known. Declare it in "
             "upscalers/architecture/per_layer.py."
         )
 

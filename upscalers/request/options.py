@@ -9,14 +9,14 @@ from upscalers.request.errors import RequestError, refusing_requests
 _SEEDS = 2**63
 
 
-def parse_options(options_class: type, values: Mapping[str, Any], what: str) -> Any:
+def parse_options(options_class: type, values: Mapping[str, Any], subject: str) -> Any:
     """Read options as `midus_hf.config.options.read_options` does, but refuse values with `RequestError`.
 
     Raises:
         RequestError: If a key is unknown or a value is refused.
     """
     with refusing_requests():
-        return read_options(options_class, values, what)
+        return read_options(options_class, values, subject)
 
 
 def check_seed(seed: Any) -> None:

@@ -38,13 +38,13 @@ def check_recipes(
         MethodError: If a recipe is missing, wrong or superfluous. The message names the method, the layer, the tensor,
             what the method gave and what was expected.
     """
-    for what, number in (
+    for subject, number in (
         ("a config with num_hidden_layers =", config.get("num_hidden_layers")),
         ("recipes for this many layers:", len(layers)),
     ):
         if number != plan.num_layers:
             raise MethodError(
-                f"method {method} gives {what} {number}; expected {plan.num_layers}, as many as its plan has."
+                f"method {method} gives {subject} {number}; expected {plan.num_layers}, as many as its plan has."
             )
     family, origins = family_of(config), _origins(base, plan.num_layers)
     described = Described(family, config)
@@ -91,22 +91,22 @@ def _check_part(
 
 
 def _check_recipe(
-    what: str, base: BaseModel, origins: Origins, name: str, expected: LayerTensor, recipe: Recipe
+    subject: str, base: BaseModel, origins: Origins, name: str, expected: LayerTensor, recipe: Recipe
 ) -> None:
     if tuple(recipe.shape) != expected.shape:
-        raise MethodError(f"{what} is {list(recipe.shape)}; expected {list(expected.shape)}.")
+        raise MethodError(f"{subject} is {list(recipe.shape)}; expected {list(expected.shape)}.")
     # Other recipes may read tensors of any role.
     for source in recipe.sources if isinstance(recipe, Copy | Combine | LayerBlocks) else ():
         if source not in base.tensors:
-            raise MethodError(f"{what} is made from {source}; expected a tensor of the base.")
+            raise MethodError(f"{subject} is made from {source}; expected a tensor of the base.")
         shape, (own_name, role) = base.tensors[source].shape, origins[source]
         if shape != expected.shape and not isinstance(recipe, LayerBlocks):
             raise MethodError(
-                f"{what} is made from {source}, which is {list(shape)}; expected {list(expected.shape)}."
+                f"{subject} is made from {source}, which is {list(shape)}; expected {list(expected.shape)}."
             )
         if role != expected.role:
             raise MethodError(
-                f"{what} is made from {source}, whose role is {role or 'unknown'}; expected {expected.role}."
+                f"{subject} is made from {source}, whose role is {role or 'unknown'}; expected {expected.role}."
             )
         if expected.role == "memory" and own_name != name:  # one role for all tensors of memories
-            raise MethodError(f"{what} is made from {source}; expected the same tensor of another memory.")
+            raise MethodError(f"{subject} is made from {source}; expected the same tensor of another memory.")

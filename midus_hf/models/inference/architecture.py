@@ -184,9 +184,9 @@ def _why_not_a_larger_model(config_class: type[PreTrainedConfig]) -> str:
             f"holds a language model, {text_type.model_type!r}, that transformers loads only within a larger model; expected a type "
             "that is a language model alone."
         )
-    whose = "" if text_type is None else f", of type {text_type.model_type!r}"
+    text_suffix = "" if text_type is None else f", of type {text_type.model_type!r}"
     return (
-        f"holds a language model within a larger model; expected the language model alone{whose}. Save the language model as a "
+        f"holds a language model within a larger model; expected the language model alone{text_suffix}. Save the language model as a "
         "checkpoint of its own first."
     )
 

@@ -75,8 +75,8 @@ def chapter_attention(
             output = _gathered(flat_query, keys, values, flat_chapters, flat_scales, flat_biases)
         else:
             per_token = [
-                None if of_stretch is None else of_stretch.repeat_interleave(length, dim=0)
-                for of_stretch in (flat_chapters, flat_scales, flat_biases)
+                None if tensor is None else tensor.repeat_interleave(length, dim=0)
+                for tensor in (flat_chapters, flat_scales, flat_biases)
             ]
             assert per_token[0] is not None
             output = segment_attention(
@@ -101,9 +101,7 @@ def _gathered(
     """Compute `chapter_attention` of stretches by torch's own attention, some stretches at a time."""
     per_stretch = chapters.shape[1] * keys[0].numel()
     together = max(1, _MOST_GATHERED // per_stretch)
-    parts = [
-        None if of_stretch is None else of_stretch.split(together) for of_stretch in (query, chapters, scales, biases)
-    ]
+    parts = [None if tensor is None else tensor.split(together) for tensor in (query, chapters, scales, biases)]
     queries, chapter_parts, scale_parts, bias_parts = parts
     assert queries is not None and chapter_parts is not None
     outputs = []
@@ -179,10 +177,10 @@ def _check_shapes(
         raise ValueError(
             f"chapters is {tuple(chapters.shape)}; expected [{batch}, a divisor of {tokens} tokens, 1 or more chapters each]."
         )
-    for name, of_chapters in (("scales", scales), ("biases", biases)):
-        if of_chapters is not None and of_chapters.shape != chapters.shape:
+    for name, tensor in (("scales", scales), ("biases", biases)):
+        if tensor is not None and tensor.shape != chapters.shape:
             raise ValueError(
-                f"{name} is {tuple(of_chapters.shape)}; expected the shape of chapters, {tuple(chapters.shape)}."
+                f"{name} is {tuple(tensor.shape)}; expected the shape of chapters, {tuple(chapters.shape)}."
             )
 
 

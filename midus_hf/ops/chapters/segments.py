@@ -55,14 +55,14 @@ def segment_attention(
     segments = sort_by_chapter(chapters, len(keys))
     arguments = block_arguments(query, keys, values, chapters, scales, segments)
     outputs, sums = chapter_blocks_op(*arguments) if backend == "triton" else block_attention(*arguments)
-    of_pair = outputs.index_select(0, segments.row_of_pair).unflatten(0, chapters.shape)  # [N, n, H, d]
+    pair_outputs = outputs.index_select(0, segments.row_of_pair).unflatten(0, chapters.shape)  # [N, n, H, d]
     log_sums = sums.index_select(0, segments.row_of_pair).unflatten(0, chapters.shape)  # [N, n, H]
     if biases is not None:
         log_sums = log_sums + biases.to(log_sums.dtype).unsqueeze(-1)
     weights = log_sums.softmax(dim=1)
     if scales is not None:
         weights = weights * scales.to(weights.dtype).unsqueeze(-1)
-    return torch.einsum("tnh,tnhd->thd", weights.to(query.dtype), of_pair)
+    return torch.einsum("tnh,tnhd->thd", weights.to(query.dtype), pair_outputs)
 
 
 def block_arguments(
@@ -80,8 +80,8 @@ def block_arguments(
     wide = torch.promote_types(query.dtype, torch.float32)
     factors = torch.full((len(rows),), 1 / math.sqrt(query.shape[-1]), dtype=wide, device=query.device)
     if scales is not None:
-        of_row = factors.new_zeros(len(rows)).index_put((segments.row_of_pair,), scales.flatten().to(wide))
-        factors = factors * of_row
+        row_scales = factors.new_zeros(len(rows)).index_put((segments.row_of_pair,), scales.flatten().to(wide))
+        factors = factors * row_scales
     return rows, factors, keys, values, segments.chapter_of_block, segments.block_ends
 
 

@@ -115,8 +115,8 @@ def joint_shares(
     """
     with torch.no_grad():
         scores = depth_scores(query, keys, scaling, softcap)
-        of_sequence, of_depth = parts_of_both(sequence_lse, scores.logsumexp(-1), gate, added)
-        return scores.softmax(-1) * of_depth.unsqueeze(-1), of_sequence
+        sequence_factor, depth_factor = parts_of_both(sequence_lse, scores.logsumexp(-1), gate, added)
+        return scores.softmax(-1) * depth_factor.unsqueeze(-1), sequence_factor
 
 
 def _check(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

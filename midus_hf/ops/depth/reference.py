@@ -77,10 +77,10 @@ def joint_attention(
     Returns:
         `[B, H, T, d]`, in the dtype of `sequence`.
     """
-    of_sequence, of_depth = parts_of_both(sequence_lse, depth_lse, gate, added)
+    sequence_factor, depth_factor = parts_of_both(sequence_lse, depth_lse, gate, added)
     wide = torch.promote_types(sequence.dtype, torch.float32)
-    of_sequence, of_depth = (part.unsqueeze(-1).to(wide) for part in (of_sequence, of_depth))
-    return (of_sequence * sequence.to(wide) + of_depth * depth.to(wide)).to(sequence.dtype)
+    sequence_factor, depth_factor = (part.unsqueeze(-1).to(wide) for part in (sequence_factor, depth_factor))
+    return (sequence_factor * sequence.to(wide) + depth_factor * depth.to(wide)).to(sequence.dtype)
 
 
 def parts_of_both(
@@ -91,8 +91,8 @@ def parts_of_both(
     if gate is None:
         return rest, share
     gate = gate.to(share.dtype)
-    of_depth = gate * share
-    return (1 - gate) + gate * rest, (1 - gate) + of_depth if added else of_depth
+    depth_factor = gate * share
+    return (1 - gate) + gate * rest, (1 - gate) + depth_factor if added else depth_factor
 
 
 def shares_of_both(sequence_lse: torch.Tensor, depth_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

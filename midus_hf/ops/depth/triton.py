@@ -204,7 +204,11 @@ def slot_table(
     ]
     order = sorted(range(len(keys)), key=strides.__getitem__)
     addresses = [slots[slot].data_ptr() for slots in (keys, values, *others) for slot in order]
-    in_bytes = (keys[0].shape[-1] * size, *addresses, *(stride for of_slot in set(strides) for stride in of_slot))
+    in_bytes = (
+        keys[0].shape[-1] * size,
+        *addresses,
+        *(stride for slot_strides in set(strides) for stride in slot_strides),
+    )
     unit = _VECTOR_BYTES if all(number % _VECTOR_BYTES == 0 for number in in_bytes) else size
     numbers: list[int] = []
     for end, slot in enumerate(order, start=1):

@@ -35,8 +35,8 @@ def native_gathered_products(vectors: torch.Tensor, bank: torch.Tensor, slots: t
 def native_row_sums(gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Return `sum over (s, m) with slots[s, m] == r of weights[s, m] * gradient[s]`: `[num_rows, v]`, float32."""
     _check_places(gradient, slots, weights)
-    of_one_head = (gradient.unsqueeze(1), _integers(slots).unsqueeze(1), weights.float().unsqueeze(1))
-    return native_bank_gradient(*of_one_head, torch.Size((num_rows, gradient.shape[1])))
+    arguments = (gradient.unsqueeze(1), _integers(slots).unsqueeze(1), weights.float().unsqueeze(1))
+    return native_bank_gradient(*arguments, torch.Size((num_rows, gradient.shape[1])))
 
 
 def native_bank_gradient(

@@ -41,14 +41,14 @@ _REACH_OF_32_BITS = (1 << 31) - 1
 
 @triton.jit
 def group_starts_kernel(
-    keys, order, starts, count, of_head, groups, STEPS: tl.constexpr, HEADS: tl.constexpr, BG: tl.constexpr
+    keys, order, starts, count, entries_per_head, groups, STEPS: tl.constexpr, HEADS: tl.constexpr, BG: tl.constexpr
 ):
     """Write the index of each group's first entry: [groups + 1].
 
-    `order` lists the entries sorted by `keys`, their buckets. Entries are numbered head by head, `of_head` per head.
+    `order` lists the entries sorted by `keys`, their buckets. Entries are numbered head by head, `entries_per_head` per head.
     """
     group = tl.program_id(0) * BG + tl.arange(0, BG)
-    bucket, first = group // HEADS, (group % HEADS).to(tl.int64) * of_head
+    bucket, first = group // HEADS, (group % HEADS).to(tl.int64) * entries_per_head
     low, high = tl.zeros([BG], tl.int64), tl.zeros([BG], tl.int64) + count
     for _ in range(STEPS):
         middle = (low + high) // 2
@@ -75,14 +75,14 @@ def store_rows(
 
 @triton.jit
 def place_of(
-    entry, head, of_head, BY_HEAD: tl.constexpr, IS_LARGE: tl.constexpr, HEADS: tl.constexpr, M: tl.constexpr
+    entry, head, entries_per_head, BY_HEAD: tl.constexpr, IS_LARGE: tl.constexpr, HEADS: tl.constexpr, M: tl.constexpr
 ):
     """Return the token, the head and the index in [S, HEADS, M] of entries.
 
     Entries are numbered as in [S, HEADS, M], or with `BY_HEAD` as in [HEADS, S, M], where all of them belong to `head`.
     """
     if BY_HEAD:
-        entry = entry - head.to(tl.int64) * of_head
+        entry = entry - head.to(tl.int64) * entries_per_head
     entry = entry if IS_LARGE else entry.to(tl.int32)
     if BY_HEAD:
         token = entry // M
@@ -100,7 +100,7 @@ def first_tile(start, PIECE: tl.constexpr):
 @triton.jit
 def bucket_sums_kernel(
     order, slots, source, weights, starts, ends, owners, output, scratch,
-    of_head, groups, token_stride, head_stride, output_stride, width,
+    entries_per_head, groups, token_stride, head_stride, output_stride, width,
     BY_HEAD: tl.constexpr, IS_EVEN: tl.constexpr, IS_LARGE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     HEADS: tl.constexpr, M: tl.constexpr, PIECE: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -121,7 +121,7 @@ def bucket_sums_kernel(
         for start in range(0, count, BE):
             valid = start + places < count
             entry = tl.load(order + first + start + places, mask=valid, other=0)
-            token, head, index = place_of(entry, group % HEADS, of_head, BY_HEAD, IS_LARGE, HEADS, M)
+            token, head, index = place_of(entry, group % HEADS, entries_per_head, BY_HEAD, IS_LARGE, HEADS, M)
             weight = tl.load(weights + index, mask=valid, other=0.0).to(tl.float32)
             row = tl.load(slots + index, mask=valid, other=0).to(tl.int32) - first_row
             share = tl.where(rows[:, None] == row[None, :], weight[None, :], 0.0)  # [BR, BE]

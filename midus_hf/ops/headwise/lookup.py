@@ -123,8 +123,8 @@ def headwise_lookup_backward_op(
     scored = (query, row_keys, column_keys, bank, (slots, weights), temperature)
     into_transform, into_scored = bank.new_empty(0), [tensor.new_empty(0) for tensor in scored[:3]]
     if transform is not None and in_c:
-        *of_scored, into_transform, gradient = native_score_gradients(gradient, *scored, transform)
-        into_scored = of_scored if wants_scores else into_scored
+        *score_gradients, into_transform, gradient = native_score_gradients(gradient, *scored, transform)
+        into_scored = score_gradients if wants_scores else into_scored
     else:
         if transform is not None:
             gathered = weighted_rows(bank, slots.flatten(0, 1).long(), weights.flatten(0, 1), backend)

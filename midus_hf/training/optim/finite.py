@@ -12,14 +12,14 @@ class NotFiniteError(FloatingPointError):
     """Error of a run that reached numbers which are not finite, and ends without saving them."""
 
 
-def error_of(what: str, step: int) -> NotFiniteError:
+def error_of(quantity: str, step: int) -> NotFiniteError:
     """Return the error with which a run ends.
 
     Args:
-        what: Beginning of the message, which says what is not finite: "loss is nan".
+        quantity: Beginning of the message, which says what is not finite: "loss is nan".
     """
     return NotFiniteError(
-        f"{what} at step {step}; expected a finite number. Lower the learning rates, and resume from a checkpoint before that "
+        f"{quantity} at step {step}; expected a finite number. Lower the learning rates, and resume from a checkpoint before that "
         "step."
     )
 

@@ -33,19 +33,19 @@ def summed(gradient, slots, weights, shape):
 def test_rows_are_summed_alike_with_indices_of_either_size(shape, tokens, k, dtype, monkeypatch):
     gradient, slots, weights = given(tokens, 3, k, 70, 5, dtype)
     shape, expected = torch.Size(shape), summed(gradient, slots, weights, shape)
-    found = triton_bank_gradient(gradient, slots, weights, shape, torch.float32)
-    assert_close("bank", found, expected, dtype)
+    actual = triton_bank_gradient(gradient, slots, weights, shape, torch.float32)
+    assert_close("bank", actual, expected, dtype)
     heads_first = gradient.transpose(0, 1).contiguous().transpose(0, 1)
-    assert torch.equal(triton_bank_gradient(heads_first, slots, weights, shape, torch.float32), found)
+    assert torch.equal(triton_bank_gradient(heads_first, slots, weights, shape, torch.float32), actual)
     monkeypatch.setattr(bucket_sums, "_REACH_OF_32_BITS", 0)
-    assert torch.equal(triton_bank_gradient(gradient, slots, weights, shape, torch.float32), found)
+    assert torch.equal(triton_bank_gradient(gradient, slots, weights, shape, torch.float32), actual)
 
 
 def test_sums_are_rounded_once_to_what_the_bank_has():
     gradient, slots, weights = given(75, 3, 2, 70, 5, torch.bfloat16)
-    found = triton_bank_gradient(gradient, slots, weights, torch.Size((3, 70, 5)), torch.bfloat16)
-    assert found.dtype == torch.bfloat16
-    assert_close("bank", found, summed(gradient, slots, weights, (3, 70, 5)), torch.bfloat16)
+    result = triton_bank_gradient(gradient, slots, weights, torch.Size((3, 70, 5)), torch.bfloat16)
+    assert result.dtype == torch.bfloat16
+    assert_close("bank", result, summed(gradient, slots, weights, (3, 70, 5)), torch.bfloat16)
 
 
 @pytest.mark.parametrize("shape", [(70, 5), (3, 70, 5)], ids=["shared-bank", "bank-per-head"])

@@ -33,9 +33,9 @@ def popular_chapters():
 
 def test_many_tokens_may_read_one_chapter_and_none_another(popular_chapters, backend):
     assert_equals_reference(OP, popular_chapters, backend)
-    found = output_and_gradients(OP, popular_chapters, backend)
+    result = output_and_gradients(OP, popular_chapters, backend)
     for name in ("keys", "values"):
-        assert [bool(chapter.any()) for chapter in found[name]] == [False, True, True, True, False]
+        assert [bool(chapter.any()) for chapter in result[name]] == [False, True, True, True, False]
 
 
 def test_all_tokens_may_read_one_chapter(popular_chapters, backend):
@@ -54,32 +54,32 @@ def test_scales_of_zero_and_biases_of_minus_infinity_do_no_harm(backend):
     arguments["scales"][:, 0] = 0
     assert_equals_reference(OP, arguments, backend)
     arguments["biases"][:, 0] = -math.inf
-    found = output_and_gradients(OP, arguments, backend)
+    result = output_and_gradients(OP, arguments, backend)
     rest = {
         name: tensor[:, 1:] if name in ("chapters", "scales", "biases") else tensor
         for name, tensor in arguments.items()
     }
-    torch.testing.assert_close(found["output"], output_and_gradients(OP, rest, backend)["output"])
-    assert all(gradient.isfinite().all() for gradient in found.values())
+    torch.testing.assert_close(result["output"], output_and_gradients(OP, rest, backend)["output"])
+    assert all(gradient.isfinite().all() for gradient in result.values())
 
 
 def test_large_scores_do_not_overflow(backend):
     arguments = opened(memory=40, weighed="")
     arguments["query"] *= 1e3
     expected = output_and_gradients(OP, arguments, "reference", torch.float64)
-    found = output_and_gradients(OP, arguments, backend)
-    torch.testing.assert_close(found["output"].double(), expected["output"], rtol=1e-3, atol=1e-3)
-    assert all(gradient.isfinite().all() for gradient in found.values())
+    actual = output_and_gradients(OP, arguments, backend)
+    torch.testing.assert_close(actual["output"].double(), expected["output"], rtol=1e-3, atol=1e-3)
+    assert all(gradient.isfinite().all() for gradient in actual.values())
 
 
 def test_a_query_that_is_not_finite_spoils_its_own_output_alone(backend):
     arguments = opened(20, 2, 2, 1, weighed="")
     expected = output_and_gradients(OP, arguments, backend)["output"]
     arguments["query"][3, 0], arguments["query"][11, 1] = math.nan, math.inf
-    found = output_and_gradients(OP, arguments, backend)["output"]
+    actual = output_and_gradients(OP, arguments, backend)["output"]
     spoiled = torch.zeros(20, 2, dtype=torch.bool, device=DEVICE)
     spoiled[3, 0] = spoiled[11, 1] = True
-    assert found[spoiled].isnan().all() and torch.equal(found[~spoiled], expected[~spoiled])
+    assert actual[spoiled].isnan().all() and torch.equal(actual[~spoiled], expected[~spoiled])
 
 
 def test_short_stretches_are_read_by_kernels_token_by_token(backend):
@@ -100,8 +100,8 @@ def test_short_stretches_are_read_by_kernels_token_by_token(backend):
         torch.autograd.grad(expected.sum(), list(wide.values())),
         strict=True,
     )
-    for name, (found, exact) in zip(leaves, pairs, strict=True):
-        assert_close(name, found, exact, torch.float32)
+    for name, (actual, exact) in zip(leaves, pairs, strict=True):
+        assert_close(name, actual, exact, torch.float32)
 
 
 class _Recorded:

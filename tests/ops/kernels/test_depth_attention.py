@@ -58,12 +58,12 @@ def outputs_and_gradients(query, keys, values, backend, softcap=None, dtype=None
 
 
 def assert_equals_float64(query, keys, values, fast, softcap=None):
-    found = outputs_and_gradients(query, keys, values, fast, softcap)
+    actual = outputs_and_gradients(query, keys, values, fast, softcap)
     expected = outputs_and_gradients(query, keys, values, "torch", softcap, torch.float64)
     for name, exact in expected.items():
-        assert found[name].dtype == (torch.float32 if name == "lse" else query.dtype)
-        assert_close(name, found[name], exact, torch.float32 if name == "lse" else query.dtype)
-    return found
+        assert actual[name].dtype == (torch.float32 if name == "lse" else query.dtype)
+        assert_close(name, actual[name], exact, torch.float32 if name == "lse" else query.dtype)
+    return actual
 
 
 SIZES = [
@@ -117,8 +117,8 @@ def test_layout_in_memory_does_not_matter(layout, fast):
     expected = outputs_and_gradients(query, keys, values, fast)
     laid = LAYOUTS[layout]
     keys, values = ([laid(slot) for slot in slots] for slots in (keys, values))
-    found = outputs_and_gradients(query if layout == "one for all texts" else laid(query), keys, values, fast)
-    assert all(torch.equal(found[name], exact) for name, exact in expected.items())
+    actual = outputs_and_gradients(query if layout == "one for all texts" else laid(query), keys, values, fast)
+    assert all(torch.equal(actual[name], exact) for name, exact in expected.items())
 
 
 def test_slots_may_each_lie_otherwise(fast):
@@ -153,11 +153,11 @@ def test_a_slot_may_be_there_twice_and_as_key_and_value(fast):
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_large_scores_do_not_overflow(softcap, fast):
     query, keys, values = inputs(slots=20)
-    found = outputs_and_gradients(query * 1e3, keys, values, fast, softcap)
+    actual = outputs_and_gradients(query * 1e3, keys, values, fast, softcap)
     exact = outputs_and_gradients(query * 1e3, keys, values, "torch", softcap, torch.float64)
-    assert all(made.isfinite().all() for made in found.values())
+    assert all(made.isfinite().all() for made in actual.values())
     for name in ("read", "lse"):
-        torch.testing.assert_close(found[name].double(), exact[name], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(actual[name].double(), exact[name], rtol=1e-3, atol=1e-3)
 
 
 def test_a_head_that_is_not_finite_spoils_its_own_output_alone(fast):
@@ -166,8 +166,8 @@ def test_a_head_that_is_not_finite_spoils_its_own_output_alone(fast):
     query[0, 1, 2, 0], query[1, 4, 0, 3] = math.nan, math.inf
     spoiled = torch.zeros(2, 6, 3, dtype=torch.bool, device=DEVICE)
     spoiled[0, 1, 2] = spoiled[1, 4, 0] = True
-    found, _ = depth_attention(query, keys, values, 0.5, backend=fast)
-    assert found[spoiled].isnan().all() and torch.equal(found[~spoiled], expected[~spoiled])
+    actual, _ = depth_attention(query, keys, values, 0.5, backend=fast)
+    assert actual[spoiled].isnan().all() and torch.equal(actual[~spoiled], expected[~spoiled])
 
 
 @pytest.mark.parametrize("wanted", [["query"], ["key 1"], ["value 0", "value 2"]], ids="-".join)
@@ -183,14 +183,14 @@ def test_only_gradients_that_are_wanted_are_computed(wanted, monkeypatch):
     whole = outputs_and_gradients(*inputs(), "triton")
     some = outputs_and_gradients(*inputs(), "triton", wanted=wanted)
     assert all(torch.equal(some[name], whole[name]) for name in some)
-    asked = [(constants["WANTS_QUERY"], constants["WANTS_SLOTS"]) for constants in launched]
-    assert asked == [(True, True), (wanted == ["query"], wanted != ["query"])]
+    requests = [(constants["WANTS_QUERY"], constants["WANTS_SLOTS"]) for constants in launched]
+    assert requests == [(True, True), (wanted == ["query"], wanted != ["query"])]
 
 
 def test_a_gradient_of_one_of_the_two_outputs_is_enough(fast):
     for part in (0, 1):
         query, keys, values = inputs()
-        found, exact = (
+        actual, exact = (
             torch.autograd.grad(depth_attention(leaf, keys_, values_, 0.5, backend=body)[part].sum(), leaf)[0]
             for body, leaf, keys_, values_ in (
                 (fast, query.requires_grad_(), keys, values),
@@ -201,16 +201,16 @@ def test_a_gradient_of_one_of_the_two_outputs_is_enough(fast):
                 ),
             )
         )
-        assert_close("query", found, exact, torch.float32)
+        assert_close("query", actual, exact, torch.float32)
 
 
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 600])
 def test_numbers_arrive_as_they_are(count):
     ends = [-(1 << 60), 1 << 60, 0, 1, -1, 16, (1 << 47) + 512]
-    numbers = [ends[place % len(ends)] for place in range(count)]
+    numbers = [ends[index % len(ends)] for index in range(count)]
     like = torch.zeros(1, device=DEVICE)
-    found = device_numbers(numbers, like)
-    assert found.dtype == torch.int64 and found.device == like.device and found.tolist() == numbers
+    result = device_numbers(numbers, like)
+    assert result.dtype == torch.int64 and result.device == like.device and result.tolist() == numbers
 
 
 def test_one_kernel_writes_whatever_numbers(monkeypatch):
@@ -228,35 +228,35 @@ def test_one_kernel_writes_whatever_numbers(monkeypatch):
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def launches(monkeypatch):
     """Arguments of every call of the op."""
     calls = []
     op = depth_attention.__globals__["depth_attention_op"]
 
-    def spied(*given):
-        calls.append(given)
-        return op(*given)
+    def spied(*arguments):
+        calls.append(arguments)
+        return op(*arguments)
 
     monkeypatch.setitem(depth_attention.__globals__, "depth_attention_op", spied)
     return calls
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-def test_tensors_of_several_dtypes_are_read_in_one(autocast, asked):
+def test_tensors_of_several_dtypes_are_read_in_one(autocast, launches):
     """Under autocast keys are rotated in float32 and values are not; PyTorch's attention casts all of them."""
     query, keys, values = inputs()
     keys[1], values = keys[1].bfloat16(), [value.bfloat16() for value in values]
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-        found = outputs_and_gradients(query, keys, values, "triton")
+        actual = outputs_and_gradients(query, keys, values, "triton")
     dtype = torch.bfloat16 if autocast else torch.float32
-    (given,) = asked
-    assert {tensor.dtype for tensor in (given[0], *given[1], *given[2])} == {dtype}
+    (arguments,) = launches
+    assert {tensor.dtype for tensor in (arguments[0], *arguments[1], *arguments[2])} == {dtype}
     expected = outputs_and_gradients(query, keys, values, "torch", dtype=torch.float64)
     for name, exact in expected.items():
-        assert found[name].dtype == {"read": query.dtype, "lse": torch.float32, "query": query.dtype}.get(
+        assert actual[name].dtype == {"read": query.dtype, "lse": torch.float32, "query": query.dtype}.get(
             name, torch.bfloat16 if name == "key 1" or name.startswith("value") else torch.float32
         )
-        assert_close(name, found[name], exact, torch.bfloat16)
+        assert_close(name, actual[name], exact, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

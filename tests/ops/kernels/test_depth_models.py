@@ -36,10 +36,10 @@ def test_models_by_kernels_are_those_by_pytorch(kind, checkpointed):
         model.train()
     tokens = torch.arange(8, device=DEVICE).view(2, 4)
     expected = logits_and_gradients(model, tokens, "torch")
-    found = logits_and_gradients(model, tokens, "triton")
-    assert any("ffn_key" in name for name in expected) and expected.keys() == found.keys()
+    actual = logits_and_gradients(model, tokens, "triton")
+    assert any("ffn_key" in name for name in expected) and expected.keys() == actual.keys()
     for name, exact in expected.items():
-        assert_close(name, found[name], exact, torch.float32, slack=4)  # both are float32, of several layers
+        assert_close(name, actual[name], exact, torch.float32, slack=4)  # both are float32, of several layers
 
 
 def test_kernels_take_what_a_model_under_autocast_gives_them():
@@ -47,17 +47,19 @@ def test_kernels_take_what_a_model_under_autocast_gives_them():
     tokens = torch.arange(8, device=DEVICE).view(2, 4)
     expected = logits_and_gradients(model, tokens, "torch")
     with torch.autocast(DEVICE, torch.bfloat16):
-        found = logits_and_gradients(model, tokens, "triton")
-    assert_close("logits", found["logits"], expected["logits"], torch.bfloat16, slack=4)  # of several layers
+        actual = logits_and_gradients(model, tokens, "triton")
+    assert_close("logits", actual["logits"], expected["logits"], torch.bfloat16, slack=4)  # of several layers
 
 
 def test_models_by_kernels_launch_them(monkeypatch):
-    asked = []
+    calls = []
     op = depth_attention.__globals__["depth_attention_op"]
     monkeypatch.setitem(
-        depth_attention.__globals__, "depth_attention_op", lambda *given: (asked.append(len(given[1])), op(*given))[1]
+        depth_attention.__globals__,
+        "depth_attention_op",
+        lambda *arguments: (calls.append(len(arguments[1])), op(*arguments))[1],
     )
     model = depth_model(dtype=torch.float32).to(DEVICE)
     with op_choices(backend="triton"), torch.no_grad():
         model(torch.arange(4, device=DEVICE)[None], use_cache=False)
-    assert asked == list(range(1, model.config.num_hidden_layers))
+    assert calls == list(range(1, model.config.num_hidden_layers))

@@ -33,16 +33,16 @@ def output_and_gradients(arguments, k, dtype=None, upstream=None, **options):
     output = headwise_memory(*leaves, k, **options)
     if upstream is None:
         upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(DEVICE)
-    given = [leaf for leaf in leaves if leaf is not None]
-    gradients = torch.autograd.grad(output, given, upstream.to(arguments[0].dtype).to(output.dtype))
+    keywords = [leaf for leaf in leaves if leaf is not None]
+    gradients = torch.autograd.grad(output, keywords, upstream.to(arguments[0].dtype).to(output.dtype))
     return output.detach(), *gradients
 
 
 def assert_equals_reference(arguments, k, backend, upstream=None, slack=1, **options):
     shared = {name: value for name, value in options.items() if name == "temperature"}
-    found = output_and_gradients(arguments, k, upstream=upstream, backend=backend, **options)
+    actual = output_and_gradients(arguments, k, upstream=upstream, backend=backend, **options)
     expected = output_and_gradients(arguments, k, torch.float64, upstream, backend="reference", **shared)
-    for name, fast, exact in zip(NAMES, found, expected, strict=False):
+    for name, fast, exact in zip(NAMES, actual, expected, strict=False):
         assert_close(name, fast, exact, arguments[0].dtype, slack)
 
 

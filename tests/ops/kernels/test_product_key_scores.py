@@ -43,21 +43,21 @@ def test_slots_scores_and_gradients(tokens, heads, half, n, k, dtype):
     leaves = [x.requires_grad_() for x in inputs(tokens, heads, half, n, dtype)]
     if dtype == torch.float32 and n > 128:
         with pytest.raises(
-            ValueError, match="'triton', but 300 sub-keys a side are float32; expected 128 or fewer, or half"
+            ValueError, match="'triton', but 300 sub-keys per side are float32; expected 128 or fewer, or half"
         ):
             product_key_topk(*leaves, k, backend="triton")
         return
     scores, slots = product_key_topk(*leaves, k, backend="triton")
     every = all_scores(*(wide := [x.detach().double().requires_grad_() for x in leaves]))
     best, best_slots = every.topk(k, dim=-1)
-    found = every.gather(-1, slots)
+    actual = every.gather(-1, slots)
     assert (scores.dtype, slots.dtype) == (torch.float32, torch.int64)
     assert all(len(set(row)) == k for row in slots.flatten(0, 1).tolist())
     assert (scores.diff(dim=-1) <= 0).all()
     assert torch.equal(slots, best_slots)
     torch.testing.assert_close(scores.double(), best, rtol=1e-5, atol=1e-5)
     upstream = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    expected = torch.autograd.grad(found, wide, upstream.double())
+    expected = torch.autograd.grad(actual, wide, upstream.double())
     for name, gradient, into in zip("query rows columns".split(), leaves, expected, strict=True):
         computed = torch.autograd.grad(scores, gradient, upstream, retain_graph=True)[0]
         assert computed.dtype == dtype
@@ -69,9 +69,9 @@ def test_a_query_of_any_strides_and_leading_dimensions_is_read_as_it_lies():
     expected = product_key_topk(query, *keys, 3, backend="triton")
     between = torch.stack([query, query + 1], dim=2)[:, :, 0]
     across = query.mT.contiguous().mT
-    for asked in (between, across, query.view(2, 3, 4, 2, 16)):
-        found = product_key_topk(asked, *keys, 3, backend="triton")
-        assert all(torch.equal(one.flatten(0, -3), other) for one, other in zip(found, expected, strict=True))
+    for queries in (between, across, query.view(2, 3, 4, 2, 16)):
+        actual = product_key_topk(queries, *keys, 3, backend="triton")
+        assert all(torch.equal(one.flatten(0, -3), other) for one, other in zip(actual, expected, strict=True))
 
 
 def test_what_is_no_number_stays_none_and_spoils_no_other_token():
@@ -110,9 +110,9 @@ def test_sums_of_sub_keys_take_no_more_memory_than_they_may(monkeypatch):
             return kernel[grid]
 
     monkeypatch.setattr(gradients, "score_gradient_kernel", Noting())
-    found = torch.autograd.grad(scores.sum(), leaves, retain_graph=True)
+    result = torch.autograd.grad(scores.sum(), leaves, retain_graph=True)
     monkeypatch.setattr(gradients, "_MOST_SUMS", 1)
-    for one, other in zip(found, torch.autograd.grad(scores.sum(), leaves), strict=True):
+    for one, other in zip(result, torch.autograd.grad(scores.sum(), leaves), strict=True):
         torch.testing.assert_close(one, other)
     assert grids == [
         (2 * 5,),

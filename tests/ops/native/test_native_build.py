@@ -110,16 +110,16 @@ def test_a_library_that_was_cut_short_is_built_again(damage, cache, compiler):
 def test_processes_that_build_at_once_all_get_a_whole_one(cache, compiler):
     runs = compiler('echo half > "$out"; sleep 0.3; echo rest >> "$out"')
     fork = multiprocessing.get_context("fork")
-    together, found = fork.Barrier(3), fork.SimpleQueue()
+    together, result = fork.Barrier(3), fork.SimpleQueue()
 
     def build():
         together.wait(30)
-        found.put((str(built_library("baseline")), built_library("baseline").read_bytes()))
+        result.put((str(built_library("baseline")), built_library("baseline").read_bytes()))
 
     processes = [fork.Process(target=build) for _ in range(3)]
     for process in processes:
         process.start()
-    results = [found.get() for _ in processes]
+    results = [result.get() for _ in processes]
     for process in processes:
         process.join(30)
         assert process.exitcode == 0
@@ -218,11 +218,11 @@ def test_instructions_are_those_that_pytorch_found(capability, machine, expected
 def test_without_it_pytorch_computes_the_same_and_one_warning_says_so(cache, compiler):
     compiler("exit 1")
     expected = memory(backend="torch")
-    told = (
+    message = (
         r"^memory is computed by PyTorch on this CPU, which takes two to seven times as long, since its C code could not be built: "
         rf".*compiler failed \(status 1\); install gcc or clang, or set CC, or set {CACHE_VARIABLE}=off to do without\.$"
     )
-    with pytest.warns(RuntimeWarning, match=told) as warned:
+    with pytest.warns(RuntimeWarning, match=message) as warned:
         assert torch.equal(memory(), expected)
         assert torch.equal(memory(), expected)
     assert len(warned) == 1
@@ -296,7 +296,7 @@ def test_importing_the_package_builds_nothing(tmp_path):
 def test_code_without_c_files_computes_by_pytorch_and_says_why(cache, monkeypatch, tmp_path):
     """As where files were copied one by one, and Python modules alone."""
     monkeypatch.setattr(build, "_SOURCES", tmp_path)
-    told = f"there are no C files in {tmp_path}; install midus_hf again"
-    with pytest.warns(RuntimeWarning, match=re.escape(f"could not be built: {told}, or set {CACHE_VARIABLE}=off")):
+    message = f"there are no C files in {tmp_path}; install midus_hf again"
+    with pytest.warns(RuntimeWarning, match=re.escape(f"could not be built: {message}, or set {CACHE_VARIABLE}=off")):
         assert torch.equal(memory(), memory(backend="torch"))
-    assert why_missing() == told and not cache.exists()
+    assert why_missing() == message and not cache.exists()

@@ -31,8 +31,8 @@ def inputs(tokens=40, heads=3, half=8, n=12, width=20, own=False, transform=Fals
 
 def retrieved(arguments, k=4, **options):
     """Of one bank per head, or of one that heads share, whose rows are transformed after they are gathered, if at all."""
-    given = arguments if len(arguments) == 5 else [*arguments, None]
-    return headwise_memory(*given, k, backend="native", **options)
+    keywords = arguments if len(arguments) == 5 else [*arguments, None]
+    return headwise_memory(*keywords, k, backend="native", **options)
 
 
 def output_and_gradients(arguments, k, **options):
@@ -60,10 +60,10 @@ def test_slots_are_those_of_a_search_through_all_of_them(sizes, k, dtype):
     query, row_keys, column_keys = ((4 * t).round() for t in (query, row_keys, column_keys))  # sums of these are exact
     _, (slots, weights) = native_lookup(LookupInputs(query, row_keys, column_keys, bank, None, None, k, 1.0), True)
     halves = query.float().transpose(0, 1).chunk(2, dim=-1)
-    rows, columns = (asked @ keys.float().mT for asked, keys in zip(halves, (row_keys, column_keys), strict=True))
+    rows, columns = (queries @ keys.float().mT for queries, keys in zip(halves, (row_keys, column_keys), strict=True))
     scores = (rows.unsqueeze(-1) + columns.unsqueeze(-2)).flatten(-2).transpose(0, 1)  # [S, H, n * n]
-    found = scores.gather(-1, slots.long())
-    assert torch.equal(found, scores.topk(k).values)
+    result = scores.gather(-1, slots.long())
+    assert torch.equal(result, scores.topk(k).values)
     assert all(len(set(of_head)) == k for of_token in slots.tolist() for of_head in of_token)
     assert torch.equal(weights.sum(-1).round(decimals=5), torch.ones(weights.shape[:2]))
 
@@ -116,14 +116,14 @@ def test_other_tokens_of_a_call_change_no_bit(bank):
 
 
 @pytest.mark.parametrize("tokens", [2, 300])
-@pytest.mark.parametrize("place", ["query", "row key", "column key"])
-def test_nan_in_a_score_is_nan_in_what_is_retrieved(place, tokens):
+@pytest.mark.parametrize("position", ["query", "row key", "column key"])
+def test_nan_in_a_score_is_nan_in_what_is_retrieved(position, tokens):
     arguments = inputs(tokens=tokens)
-    spoiled = {"query": 0, "row key": 1, "column key": 2}[place]
+    spoiled = {"query": 0, "row key": 1, "column key": 2}[position]
     arguments[spoiled][0, 0, 0] = math.nan
     output, *gradients = output_and_gradients(arguments, 4)
     expected = torch.zeros(tokens, 3, dtype=torch.bool)
-    expected[(slice(0, 1) if place == "query" else slice(None)), 0] = True
+    expected[(slice(0, 1) if position == "query" else slice(None)), 0] = True
     assert torch.equal(output.isnan().all(-1), expected) and torch.equal(output.isnan().any(-1), expected)
     assert [gradient.shape for gradient in gradients] == [argument.shape for argument in arguments]
 
@@ -155,26 +155,26 @@ def test_gradients_that_lie_otherwise_give_the_same_bits(bank):
     arguments = inputs(**bank)
     upstream = torch.randn(40, 20, 3).transpose(1, 2)
     results = []
-    for given in (upstream, upstream.contiguous(), upstream.double().contiguous()):
+    for options in (upstream, upstream.contiguous(), upstream.double().contiguous()):
         leaves = [argument.detach().requires_grad_() for argument in arguments]
-        residual = torch.zeros(40, 3, 20, dtype=given.dtype)
+        residual = torch.zeros(40, 3, 20, dtype=options.dtype)
         output = retrieved(leaves, residual=residual)
-        results.append(torch.autograd.grad(output, leaves, given))
+        results.append(torch.autograd.grad(output, leaves, options))
     for others in results[1:]:
         assert all(torch.equal(one, other) for one, other in zip(results[0], others, strict=True))
 
 
 def test_what_it_does_not_do_is_left_to_pytorch_where_nobody_chose(monkeypatch):
-    asked = []
+    calls = []
     monkeypatch.setitem(
         headwise_memory.__globals__,
         "headwise_lookup_op",
-        lambda *given: (asked.append(given[-1]), headwise_lookup_op(*given))[1],
+        lambda *arguments: (calls.append(arguments[-1]), headwise_lookup_op(*arguments))[1],
     )
     headwise_memory(*inputs(dtype=torch.float16), None, 4)
     headwise_memory(*inputs(n=65, heads=1), None, 65)
     headwise_memory(*(tensor.to("meta") for tensor in inputs()), None, 4)
-    assert asked == ["torch"] * 3
+    assert calls == ["torch"] * 3
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ def test_a_graph_that_was_made_for_it_runs_without_it(monkeypatch):
     arguments = inputs(transform=True)
     expected = output_and_gradients(arguments, 4, residual=torch.ones(40, 3, 20))
     monkeypatch.setattr(lookup_module, "native_library", lambda: None)
-    found = output_and_gradients(arguments, 4, residual=torch.ones(40, 3, 20))
-    for one, other in zip(found, expected, strict=True):
+    actual = output_and_gradients(arguments, 4, residual=torch.ones(40, 3, 20))
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    assert not torch.equal(found[0], expected[0])
+    assert not torch.equal(actual[0], expected[0])
     arguments[0].requires_grad_()
-    assert torch.equal(retrieved(arguments, residual=torch.ones(40, 3, 20)), found[0])
+    assert torch.equal(retrieved(arguments, residual=torch.ones(40, 3, 20)), actual[0])

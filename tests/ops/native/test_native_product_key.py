@@ -39,13 +39,13 @@ def scores_slots_and_gradients(arguments, k, **options):
 )
 def test_slots_are_the_references_and_scores_and_gradients_close(sizes, k, dtype):
     arguments = inputs(**sizes, dtype=dtype)
-    found = scores_slots_and_gradients(arguments, k, backend="native")
+    actual = scores_slots_and_gradients(arguments, k, backend="native")
     expected = scores_slots_and_gradients([argument.double() for argument in arguments], k, backend="reference")
-    assert found[0].dtype == torch.float32 and torch.equal(found[1], expected[1])
+    assert actual[0].dtype == torch.float32 and torch.equal(actual[1], expected[1])
     for index, name in ((0, "scores"), (2, "query"), (3, "row_keys"), (4, "column_keys")):
-        close = 1e-2 if found[index].dtype == torch.bfloat16 else 1e-5
+        close = 1e-2 if actual[index].dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(
-            found[index].double(),
+            actual[index].double(),
             expected[index],
             rtol=close,
             atol=5 * close,
@@ -76,13 +76,13 @@ def test_what_it_cannot_take_is_refused(change, message):
     assert product_key_topk(*arguments, k)[1].shape == (30, 3, k)
 
 
-@pytest.mark.parametrize("place", [1, 2], ids=["row_keys", "column_keys"])
-def test_tensors_that_c_cannot_read_are_refused(place):
+@pytest.mark.parametrize("entry", [1, 2], ids=["row_keys", "column_keys"])
+def test_tensors_that_c_cannot_read_are_refused(entry):
     arguments = inputs()
-    arguments[place] = arguments[place].to("meta")
-    name = ("query", "row_keys", "column_keys")[place]
-    told = f"{name} is on meta, and others are on cpu; expected one device"
-    with torch.no_grad(), pytest.raises(ValueError, match=told):
+    arguments[entry] = arguments[entry].to("meta")
+    name = ("query", "row_keys", "column_keys")[entry]
+    message = f"{name} is on meta, and others are on cpu; expected one device"
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
         product_key_topk(*arguments, 4)
 
 
@@ -91,7 +91,7 @@ def test_a_graph_that_was_made_for_it_runs_without_it(monkeypatch):
     expected = scores_slots_and_gradients(arguments, 4, backend="native")
     with monkeypatch.context() as without:
         without.setattr(product_key_scores, "native_library", lambda: None)
-        found = scores_slots_and_gradients(arguments, 4, backend="native")
-    assert torch.equal(found[1], expected[1])
-    for one, other in zip(found, expected, strict=True):
+        actual = scores_slots_and_gradients(arguments, 4, backend="native")
+    assert torch.equal(actual[1], expected[1])
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

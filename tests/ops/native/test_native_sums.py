@@ -38,34 +38,34 @@ def test_tables_that_no_cache_holds_give_the_same_bits():
 def test_slots_of_any_integers_are_read(kind):
     bank, vectors, slots, weights = inputs()
     expected = all_three(bank, vectors, slots, weights)
-    found = all_three(
+    actual = all_three(
         bank.T.contiguous().T, vectors.T.contiguous().T, slots.to(kind).T.contiguous().T, weights.double()
     )
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("outside", [-1, 40, 1 << 40])
 def test_slots_outside_of_the_bank_are_refused(outside):
     bank, vectors, slots, weights = inputs()
     slots[3, 2] = outside
-    told = "slots reach outside of the bank; expected 0 <= slot < its rows. Look for what made them"
+    message = "slots reach outside of the bank; expected 0 <= slot < its rows. Look for what made them"
     for call in (
         lambda: native_weighted_rows(bank, slots, weights),
         lambda: native_row_sums(vectors, slots, weights, 40),
         lambda: native_gathered_products(vectors, bank, slots),
         lambda: weighted_gather(bank, slots, weights),
     ):
-        with pytest.raises(IndexError, match=told):
+        with pytest.raises(IndexError, match=message):
             call()
 
 
 @pytest.mark.parametrize("name", ["bank", "slots", "weights"])
 def test_tensors_that_c_cannot_read_are_refused(name):
     bank, _, slots, weights = inputs()
-    given = {"bank": bank, "slots": slots, "weights": weights}
-    given[name] = given[name].to("meta")
+    arguments = {"bank": bank, "slots": slots, "weights": weights}
+    arguments[name] = arguments[name].to("meta")
     with pytest.raises(ValueError, match=f"{name} is on meta, and others are on cpu; expected one device"):
-        native_weighted_rows(**given)
+        native_weighted_rows(**arguments)
 
 
 @pytest.mark.parametrize("op", [weighted_gather, gathered_products])

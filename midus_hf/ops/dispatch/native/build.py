@@ -163,8 +163,8 @@ def _run(command: list[str]) -> str:
             f"{command[0]} does not run ({type(error).__name__}); install gcc or clang, or set CC"
         ) from None
     if done.returncode:
-        said = next((line for line in done.stderr.splitlines() if "error" in line), f"status {done.returncode}")
-        raise NotBuilt(f"{command[0]} failed ({said.strip()}); install gcc or clang, or set CC")
+        cause = next((line for line in done.stderr.splitlines() if "error" in line), f"status {done.returncode}")
+        raise NotBuilt(f"{command[0]} failed ({cause.strip()}); install gcc or clang, or set CC")
     return done.stdout
 
 

@@ -212,7 +212,7 @@ _tile = functools.cache(selection_tile)
 def scores_refusal(dtype: torch.dtype, n: int, k: int, half: int) -> str | None:
     """Return why these kernels refuse these sizes, and which they expect; None if they take them."""
     if dtype == torch.float32 and n > _MOST_WIDE_SUB_KEYS:
-        return f"{n} sub-keys a side are float32; expected {_MOST_WIDE_SUB_KEYS} or fewer, or half precision"
+        return f"{n} sub-keys per side are float32; expected {_MOST_WIDE_SUB_KEYS} or fewer, or half precision"
     tile = selection_tile(n, k, half, False, dtype == torch.float32)
     held = (tile["BN"] + tile["BT"]) * tile["DP"] * dtype.itemsize
     if held > _MOST_SHARED_BYTES:

@@ -126,7 +126,7 @@ def add_to_keys(
 
 @triton.jit
 def side_gradients(
-    scores, columns, keys, of_stretch, query_pointers, into_query, into_keys, total, dim_mask,
+    scores, columns, keys, key_stretch, query_pointers, into_query, into_keys, total, dim_mask,
     ONE: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +137,7 @@ def side_gradients(
     part = tl.load(query_pointers, mask=dim_mask, other=0.0)
     if ONE:
         spread = spread_scores(scores, columns, 0, K, KP, BT, BN)
-        into = product(spread, of_stretch, PRECISION)
+        into = product(spread, key_stretch, PRECISION)
         total += product(tl.trans(spread), part, PRECISION)
     else:
         into = tl.zeros([BT, DP], tl.float32)
