@@ -1,5 +1,7 @@
 """The `midus flops` command."""
 
+import math
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,11 +24,9 @@ def midus_flops(
 ) -> None:
     """Count the floating-point operations (FLOPs) of a model for one batch, from its config alone."""
     from midus_hf.config.flops.model import estimate_flops
-    from midus_hf.config.parameters import count_parameters
 
     config = _read_config(model)
     flops = estimate_flops(config, sequence_length, batch)
-    parameters = count_parameters(config)
     report = {
         "model": model,
         "sequence_length": sequence_length,
@@ -35,17 +35,57 @@ def midus_flops(
         "backward": flops.backward,
         "total": flops.total,
         "parts": flops.parts,
-        "parameters": {
-            "total": parameters.total,
-            "backbone": parameters.backbone,
-            "memory_values": parameters.values,
-            "memory_rest": parameters.memory,
-            "activated": parameters.activated,
-            "total_without_embeddings": parameters.total - parameters.embeddings,
-            "activated_without_embeddings": parameters.activated - parameters.embeddings,
-        },
+        "parameters": count_parameters(config),
     }
     show(report, json_, _print_flops, indent=2)
+
+
+def count_parameters(config: Mapping[str, Any]) -> dict[str, int]:
+    """Count the parameters of a model by the part of the model. A tied matrix counts once.
+
+    Args:
+        config: The raw `config.json`.
+
+    Returns:
+        `total`; `backbone`, parameters outside memories; `memory_values`, what memories retrieve; `memory_rest`; `activated`, what a
+        token uses: all parameters but the values that it does not read; `total_without_embeddings` and
+        `activated_without_embeddings`, the same without the embedding of tokens and the language head.
+
+    Raises:
+        ValueError: If the family is unknown, or the `memory` list is refused.
+    """
+    from midus_hf.config.flops.rules import values_read
+    from upscalers.architecture.families import family_of
+    from upscalers.architecture.layer_tensors import Described
+
+    described = Described(family_of(config), config)
+    memories, sizes = described.memories, described.sizes
+    shapes = [*described.outer.values(), *(tensor.shape for layer in described.layers for tensor in layer.values())]
+    numbers = {"value": 0, "buffer": 0, "rest": 0}
+    read = 0
+    for entry in memories.entries:
+        tensors = [tensor for layer in entry.layers for tensor in entry.tensors_at(layer, sizes).values()]
+        if entry.is_attached:
+            tensors += [tensor for tables in memories.tables(entry.name) for tensor in tables.tensors.values()]
+        for tensor in tensors:
+            numbers[tensor.role if tensor.role in numbers else "rest"] += math.prod(tensor.shape)
+        num_values = sum(math.prod(tensor.shape) for tensor in tensors if tensor.role == "value")
+        per_token = values_read(entry.options, sizes)
+        read += num_values if per_token is None else per_token * len(entry.layers)
+    backbone = sum(map(math.prod, shapes)) - sum(numbers.values())
+    embeddings = sum(
+        math.prod(described.outer.get(f"{name}.weight", (0,))) for name in ("model.embed_tokens", "lm_head")
+    )
+    total, activated = backbone + numbers["value"] + numbers["rest"], backbone + numbers["rest"] + read
+    return {
+        "total": total,
+        "backbone": backbone,
+        "memory_values": numbers["value"],
+        "memory_rest": numbers["rest"],
+        "activated": activated,
+        "total_without_embeddings": total - embeddings,
+        "activated_without_embeddings": activated - embeddings,
+    }
 
 
 def _print_flops(report: dict[str, Any]) -> None:

@@ -73,7 +73,6 @@ KINDS = {
     "rank-4": {"rank": 4},
     "heads": {"heads": 2},
     "expanded": {"key_pairs": 2},
-    "per-block": {"key_pairs": 2, "projections": "per-block"},
     "no-pre-values": {"pre_value_width": 0},
     "more-keys-kept": {"side_k": 40},
     "more-slots": {"n": 128, "k": 32},

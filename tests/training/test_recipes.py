@@ -12,12 +12,12 @@ from training.tiny_run import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from midus_hf import models  # noqa: F401 - registers the families that host memory
+from midus_hf.cli.flops import count_parameters
 from midus_hf.cli.training.printed_config import config_text
 from midus_hf.config.memories.chapters import PAPER, ChaptersOptions
 from midus_hf.config.memories.ultramem import UltraMemOptions
 from midus_hf.config.memory_entries import read_memories
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.config.parameters import count_parameters
 from midus_hf.config.yaml_options import read_config, read_mapping
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.optim.freezing import set_trainable
@@ -243,7 +243,7 @@ def test_the_memory_is_the_papers_with_every_option_written_out():
 def sizes_in_millions(config: dict[str, Any]) -> tuple[float, float, float]:
     """Parameters that a token uses, with and without embeddings, and all of them but embeddings."""
     counts = count_parameters(config)
-    sizes = (counts.activated, counts.activated - counts.embeddings, counts.total - counts.embeddings)
+    sizes = (counts["activated"], counts["activated_without_embeddings"], counts["total_without_embeddings"])
     used, used_without, total_without = (size / 1e6 for size in sizes)
     return used, used_without, total_without
 
