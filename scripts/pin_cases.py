@@ -134,7 +134,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"zero": "projection"},
         {"share": "all"},
         {"share": "ring:4"},
-        {"key_pairs": 2, "projections": "per-block"},
+        {"key_pairs": 2},
         {"rank": 1, "scoring": "sum"},
         {"heads": 2, "rank": 3, "activation": "gelu", "side_k": 5},
         {"activation": "silu", "weights": "softmax", "output_gate": True},

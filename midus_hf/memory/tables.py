@@ -7,7 +7,6 @@ import torch
 
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.ops.chapters.quantisation import dequantise_rows
-from midus_hf.ops.gather.parted import parted_gather
 from midus_hf.ops.gather.products import gathered_products
 from midus_hf.ops.gather.weighted import weighted_gather
 
@@ -26,18 +25,6 @@ class TableReading:
         """Return weighted sums of rows, as `weighted_gather` does."""
         options: dict[str, Any] = {"sparse_gradient": self.sparse_gradient}
         return weighted_gather(bank, slots, weights, **options)
-
-    def sums_by_part(
-        self,
-        bank: torch.Tensor,
-        slots: torch.Tensor,
-        weights: torch.Tensor,
-        parts: torch.Tensor,
-        num_parts: int,
-    ) -> torch.Tensor:
-        """Return weighted sums of rows per part, as `parted_gather` does."""
-        options: dict[str, Any] = {"sparse_gradient": self.sparse_gradient}
-        return parted_gather(bank, slots, weights, parts, num_parts, **options)
 
     def products(self, vectors: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Return products of vectors with rows, as `gathered_products` does."""

@@ -88,17 +88,9 @@ class UltraMem(MemoryModule):
             products = self.table_reading.products(self.pre_projection(hidden_states), pre_values, places)
             weights = weights * _ACTIVATIONS[self.options.activation](products).to(weights.dtype)
         value_table, places = self._read(stored, rows)
-        num_parts = self.options.num_projected
-        if num_parts == 1:
-            values = self.table_reading.sums(value_table, places, weights)
-        else:
-            parts = self._shuffled(slots) // self.num_slots
-            by_part = self.table_reading.sums_by_part(value_table, places, weights, parts, num_parts)
-            values = by_part.flatten(-2)
-        values = values.to(hidden_states.dtype)  # [B, T, E * D_v]
+        values = self.table_reading.sums(value_table, places, weights).to(hidden_states.dtype)  # [B, T, D_v]
         if self.options.output_gate:
-            gate = nn.functional.silu(self.gate_projection(hidden_states))
-            values = values * gate.repeat(*[1] * (gate.dim() - 1), num_parts)
+            values = values * nn.functional.silu(self.gate_projection(hidden_states))
         return self.value_projection(values)
 
     def retrieve(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,6 @@ KINDS = {
     "heads": {"heads": 2, "rank": 3},
     "rank-1": {"rank": 1},
     "expanded": {"key_pairs": 2},
-    "per-block": {"key_pairs": 2, "projections": "per-block"},
     "gated": {"output_gate": True, "weights": "softmax"},
     "memory-plus": {"scoring": "sum", "rank": 1, "weights": "softmax", "output_gate": True, "pre_value_width": 0, "heads": 2},
 }  # fmt: skip
@@ -46,8 +45,7 @@ def by_equations(memory, state, value_table, pre_value_table, first=0):
     options, weights = memory.options, dict(memory.named_parameters())
     keys, sets = options.keys, options.key_pairs
     query = (weights["query_projection.weight"] @ state).view(2, options.heads, options.rank, -1)
-    parts = options.num_projected
-    summed = [torch.zeros(value_table.shape[1], dtype=state.dtype) for _ in range(parts)]
+    values = torch.zeros(value_table.shape[1], dtype=state.dtype)
     for head in range(options.heads):
         scored = []
         for a, b, i, j in itertools.product(range(sets), range(sets), range(keys), range(keys)):
@@ -77,8 +75,7 @@ def by_equations(memory, state, value_table, pre_value_table, first=0):
             if pre_value_table is not None:
                 product = pre_value_table[place] @ (weights["pre_projection.weight"] @ state)
                 factor = factor * (torch.nn.functional.gelu(product) if options.activation == "gelu" else product)
-            summed[shuffled // options.num_rows if parts > 1 else 0] += factor * value_table[place]
-    values = torch.cat(summed)
+            values += factor * value_table[place]
     if options.output_gate:
         values = values * torch.nn.functional.silu(weights["gate_projection.weight"] @ state)
     return weights["value_projection.weight"] @ values

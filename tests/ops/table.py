@@ -10,7 +10,6 @@ from midus_hf.ops import headwise_memory, product_key_topk, weighted_gather
 from midus_hf.ops.chapters.op import chapter_attention
 from midus_hf.ops.chapters.segments import block_arguments, chapter_blocks_op, sort_by_chapter
 from midus_hf.ops.depth.op import depth_attention, depth_attention_op
-from midus_hf.ops.gather.parted import parted_gather
 from midus_hf.ops.gather.products import gathered_products, gathered_products_op
 from midus_hf.ops.gather.weighted import weighted_gather_op
 from midus_hf.ops.headwise.lookup import headwise_lookup_op
@@ -18,7 +17,6 @@ from midus_hf.ops.product_key.op import product_key_scores_op
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Arguments = dict[str, torch.Tensor]
-PARTS = 3
 
 
 @dataclass(frozen=True)
@@ -78,11 +76,6 @@ def gathered(tokens=30, m=12, rows=9, width=20, dtype=torch.float32):
 def multiplied(tokens=30, m=12, rows=9, width=20, dtype=torch.float32):
     made = gathered(tokens, m, rows, width, dtype)
     return {"vectors": drawn(tokens, width, seed=3, dtype=dtype), "bank": made["bank"], "slots": made["slots"]}
-
-
-def parted(tokens=30, m=12, rows=9, width=20, dtype=torch.float32):
-    """Make the same with parts, of which the last is empty."""
-    return gathered(tokens, m, rows, width, dtype) | {"parts": whole_numbers(PARTS - 1, tokens, m)}
 
 
 def keyed(tokens=20, heads=3, half=8, n=12, dtype=torch.float32):
@@ -229,15 +222,6 @@ OPS = {
         "gathered_products",
         wide=("output",),
     ),
-    "parted gather": OpCase(
-        parted,
-        lambda given, backend, **options: parted_gather(
-            **given, num_parts=PARTS, backend="reference" if backend == "reference" else "auto", **options
-        ),
-        ("torch",),
-        GATHERED,
-        unregistered=("torch",),
-    ),
     "product keys": OpCase(
         keyed,
         lambda given, backend: product_key_topk(*given.values(), 4, backend=backend)[0],
@@ -314,4 +298,4 @@ OPS = {
     ),
 }
 # Ops that gather rows of a bank, and may give it a sparse gradient.
-GATHERINGS = ("weighted gather", "gathered products", "parted gather")
+GATHERINGS = ("weighted gather", "gathered products")

@@ -4,15 +4,14 @@ import pytest
 import torch
 
 from midus_hf.ops import weighted_gather
-from midus_hf.ops.gather.parted import parted_gather
 from midus_hf.ops.gather.products import gathered_products
 
-ROWS, WIDTH, M, PARTS = 7, 5, 6, 4
+ROWS, WIDTH, M = 7, 5, 6
 BODIES = pytest.mark.parametrize("backend", ["reference", "auto"])
 
 
 def given(dtype=torch.float64, tokens=(2, 3)):
-    """Make by name a bank, slots that leave row 0 out, weights, parts of which the last is empty, and vectors."""
+    """Make by name a bank, slots that leave row 0 out, weights and vectors."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -22,23 +21,20 @@ def given(dtype=torch.float64, tokens=(2, 3)):
         "bank": normal(ROWS, WIDTH).to(dtype),
         "slots": torch.randint(1, ROWS, (*tokens, M), generator=generator),
         "weights": normal(*tokens, M),
-        "parts": torch.randint(PARTS - 1, (*tokens, M), generator=generator),
         "vectors": normal(*tokens, WIDTH).to(dtype),
     }
 
 
 def called(name, made, backend="auto"):
-    bank, slots, weights, parts, vectors = made.values()
+    bank, slots, weights, vectors = made.values()
     if name == "sums":
         return weighted_gather(bank, slots, weights, backend=backend)
-    if name == "sums by parts":
-        return parted_gather(bank, slots, weights, parts, PARTS, backend=backend)
     return gathered_products(vectors, bank, slots, backend=backend)
 
 
 def by_loops(name, made):
     """Compute in Python numbers."""
-    bank, slots, weights, parts, vectors = (tensor.tolist() for tensor in made.values())
+    bank, slots, weights, vectors = (tensor.tolist() for tensor in made.values())
     found = []
     for b in range(len(slots)):
         for t in range(len(slots[b])):
@@ -46,15 +42,14 @@ def by_loops(name, made):
             if name == "products":
                 found.append([sum(x * y for x, y in zip(vectors[b][t], row, strict=True)) for row in rows])
                 continue
-            of_parts = [[0.0] * WIDTH for _ in range(PARTS)]
-            for row, weight, part in zip(rows, weights[b][t], parts[b][t], strict=True):
-                of_part = of_parts[part if name == "sums by parts" else 0]
-                of_part[:] = [total + weight * x for total, x in zip(of_part, row, strict=True)]
-            found.append(of_parts if name == "sums by parts" else of_parts[0])
+            summed = [0.0] * WIDTH
+            for row, weight in zip(rows, weights[b][t], strict=True):
+                summed = [total + weight * x for total, x in zip(summed, row, strict=True)]
+            found.append(summed)
     return torch.tensor(found, dtype=torch.float64).unflatten(0, (len(slots), -1))
 
 
-NAMES = pytest.mark.parametrize("name", ["sums", "sums by parts", "products"])
+NAMES = pytest.mark.parametrize("name", ["sums", "products"])
 
 
 @NAMES
@@ -89,12 +84,6 @@ def test_vectors_are_rounded_to_the_dtype_of_the_table():
     [
         ("sums", {"bank": (3,)}, r"bank is \(3,\); expected \[rows, width\]"),
         ("sums", {"weights": (2, 3, 1)}, r"slots is \(2, 3, 6\) and weights \(2, 3, 1\); expected equal shapes"),
-        ("sums by parts", {"bank": (2, 3, 4)}, r"bank is \(2, 3, 4\); expected \[rows, width\]."),
-        (
-            "sums by parts",
-            {"parts": (2, 3, 1)},
-            r"slots is \(2, 3, 6\), weights \(2, 3, 6\) and parts \(2, 3, 1\); expected equal shapes.",
-        ),
         (
             "products",
             {"vectors": (2, 3, 3)},

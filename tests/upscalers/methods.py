@@ -62,7 +62,7 @@ _OPTIONS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "zero projection": {"zero": "projection"},
             "ring": {"share": "ring:4"},
             "no square": {"share": "ring:2", "layers": [0, 1, 3]},
-            "expanded": {"key_pairs": 2, "projections": "per-block"},
+            "expanded": {"key_pairs": 2},
             "heads": {"heads": 2, "rank": 3, "activation": "gelu", "side_k": 5},
             "no pre-values": {"pre_value_width": 0},
             "skip": {"site": "skip", "span": 2},

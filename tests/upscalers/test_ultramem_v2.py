@@ -46,8 +46,8 @@ def test_after_three_steps_every_new_tensor_has_moved(native_family, kind, tmp_p
             {"0.value_table": [256, 6]},
         ),
         (
-            {"key_pairs": 2, "projections": "per-block"},
-            {"core": [1, 2, 2, 2, 2], "value_projection.weight": [32, 24], "value_table": [64, 6]},
+            {"key_pairs": 2},
+            {"core": [1, 2, 2, 2, 2], "value_projection.weight": [32, 6], "value_table": [64, 6]},
             {},
         ),
     ],

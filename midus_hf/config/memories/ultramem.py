@@ -93,9 +93,6 @@ class UltraMemOptions(MemoryOptions):
         "tucker", "tucker: a core mixes the scores of rows and columns; sum: they are added up, as product keys are"
     )
     weights: Literal["scores", "softmax"] = option("scores", "numbers by which values are weighed")
-    projections: Literal["shared", "per-block"] = option(
-        "shared", "whether the sums of all virtual blocks have one projection (equation 12), or one each (equation 9)"
-    )
     output_gate: bool = option(False, "whether SiLU of a projection of the input scales the summed values")
     share: str = option(
         "none",
@@ -156,11 +153,6 @@ class UltraMemOptions(MemoryOptions):
         """
         own = self.n**2
         return (index - (self.group - 1) // 2) * own % table_rows
-
-    @property
-    def num_projected(self) -> int:
-        """Number of sums of values that have separate projections."""
-        return self.key_pairs**2 if self.projections == "per-block" else 1
 
     @property
     def has_losses(self) -> bool:
@@ -224,7 +216,7 @@ class UltraMemOptions(MemoryOptions):
         if self.output_gate:
             tensors["gate_projection.weight"] = DeclaredTensor((value_width, hidden), "gate", linear_initial)
         output = ZEROS if self.zero == "projection" else linear_initial
-        shape = (hidden, self.num_projected * value_width)
+        shape = (hidden, value_width)
         tensors["value_projection.weight"] = DeclaredTensor(shape, "projection", output)
         return {**tensors, **(self._value_tables(sizes, 1) if self.share == "none" else {})}
 
@@ -359,6 +351,6 @@ def ultramem_flops(
         "pre-values": (linear(rows, hidden, pre_width) + slots * (2 * pre_width + activation + 1)) if pre_width else 0,
         "values": 2 * slots * value_width,
         "gate": gate if options.output_gate else 0,
-        "output projection": linear(rows, options.num_projected * value_width, hidden),
+        "output projection": linear(rows, value_width, hidden),
         "residual adds": rows * hidden,
     }

@@ -41,33 +41,6 @@ def gathered_products(
     return (rows * vectors.unsqueeze(-2)).sum(-1)  # a matrix product would be narrowed under autocast
 
 
-def parted_gather(
-    bank: torch.Tensor,
-    slots: torch.Tensor,
-    weights: torch.Tensor,
-    parts: torch.Tensor,
-    num_parts: int,
-    sparse_gradient: bool = False,
-) -> torch.Tensor:
-    """Sum rows of a table by parts, `out[..., p] = sum over m with parts[..., m] == p of weights[..., m] * bank[slots[..., m]]`.
-
-    Args:
-        bank: `[R, v]`, floating point.
-        slots: `[..., m]`, int64, `0 <= slot < R`.
-        weights: `[..., m]`, floating point.
-        parts: `[..., m]`, int64, `0 <= part < P`.
-        num_parts: Sums per token, P.
-        sparse_gradient: Whether the gradient of `bank` is a sparse tensor. Default: false.
-
-    Returns:
-        `[..., P, v]`, the dtype of `bank`.
-    """
-    rows = _rows(bank, slots, sparse_gradient)  # [..., m, v]
-    terms = weights.to(rows.dtype).unsqueeze(-1) * rows
-    of_part = F.one_hot(parts, num_parts).to(rows.dtype)  # [..., m, P]
-    return (of_part.unsqueeze(-1) * terms.unsqueeze(-2)).sum(-3).to(bank.dtype)
-
-
 def _rows(bank: torch.Tensor, slots: torch.Tensor, sparse_gradient: bool) -> torch.Tensor:
     """Return rows in float32 at least, so that the gradients of a row that thousands of tokens read are summed in float32."""
     wide = torch.promote_types(bank.dtype, torch.float32)
