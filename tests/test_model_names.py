@@ -1,8 +1,9 @@
 """A name that stands for no model is refused in one line, and quickly where nobody answers."""
 
 import pytest
+import torch
 
-from midus_hf.model_names import check_model_name, check_sources
+from midus_hf.model_names import check_model_name, check_sources, usable_device
 
 
 @pytest.mark.parametrize(
@@ -94,3 +95,27 @@ def test_what_is_there_or_may_be_on_the_hub_is_taken(tmp_path):
 def test_of_two_mistakes_the_models_is_told_first(tmp_path):
     with pytest.raises(ValueError, match=r"^model_name_or_path is"):
         check_sources([("corpus", "/absent"), ("model_name_or_path", "/absent")])
+
+
+def test_without_a_word_it_is_the_first_gpu_or_the_processor():
+    assert usable_device(None) == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert usable_device("cpu", "float64") == "cpu"
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "gpu", "meta", "hpu", "privateuseone"])
+def test_one_that_is_not_here_is_refused(device):
+    with pytest.raises(
+        ValueError, match=rf"^device is '{device}', which cannot be used here \(.+\); expected one of: cpu(, cuda)?\.$"
+    ):
+        usable_device(device)
+
+
+def test_where_torch_asserts_that_it_was_built_for_it_that_is_the_reason(monkeypatch):
+    def lacking(*shape, **options):
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch, "zeros", lacking)
+    with pytest.raises(
+        ValueError, match=r"'cuda', which cannot be used here \(Torch not compiled with CUDA enabled\)"
+    ):
+        usable_device("cuda")

@@ -3,6 +3,7 @@
 A definition of this module replaces every definition of the same name in the package.
 """
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -84,6 +85,19 @@ def check_place(options: Any, values: Any, name: Any, sizes: Any) -> None:
 
 def check_memories(memories: Any) -> None:
     """Take the memories of a config as the package wrote them."""
+
+
+def check_built(memory: Any) -> None:
+    """Take a module as one that has the tensors that its options declare."""
+
+
+def keeper_of(memory: Any) -> None:
+    """Keep no tensors that a memory derives from weights."""
+
+
+def while_generating(model: Any) -> Any:
+    """Return a context in which nothing is kept."""
+    return contextlib.nullcontext()
 
 
 def _refusal(what: str, expected: Any) -> ValueError:

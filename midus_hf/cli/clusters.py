@@ -42,8 +42,8 @@ def build(
     overwrite: Annotated[bool, flag("--overwrite", "Replace a tree; its embeddings are kept.")] = False,
 ) -> None:
     """Embed a corpus and cluster it. After an interruption, the same command keeps what is done."""
-    from midus_hf.config.usable_device import usable_device
     from midus_hf.library_bars import library_bars_on_terminals
+    from midus_hf.model_names import usable_device
     from midus_hf.topics.building import TreeOptions
     from midus_hf.topics.run import build as build_tree_of
 
@@ -84,8 +84,8 @@ def grow(
     device: Device = None,
 ) -> None:
     """Give a tree new nodes for texts that are near none of its topics. Old nodes keep their numbers, and banks their blocks."""
-    from midus_hf.config.usable_device import usable_device
     from midus_hf.library_bars import library_bars_on_terminals
+    from midus_hf.model_names import usable_device
     from midus_hf.topics.run import grow as grow_tree_of
     from midus_hf.topics.tree import ClusterTree
 
@@ -121,9 +121,9 @@ def assign(
     """Find the path of each document. A corpus that the tree was built from is not embedded again."""
     from tqdm import tqdm
 
-    from midus_hf.config.usable_device import usable_device
     from midus_hf.files.whole_files import whole_file
     from midus_hf.library_bars import library_bars_on_terminals
+    from midus_hf.model_names import usable_device
     from midus_hf.topics.assigning import document_paths, stored_paths
     from midus_hf.topics.documents import documents_of, find_files
     from midus_hf.topics.memory_retriever import MemoryRetriever

@@ -9,11 +9,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from midus_hf.banks.block_reader import check_paths
-from midus_hf.config.usable_device import usable_device
 from midus_hf.evaluation.fetching import PathFinder, fetches_blocks
 from midus_hf.evaluation.perplexity import perplexity
 from midus_hf.evaluation.settings import EvaluationSettings
-from midus_hf.model_names import check_model_name
+from midus_hf.model_names import check_model_name, usable_device
 from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
 from midus_hf.topics.documents import DocumentPaths, documents_of, read_documents, read_paths
 

@@ -1,12 +1,12 @@
 """The files in a checkpoint's folder, by kind: their names and who writes them, declared in one place.
 
-A kind is a tuple of patterns. A pattern is a path relative to the folder, with `/` between its parts. Within a part,
-`*` stands for anything, `#` for a number and `@` for letters, digits and underscores. Hidden names match only patterns
-that begin with a dot.
+A kind is a tuple of patterns. A pattern is a path relative to the folder, with `/` between its parts, each as `fnmatch` and
+`Path.glob` take it. Hidden names match only patterns that begin with a dot.
 """
 
 import re
-from functools import cache
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path, PurePath
 
@@ -49,7 +49,7 @@ BLOCK_STATES = "block_states"
 
 # Weights, as named by `save_pretrained` and `upscale`. Shards with other names are found through an index:
 # `indexed_weights`.
-WEIGHTS: Kind = (SINGLE_FILE, "model-#-of-#.safetensors", INDEX_FILE)
+WEIGHTS: Kind = (SINGLE_FILE, "model-[0-9]*-of-[0-9]*.safetensors", INDEX_FILE)
 
 # What a run has trained so far, in its checkpoints.
 TRAINED_FILE = "trained.safetensors"
@@ -99,7 +99,7 @@ CARD: Kind = (CARD_FILE,)
 
 # Blocks that texts fetch, written by `upscale`, edits of banks and training.
 BANKS: Kind = tuple(
-    f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, *TREE_FILES, "level-#.safetensors")
+    f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, *TREE_FILES, "level-[0-9]*.safetensors")
 )  # fmt: skip
 
 # Written by `Trainer.save_model` beside a model.
@@ -112,7 +112,7 @@ STATE: Kind = (TRAINER_STATE,)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTERS: Kind = (ADAPTER_WEIGHTS, ADAPTER_CONFIG)
 
-_STATES_OF_BLOCKS: Kind = (f"{BLOCK_STATES}/*/level-#.safetensors",)
+_STATES_OF_BLOCKS: Kind = (f"{BLOCK_STATES}/*/level-[0-9]*.safetensors",)
 
 # Files from which a run resumes: what trained, optimizer, schedule, random state, block states, and their manifest.
 RESUMED: Kind = (
@@ -127,7 +127,7 @@ RESUMED: Kind = (
 RUN: Kind = (RUN_CONFIG, RUN_LOG)
 
 # Unfinished options and logs that a killed run leaves behind.
-UNFINISHED_RUN: Kind = tuple(unfinished_name(name, "@") for name in RUN)
+UNFINISHED_RUN: Kind = tuple(unfinished_name(name, "*") for name in RUN)
 
 # Files that the hub adds to a repository, and that its client downloads with the rest.
 HUB: Kind = (".gitattributes",)
@@ -152,18 +152,17 @@ def is_begun_run(name: str) -> bool:
     )
 
 
-_WILD = {"*": ".*", "#": "[0-9]+", "@": "[A-Za-z0-9_]+"}
-
-
 def is_of(path: str | PurePath, *kinds: Kind) -> bool:
     """Return whether the name of a file, relative to the folder of the checkpoint, fits one of several kinds."""
     parts = PurePath(path).parts
-    return any(_fits(parts, pattern) for pattern in chain(*kinds))
+    return any(_fits(parts, pattern.split("/")) for pattern in chain(*kinds))
 
 
-def globs(kind: Kind) -> list[str]:
-    """Return the patterns of a kind for `Path.glob` and the hub's client, which match more where the kind has a number."""
-    return [pattern.replace("#", "*").replace("@", "*") for pattern in kind]
+def _fits(parts: Sequence[str], patterns: Sequence[str]) -> bool:
+    return len(parts) == len(patterns) and all(
+        fnmatchcase(name, pattern) and (pattern.startswith(".") or not name.startswith("."))
+        for name, pattern in zip(parts, patterns, strict=True)
+    )
 
 
 def indexed_weights(folder: Path, index: str = INDEX_FILE, suffix: str = ".safetensors") -> frozenset[str]:
@@ -178,16 +177,3 @@ def indexed_weights(folder: Path, index: str = INDEX_FILE, suffix: str = ".safet
     return frozenset(
         name for name in shard_names if isinstance(name, str) and name.endswith(suffix) and "/" not in name
     )
-
-
-def _fits(parts: tuple[str, ...], pattern: str) -> bool:
-    wanted = pattern.split("/")
-    return len(wanted) == len(parts) and all(
-        (not name.startswith(".") or part.startswith(".")) and _expression(part).fullmatch(name)
-        for name, part in zip(parts, wanted, strict=True)
-    )
-
-
-@cache
-def _expression(part: str) -> re.Pattern[str]:
-    return re.compile("".join(_WILD.get(letter) or re.escape(letter) for letter in part), flags=re.DOTALL)

@@ -23,11 +23,11 @@ import inspect
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import singledispatch
 from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from midus_hf.config.by_type import ByType
 from midus_hf.config.declarations import sample_tensors
 from midus_hf.config.memory_types import MEMORY_TYPES, MemoryOptions, check_fit
 from midus_hf.config.model_sizes import ModelSizes
@@ -161,25 +161,19 @@ def build_memory(options: MemoryOptions, sizes: ModelSizes, index: int = 0, coun
     return memory
 
 
-@ByType
+@singledispatch
 def keeper_of(memory: MemoryModule) -> Any:
     """Return what keeps tensors that a memory derives from weights (`midus_hf.memory.kept_values`). Default: None, nothing."""
     return None
 
 
-@ByType
+@singledispatch
 def while_generating(model: nn.Module) -> AbstractContextManager[None]:
     """Return the context in which a model generates. Default: nothing is kept (`midus_hf.memory.kept_values`)."""
     return nullcontext()
 
 
-@ByType
 def check_built(memory: MemoryModule) -> None:
-    """Refuse a module that differs from what its options declare. Default: every module passes."""
-
-
-@check_built.register
-def _check_declared(memory: MemoryModule) -> None:
     """Refuse a module with tensors that its options do not declare."""
     tensors = [name for name, _ in (*memory.named_parameters(), *memory.named_buffers())]
     undeclared = [name for name in tensors if name not in memory.declared]

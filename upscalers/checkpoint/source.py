@@ -20,7 +20,6 @@ from midus_hf.files.checkpoint_files import (
     RECORD_FILE,
     SINGLE_FILE,
     TRAVELLING,
-    globs,
     indexed_weights,
 )
 from upscalers.checkpoint.gguf import open_gguf
@@ -153,21 +152,18 @@ def copy_travelling_files(folder: Path, target: Path) -> None:
 
 def travelling_files(folder: Path) -> list[Path]:
     """Return the files that `copy_travelling_files` copies from a folder, sorted."""
-    matches = {file for pattern in globs(TRAVELLING) for file in folder.glob(pattern)}
+    matches = {file for pattern in TRAVELLING for file in folder.glob(pattern)}
     return sorted(file for file in matches if file.is_file() and not file.name.startswith("."))
 
 
 def _download(name: str, revision: str | None, config_only: bool) -> Path:
     """Fetch config and index first, then the rest of one copy of the model, leaving out copies in other formats."""
-    travelling = globs(TRAVELLING)
-    below = [pattern for pattern in travelling if "/" in pattern]
-    folder = _fetch(
-        name, revision, _CONFIGS if config_only else (*_CONFIGS, INDEX_FILE, CARD_FILE, *below, *globs(BANKS))
-    )
+    below = [pattern for pattern in TRAVELLING if "/" in pattern]
+    folder = _fetch(name, revision, _CONFIGS if config_only else (*_CONFIGS, INDEX_FILE, CARD_FILE, *below, *BANKS))
     if config_only:
         return folder
     commit = folder.name  # so that all files are of one commit even if the branch moves meanwhile
-    beside = (CONFIG_FILE, *travelling, ADAPTER_CONFIG)
+    beside = (CONFIG_FILE, *TRAVELLING, ADAPTER_CONFIG)
     _fetch(name, commit, (*beside, SINGLE_FILE), ignored=_ANY_FOLDER)
     if not any((folder / file).is_file() for file in (SINGLE_FILE, INDEX_FILE)):
         _fetch(name, commit, (CONFIG_FILE, PICKLED_FILE, PICKLED_INDEX_FILE), ignored=_ANY_FOLDER)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from midus_hf.config.options import option
-from midus_hf.config.usable_device import usable_device
+from midus_hf.model_names import usable_device
 from upscalers.architecture.family import LayerTensor, Projection, projections_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import LESA, register_method

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from midus_hf.config.options import option
-from midus_hf.config.usable_device import usable_device
 from midus_hf.config.wording import install_extra
+from midus_hf.model_names import usable_device
 from upscalers.architecture.family import MATRIX_ROLES, LayerTensor, Projection, projections_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import OPT_DEUS, register_method

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTERS, TRAVELLING, globs
+from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTERS, TRAVELLING
 from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import open_base, read_config_file
@@ -54,7 +54,7 @@ def write_adapter(adapter: str | Path, onto: str | Path, output: str | Path) -> 
     started = time.perf_counter()
     if output != "" and os.path.lexists(Path(output).expanduser()):
         raise RequestError(f"output {output} exists; expected a folder to make. Choose another folder.")
-    source = adapter_folder(str(adapter), (*ADAPTERS, *globs(TRAVELLING)))
+    source = adapter_folder(str(adapter), (*ADAPTERS, *TRAVELLING))
     config = _read_adapter_config(source)
     with resolve_source(str(onto), config_only=True) as upscaled:
         model = open_base(upscaled.folder, needs_weights=False)

@@ -2,13 +2,13 @@
 
 import zlib
 from collections.abc import Mapping
+from functools import singledispatch
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModel
 
-from midus_hf.config.by_type import ByType
 from midus_hf.config.declared_tensors import ZEROS
 from midus_hf.config.memories.depth_attention import DepthAttentionOptions
 from midus_hf.config.memory_entries import TABLES, Memories
@@ -67,7 +67,7 @@ class _Given(torch.nn.Module):
         return carried.name in self._new and starts_at_zero(options, carried.part)
 
 
-@ByType
+@singledispatch
 def given_shape(options: MemoryOptions, name: str, sizes: ModelSizes, batch: int, tokens: int) -> tuple[int, ...]:
     """Return the shape of a tensor that a layer passes on to later layers, by a function that its type has registered.
 
@@ -86,7 +86,7 @@ def _(options: DepthAttentionOptions, name: str, sizes: ModelSizes, batch: int, 
     return (batch, sizes.num_key_value_heads, tokens, sizes.head_dim)
 
 
-@ByType
+@singledispatch
 def starts_at_zero(options: MemoryOptions, name: str) -> bool:
     """Return whether a tensor that layers pass on is zero for every input before training. Default: False."""
     return False

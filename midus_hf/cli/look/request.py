@@ -51,8 +51,8 @@ class ModelRequest:
         """
         import torch
 
-        from midus_hf.config.usable_device import usable_device
         from midus_hf.library_bars import library_bars_on_terminals
+        from midus_hf.model_names import usable_device
         from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
 
         device = usable_device(self.device)
