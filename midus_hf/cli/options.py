@@ -112,11 +112,11 @@ def refuse_other_command(options_class: type, path: str | Path, keys: Iterable[s
         ValueError: If it does. The message names that command.
     """
     present = {*read_mapping(path), *keys}
-    of_commands = [key for key in _COMMAND_BY_KEY if key in present]
+    foreign_keys = [key for key in _COMMAND_BY_KEY if key in present]
     fields: Any = dataclasses.fields(options_class)  # type: ignore[arg-type]
-    if of_commands and not any(field.name in of_commands for field in fields):
-        command = _COMMAND_BY_KEY[of_commands[0]]
-        raise ValueError(f"{path} has {of_commands[0]!r}, a key of another command; run '{command} {path}'.")
+    if foreign_keys and not any(field.name in foreign_keys for field in fields):
+        command = _COMMAND_BY_KEY[foreign_keys[0]]
+        raise ValueError(f"{path} has {foreign_keys[0]!r}, a key of another command; run '{command} {path}'.")
 
 
 def check_file(

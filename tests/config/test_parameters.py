@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from midus_hf import models  # noqa: F401 - registers the families that host memory
 from midus_hf.cli.flops import count_parameters
 from midus_hf.config.backbone import FAMILY_TRAITS, read_backbone
+from midus_hf.config.flops.model import estimate_flops
 from upscalers.architecture import families
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
@@ -149,7 +150,7 @@ def test_what_a_config_leaves_out_is_what_its_class_has(family):
 )
 def test_a_config_that_cannot_be_counted_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        count_parameters({**NATIVE_FAMILIES["llama"].config().to_dict(), **changes})
+        estimate_flops({**NATIVE_FAMILIES["llama"].config().to_dict(), **changes}, 8)
 
 
 def test_a_family_that_another_package_registers_is_counted(monkeypatch):

@@ -64,11 +64,11 @@ def _measured(n: int, key_pairs: int, rank: int, side: int, k: int) -> ScoreStat
     for _ in range(min(max(_FEWEST, _CANDIDATES // candidates), _MOST)):
         rows, columns = ([[_normals(draw, rank) for _ in range(n)] for _ in range(key_pairs)] for _ in range(2))
         scores: list[float] = []
-        for of_rows in rows:
-            for of_columns in columns:
+        for row_set in rows:
+            for column_set in columns:
                 core, left, right = _core(draw, rank)
-                best_rows = heapq.nlargest(side, of_rows, key=partial(_dot, left))
-                best_columns = heapq.nlargest(side, of_columns, key=partial(_dot, right))
+                best_rows = heapq.nlargest(side, row_set, key=partial(_dot, left))
+                best_columns = heapq.nlargest(side, column_set, key=partial(_dot, right))
                 mixed = [_times(row, core) for row in best_rows]
                 scores += [_dot(row, column) for row in mixed for column in best_columns]
         chosen += heapq.nlargest(k, scores)
