@@ -49,7 +49,6 @@ class MemoryArguments(Rates):
             drawn anew each epoch (hierarchical memories, section 4). Default: 1 / 17.
         eval_text: Held-out text as `corpus`, or a mapping from names to several texts, which `eval_strategy` measures as
             packed sequences: `eval_loss` in nats per token, and `eval_perplexity`. Default: none.
-        early_stopping_patience: Evaluations without a better `metric_for_best_model` that end the run. Default: none.
         bf16: Compute in bfloat16, with float32 masters of what trains; otherwise in float32. Default: true if the device
             computes bfloat16; if not, one line says so.
         resume_from_checkpoint: True resumes from the latest whole checkpoint in `output_dir`, a path resumes from that
@@ -69,7 +68,6 @@ class MemoryArguments(Rates):
     sparse_values: bool = False
     generic_share: float = 1 / 17
     eval_text: str | dict[str, str] | None = None
-    early_stopping_patience: int | None = None
     bf16: bool | None = None
     activation_checkpointing: bool | None = None
     activation_checkpointing_kwargs: dict[str, Any] | str | None = None
@@ -118,7 +116,7 @@ class MemoryArguments(Rates):
 
     def _check_keys(self) -> None:
         """Refuse keys out of their range, or that contradict others; let a new model train whole by default."""
-        for name in ("early_stopping_patience", *_BATCH_KEYS):
+        for name in _BATCH_KEYS:
             value = getattr(self, name, None)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1.")
@@ -136,10 +134,6 @@ class MemoryArguments(Rates):
                         f"adapters is set and {other} is {getattr(self, other)!r}; with adapters, only adapters and new parts "
                         f"of the model train. Leave adapters out, or set {other}={free}."
                     )
-        if self.early_stopping_patience is not None and self.eval_text is None:
-            raise ValueError(
-                f"early_stopping_patience is {self.early_stopping_patience}, which needs eval_text; set both or neither."
-            )
         if self.model_name_or_path is not None and self.config_name is not None:
             raise ValueError(
                 f"model_name_or_path is {self.model_name_or_path!r} and config_name is {self.config_name!r}; expected one of "

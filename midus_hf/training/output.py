@@ -18,7 +18,7 @@ from midus_hf.training.checkpoints import latest_whole, resumed_checkpoint
 
 # Keys that may change when a run is resumed, because they do not change what is computed.
 _FREE = re.compile(
-    "(output_dir|resume_|run_name|project|attn_implementation|use_cpu|skip_memory_metrics|early_stopping_|log_level"
+    "(output_dir|resume_|run_name|project|attn_implementation|use_cpu|skip_memory_metrics|log_level"
     "|logging_|save_|load_best_model|eval_|per_device_|gradient_accumulation|metric_for_best|greater_is_better|push_to_hub|hub_"
     "|activation_checkpointing|gradient_checkpointing|dataloader_(num_workers|prefetch|persistent)|disable_tqdm).*"
 )

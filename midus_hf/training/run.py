@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    EarlyStoppingCallback,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -295,8 +294,6 @@ class Run:
         """
         self.tokenizer = tokenizer
         trainer = self.trainer = trainer_class(self.model, self.arguments, **options)
-        if self.arguments.early_stopping_patience is not None:
-            trainer.add_callback(EarlyStoppingCallback(self.arguments.early_stopping_patience))
         self._stop = StopOnSignal(trainer.largest)
         trainer.add_callback(self._stop)
         trainer.add_callback(TrainingLog(Path(self.arguments.output_dir, RUN_LOG)))

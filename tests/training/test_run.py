@@ -134,12 +134,6 @@ def test_held_out_text_is_measured_and_the_best_model_is_saved(config_for, corpu
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_run_stops_when_held_out_text_is_not_predicted_better(config_for, corpus, tmp_path, monkeypatch):
-    give_held_out_losses(monkeypatch, best_at(2))
-    options = {"save_steps": 1, "load_best_model_at_end": True, "early_stopping_patience": 3}
-    assert train(config_for(eval_text=str(corpus), eval_steps=1, **options)).steps == 5
-
-
 def test_several_held_out_texts_have_names(config_for, corpus, tmp_path):
     train(config_for(eval_text={"a": str(corpus), "b": str(corpus / "001.txt")}, eval_steps=1, max_steps=1))
     assert all(len(logged(tmp_path / "out", f"eval_{name}_perplexity")) == 1 for name in "ab")
