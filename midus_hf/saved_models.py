@@ -77,8 +77,10 @@ def load_model(
         trust_remote_code: Whether to run code that comes with the model. Default: false.
         **options: Other options of `from_pretrained`, whose errors are raised unchanged.
     """
-    of_files = {key: options[key] for key in _OF_FILES if key in options}
-    config = options.get("config") or AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **of_files)
+    file_options = {key: options[key] for key in _OF_FILES if key in options}
+    config = options.get("config") or AutoConfig.from_pretrained(
+        name, trust_remote_code=trust_remote_code, **file_options
+    )
     loaded: Any = auto_class_of(config).from_pretrained(
         name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **options
     )

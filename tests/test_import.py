@@ -27,30 +27,30 @@ print(json.dumps({"imported": imported, "with a model": sorted(sys.modules), "me
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[str]]:
+def imports() -> dict[str, list[str]]:
     """What such a process sees."""
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120, check=True)
     return json.loads(done.stdout)
 
 
-def test_no_model_imports_what_only_training_and_evaluation_need(found):
-    assert "midus_hf.models" in found["imported"]
+def test_no_model_imports_what_only_training_and_evaluation_need(imports):
+    assert "midus_hf.models" in imports["imported"]
     assert not {"midus_hf.config.yaml_options", "midus_hf.topics.documents"} & {
-        *found["imported"],
-        *found["with a model"],
+        *imports["imported"],
+        *imports["with a model"],
     }
 
 
-def test_a_model_does_not_import_peft(found):
-    assert "peft" not in found["with a model"]
+def test_a_model_does_not_import_peft(imports):
+    assert "peft" not in imports["with a model"]
 
 
-def test_importing_the_models_registers_every_memory_module(found):
-    assert set(found["memories"]) == set(MEMORY_TYPES)
+def test_importing_the_models_registers_every_memory_module(imports):
+    assert set(imports["memories"]) == set(MEMORY_TYPES)
 
 
-def test_declarations_are_registered_without_what_takes_long_to_work_out(found):
-    assert found["drawn"] == []
+def test_declarations_are_registered_without_what_takes_long_to_work_out(imports):
+    assert imports["drawn"] == []
 
 
 # Imports, in the first place of a process.

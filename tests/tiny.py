@@ -1,4 +1,4 @@
-"""The tables of families that tests run on: tiny random checkpoints, one a family, built from their configs."""
+"""The tables of families that tests run on: tiny random checkpoints, one per family, built from their configs."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -242,10 +242,10 @@ class Comparison:
             for name, variant in self.variants.items()
             if (variant.controls is None and self.controls) or variant.controls
         ]
-        for names, what in ((several, "several rates"), (controlled, "null controls")):
+        for names, kind in ((several, "several rates"), (controlled, "null controls")):
             if names:
                 raise ValueError(
-                    f"domain is empty, and {names[0]} has {what}; expected held-out text by which learning is measured. Give some, "
+                    f"domain is empty, and {names[0]} has {kind}; expected held-out text by which learning is measured. Give some, "
                     "or one rate for each variant and controls: false."
                 )
 

@@ -128,8 +128,8 @@ def _output_projections(model: PreTrainedModel) -> dict[int, nn.Module]:
 
 def _base_layers(model: PreTrainedModel, layers: list[int]) -> list[int]:
     plan = (getattr(model.config, "upscale", None) or {}).get("plan") or []
-    of_base = {index: entry["base"] for index, entry in enumerate(plan) if "base" in entry}
-    return [of_base.get(layer, layer) if of_base else layer for layer in layers]
+    base_indices = {index: entry["base"] for index, entry in enumerate(plan) if "base" in entry}
+    return [base_indices.get(layer, layer) if base_indices else layer for layer in layers]
 
 
 def task_answers(

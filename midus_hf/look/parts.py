@@ -80,8 +80,8 @@ def added_parts(model: nn.Module) -> list[Part]:
     for name in filter(names.__contains__, memories.attached):
         for number, tables in enumerate(memories.tables(name)):
             if len(tables.layers) > 1:
-                which = f"{name} bank {number} (layers {', '.join(map(str, tables.layers))})"
-                parts.append(Part(which, "bank", tables.layers, name))
+                label = f"{name} bank {number} (layers {', '.join(map(str, tables.layers))})"
+                parts.append(Part(label, "bank", tables.layers, name))
     return parts
 
 

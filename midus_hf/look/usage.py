@@ -157,9 +157,9 @@ def _count_blocks(
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         lengths = (mask[:, -width:] != 0).sum(-1).cpu()  # with a cache, the mask covers earlier passes too
     paths = paths.cpu().long()
-    of_tree = paths[:, 0] != GENERIC
+    in_tree = paths[:, 0] != GENERIC
     for memory_name, level in levels.items():
-        _add(counts[memory_name], paths[of_tree, level - 1][None], lengths[of_tree][None])
+        _add(counts[memory_name], paths[in_tree, level - 1][None], lengths[in_tree][None])
 
 
 def usage_rows(counts: Mapping[str, Counts]) -> list[dict[str, Any]]:

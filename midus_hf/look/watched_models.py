@@ -74,10 +74,10 @@ def depth_heads(block: Any) -> DepthHeads | None:
     return next((site for site in getattr(block, "stands", ()) if isinstance(site, DepthHeads)), None)
 
 
-def lacking(model: nn.Module, what: str) -> ValueError:
+def lacking(model: nn.Module, part: str) -> ValueError:
     """Return the error that a model has no memory that does something, such as `"reads chapters"`."""
     return ValueError(
-        f"this {bare_model(model).config.model_type} model has no memory that {what}; expected one upscaled with such a memory."
+        f"this {bare_model(model).config.model_type} model has no memory that {part}; expected one upscaled with such a memory."
     )
 
 

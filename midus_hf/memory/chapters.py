@@ -108,9 +108,7 @@ class Chapters(MemoryModule):
         keys, values, chapters = self._memory_tokens(tables or {}, chapters, hidden_states)
 
         def attend(query: torch.Tensor, numbers: Numbers) -> torch.Tensor:
-            weights = (
-                None if of_stretch is None else of_stretch[numbers].unsqueeze(1) for of_stretch in (scales, biases)
-            )
+            weights = (None if factors is None else factors[numbers].unsqueeze(1) for factors in (scales, biases))
             return chapter_attention(query, keys, values, chapters[numbers].unsqueeze(1), *weights)
 
         output = routing.pooled.stretches.read(self._queries(normalised), attend)

@@ -48,8 +48,8 @@ class HierFFN(FetchingMemory):
             gate, up, down = (level.tensors[name] for name in ("gate", "up", "down"))
             units = self.activation(block_linear(hidden_states, gate, level.blocks))
             units = units * block_linear(hidden_states, up, level.blocks)  # [B, T, r]
-            of_level = block_linear(units, down, level.blocks)
-            added = of_level if added is None else added + of_level
+            level_output = block_linear(units, down, level.blocks)
+            added = level_output if added is None else added + level_output
         assert added is not None, "a memory has at least one level"
         return added
 

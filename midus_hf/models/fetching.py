@@ -102,7 +102,7 @@ class Banks:
         return self._open[name]
 
     def check_tree(
-        self, tree: str | None, whose: str, remedy: str, *, roots: int | None = None, grown_from: Collection[str] = ()
+        self, tree: str | None, owner: str, remedy: str, *, roots: int | None = None, grown_from: Collection[str] = ()
     ) -> None:
         """Refuse a tree if an open bank was trained by the paths of another tree, unless one was grown from the other.
 
@@ -110,7 +110,7 @@ class Banks:
 
         Args:
             tree: The tree's fingerprint; None if unknown.
-            whose: Owner of the tree, for the message.
+            owner: Owner of the tree, for the message.
             remedy: Last sentence of the message.
             roots: Nodes of the tree's first level; None if unknown. Default: None.
             grown_from: Fingerprints of the trees that the tree was grown from. Default: none.
@@ -120,7 +120,7 @@ class Banks:
         """
         for bank in self._open.values():
             own = bank if isinstance(bank, MemoryBank) else bank.bank
-            check_same_tree(bank.tree, tree, whose, remedy, {*own.description["grown_from"], *grown_from})
+            check_same_tree(bank.tree, tree, owner, remedy, {*own.description["grown_from"], *grown_from})
             own.grow(roots)
             bank.layout = own.layout
         self.layouts |= {name: bank.layout for name, bank in self._open.items()}

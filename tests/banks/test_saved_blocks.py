@@ -83,8 +83,8 @@ def test_training_goes_on_from_a_saved_state_to_the_same_bytes(stop, folder, tmp
     train(second, steps=range(stop, 5))
     expected = blocks_of(whole)
     for bank in (first, second):
-        found = blocks_of(bank)
-        assert bank.touched() == EVERY and all(torch.equal(found[key], expected[key]) for key in EVERY)
+        actual = blocks_of(bank)
+        assert bank.touched() == EVERY and all(torch.equal(actual[key], expected[key]) for key in EVERY)
     second.save(tmp_path / "saved")
     saved = MemoryBank(tmp_path / "saved", layout_of())
     assert all(torch.equal(saved.block(*key), expected[key]) for key in EVERY)

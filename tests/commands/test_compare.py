@@ -25,8 +25,8 @@ def room(tmp_path_factory):
 
 @pytest.fixture
 def config(room, tmp_path):
-    told = keys(room, tmp_path / "out", VARIANTS, seeds=[0, 1], controls=False)
-    (tmp_path / "compare.yaml").write_text(yaml.safe_dump(told, sort_keys=False))
+    comparison_keys = keys(room, tmp_path / "out", VARIANTS, seeds=[0, 1], controls=False)
+    (tmp_path / "compare.yaml").write_text(yaml.safe_dump(comparison_keys, sort_keys=False))
     return tmp_path / "compare.yaml"
 
 
@@ -54,9 +54,9 @@ def measured(results, tmp_path) -> Path:
 def test_a_dry_run_says_what_would_run_and_writes_nothing(run, config, tmp_path):
     done = run(config, "--dry-run", "--json")
     assert done.status == 0, done.err
-    told = json.loads(done.out)
-    hml, pro, full = told["variants"]
-    assert told["seeds"] == [0, 1]
+    report = json.loads(done.out)
+    hml, pro, full = report["variants"]
+    assert report["seeds"] == [0, 1]
     assert {**hml, "new_parameters": 0, "trained_parameters": 0} == {
         "variant": "hml", "method": "midus-hml", "new_parameters": 0, "trained_parameters": 0,
         "rates": ["0.01", "0.001"], "runs": 4, "done": 0,
@@ -70,12 +70,15 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(run, config, tmp_path)
 
 
 def test_a_dry_run_and_a_report_say_what_is_done(run, config, measured, tmp_path, runs):
-    told = json.loads(run(config, "--dry-run", "--json").out)
-    assert [variant["done"] for variant in told["variants"]] == [1, 0, 0]
+    report = json.loads(run(config, "--dry-run", "--json").out)
+    assert [variant["done"] for variant in report["variants"]] == [1, 0, 0]
     done = run(config, "--report", "--json")
     assert done.status == 0, done.err
-    told = json.loads(done.out)
-    assert [variant["variant"] for variant in told["variants"]] == ["hml"] and (told["missing"], told["failed"]) == (
+    report = json.loads(done.out)
+    assert [variant["variant"] for variant in report["variants"]] == ["hml"] and (
+        report["missing"],
+        report["failed"],
+    ) == (
         7,
         {},
     )
@@ -84,13 +87,13 @@ def test_a_dry_run_and_a_report_say_what_is_done(run, config, measured, tmp_path
     assert (
         done.status == 0 and "Runs that are not done: 7." in done.out and "hml ends with the lowest loss" in done.out
     )
-    assert done.out.splitlines()[-1] == f"report: {told['files'][-1]}"
+    assert done.out.splitlines()[-1] == f"report: {report['files'][-1]}"
     assert runs.started == []
 
 
 def test_words_after_the_file_win(run, config):
-    told = json.loads(run(config, "seeds=[7]", "variants.full.rates=[1,2,3]", "--dry-run", "--json").out)
-    assert told["seeds"] == [7] and [variant["runs"] for variant in told["variants"]] == [2, 1, 3]
+    report = json.loads(run(config, "seeds=[7]", "variants.full.rates=[1,2,3]", "--dry-run", "--json").out)
+    assert report["seeds"] == [7] and [variant["runs"] for variant in report["variants"]] == [2, 1, 3]
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_usage_counts_the_tokens_that_were_read(run, room, tmp_path):
     ids = torch.tensor([[int(word[1:]) for word in text.read_text().split()]])
     with record_usage(model) as usage, torch.no_grad():
         model(ids[:, :-1])
-    expected = [{"memory": place, **vars(summarise(counts))} for place, counts in usage.items()]
+    expected = [{"memory": position, **vars(summarise(counts))} for position, counts in usage.items()]
     for row, of_memory in zip(report["rows"], expected, strict=True):
         assert {key: row[key] for key in of_memory} == pytest.approx(of_memory)
     limited = run("usage", room.trained, "--text", text, "--sequence-length", 20, "--max-tokens", 40, "--json")
@@ -195,10 +195,10 @@ def test_ablation_of_parts_is_a_table_json_csv_and_a_picture(run, room, tmp_path
     pytest.importorskip("matplotlib")
     words = ["ablation", room.trained, *room.text, "--sequence-length", 20]
     files = [tmp_path / "layers.png", tmp_path / "layers.csv"]
-    told = json.loads(run(*words, "--json", *outputs(*files)).out)
-    assert told["model"] == str(room.trained) and told["all_of_them_is_the_base"]
-    assert [row["part"] for row in told["rows"]] == ["block 1", "block 4", "all of them"]
-    assert told["texts"]["words"]["tokens"] == 59
+    report = json.loads(run(*words, "--json", *outputs(*files)).out)
+    assert report["model"] == str(room.trained) and report["all_of_them_is_the_base"]
+    assert [row["part"] for row in report["rows"]] == ["block 1", "block 4", "all of them"]
+    assert report["texts"]["words"]["tokens"] == 59
     assert files[0].read_bytes().startswith(b"\x89PNG") and files[1].read_text().count("\n") == 4
     table = run(*words).out
     assert "all of them" in table and "loss of the base's layers" in table
@@ -292,9 +292,9 @@ def test_depth_is_drawn_or_the_map_of_one_head(run, room, tmp_path):
 
 def test_heads_are_told_as_json_and_drawn(run, room, tmp_path):
     words = ["heads", room.base, "--tasks", "piqa", "--data", room.data]
-    told = json.loads(run(*words, "--json", *outputs(tmp_path / "heads.png")).out)
-    assert told["models"] == [str(room.base)] and [row["layer"] for row in told["rows"]] == [0, 1, 2, 3]
-    assert len(told["rows"][0]["importance"]) == HEADS
+    report = json.loads(run(*words, "--json", *outputs(tmp_path / "heads.png")).out)
+    assert report["models"] == [str(room.base)] and [row["layer"] for row in report["rows"]] == [0, 1, 2, 3]
+    assert len(report["rows"][0]["importance"]) == HEADS
     assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
     one = run(*words, "--limit", 1, "--signed").out
     assert "1 answers" in one and "variance" in one and room.base.name in one and str(room.base) not in one

@@ -11,7 +11,7 @@ DOMAIN, RETENTION = "plants", "stars"
 
 def comparison(variants: Sequence[str], **changes) -> Comparison:
     """One text to learn, one to keep."""
-    given = {
+    arguments = {
         "base": "base",
         "output_dir": "out",
         "variants": {name: VariantOptions() for name in variants},
@@ -20,7 +20,7 @@ def comparison(variants: Sequence[str], **changes) -> Comparison:
         "retention": {RETENTION: "stars.txt"},
         **changes,
     }
-    return Comparison(**given)
+    return Comparison(**arguments)
 
 
 def result(
@@ -40,14 +40,14 @@ def result(
         Point(step, 100 * step, None if step == 0 else float(step), {DOMAIN: loss - down, RETENTION: kept + up})
         for step, (down, up) in enumerate(changes_of)
     ]
-    given = {
+    arguments = {
         "trained_parameters": 1000,
         "tokens": 100 * len(learned),
         "seconds": 2.0,
         "peak_memory_bytes": 10**9,
         **changes,
     }
-    return Result(variant=variant, rate={"learning_rate": rate}, seed=seed, curve=curve, **given)
+    return Result(variant=variant, rate={"learning_rate": rate}, seed=seed, curve=curve, **arguments)
 
 
 BASE = Result("base", {}, 0, [Point(0, 0, None, {DOMAIN: 3.0, RETENTION: 2.0})])
@@ -63,12 +63,12 @@ NULL = [
 
 def found(results, variants=("hml", "full"), failures=None, missing=0, **changes) -> Findings:
     """Return what is found in results of these variants."""
-    told = comparison(variants, **changes)
+    comparison_ = comparison(variants, **changes)
     base = BASE
-    if not told.retention:
+    if not comparison_.retention:
         base = without_retention(BASE)
         results = [without_retention(one) for one in results]
-    return findings(told, base, results, failures or {}, missing)
+    return findings(comparison_, base, results, failures or {}, missing)
 
 
 def without_retention(one: Result) -> Result:

@@ -83,8 +83,8 @@ def test_why_variants_cannot_be_compared_is_told(case):
 def test_what_does_not_start_at_the_base_is_counted_from_it():
     results, variants, _ = CAUTIONS["a start elsewhere"]
     row = rows_of(variants_table(found(results, variants=variants)))["solar"]
-    told = (row["domain loss"], row["learned"], row["forgotten"], row["starts at base"])
-    assert told == ("2.7500 ± 0.0000", "+0.2500 ± 0.0000", "+0.5000 ± 0.0000", "no")
+    report = (row["domain loss"], row["learned"], row["forgotten"], row["starts at base"])
+    assert report == ("2.7500 ± 0.0000", "+0.2500 ± 0.0000", "+0.5000 ± 0.0000", "no")
 
 
 def test_the_first_two_are_told_apart_by_their_seeds():
@@ -111,26 +111,26 @@ def test_several_texts_count_alike():
     row = rows_of(variants_table(findings(comparison(["a"], **texts), Result("base", {}, 0, curve[:1]), [run], {})))[
         "a"
     ]
-    told = [row[name] for name in ("domain loss", "learned", "forgotten", "rate", "tokens/s")]
-    assert told == ["1.5000", "+0.5000", "+3.0000", "recipe", "3"]
+    report = [row[name] for name in ("domain loss", "learned", "forgotten", "rate", "tokens/s")]
+    assert report == ["1.5000", "+0.5000", "+3.0000", "recipe", "3"]
 
 
 @pytest.mark.parametrize(
-    ("starts", "told"),
+    ("starts", "expected"),
     [([None, None], ""), ([True, True], "yes"), ([False, False], "no"), ([True, False], "no"), ([True, None], "no")],
     ids=str,
 )
-def test_whether_a_variant_starts_at_the_base_is_told(starts, told):
+def test_whether_a_variant_starts_at_the_base_is_told(starts, expected):
     runs = [result("hml", [0.5], seed=seed, starts_at_base=one) for seed, one in enumerate(starts)]
-    assert rows_of(variants_table(found(runs, variants=["hml"])))["hml"]["starts at base"] == told
+    assert rows_of(variants_table(found(runs, variants=["hml"])))["hml"]["starts at base"] == expected
 
 
 def test_variants_stand_beside_their_null_controls():
     one = found([*HML, *FULL, *NULL])
     # Lower by 0.25 with both seeds: the interval has no width.
     assert controls_table(one).rows == [["hml", "one-row", "+0.2500", "± 0.0000", "2", "beats it"]]
-    told = as_json(one, [])["variants"][1]["controls"]
-    assert told == {"one-row": {"mean": 0.25, "deviation": 0.0, "count": 2, "verdict": "beats it"}}
+    report = as_json(one, [])["variants"][1]["controls"]
+    assert report == {"one-row": {"mean": 0.25, "deviation": 0.0, "count": 2, "verdict": "beats it"}}
     assert "hml+one-row" not in rows_of(variants_table(one))
     assert not any("null control" in sentence for sentence in sentences(one))
 
@@ -141,9 +141,9 @@ def test_a_control_that_is_not_beaten_is_told():
         result("hml+random-slots", [learned], seed=seed, control="random-slots", control_of="hml")
         for seed, learned in ((0, 0.5), (1, 0.1))
     ]
-    told = sentences(found([*HML, *better, *wide], variants=["hml"]))
-    assert "hml does not beat its null control one-row." in told
-    assert "hml is not shown to beat its null control random-slots." in told
+    text = sentences(found([*HML, *better, *wide], variants=["hml"]))
+    assert "hml does not beat its null control one-row." in text
+    assert "hml is not shown to beat its null control random-slots." in text
 
 
 def test_controls_at_another_rate_or_with_other_seeds_are_left_out():
@@ -219,12 +219,12 @@ def test_fine_tuned_models_have_a_row_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("metrics", "told"),
+    ("metrics", "expected"),
     [({"acc": 0.5, "acc_norm": 0.25}, 0.25), ({"acc": 0.5}, 0.5), ({"exact_match": 1.0}, 1.0), ({"ter": 3.0}, None), ({}, None)],
     ids=str,
 )  # fmt: skip
-def test_which_metric_of_a_task_is_told(metrics, told):
-    assert metric_of(metrics) == told
+def test_which_metric_of_a_task_is_told(metrics, expected):
+    assert metric_of(metrics) == expected
 
 
 def test_a_spread_is_told_behind_its_mean():

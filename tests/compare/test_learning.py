@@ -29,9 +29,9 @@ def test_the_quantiles_of_students_distribution_are_those_of_tables(degrees):
 
 def test_a_spread_is_that_of_its_numbers():
     numbers = [0.1, 0.4, 0.25]
-    found = spread(numbers)
-    assert (found.mean, found.deviation, found.count) == (statistics.mean(numbers), statistics.stdev(numbers), 3)
-    assert found.half_interval == pytest.approx(4.302653 * statistics.stdev(numbers) / math.sqrt(3), rel=1e-5)
+    result = spread(numbers)
+    assert (result.mean, result.deviation, result.count) == (statistics.mean(numbers), statistics.stdev(numbers), 3)
+    assert result.half_interval == pytest.approx(4.302653 * statistics.stdev(numbers) / math.sqrt(3), rel=1e-5)
     assert (spread([0.5]).deviation, spread([0.5]).half_interval) == (None, None)
 
 

@@ -91,9 +91,9 @@ def config(tmp_path) -> Path:
 @pytest.mark.parametrize("refused", REFUSED)
 def test_what_is_refused_and_in_which_words(refused):
     changes, message = REFUSED[refused]
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as refusal:
         from_mapping(Comparison, {**GIVEN, **changes})
-    assert str(told.value).startswith(message)
+    assert str(refusal.value).startswith(message)
 
 
 def test_what_is_given_is_what_there_is():
@@ -104,22 +104,24 @@ def test_what_is_given_is_what_there_is():
 
 
 OVERRIDES = {
-    "seeds": ("seeds=[4,5]", lambda told: told.seeds == [4, 5]),
-    "a text": ("domain.roses=roses.txt", lambda told: told.domain == {"plants": "plants.txt", "roses": "roses.txt"}),
-    "the first text outside": ("retention.stars=stars.txt", lambda told: told.retention == {"stars": "stars.txt"}),
-    "a key of all variants": ("train.max_steps=99", lambda told: told.train == {"corpus": "corpus", "max_steps": 99}),
-    "a key within one of all variants": ("train.adapters.r=4", lambda told: told.train["adapters"] == {"r": 4}),
-    "a file of keys": ("train=run.yaml", lambda told: told.train == "run.yaml"),
-    "the tasks": ("tasks.names=[piqa]", lambda told: told.tasks.names == ["piqa"]),
-    "rates of one variant": ("variants.full.rates=[1e-3]", lambda told: told.variants["full"].rates == [1e-3]),
+    "seeds": ("seeds=[4,5]", lambda options: options.seeds == [4, 5]),
+    "a text": ("domain.roses=roses.txt", lambda options: options.domain == {"plants": "plants.txt", "roses": "roses.txt"}),
+    "the first text outside": ("retention.stars=stars.txt", lambda options: options.retention == {"stars": "stars.txt"}),
+    "a key of all variants": ("train.max_steps=99", lambda options: options.train == {"corpus": "corpus", "max_steps": 99}),
+    "a key within one of all variants": ("train.adapters.r=4", lambda options: options.train["adapters"] == {"r": 4}),
+    "a file of keys": ("train=run.yaml", lambda options: options.train == "run.yaml"),
+    "the tasks": ("tasks.names=[piqa]", lambda options: options.tasks.names == ["piqa"]),
+    "rates of one variant": ("variants.full.rates=[1e-3]", lambda options: options.variants["full"].rates == [1e-3]),
     "a key of one variant": (
-        "variants.full.train.learning_rate=0.5", lambda told: told.variants["full"].train == {"learning_rate": 0.5}
+        "variants.full.train.learning_rate=0.5", lambda options: options.variants["full"].train == {"learning_rate": 0.5}
     ),
-    "a new variant": ("variants.solar.upscale.method=solar", lambda told: told.variants["solar"].upscale == {"method": "solar"}),
+    "a new variant": (
+        "variants.solar.upscale.method=solar", lambda options: options.variants["solar"].upscale == {"method": "solar"}
+    ),
     "an option of one method": (
-        "variants.full.upscale.options.n=4", lambda told: told.variants["full"].upscale == {"options": {"n": 4}}
+        "variants.full.upscale.options.n=4", lambda options: options.variants["full"].upscale == {"options": {"n": 4}}
     ),
-    "controls": ("controls=false", lambda told: told.controls is False),
+    "controls": ("controls=false", lambda options: options.controls is False),
 }  # fmt: skip
 
 
@@ -143,9 +145,9 @@ def test_words_after_the_file_reach_every_key(config, named):
     ],
 )  # fmt: skip
 def test_a_word_that_reaches_nothing_is_refused(config, word, message):
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as refusal:
         read_config(Comparison, config, [word])
-    assert str(told.value).startswith(message)
+    assert str(refusal.value).startswith(message)
 
 
 def test_a_key_cannot_be_set_within_a_file(config):
@@ -169,10 +171,10 @@ def test_a_comparison_that_ships_is_planned_on_its_base(recipe, tmp_path):
     for name in ("plants", "stars"):
         (room / f"{name}.txt").write_text(f"{name} grow. " * 40)
     words = [f"base={tmp_path / 'sized'}", f"output_dir={tmp_path / 'out'}", f"train.corpus={room / 'corpus'}"]
-    given = yaml.safe_load(recipe.read_text())
-    words += [f"domain.{name}={room / 'plants.txt'}" for name in given["domain"]]
-    words += [f"retention.{name}={room / 'stars.txt'}" for name in given["retention"]]
-    if "tasks" in given:
+    arguments = yaml.safe_load(recipe.read_text())
+    words += [f"domain.{name}={room / 'plants.txt'}" for name in arguments["domain"]]
+    words += [f"retention.{name}={room / 'stars.txt'}" for name in arguments["retention"]]
+    if "tasks" in arguments:
         words.append(f"tasks.data={write_questions(tmp_path / 'questions')}")
     comparison, variants = plan(read_config(Comparison, recipe, words))
     check(comparison, variants)

@@ -43,10 +43,10 @@ def test_every_file_belongs_to_a_table():
 
 @pytest.mark.parametrize("table", TABLES)
 def test_every_row_of_a_table_is_planned_on_its_base(table, tmp_path, monkeypatch):
-    given = read(table, "train.corpus=corpus") if table.startswith("5") else read(table)
-    folder = write_config(tmp_path / "base", LLAMAS[given.base])
+    arguments = read(table, "train.corpus=corpus") if table.startswith("5") else read(table)
+    folder = write_config(tmp_path / "base", LLAMAS[arguments.base])
     monkeypatch.setattr("midus_hf.evaluation.harness.Tasks", lambda names, data, include_path: None)
-    planned, variants = plan(dataclasses.replace(given, base=str(folder), output_dir=str(tmp_path / "out")))
+    planned, variants = plan(dataclasses.replace(arguments, base=str(folder), output_dir=str(tmp_path / "out")))
     check(planned, variants)
     assert (planned.seeds, planned.controls, planned.domain) == ([0], False, {})
     assert planned.paper is not None and set(planned.paper.trained) == {variant.name for variant in variants}
@@ -67,8 +67,8 @@ def test_a_table_is_planned_small_by_a_file_behind_it(tmp_path, monkeypatch):
     monkeypatch.setattr("midus_hf.evaluation.harness.Tasks", lambda names, data, include_path: None)
     words = [f"base={room / 'base'}", f"train.corpus={room / 'corpus'}", "train.sequence_length=64"]
     words += [f"domain.articles={room / 'stars.txt'}", "fine_tune.dataset_name=chats", "tasks.data=questions"]
-    given = read("1", str(FOLDER / "small.yaml"), *words, "only=[MIDUS-HML,LESA]")
-    planned, variants = plan(given)
+    arguments = read("1", str(FOLDER / "small.yaml"), *words, "only=[MIDUS-HML,LESA]")
+    planned, variants = plan(arguments)
     check(planned, variants)
     assert [variant.name for variant in variants] == ["LESA", "MIDUS-HML"]
     assert {variant.train["max_steps"] for variant in variants} == {50}
@@ -101,8 +101,8 @@ def run(seed: int = 0, **changes) -> Result:
     point = Point(1, 100, 1.0, {"plants": math.log(20.0), "stars": 2.0})
     tasks = {"piqa": {"acc": 0.7, "acc_norm": 0.75}, "mmlu": {"acc": 0.25}}
     tuned = Measured({"plants": math.log(30.0), "stars": 2.0}, {"piqa": {"acc_norm": 0.6}})
-    given = {"curve": [Point(0, 0, None, point.losses), point], "tasks": tasks, "tuned": tuned, **changes}
-    return dataclasses.replace(result("hml", [0.5], seed=seed), **given)
+    arguments = {"curve": [Point(0, 0, None, point.losses), point], "tasks": tasks, "tuned": tuned, **changes}
+    return dataclasses.replace(result("hml", [0.5], seed=seed), **arguments)
 
 
 def test_numbers_are_per_cent_perplexities_and_the_mean_of_what_was_measured():

@@ -22,8 +22,8 @@ def test_variants_without_results_and_failures_are_told():
     ]
     assert sentences(one)[-1] == "Runs that are not done: 2, of which 1 failed."
     assert sentences(found(HML, missing=1))[-1] == "Runs that are not done: 1."
-    told = as_json(one, [])
-    assert told["failed"] == {"full/0.001/seed-0": "midus train | failed"} and told["missing"] == 2
+    report = as_json(one, [])
+    assert report["failed"] == {"full/0.001/seed-0": "midus train | failed"} and report["missing"] == 2
 
 
 def test_where_no_run_is_done_the_report_says_so(tmp_path):
@@ -32,18 +32,18 @@ def test_where_no_run_is_done_the_report_says_so(tmp_path):
     assert list(rows_of(variants_table(one))) == ["base"]
     assert [path.name for path in write_report(tmp_path, one, [])] == ["runs.csv", "report.html"]
     assert "<h1>Nothing yet on base</h1>" in (tmp_path / "report.html").read_text()
-    told = as_json(one, [])
-    assert (told["variants"], told["base"]["losses"]) == ([], {DOMAIN: 3.0, RETENTION: 2.0})
+    report = as_json(one, [])
+    assert (report["variants"], report["base"]["losses"]) == ([], {DOMAIN: 3.0, RETENTION: 2.0})
 
 
 def test_json_has_the_numbers_of_the_tables():
-    told = as_json(found([*HML, *FULL, *FULL_SLOW, *NULL]), [])
-    full, hml = told["variants"]
+    report = as_json(found([*HML, *FULL, *FULL_SLOW, *NULL]), [])
+    full, hml = report["variants"]
     distance = pytest.approx(0.25 / math.sqrt(2))
     assert hml["domain_loss"] == {"mean": 2.375, "deviation": distance, "count": 2}
     assert hml["learned"] == {"mean": 0.625, "deviation": distance, "count": 2} and hml["seeds"] == [0, 1]
     assert hml["forgotten"]["mean"] == 0.25 and full["rate"] == "0.001"
-    assert json.loads(json.dumps(told, allow_nan=False)) == told
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
 
 
 def test_csv_has_a_row_for_each_run_and_moment(tmp_path):
@@ -105,12 +105,12 @@ def test_a_picture_is_drawn_of_whatever_there_is(curves):
 
 
 @pytest.mark.parametrize(
-    ("number", "told"),
+    ("number", "expected"),
     [(0, "0"), (999, "999"), (1000, "1k"), (47584, "47.6k"), (999_499, "999k"), (999_500, "1M"), (8_890_000, "8.89M")]
     + [(999_999_999, "1B"), (1_240_000_000, "1.24B"), (70_600_000_000, "70.6B")],
 )
-def test_parameters_are_counted_in_short(number, told):
-    assert short_count(number) == told
+def test_parameters_are_counted_in_short(number, expected):
+    assert short_count(number) == expected
 
 
 def test_a_run_that_took_no_time_has_no_speed():

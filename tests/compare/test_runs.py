@@ -48,8 +48,8 @@ def test_runs_are_told_seed_by_seed_and_are_folders_of_variant_rate_and_seed():
 
 
 def test_a_run_is_told_what_the_comparison_sets():
-    told = keys()
-    assert told == {
+    comparison_keys = keys()
+    assert comparison_keys == {
         "corpus": "corpus",
         "max_steps": 10,
         "eval_on_start": True,
@@ -59,7 +59,7 @@ def test_a_run_is_told_what_the_comparison_sets():
         "seed": 3,
         "eval_text": {"plants": "plants.txt", "stars": "stars.txt"},
     }
-    assert from_mapping(TrainArguments, told).eval_steps == 5
+    assert from_mapping(TrainArguments, comparison_keys).eval_steps == 5
 
 
 @pytest.mark.parametrize(
@@ -120,13 +120,13 @@ def test_what_is_no_mapping_any_more_has_changed_as_a_whole():
 
 def test_a_result_comes_back_as_it_was(tmp_path):
     tuned = Measured({DOMAIN: 2.0, RETENTION: 1.0}, {"piqa": {"acc": 0.5}})
-    for told in (
+    for report in (
         result("a", [0.5], [0.25], shuffled={DOMAIN: 3.0}),
         result("a", [], seed=2, tuned=tuned),
         Result("base", {}, 0, []),
     ):
-        write_result(tmp_path / "seed-0", told)
-        assert read_result(tmp_path / "seed-0") == told
+        write_result(tmp_path / "seed-0", report)
+        assert read_result(tmp_path / "seed-0") == report
     assert [path.name for path in tmp_path.iterdir()] == ["seed-0.json"]
 
 

@@ -22,9 +22,9 @@ def planned(room, tmp_path):
     """Return a function that plans and checks the variants of a file, and returns the comparison and the variants."""
 
     def of(variants, **changes) -> tuple[Comparison, list[Variant]]:
-        comparison, found = plan(from_mapping(Comparison, keys(room, tmp_path / "out", variants, **changes)))
-        check(comparison, found)
-        return comparison, found
+        comparison, result = plan(from_mapping(Comparison, keys(room, tmp_path / "out", variants, **changes)))
+        check(comparison, result)
+        return comparison, result
 
     return of
 
@@ -43,10 +43,10 @@ def file(tmp_path):
 
 def test_files_stand_in_place_of_mappings_and_what_a_comparison_sets_is_left_out_of_them(room, planned, file):
     variants = {"hml": {"upscale": HEADWISE, "train": {"learning_rate": 0.5}}}
-    (told,) = planned(variants)[1]
+    (report,) = planned(variants)[1]
     recipe = file({**HEADWISE, "base": "other", "output": "elsewhere", "seed": 7, "overwrite": True})
-    (found,) = planned({"hml": {"upscale": recipe, "train": {"learning_rate": 0.5}}})[1]
-    assert found == told and found.upscale == HEADWISE
+    (result,) = planned({"hml": {"upscale": recipe, "train": {"learning_rate": 0.5}}})[1]
+    assert result == report and result.upscale == HEADWISE
     recipe = file(
         {
             "learning_rate": 0.5,
@@ -56,15 +56,15 @@ def test_files_stand_in_place_of_mappings_and_what_a_comparison_sets_is_left_out
             "resume_from_checkpoint": True,
         }
     )
-    assert planned({"hml": {"upscale": HEADWISE, "train": recipe}})[1] == [told]
+    assert planned({"hml": {"upscale": HEADWISE, "train": recipe}})[1] == [report]
 
 
 def test_a_file_for_all_variants_is_read_and_a_variant_s_keys_win(room, planned, file):
     from compare.small_comparison import training
 
     shared = file({**training(room), "model_name_or_path": "other", "output_dir": "elsewhere"})
-    told = keys(room, room / "out", {"a": {"train": {"learning_rate": 0.5}}, "b": {}}) | {"train": shared}
-    comparison, variants = plan(from_mapping(Comparison, told))
+    report = keys(room, room / "out", {"a": {"train": {"learning_rate": 0.5}}, "b": {}}) | {"train": shared}
+    comparison, variants = plan(from_mapping(Comparison, report))
     assert comparison.train == training(room)
     assert [variant.train for variant in variants] == [
         {**training(room), "learning_rate": 0.5, "trainable": "all"},
@@ -78,15 +78,15 @@ def test_a_variant_of_the_base_trains_all_of_it_unless_it_is_told_what(planned):
         "some": {"train": {"trainable": [0, 3]}},
         "hml": {"upscale": HEADWISE},
     }
-    _, found = planned(variants)
-    assert [variant.train.get("trainable") for variant in found] == ["all", [0, 3], None]
-    assert [variant.upscale for variant in found] == [None, None, HEADWISE]
-    assert [variant.trained_parameters is None for variant in found] == [True, True, False]
+    _, result = planned(variants)
+    assert [variant.train.get("trainable") for variant in result] == ["all", [0, 3], None]
+    assert [variant.upscale for variant in result] == [None, None, HEADWISE]
+    assert [variant.trained_parameters is None for variant in result] == [True, True, False]
 
 
 def test_what_trains_of_all_bases_may_be_told_to_all_variants(planned):
-    _, found = planned({"full": {}}, train={"trainable": [1]})
-    assert found[0].train["trainable"] == [1]
+    _, result = planned({"full": {}}, train={"trainable": [1]})
+    assert result[0].train["trainable"] == [1]
 
 
 def test_the_variants_of_the_docs_are_planned(planned):
@@ -94,9 +94,9 @@ def test_the_variants_of_the_docs_are_planned(planned):
     shown = yaml.safe_load(page.split("```yaml\n", 1)[1].split("```", 1)[0])
     variants = {name: options for name, options in shown["variants"].items() if "upscale" not in options}
     variants["matched"]["train"]["trainable"] = [0, 1]
-    found = {variant.name: variant.train for variant in planned(variants)[1]}
-    assert found["lora"]["adapters"] == {"r": 32, "lora_alpha": 64} and "trainable" not in found["lora"]
-    assert found["full"]["trainable"] == "all" and found["matched"]["trainable"] == [0, 1]
+    result = {variant.name: variant.train for variant in planned(variants)[1]}
+    assert result["lora"]["adapters"] == {"r": 32, "lora_alpha": 64} and "trainable" not in result["lora"]
+    assert result["full"]["trainable"] == "all" and result["matched"]["trainable"] == [0, 1]
 
 
 def test_rates_and_controls_of_a_variant_stand_in_place_of_those_of_all(planned):
@@ -105,15 +105,15 @@ def test_rates_and_controls_of_a_variant_stand_in_place_of_those_of_all(planned)
         "b": {"upscale": HEADWISE, "rates": [{"learning_rate": 1e-3, "value_learning_rate": 1e-2}], "controls": True},
         "c": {"upscale": HEADWISE, "controls": ["one-row"]},
     }
-    _, found = planned(variants, rates=[1e-2, 1e-3], controls=False)
-    assert [variant.rates for variant in found] == [
+    _, result = planned(variants, rates=[1e-2, 1e-3], controls=False)
+    assert [variant.rates for variant in result] == [
         [{"learning_rate": 1e-2}, {"learning_rate": 1e-3}],
         [{"learning_rate": 1e-3, "value_learning_rate": 1e-2}],
         [{"learning_rate": 1e-2}, {"learning_rate": 1e-3}],
     ]
-    assert [variant.controls for variant in found] == [False, True, ["one-row"]]
-    _, found = planned({"a": {"upscale": HEADWISE}})
-    assert (found[0].rates, found[0].controls) == ([{}], True)
+    assert [variant.controls for variant in result] == [False, True, ["one-row"]]
+    _, result = planned({"a": {"upscale": HEADWISE}})
+    assert (result[0].rates, result[0].controls) == ([{}], True)
 
 
 def test_numbers_of_parameters_are_those_of_the_method(room, planned):
@@ -178,9 +178,9 @@ REFUSED = {
 @pytest.mark.parametrize("refused", REFUSED)
 def test_what_is_refused_before_anything_runs(planned, tmp_path, refused):
     variant, message = REFUSED[refused]
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as refusal:
         planned({"a": variant})
-    assert str(told.value).startswith(message), told.value
+    assert str(refusal.value).startswith(message), refusal.value
     assert not (tmp_path / "out").exists()
 
 
@@ -197,9 +197,9 @@ def test_what_is_refused_before_anything_runs(planned, tmp_path, refused):
     ids=["domain", "retention", "base", "model of tuning", "key of tuning", "text of runs"],
 )  # fmt: skip
 def test_what_is_refused_of_all_variants(planned, changes, message):
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as refusal:
         planned({"a": {"upscale": HEADWISE}}, **changes)
-    assert str(told.value).startswith(message), told.value
+    assert str(refusal.value).startswith(message), refusal.value
 
 
 def test_one_text_under_two_names_is_refused(room, planned):

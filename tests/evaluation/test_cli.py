@@ -347,7 +347,7 @@ def test_what_libraries_say_is_not_shown_unless_it_is_an_error_or_asked_for(room
     words += write_task(tmp_path, stop_at=-1, noisy=True)
     loud = run_warm(COMMAND, *words, MIDUS_EVAL_VERBOSE="1")  # which is --verbose
     assert loud.returncode == 0
-    for said in ("a warning", "advice", "an error", "chatter"):
-        assert f"{said} of a library" in loud.stderr
+    for message in ("a warning", "advice", "an error", "chatter"):
+        assert f"{message} of a library" in loud.stderr
     assert "%|" in loud.stderr
     assert "chatter" not in loud.stdout

@@ -69,25 +69,25 @@ def loss_of(model, document: str, window: int, memory_ids=None) -> tuple[float, 
     total = 0.0
     for first in range(1, len(ids), window):
         stretch = ids[first - 1 : first + window]
-        given = {} if memory_ids is None else {"memory_ids": memory_ids}
+        arguments = {} if memory_ids is None else {"memory_ids": memory_ids}
         with torch.no_grad():
-            logits = model(stretch[None, :-1], use_cache=False, **given).logits[0].double()
+            logits = model(stretch[None, :-1], use_cache=False, **arguments).logits[0].double()
         total -= logits.log_softmax(-1).gather(1, stretch[1:, None]).sum().item()
     return total, max(len(ids) - 1, 0)
 
 
 @pytest.mark.parametrize("window", [8, 16])
 def test_perplexity_is_that_of_documents_apart_each_with_the_blocks_of_its_path(model, window):
-    found = perplexity(
+    result = perplexity(
         model, byte_tokenizer(), DOCUMENTS, sequence_length=window, apart=True, find_paths=find_paths, batch_size=3
     )
     parts = [loss_of(model, document, window, find_paths([document])) for document in DOCUMENTS]
-    assert found.tokens == sum(count for _, count in parts)
-    assert found.perplexity == pytest.approx(math.exp(sum(loss for loss, _ in parts) / found.tokens), rel=1e-5)
+    assert result.tokens == sum(count for _, count in parts)
+    assert result.perplexity == pytest.approx(math.exp(sum(loss for loss, _ in parts) / result.tokens), rel=1e-5)
     without = perplexity(model, byte_tokenizer(), DOCUMENTS, sequence_length=window, apart=True)
     parts = [loss_of(model, document, window) for document in DOCUMENTS]
-    assert without.perplexity == pytest.approx(math.exp(sum(loss for loss, _ in parts) / found.tokens), rel=1e-5)
-    assert abs(without.perplexity - found.perplexity) > 1e-3 * without.perplexity
+    assert without.perplexity == pytest.approx(math.exp(sum(loss for loss, _ in parts) / result.tokens), rel=1e-5)
+    assert abs(without.perplexity - result.perplexity) > 1e-3 * without.perplexity
 
 
 def test_whoever_calls_the_model_within_fetches_a_path(model):
@@ -115,16 +115,16 @@ def test_results_come_in_the_order_of_what_was_run(model):
 
 def test_questions_are_asked_with_their_own_blocks_and_without_worked_examples(model, tmp_path):
     tasks = Tasks(["openbookqa", "piqa"], data=write_questions(tmp_path / "questions"))
-    asked = []
+    requests = []
 
     def spy(texts):
-        asked.extend(texts)
+        requests.extend(texts)
         return find_paths(texts)
 
-    found = tasks.run(model, byte_tokenizer(), find_paths=spy, num_fewshot=1, quiet=True)
-    assert found["openbookqa"]["num_fewshot"] == 1
-    assert asked and all("Answer: " not in text and len(text) < 60 for text in asked)
-    assert "Predators eat" in asked
+    result = tasks.run(model, byte_tokenizer(), find_paths=spy, num_fewshot=1, quiet=True)
+    assert result["openbookqa"]["num_fewshot"] == 1
+    assert requests and all("Answer: " not in text and len(text) < 60 for text in requests)
+    assert "Predators eat" in requests
 
 
 class Request:
@@ -135,8 +135,8 @@ class Request:
 def test_likelihoods_are_those_of_the_blocks_of_the_context(model):
     language_model = FetchingLM(model, find_paths, tokenizer=byte_tokenizer(), batch_size=2)
     requests = [Request("sky is", " blue"), Request("lions", " eat"), Request("sky is", " up"), Request("j", "a")]
-    found = language_model.loglikelihood(requests, disable_tqdm=True)
-    for request, (value, _) in zip(requests, found, strict=True):
+    actual = language_model.loglikelihood(requests, disable_tqdm=True)
+    for request, (value, _) in zip(requests, actual, strict=True):
         context, continuation = (byte_tokenizer()(text, add_special_tokens=False).input_ids for text in request.args)
         tokens = torch.tensor([context + continuation])
         with torch.no_grad():
@@ -171,10 +171,10 @@ def test_the_command_measures_by_a_tree(model_folder, model, tmp_path, capsys):
     main([str(model_folder), *words])
     measured = json.loads(capsys.readouterr().out)["models"][0]["perplexity"]["perplexity"]
     paths = MemoryRetriever.load(tree).paths
-    given = {"sequence_length": 16, "apart": True}
-    expected = perplexity(model, byte_tokenizer(), texts, find_paths=paths, **given).perplexity
+    arguments = {"sequence_length": 16, "apart": True}
+    expected = perplexity(model, byte_tokenizer(), texts, find_paths=paths, **arguments).perplexity
     assert measured == pytest.approx(expected, rel=1e-6)
-    assert perplexity(model, byte_tokenizer(), texts, **given).perplexity != pytest.approx(expected, rel=1e-3)
+    assert perplexity(model, byte_tokenizer(), texts, **arguments).perplexity != pytest.approx(expected, rel=1e-3)
 
 
 def test_the_command_measures_by_the_paths_that_rows_have_as_training_does(model_folder, model, tmp_path, capsys):
@@ -189,13 +189,13 @@ def test_the_command_measures_by_the_paths_that_rows_have_as_training_does(model
     ]
     plain = save_byte_model("llama", tmp_path / "plain")
     main([str(model_folder), str(plain), *words])
-    fetched, alike = (told["perplexity"]["perplexity"] for told in json.loads(capsys.readouterr().out)["models"])
-    given = {"sequence_length": 16, "apart": True}
-    expected = perplexity(model, byte_tokenizer(), DOCUMENTS, find_paths=find_paths, **given)
+    fetched, alike = (report["perplexity"]["perplexity"] for report in json.loads(capsys.readouterr().out)["models"])
+    arguments = {"sequence_length": 16, "apart": True}
+    expected = perplexity(model, byte_tokenizer(), DOCUMENTS, find_paths=find_paths, **arguments)
     assert fetched == pytest.approx(expected.perplexity, rel=1e-6)
-    without = perplexity(model, byte_tokenizer(), DOCUMENTS, **given)
+    without = perplexity(model, byte_tokenizer(), DOCUMENTS, **arguments)
     assert abs(without.perplexity - fetched) > 1e-3 * fetched
-    expected = perplexity(AutoModelForCausalLM.from_pretrained(plain), byte_tokenizer(), DOCUMENTS, **given)
+    expected = perplexity(AutoModelForCausalLM.from_pretrained(plain), byte_tokenizer(), DOCUMENTS, **arguments)
     assert alike == pytest.approx(expected.perplexity, rel=1e-6)
 
 

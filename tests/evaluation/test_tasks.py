@@ -119,8 +119,8 @@ def test_the_first_whole_number_or_clause_that_is_written_counts(data, name, row
     request = task.construct_requests(document, "", metadata=(f"midus_{name}", row, 1))
     request.resps, task._instances = [written], [request]
     task.apply_filters()
-    found = task.process_results(document, [request.filtered_resps[FILTERS[name]]])
-    assert found == {"exact_match": float(right)}
+    result = task.process_results(document, [request.filtered_resps[FILTERS[name]]])
+    assert result == {"exact_match": float(right)}
 
 
 def test_atomic_numbers_and_facts_are_those_that_the_model_writes(data):

@@ -215,7 +215,7 @@ def test_every_token_counts_once_for_each_chapter_that_it_opens(family):
         for kinds in READ:
             read_rows(model, rows_of(kinds), batch_size=2)  # of other lengths: padding does not count
     opened = [sum(28 for read in READ.values() if chapter in read) for chapter in range(SHARED, CHAPTERS)]
-    assert {place: counts.tolist() for place, counts in usage.items()} == {
+    assert {position: counts.tolist() for position, counts in usage.items()} == {
         f"{layer} chapters": [opened] for layer in ROUTED_LAYERS
     }
 

@@ -29,7 +29,7 @@ def read_inputs(model, tokens) -> dict[int, torch.Tensor]:
     """What each memory reads in one forward pass, `[B, T, W]` by layer."""
     inputs, handles = {}, []
     for layer, memory in memories(model).items():
-        hook = memory.register_forward_pre_hook(lambda _, given, layer=layer: inputs.update({layer: given[0]}))
+        hook = memory.register_forward_pre_hook(lambda _, arguments, layer=layer: inputs.update({layer: arguments[0]}))
         handles.append(hook)
     with torch.no_grad():
         model(tokens, use_cache=False)
@@ -43,11 +43,11 @@ def counted_by_hand(memory, attention_output) -> torch.Tensor:
     query = memory.queries(attention_output, track_statistics=False).double()
     counts = torch.zeros(memory.num_heads, memory.num_slots, dtype=torch.int64)
     for token in query.flatten(0, -3):  # [H, width]
-        for head, asked in enumerate(token):
+        for head, queries in enumerate(token):
             if hasattr(memory, "slot_keys"):
-                scores = memory.slot_keys[head].double() @ asked
+                scores = memory.slot_keys[head].double() @ queries
             else:
-                row, column = asked.chunk(2)
+                row, column = queries.chunk(2)
                 rows = memory.row_keys[head].double() @ row
                 columns = memory.column_keys[head].double() @ column
                 scores = torch.stack([i + j for i in rows for j in columns])
@@ -69,9 +69,9 @@ def test_counts_are_those_of_every_slot_scored_and_sorted(family, entry):
             counts = counted_by_hand(memories(model)[layer], attention_output)
             expected[str(layer)] = expected.get(str(layer), 0) + counts
     assert usage.keys() == expected.keys()
-    for place, counts in usage.items():
+    for position, counts in usage.items():
         assert counts.dtype == torch.int64
-        assert torch.equal(counts, expected[place])
+        assert torch.equal(counts, expected[position])
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -113,22 +113,22 @@ def test_recording_changes_no_gradient_and_leaves_nothing_behind(entry, bf16):
     assert all(torch.equal(tensor, recorded_state[name]) for name, tensor in state.items())
 
 
-def compiled(model, what: str):
+def compiled(model, kind: str):
     """The model to call, and the model to record, with a part of it compiled."""
-    if what == "module":
+    if kind == "module":
         wrapped = torch.compile(model, backend="aot_eager")
         return wrapped, wrapped
-    if what == "function":
+    if kind == "function":
         return torch.compile(lambda tokens: model(tokens), backend="aot_eager"), model
-    if what == "in place":
+    if kind == "in place":
         model.compile(backend="aot_eager")
-    elif what == "forward":
+    elif kind == "forward":
         model.forward = torch.compile(model.forward, backend="aot_eager")
-    elif what == "layers":
+    elif kind == "layers":
         for layer in model.model.layers:
             layer.compile(backend="aot_eager")
     else:
-        plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=what == "accelerate, by region")
+        plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=kind == "accelerate, by region")
         model = Accelerator(cpu=True, mixed_precision="no", dynamo_plugin=plugin).prepare_model(model)
     return model, model
 
@@ -144,14 +144,14 @@ def fresh_accelerate():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize("what", by_default(["module", "accelerate, by region"], COMPILED))
-def test_a_compiled_model_is_counted_like_any_other(what, fresh_accelerate):
+@pytest.mark.parametrize("kind", by_default(["module", "accelerate, by region"], COMPILED))
+def test_a_compiled_model_is_counted_like_any_other(kind, fresh_accelerate):
     tokens = prompt(length=6)
     with torch.no_grad():
         model = memory_model("llama")
         with record_usage(model) as plain:
             plain_logits = model(tokens).logits
-        call, recorded = compiled(model, what)
+        call, recorded = compiled(model, kind)
         call(tokens)  # so that it has been compiled before there is a hook
         with record_usage(recorded) as usage:
             logits = call(tokens).logits
@@ -217,8 +217,8 @@ def fetching(tmp_path_factory):
 
 def counted(usage):
     return {
-        place: {block: tokens for block, tokens in enumerate(counts[0].tolist()) if tokens}
-        for place, counts in usage.items()
+        position: {block: tokens for block, tokens in enumerate(counts[0].tolist()) if tokens}
+        for position, counts in usage.items()
     }
 
 

@@ -43,7 +43,7 @@ class Watch(NamedTuple):
 
 
 def counts_of(usage) -> dict[str, Any]:
-    return {str(place): counts.tolist() for place, counts in usage.items()}
+    return {str(position): counts.tolist() for position, counts in usage.items()}
 
 
 def tokens_of(counts_per_token: int) -> Callable[[Any], set[float]]:
@@ -109,19 +109,19 @@ def test_a_generated_token_counts_once(watch, tmp_path):
     assert watch.tokens(recorded) == {5 + 3}, "the last token is not read"
 
 
-@pytest.mark.parametrize("what", ["copied", "adapted"])
-def test_a_model_that_peft_wraps_is_watched_alike(watch, what, tmp_path):
-    found = []
+@pytest.mark.parametrize("kind", ["copied", "adapted"])
+def test_a_model_that_peft_wraps_is_watched_alike(watch, kind, tmp_path):
+    results = []
     for model in (watch.model(tmp_path / "usual"), watch.model(tmp_path / "wrapped")):
-        if found:
-            copied = {"modules_to_save": [watch.memory]} if what == "copied" and watch.memory else {}
-            adapted = watch.adapted if what == "adapted" else ()
+        if results:
+            copied = {"modules_to_save": [watch.memory]} if kind == "copied" and watch.memory else {}
+            adapted = watch.adapted if kind == "adapted" else ()
             lora = LoraConfig(r=2, target_modules=["q_proj", *adapted], task_type="CAUSAL_LM", **copied)
             model = get_peft_model(model, lora)
         with watch.record(model) as recorded, torch.no_grad():
             model(input_ids=ROW, **watch.inputs)
-        found.append(watch.found(recorded))
-    assert found[0] == found[1]
+        results.append(watch.found(recorded))
+    assert results[0] == results[1]
 
 
 def test_a_model_without_such_a_memory_is_refused(watch):

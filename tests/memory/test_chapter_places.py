@@ -98,7 +98,7 @@ def test_texts_of_a_few_tokens_read_by_their_own_words():
     """With chunks of 64, of which none but the first had begun before."""
     memory = layer(chunk_size=64)
     routes = memory.route(states(5, 40).detach())
-    assert routes.pooled.stretches.of_token.tolist() == [[0] * 8 + [row] * 32 for row in range(1, 6)]
+    assert routes.pooled.stretches.stretch_of_token.tolist() == [[0] * 8 + [row] * 32 for row in range(1, 6)]
     assert not routes.pooled.states[0].any() and routes.pooled.states[1:].any(-1).all()
     assert len(routes.logits[1:].unique(dim=0)) == 5
     one_for_all = layer(chunk_size=64, first_chunk=64).route(states(5, 40).detach())
@@ -140,8 +140,8 @@ def test_sums_of_many_half_precision_tokens_stay_exact():
 
 def test_the_mask_and_positions_of_a_pass_say_where_its_tokens_stand():
     def found(mask, positions, tokens=4, may_hold_documents=True):
-        given = [None if rows is None else torch.tensor(rows) for rows in (mask, positions)]
-        return token_places(*given, tokens, may_hold_documents=may_hold_documents)
+        arguments = [None if rows is None else torch.tensor(rows) for rows in (mask, positions)]
+        return token_places(*arguments, tokens, may_hold_documents=may_hold_documents)
 
     assert found(None, None) == found([[1] * 4], None) == TokenPlaces()
     assert found(None, [[0, 1, 2, 3]]) == TokenPlaces()

@@ -63,12 +63,12 @@ def reads_as_loops(options: dict, rows: list[tuple[int, list[int]]]) -> None:
     if not reads:
         return
     assert_reads(output, reads)
-    found = torch.stack([output[place] for place in reads])
+    actual = torch.stack([output[position] for position in reads])
     expected = torch.stack([read.added for read in reads.values()])
-    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    weights = torch.randn(actual.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     wanted = [hidden_states, memory.bank, memory.router_weight]
     for gradient, by_loop in zip(
-        torch.autograd.grad((found * weights).sum(), wanted, allow_unused=True),
+        torch.autograd.grad((actual * weights).sum(), wanted, allow_unused=True),
         torch.autograd.grad((expected * weights).sum(), wanted, allow_unused=True),
         strict=True,
     ):
@@ -154,8 +154,8 @@ def test_a_pass_routes_its_stretches_and_not_its_tokens(monkeypatch):
         assert type(routing.pooled.stretches) is kind
         assert routing.pooled.counts.sum() == (824 if name == "left" else 1024)
     for routing, kind, number in (("sequence", EqualStretches, 2), ("token", EqualStretches, 1024)):
-        found = layer(routing=routing).route(hidden_states)
-        assert (type(found.pooled.stretches), len(found.logits)) == (kind, number)
+        result = layer(routing=routing).route(hidden_states)
+        assert (type(result.pooled.stretches), len(result.logits)) == (kind, number)
     packed_documents = layer(routing="sequence").route(hidden_states, cases["packed"][0])
     assert len(packed_documents.logits) == 6
 

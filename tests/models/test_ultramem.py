@@ -108,8 +108,8 @@ def test_what_training_kept_is_saved_and_loaded(kind, tmp_path):
     model.eval().save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert torch.equal(logits(loaded, tokens), logits(model, tokens))
-    found = dict(loaded.named_buffers())
-    assert all(torch.equal(found[name], buffer) for name, buffer in kept.items())
+    result = dict(loaded.named_buffers())
+    assert all(torch.equal(result[name], buffer) for name, buffer in kept.items())
 
 
 @pytest.mark.parametrize("options", [{"balance_coef": 0.5}, {"penalty_coef": 0.5, "penalty_margin": 0.0}, {}], ids=str)
@@ -136,7 +136,7 @@ def test_usage_is_what_layers_retrieve(kind):
     model, tokens, seen = ultramem_model("llama", kind), prompt(length=6), {}
     memories = {layer: model.get_decoder().layers[layer].memories["ultramem"] for layer in (1, 3)}
     hooks = [
-        memory.register_forward_pre_hook(lambda memory, given, layer=layer: seen.update({layer: given[0]}))
+        memory.register_forward_pre_hook(lambda memory, inputs, layer=layer: seen.update({layer: inputs[0]}))
         for layer, memory in memories.items()
     ]
     with record_usage(model) as usage:

@@ -35,7 +35,7 @@ def corpus(tmp_path):
     rows = []
     for number in range(40):
         first = 30 * (number % 2)
-        words = [f"w{first + (7 * number + place) % 30}" for place in range(1 + 5 * number % 12)]
+        words = [f"w{first + (7 * number + index) % 30}" for index in range(1 + 5 * number % 12)]
         rows.append({"text": " ".join(words) if number != 2 else " \n"})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -49,11 +49,11 @@ def interrupted(monkeypatch):
     def after(calls, owner, name):
         function, done = getattr(owner, name), []
 
-        def called(*given):
+        def called(*arguments):
             if len(done) == calls:
                 raise KeyboardInterrupt
-            done.append(given)
-            return function(*given)
+            done.append(arguments)
+            return function(*arguments)
 
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(owner, name, called)

@@ -34,10 +34,10 @@ def test_documents_get_their_paths_in_their_order(tree, corpus, tokenizer, monke
         texts = [json.loads(line)["text"] for line in file]
     expected = list(document_paths(MemoryRetriever.load(tree), tokenizer, documents_of(corpus), 5))
     step = AssignPaths(tree)
-    found = list(step.run((Document(text, str(number), metadata={"kept": 1}) for number, text in enumerate(texts))))
-    assert [document.text for document in found] == texts
-    assert "memory_ids" not in found[2].metadata, "it is blank"
-    with_path = [document.metadata for document in found if "memory_ids" in document.metadata]
+    actual = list(step.run((Document(text, str(number), metadata={"kept": 1}) for number, text in enumerate(texts))))
+    assert [document.text for document in actual] == texts
+    assert "memory_ids" not in actual[2].metadata, "it is blank"
+    with_path = [document.metadata for document in actual if "memory_ids" in document.metadata]
     names = ("memory_ids", "memory_tree", "windows")
     assert with_path == [{"kept": 1, **{name: row[name] for name in names}} for row in expected]
     assert {row["memory_tree"] for row in expected} == {ClusterTree.load(tree).fingerprint}

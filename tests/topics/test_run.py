@@ -54,7 +54,7 @@ def test_an_interrupted_clustering_goes_on_and_leaves_nothing_behind(make, inter
         make("resumed")
     kept = (tmp_path / "resumed") / "windows" / "clustering"
     assert kept.is_dir()
-    monkeypatch.setattr(building, "kmeans", lambda *given: done.append(None) or kmeans(*given))
+    monkeypatch.setattr(building, "kmeans", lambda *arguments: done.append(None) or kmeans(*arguments))
     make("resumed")
     assert len(done) == 3, "the root's three children: their level was not finished"
     assert not kept.exists()
@@ -71,10 +71,10 @@ def test_what_was_clustered_with_other_options_is_not_taken(make, interrupted):
 def test_two_runs_do_not_cluster_into_one_folder(make, monkeypatch):
     cluster = run.build_tree
 
-    def during(*given):
+    def during(*arguments):
         with pytest.raises(ValueError, match=r"is being written by another run; wait for that run, or choose another"):
             make()
-        return cluster(*given)
+        return cluster(*arguments)
 
     monkeypatch.setattr(run, "build_tree", during)
     make()

@@ -30,8 +30,8 @@ def digests(folder):
     return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ARRAYS}
 
 
-def store(folder, corpus, tokenizer, embedder, **given):
-    return store_windows(folder, corpus, "text", tokenizer, embedder, **{"window_tokens": 5, **given})
+def store(folder, corpus, tokenizer, embedder, **arguments):
+    return store_windows(folder, corpus, "text", tokenizer, embedder, **{"window_tokens": 5, **arguments})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -127,11 +127,11 @@ def test_two_runs_do_not_write_one_store(tmp_path, corpus, tokenizer, embedder):
 
 
 def texts_of(windows):
-    found = {}
+    results = {}
     for window in windows:
-        found.setdefault(window.document.number, []).append(window.text)
-        assert window.number == len(found[window.document.number]) - 1
-    return found
+        results.setdefault(window.document.number, []).append(window.text)
+        assert window.number == len(results[window.document.number]) - 1
+    return results
 
 
 def test_windows_have_so_many_tokens_and_the_last_has_the_rest(tokenizer):

@@ -59,7 +59,7 @@ def die_at(kind: str, path: str, times: int, output: Path) -> None:
     sys.addaudithook(watch)
 
 
-def one_run(query: dict[str, Any]) -> int:
+def one_run(request: dict[str, Any]) -> int:
     child = os.fork()
     if child:
         _, status = os.waitpid(child, 0)
@@ -67,9 +67,9 @@ def one_run(query: dict[str, Any]) -> int:
     status = 1
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        if query["kill"] is not None:
-            die_at(*query["kill"], Path(query["output"]))
-        status = main(query["words"])
+        if request["kill"] is not None:
+            die_at(*request["kill"], Path(request["output"]))
+        status = main(request["words"])
     except BaseException:
         traceback.print_exc()
     finally:

@@ -95,8 +95,10 @@ def test_a_downloaded_dataset_trains_its_train_split_and_not_its_card(folder, ca
     names = ["README.md", "data/train-00000-of-00001.jsonl", "data/validation.jsonl", "test/part.jsonl", "notes.txt"]
     write(folder, {name: lines([name]) if name.endswith("l") else "a card" for name in names})
     assert texts_of(folder) == [names[1]]
-    said = capsys.readouterr().err
-    assert "split 'train' is read, of test, train, validation" in said and "1 .md" in said and "1 .txt" in said
+    printed = capsys.readouterr().err
+    assert (
+        "split 'train' is read, of test, train, validation" in printed and "1 .md" in printed and "1 .txt" in printed
+    )
     assert texts_of(folder, split="test") == [names[3]]
     with pytest.raises(ValueError, match="has the splits test, train, validation, and not 'dev'"):
         read_corpus(str(folder), split="dev")
@@ -127,8 +129,8 @@ def test_folders_and_several_corpora_keep_their_order_and_columns(folder, capsys
     rows = read_corpus([str(folder), str(folder.parent / "rows")])
     assert rows["text"][:] == ["one", "two", "three"]
     assert rows["path"][:] == [None, None, [1, 2]]
-    said = capsys.readouterr().err
-    assert "2 of 3 files are read; not read: 1 .pdf" in said and "1 of 4 texts are blank and left out" in said
+    printed = capsys.readouterr().err
+    assert "2 of 3 files are read; not read: 1 .pdf" in printed and "1 of 4 texts are blank and left out" in printed
 
 
 def test_half_a_surrogate_pair_in_a_list_is_no_text(folder, capsys):

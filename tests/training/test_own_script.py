@@ -70,8 +70,8 @@ def watch_rates(monkeypatch) -> dict[str, list[float]]:
 
 
 def is_new(name: str) -> bool:
-    found = re.search(r"layers\.(\d+)\.", name)
-    return found is not None and int(found[1]) in NEW_LAYERS
+    result = re.search(r"layers\.(\d+)\.", name)
+    return result is not None and int(result[1]) in NEW_LAYERS
 
 
 def check_moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
@@ -102,36 +102,39 @@ def state(model) -> dict[str, torch.Tensor]:
     ids=["docs", "docs-plain"],
 )
 def test_what_is_said_for_trainer(family, upscaled, scene, monkeypatch, block, trainer_class):
-    given = scene(upscaled(family))
-    before, rates = state(given["model"]), watch_rates(monkeypatch)
-    exec(block.text, given)
-    check_moved(before, given["model"].state_dict())
+    settings = scene(upscaled(family))
+    before, rates = state(settings["model"]), watch_rates(monkeypatch)
+    exec(block.text, settings)
+    check_moved(before, settings["model"].state_dict())
     check_rates(rates, 1e-4 if trainer_class is Trainer else 1e-2)
-    assert type(given["trainer"]) is trainer_class
+    assert type(settings["trainer"]) is trainer_class
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_trainer_of_trl_trains_the_new_layers_alone(upscaled, scene, monkeypatch, packing):
-    given = scene(upscaled("llama"), SFTConfig, max_length=16, packing=packing)
-    before, rates = state(given["model"]), watch_rates(monkeypatch)
-    set_trainable(given["model"])
+    settings = scene(upscaled("llama"), SFTConfig, max_length=16, packing=packing)
+    before, rates = state(settings["model"]), watch_rates(monkeypatch)
+    set_trainable(settings["model"])
     trainer = MemorySFTTrainer(
-        given["model"], given["arguments"], train_dataset=given["texts"], processing_class=given["tokenizer"]
+        settings["model"],
+        settings["arguments"],
+        train_dataset=settings["texts"],
+        processing_class=settings["tokenizer"],
     )
     trainer.train()
-    check_moved(before, given["model"].state_dict())
+    check_moved(before, settings["model"].state_dict())
     check_rates(rates, 1e-2)
 
 
 def test_trl_takes_the_lora_config_of_an_upscaled_model(upscaled, scene, monkeypatch):
-    given = scene(upscaled("llama"), SFTConfig, max_length=16)
-    before, rates = state(given["model"]), watch_rates(monkeypatch)
+    settings = scene(upscaled("llama"), SFTConfig, max_length=16)
+    before, rates = state(settings["model"]), watch_rates(monkeypatch)
     trainer = MemorySFTTrainer(
-        given["model"],
-        given["arguments"],
-        train_dataset=given["texts"],
-        processing_class=given["tokenizer"],
-        peft_config=lora_config(given["model"], r=4),
+        settings["model"],
+        settings["arguments"],
+        train_dataset=settings["texts"],
+        processing_class=settings["tokenizer"],
+        peft_config=lora_config(settings["model"], r=4),
     )
     trainer.train()
     check_rates(rates, 1e-2)
@@ -163,18 +166,20 @@ def test_what_a_trainer_cannot_do_with_its_arguments_is_refused(
 ):
     model = AutoModelForCausalLM.from_pretrained(upscaled("llama", method))
     set_trainable(model, "auto")
-    given = tiny_config(None, corpus, tmp_path, config_name="c", tokenizer_name="t")
+    options = tiny_config(None, corpus, tmp_path, config_name="c", tokenizer_name="t")
     for name, value in arguments.items():
-        setattr(given, name, value)
+        setattr(options, name, value)
     with refused(message):
-        MemoryTrainer(model, given, **more)
+        MemoryTrainer(model, options, **more)
 
 
 def test_a_caller_chooses_the_optimizer(upscaled, scene):
-    given = scene(upscaled("llama"))
-    set_trainable(given["model"])
+    settings = scene(upscaled("llama"))
+    set_trainable(settings["model"])
     trainer = MemoryTrainer(
-        given["model"], given["arguments"], optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 1.0, "momentum": 0.9})
+        settings["model"],
+        settings["arguments"],
+        optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 1.0, "momentum": 0.9}),
     )
     optimizer = trainer.create_optimizer()
     assert type(optimizer) is torch.optim.SGD and {group["lr"] for group in optimizer.param_groups} == {1e-2}

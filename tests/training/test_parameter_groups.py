@@ -301,8 +301,8 @@ def test_a_trainer_takes_the_rates_of_its_arguments(upscaled, tmp_path):
     )
     trainer = MemoryTrainer(AutoModelForCausalLM.from_pretrained(upscaled("llama")), arguments)
     trainer.create_optimizer_and_scheduler(num_training_steps=20)
-    found = {group["name"]: group["initial_lr"] for group in trainer.optimizer.param_groups}
-    assert found == {"decay": 1e-3, "no_decay": 1e-3, "memory": 2e-3, "keys": 1e-3, "values": 1e-3}
+    result = {group["name"]: group["initial_lr"] for group in trainer.optimizer.param_groups}
+    assert result == {"decay": 1e-3, "no_decay": 1e-3, "memory": 2e-3, "keys": 1e-3, "values": 1e-3}
     assert [factor(12) for factor in trainer.lr_scheduler.lr_lambdas] == pytest.approx(
         [0.9045, 0.9045, 0.9045, 1, 1], rel=1e-4
     )

@@ -146,7 +146,7 @@ def test_a_whole_model_is_uploaded_as_the_trainer_would(config_for, tmp_path, mo
     monkeypatch.setattr(trainer.args, "push_to_hub", True)
     saved = tmp_path / "saved" / "model.safetensors"
     monkeypatch.setattr(
-        trainer, "push_to_hub", lambda **given: there.append((saved.exists(), given["commit_message"]))
+        trainer, "push_to_hub", lambda **arguments: there.append((saved.exists(), arguments["commit_message"]))
     )
     trainer.save_model(str(saved.parent))
     assert there == [(True, "Model save")]
@@ -207,11 +207,11 @@ def test_of_the_third_stage_a_model_is_put_together_once_and_its_tied_tensors_sa
     trainer.saved_dtypes = {"embed.weight": torch.bfloat16}
     trainer.deepspeed, saved = object(), []
     (tmp_path / "config.json").write_text('{"dtype": "float32", "vocab_size": 8}')
-    given = {name: torch.ones(2) for name in ("embed.weight", "embed.bias", "head.weight", "head.bias")}
+    arguments = {name: torch.ones(2) for name in ("embed.weight", "embed.bias", "head.weight", "head.bias")}
     trainer.args.push_to_hub, trainer.args.should_save = False, True
     trainer._save = lambda folder, state: saved.append({name: tensor.dtype for name, tensor in state.items()})
-    for process in (given, None):  # as DeepSpeed tells the first and the others
-        trainer.accelerator.get_state_dict = lambda model, found=process: found if model is trainer.deepspeed else {}
+    for process in (arguments, None):  # as DeepSpeed tells the first and the others
+        trainer.accelerator.get_state_dict = lambda model, state=process: state if model is trainer.deepspeed else {}
         save_gathered(trainer, str(tmp_path))
     assert json.loads((tmp_path / "config.json").read_text()) == {"dtype": "bfloat16", "vocab_size": 8}
     of_first = {"embed.weight": torch.bfloat16, "embed.bias": torch.float32, "head.bias": torch.float32}
@@ -249,9 +249,9 @@ class ZeroThree:
 @pytest.fixture
 def zero_three():
     """transformers was told of the third stage, as `TrainingArguments` tell it."""
-    told = ZeroThree()
-    deepspeed.set_hf_deepspeed_config(told)
-    yield told
+    plugin = ZeroThree()
+    deepspeed.set_hf_deepspeed_config(plugin)
+    yield plugin
     deepspeed.unset_hf_deepspeed_config()
 
 

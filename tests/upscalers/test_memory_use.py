@@ -43,7 +43,7 @@ NARROW = {"hidden_size": 512, "intermediate_size": 12_288}
 
 
 def synthetic(folder, num_layers, **changes):
-    """A checkpoint of 134 MB a layer, one shard each two layers, all holes: it takes no room on the disk."""
+    """A checkpoint of 134 MB per layer, one shard for each two layers, all holes: it takes no room on the disk."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**CONFIG, **changes, "num_hidden_layers": num_layers}))
     tensors = open_base(folder, needs_weights=False).tensors

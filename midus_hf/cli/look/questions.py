@@ -21,10 +21,10 @@ from upscalers.edits.numbers import parse_numbers
 
 
 @contextlib.contextmanager
-def _token_bar(what: str, passes: int, texts: list[TextRows]) -> Iterator[Callable[[int], Any]]:
+def _token_bar(label: str, passes: int, texts: list[TextRows]) -> Iterator[Callable[[int], Any]]:
     """Show a progress bar of tokens for some passes over texts. Yield the function that adds tokens."""
     total = passes * sum(text.num_tokens for text in texts)
-    with tqdm(desc=what, total=total, unit=" tokens", disable=None) as bar:
+    with tqdm(desc=label, total=total, unit=" tokens", disable=None) as bar:
         yield bar.update
 
 

@@ -87,17 +87,19 @@ class ChunkSizes(NamedTuple):
         if holds_documents:
             # g guided chunks need F + 1 tokens or more, and (g - 1) size + 1 or more if g > 1; g size + 1 or more if F = size.
             is_split = self.first < self.size
-            of_each = min(2 * (self.first + 1), self.size + 1)
-            documents = 2 * tokens // of_each if is_split else max(0, tokens - 1) // self.size
+            least_tokens = min(2 * (self.first + 1), self.size + 1)
+            documents = 2 * tokens // least_tokens if is_split else max(0, tokens - 1) // self.size
             within = min(tokens, documents + (within if continues else 0))
         return rows * within
 
 
 def pool_tokens(states: torch.Tensor, places: TokenPlaces) -> Pooled:
     """Return the state of each token as a stretch by itself, with the arguments of `pool_prompt`."""
-    of_token = torch.arange(states.shape[0] * states.shape[1], device=states.device).view(states.shape[:2])
-    counts = states.new_ones(of_token.shape, dtype=torch.float32) if places.real is None else places.real.float()
-    return Pooled(states.flatten(0, 1), EqualStretches(of_token, 1), counts.flatten(), {})
+    stretch_of_token = torch.arange(states.shape[0] * states.shape[1], device=states.device).view(states.shape[:2])
+    counts = (
+        states.new_ones(stretch_of_token.shape, dtype=torch.float32) if places.real is None else places.real.float()
+    )
+    return Pooled(states.flatten(0, 1), EqualStretches(stretch_of_token, 1), counts.flatten(), {})
 
 
 def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> Pooled:
@@ -121,14 +123,14 @@ def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> Pooled:
         0, document.flatten(), (states.to(_wide(states)) * pooled.unsqueeze(-1)).flatten(0, 1)
     )
     means = sums / (sizes - 1).clamp(min=1).unsqueeze(-1)
-    of_token = torch.where(real, document, -1)
+    stretch_of_token = torch.where(real, document, -1)
     if torch.compiler.is_compiling():
         stretches = Stretches(document)
     else:
         every = torch.arange(batch * tokens, device=states.device)
         at = torch.where(real & (position == 0), document, number).flatten()
         first_tokens = torch.zeros(number + 1, dtype=torch.int64, device=states.device).scatter_(0, at, every)[:-1]
-        stretches = padded(of_token, first_tokens, tokens, shrinks=True)
+        stretches = padded(stretch_of_token, first_tokens, tokens, shrinks=True)
     return Pooled(means, stretches, sizes.float(), {"seen": torch.ones(batch, device=states.device)})
 
 
@@ -248,13 +250,15 @@ def pool_chunks(
     unguided = torch.arange(all_chunks, device=device) == 0
     means = torch.where(unguided.unsqueeze(-1), 0, sums / (start - 1).clamp(min=1).unsqueeze(-1))
 
-    of_token = torch.where(guided.flatten(), number, 0).view(batch, tokens)
-    counts = _zeros(states, (all_chunks,)).index_add(0, of_token.flatten(), real.to(_wide(states)).flatten()).float()
+    chunk_of_token = torch.where(guided.flatten(), number, 0).view(batch, tokens)
+    counts = (
+        _zeros(states, (all_chunks,)).index_add(0, chunk_of_token.flatten(), real.to(_wide(states)).flatten()).float()
+    )
     if places.starts is not None and compiling:
-        stretches = Stretches(of_token)
+        stretches = Stretches(chunk_of_token)
     else:
         stretches = padded(
-            torch.where(real, of_token, -1),
+            torch.where(real, chunk_of_token, -1),
             first_tokens,
             min(sizes.size, tokens),
             alike=beginning,
@@ -274,7 +278,7 @@ def pool_chunks(
     went_on = (document_of_row[:, -1] == 1).unsqueeze(-1)
     new_total = (values * is_last.unsqueeze(-1)).sum(1) + total * went_on
     next_start = sizes.start(new_count)
-    new_before = torch.where((next_start == new_count).unsqueeze(-1), new_total, sums[of_token[rows, last]])
+    new_before = torch.where((next_start == new_count).unsqueeze(-1), new_total, sums[chunk_of_token[rows, last]])
     if sizes.first == 1:
         alone = has_token & (new_count == 1)
         new_before = torch.where(alone.unsqueeze(-1), flat[rows * tokens + last], new_before)

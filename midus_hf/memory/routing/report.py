@@ -33,7 +33,8 @@ class RouterReports:
         for layer, name in sorted(self._routed):
             losses.setdefault(name, []).append(self._routed[layer, name][1])
         means = [
-            torch.stack([loss.to(of_memory[0].device) for loss in of_memory]).mean() for of_memory in losses.values()
+            torch.stack([loss.to(memory_losses[0].device) for loss in memory_losses]).mean()
+            for memory_losses in losses.values()
         ]
         return torch.stack([mean.to(means[0].device) for mean in means]).sum() if means else None
 

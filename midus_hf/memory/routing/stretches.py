@@ -19,15 +19,15 @@ class Stretches:
     """Stretches of a pass in any order, so that every token reads by itself.
 
     Args:
-        of_token: `[B, T]`, int64, number of the stretch that each token belongs to, from 0 to N - 1.
+        stretch_of_token: `[B, T]`, int64, number of the stretch that each token belongs to, from 0 to N - 1.
     """
 
-    of_token: torch.Tensor
+    stretch_of_token: torch.Tensor
 
     def read(self, tokens: torch.Tensor, read: Read) -> torch.Tensor:
         """Read for tokens `[B, T, ...]`, each in its stretch, and return `[B, T, ...]`."""
         alone = tokens.flatten(0, 1).unsqueeze(1)  # [B * T, 1, ...]
-        return read(alone, self.of_token.flatten()).squeeze(1).unflatten(0, self.of_token.shape)
+        return read(alone, self.stretch_of_token.flatten()).squeeze(1).unflatten(0, self.stretch_of_token.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class PaddedStretches(Stretches):
 
 
 def padded(
-    of_token: torch.Tensor,
+    stretch_of_token: torch.Tensor,
     first_tokens: torch.Tensor,
     room: int,
     *,
@@ -81,7 +81,7 @@ def padded(
     """Lay stretches of consecutive tokens side by side, filled up to equal length.
 
     Args:
-        of_token: `[B, T]`, int64, number of the stretch that each token belongs to; -1 for padding.
+        stretch_of_token: `[B, T]`, int64, number of the stretch that each token belongs to; -1 for padding.
         first_tokens: `[N]`, int64, position of each stretch's first token among the B * T tokens.
         room: Largest number of tokens in a stretch.
         alike: `[B, T]`, bool, the tokens of stretch 0, which need not be consecutive. Default: stretch 0 is like all others.
@@ -91,13 +91,13 @@ def padded(
     Returns:
         The stretches; plain `Stretches` if `room` is too small for filling up to pay.
     """
-    flat = of_token.flatten()
+    flat = stretch_of_token.flatten()
     every = torch.arange(len(flat), device=flat.device)
     if shrinks:
         at_once = flat if alike is None else flat.masked_fill(alike.flatten(), -1)
         room = max(1, min(room, int((every - first_tokens[flat.clamp(min=0)]).masked_fill(at_once < 0, 0).max()) + 1))
     if room < fewest_together():
-        return Stretches(of_token.clamp(min=0))
+        return Stretches(stretch_of_token.clamp(min=0))
     copies, skipped = -(-alike_room // room), 0 if alike is None else 1
     alone = torch.arange(skipped, len(first_tokens), device=flat.device)
     numbers = torch.cat([alone.new_zeros(copies), alone])
@@ -105,4 +105,4 @@ def padded(
     if alike is not None:
         places = torch.where(alike.flatten(), alike.flatten().cumsum(0) - 1, places)
     places = torch.where(flat >= 0, places, len(numbers) * room)
-    return PaddedStretches(of_token.clamp(min=0), numbers, room, places)
+    return PaddedStretches(stretch_of_token.clamp(min=0), numbers, room, places)

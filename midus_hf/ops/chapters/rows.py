@@ -30,5 +30,5 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         (rows,) = ctx.saved_tensors
-        of_rows = gradient.flatten(0, 1)
-        return torch.sparse_coo_tensor(rows.flatten()[None], of_rows, ctx.shape, check_invariants=False), None
+        row_gradients = gradient.flatten(0, 1)
+        return torch.sparse_coo_tensor(rows.flatten()[None], row_gradients, ctx.shape, check_invariants=False), None

@@ -189,8 +189,8 @@ def _read_local(key: str, path: Path, split: str | None, name: str | None, text_
     files = _files_of_folder(key, path, split, text_column) if path.is_dir() else [path]
     files = [file for file in files if file.stat().st_size]
     if not files:
-        what = "row" if text_column is None else "text with a visible character"
-        raise ValueError(f"{key} is {str(path)!r}, which is empty: it has no {what}. Add text to it.")
+        expected = "row" if text_column is None else "text with a visible character"
+        raise ValueError(f"{key} is {str(path)!r}, which is empty: it has no {expected}. Add text to it.")
     by_reader: dict[tuple[str, str], list[Path]] = defaultdict(list)
     for file in files:
         kind = _kind_of(file) or "text"
