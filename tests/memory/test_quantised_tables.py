@@ -1,6 +1,7 @@
 """Tables of values as integers: what a model computes with them, that it is saved and loaded whole, and what is refused."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from models.cases import CASES, GREEDY
 from models.fresh_process import run_python
 from models.hosting import logits
 from models.upscaled import upscaled_model
+from pairs import by_default
 from tiny import prompt, save_tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -131,8 +133,13 @@ class _LogitsOf(torch.nn.Module):
         return self.model(input_ids=input_ids, use_cache=False).logits
 
 
-@pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize("kind", ["headwise", "product-key", "ultramem own"])
+@pytest.mark.parametrize(
+    ("kind", "bits"),
+    by_default(
+        [("headwise", None), ("product-key", 8), ("ultramem own", 8)],
+        itertools.product(("headwise", "product-key", "ultramem own"), (None, 8)),
+    ),
+)
 def test_a_model_is_exported_as_one_graph_for_any_number_of_tokens(kind, bits):
     model, tokens = acting(kind), prompt(7)
     if bits is not None:

@@ -1,12 +1,10 @@
 """Models whose memories fetch blocks: what they compute, save and learn, and ids and blocks that are refused."""
 
-import json
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from models.fresh_process import run_python
 from models.gradients import gradients_of_blocks, loss_and_gradients
 from models.hierarchical_models import (
     FOUR_TOKENS,
@@ -219,40 +217,6 @@ def test_a_model_without_its_bank_is_missed(tmp_path):
     shutil.rmtree(tmp_path / "saved" / "memory_bank")
     with pytest.raises(BankError, match=r"there is no memory bank in .*hier-kv"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-
-
-def test_a_folder_computes_generates_trains_and_is_saved_where_this_project_is_not_installed(tmp_path):
-    families = {"llama": KINDS, "gemma3": "hier-kv", "qwen3": "hier-ffn"}
-    for family, kind in families.items():
-        model = hierarchical_model(family, kind, tmp_path / "first" / family, torch.float32)
-        model.save_pretrained(tmp_path / family)
-        generated = model.generate(prompt(6), memory_ids=IDS, **FOUR_TOKENS)
-        torch.save((logits(model, prompt(), memory_ids=IDS), generated), tmp_path / f"{family}.pt")
-    torch.save((prompt(), prompt(6), IDS), tmp_path / "inputs.pt")
-    code = """
-import json, sys
-from transformers import AutoModelForCausalLM
-tokens, short, ids = torch.load("inputs.pt")
-found = {}
-for family in ("llama", "gemma3", "qwen3"):
-    logits, generated = torch.load(f"{family}.pt")
-    model = AutoModelForCausalLM.from_pretrained(family, trust_remote_code=True).eval()
-    model.save_pretrained(f"{family}-again")
-    again = AutoModelForCausalLM.from_pretrained(f"{family}-again", trust_remote_code=True).eval()
-    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    with torch.no_grad():
-        own, of_again = (one(tokens, memory_ids=ids, use_cache=False).logits for one in (model, again))
-    same = [torch.equal(own, of_again), torch.allclose(own, logits, rtol=1e-4, atol=1e-5)]
-    same.append(torch.equal(model.generate(short, memory_ids=ids, **settings), generated))
-    model.train()(tokens, labels=tokens, memory_ids=ids).loss.backward()
-    same.append(model.model.embed_tokens.weight.grad is not None)
-    same.append(type(model).__module__.startswith("transformers_modules."))
-    found[family] = same
-assert not {"midus_hf", "upscalers"} & {name.partition(".")[0] for name in sys.modules}
-print(json.dumps(found))
-"""
-    result = json.loads(run_python(code, tmp_path, package_present=False).splitlines()[-1])
-    assert {family: set(same) for family, same in result.items()} == {family: {True} for family in families}
 
 
 TWO_LAYERS = {"base": {"num_hidden_layers": 2}, "layers": [1]}
