@@ -12,7 +12,7 @@ from typing import Any
 from midus_hf.compare.findings import Findings, VariantFindings, cautions, sentences, with_spread
 from midus_hf.compare.learning import falls, mean_loss, spread, verdict
 from midus_hf.compare.options import Comparison, PaperOptions, rate_name
-from midus_hf.compare.results import Result, read_result
+from midus_hf.compare.results import Measured, Result, read_result
 from midus_hf.compare.runs import runs_of
 from midus_hf.compare.variants import Variant
 from midus_hf.look.page import Section, TableOfWords, write_page
@@ -55,10 +55,12 @@ def variants_table(findings: Findings, short: bool = False) -> TableOfWords:
     comparison = findings.comparison
     domain, retention = list(comparison.domain), list(comparison.retention)
     tasks = [] if comparison.tasks is None else comparison.tasks.names
-    rows = [{"variant": "base", **_measured_cells(findings, [(findings.base.losses, findings.base.tasks)], tasks)}]
+    rows = [
+        {"variant": "base", **_measured_cells(findings, [Measured(findings.base.losses, findings.base.tasks)], tasks)}
+    ]
     for variant in findings.variants:
         rows.append(_variant_cells(findings, variant, tasks))
-        tuned = [(result.tuned.losses, result.tuned.tasks) for result in variant.results if result.tuned is not None]
+        tuned = [result.tuned for result in variant.results if result.tuned is not None]
         if tuned:
             rows.append({"variant": f"{variant.name}, fine-tuned", **_measured_cells(findings, tuned, tasks)})
     head = ["variant", "rate", "seeds", "new", "trains", *(["domain loss", "learned"] if domain else [])]
@@ -72,8 +74,8 @@ def variants_table(findings: Findings, short: bool = False) -> TableOfWords:
 def _variant_cells(findings: Findings, variant: VariantFindings, tasks: Sequence[str]) -> dict[str, str]:
     """Return the cells of a trained variant by the heads of their columns."""
     results = variant.results
-    cells = _measured_cells(findings, [(result.losses, result.tasks) for result in results], tasks)
-    before = _measured_cells(findings, [({}, result.tasks_before) for result in results], tasks)
+    cells = _measured_cells(findings, [Measured(result.losses, result.tasks) for result in results], tasks)
+    before = _measured_cells(findings, [Measured({}, result.tasks_before) for result in results], tasks)
     for task in tasks:
         is_whole = cells[task] and before[task]
         cells[task] = f"{before[task].split(' ')[0]} → {cells[task]}" if is_whole else ""
@@ -89,22 +91,17 @@ def _variant_cells(findings: Findings, variant: VariantFindings, tasks: Sequence
     return cells
 
 
-_Tasks = Mapping[str, Mapping[str, float]]
-
-
-def _measured_cells(
-    findings: Findings, models: Sequence[tuple[Mapping[str, float], _Tasks]], tasks: Sequence[str]
-) -> dict[str, str]:
+def _measured_cells(findings: Findings, models: Sequence[Measured], tasks: Sequence[str]) -> dict[str, str]:
     """Return the cells of losses and tasks of a model per seed; a task that a seed lacks has an empty cell."""
     comparison = findings.comparison
     cells = {}
-    losses = [one for one, _ in models if one]
+    losses = [one.losses for one in models if one.losses]
     if losses and comparison.domain:
         cells["domain loss"] = with_spread(spread([mean_loss(one, list(comparison.domain)) for one in losses]))
     if losses:
         cells |= {name: with_spread(spread([one[name] for one in losses])) for name in comparison.retention}
     for task in tasks:
-        shares = [metric_of(metrics.get(task, {})) for _, metrics in models]
+        shares = [metric_of(one.tasks.get(task, {})) for one in models]
         known = [share for share in shares if share is not None]
         cells[task] = with_spread(spread(known), "{:.3f}") if len(known) == len(shares) else ""
     return cells

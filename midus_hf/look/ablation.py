@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from midus_hf.evaluation.text_rows import TextRows
-from midus_hf.look.effects import Effect, effect_between, read_texts
+from midus_hf.evaluation.text_rows import RowLosses, TextRows, read_rows
+from midus_hf.look.effects import Effect, effect_between
 from midus_hf.look.page import TableOfWords
 from midus_hf.look.parts import Part, added_parts, has_whole_base, switched_off
 from midus_hf.look.pictures import Panel, bars
@@ -79,11 +79,15 @@ def ablate(
     """
     added = added_parts(model)
     single = added if parts is None else list(parts)
-    usual = read_texts(model, texts, batch_size=batch_size, progress=progress)
+
+    def losses_of_texts() -> dict[str, RowLosses]:
+        return {text.name: read_rows(model, text, batch_size=batch_size, progress=progress) for text in texts}
+
+    usual = losses_of_texts()
     effects = []
     for part, off in [*((part, [part]) for part in single), (Part("all of them", "all", ()), added)]:
         with switched_off(model, off):
-            changed = read_texts(model, texts, batch_size=batch_size, progress=progress)
+            changed = losses_of_texts()
         for text, losses in changed.items():
             effect = effect_between(usual[text], losses)
             effects.append(PartEffect(part.name, part.kind, list(part.layers), text, losses.mean, effect))

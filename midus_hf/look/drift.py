@@ -1,6 +1,5 @@
 """Drift: how far a model's predictions have moved from the predictions of its base."""
 
-import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -124,8 +123,7 @@ def drift(
 ) -> list[TextDrift]:
     """Compare a model's predictions of texts with the predictions of its base.
 
-    Both distributions are computed by log-softmax in float32 at least, and sums are float64. Only a few sums per row and the
-    predictions that moved farthest are kept, so a text may be of any length.
+    Both distributions are computed by log-softmax in float32 at least, and sums are float64. Six numbers per prediction are kept.
 
     Args:
         model: The model. It is in eval mode during the comparison.
@@ -151,23 +149,13 @@ def _drift_on(
     batch_size: int,
     progress: Callable[[int], None] | None,
 ) -> TextDrift:
-    sums: list[torch.Tensor] = []
-    worst: list[tuple[float, int, int, MovedPrediction]] = []
+    compared: list[torch.Tensor] = []
     for batch in text.batches(batch_size):
         logits = model(**batch.inputs(model)).logits
-        compared = _compared(batch.rows, logits, logits_of_base(replace(batch, paths=None)))
-        for row, document, columns in zip(batch.rows, batch.documents, compared, strict=True):
-            best = columns[0].topk(min(most_shown, columns.shape[1]))
-            for value, position in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                before = row[max(0, position + 1 - _CONTEXT) : position + 1].tolist()
-                base_choice, choice = (int(chosen[position]) for chosen in columns[4:])
-                moved = MovedPrediction(document, before, base_choice, choice, value)
-                worst.append((-value, len(sums), position, moved))
-            worst = heapq.nsmallest(most_shown, worst)
-            sums.append(columns[:4].sum(-1))
+        compared += _compared(batch.rows, logits, logits_of_base(replace(batch, paths=None)))
         if progress is not None:
             progress(batch.num_tokens)
-    sums_of_rows = torch.stack(sums)  # [R, 4]
+    sums_of_rows = torch.stack([columns[:4].sum(-1) for columns in compared])  # [R, 4]
     if not sums_of_rows.isfinite().all():
         raise RuntimeError(f"a prediction of text {text.name!r} is not finite. The weights of a model are broken.")
     tokens = torch.tensor([len(row) - 1 for row in text.rows])
@@ -181,8 +169,22 @@ def _drift_on(
         base_loss.sum().item() / total,
         loss.sum().item() / total,
         mean_with_error(loss - base_loss, tokens),
-        [moved for *_, moved in worst if moved.divergence],
+        _farthest(text, compared, most_shown),
     )
+
+
+def _farthest(text: TextRows, compared: Sequence[torch.Tensor], most: int) -> list[MovedPrediction]:
+    """Return the predictions that moved farthest, from the columns of `_compared`."""
+    places = [(number, position) for number, row in enumerate(text.rows) for position in range(len(row) - 1)]
+    best = torch.cat([columns[0] for columns in compared]).topk(min(most, len(places)))
+    moved = []
+    for divergence, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+        number, position = places[index]
+        before = text.rows[number][max(0, position + 1 - _CONTEXT) : position + 1].tolist()
+        base_choice, choice = compared[number][4:, position].int().tolist()
+        if divergence:
+            moved.append(MovedPrediction(text.documents[number], before, base_choice, choice, divergence))
+    return moved
 
 
 def _compared(rows: Sequence[torch.Tensor], logits: torch.Tensor, base_logits: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -1,14 +1,11 @@
 """Effects of a change of a model on its losses, with standard errors over rows."""
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from midus_hf.evaluation.text_rows import RowLosses, TextRows, read_rows
+from midus_hf.evaluation.text_rows import RowLosses
 
 
 @dataclass(frozen=True)
@@ -46,14 +43,3 @@ def mean_with_error(sums: torch.Tensor, tokens: torch.Tensor) -> Effect:
         return Effect(mean, None)
     scatter = (sums - mean * counts).square().sum().item()
     return Effect(mean, math.sqrt(scatter * rows / (rows - 1)) / counts.sum().item())
-
-
-def read_texts(
-    model: PreTrainedModel,
-    texts: Sequence[TextRows],
-    *,
-    batch_size: int = 4,
-    progress: Callable[[int], Any] | None = None,
-) -> dict[str, RowLosses]:
-    """Let a model read texts one after another, and return the losses of each text, by the text's name, as `read_rows` does."""
-    return {text.name: read_rows(model, text, batch_size=batch_size, progress=progress) for text in texts}

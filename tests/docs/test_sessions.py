@@ -182,7 +182,6 @@ SESSIONS = {
             "MODEL ...": "base --limit 2",
             "MODEL": "base",
             "FILE_OR_FOLDER": "held_out",
-            "BASE TRAINED": "base base",
             "--tasks facts": "--tasks facts --limit 2",
         },
     ),
