@@ -59,11 +59,11 @@ def check_sources(sources: Iterable[tuple[str, str]]) -> None:
             raise ValueError(f"{key} is {name!r}, which does not exist; expected {expected}.")
 
 
-def check_hub_dataset(what: str, name: str) -> None:
+def check_hub_dataset(option: str, name: str) -> None:
     """Check at once that the Hub or the cache here has a dataset: `datasets` asks for half a minute where nobody answers.
 
     Args:
-        what: What names the dataset, to begin messages with.
+        option: What names the dataset, to begin messages with.
         name: Id of the dataset.
 
     Raises:
@@ -82,14 +82,16 @@ def check_hub_dataset(what: str, name: str) -> None:
     try:
         huggingface_hub.HfApi().dataset_info(name, timeout=_SECONDS_TO_ANSWER)
     except GatedRepoError as error:
-        raise ValueError(f"{what}: the dataset {name!r} is gated; accept its terms on the Hub, and log in.") from error
+        raise ValueError(
+            f"{option}: the dataset {name!r} is gated; accept its terms on the Hub, and log in."
+        ) from error
     except RepositoryNotFoundError as error:
-        raise ValueError(f"{what}, and the Hub has no dataset {name!r}; correct the name.") from error
+        raise ValueError(f"{option}, and the Hub has no dataset {name!r}; correct the name.") from error
     except HfHubHTTPError:
         return  # the Hub answers, and `datasets` will say what is wrong
     except Exception as error:  # of whichever HTTP library the Hub's client uses
         raise ValueError(
-            f"{what}; {name!r} is not in the cache of datasets, and the Hub cannot be reached; correct the name, or connect "
+            f"{option}; {name!r} is not in the cache of datasets, and the Hub cannot be reached; correct the name, or connect "
             "to a network."
         ) from error
 

@@ -53,14 +53,14 @@ def test_what_is_no_model_is_called_what_it_is(name, files, message, tmp_path, m
 
 
 def test_a_model_of_the_cache_is_asked_for_nowhere(tmp_path, monkeypatch):
-    asked = []
+    calls = []
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(tmp_path / file))
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *names, **options: asked.append(names))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *names, **options: calls.append(names))
     check_model_name("model", "owner/cached")
-    assert not asked
+    assert not calls
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: None)
     check_model_name("model", "owner/new")
-    assert asked == [("owner/new",)]
+    assert calls == [("owner/new",)]
 
 
 def test_an_adapter_that_was_saved_beside_its_model_does_not_hide_the_model(tmp_path):

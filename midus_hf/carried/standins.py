@@ -66,7 +66,7 @@ def check_entry(values: Any) -> None:
         raise _refusal(f"memory of type {memory_type!r} has site = {site!r}", sites)
 
 
-def read_options(options_class: Any, values: dict[str, Any], what: str) -> Any:
+def read_options(options_class: Any, values: dict[str, Any], subject: str) -> Any:
     """Return the options of one entry of a config, which is taken as the package wrote it."""
     return options_class(**values)
 
@@ -100,17 +100,17 @@ def while_generating(model: Any) -> Any:
     return contextlib.nullcontext()
 
 
-def _refusal(what: str, expected: Any) -> ValueError:
+def _refusal(subject: str, expected: Any) -> ValueError:
     return ValueError(
-        f"{what}; expected {' or '.join(map(repr, expected))}, for which {ENTRY_MODULE}.py was written. "
+        f"{subject}; expected {' or '.join(map(repr, expected))}, for which {ENTRY_MODULE}.py was written. "
         "Load the model with midus-hf installed, and save it again."
     )
 
 
 def auto_map(name: str, head_kinds: tuple[str, ...]) -> dict[str, str]:
     """Return the `auto_map` for a config with the classes `{name}Config`, `{name}Model`, `{name}ForCausalLM` and heads."""
-    of_models = {f"AutoModel{kind}": f"{ENTRY_MODULE}.{name}{kind}" for kind in ("ForCausalLM", *head_kinds)}
-    return {"AutoConfig": f"{ENTRY_MODULE}.{name}Config", "AutoModel": f"{ENTRY_MODULE}.{name}Model", **of_models}
+    model_classes = {f"AutoModel{kind}": f"{ENTRY_MODULE}.{name}{kind}" for kind in ("ForCausalLM", *head_kinds)}
+    return {"AutoConfig": f"{ENTRY_MODULE}.{name}Config", "AutoModel": f"{ENTRY_MODULE}.{name}Model", **model_classes}
 
 
 def write_code(folder: str | os.PathLike, config: Any) -> list[Path]:

@@ -120,7 +120,11 @@ def refuse_other_command(options_class: type, path: str | Path, keys: Iterable[s
 
 
 def check_file(
-    option: str, path: Path, suffixes: Sequence[str], drawn: Sequence[str] = (), what: str = "has pictures, which need"
+    option: str,
+    path: Path,
+    suffixes: Sequence[str],
+    drawn: Sequence[str] = (),
+    requirement: str = "has pictures, which need",
 ) -> None:
     """Check that a file can be written.
 
@@ -129,7 +133,7 @@ def check_file(
         path: Path of the file.
         suffixes: Endings that are allowed, such as `".csv"`.
         drawn: Endings of files for which matplotlib is needed. Default: none.
-        what: Words between the option and "matplotlib" in the message about a missing matplotlib.
+        requirement: Words between the option and "matplotlib" in the message about a missing matplotlib.
 
     Raises:
         ValueError: If the file has another ending, its folder does not exist, or matplotlib is missing.
@@ -139,7 +143,7 @@ def check_file(
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{option} is {str(path)!r}, in a folder that does not exist; create it first.")
     if path.suffix in drawn and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"{option} {what} matplotlib; {install_extra('look')}.")
+        raise ValueError(f"{option} {requirement} matplotlib; {install_extra('look')}.")
 
 
 @contextlib.contextmanager

@@ -211,7 +211,7 @@ def keys_and_vectors(
         normalised = (
             _rms_normalised(keys.to(wide), gain) for keys in (row_keys, column_keys)
         )  # [H, h, n, r, D_k] each
-        keys = torch.stack([of_side.permute(0, 3, 1, 2, 4) for of_side in normalised]).flatten(0, 2).flatten(1, 2)
+        keys = torch.stack([side_keys.permute(0, 3, 1, 2, 4) for side_keys in normalised]).flatten(0, 2).flatten(1, 2)
         with torch.no_grad():
             return keys, *leading_vectors(core.to(wide), row_vector)
 

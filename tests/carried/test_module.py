@@ -72,14 +72,14 @@ def imported(folder: Path) -> Any:
 
 def imports_of(source: str) -> set[str]:
     """The packages that a source imports."""
-    found = set()
+    results = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            results |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, ast.unparse(node)
-            found.add(node.module.partition(".")[0])
-    return found
+            results.add(node.module.partition(".")[0])
+    return results
 
 
 @of_all_cases
@@ -251,14 +251,14 @@ STANDS_FOR = {
 def test_a_stand_in_takes_the_place_of_nothing_else():
     definers: dict[str, list[str]] = {}
     for package in (midus_hf,):
-        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if found.name.startswith("midus_hf.cli"):
+        for result in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if result.name.startswith("midus_hf.cli"):
                 continue  # no checkpoint carries commands
-            path = Path(importlib.util.find_spec(found.name).origin)
+            path = Path(importlib.util.find_spec(result.name).origin)
             for statement in ast.parse(path.read_text(encoding="utf-8")).body:
                 if isinstance(statement, ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign):
                     for name in defined(statement):
-                        definers.setdefault(name, []).append(found.name)
+                        definers.setdefault(name, []).append(result.name)
 
     plain = reference_modules()
     names = {

@@ -43,9 +43,9 @@ def simulated(n: int, h: int, r: int, side: int, k: int, trials: int = 300) -> t
 
 @pytest.mark.parametrize("retrieval", RETRIEVALS)
 def test_mean_and_variance_are_those_of_a_simulation(retrieval):
-    found, (mean, variance) = best_scores(*RETRIEVALS[retrieval]), simulated(*RETRIEVALS[retrieval])
-    assert found.mean == pytest.approx(mean, rel=0.06, abs=0.06)
-    assert found.variance == pytest.approx(variance, rel=0.2)
+    result, (mean, variance) = best_scores(*RETRIEVALS[retrieval]), simulated(*RETRIEVALS[retrieval])
+    assert result.mean == pytest.approx(mean, rel=0.06, abs=0.06)
+    assert result.variance == pytest.approx(variance, rel=0.2)
 
 
 def test_every_call_finds_the_same_whatever_was_drawn_before():

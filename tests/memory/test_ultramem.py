@@ -71,11 +71,11 @@ def by_equations(memory, state, value_table, pre_value_table, first=0):
         factors = factors.softmax(0) if options.weights == "softmax" else factors
         for factor, (_, slot) in zip(factors, best, strict=True):
             shuffled = memory._shuffled(torch.tensor(slot)).item()
-            place = (shuffled % options.num_rows + first) % len(value_table)
+            position = (shuffled % options.num_rows + first) % len(value_table)
             if pre_value_table is not None:
-                product = pre_value_table[place] @ (weights["pre_projection.weight"] @ state)
+                product = pre_value_table[position] @ (weights["pre_projection.weight"] @ state)
                 factor = factor * (torch.nn.functional.gelu(product) if options.activation == "gelu" else product)
-            values += factor * value_table[place]
+            values += factor * value_table[position]
     if options.output_gate:
         values = values * torch.nn.functional.silu(weights["gate_projection.weight"] @ state)
     return weights["value_projection.weight"] @ values
@@ -98,11 +98,11 @@ def test_a_layer_reads_its_stretch_of_a_shared_table(share, index, first):
     memory = build(index, share=share, side_k=4)
     tables = memory.options.tables(SIZES, (0, 1, 2, 3))[0]
     shapes = {name: tensor.shape for name, tensor in tables.tensors.items()}
-    given = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    arguments = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
     state = torch.randn(16, dtype=torch.float64)
     memory.options.side_k = memory.options.keys
-    expected = by_equations(memory, state, given["value_table"], given["pre_value_table"], first * 16)
-    torch.testing.assert_close(memory(state[None, None], tables=given)[0, 0], expected, rtol=1e-9, atol=1e-12)
+    expected = by_equations(memory, state, arguments["value_table"], arguments["pre_value_table"], first * 16)
+    torch.testing.assert_close(memory(state[None, None], tables=arguments)[0, 0], expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -187,11 +187,11 @@ def test_narrow_dtypes_and_autocast_stay_near(kind, way):
     dtype = torch.bfloat16 if way == "bfloat16" else torch.float32
     narrow = build(**options, dtype=dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=way == "autocast"):
-        found = narrow(states.to(dtype))
-    assert found.dtype == (torch.float32 if way == "float32" else torch.bfloat16)
-    found.float().square().sum().backward()
+        actual = narrow(states.to(dtype))
+    assert actual.dtype == (torch.float32 if way == "float32" else torch.bfloat16)
+    actual.float().square().sum().backward()
     limit = 1e-5 if way == "float32" else 0.06
-    assert (found.double() - expected).norm() / expected.norm() < limit
+    assert (actual.double() - expected).norm() / expected.norm() < limit
     for (name, parameter), wide in zip(narrow.named_parameters(), exact.parameters(), strict=True):
         assert parameter.grad.dtype == dtype, name
         assert (parameter.grad.double() - wide.grad).norm() / wide.grad.norm() < limit, name
@@ -256,16 +256,16 @@ def losses_by_loops(memory, states):
 @pytest.mark.parametrize("kind", ["plain", "heads", "expanded"])
 def test_it_tells_the_losses_of_appendix_e(kind):
     options = {**KINDS[kind], "side_k": 2, "balance_coef": 0.7, "penalty_coef": 3.0, "penalty_margin": 0.05}
-    memory, states, told = build(**options), torch.randn(2, 3, 16, dtype=torch.float64), Told()
-    memory(states, report=told)
-    ((_, loss),) = told
+    memory, states, recorder = build(**options), torch.randn(2, 3, 16, dtype=torch.float64), Told()
+    memory(states, report=recorder)
+    ((_, loss),) = recorder
     balance, penalty = losses_by_loops(memory, states.flatten(0, 1))
     assert penalty > 0
     torch.testing.assert_close(loss, 0.7 * balance + 3.0 * penalty)
     keys = [memory.query_projection.weight, memory.row_keys, memory.column_keys]
     *into_keys, into_core = torch.autograd.grad(loss, [*keys, memory.core])
-    for found, expected in zip(into_keys, torch.autograd.grad(balance, keys, retain_graph=True), strict=True):
-        torch.testing.assert_close(found, 0.7 * expected)
+    for actual, expected in zip(into_keys, torch.autograd.grad(balance, keys, retain_graph=True), strict=True):
+        torch.testing.assert_close(actual, 0.7 * expected)
     (expected,) = torch.autograd.grad(penalty, memory.core)  # the singular vectors of the balance are constants
     torch.testing.assert_close(into_core, 3.0 * expected)
 
@@ -273,9 +273,9 @@ def test_it_tells_the_losses_of_appendix_e(kind):
 def test_added_scores_are_balanced_as_those_of_cores_are():
     """Equations 24 to 26 where there is no core: the score of a key is its product with the query of its side."""
     memory = build(**KINDS["memory-plus"], balance_coef=0.7)
-    states, told = torch.randn(2, 3, 16, dtype=torch.float64), Told()
-    memory(states, report=told)
-    ((logits, loss),) = told
+    states, recorder = torch.randn(2, 3, 16, dtype=torch.float64), Told()
+    memory(states, report=recorder)
+    ((logits, loss),) = recorder
     options, balances = memory.options, []
     for head, (side, keys) in itertools.product(range(2), enumerate((memory.row_keys, memory.column_keys))):
         chosen, probabilities = [0] * options.keys, torch.zeros(options.keys, dtype=torch.float64)
@@ -290,22 +290,22 @@ def test_added_scores_are_balanced_as_those_of_cores_are():
     assert logits.shape == (6 * 4, options.keys)
     torch.testing.assert_close(loss, 0.7 * expected)
     tensors = [memory.query_projection.weight, memory.row_keys, memory.column_keys]
-    for found, wanted in zip(torch.autograd.grad(loss, tensors), torch.autograd.grad(expected, tensors), strict=True):
-        torch.testing.assert_close(found, 0.7 * wanted)
+    for actual, wanted in zip(torch.autograd.grad(loss, tensors), torch.autograd.grad(expected, tensors), strict=True):
+        torch.testing.assert_close(actual, 0.7 * wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_coefficient_is_paid_or_refused(kind):
     states = torch.randn(1, 4, 16, dtype=torch.float64)
     for name in ("balance_coef", "penalty_coef"):
-        told = Told()
+        recorder = Told()
         try:
             memory = build(**KINDS[kind], **{name: 0.5}, penalty_margin=0.0)
         except ValueError:
             assert name == "penalty_coef" and kind in ("rank-1", "memory-plus")
             continue
-        memory(states, report=told)
-        assert len(told) == 1 and told[0][1] > 0
+        memory(states, report=recorder)
+        assert len(recorder) == 1 and recorder[0][1] > 0
 
 
 @pytest.mark.parametrize("depth", [4, 16, 64])

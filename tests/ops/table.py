@@ -92,10 +92,10 @@ def looked_up(tokens=20, heads=3, half=8, n=12, width=20, own=False, transform=F
     return made | ({"transform": drawn(heads, width, width, seed=8, dtype=dtype)} if transform else {})
 
 
-def memory(given: Arguments, backend: str, k: int = 4, **options: Any) -> torch.Tensor:
-    tables = (given[name] for name in ("query", "row_keys", "column_keys", "bank"))
+def memory(arguments: Arguments, backend: str, k: int = 4, **options: Any) -> torch.Tensor:
+    tables = (arguments[name] for name in ("query", "row_keys", "column_keys", "bank"))
     return headwise_memory(
-        *tables, given.get("transform"), min(k, given["row_keys"].shape[1]), backend=backend, **options
+        *tables, arguments.get("transform"), min(k, arguments["row_keys"].shape[1]), backend=backend, **options
     )
 
 
@@ -129,22 +129,24 @@ def in_stretches(tokens=64, dtype=torch.float32, **sizes):
     }
 
 
-def attended(given: Arguments, backend: str) -> torch.Tensor:
+def attended(arguments: Arguments, backend: str) -> torch.Tensor:
     """Read one text, of as many stretches as there are choices of chapters."""
-    of_text = {name: tensor if name in ("keys", "values") else tensor.unsqueeze(0) for name, tensor in given.items()}
+    of_text = {
+        name: tensor if name in ("keys", "values") else tensor.unsqueeze(0) for name, tensor in arguments.items()
+    }
     return chapter_attention(**of_text, backend=backend).squeeze(0)
 
 
-def blocks_of(given: Arguments) -> tuple[torch.Tensor, ...]:
+def blocks_of(arguments: Arguments) -> tuple[torch.Tensor, ...]:
     """Return the arguments of the op on blocks of rows, detached, as an op that is checked alone gets them."""
-    tables, chapters = (given["query"], given["keys"], given["values"]), given["chapters"]
-    made = block_arguments(*tables, chapters, given["scales"], sort_by_chapter(chapters, len(given["keys"])))
+    tables, chapters = (arguments["query"], arguments["keys"], arguments["values"]), arguments["chapters"]
+    made = block_arguments(*tables, chapters, arguments["scales"], sort_by_chapter(chapters, len(arguments["keys"])))
     return tuple(tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor for tensor in made)
 
 
-def slots_of(given: Arguments) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def slots_of(arguments: Arguments) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return tuple(
-        [tensor for name, tensor in given.items() if name.startswith(f"{part} ")] for part in ("key", "value")
+        [tensor for name, tensor in arguments.items() if name.startswith(f"{part} ")] for part in ("key", "value")
     )
 
 
@@ -162,8 +164,8 @@ def stacked(tokens=5, texts=2, group=2, kv_heads=2, width=16, slots=3, dtype=tor
     }
 
 
-def of_depth(given: Arguments, backend: str, softcap: float | None = 2.0) -> torch.Tensor:
-    read, lse = depth_attention(given["query"], *slots_of(given), 0.3, softcap, backend=backend)
+def of_depth(arguments: Arguments, backend: str, softcap: float | None = 2.0) -> torch.Tensor:
+    read, lse = depth_attention(arguments["query"], *slots_of(arguments), 0.3, softcap, backend=backend)
     return torch.cat([read.flatten().to(lse.dtype), lse.flatten()])
 
 
@@ -207,31 +209,31 @@ ALL = ("torch", "native", "triton")
 OPS = {
     "weighted gather": OpCase(
         gathered,
-        lambda given, backend, **options: weighted_gather(**given, backend=backend, **options),
+        lambda arguments, backend, **options: weighted_gather(**arguments, backend=backend, **options),
         ALL,
         GATHERED,
-        lambda given, body: (weighted_gather_op, (*given.values(), body)),
+        lambda arguments, body: (weighted_gather_op, (*arguments.values(), body)),
         "weighted_gather",
     ),
     "gathered products": OpCase(
         multiplied,
-        lambda given, backend, **options: gathered_products(**given, backend=backend, **options),
+        lambda arguments, backend, **options: gathered_products(**arguments, backend=backend, **options),
         ALL,
         GATHERED,
-        lambda given, body: (gathered_products_op, (*given.values(), body)),
+        lambda arguments, body: (gathered_products_op, (*arguments.values(), body)),
         "gathered_products",
         wide=("output",),
     ),
     "product keys": OpCase(
         keyed,
-        lambda given, backend: product_key_topk(*given.values(), 4, backend=backend)[0],
+        lambda arguments, backend: product_key_topk(*arguments.values(), 4, backend=backend)[0],
         ALL,
         {
             "small": {},
             "widest": {"tokens": 5, "heads": 1, "half": 128, "n": 16},
             "n-33": {"heads": 2, "half": 48, "n": 33},
         },
-        registered=lambda given, body: (product_key_scores_op, (*given.values(), 4, body)),
+        registered=lambda arguments, body: (product_key_scores_op, (*arguments.values(), 4, body)),
         node="product_key_scores",
         unregistered=("torch",),
         wide=("output",),
@@ -243,7 +245,7 @@ OPS = {
             memory,
             ALL,
             LOOKED_UP,
-            lambda given, body: (headwise_lookup_op, (*given.values(), None, None, 4, 0.5, body)),
+            lambda arguments, body: (headwise_lookup_op, (*arguments.values(), None, None, 4, 0.5, body)),
             "headwise_lookup",
             narrows=True,
             entry=(headwise_memory, "headwise_lookup_op"),
@@ -256,7 +258,7 @@ OPS = {
         memory,
         ALL,
         LOOKED_UP,
-        lambda given, body: (headwise_lookup_op, (*given.values(), None, 4, 0.5, body)),
+        lambda arguments, body: (headwise_lookup_op, (*arguments.values(), None, 4, 0.5, body)),
         "headwise_lookup",
         narrows=True,
         entry=(headwise_memory, "headwise_lookup_op"),
@@ -267,7 +269,7 @@ OPS = {
         attended,
         ("torch", "triton"),
         OPENED,
-        lambda given, body: (chapter_blocks_op, blocks_of(given)),
+        lambda arguments, body: (chapter_blocks_op, blocks_of(arguments)),
         "chapter_blocks",
         unregistered=("torch",),
         wide=("scales", "biases"),
@@ -290,7 +292,7 @@ OPS = {
             "one": {"tokens": 1, "texts": 1, "group": 1, "kv_heads": 1, "slots": 1},
             "odd-sizes": {"group": 3, "width": 20},
         },
-        registered=lambda given, body: (depth_attention_op, (given["query"], *slots_of(given), 0.3, 2.0)),
+        registered=lambda arguments, body: (depth_attention_op, (arguments["query"], *slots_of(arguments), 0.3, 2.0)),
         node="depth_attention",
         unregistered=("torch",),
         wide=("output",),

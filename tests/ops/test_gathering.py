@@ -35,18 +35,18 @@ def called(name, made, backend="auto"):
 def by_loops(name, made):
     """Compute in Python numbers."""
     bank, slots, weights, vectors = (tensor.tolist() for tensor in made.values())
-    found = []
+    results = []
     for b in range(len(slots)):
         for t in range(len(slots[b])):
             rows = [bank[slot] for slot in slots[b][t]]
             if name == "products":
-                found.append([sum(x * y for x, y in zip(vectors[b][t], row, strict=True)) for row in rows])
+                results.append([sum(x * y for x, y in zip(vectors[b][t], row, strict=True)) for row in rows])
                 continue
             summed = [0.0] * WIDTH
             for row, weight in zip(rows, weights[b][t], strict=True):
                 summed = [total + weight * x for total, x in zip(summed, row, strict=True)]
-            found.append(summed)
-    return torch.tensor(found, dtype=torch.float64).unflatten(0, (len(slots), -1))
+            results.append(summed)
+    return torch.tensor(results, dtype=torch.float64).unflatten(0, (len(slots), -1))
 
 
 NAMES = pytest.mark.parametrize("name", ["sums", "products"])
@@ -74,9 +74,9 @@ def test_gradients_are_right(name, backend):
 def test_vectors_are_rounded_to_the_dtype_of_the_table():
     made = given(torch.float32)
     narrow = made | {"bank": made["bank"].bfloat16()}
-    found = called("products", narrow)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, called("products", narrow | {"vectors": made["vectors"].bfloat16()}))
+    result = called("products", narrow)
+    assert result.dtype == torch.float32
+    assert torch.equal(result, called("products", narrow | {"vectors": made["vectors"].bfloat16()}))
 
 
 @pytest.mark.parametrize(

@@ -46,19 +46,19 @@ def test_a_model_with_a_bank_is_told_what_chats_read_of_it(without_ids, read, co
         hierarchical_model("llama", "hier-ffn", tmp_path / "bank", without_ids="generic").save_pretrained(model)
         character_tokenizer().save_pretrained(model)
     prepare(config_for(model=model, trainable="all"))
-    said = " ".join(capsys.readouterr().out.split())
-    assert ("chats have no paths" in said) == (read is not None)
-    assert read is None or f"they, and held-out text, {read}, in training and where the model is measured" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("chats have no paths" in printed) == (read is not None)
+    assert read is None or f"they, and held-out text, {read}, in training and where the model is measured" in printed
 
 
 def test_long_chats_are_cut_and_rows_without_an_answer_are_left_out_with_a_line(config_for, base, tmp_path, capsys):
     rows = [{"messages": [{"role": "user", "content": "a" * 80}, *chat(1)]}, {"messages": chat(2)}]
     data = write_rows(tmp_path / "x.jsonl", rows)
     run = prepare(config_for(model=base("llama"), data=data, max_length=64))
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     assert [len(row) <= 64 for row in run.trainer.train_dataset["input_ids"]] == [True]
-    assert "rows were longer than max_length, 64 tokens" in said.err
-    assert "1 of 2 rows are left out: no answer within max_length" in said.out
+    assert "rows were longer than max_length, 64 tokens" in printed.err
+    assert "1 of 2 rows are left out: no answer within max_length" in printed.out
     with refused("has 2 rows and no answer to learn from within 4 tokens"):
         prepare(config_for("none", model=base("llama"), data=data, max_length=4))
 

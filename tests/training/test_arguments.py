@@ -77,9 +77,9 @@ def test_bfloat16_is_the_default_where_the_device_computes_it(able, monkeypatch,
     monkeypatch.setattr(arguments, "computes_bfloat16", lambda use_cpu: able)
     read = from_mapping(TrainArguments, {**NEEDED, "bf16": None})
     assert (read.bf16, read.lacks_bf16) == (able, not able)
-    for given in ({"bf16": True}, {"bf16": False}, {"bf16": None, "fp16": True}):
-        read = from_mapping(TrainArguments, {**NEEDED, **given})
-        assert (read.bf16, read.lacks_bf16) == (bool(given["bf16"]), False)
+    for options in ({"bf16": True}, {"bf16": False}, {"bf16": None, "fp16": True}):
+        read = from_mapping(TrainArguments, {**NEEDED, **options})
+        assert (read.bf16, read.lacks_bf16) == (bool(options["bf16"]), False)
     assert not any(capsys.readouterr()), "arguments are also read where nothing trains"
 
 
