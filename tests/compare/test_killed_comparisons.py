@@ -29,14 +29,14 @@ def children(process: int) -> list[int]:
 
 def results(output: Path) -> dict[str, dict]:
     """Return what was found, without how long it took and what memory."""
-    found = {}
+    outcomes = {}
     for path in [output / "base.json", *sorted(output.rglob("seed-*.json"))]:
         result = json.loads(path.read_text())
         for point in result["curve"]:
             del point["seconds"]
         changing = ("seconds", "peak_memory_bytes")
-        found[str(path.relative_to(output))] = {key: value for key, value in result.items() if key not in changing}
-    return found
+        outcomes[str(path.relative_to(output))] = {key: value for key, value in result.items() if key not in changing}
+    return outcomes
 
 
 def test_a_killed_comparison_leaves_nothing_running_and_the_same_command_goes_on(tmp_path):
