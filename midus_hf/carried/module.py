@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import midus_hf.ops
-from midus_hf.carried import plain_bank, standins
+from midus_hf.carried import standins
 from midus_hf.carried.collecting import Program
 from midus_hf.carried.sources import Edit, Name, SourceText, read_module
 from midus_hf.carried.standins import ENTRY_MODULE
@@ -102,7 +102,7 @@ def _module(config_class: type, kinds: tuple[str, ...], classes: Iterable[type],
 @cache
 def _stand_ins() -> dict[str, Name]:
     """Return the definitions that replace, in carried code, every definition of the same name in this package."""
-    modules = [*reference_modules(), plain_bank.__name__, standins.__name__]
+    modules = [*reference_modules(), standins.__name__]
     definitions = {name: read_module(name, frozenset(_PACKAGES)).definitions for name in modules}
     return {name: Name(module, name) for module in modules for name in definitions[module] if not name.startswith("_")}
 

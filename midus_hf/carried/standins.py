@@ -1,4 +1,4 @@
-"""Replacements, in a checkpoint's own code, for parts of the package: registries, the reading of options, `midus_hf.carried`.
+"""Replacements, in a checkpoint's own code, for parts of the package: registries, the reading of options, banks, `midus_hf.carried`.
 
 A definition of this module replaces every definition of the same name in the package.
 """
@@ -12,6 +12,8 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+
+from midus_hf.banks.mapped_bank import MappedBank
 
 ENTRY_MODULE = "modeling_midus"
 #: The options class of each type of memory in this code.
@@ -121,3 +123,18 @@ def write_code(folder: str | os.PathLike, config: Any) -> list[Path]:
     if not (path.exists() and path.samefile(source)):
         shutil.copyfile(source, path)
     return [path]
+
+
+class MemoryBank(MappedBank):
+    """Bank of a memory's blocks, for reading only, which can be copied beside another checkpoint."""
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Copy the bank into another folder, unless the bank is already there."""
+        if not (Path(folder).exists() and self.folder.samefile(folder)):
+            shutil.copytree(self.folder, folder, dirs_exist_ok=True, copy_function=_copy_to_new_file)
+
+
+def _copy_to_new_file(source: str, path: str) -> None:
+    """Copy a file. An existing file is replaced, never written into, since other checkpoints may link to the same file."""
+    Path(path).unlink(missing_ok=True)
+    shutil.copy2(source, path)

@@ -19,7 +19,7 @@ from carried.made import ALL_CASES, CASES, METHODS, MOST_LINES
 from pairs import by_default, wanted_by_tests
 
 import midus_hf
-from midus_hf.carried import plain_bank, standins
+from midus_hf.carried import standins
 from midus_hf.carried.module import reference_modules
 from midus_hf.carried.sources import defined, read_module
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
@@ -263,7 +263,7 @@ def test_a_stand_in_takes_the_place_of_nothing_else():
     plain = reference_modules()
     names = {
         name: module
-        for module in (*plain, plain_bank.__name__, standins.__name__)
+        for module in (*plain, standins.__name__)
         for name in read_module(module, frozenset({"midus_hf"})).definitions
         if not name.startswith("_")
     }
