@@ -128,7 +128,7 @@ def read_paths(documents: Iterable[Document], column: str) -> DocumentPaths:
                 f"{document.location} is plain text, which has no columns; expected JSON lines or Parquet, as midus cluster "
                 "assign writes."
             )
-        path = document.row.get(column)
+        path: Any = document.row.get(column)
         if not _is_path(path) or (paths and len(path) != len(paths[0])):
             raise DocumentError(
                 f"{document.location} has {path!r} under {column!r}; expected the document's node at each level of the tree, as "

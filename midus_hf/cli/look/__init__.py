@@ -50,7 +50,7 @@ def _enter(question: str, request_class: type[ModelRequest], help: str) -> None:
                 raise ValueError("--output is missing; page needs it, such as --output page.html.")
             for path in files:  # before the model is loaded
                 check_file("output", path, FILE_SUFFIXES, DRAWN_SUFFIXES)
-            request.check()
+            request.check()  # type: ignore[attr-defined]
             questions = importlib.import_module("midus_hf.cli.look.questions")  # which imports torch
             answer = getattr(questions, question)(request)
         show(answer.report, json_, lambda report: show_tables(answer.tables), indent=2)

@@ -201,7 +201,7 @@ def page(request: DriftRequest) -> Answer:
     """Answer every question that texts answer about the model: usage, ablation, drift and reading of the depth."""
     request.check_base()
     model, _ = request.loaded
-    answers = {}
+    answers: dict[str, Callable[[Any], Answer]] = {}
     for name, record, answer in (("usage", used.record_usage, usage), ("depth", depth_read.record_depth, depth)):
         with contextlib.suppress(ValueError), record(model):  # refused if the model has nothing of the kind
             answers[name] = answer
