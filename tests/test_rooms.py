@@ -10,7 +10,6 @@ ROOT = Path(__file__).parent.parent
 # Each may import those before it.
 ROOMS = (
     "request",
-    "machine",
     "architecture",
     "checkpoint",
     "plan",

@@ -17,7 +17,7 @@ from upscalers.tensors.solver import summary_table
 
 
 class Console(Progress):
-    """Progress bars on standard error: one for the current stage, and one for each task that runs beside it.
+    """A progress bar of the current stage on standard error.
 
     Nothing is drawn if standard error is not a terminal.
 
@@ -30,7 +30,6 @@ class Console(Progress):
         self._console = RichConsole(stderr=True)
         self._bar: rich_progress.Progress | None = None
         self._task: rich_progress.TaskID | None = None
-        self._tasks: dict[str, rich_progress.TaskID] = {}
 
     def start(self) -> None:
         self._bar = rich_progress.Progress(
@@ -54,18 +53,6 @@ class Console(Progress):
     def advance(self, num_steps: int = 1) -> None:
         if self._bar and self._task is not None:
             self._bar.advance(self._task, num_steps)
-
-    def begin(self, task: str, num_steps: int) -> None:
-        if self._bar:
-            self._tasks[task] = self._bar.add_task(f"  {task}", total=num_steps, unit="steps")
-
-    def step(self, task: str, num_steps: int = 1) -> None:
-        if self._bar and task in self._tasks:
-            self._bar.advance(self._tasks[task], num_steps)
-
-    def end(self, task: str) -> None:
-        if self._bar and task in self._tasks:
-            self._bar.remove_task(self._tasks.pop(task))
 
     def warn(self, message: str) -> None:
         self._console.print(f"{self._command}: warning: {message}", markup=False, highlight=False, soft_wrap=True)
@@ -213,10 +200,8 @@ def print_inspection(inspection: dict[str, Any]) -> None:
         _add(table, "not causal", "what a token gets depends on later tokens")
     _add(table, "options", ", ".join(f"{key}={_yaml(value)}" for key, value in inspection["options"].items()))
     _add(table, "seed", str(inspection["seed"]))
-    for edit in inspection.get("chapter_edits", []):
-        _add(table, "edited", f"midus edit {edit['command']}, chapters {edit['chapters']} of {edit['memory']}")
-    for shuffled in inspection.get("shuffles", []):
-        _add(table, "shuffled", f"rows of values of {', '.join(shuffled['memories'])}, seed {shuffled['seed']}")
+    for edit in inspection.get("edits", []):
+        _add(table, "edited", ", ".join(f"{key} {_yaml(value)}" for key, value in edit.items()))
     _add(
         table, "parameters", f"{inspection['parameters']['total']:,}, of them new {inspection['parameters']['new']:,}"
     )
@@ -286,17 +271,6 @@ def print_adapter(result: dict[str, Any]) -> None:
     layers = ", ".join(map(str, result["layers"])) or "no layer"
     summary = f"{result['peft_type']} adapter on {result['modules']} modules, in layers {layers} of {result['onto']}"
     RichConsole().print(f"{result['output']}: {summary}.", markup=False, soft_wrap=True)
-
-
-def print_shuffled(result: dict[str, Any]) -> None:
-    """Print which memories were shuffled, and whether the model computes the same as before."""
-    ending = (
-        "all are zero, so that the model computes what it did"
-        if result["same_function"]
-        else "no row stayed where it was"
-    )
-    summary = f"rows of {result['tables']} tables of values of {', '.join(result['memories'])} shuffled by seed {result['seed']}"
-    RichConsole().print(f"{result['output']}: {summary}; {ending}.", markup=False, soft_wrap=True)
 
 
 def _removed(layers: Sequence[int], memories: Sequence[str]) -> str:

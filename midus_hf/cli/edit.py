@@ -13,20 +13,18 @@ Model = Annotated[str, argument("A checkpoint that upscale made; it stays as it 
 Output = Annotated[str, option("Folder to make.", "PATH")]
 Chapters = Annotated[str, option("Chapters by number, such as 3,7-9.", "LIST")]
 Memory = Annotated[str | None, option("One of several memories.  [default: all, or the only one]", "NAME")]
-Bank = Annotated[int | None, option("One of several banks.  [default: all, or the only one]", "N")]
 Overwrite = Annotated[bool, flag("--overwrite", "Replace what upscale or this command wrote.")]
 
 app = command_line("Change what the memories of a checkpoint hold: chapters, or blocks of a bank.")
 
 
 @app.command("list")
-def list_(model: Model, memory: Memory = None, bank: Bank = None, json_: Json = False) -> None:
+def list_(model: Model, memory: Memory = None, json_: Json = False) -> None:
     """Show banks, their chapters, and the routers' biases."""
     from upscalers.console import Console
-    from upscalers.edits import listing
-    from upscalers.edits.tables import print_chapters
+    from upscalers.edits.listing import list_chapters, print_chapters
 
-    show(listing.list_chapters(model, memory, bank, Console("midus edit")), json_, print_chapters)
+    show(list_chapters(model, memory, Console("midus edit")), json_, print_chapters)
 
 
 @app.command()
@@ -35,14 +33,13 @@ def zero(
     chapters: Chapters,
     output: Output,
     memory: Memory = None,
-    bank: Bank = None,
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
     """Set rows of chapters to zero; routers still open them."""
     from upscalers.edits import chapters as edits
 
-    _show_edit(edits.zero(_request(model, output, memory, bank, overwrite), chapters), json_)
+    _show_edit(edits.zero(_request(model, output, memory, overwrite), chapters), json_)
 
 
 @app.command()
@@ -51,14 +48,13 @@ def prune(
     chapters: Chapters,
     output: Output,
     memory: Memory = None,
-    bank: Bank = None,
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
     """Take chapters out; later chapters move up."""
     from upscalers.edits import chapters as edits
 
-    _show_edit(edits.prune(_request(model, output, memory, bank, overwrite), chapters), json_)
+    _show_edit(edits.prune(_request(model, output, memory, overwrite), chapters), json_)
 
 
 @app.command()
@@ -71,9 +67,9 @@ def quantise(
     json_: Json = False,
 ) -> None:
     """Round banks of chapters to integers with a scale per row. Quantised banks need less room, and do not train."""
-    from upscalers.edits import quantising
+    from upscalers.edits import chapters as edits
 
-    _show_edit(quantising.quantise(_request(model, output, memory, None, overwrite), bits), json_)
+    _show_edit(edits.quantise(_request(model, output, memory, overwrite), bits), json_)
 
 
 @app.command()
@@ -89,21 +85,21 @@ def delete(
     """Delete what blocks have learned, in every bank. Deleted blocks add zero, like blocks that were never written."""
     from upscalers.edits import banks
 
-    result = banks.delete(banks.BankRequest(model, output, memory, overwrite), node, subtree)
+    result = banks.delete(_request(model, output, memory, overwrite), node, subtree)
     deleted = [f"{len(blocks):,} blocks of {name}" for name, blocks in result["banks"].items()]
     show(result, json_, lambda _: print(f"{result['output']}: deleted {' and '.join(deleted)}"))
 
 
-def _request(model: str, output: str, memory: str | None, bank: int | None, overwrite: bool) -> "EditRequest":
-    """Return the request of an edit of chapters, whose progress is shown on a terminal."""
+def _request(model: str, output: str, memory: str | None, overwrite: bool) -> "EditRequest":
+    """Return the request of an edit, whose progress is shown on a terminal."""
     from upscalers.console import Console
     from upscalers.edits.checkpoint_edit import EditRequest
 
-    return EditRequest(model, output, memory, bank, overwrite, Console("midus edit"))
+    return EditRequest(model, output, memory, overwrite, Console("midus edit"))
 
 
 def _show_edit(result: dict[str, Any], json_: bool) -> None:
-    from upscalers.edits.tables import print_edit
+    from upscalers.edits.listing import print_edit
 
     show(result, json_, print_edit)
 

@@ -53,8 +53,7 @@ class _Options:
         bool | None,
         flag(
             "--verify/--no-verify",
-            "Scan the base for NaN and compare both models' logits, layer by layer in little memory, or only check "
-            "each new block.  [default: verify, but check new blocks where memory does not suffice]",
+            "Scan the base for NaN, and compare both models' logits, layer by layer in little memory.  [default: verify]",
         ),
     ] = None
     allow_nan: Annotated[bool | None, flag("--allow-nan", "Let NaN and infinite values in the base pass.")] = None
@@ -218,11 +217,12 @@ def shuffle(
     json_: Json = False,
 ) -> None:
     """Permute the rows of a memory's values: a null control, whose addresses have lost their meaning."""
-    from upscalers.console import Console, print_shuffled
+    from upscalers.console import Console
+    from upscalers.edits.listing import print_edit
     from upscalers.edits.shuffling import shuffle as shuffle_checkpoint
 
     result = shuffle_checkpoint(model, output, seed, overwrite, progress=Console())
-    show(result, json_, print_shuffled)
+    show(result, json_, print_edit)
 
 
 def _parse_settings(settings: list[str]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def made(tmp_path_factory):
         request = (
             REQUESTS[method] if family not in PRESENT else {"method": method, "options": options_of(family, method)}
         )
-        upscale(base=base_of(family), output=output, verify=None if family in PRESENT else False, **request)
+        upscale(base=base_of(family), output=output, verify=family in PRESENT, **request)
         return base_of(family), output
 
     return of

@@ -13,8 +13,6 @@ from tests.upscalers.checkpoints import logits
 from upscalers.request.errors import VerificationError
 from upscalers.runs.upscale import upscale
 
-VERIFY = pytest.mark.parametrize("verify", [None, False], ids=["whole", "blocks"])
-
 
 @everywhere()
 def test_logits_are_those_of_the_base_and_the_config_says_where_memories_are(case, family, shared_base, upscaled):
@@ -25,25 +23,18 @@ def test_logits_are_those_of_the_base_and_the_config_says_where_memories_are(cas
     assert entry.get("name") == (case.method if case.is_attached else None)
 
 
-@pytest.mark.parametrize(
-    ("verify", "dtype"), [(None, torch.float32), (False, torch.bfloat16)], ids=["whole-float32", "blocks-bfloat16"]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @each(SOME)
-def test_both_checks_find_no_difference(case, family, dtype, verify, tmp_path):
+def test_the_comparison_finds_no_difference(case, family, dtype, tmp_path):
     base = save_tiny_model(family, tmp_path / "base", dtype)
-    report = upscale(base=base, method=case.method, output=tmp_path / "out", options=case.options, verify=verify)
-    assert report.identity.checked == ("blocks" if verify is False else "logits")
-    assert report.identity.max_abs_diff == 0.0
+    report = upscale(base=base, method=case.method, output=tmp_path / "out", options=case.options)
+    assert (report.identity.checked, report.identity.max_abs_diff) == ("logits", 0.0)
     assert torch.equal(logits(tmp_path / "out"), logits(base))
 
 
-@VERIFY
 @each(SOME)
-def test_values_that_are_not_zero_are_caught(case, family, verify, shared_base, tmp_path, monkeypatch):
+def test_values_that_are_not_zero_are_caught(case, family, shared_base, tmp_path, monkeypatch):
     monkeypatch.setattr(toy_memory, "ZEROS", Normal(1e-3))
-    message = "new layer [01] changes .* by up to" if verify is False else "logits differ from the base's by up to"
-    with pytest.raises(VerificationError, match=message):
-        upscale(
-            base=shared_base(family), method=case.method, output=tmp_path / "out", options=case.options, verify=verify
-        )
+    with pytest.raises(VerificationError, match="logits differ from the base's by up to"):
+        upscale(base=shared_base(family), method=case.method, output=tmp_path / "out", options=case.options)
     assert not (tmp_path / "out").exists()

@@ -40,9 +40,9 @@ def same_files(left, right) -> bool:
     )
 
 
-def check_stack(base, once, second, tmp_path, verify=None, **placing):
+def check_stack(base, once, second, tmp_path, **placing):
     """Upscale a trained model `once`: nothing that it computes changes, and `strip` gives it back, and then its base."""
-    report = upscale(base=once, output=tmp_path / "twice", verify=verify, **second, **placing)
+    report = upscale(base=once, output=tmp_path / "twice", **second, **placing)
     assert report.identity.max_abs_diff == 0.0
     assert torch.equal(logits(tmp_path / "twice"), logits(once))
     assert not torch.equal(logits(once), logits(base))
@@ -83,7 +83,7 @@ def test_a_memory_is_attached_to_or_inserted_in_a_model_with_trained_memory_bloc
     upscale(base=base, output=tmp_path / "hml", verify=False, **HML)
     options = {**case.options, **({"layers": [2]} if case.options.get("layers") == [1] else {})}
     once = trained(tmp_path / "hml", tmp_path / "once")
-    config = check_stack(base, once, {"method": case.method, "options": options}, tmp_path, verify=False)
+    config = check_stack(base, once, {"method": case.method, "options": options}, tmp_path)
     attached = config["memory"][1]
     assert attached["site"] == case.site
     if case.is_attached:

@@ -19,7 +19,8 @@ from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.tree import ClusterTree, check_tree
 from midus_hf.training.run import prepare, train
-from upscalers.edits.banks import BankRequest, delete
+from upscalers.edits.banks import delete
+from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
@@ -75,7 +76,7 @@ def test_the_tree_of_a_run_is_saved_beside_its_model_and_goes_wherever_the_model
     both = (TREE.fingerprint, TREE.fingerprint)
     assert fingerprints(made / "model") == both
     AutoModelForCausalLM.from_pretrained(made / "model").save_pretrained(tmp_path / "saved")
-    delete(BankRequest(made / "model", tmp_path / "deleted"), ["2:4"])
+    delete(EditRequest(made / "model", tmp_path / "deleted"), ["2:4"])
     upscale(base=made / "model", method="llama-pro", output=tmp_path / "deeper", num_new_layers=1, verify=False)
     strip(tmp_path / "deeper", tmp_path / "stripped")
     for name in ("saved", "deleted", "deeper", "stripped"):

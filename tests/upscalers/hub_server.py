@@ -13,8 +13,8 @@ from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_loopback"
 LARGE_SUFFIXES = (".safetensors",)
-# What the hub knows of the one who holds `TOKEN`.
-ACCOUNT = {"type": "user", "name": "me", "orgs": [], "auth": {"accessToken": {"displayName": "mine", "role": "write"}}}
+# The name of the one who holds `TOKEN`.
+OWNER = "me"
 
 
 @dataclass
@@ -61,7 +61,6 @@ class LoopbackHub:
         repositories: By id, their files by path.
 
     Attributes:
-        account: What `whoami` tells the holder of `TOKEN`.
         dies_in: A part of the path of those uploads whose connection is cut after half of their body.
         refuses_commits: The status that commits are refused with.
         fails_access: The status that every question for access is answered with; 0 cuts the connection instead.
@@ -72,7 +71,6 @@ class LoopbackHub:
     def __init__(self, repositories: dict[str, dict[str, bytes]]):
         self.repositories = {name: Repository(dict(files)) for name, files in repositories.items()}
         self.large_objects: dict[str, bytes] = {}
-        self.account: dict = ACCOUNT
         self.dies_in: str | None = None
         self.refuses_commits: int | None = None
         self.fails_access: int | None = None
@@ -122,10 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _get(self) -> None:
         path = self._path()
-        if path == "/api/whoami-v2":
-            known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-            self._send(200 if known else 401, self.hub.account if known else {"error": "Invalid user token"})
-        elif path.startswith("/api/models/") and "/auth-check" in path:
+        if path.startswith("/api/models/") and "/auth-check" in path:
             self._check_access(path.removeprefix("/api/models/"))
         elif path.startswith("/api/models/"):
             self._answer_about_model(path.removeprefix("/api/models/"))
@@ -211,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(401, {"error": "Invalid user token"})
         elif path == "/api/repos/create":
             request = json.loads(body)
-            name = "/".join(part for part in (request.get("organization"), request["name"]) if part)
+            name = f"{request.get('organization') or OWNER}/{request['name']}"
             if name in self.hub.repositories:
                 self._send(409, {"error": "You already created this model repo", "url": f"{self.hub.address}/{name}"})
             else:

@@ -91,8 +91,6 @@ KINDS: dict[str, dict[str, Any]] = {
     for method, (small, kinds) in _OPTIONS.items()
     for name, options in kinds.items()
 }
-# Of the methods that insert memory.
-MEMORIES = {name: kind for name, kind in KINDS.items() if kind["method"] in SMALL}
 
 KINDS |= {
     **{f"midus-hml at {at}": {**KINDS["midus-hml"], "placement": at} for at in ("top-heavy", "bottom-heavy", "0,1,4,7,8,9")},

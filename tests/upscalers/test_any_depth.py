@@ -166,18 +166,6 @@ def test_layers_of_the_base_keep_every_bit_and_new_layers_are_of_the_kind_of_the
     assert torch.equal(logits, expected) if method in ("llama-pro", "opt-deus") else logits.isfinite().all()
 
 
-@pytest.mark.parametrize("model_type", by_default(made_by("avg-deus"), INFERRED))
-def test_an_average_is_the_mean_of_each_tensor_and_a_buffer_that_of_the_next_layer(model_type, make):
-    made = make(model_type, "avg-deus")
-    old, new, buffers = read_tensors(made.base), read_tensors(made.output), buffers_of(load(made.base))
-    for index in made.plan.new_indices:
-        following, previous = (layer_of(old, source) for source in made.plan.layers[index].sources)
-        for name, tensor in layer_of(new, index).items():
-            mean = (previous[name].double() + following[name].double()) / 2
-            expected = following[name] if name in buffers - {"layer_scalar"} else mean.to(tensor.dtype)
-            assert same_bits(tensor, expected), name
-
-
 @pytest.mark.parametrize(
     ("model_type", "method"),
     by_default(
@@ -211,29 +199,6 @@ def test_norms_are_combined_by_what_they_multiply_by_and_other_tensors_as_they_a
                 assert own == "layer_scalar" or torch.equal(buffer, originals[0].get_buffer(own)), f"{name}.{own}"
 
 
-@pytest.mark.parametrize("model_type", by_default(made_by("attenuated-copy"), INFERRED))
-def test_an_attenuated_copy_scales_what_writes_to_the_residual_stream_alone(model_type, make):
-    made = make(model_type, "attenuated-copy")
-    old, new = read_tensors(made.base), read_tensors(made.output)
-    for index in made.plan.new_indices:
-        source = layer_of(old, made.plan.sources[index])
-        scaled = {name for name, tensor in layer_of(new, index).items() if not same_bits(tensor, source[name])}
-        for name in scaled:
-            factors = [((layer_of(new, index)[name] + gain) / (source[name] + gain)).double() for gain in (0.0, 1.0)]
-            assert any(torch.allclose(each, torch.tensor(0.5).sqrt().double(), rtol=1e-4) for each in factors), name
-        modules = {
-            name.rsplit(".", 1)[0].rsplit(".", 1)[-1] if name.endswith(("weight", "bias")) else name for name in scaled
-        }
-        assert len(scaled) >= 2 and not modules & {
-            "q_proj",
-            "k_proj",
-            "v_proj",
-            "gate_proj",
-            "up_proj",
-            "input_layernorm",
-        }
-
-
 @pytest.mark.parametrize("model_type", by_default(made_by("lesa"), INFERRED))
 def test_lesa_predicts_matrices_and_takes_norms_from_the_first_layer_and_the_rest_from_both_sides(model_type, make):
     made = make(model_type, "lesa")
@@ -252,29 +217,6 @@ def test_lesa_predicts_matrices_and_takes_norms_from_the_first_layer_and_the_res
             elif tensor.dim() < 2:
                 assert same_bits(tensor, following[name] if name in buffers else mean), name
         assert predicted >= 4
-
-
-def test_a_repeated_layer_computes_what_its_source_computes_from_the_same_input(make):
-    """Run each layer of the base, in hooks, on what its copy read in the result."""
-    made = make("granite_swa", "solar")
-    base, model = load(made.base), load(made.output)
-    read: dict[int, torch.Tensor] = {}
-    gave: dict[int, torch.Tensor] = {}
-    for index, layer in enumerate(model.model.layers):
-        layer.register_forward_pre_hook(lambda _, inputs, index=index: read.update({index: inputs[0]}))
-        layer.register_forward_hook(lambda *call, index=index: gave.update({index: call[-1]}))
-    with torch.no_grad():
-        model(tokens())
-        for index, source in enumerate(made.plan.sources):
-            results = []
-            handles = [
-                base.model.layers[source].register_forward_pre_hook(lambda _, inputs, index=index: (read[index], *inputs[1:])),
-                base.model.layers[source].register_forward_hook(lambda *call, results=results: results.append(call[-1])),
-            ]  # fmt: skip
-            base(tokens())
-            assert torch.equal(results[0], gave[index])
-            for handle in handles:
-                handle.remove()
 
 
 EXPERTS = r"layer 0, whose feed-forward network is a mixture of experts; .* experts of one layer have no counterparts in another"
@@ -320,7 +262,7 @@ def test_a_scale_of_a_norm_whose_gain_cannot_be_read_is_refused(base_of, tmp_pat
     assert upscale(**request, output=tmp_path / "out").new_layer_indices == [1]
 
 
-@pytest.mark.parametrize("verify", [None, False])
+@pytest.mark.parametrize("verify", [True, False])
 def test_layers_that_read_what_earlier_layers_left_are_compared_where_they_stand(verify, base_of, tmp_path):
     """Compare each layer with its source on the whole model, since no setting of a layer shows what else the layer reads."""
     request = {"base": base_of("zaya"), "method": "solar", "output": tmp_path / "out", "verify": verify}
@@ -473,17 +415,3 @@ def test_stacked_projections_are_fused_as_those_that_stand_apart(base_of, tmp_pa
             joined = torch.cat([parts[f"{name.partition('.')[0]}.{part}.weight"] for part in of])
             assert torch.equal(layer[f"{name}.weight"], joined), (index, name)
         assert torch.equal(layer["mlp.down_proj.weight"], parts["mlp.down_proj.weight"])
-
-
-def test_each_of_the_stacked_projections_is_predicted_on_its_own(base_of, tmp_path):
-    """Change the values of a base: nothing that is predicted of queries and keys may change."""
-    tensors = read_tensors(base_of("phi3"))
-    tiny_model("phi3").save_pretrained(tmp_path / "changed")
-    for name in (name for name in tensors if "qkv_proj" in name):
-        tensors[name][48:] *= 2
-    write_tensors(tmp_path / "changed", tensors)
-    made = []
-    for base in (base_of("phi3"), tmp_path / "changed"):
-        upscale(base=base, method="lesa", output=tmp_path / f"out-{len(made)}", options=OPTIONS["lesa"])
-        made.append(read_tensors(tmp_path / f"out-{len(made)}")["model.layers.2.self_attn.qkv_proj.weight"])
-    assert torch.equal(made[0][:48], made[1][:48]) and not torch.allclose(made[0][48:], made[1][48:])

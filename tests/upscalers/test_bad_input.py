@@ -180,35 +180,19 @@ BASES: dict[str, tuple[Mutation, str]] = {
 }  # fmt: skip
 
 
-WITHOUT_VERIFICATION = {
-    "NaN": None,
-    "unknown activation": "transformers cannot build a model from the config .KeyError: 'gelo'.. Repair config.json",
-    "scale not a number": "transformers cannot run a layer of this config .TypeError: .*complex.* Repair config.json",
-}
-
-
 @pytest.mark.parametrize(("arguments", "message"), REQUESTS, ids=[" ".join(arguments) for arguments, _ in REQUESTS])
 def test_a_request_that_makes_no_sense_is_refused(command, base, tmp_path, arguments, message, refused):
     usual = ["--base", base, "--method", "midus-hml", "--output", tmp_path / "out"]
     refused(command(*usual, *arguments), message, [])
 
 
-@pytest.mark.parametrize(
-    ("case", "verify"),
-    [*((case, "--verify") for case in BASES), *((case, "--no-verify") for case in WITHOUT_VERIFICATION)],
-)
-def test_a_base_that_cannot_be_upscaled_is_refused(command, tmp_path, case, verify, refused):
+@pytest.mark.parametrize("case", BASES)
+def test_a_base_that_cannot_be_upscaled_is_refused(command, tmp_path, case, refused):
     mutate, message = BASES[case]
-    if verify == "--no-verify":
-        message = WITHOUT_VERIFICATION[case]
     base = save_base(tmp_path / "base")
     mutate(base)
     arguments = ("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", "--set", "n=8", "--set", "k=2")
-    outcome = command(*arguments, verify)
-    if message is None:
-        assert outcome.status == 0
-    else:
-        refused(outcome, message, ["base"])
+    refused(command(*arguments), message, ["base"])
 
 
 @pytest.mark.parametrize(
@@ -229,16 +213,6 @@ def test_an_output_that_cannot_be_made_is_refused(command, tmp_path, output, mes
     refused(outcome, message, ["base", "exists", "file"])
 
 
-def test_a_file_is_no_base_and_no_hub_id(command, tmp_path, refused):
-    (tmp_path / "model.safetensors").write_bytes(b"x")
-    outcome = command("--base", tmp_path / "model.safetensors", "--method", "midus-hml", "--output", tmp_path / "out")
-    refused(
-        outcome,
-        "model.safetensors' is a file; expected a folder, .* Give the folder of the chec",
-        ["model.safetensors"],
-    )
-
-
 @pytest.mark.parametrize("missing", ["--base", "--method", "--output"])
 def test_what_is_needed_is_asked_for(command, base, tmp_path, missing, refused):
     given = {"--base": base, "--method": "midus-hml", "--output": tmp_path / "out"}
@@ -253,14 +227,6 @@ def test_inspect_and_strip_refuse_what_upscale_did_not_make(command, base, tmp_p
     refused(command(*arguments), "was not made by upscale: its config.json has no 'upscale' entry", [])
     (tmp_path / "empty").mkdir()
     refused(command(verb, tmp_path / "empty", *arguments[2:]), "has no config.json", ["empty"])
-
-
-def test_a_head_of_odd_size_is_refused(command, base, tmp_path, refused):
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "config.json").write_bytes((base / "config.json").read_bytes())
-    edit_config(tmp_path / "base", head_dim=5)
-    outcome = command("--base", tmp_path / "base", "--method", "midus-hml", "--dry-run")
-    refused(outcome, "head_dim is 5; expected an even number, half for rows and half for columns", ["base"])
 
 
 @pytest.mark.parametrize(
@@ -289,14 +255,6 @@ def test_a_base_or_option_that_a_memory_has_no_widths_for_is_refused(
     chosen = [word for pair in options for word in ("--set", pair)]
     outcome = command("--base", tmp_path / "base", "--method", method, "--dry-run", *chosen)
     refused(outcome, message, ["base"])
-
-
-@pytest.mark.parametrize("method", ["midus-linear", "midus-hml"])
-def test_what_one_memory_cannot_take_another_may(command, base, tmp_path, method):
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "config.json").write_bytes((base / "config.json").read_bytes())
-    edit_config(tmp_path / "base", hidden_size=20, head_dim=8)
-    assert command("--base", tmp_path / "base", "--method", method, "--dry-run").status == 0
 
 
 def test_a_pickle_is_not_loaded_even_beside_safetensors(command, tmp_path):

@@ -173,15 +173,6 @@ def test_tokenizer_and_provenance_come_from_the_file(base, tmp_path):
     assert "quantization_config" not in config_of(tmp_path / "out")
 
 
-def test_nothing_is_left_beside_the_file_or_among_temporary_files(base, tmp_path, monkeypatch):
-    path, _ = base
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    with_memory(path, tmp_path / "out", verify=False)
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
-    assert list((tmp_path / "temporary").iterdir()) == []
-
-
 def test_a_file_that_is_no_gguf_is_refused(tmp_path):
     for name, content in (("empty.gguf", b""), ("noise.gguf", b"noise" * 100), ("cut.gguf", b"GGUF\x03\0\0\0")):
         (tmp_path / name).write_bytes(content)

@@ -1,4 +1,4 @@
-"""The methods of hierarchical memories: their banks are made, counted, carried along and guarded."""
+"""The methods of hierarchical memories: their banks are made, counted, carried along, guarded, and have room."""
 
 import json
 import shutil
@@ -6,18 +6,17 @@ import shutil
 import pytest
 import torch
 from models.hierarchical_models import IDS, KINDS, OTHER_IDS
-from tiny import prompt
+from tiny import prompt, save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from midus_hf.cli import edit
-from midus_hf.config.fetched_blocks import BANKS_FOLDER
+from midus_hf.config.fetched_blocks import BANKS_FOLDER, level_file
 from midus_hf.files.ownership import foreign_files
 from tests.upscalers.checkpoints import config_of, edit_config, file_digests, load, record_of, same_tensors, save_base
 from tests.upscalers.hub_server import Repository, files_of
 from tests.upscalers.methods import SMALL_TREE as SMALL
 from tests.upscalers.methods import trained
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
-from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.streamed_model import path_of_last_leaf
 from upscalers.runs.upscale import upscale
 
@@ -120,14 +119,6 @@ def test_blocks_of_a_second_memory_of_the_same_type_are_others(base, tmp_path):
     assert not torch.equal(banks.of("hier-ffn").block(3, 5), banks.of("hier-ffn-2").block(3, 5))
 
 
-def test_the_dtype_of_the_bank_follows_the_output_and_carried_ones_stay(base, tmp_path):
-    upscale(base=base, method="hier-ffn", output=tmp_path / "once", options=SMALL, dtype="bfloat16", verify=False)
-    assert load(tmp_path / "once").banks.of("hier-ffn").dtype == torch.bfloat16
-    upscale(base=tmp_path / "once", method="hier-kv", output=tmp_path / "twice", options=SMALL, dtype="float32")
-    banks = load(tmp_path / "twice").banks
-    assert (banks.of("hier-ffn").dtype, banks.of("hier-kv").dtype) == (torch.bfloat16, torch.float32)
-
-
 def test_another_tree_beside_the_first_is_refused(base, command, tmp_path):
     upscale(base=base, method="hier-ffn", output=tmp_path / "once", options=SMALL, verify=False)
     done = command(
@@ -200,17 +191,6 @@ def test_a_base_on_the_hub_has_its_bank(hub, base, command, tmp_path):
         assert torch.equal(loaded(prompt(), memory_ids=IDS).logits, logits(once, IDS))
 
 
-def test_editing_chapters_carries_banks_along(base, in_process, tmp_path):
-    upscale(base=base, method="hier-ffn", output=tmp_path / "new", options=SMALL, verify=False)
-    once = trained(tmp_path / "new", tmp_path / "once")
-    upscale(base=once, method="moc", output=tmp_path / "twice", verify=False)
-    words = ("prune", tmp_path / "twice", "--chapters", "1", "--output", tmp_path / "edited")
-    done = in_process(edit.main, *words)
-    assert done.status == 0, done.err
-    assert bank_of(tmp_path / "edited", "hier-ffn") == bank_of(once, "hier-ffn")
-    assert torch.equal(logits(tmp_path / "edited", IDS), logits(once, IDS))
-
-
 def test_banks_that_are_carried_count_for_the_room_that_is_needed(base, command, tmp_path, monkeypatch):
     upscale(base=base, method="hier-ffn", output=tmp_path / "new", options={"sizes": [1024]}, verify=False)
     once = trained(tmp_path / "new", tmp_path / "once")
@@ -229,20 +209,63 @@ def test_banks_that_are_carried_count_for_the_room_that_is_needed(base, command,
             assert status == 0 or "GB free. Make room or" in done.err
 
 
-def test_inspect_tells_of_the_memory(base, command, tmp_path):
-    upscale(base=base, method="hier-lora-vo", output=tmp_path / "out", options=SMALL, verify=False)
-    found = inspect_checkpoint(tmp_path / "out")
-    assert found["method"] == "hier-lora-vo" and "hier-lora-vo" in json.dumps(found["memory"])
-    counts = upscale(base=base, method="hier-lora-vo", options=SMALL, dry_run=True).parameters
-    assert (found["parameters"]["fetched"], found["parameters"]["bank"]) == (counts.fetched, counts.bank)
-    done = command("inspect", tmp_path / "out")
-    assert done.status == 0 and "hier-lora-vo" in done.out
-    assert f"of which a text fetches {counts.fetched:,}" in " ".join(done.out.split())
-
-
 def test_a_bank_that_belongs_to_another_config_is_found_when_the_model_loads(base, tmp_path):
     upscale(base=base, method="hier-ffn", output=tmp_path / "out", options=SMALL, verify=False)
     (entry,) = config_of(tmp_path / "out")["memory"]
     edit_config(tmp_path / "out", memory=[{**entry, "sizes": [3, 0, 4]}])
     with pytest.raises(ValueError, match="belongs to another model"):
         load(tmp_path / "out")
+
+
+def test_editing_chapters_carries_banks_along(base, in_process, tmp_path):
+    upscale(base=base, method="hier-ffn", output=tmp_path / "new", options=SMALL, verify=False)
+    once = trained(tmp_path / "new", tmp_path / "once")
+    upscale(base=once, method="moc", output=tmp_path / "twice", verify=False)
+    words = ("prune", tmp_path / "twice", "--chapters", "1", "--output", tmp_path / "edited")
+    done = in_process(edit.main, *words)
+    assert done.status == 0, done.err
+    assert bank_of(tmp_path / "edited", "hier-ffn") == bank_of(once, "hier-ffn")
+    assert torch.equal(logits(tmp_path / "edited", IDS), logits(once, IDS))
+
+
+def test_a_bank_that_no_file_can_hold_is_refused_before_anything_is_written(base, command, tmp_path):
+    options = ("--set", "branching=100000", "--set", "sizes=[0,0,64]")
+    for dry in ((), ("--dry-run",)):
+        done = command("--base", base, "--method", "hier-ffn", "--output", tmp_path / "out", *options, *dry)
+        assert done.status == 2 and done.err.count("\n") == 1
+        assert (
+            "branching is 100000, so level 3 of the bank of hier-ffn has 1,000,000,000,000,000 blocks, a file of 98,"
+            in done.err
+        )
+        assert (
+            f"cannot hold even while it is empty ({tmp_path} has " in done.err
+            and "Lower branching, or the sizes" in done.err
+        )
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bank_that_would_outgrow_the_disk_as_it_trains_is_told(base, command, tmp_path, monkeypatch):
+    free = 70_000_000
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - free, free))
+    words = ("--base", base, "--method", "hier-ffn", "--no-verify", "--output")
+    done = command(*words, tmp_path / "large", "--set", "sizes=[4096]")
+    told = f"the bank of hier-ffn takes 0.11 GB once all of its blocks are trained, but {tmp_path} has 0.07 GB free;"
+    assert done.status == 0 and f"upscale: warning: {told}" in done.err
+    assert command(*words, tmp_path / "small", "--set", "sizes=[64]").err == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_files_of_banks_are_as_large_as_their_layout_says(dtype, tmp_path):
+    base = save_tiny_model("llama", tmp_path / "base", dtype)
+    upscale(
+        base=base,
+        method="hier-kv",
+        output=tmp_path / "out",
+        options={"sizes": [3, 0, 2], "branching": 3},
+        verify=False,
+    )
+    for name, layout in load(tmp_path / "out").config.memories().banks.items():
+        for level in layout.levels:
+            path = tmp_path / "out" / BANKS_FOLDER / name / level_file(level)
+            header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+            assert path.stat().st_size == header + layout.file_bytes(level, dtype.itemsize)

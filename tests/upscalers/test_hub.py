@@ -1,17 +1,24 @@
 """From the hub and to the hub, with huggingface_hub's own client against a server on loopback."""
 
+import json
+import shlex
 import socket
+import time
 
 import pytest
 import torch
-from processes.warm import run_warm
+from huggingface_hub import constants
 from tiny import prompt
 from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.memory_bank import MemoryBank
-from tests.upscalers.checkpoints import load, logits, record_of, save_base
+from tests.upscalers.checkpoints import config_of, load, logits, record_of, save_base
 from tests.upscalers.conftest import point_client_at
 from tests.upscalers.hub_server import Repository, client_environment, files_of
+from tests.upscalers.processes import run_python
+from upscalers.checkpoint.hub import prepare_repository
+from upscalers.request.errors import RequestError
+from upscalers.runs import upscale as run
 from upscalers.runs.upscale import upscale
 
 SMALL = ("--set", "n=8", "--set", "k=2")
@@ -62,56 +69,21 @@ def test_a_dry_run_and_inspect_download_no_weights(base, hub, command, tmp_path)
     assert hub.downloaded("me/upscaled") == {"config.json", "upscale.json"}
 
 
-REQUEST = ("--base", "org/base", "--method", "midus-hml", "--output", "out")
+DOWNLOADED = ("--base", "org/base", "--method", "midus-hml", "--output", "out")
 
 
-def test_a_repository_that_is_not_there_is_told_apart_from_a_hub_that_is_not(hub, command, refused, monkeypatch):
-    refused(command(*REQUEST), "'org/base' is no local folder and was not found on the hub. Check its spelling.", None)
+def test_what_cannot_be_downloaded_is_told_with_the_reason(base, hub, command, refused, monkeypatch):
+    refused(
+        command(*DOWNLOADED), "'org/base' is no local folder and was not found on the hub. Check its spelling.", None
+    )
+    hub.repositories["org/base"] = Repository(files_of(base), gated=True)
+    refused(
+        command(*DOWNLOADED), "'org/base' is gated; accept its terms on the hub and log in with 'hf auth login'.", None
+    )
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         point_client_at(f"http://127.0.0.1:{unused.getsockname()[1]}", monkeypatch)
-        refused(command(*REQUEST), "'org/base' is no local folder, and the hub cannot be reached", None)
-
-
-def test_a_gated_repository_says_what_to_do(base, hub, command, tmp_path):
-    hub.repositories["org/base"] = Repository(files_of(base), gated=True)
-    done = command(*REQUEST)
-    assert done.status == 2
-    assert (
-        "'org/base' is gated; accept its terms on the hub and log in with 'hf auth login'."
-        in done.err.splitlines()[-1]
-    )
-    assert "Traceback" not in done.err
-    assert not (tmp_path / "out").exists()
-
-
-LOAD_WITHOUT_THE_PACKAGE = """
-import os
-import sys
-import torch
-import transformers.dynamic_module_utils
-from huggingface_hub import HfApi, constants
-from transformers import AutoModelForCausalLM
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("midus_hf", "upscalers"):
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, Blocked())
-# These variables were read when the libraries were imported.
-address = os.environ["HF_ENDPOINT"]
-constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = address, False, True
-constants.HUGGINGFACE_CO_URL_TEMPLATE = address + "/{repo_id}/resolve/{revision}/{filename}"
-constants.HF_HUB_CACHE = os.environ["HF_HUB_CACHE"]
-HfApi.endpoint = property(lambda client: address, lambda client, value: None)
-transformers.dynamic_module_utils.HF_MODULES_CACHE = os.environ["HF_HOME"] + "/modules"
-torch.set_num_threads(1)
-for repository in ("me/pushed", "me/saved-and-pushed"):
-    model = AutoModelForCausalLM.from_pretrained(repository, dtype="auto", trust_remote_code=True).eval()
-    with torch.no_grad():
-        torch.save(model(torch.load(sys.argv[1])).logits, f"{sys.argv[2]}-{repository.partition('/')[2]}.pt")
-"""
+        refused(command(*DOWNLOADED), "'org/base' is no local folder, and the hub cannot be reached", None)
 
 
 def test_a_model_pushed_from_python_brings_its_code(base, hub, tmp_path):
@@ -120,13 +92,12 @@ def test_a_model_pushed_from_python_brings_its_code(base, hub, tmp_path):
     model.push_to_hub("me/pushed")
     model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="me/saved-and-pushed")
     for name in ("me/pushed", "me/saved-and-pushed"):
-        assert {"config.json", "modeling_midus.py"} <= hub.repositories[name].files.keys()
-    torch.save(prompt(), tmp_path / "tokens.pt")
-    arguments = (tmp_path / "tokens.pt", tmp_path / "logits")
-    loaded = run_warm(LOAD_WITHOUT_THE_PACKAGE, *arguments, folder=tmp_path, **client_environment(hub, tmp_path))
-    assert loaded.returncode == 0, loaded.stderr
-    for name in ("pushed", "saved-and-pushed"):
-        assert torch.equal(torch.load(tmp_path / f"logits-{name}.pt"), logits(base))
+        files = hub.repositories[name].files
+        assert files["modeling_midus.py"] == (tmp_path / "out" / "modeling_midus.py").read_bytes()
+        assert json.loads(files["config.json"])["auto_map"] == config_of(tmp_path / "out")["auto_map"]
+        loaded = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
+        with torch.no_grad():
+            assert torch.equal(loaded(prompt()).logits, logits(base))
 
 
 def test_a_model_pushed_from_python_brings_its_bank(base, hub, tmp_path):
@@ -149,3 +120,115 @@ def test_a_model_pushed_from_python_brings_its_bank(base, hub, tmp_path):
         assert not torch.equal(loaded(prompt()).logits, fetched)
     with pytest.raises(ValueError, match=r"expected push_to_hub\(repo_id\), which uploads both"):
         model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="me/other")
+
+
+REQUEST = ("--method", "midus-hml", "--output", "out", "--set", "n=8", "--set", "k=2", "--no-verify")
+
+
+HF = "from huggingface_hub.cli.hf import main; main()"
+
+
+MAY_NOT = "but the hub does not let this account write there ("
+
+
+REFUSED = {
+    "no login": ("HF_TOKEN", "", "me/x", MAY_NOT),
+    "a token that the hub does not know": ("HF_TOKEN", "hf_wrong", "me/x", MAY_NOT),
+    "a repository of others": (None, None, "others/theirs", MAY_NOT),
+    "offline": ("HF_HUB_OFFLINE", True, "me/x", "but HF_HUB_OFFLINE is set; expected a hub that can be reached."),
+    "no hub": ("ENDPOINT", "http://127.0.0.1:9", "me/x", "but the hub does not answer (ConnectError"),
+}
+
+
+@pytest.mark.parametrize(("name", "value", "repository", "message"), REFUSED.values(), ids=REFUSED)
+def test_without_a_hub_that_lets_the_person_write_nothing_is_begun(
+    base, hub, command, tmp_path, name, value, repository, message, refused, monkeypatch
+):
+    hub.repositories = {"others/theirs": Repository(read_only=True)}
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    if name == "HF_TOKEN":
+        monkeypatch.setenv(name, value)
+    elif name == "ENDPOINT":
+        point_client_at(value, monkeypatch)
+    elif name is not None:
+        monkeypatch.setattr(constants, name, value)
+    done = command("--base", base, *REQUEST, "--push-to-hub", repository)
+    refused(done, f"push-to-hub is '{repository}', {message}", None)
+    assert hub.repositories.keys() == {"others/theirs"}
+
+
+@pytest.mark.parametrize("status", [0, 500], ids=["a cut connection", "an error of the hub"])
+def test_a_hub_that_fails_while_access_is_checked_is_named(hub, monkeypatch, status):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the client's own attempts
+    hub.fails_access = status
+    with pytest.raises(RequestError, match=r"push-to-hub is 'me/x', but the hub does not answer .*Try again later"):
+        prepare_repository("me/x", private=False)
+
+
+def test_a_dry_run_asks_no_hub(base, hub, command):
+    assert command("--base", base, *REQUEST, "--push-to-hub", "others/x", "--dry-run").status == 0
+    assert hub.requests == []
+
+
+def test_a_private_repository_is_made_private_and_a_public_one_is_not_taken_for_it(
+    base, hub, command, tmp_path, refused
+):
+    hub.repositories["me/public"] = Repository()
+    done = command("--base", base, *REQUEST, "--push-to-hub", "me/public", "--private")
+    refused(done, "push-to-hub is 'me/public', which exists and is public; expected a new or a private", None)
+    assert command("--base", base, *REQUEST, "--push-to-hub", "mine", "--private").status == 0
+    assert hub.repositories["me/mine"].private
+    assert hub.repositories["me/mine"].files == files_of(tmp_path / "out")
+    assert command("--base", base, *REQUEST, "--push-to-hub", "me/mine", "--private", "--overwrite").status == 0
+    assert command("--base", base, *REQUEST, "--push-to-hub", "open", "--overwrite").status == 0
+    assert not hub.repositories["me/open"].private
+    assert 'from_pretrained("me/open", trust_remote_code=True)' in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_private_is_refused_where_nothing_is_uploaded(base, command, refused):
+    message = "private is given without push-to-hub; expected both. Pass --push-to-hub REPO as well."
+    refused(command("--base", base, *REQUEST, "--private"), message, None)
+
+
+@pytest.mark.parametrize("place", ["/commit/", "/lfs/"], ids=["small files", "weights"])
+def test_a_connection_that_dies_while_uploading_keeps_report_and_checkpoint(
+    base, hub, command, tmp_path, monkeypatch, place
+):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the client's own attempts
+    hub.dies_in = place
+    done = command("--base", base, *REQUEST, "--push-to-hub", "me/x", "--private", "--json")
+    assert hub.repositories["me/x"].commits == 0
+    assert done.status == 1, done.err
+    assert (done.json()["output"], done.json()["num_layers"]) == ("out", 6)
+    last_line = done.err.splitlines()[-1]
+    assert "upscale: the upload to me/x failed (" in last_line
+    assert last_line.endswith("; out is complete. Upload it with: hf upload me/x out --private")
+    assert "Traceback" not in done.err
+    assert torch.equal(logits(base), logits(tmp_path / "out"))
+
+
+def test_the_command_that_a_failed_upload_names_uploads_the_folder(base, hub, command, tmp_path):
+    hub.refuses_commits = 503
+    failed = command("--base", base, *REQUEST, "--push-to-hub", "me/x", "--private")
+    hub.refuses_commits = None
+    words = shlex.split(failed.err.rpartition("Upload it with: hf ")[2])
+    uploaded = run_python(HF, *words, folder=tmp_path, **client_environment(hub, tmp_path))
+    assert uploaded.returncode == 0, uploaded.stderr
+    assert hub.repositories["me/x"].private
+    assert hub.repositories["me/x"].files == files_of(tmp_path / "out")
+
+
+def test_an_interrupted_upload_says_that_the_folder_is_complete(base, command, tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "prepare_repository", lambda repository, private: repository)
+    monkeypatch.setattr(run, "push_folder", interrupted)
+    monkeypatch.chdir(tmp_path)
+    done = command("--base", base, *REQUEST, "--push-to-hub", "me/x", "--json")
+    assert done.status == 130
+    assert done.json()["output"] == "out"
+    assert "the upload to me/x was interrupted; out is complete. Upload it with: hf upload me/x out" in done.err
+    assert "nothing is left" not in done.err
+    assert torch.equal(logits(base), logits(tmp_path / "out"))

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.upscalers.checkpoints import read_tensors, record_of, same_tensors, save_base
 from tests.upscalers.hub_server import Repository, files_of
-from upscalers.request.errors import RequestError
 from upscalers.runs import upscale as run
 from upscalers.runs.upscale import upscale
 
@@ -71,25 +70,6 @@ def test_a_revision_is_taken_recorded_and_pinned_by_the_recipe(two_revisions, ba
     assert files_of(tmp_path / "again") == files_of(tmp_path / "out")
 
 
-def test_the_main_branch_is_pinned_too_and_may_move_while_working(
-    two_revisions, bases, command, tmp_path, monkeypatch
-):
-    planned = run._planned
-    first, files = two_revisions.revision, dict(two_revisions.files)
-
-    def then_someone_pushes(*arguments):
-        two_revisions.tags["before"] = files
-        two_revisions.files = files_of(bases[0])
-        return planned(*arguments)
-
-    two_revisions.tags.clear()
-    monkeypatch.setattr(run, "_planned", then_someone_pushes)
-    assert command("--base", "org/base", *REQUEST).status == 0
-    assert base_tensors(tmp_path / "out") == base_tensors(bases[1])
-    assert record_of(tmp_path / "out")["base"]["revision"] == first
-    assert f"revision: {first}" in (tmp_path / "out" / "README.md").read_text()
-
-
 def test_inspect_and_strip_take_a_revision_as_well(hub, bases, command, tmp_path):
     assert command("--base", bases[0], *REQUEST).status == 0
     hub.repositories["me/up"] = Repository(files={}, tags={"v1": files_of(tmp_path / "out")})
@@ -119,11 +99,6 @@ def test_a_revision_that_cannot_be_is_refused(two_revisions, command, tmp_path, 
     assert message in done.err.splitlines()[-1]
     assert "Traceback" not in done.err
     assert not (tmp_path / "out").exists()
-
-
-def test_a_revision_of_another_type_is_refused(bases):
-    with pytest.raises(RequestError, match="revision is 3; expected a branch, a tag or a commit of a hub repository"):
-        upscale(base=bases[0], method="midus-hml", dry_run=True, revision=3)
 
 
 def test_a_folder_with_an_at_in_its_name_is_a_folder(bases, command, tmp_path):
@@ -161,15 +136,6 @@ def test_one_copy_of_the_model_is_downloaded_index_first(hub, with_second_copies
     assert asked.index("config.json") < asked.index("model.safetensors.index.json")
     assert set(OF_THE_MODEL) <= names(tmp_path / "out")
     assert not set(SECOND_COPIES) & names(tmp_path / "out")
-
-
-def test_a_local_base_with_second_copies_is_upscaled_without_them(with_second_copies, command, tmp_path):
-    done = command("--base", with_second_copies, "--method", "llama-pro", "--output", tmp_path / "out")
-    assert done.status == 0, done.err
-    assert set(OF_THE_MODEL) <= names(tmp_path / "out")
-    assert not set(SECOND_COPIES) & names(tmp_path / "out")
-    for name in OF_THE_MODEL:
-        assert (tmp_path / "out" / name).read_text() == f"contents of {name}"
 
 
 def test_of_a_single_file_and_shards_the_one_that_transformers_loads_is_downloaded(
@@ -226,3 +192,22 @@ def test_an_adapter_and_the_upscaled_model_are_read_from_the_hub_without_weights
     assert hub.downloaded("org/adapter") == {"adapter_config.json", "adapter_model.safetensors"}
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "org/model" and len(config["target_modules"]) == 4
+
+
+def test_the_main_branch_is_pinned_too_and_may_move_while_working(
+    two_revisions, bases, command, tmp_path, monkeypatch
+):
+    planned = run._planned
+    first, files = two_revisions.revision, dict(two_revisions.files)
+
+    def then_someone_pushes(*arguments):
+        two_revisions.tags["before"] = files
+        two_revisions.files = files_of(bases[0])
+        return planned(*arguments)
+
+    two_revisions.tags.clear()
+    monkeypatch.setattr(run, "_planned", then_someone_pushes)
+    assert command("--base", "org/base", *REQUEST).status == 0
+    assert base_tensors(tmp_path / "out") == base_tensors(bases[1])
+    assert record_of(tmp_path / "out")["base"]["revision"] == first
+    assert f"revision: {first}" in (tmp_path / "out" / "README.md").read_text()

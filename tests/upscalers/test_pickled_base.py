@@ -15,8 +15,8 @@ from tests.upscalers.hub_server import Repository, files_of
 from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.computed_tensor import read_tensor
 from upscalers.checkpoint.pickled_weights import read_pickled
+from upscalers.edits.checkpoint_edit import edited_shards
 from upscalers.request.errors import RequestError
-from upscalers.runs.edited_checkpoint import edited_shards
 from upscalers.runs.strip import strip
 from upscalers.tensors.writer import CheckpointWriter
 

@@ -203,13 +203,6 @@ def test_the_command_says_which_number_it_took_and_why(method, num_layers, tmp_p
     assert (asked.status, asked.err, asked.out) == (0, "", told.out)
 
 
-def test_a_listed_placement_and_slices_are_not_remarked_on(tmp_path, command):
-    base = write_config(tmp_path / "base", LLAMA_3_2_1B)
-    listed = command("--base", base, "--method", "llama-pro", "--dry-run", "--placement", "1,4,7")
-    sliced = command("--base", base, "--method", "slices", "--dry-run", "--set", "slices=[{layers: [0, 3]}]")
-    assert [(told.status, told.err) for told in (listed, sliced)] == [(0, "")] * 2
-
-
 @pytest.mark.parametrize("text", ["1,4,7", " 1, 4 ,7 "])
 def test_an_explicit_list_is_taken_as_it_stands_and_needs_no_divisor(text):
     assert place(text, 16, None) == place(text, 94, 3) == [1, 4, 7]

@@ -1,9 +1,18 @@
-"""The layer plan: which layer of the upscaled model comes from where."""
+"""The layer plan, and what a config says of single layers, which follows the plan."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import FAMILIES as TINY
 
+from midus_hf.config.memories.headwise import HeadwiseOptions
+from upscalers.architecture.families import family_of
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.methods.midus import MidusHml
+from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.plan import Base, New, Plan, insertion_plan
 from upscalers.request.errors import RequestError
 
@@ -64,3 +73,107 @@ def test_a_plan_survives_being_written_as_plain_data(insertion):
 def test_indices_that_make_no_plan_are_refused(indices, message):
     with pytest.raises(RequestError, match=message):
         insertion_plan(4, indices)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def followed(config: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+    """The config after new layers are inserted at `indices`."""
+    base = BaseModel(Path(), config, family_of(config), {})
+    method = MidusHml(HeadwiseOptions())
+    return follow_plan(base, method.plan(base, None, ",".join(map(str, indices))))
+
+
+def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
+    return {**TINY[family].config().to_dict(), **changes}
+
+
+def test_a_new_layer_has_the_type_of_the_next_base_layer_and_the_last_one_of_the_previous():
+    config = tiny_config("gemma2", layer_types=[SLIDING, FULL, SLIDING, FULL])
+    assert followed(config, [0, 2, 6])["layer_types"] == [SLIDING, SLIDING, FULL, FULL, SLIDING, FULL, FULL]
+    assert followed(config, [0, 2, 6])["num_hidden_layers"] == 7
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("qwen2", [FULL, FULL, FULL, SLIDING, SLIDING, SLIDING]),
+        ("qwen3", [FULL] * 6),
+        ("gemma2", [SLIDING, FULL, FULL, SLIDING, FULL, FULL]),
+        ("gemma3", [SLIDING, FULL, FULL, SLIDING, FULL, FULL]),
+    ],
+)
+def test_types_that_the_base_leaves_implied_are_written_out_before_layers_move(family, expected):
+    config = tiny_config(family, sliding_window_pattern=2)
+    del config["layer_types"]
+    assert followed(config, [1, 4])["layer_types"] == expected
+
+
+def test_a_family_without_layer_types_is_given_none():
+    assert "layer_types" not in followed(tiny_config("llama"), [1])
+
+
+def test_lists_of_one_entry_a_layer_follow_and_lists_of_indices_are_translated():
+    config = tiny_config("llama", no_rope_layers=[1, 0, 1, 0], mlp_only_layers=[0, 3])
+    result = followed(config, [1, 4])
+    assert result["no_rope_layers"] == [1, 0, 0, 1, 0, 0]
+    assert result["mlp_only_layers"] == [0, 4, 5]
+
+
+def test_declared_lists_inside_mappings_and_lists_of_mappings_follow_as_well():
+    config = tiny_config(
+        "qwen3",
+        attention={"no_rope_layers": [1, 0, 1, 0], "deep": {"moe_layers": [0, 3]}},
+        parts=[{"mlp_layer_types": ["a", "b", "c", "d"]}, {"full_attn_idxs": [2]}, [{"no_rope_layers": [0, 0, 0, 1]}]],
+    )
+    result = followed(config, [1, 4])
+    assert result["attention"] == {"no_rope_layers": [1, 0, 0, 1, 0, 0], "deep": {"moe_layers": [0, 4, 5]}}
+    assert result["parts"] == [
+        {"mlp_layer_types": ["a", "b", "b", "c", "d", "d"]},
+        {"full_attn_idxs": [3]},
+        [{"no_rope_layers": [0, 0, 0, 0, 1, 1]}],
+    ]
+
+
+def test_what_has_nothing_to_do_with_layers_is_kept_inside_mappings_too():
+    rope = {"rope_type": "longrope", "long_factor": [1.0, 2.0, 3.0, 4.0], "short_factor": [1.0] * 4}
+    record = {"plan": [{"base": 0}] * 4, "base_config": {"windows": [1, 2, 3, 4]}}
+    config = tiny_config("llama", rope_parameters=rope, id2label={"0": "a", "1": "b", "2": "c"}, upscale=record)
+    result = followed(config, [1])
+    for key in ("rope_parameters", "id2label", "upscale"):
+        assert result[key] == config[key]
+
+
+@pytest.mark.parametrize("numbers", [("0", "4"), ("0", "9"), ("9",)])
+def test_a_mapping_by_numbers_that_no_layer_has_is_kept(numbers):
+    sizes = dict.fromkeys(numbers, 8)
+    assert followed(tiny_config("llama", expert_sizes=sizes), [1])["expert_sizes"] == sizes
+
+
+def test_memory_entries_of_an_earlier_upscaling_keep_their_layers():
+    config = tiny_config("llama", memory=[{"type": "headwise", "layers": [1, 3], "n": 4, "k": 2}])
+    assert followed(config, [0, 2])["memory"] == [{"type": "headwise", "layers": [3, 5], "n": 4, "k": 2}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window_of_layer": [8, 8, 4, 4]}, r"config.json has window_of_layer, a list as long as the model has layers \(4\)"),
+        ({"attention": {"windows": [8, 8, 4, 4]}}, r"config.json has attention.windows, a list as long as the model has layers"),
+        ({"parts": [{}, {"deep": {"windows": [8, 8, 4, 4]}}]}, r"config.json has parts\[1\].deep.windows, a list as long as"),
+        ({"parts": [[[8, 8, 4, 4]]]}, r"config.json has parts\[0\]\[0\], a list as long as the model has layers"),
+        ({"rope_parameters": {"theta": [1.0] * 4}}, "config.json has rope_parameters.theta, a list as long as"),
+        ({"pruned_heads": {"1": [0]}}, r"config.json has pruned_heads, a mapping by numbers below that .* Declare"),
+        ({"a": {"windows": {"0": 8, "3": 4}}}, "config.json has a.windows, a mapping by numbers below that of the layers"),
+        ({"a": {"no_rope_layers": [1, 0]}}, "config.json lists 2 a.no_rope_layers; expected 4, one per layer"),
+        ({"a": [{"mlp_only_layers": [4]}]}, r"config.json lists 4 in a\[0\].mlp_only_layers; expected layers from 0 to 3"),
+        ({"layer_types": [FULL, FULL]}, "config.json lists 2 layer_types; expected 4, one per layer"),
+        ({"no_rope_layers": [1, 0]}, "config.json lists 2 no_rope_layers; expected 4, one per layer"),
+        ({"mlp_only_layers": [4]}, "config.json lists 4 in mlp_only_layers; expected layers from 0 to 3"),
+        ({"mlp_only_layers": [None]}, "config.json lists None in mlp_only_layers; expected layers from 0 to 3"),
+    ],
+)  # fmt: skip
+def test_a_list_that_cannot_follow_the_plan_is_refused(changes, message):
+    with pytest.raises(RequestError, match=message):
+        followed(tiny_config("qwen3", **changes), [1])

@@ -1,11 +1,17 @@
-"""What an output says of itself: config entry, `upscale.json`, model card; and what travels along from the base."""
+"""What an output says of itself: config entry, `upscale.json`, model card; what comes along from the base, its card too."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
+from models.fresh_process import _BLOCK_IMPORTS
 from tokenizers import Tokenizer, models, pre_tokenizers
+from training.tiny_run import save_upscaled
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 import midus_hf
@@ -22,6 +28,9 @@ from tests.upscalers.checkpoints import (
     save_base,
     with_memory,
 )
+from tests.upscalers.hub_server import Repository, files_of
+from upscalers.runs.inspection import inspect_code
+from upscalers.runs.upscale import upscale
 
 NOT_OF_THE_MODEL = ("pytorch_model.bin", "training_args.bin", "model.gguf", "modeling_x.py", ".gitattributes")
 WORDS = ["<unk>", "<s>", "</s>", "hello", "world"]
@@ -90,25 +99,6 @@ def test_the_config_remembers_what_was_done(family, shared_base, tmp_path):
     }  # fmt: skip
 
 
-def test_the_config_names_the_memory_and_the_classes(family, shared_base, tmp_path):
-    with_memory(shared_base(family), tmp_path / "out")
-    config = config_of(tmp_path / "out")
-    base_config = config_of(shared_base(family))
-    assert config["model_type"] == f"midus_{base_config['model_type']}"
-    assert config["memory"] == [{"type": "headwise", "site": "inserted", **MEMORY_OPTIONS, "layers": [1, 4]}]
-    assert config["architectures"] == [f"Midus{base_config['architectures'][0]}"]
-    assert config["num_hidden_layers"] == 6
-    assert type(load(tmp_path / "out")).__name__ == config["architectures"][0]
-    assert {"AutoConfig", "AutoModel", "AutoModelForCausalLM"} < set(config["auto_map"])
-    changed = {"model_type", "memory", "architectures", "num_hidden_layers", "layer_types", "auto_map", "upscale"}
-    if base_config.get("use_sliding_window"):
-        changed.add("max_window_layers")
-        assert config["max_window_layers"] == config["layer_types"].index("sliding_attention")
-    assert {key: value for key, value in config.items() if key not in changed} == {
-        key: value for key, value in base_config.items() if key not in changed
-    }
-
-
 def test_the_record_says_what_was_made_from_what(tmp_path):
     base = save_base(tmp_path / "base", dtype=torch.bfloat16, max_shard_size="30KB")
     report = with_memory(base, tmp_path / "out", seed=5, dtype="float32")
@@ -166,18 +156,6 @@ def test_the_model_card_holds_configuration_plan_counts_and_citation(command, tm
     assert "AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)" in body
 
 
-def test_reported_bytes_are_those_of_the_files(base, tmp_path):
-    report = with_memory(base, tmp_path / "out")
-    old, new = read_tensors(base), read_tensors(tmp_path / "out")
-    copied = sum(t.nbytes for n, t in new.items() if ".memory." not in n)
-    assert report.bytes.written == (tmp_path / "out" / "model.safetensors").stat().st_size
-    assert report.bytes.read == copied > sum(tensor.nbytes for tensor in old.values())
-    new_layers = ("model.layers.1.", "model.layers.4.")
-    assert report.parameters.new == sum(t.numel() for n, t in new.items() if n.startswith(new_layers))
-    assert report.seconds > 0
-    assert report.peak_rss_bytes > 50_000_000
-
-
 def test_a_cast_is_written_into_the_config(tmp_path):
     base = save_base(tmp_path / "base")
     edit_config(base, torch_dtype="float32", dtype=...)
@@ -187,10 +165,202 @@ def test_a_cast_is_written_into_the_config(tmp_path):
     assert "torch_dtype" not in config
 
 
-def test_the_fingerprint_of_the_base_follows_its_layout(tmp_path):
-    fingerprints = []
-    for name, changes in (("a", {}), ("b", {}), ("c", {"vocab_size": 130})):
-        with_memory(save_base(tmp_path / name, **changes), tmp_path / f"out-{name}")
-        record = record_of(tmp_path / f"out-{name}")
-        fingerprints.append(record["base"]["layout_sha256"])
-    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+REQUEST = ("--method", "midus-hml", "--output", "out", "--set", "n=8", "--set", "k=2", "--no-verify")
+
+
+CARD = """---
+language:
+- en
+- no
+license: other
+license_name: qwen-research
+license_link: https://example.org/licence
+library_name: mlx
+pipeline_tag: image-text-to-text
+base_model: org/first
+base_model_relation: quantized
+tags:
+- chat
+- mlx
+- arxiv:2407.10671
+- region:us
+- Safetensors
+datasets: [org/texts]
+extra_gated_prompt: Say yes.
+---
+# The base's own words
+"""
+
+
+NEW_TAGS = ["midus-hf", "midus-hml", "upscaled"]
+
+
+@pytest.fixture
+def base(tmp_path):
+    return save_base(tmp_path / "base")
+
+
+@pytest.fixture
+def metadata_from(base, command, tmp_path):
+    """Upscale a local base with this card; what the result's card says, and what was said meanwhile."""
+
+    def make(card: str | bytes | None) -> tuple[dict, str, str]:
+        if card is not None:
+            (base / "README.md").write_bytes(card if isinstance(card, bytes) else card.encode())
+        done = command("--base", base, *REQUEST[:2], "--output", tmp_path / "out", *REQUEST[4:])
+        assert done.status == 0, done.err
+        made = ModelCard.load(tmp_path / "out" / "README.md")
+        return made.data.to_dict(), made.text, done.err
+
+    return make
+
+
+def test_licence_languages_and_tags_that_hold_are_carried_over(metadata_from):
+    metadata, text, said = metadata_from(CARD)
+    assert metadata == {
+        "language": ["en", "no"],
+        "license": "other",
+        "license_name": "qwen-research",
+        "license_link": "https://example.org/licence",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "base_model": "org/first",
+        "base_model_relation": "finetune",
+        "tags": [*NEW_TAGS, "chat"],
+    }
+    assert "qwen-research (https://example.org/licence)" in text
+    assert "The base's own words" not in text
+    assert said == ""
+
+
+def test_a_base_on_the_hub_is_named_itself_and_links_to_its_files_reach_it(hub, base, command, tmp_path):
+    (base / "README.md").write_text(CARD.replace("https://example.org/licence", "TERMS.md"))
+    hub.repositories["org/base"] = repository = Repository(files_of(base))
+    assert command("--base", "org/base", *REQUEST).status == 0
+    metadata = ModelCard.load(tmp_path / "out" / "README.md").data
+    assert (metadata.base_model, metadata.base_model_relation) == ("org/base", "finetune")
+    assert metadata.license_link == f"https://huggingface.co/org/base/blob/{repository.revision}/TERMS.md"
+    repository.files["LICENSE"] = b"terms"
+    repository.files["README.md"] = CARD.replace("https://example.org/licence", "LICENSE").encode()
+    assert command("--base", "org/base", *REQUEST, "--overwrite").status == 0
+    assert ModelCard.load(tmp_path / "out" / "README.md").data.license_link == "LICENSE"
+    assert (tmp_path / "out" / "LICENSE").read_text() == "terms"
+
+
+@pytest.mark.parametrize(
+    "card",
+    [None, "", "# Only words", "---\n---\nnothing", "---\nlicense:\nlanguage: [3, {a: b}]\ntags: [7]\n---\n"],
+    ids=["no card", "empty", "no metadata", "empty metadata", "metadata of other types"],
+)
+def test_a_base_that_says_nothing_gives_a_card_that_claims_nothing(metadata_from, card):
+    metadata, text, said = metadata_from(card)
+    assert metadata == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": NEW_TAGS}
+    assert "## Licence" not in text
+    assert said == ""
+
+
+@pytest.mark.parametrize(
+    "card",
+    ["---\nlicense: [mit\n---\n", "---\n- a list\n---\n", "---\n1: x\n---\n", b"---\nlicense: \xff\xfe\n---\n"],
+    ids=["no YAML", "a list", "keys that are no words", "no UTF-8"],
+)
+def test_metadata_that_cannot_be_read_is_warned_of_and_the_work_goes_on(metadata_from, card):
+    metadata, _, said = metadata_from(card)
+    assert metadata == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": NEW_TAGS}
+    said = " ".join(said.split())
+    assert "warning: the metadata of the base's model card cannot be read (" in said
+    assert "its licence and languages are not carried over. Add them to README.md of the output." in said
+
+
+def test_several_licences_and_bases_stay_several_and_paths_are_no_bases(metadata_from):
+    metadata, text, _ = metadata_from(
+        "---\nlicense: [mit, apache-2.0]\nbase_model: [org/a, /tmp/checkpoint, org/b]\n---\n"
+    )
+    assert metadata["license"] == ["mit", "apache-2.0"]
+    assert metadata["base_model"] == ["org/a", "org/b"]
+    assert "mit, apache-2.0." in text
+
+
+def test_upscaling_again_keeps_licence_and_base(metadata_from, command, tmp_path):
+    metadata_from(CARD)
+    done = command("--base", tmp_path / "out", "--method", "midus-pkm", "--output", tmp_path / "again", *REQUEST[4:])
+    assert done.status == 0, done.err
+    metadata = ModelCard.load(tmp_path / "again" / "README.md").data
+    assert (metadata.license_name, metadata.base_model) == ("qwen-research", "org/first")
+    assert metadata.tags == ["midus-hf", "midus-pkm", "upscaled", "midus-hml", "chat"]
+
+
+@pytest.mark.parametrize("method", ["midus-hml", "llama-pro"])
+def test_the_cards_example_runs_as_pasted_where_the_package_is_not_installed(base, tmp_path, method):
+    words = {
+        "<unk>": 0,
+        "</s>": 1,
+        **{word: 2 + number for number, word in enumerate("Once upon a time there was".split())},
+    }
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>").save_pretrained(base)
+    options = {"n": 8, "k": 2} if method == "midus-hml" else None
+    upscale(base=base, method=method, output=tmp_path / "out", options=options, verify=False)
+    example = (tmp_path / "out" / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert "AutoTokenizer.from_pretrained(PATH" in example
+    program = f"{_BLOCK_IMPORTS}\n{example}"
+    told = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path / "out",
+        env=told,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stdout.startswith("Once upon a time"), done.stderr
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_upscaled("llama", tmp_path_factory.mktemp("carried"))
+
+
+@pytest.fixture
+def code(model):
+    """Return the carried file, and put its text back afterwards."""
+    path = model / "modeling_midus.py"
+    text = path.read_text()
+    yield path
+    path.write_text(text)
+
+
+def test_generated_code_is_known_as_such(model, command):
+    assert inspect_code(model) == {"file": "modeling_midus.py", "version": __version__, "as_generated": True}
+    told = " ".join(command("inspect", model).out.split())
+    assert f"carried code modeling_midus.py, as midus-hf {__version__} generates it" in told
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        (
+            "import torch\n",
+            "import torch\nimport socket\n",
+            f"is NOT what midus-hf {__version__} generates: read it before",
+        ),
+        (
+            f"midus-hf {__version__} wrote",
+            "midus-hf 9.9.9 wrote",
+            "written by midus-hf 9.9.9; install that version to compare it",
+        ),
+        (f"midus-hf {__version__} wrote", "Somebody wrote", f"is NOT what midus-hf {__version__} generates"),
+    ],
+    ids=["a line more", "another version", "no header"],
+)
+def test_changed_code_is_told(model, code, command, old, new, line):
+    code.write_text(code.read_text().replace(old, new, 1))
+    assert inspect_code(model)["as_generated"] is False
+    assert line in " ".join(command("inspect", model).out.split())
+
+
+def test_a_checkpoint_without_code_has_none_to_tell_of(model, code, command):
+    code.unlink()
+    assert inspect_code(model) is None
+    assert "carried code" not in command("inspect", model).out

@@ -1,10 +1,21 @@
-"""What requests that make no sense get, by method: status 2, one line with value, expectation and remedy, and nothing written."""
+"""Requests that make no sense, by method: status 2, one line with value, expectation and remedy, and nothing written."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import pytest
 
+from midus_hf.config.memories import MEMORY_TYPES
+from midus_hf.config.memories.headwise import HeadwiseOptions
+from midus_hf.config.memories.hierarchical import HierFFNOptions
+from midus_hf.config.memory_types import MemoryOptions
+from midus_hf.config.options import option
 from tests.upscalers.checkpoints import SMALL_MEMORY, save_base
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
-from upscalers.runs.upscale import upscale
+from upscalers.methods.contract import METHODS, get_method, register_method
+from upscalers.request.errors import RequestError
+from upscalers.request.options import parse_options
+from upscalers.runs.upscale import parse_size, upscale
 
 # A base of which there is no more than its config.
 ONLY_CONFIG = "llama-3.2-1b"
@@ -60,7 +71,6 @@ SAID_BY_SLICES = "{} is {}, but slices say which layers there are; expected none
 
 SOLAR = [
     ("llama", ["--placement", "top-heavy"], ORDERED.format("'top-heavy'")),
-    ("llama", ["--placement", "1,4"], ORDERED.format("'1,4'")),
     ("two layers", [], "the base has 2 layers; solar needs at least 3 to leave some out of each stack."),
     *(("llama", ["--num-new-layers", k], COUNT.format(k, "4 and 4 - K even. The nearest: 2.")) for k in ("1", "3", "0", "4", "-2")),
     (ONLY_CONFIG, ["--num-new-layers", "7"], COUNT.format(7, "16 and 16 - K even. The nearest: 6 and 8.")),
@@ -85,23 +95,13 @@ AVG_DEUS = [
 ]  # fmt: skip
 LINEAR_COMBINATION = [
     ("llama", ["--set", "coefficients=half"], NO_MAPPING.format("'half'")),
-    ("llama", ["--set", "coefficients="], NO_MAPPING.format("None")),
-    ("llama", ["--set", "coefficients=[]"], NO_MAPPING.format(r"\[\]")),
     ("llama", ["--set", "coefficients={}"], NO_MAPPING.format(r"\{\}")),
-    ("llama", ["--set", "coefficients=[{previous: 1}, {}]"], NO_MAPPING.format(r"\[\{'previous': 1\}, \{\}\]")),
     ("llama", ["--set", "coefficients=[{previous: 1}, 2]"], NO_MAPPING.format(r"\[\{'previous': 1\}, 2\]")),
     ("llama", ["--set", "coefficients={prev: 1}"], NO_LAYER.format("'prev'")),
-    ("llama", ["--set", "coefficients={next*2: 1}"], NO_LAYER.format(r"'next\*2'")),
-    ("llama", ["--set", "coefficients={0.5: 1}"], NO_LAYER.format(0.5)),
     ("llama", ["--set", "coefficients={true: 1}"], NO_LAYER.format(True)),
     ("llama", ["--set", "coefficients={previous: half}"], NO_COEFFICIENT.format("previous", "'half'")),
-    ("llama", ["--set", "coefficients={0: true}"], NO_COEFFICIENT.format(0, True)),
-    ("llama", ["--set", "coefficients={next: null}"], NO_COEFFICIENT.format("next", None)),
     ("llama", ["--set", "coefficients=[{previous: 1}]"], MAPPINGS.format(1)),
-    ("llama", ["--set", "coefficients=[{next: 1}, {next: 1}, {next: 1}]"], MAPPINGS.format(3)),
     ("llama", ["--set", "coefficients={4: 1}"], WITHOUT.format(4, 2, "between base 1 and base 2")),
-    ("llama", ["--set", "coefficients={-1: 1}"], WITHOUT.format(-1, 2, "between base 1 and base 2")),
-    ("llama", ["--set", "coefficients={previous-2: 1}"], WITHOUT.format("previous-2", 2, "between base 1 and base 2")),
     ("llama", ["--set", "coefficients={next+1: 1}"], WITHOUT.format(r"next\+1", 4, "between base 2 and base 3")),
     ("llama", ["--placement", "0"], WITHOUT.format("previous", 0, "beside base 0")),
     ("llama", ["--placement", "4"], WITHOUT.format("next", 4, "beside base 3")),
@@ -111,33 +111,19 @@ LINEAR_COMBINATION = [
 ]  # fmt: skip
 ATTENUATED_COPY = [
     ("llama", ["--set", "scale=0.5"], NO_SCALE.format(0.5)),
-    ("llama", ["--set", "scale=[down]"], NO_SCALE.format(r"\['down'\]")),
     ("llama", ["--set", "scale={1: 0.5}"], NO_SCALE.format(r"\{1: 0.5\}")),
     ("llama", ["--set", "scale={down: half}"], "scale.down is 'half'; expected a finite number."),
-    ("llama", ["--set", "scale={down: false}"], "scale.down is False; expected a finite number."),
-    ("llama", ["--set", "scale={down:}"], "scale.down is None; expected a finite number."),
     ("llama", ["--set", "scale={o_proj: 0.5}"], NO_ROLE.format("o_proj", "Did you mean 'output_projection'")),
-    ("llama", ["--set", "scale={quary: 0.5}"], NO_ROLE.format("quary", "Did you mean 'query'")),
     ("llama", ["--set", "scale={mlp_output_norm: 0.5}"], NO_ROLE.format("mlp_output_norm", "Expected one of: attention_norm, down")),
     ("memory", ["--placement", "2"], MEMORY.format(2, 1)),
 ]  # fmt: skip
 SLICES = [
     ("llama", [], NO_SLICES.format("None")),
-    ("llama", ["--set", "slices=[]"], NO_SLICES.format(r"\[\]")),
-    ("llama", ["--set", "slices={layers: [0, 2]}"], NO_SLICES.format(r"\{'layers': \[0, 2\]\}")),
     ("llama", ["--set", "slices=[[0, 2]]"], NO_SLICE),
     ("llama", ["--set", "slices=[{}]"], NO_BOUNDS.format("None")),
     ("llama", ["--set", "slices=[{layers: 2}]"], NO_BOUNDS.format("2")),
-    ("llama", ["--set", "slices=[{layers: [0, 2, 4]}]"], NO_BOUNDS.format(r"\[0, 2, 4\]")),
-    ("llama", ["--set", "slices=[{layers: [0, '2']}]"], NO_BOUNDS.format(r"\[0, '2'\]")),
-    ("llama", ["--set", "slices=[{layers: [0, 2.0]}]"], NO_BOUNDS.format(r"\[0, 2.0\]")),
-    ("llama", ["--set", "slices=[{layers: [false, true]}]"], NO_BOUNDS.format(r"\[False, True\]")),
     ("llama", ["--set", "slices=[{layers: [0, 5]}]"], BOUNDS.format(r"\[0, 5\]")),
-    ("llama", ["--set", "slices=[{layers: [2, 2]}]"], BOUNDS.format(r"\[2, 2\]")),
-    ("llama", ["--set", "slices=[{layers: [3, 1]}]"], BOUNDS.format(r"\[3, 1\]")),
-    ("llama", ["--set", "slices=[{layers: [-1, 2]}]"], BOUNDS.format(r"\[-1, 2\]")),
     ("llama", ["--set", "slices=[{layers: [0, 2], scale: 2}]"], f"the scale of a slice is 2; {NO_SCALE.partition('; ')[2]}"),
-    ("llama", ["--set", "slices=[{layers: [0, 2], scale: {up: x}}]"], "the scale of a slice.up is 'x'; expected a finite number."),
     ("llama", ["--set", "slices=[{layers: [0, 2], scale: {u: 2}}]"], f"the scale of a slice {NO_ROLE.format('u', '')}"),
     ("llama", ["--set", "slices=[{layers: [0, 4]}]"], UNCHANGED),
     ("llama", ["--set", "slices=[{layers: [0, 1]}, {layers: [1, 4], scale: {up: 1}}]"], UNCHANGED),
@@ -148,8 +134,6 @@ SLICES = [
 ]  # fmt: skip
 PRESETS = [
     ("llama", ["--set", "preset=relase"], "preset is 'relase'; expected one of: release."),
-    ("llama", ["--set", "preset=1"], "preset is 1; expected one of: release."),
-    ("llama", ["--set", "preset=[release]"], r"preset is \['release'\]; expected one of: release."),
 ]  # fmt: skip
 NO_PRESETS = [("llama", ["--set", "preset=release"], "method .* has no option 'preset'")]
 # By method: the base, arguments of the command, and a regular expression of what is said.
@@ -166,40 +150,27 @@ DENSE = {
 
 OPT_DEUS = [
     ("regularization=0", r"regularization is 0\.0; expected a number above 0\."),
-    ("regularization=-1", r"regularization is -1\.0; expected a number above 0\."),
     ("tolerance=0", r"tolerance is 0\.0; expected a number above 0\."),
-    ("tolerance=-1e-4", r"tolerance is -0\.0001; expected a number above 0\."),
     ("max_iterations=0", "max_iterations is 0; expected at least 1."),
-    ("workers=0", "workers is 0; expected at least 1."),
     ("identity=zero_out_norm", "identity is 'zero_out_norm', but llama has no norm behind its projections"),
 ]  # fmt: skip
 LESA = [
     ("hidden_size=0", "hidden_size is 0; expected at least 1."),
-    ("epochs=0", "epochs is 0; expected at least 1."),
-    ("batch_size=0", "batch_size is 0; expected at least 1."),
-    ("workers=0", "workers is 0; expected at least 1."),
-    ("epochs=-3", "epochs is -3; expected at least 1."),
     ("learning_rate=0", r"learning_rate is 0\.0; expected a number above 0\."),
     ("learning_rate=.inf", r"learning_rate is inf; expected a number\."),
-    ("learning_rate=.nan", r"learning_rate is nan; expected a number\."),
     ("weight_decay=-0.1", r"weight_decay is -0\.1; expected 0 or more\."),
-    ("norm_weight=-1", r"norm_weight is -1\.0; expected 0 <= norm_weight <= 1\."),
     ("norm_weight=1.5", r"norm_weight is 1\.5; expected 0 <= norm_weight <= 1\."),
     ("identity=zero_out_norm", "identity is 'zero_out_norm', but llama has no norm behind its projections"),
 ]  # fmt: skip
 RETRIEVAL = [
     ("k=0", "k is 0; expected 1 <= k <= "),
     ("temperature=0", "temperature is 0.0; expected a number above 0"),
-    ("temperature=-1.5", "temperature is -1.5; expected a number above 0"),
-    ("temperature=hot", "temperature is 'hot'; expected a number"),
 ]  # fmt: skip
 SUB_KEYS = [
     ("n=0", "n is 0; expected at least one sub-key per side"),
     ("n=4 k=5", "k is 5; expected 1 <= k <= n = 4. Lower k or raise n"),
 ]
 SUMMED = [("gate=head", "gate is 'head'; expected 'none' or 'token', since the heads' outputs are summed")]
-HML = [
-]  # fmt: skip
 LINEAR = [
     ("slots=0", "slots is 0; expected at least one slot"),
     ("slots=3", "k is 4; expected 1 <= k <= slots = 3. Lower k or raise slots"),
@@ -208,22 +179,16 @@ MOC = [
     ("k=9 chapters=8", r"k is 9; expected 1 <= k <= 7, the chapters = 8 less shared_chapters = 1\. Lower k or raise chapters\."),
     ("k=0", "k is 0; expected 1 <= k <= 63, "),
     ("shared_chapters=64", r"shared_chapters is 64; expected fewer than chapters = 64, so that some are left for the router\."),
-    ("shared_chapters=2 chapters=2", "shared_chapters is 2; expected fewer than chapters = 2, "),
     ("shared_chapters=63", r"k is 4; expected 1 <= k <= 1, the chapters = 64 less shared_chapters = 63\."),
     ("chapters=5 k=1", r"chapters is 5, which does not divide memory_tokens = 4096; expected .* The nearest that do are 4, 8\."),
-    ("chapters=9999", r"chapters is 9999, which does not divide memory_tokens = 4096; .* that do are 4096\."),
     ("heads=5", r"heads is 5, which does not divide hidden_size = 32; expected a divisor\. Set heads\."),
     ("bank_width=18", r"heads is 4, which does not divide bank_width = 18; expected a divisor\. Set heads\."),
     ("kv_heads=3", r"kv_heads is 3, which does not divide the 4 query heads; expected a divisor\."),
     ("first_chunk=65", r"first_chunk is 65; expected 1 to chunk_size = 64, or null\. Lower it or raise chunk_size\."),
-    ("first_chunk=0", "first_chunk is 0; expected 1 to chunk_size = 64, or null"),
     ("share=some", r"share is 'some'; expected all, none, or every:K such as every:2\."),
-    ("share=every:0", "share is 'every:0'; expected all, none, or every:K"),
-    ("share=every:2x", "share is 'every:2x'; expected all, none, or every:K"),
     ("chunk_size=0", r"chunk_size is 0; expected 1 or more\."),
     ("memory_tokens=0", r"memory_tokens is 0; expected 1 or more\."),
     ("chapters=0", r"chapters is 0; expected 1 or more\."),
-    ("shared_chapters=-1", r"shared_chapters is -1; expected 0 or more\."),
     ("bank_rank=0", r"bank_rank is 0; expected 1 or more, or null\."),
     ("heads=0", r"heads is 0; expected 1 or more, or null\."),
     ("bank_rank=4 bank_width=8", r"bank_rank is 4 and bank_width is 8; expected one of them\."),
@@ -241,56 +206,29 @@ ULTRAMEM = [
         for share in ("ring", "ring:0", "ring:-1", "Ring:2", "block:2")
     ),
     ("value_width=0", "value_width is 0; expected 1 or more."),
-    ("pre_value_width=-1", "pre_value_width is -1; expected 0 or more."),
     ("key_width=wide", "key_width is 'wide'; expected a number, or a fraction of the hidden size such as 3/16."),
     ("k=100 side_k=4", "k is 100; expected at most 16, the pairs of 4 rows and 4 columns that the first stage keeps."),
     ("side_k=9 n=8", "side_k is 9; expected 1 <= side_k <= 8, the keys of a set, or null."),
     ("heads=0", "heads is 0; expected 1 or more."),
     ("scoring=sum", "scoring is 'sum', which has no core, with rank 2 and key_pairs 1; expected 1 for both."),
-    (
-        "scoring=sum rank=1 n=8 k=9",
-        "scoring is 'sum', which keeps k keys of each side, with k 9 and side_k null; expected k of at most "
-        "8,",
-    ),
-    (
-        "scoring=sum rank=1 n=8 k=4 side_k=3",
-        "scoring is 'sum', which keeps k keys of each side, with k 4 and side_k 3; expected k of at most "
-        "8,",
-    ),
+    ("scoring=sum rank=1 n=8 k=9", "scoring is 'sum', which keeps k keys of each side, with k 9 and side_k null; expected"),
+    ("scoring=sum rank=1 n=8 k=4 side_k=3", "scoring is 'sum', which keeps k keys of each side, with k 4 and side_k 3"),
     ("zero=none", "zero is 'none', with which the new memory changes what the base computes; expected values or projection."),
     ("balance_coef=-1", "balance_coef is -1.0; expected 0 or more."),
-    (
-        "rank=1 penalty_coef=0.1",
-        "penalty_coef is 0.1 with rank 1, whose cores have one singular value; expected 0, since there are "
-        "no smaller singular values that could cost something. Leave penalty_coef out, or set scoring: tucker and rank: 2.",
-    ),
-    (
-        "scoring=sum rank=1 penalty_coef=0.1",
-        "penalty_coef is 0.1 with scoring 'sum', which has no core; expected 0, since there are no smaller "
-        "singular values",
-    ),
+    ("rank=1 penalty_coef=0.1", "penalty_coef is 0.1 with rank 1, whose cores have one singular value; expected 0,"),
+    ("scoring=sum rank=1 penalty_coef=0.1", "penalty_coef is 0.1 with scoring 'sum', which has no core; expected"),
     ("site=behind-layer", "site is 'behind-layer'; expected one of: beside-ffn, skip."),
 ]  # fmt: skip
 MODA = [
     ("slots=4", "slots is 4; expected 3 or fewer, which is what the last of 4 layers can read, or 0 for all of them."),
-    ("slots=7 attention_slots=projected", "slots is 7; expected 6 or fewer, which is what the last of 4 layers can read, or 0"),
     ("slots=3 layers=[1,3]", "slots is 3; expected 1 or fewer, which is what the last of 2 layers can read, or 0"),
     ("slots=-1", "slots is -1; expected 0 or more."),
     ("layers=[2]", "layers is [2]; expected two or more, for a layer reads what another in front of it wrote."),
     ("layers=1", "layers is 1, which chooses layer 2 alone; expected two or more, for a layer reads what another in front of"),
-    ("layers=late:1", "layers is 'late:1', which chooses layer 3 alone; expected two or more, for a layer reads"),
     ("layers=[2,4]", "layers is [2, 4]; expected all, a number from 1 to 4, a share such as 0.25, early:N, middle:N or"),
     ("joining=joint", "joining is 'joint', with which the new slots change what the base computes; expected added or"),
-    (
-        "attention_slots=reused",
-        "attention_slots is 'reused' and joining is 'added', which adds values of earlier layers that are "
-        "not zero to what the base computes; expected attention_slots none or projected, or joining interpolated.",
-    ),
-    (
-        "attention_slots=none ffn_slots=false",
-        "attention_slots is 'none' and ffn_slots is false; expected one of them, for there is nothing to "
-        "read.",
-    ),
+    ("attention_slots=reused", "attention_slots is 'reused' and joining is 'added', which adds values"),
+    ("attention_slots=none ffn_slots=false", "attention_slots is 'none' and ffn_slots is false; expected one of"),
     ("site=beside-ffn", "site is 'beside-ffn'; expected one of: inside-attention."),
 ]  # fmt: skip
 HIERARCHICAL = {
@@ -315,7 +253,7 @@ HIERARCHICAL = {
 SETTINGS = {
     "lesa": LESA,
     "opt-deus": OPT_DEUS,
-    "midus-hml": RETRIEVAL + SUB_KEYS + HML,
+    "midus-hml": RETRIEVAL + SUB_KEYS,
     "midus-pkm": RETRIEVAL + SUB_KEYS + SUMMED,
     "midus-linear": RETRIEVAL + SUMMED + LINEAR,
     "moc": MOC,
@@ -370,3 +308,122 @@ def test_a_request_that_makes_no_sense_is_refused(
     usual = ("--base", bases(base_name), "--method", method, *arguments)
     output = ("--dry-run",) if base_name == ONLY_CONFIG else ("--output", tmp_path / "out")
     refused(command(*usual, *output), message, [])
+
+
+@dataclass
+class Sample:
+    count: int = option(3, "how many")
+    rate: float = option(0.5, "how fast")
+    kind: Literal["a", "b"] = option("a", "which")
+    name: str | None = option(None, "called")
+    flag: bool = option(False, "whether")
+    table: dict | None = None
+    anything: Any = None
+
+
+def test_values_of_the_right_kind_are_taken():
+    given = {"count": 4, "rate": 2, "kind": "b", "name": "x", "flag": True, "table": {"y": 1}, "anything": [1]}
+    parsed = parse_options(Sample, given, "sample")
+    assert vars(parsed) == given
+    assert isinstance(parsed.rate, float)
+    assert parse_options(Sample, {"name": None}, "sample") == Sample()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cuont": 1}, "sample has no option 'cuont'. Did you mean 'count'"),
+        ({1: 1}, "sample has no option '1'"),
+        ({"count": 1.5}, "count is 1.5; expected a whole number"),
+        ({"count": True}, "count is True; expected a whole number"),
+        ({"count": None}, "count is None; expected a whole number"),
+        ({"rate": "fast"}, "rate is 'fast'; expected a number"),
+        ({"kind": "c"}, "kind is 'c'; expected one of: a, b"),
+        ({"name": 5}, "name is 5; expected a string"),
+        ({"flag": 1}, "flag is 1; expected true or false"),
+        ({"table": [1]}, r"table is \[1\]; expected a mapping"),
+    ],
+)
+def test_values_of_the_wrong_kind_and_unknown_keys_are_refused(given, message):
+    with pytest.raises(RequestError, match=message):
+        parse_options(Sample, given, "sample")
+
+
+@pytest.mark.parametrize("value", [[768, 256, 16, 0], "768,256,16,0", "768, 256, 16, 0", "768,2.56e2,16,0"], ids=str)
+def test_numbers_of_a_list_may_stand_in_one_line(value):
+    options = parse_options(HierFFNOptions, {"sizes": value}, "method hier-ffn")
+    assert options.sizes == [768, 256, 16, 0] and all(type(size) is int for size in options.sizes)
+
+
+@pytest.mark.parametrize("value", ["768;256", "768,x", 768, "768,1.5"], ids=str)
+def test_what_is_no_list_of_numbers_is_refused_with_forms_that_are_accepted(value):
+    message = r"sizes is .*; expected a list, each item of it a whole number, such as \[4, 2\] or 4,2\."
+    if value == "768,1.5":
+        message = r"sizes\[1\] is 1.5; expected a whole number\."
+    with pytest.raises(RequestError, match=message):
+        parse_options(HierFFNOptions, {"sizes": value}, "method hier-ffn")
+
+
+def test_each_memory_type_is_given_by_a_method():
+    get_method("midus-hml")
+    given = [method.options_class for method in METHODS.values() if issubclass(method.options_class, MemoryOptions)]
+    assert {options.type for options in given} == set(MEMORY_TYPES)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("midus-hml", "method 'midus-hml' is already registered; choose another name"),
+        ("Midus", "method name is 'Midus'; expected lower case words joined by hyphens"),
+        ("midus_x", "method name is 'midus_x'; expected lower case words"),
+        ("", "method name is ''; expected lower case words"),
+        ("midus--x", "method name is 'midus--x'; expected lower case words"),
+        ("-midus", "method name is '-midus'; expected lower case words"),
+    ],
+)
+def test_methods_are_registered_under_plain_names_of_their_own(name, message):
+    get_method("midus-hml")
+    before = dict(METHODS)
+    with pytest.raises(ValueError, match=message):
+        register_method(name)
+    assert before == METHODS
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("5GB", 5 * 10**9), ("500MB", 5 * 10**8), ("1.5 kb", 1500), ("2GiB", 2**31), ("7", 7), (1234, 1234), ("1B", 1)],
+)
+def test_sizes_are_read_as_people_write_them(text, expected):
+    assert parse_size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5GB", "5XB", "GB", "five", "1e9", None, "5GB/s"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(RequestError, match=r"max-shard-size is .*; expected a positive size such as 5GB or 500MB"):
+        parse_size(text)
+
+
+@dataclass
+class Presets:
+    """Options with a preset."""
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"fast": {"steps": 1, "rate": 0.5}}
+
+    steps: int = option(10, "steps")
+    rate: float = option(0.1, "rate")
+    scale: Any = option({"down": 0.5}, "scale", type="a mapping")
+
+
+def test_a_preset_sets_several_options_and_given_ones_win():
+    for given in ({"preset": "fast", "rate": 0.9}, {"rate": 0.9, "preset": "fast"}):
+        chosen = parse_options(Presets, given, "method x")
+        assert (chosen.steps, chosen.rate) == (1, 0.9)
+    assert parse_options(Presets, {}, "method x").steps == 10
+    assert parse_options(Presets, {"preset": None}, "method x").steps == 10
+
+
+def test_an_unknown_preset_is_refused():
+    with pytest.raises(RequestError, match="preset is 'slow'; expected one of: fast"):
+        parse_options(Presets, {"preset": "slow"}, "method x")
+    with pytest.raises(RequestError, match="method midus-hml has no option 'preset'"):
+        parse_options(HeadwiseOptions, {"preset": "fast"}, "method midus-hml")

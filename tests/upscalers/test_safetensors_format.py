@@ -1,4 +1,4 @@
-"""The container: what the library writes is read, what is written the library reads, and what is unsound is refused."""
+"""The container and the writer: what the library writes is read and the other way round, and recipes give what they say."""
 
 import json
 import os
@@ -12,7 +12,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from upscalers.checkpoint.safetensors_format import (
-    TORCH_NAMES,
     copy_bytes,
     layout,
     read_header,
@@ -21,7 +20,7 @@ from upscalers.checkpoint.safetensors_format import (
 )
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
-from upscalers.tensors.recipes import Combine, Copy, Fill, Initialise, tensor_seed
+from upscalers.tensors.recipes import Combine, Copy, Fill, Initialise, RowRange, Rows
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -114,20 +113,6 @@ def test_bytes_are_copied_with_and_without_the_kernels_help(tmp_path, monkeypatc
                 copy_bytes(source.fileno(), 0, target.fileno(), 0, 1_000_001)
 
 
-@pytest.mark.parametrize("error_number", [18, 22, 38, 95, 1])
-def test_a_kernel_that_cannot_copy_between_these_files_is_done_without(tmp_path, monkeypatch, error_number):
-    data = os.urandom(10_000)
-    (tmp_path / "source").write_bytes(data)
-
-    def refuse(*_):
-        raise OSError(error_number, "not here")
-
-    monkeypatch.setattr(os, "copy_file_range", refuse, raising=False)
-    with open(tmp_path / "source", "rb") as source, open(tmp_path / "target", "w+b") as target:
-        copy_bytes(source.fileno(), 0, target.fileno(), 0, len(data))
-        assert target.read() == data
-
-
 def test_a_full_disk_is_not_taken_for_a_kernel_that_cannot_copy(tmp_path, monkeypatch):
     (tmp_path / "source").write_bytes(bytes(100))
 
@@ -193,14 +178,6 @@ def test_recipes_give_what_they_say_however_little_is_read_at_once(tmp_path, mon
     assert written.bytes_read == 3 * sources["a"].nbytes + 3 * sources["b"].nbytes + sources["steps"].nbytes
 
 
-def test_seeds_differ_by_tensor_and_by_run():
-    seeds = {tensor_seed(run, name) for run in (0, 1) for name in ("x", "y")}
-    assert len(seeds) == 4
-    assert tensor_seed(0, "x") == tensor_seed(0, "x")
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert set(TORCH_NAMES.values()) == {str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
-
-
 def test_shards_hold_as_much_as_fits_and_a_large_tensor_has_its_own():
     tensors = [
         OutputTensor(name, Fill((size,), 0), "F32") for name, size in zip("abcde", (5, 5, 30, 2, 2), strict=True)
@@ -218,3 +195,63 @@ def test_what_a_file_says_of_itself_is_read_again(tmp_path):
         assert file.metadata() == {"format": "pt", "source": "x"} == read_metadata(tmp_path / "a.safetensors")
     save_file({"a": torch.zeros(1)}, tmp_path / "b.safetensors")
     assert read_metadata(tmp_path / "b.safetensors") == {}
+
+
+@pytest.mark.parametrize("error_number", [18, 95])
+def test_a_kernel_that_cannot_copy_between_these_files_is_done_without(tmp_path, monkeypatch, error_number):
+    data = os.urandom(10_000)
+    (tmp_path / "source").write_bytes(data)
+
+    def refuse(*_):
+        raise OSError(error_number, "not here")
+
+    monkeypatch.setattr(os, "copy_file_range", refuse, raising=False)
+    with open(tmp_path / "source", "rb") as source, open(tmp_path / "target", "w+b") as target:
+        copy_bytes(source.fileno(), 0, target.fileno(), 0, len(data))
+        assert target.read() == data
+
+
+RANGES = (RowRange("b", 1, 2), RowRange(None, 0, 1), RowRange("a", 4, 1), RowRange("b", 0, 1))
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Two tensors in a file, by name."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"a": torch.randn(5, 3, generator=generator), "b": torch.randn(4, 3, generator=generator)}
+    save_file(tensors, tmp_path / "sources.safetensors")
+    return tensors
+
+
+def expected(sources):
+    return torch.cat([sources["b"][1:3], torch.zeros(1, 3), sources["a"][4:5], sources["b"][:1]])
+
+
+@pytest.mark.parametrize(("dtype", "torch_dtype"), [("F32", torch.float32), ("BF16", torch.bfloat16)])
+def test_rows_are_written_in_their_order(tmp_path, sources, dtype, torch_dtype):
+    writer = CheckpointWriter(read_header(tmp_path / "sources.safetensors"), scan=False)
+    writer.write(tmp_path, {"model.safetensors": [OutputTensor("c", Rows((5, 3), RANGES), dtype)]})
+    written = load_file(tmp_path / "model.safetensors")["c"]
+    assert written.dtype == torch_dtype
+    assert torch.equal(written, expected(sources).to(torch_dtype))
+
+
+def test_bytes_are_counted_without_rows_of_zeros(tmp_path, sources):
+    writer = CheckpointWriter(read_header(tmp_path / "sources.safetensors"), scan=False)
+    written = writer.write(tmp_path, {"model.safetensors": [OutputTensor("c", Rows((5, 3), RANGES), "F32")]})
+    assert written.bytes_read == 4 * 3 * 4
+
+
+def test_a_recipe_builds_what_the_writer_copies(sources):
+    assert torch.equal(Rows((5, 3), RANGES).build(sources.__getitem__), expected(sources))
+
+
+def test_ranges_that_do_not_make_up_the_output_are_a_mistake():
+    with pytest.raises(AssertionError):
+        Rows((4, 3), RANGES)
+
+
+def test_rows_beyond_the_source_are_a_mistake(tmp_path, sources):
+    writer = CheckpointWriter(read_header(tmp_path / "sources.safetensors"), scan=False)
+    with pytest.raises(AssertionError):
+        writer.write(tmp_path, {"model.safetensors": [OutputTensor("c", Rows((2, 3), (RowRange("b", 3, 2),)), "F32")]})

@@ -1,16 +1,15 @@
-"""`strip` gives the base back, byte for byte, and says whether it is the base, by a digest in the config of an upscaled model."""
+"""`strip` gives the base back, byte for byte, and says whether it is the base, by a digest in the config."""
 
-import itertools
 import json
 import math
-import random
+from dataclasses import replace
 
 import pytest
 import torch
-from pairs import by_default
 
 from tests.upscalers.checkpoints import (
     MEMORY_OPTIONS,
+    RECORD,
     config_of,
     content_digest,
     edit_config,
@@ -23,9 +22,11 @@ from tests.upscalers.checkpoints import (
     save_base,
     tensor_files,
     unverified,
+    with_memory,
     write_tensors,
 )
-from tests.upscalers.test_mutations import VALUES, edited, places_in
+from tests.upscalers.dense.requests import upscaled
+from upscalers.architecture.families import FAMILIES
 from upscalers.checkpoint import content_digest as digests
 from upscalers.checkpoint.base_model import open_base
 from upscalers.request.errors import RequestError
@@ -42,16 +43,6 @@ def test_a_base_of_one_shard_with_an_index_comes_back_as_one(tmp_path):
     strip(unverified(base, tmp_path / "out"), tmp_path / "stripped")
     assert [path.name for path in tensor_files(tmp_path / "stripped")] == ["model-00001-of-00001.safetensors"]
     assert torch.equal(logits(base), logits(tmp_path / "stripped"))
-
-
-def test_names_without_prefix_stored_heads_and_mixed_dtypes_come_back(tmp_path):
-    base = save_base(tmp_path / "base", "gemma2", prefix="")
-    tensors = read_tensors(base)
-    tensors["lm_head.weight"] = tensors["embed_tokens.weight"].clone()
-    mixed = {n: t.bfloat16() if "mlp" in n else t for n, t in tensors.items()}
-    write_tensors(base, {**mixed, "layers.2.self_attn.rotary_emb.inv_freq": torch.arange(4.0)})
-    strip(unverified(base, tmp_path / "out"), tmp_path / "stripped")
-    assert same_tensors(tmp_path / "stripped", base)
 
 
 def test_what_was_cast_stays_cast_and_this_is_said(base, tmp_path):
@@ -114,15 +105,6 @@ def test_a_record_that_was_tampered_with_decides_nothing(base, tmp_path, files, 
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-@pytest.mark.parametrize("record", ["5", "{}", '{"base": 5}', '{"base": {}}', "[]"])
-def test_a_record_without_a_base_is_as_good_as_none(base, tmp_path, record):
-    model = unverified(base, tmp_path / "out")
-    (model / "upscale.json").write_text(record)
-    assert "gone" in str(inspect_checkpoint(model)["base"]) or inspect_checkpoint(model)["base"] is None
-    strip(model, tmp_path / "stripped")
-    assert same_tensors(tmp_path / "stripped", base)
-
-
 def test_a_record_that_is_not_json_is_refused(base, tmp_path):
     model = unverified(base, tmp_path / "out")
     (model / "upscale.json").write_text("{")
@@ -150,33 +132,6 @@ def test_an_entry_that_was_tampered_with_is_refused(base, tmp_path, entry, messa
     assert not (tmp_path / "stripped").exists()
 
 
-def test_a_plan_that_takes_a_block_for_a_base_layer_is_refused(base, tmp_path):
-    model = unverified(base, tmp_path / "out")
-    entry = config_of(model)["upscale"]
-    entry["plan"][0], entry["plan"][1] = {"previous": None, "next": 0, "sources": [0]}, {"base": 0}
-    edit_config(model, upscale=entry)
-    with pytest.raises(RequestError, match=r"the base lacks \d+ tensors that its config asks for"):
-        strip(model, tmp_path / "stripped")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-
-
-@pytest.mark.parametrize("cases", by_default([60], [60, 200]))
-def test_any_damage_to_the_entry_ends_in_a_result_or_a_clear_refusal(tmp_path, cases):
-    base = save_base(tmp_path / "base", num_hidden_layers=2)
-    model = unverified(base, tmp_path / "out")
-    config = config_of(model)
-    entry = config["upscale"]
-    damaged = [path for path in places_in(entry) if path[0] != "base_config" or path[-1] == "num_hidden_layers"]
-    for path, value in random.Random(0).sample(list(itertools.product(damaged, VALUES)), cases):
-        changed = edited(entry, path, lambda inner, key, value=value: inner.__setitem__(key, value))
-        (model / "config.json").write_text(json.dumps({**config, "upscale": changed}))
-        try:
-            strip(model, tmp_path / "stripped", overwrite=True)
-        except RequestError:
-            continue
-        assert same_tensors(tmp_path / "stripped", base), (path, value)
-
-
 def test_inspect_tells_what_was_done(family, shared_base, tmp_path):
     base = shared_base(family)
     model = unverified(base, tmp_path / "out", placement="0,2,6", seed=7)
@@ -197,15 +152,6 @@ def test_inspect_tells_what_was_done(family, shared_base, tmp_path):
         assert row["parameters"] == sum(math.prod(tensors[name].shape) for name in names)
     assert told["parameters"]["total"] == sum(tensor.numel() for tensor in tensors.values())
     assert told["parameters"]["new"] == sum(row["parameters"] for row in told["layers"] if row["new"])
-
-
-def test_inspect_needs_config_json_alone(base, tmp_path):
-    model = unverified(base, tmp_path / "out")
-    whole = inspect_checkpoint(model)
-    for path in model.iterdir():
-        if path.name != "config.json":
-            path.unlink()
-    assert inspect_checkpoint(model) == {**whole, "base": "unknown: upscale.json is gone", "code": None}
 
 
 WITHOUT_COUNT = (
@@ -248,23 +194,6 @@ def test_training_a_base_layer_is_found(family, shared_base, tmp_path):
         folder = tmp_path / f"trained-{with_record}"
         saved_again(tmp_path / "out", folder, [moved], with_record)
         assert stripped(folder, tmp_path / f"stripped-{with_record}") == expected
-
-
-def test_a_cast_base_is_not_the_base(family, shared_base, tmp_path):
-    base = shared_base(family)
-    unverified(base, tmp_path / "out", dtype="bfloat16")
-    assert recorded(tmp_path / "out") == content_digest(read_tensors(base))
-    assert stripped(tmp_path / "out", tmp_path / "stripped") == (False, len(read_tensors(base)))
-    (tmp_path / "out" / "upscale.json").unlink()
-    assert stripped(tmp_path / "out", tmp_path / "stripped-again") == (False, None)
-
-
-def test_an_earlier_memory_that_was_trained_on_is_found(base, tmp_path):
-    once = unverified(base, tmp_path / "once", placement="1,4")
-    unverified(once, tmp_path / "twice", placement="0")
-    saved_again(tmp_path / "twice", tmp_path / "trained", ["model.layers.2.memory.value_bank"], with_record=True)
-    assert stripped(tmp_path / "trained", tmp_path / "stripped") == (False, 1)
-    assert stripped(tmp_path / "stripped", tmp_path / "stripped-twice") == (True, 0)
 
 
 def test_the_digest_is_of_the_weights_and_not_of_their_files(tmp_path):
@@ -317,23 +246,6 @@ def test_where_the_config_holds_no_digest_this_is_said(command, base, tmp_path):
     told = command("strip", tmp_path / "out", "--output", tmp_path / "again")
     assert (told.status, told.err) == (0, "")
     assert UNKNOWN in " ".join(told.out.split())
-
-
-@pytest.mark.parametrize("digest", ["", "0" * 64, 5, None, ["x"]])
-def test_a_digest_that_was_tampered_with_confirms_nothing(base, tmp_path, digest):
-    unverified(base, tmp_path / "out")
-    entry = config_of(tmp_path / "out")["upscale"]
-    edit_config(tmp_path / "out", upscale={**entry, "base_sha256": digest})
-    assert stripped(tmp_path / "out", tmp_path / "stripped") == (False, None)
-
-
-def test_a_record_of_other_tensors_counts_nothing(base, tmp_path):
-    unverified(base, tmp_path / "out")
-    saved_again(tmp_path / "out", tmp_path / "trained", ["model.layers.2."], with_record=True)
-    record = record_of(tmp_path / "trained")
-    record["base"]["tensor_sha256"]["norm.weight"] = "0" * 64
-    (tmp_path / "trained" / "upscale.json").write_text(json.dumps(record))
-    assert stripped(tmp_path / "trained", tmp_path / "stripped") == (False, None)
 
 
 def test_the_command_says_which_it_is(command, base, tmp_path):
@@ -411,3 +323,61 @@ def test_a_file_that_ends_early_is_an_error_and_leaving_stops_the_reading(base, 
             started.add(name)
         raise KeyboardInterrupt
     assert all(future.done() for future in started._futures.values())
+
+
+# Files of an upscaled model that stripping a stacked one does not bring back.
+DERIVED = ("README.md", "upscale.json")
+
+
+@pytest.mark.parametrize(
+    ("slices", "lost"),
+    [
+        ([{"layers": [0, 3]}], "layer 3 as they were"),
+        ([{"layers": [1, 3]}, {"layers": [1, 3]}], "layers 0, 3 as they were"),
+        ([{"layers": [0, 4], "scale": {"up": 0.5}}], "layers 0, 1, 2, 3 as they were"),
+        ([{"layers": [0, 2]}, {"layers": [2, 4], "scale": {"others": 0}}], "layers 2, 3 as they were"),
+    ],
+    ids=str,
+)
+def test_layers_that_were_dropped_or_scaled_cannot_come_back(slices, lost, base, tmp_path):
+    upscaled(base, tmp_path / "out", "slices", options={"slices": slices})
+    message = f"out no longer holds base {lost}; expected all of them. Go back to the base itself."
+    with pytest.raises(RequestError, match=message):
+        strip(tmp_path / "out", tmp_path / "stripped")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_layer_that_also_stands_there_as_it_was_does_come_back(base, tmp_path):
+    slices = [{"layers": [1, 2], "scale": {"up": 0.5}}, {"layers": [2, 4]}, {"layers": [0, 2]}, {"layers": [0, 4]}]
+    upscaled(base, tmp_path / "out", "slices", options={"slices": slices})
+    result = strip(tmp_path / "out", tmp_path / "stripped")
+    assert result["removed_layer_indices"] == [0, 5, 6, 7, 8]
+    assert file_digests(tmp_path / "stripped", without=RECORD) == file_digests(base)
+
+
+def test_inspect_tells_repeats_copies_and_fusions_apart(base, tmp_path):
+    told = {}
+    for method in ("solar", "llama-pro", "avg-deus", "slices"):
+        upscaled(base, tmp_path / method, method)
+        rows = inspect_checkpoint(tmp_path / method)["layers"]
+        told[method] = {row["index"]: row["from"] for row in rows if row["new"]}
+        assert all(row["from"].startswith("base ") for row in rows if not row["new"])
+    assert told == {
+        "solar": {3: "base 1, repeated", 4: "base 2, repeated"},
+        "llama-pro": {2: "new, between base 1 and base 2, made from 1", 5: "new, beside base 3, made from 3"},
+        "avg-deus": {
+            2: "new, between base 1 and base 2, made from 1 and 2",
+            4: "new, between base 2 and base 3, made from 2 and 3",
+        },
+        "slices": {index: f"new, between base 2 and base 3, made from {index - 2}" for index in (3, 4, 5)},
+    }
+
+
+def test_memories_go_only_into_families_with_classes_that_host_them(shared_base, tmp_path, monkeypatch):
+    monkeypatch.setitem(FAMILIES, "olmo2", replace(FAMILIES["olmo2"], class_name=None))
+    message = (
+        "model_type is 'olmo2', which cannot host memory; expected one of: llama, qwen2, qwen3, gemma2, gemma3_text, mistral. "
+        "Dense methods take it."
+    )
+    with pytest.raises(RequestError, match=message):
+        with_memory(shared_base("olmo2"), tmp_path / "out")

@@ -5,7 +5,7 @@ Building it imports torch and transformers, which takes seconds, and takes no me
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -180,28 +180,43 @@ def read_model(config: Config) -> "_Built":
     return _built(json.dumps(native, sort_keys=True))
 
 
-@cache
-def _built(native: str) -> _Built:
-    import torch
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
-    from transformers.core_model_loading import revert_weight_conversion
+def model_on_meta(native: str, classes: Mapping[Any, Any]) -> Any:
+    """Return the model that transformers builds from a config, on the meta device.
 
-    from midus_hf.models.inference.architecture import architecture_of
-    from upscalers.architecture.layer_roles import read_roles
+    Args:
+        native: Content of a `config.json`, of a type that transformers knows.
+        classes: Class of the model by the class of its config.
+
+    Raises:
+        RequestError: If transformers cannot build the model.
+    """
+    import torch
+    from transformers import CONFIG_MAPPING
 
     try:
         with tempfile.TemporaryDirectory() as folder:  # so that transformers reads the config as from a file
             (Path(folder) / "config.json").write_text(native, encoding="utf-8")
             config_class = CONFIG_MAPPING[json.loads(native)["model_type"]]
-            config: Any = config_class.from_pretrained(folder, local_files_only=True)
-        causal_lm: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            config = config_class.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
-            model = causal_lm(config)
+            return classes[type(config)](config)
     except Exception as error:  # config classes and models raise whatever their checks raise
         raise RequestError(
             f"transformers cannot build the model that config.json describes ({type(error).__name__}: {one_line(error)}). Repair "
             "config.json of the base."
         ) from None
+
+
+@cache
+def _built(native: str) -> _Built:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.core_model_loading import revert_weight_conversion
+
+    from midus_hf.models.inference.architecture import architecture_of
+    from upscalers.architecture.layer_roles import read_roles
+
+    model = model_on_meta(native, MODEL_FOR_CAUSAL_LM_MAPPING)
+    config = model.config
     held = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(held.items())}
     tied = {name: tuple(tensor.shape) for name, tensor in held.items() if first[id(tensor)] != name}

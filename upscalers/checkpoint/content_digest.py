@@ -9,7 +9,6 @@ from types import TracebackType
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.computed_tensor import ComputedTensor
 from upscalers.checkpoint.safetensors_format import StoredTensor
-from upscalers.machine.processors import num_processors
 
 _CHUNK_BYTES = 1 << 20
 
@@ -44,7 +43,7 @@ class TensorDigests:
         self._names = names
         self._futures: dict[str, Future[str]] = {}
         self._stopped = threading.Event()
-        self._pool = ThreadPoolExecutor(num_processors(), thread_name_prefix="digest")
+        self._pool = ThreadPoolExecutor(thread_name_prefix="digest")
 
     def __enter__(self) -> "TensorDigests":
         return self

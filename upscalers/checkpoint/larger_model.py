@@ -8,16 +8,15 @@ model that transformers builds on the meta device.
 import copy
 import dataclasses
 import json
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.files.ownership import LANGUAGE_KEY, language_entry
 from upscalers.architecture.family import Config, Shape
+from upscalers.architecture.inferred import model_on_meta
 from upscalers.request.errors import RequestError, one_line
 
 _STACK, _HEAD = "model.", "lm_head."
@@ -192,18 +191,8 @@ def _built(native: str) -> LargerModel:
             f"model_type {model_type!r} holds a language model that transformers {__version__} loads with no class for text and "
             "images or sounds; expected one of AutoModelForImageTextToText. Save the language model as a checkpoint of its own first."
         )
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(native, encoding="utf-8")
-            config = config_class.from_pretrained(folder, local_files_only=True)
-        language_config = config.get_text_config(decoder=True)
-        with torch.device("meta"):
-            model: Any = mappings[auto_class][config_class](config)
-    except Exception as error:  # config classes and models raise whatever their checks raise
-        raise RequestError(
-            f"transformers cannot build the model that config.json describes ({type(error).__name__}: {one_line(error)}). Repair "
-            "config.json of the base."
-        ) from None
+    model = model_on_meta(native, mappings[auto_class])
+    language_config = model.config.get_text_config(decoder=True)
     if type(language_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise RequestError(
             f"model_type {model_type!r} holds a language model, {language_config.model_type!r}, that transformers loads only within "
@@ -235,7 +224,7 @@ def _built(native: str) -> LargerModel:
     )
     direct = Spelling(f"{paths[0]}.", f"{heads[0]}.", _shapes(outside))
     values = {key: value for key, value in language_config.to_dict().items() if key not in _OF_FILE}
-    tied = getattr(config, "tie_word_embeddings", None)
+    tied = getattr(model.config, "tie_word_embeddings", None)
     if tied is not None:
         values["tie_word_embeddings"] = tied
     spellings = (written,) if written == direct else (written, direct)

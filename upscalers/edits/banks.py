@@ -5,7 +5,6 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from midus_hf.files.checkpoint_files import BLOCK_STATES, CHECKPOINT_NAME, PARTI
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.source import resolve_source
+from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.request.errors import RequestError
 from upscalers.runs.output_folder import OutputFolder
 
@@ -29,30 +29,14 @@ GENERIC = -1
 _NODE = re.compile(r"([1-9]\d*):(\d+|generic)")
 
 
-@dataclass(frozen=True)
-class BankRequest:
-    """The request to edit banks.
-
-    Args:
-        model: A checkpoint with banks, trained or not: a folder or a hub id.
-        output: The folder to make.
-        memory: Name of one memory, whose bank alone is edited. Default: all banks of the checkpoint.
-        overwrite: Whether to replace an existing checkpoint, under the conditions of `upscale`. Default: False.
-    """
-
-    model: str | Path
-    output: str | Path
-    memory: str | None = None
-    overwrite: bool = False
-
-
-def delete(request: BankRequest, nodes: Sequence[str], subtree: bool = False) -> dict[str, Any]:
+def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) -> dict[str, Any]:
     """Delete the blocks of nodes in every bank, so that they are as if they were never written: what they learned is gone.
 
     No file of the output holds any of the deleted blocks: they are not copied into the banks, and states to resume training
     from are left out with the checkpoints that hold them.
 
     Args:
+        request: The checkpoint to read and the folder to make; the memory whose bank alone is edited, by default all banks.
         nodes: Nodes whose blocks are deleted, each `LEVEL:NODE`.
         subtree: Whether to delete the blocks of all nodes below as well. Default: False.
 

@@ -1,61 +1,167 @@
-"""Edits that move rows of chapters: setting to zero and pruning."""
+"""Memories of chapters in a checkpoint, and their edits: chapters set to zero or pruned, and banks rounded to integers."""
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from upscalers.edits.chapter_banks import Bank, ChapterMemory, check_all
+from midus_hf.config.memories.chapters import ChaptersOptions
+from midus_hf.config.memory_entries import ATTACHED, TABLES, MemoryEntry
+from midus_hf.config.memory_types import check_fit
+from upscalers.checkpoint.base_model import BaseModel
 from upscalers.edits.checkpoint_edit import Decided, EditRequest, edit_checkpoint
 from upscalers.edits.numbers import parse_numbers, written
-from upscalers.request.errors import RequestError
-from upscalers.tensors.recipes import RowRange, Rows
+from upscalers.request.errors import RequestError, refusing_requests
+from upscalers.tensors.recipes import Recipe, RowRange, Rows
 from upscalers.tensors.writer import OutputTensor
+
+if TYPE_CHECKING:
+    import torch
+
+    from upscalers.tensors.recipes import ReadTensor
 
 # For each position of the result the chapter of the model that comes there; None is a chapter of zeros.
 Origins = Sequence[int | None]
 
+# Dtype of integer rows, as safetensors names it, by the number of bits.
+_STORED_INTEGERS = {8: "I8", 4: "U8"}
+_ROWS_AT_ONCE = 1 << 12
 
-def zero(request: EditRequest, chapters: str) -> dict[str, Any]:
-    """Set the rows of chapters to zero. Routers still open these chapters, and attention still gives them a share.
+
+@dataclass(frozen=True)
+class Bank:
+    """One bank, and the routers of the layers that read the bank.
 
     Args:
-        request: The checkpoint to read, the folder to make, and the banks to edit.
-        chapters: Numbers of the chapters, such as `"3,7-9"`.
-
-    Returns:
-        `{"command", "model", "output", "memory", "banks", "chapters", "chapters_before", "chapters_after",
-        "bytes_written", "seconds"}`, where `chapters` is a list of numbers.
-
-    Raises:
-        RequestError: If a chapter, the memory or the bank does not exist, or the output cannot be made.
+        layers: Indices of the layers that read the bank.
+        rows: Full names of the tensors with a row per memory token: the rows, or their integers and their scales.
+        router_weights: Full names of router weights, one tensor per layer with a row per chapter.
+        router_biases: Full names of router biases, one tensor per layer with an entry per chapter.
     """
 
-    def decide(memory: ChapterMemory, banks: Sequence[Bank]) -> Decided:
-        numbers = parse_numbers(chapters, memory.options.chapters)
-        own = range(memory.options.chapters)
-        return _arranged(memory, banks, numbers, [None if number in numbers else number for number in own], own)
-
-    return edit_checkpoint("zero", request, decide)
+    layers: tuple[int, ...]
+    rows: tuple[str, ...]
+    router_weights: tuple[str, ...]
+    router_biases: tuple[str, ...]
 
 
-def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
-    """Remove chapters with their router weights and biases. The chapters behind them move up.
+@dataclass(frozen=True)
+class ChapterMemory:
+    """A memory of chapters in a checkpoint.
+
+    Args:
+        model: The opened checkpoint.
+        entry: Entry of the memory in the config's `memory` list.
+        options: Options in the entry.
+    """
+
+    model: BaseModel
+    entry: MemoryEntry
+    options: ChaptersOptions
+
+    @property
+    def name(self) -> str:
+        """Name of the memory in its config entry and its tensors."""
+        return self.entry.name
+
+    @cached_property
+    def banks(self) -> tuple[Bank, ...]:
+        """Banks of the memory; if layers do not share banks, each layer has one."""
+        tables = self.model.memories.tables(self.name)
+        if tables:
+            shared = f"{self.model.prefix}{TABLES}.{self.name}"
+            return tuple(self._bank(table.layers, f"{shared}.{number}.") for number, table in enumerate(tables))
+        return tuple(self._bank((layer,), self._in_layer(layer, "")) for layer in self.entry.layers)
+
+    def _bank(self, layers: tuple[int, ...], prefix: str) -> Bank:
+        return Bank(
+            layers,
+            tuple(prefix + name for name in row_names(self.options.bank_bits)),
+            tuple(self._in_layer(layer, "router_weight") for layer in layers),
+            tuple(self._in_layer(layer, "router_bias") for layer in layers),
+        )
+
+    def _in_layer(self, layer: int, name: str) -> str:
+        return self.model.new_name(layer, f"{ATTACHED}.{self.name}.{name}")
+
+
+def row_names(bank_bits: int | None) -> tuple[str, ...]:
+    """Return the names of a bank's tensors that have a row per memory token.
+
+    Args:
+        bank_bits: Bits per number of a rounded bank, 8 or 4; None for a bank that is not rounded.
+    """
+    return ("bank",) if bank_bits is None else ("bank_integers", "bank_scales")
+
+
+def find_memories(model: BaseModel, name: str | None = None) -> list[ChapterMemory]:
+    """Return the memories of chapters that a checkpoint has, or the one of a name.
+
+    Raises:
+        RequestError: If the checkpoint has none, or none of this name.
+    """
+    memories = {
+        name: ChapterMemory(model, entry, entry.options)
+        for name, entry in model.memories.attached.items()
+        if isinstance(entry.options, ChaptersOptions)
+    }
+    if not memories:
+        raise RequestError(
+            f"{model.folder} has no memory of type 'chapters'; expected a model with one. Make it with 'upscale --method moc'."
+        )
+    if name is not None and name not in memories:
+        raise RequestError(
+            f"memory is {name!r}; expected the name of a memory of chapters, of which the model has: {', '.join(memories)}."
+        )
+    return list(memories.values()) if name is None else [memories[name]]
+
+
+def _only_memory(model: BaseModel, name: str | None) -> ChapterMemory:
+    memories = find_memories(model, name)
+    if len(memories) > 1:
+        names = ", ".join(memory.name for memory in memories)
+        raise RequestError(
+            f"the model has several memories of chapters, {names}; expected one of them. Pass --memory NAME."
+        )
+    return memories[0]
+
+
+def zero(request: EditRequest, chapters: str) -> dict[str, Any]:
+    """Set the rows of chapters to zero, in every bank. Routers still open these chapters, and attention gives them a share.
 
     Args:
         request: The checkpoint to read and the folder to make.
         chapters: Numbers of the chapters, such as `"3,7-9"`; shared chapters may be among them.
 
     Returns:
-        The same keys as from `zero`.
+        As from `edit_checkpoint`, with `chapters`, as text, `chapters_before` and `chapters_after`.
 
     Raises:
-        RequestError: As for `zero`, or if fewer routed chapters would be left than the router chooses, or the request
-            names one of several banks.
+        RequestError: If a chapter or the memory does not exist, or the output cannot be made.
     """
 
-    def decide(memory: ChapterMemory, banks: Sequence[Bank]) -> Decided:
-        check_all("prune", memory, banks)
+    def decide(model: BaseModel) -> Decided:
+        memory = _only_memory(model, request.memory)
+        own = range(memory.options.chapters)
+        numbers = parse_numbers(chapters, len(own))
+        return _arranged(memory, numbers, [None if number in numbers else number for number in own], own, {})
+
+    return edit_checkpoint("zero", request, decide)
+
+
+def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
+    """Remove chapters with their router weights and biases, in every bank. The chapters behind them move up.
+
+    Arguments and result are those of `zero`.
+
+    Raises:
+        RequestError: As for `zero`, or if fewer routed chapters would be left than the router chooses.
+    """
+
+    def decide(model: BaseModel) -> Decided:
+        memory = _only_memory(model, request.memory)
         options = memory.options
         numbers = parse_numbers(chapters, options.chapters)
         kept = [number for number in range(options.chapters) if number not in numbers]
@@ -65,18 +171,15 @@ def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
                 f"chapters is {written(numbers)!r}, which leaves {len(kept) - shared} chapters to choose k = {options.k} of; "
                 "expected k or more. Prune fewer."
             )
-        return _arranged(memory, banks, numbers, kept, kept, shared_chapters=shared)
+        tokens = len(kept) * options.chapter_tokens
+        changed = {"chapters": len(kept), "memory_tokens": tokens, "shared_chapters": shared}
+        return _arranged(memory, numbers, kept, kept, changed)
 
     return edit_checkpoint("prune", request, decide)
 
 
 def _arranged(
-    memory: ChapterMemory,
-    banks: Sequence[Bank],
-    numbers: tuple[int, ...],
-    rows: Origins,
-    routers: Origins,
-    shared_chapters: int | None = None,
+    memory: ChapterMemory, numbers: Sequence[int], rows: Origins, routers: Origins, options: dict[str, Any]
 ) -> Decided:
     """Return the edit that gives each chapter memory tokens and router of its origins."""
     tensors: dict[str, list[OutputTensor]] = {}
@@ -86,18 +189,13 @@ def _arranged(
         recipe = Rows((len(origins) * rows_of_chapter, *stored.shape[1:]), _ranges(origins, rows_of_chapter, name))
         tensors[name] = [OutputTensor(name, recipe, stored.dtype)]
 
-    for bank in banks:
+    for bank in memory.banks:
         for name in bank.rows:
             make(name, rows, memory.options.chapter_tokens)
         for name in (*bank.router_weights, *bank.router_biases):
             make(name, routers, 1)
-    options = dataclasses.replace(
-        memory.options,
-        chapters=len(rows),
-        memory_tokens=len(rows) * memory.options.chapter_tokens,
-        shared_chapters=memory.options.shared_chapters if shared_chapters is None else shared_chapters,
-    )
-    return Decided(options, numbers, tensors)
+    counts = {"chapters_before": memory.options.chapters, "chapters_after": len(rows)}
+    return Decided([memory.name], tensors, {"chapters": written(numbers), **counts}, options)
 
 
 def _ranges(origins: Origins, rows: int, name: str) -> tuple[RowRange, ...]:
@@ -113,3 +211,64 @@ def _ranges(origins: Origins, rows: int, name: str) -> tuple[RowRange, ...]:
         count = (1 + len(others)) * rows
         ranges.append(RowRange(None, 0, count) if key is None else RowRange(name, first * rows, count))
     return tuple(ranges)
+
+
+def quantise(request: EditRequest, bits: int = 8) -> dict[str, Any]:
+    """Round all rows of all banks of a memory to the nearest integers, with one scale per row. Such rows no longer train.
+
+    Args:
+        request: The checkpoint to read and the folder to make.
+        bits: Bits per integer, 8 or 4. Default: 8.
+
+    Returns:
+        As from `edit_checkpoint`, with `bits`.
+
+    Raises:
+        RequestError: If the bits are neither 8 nor 4; if the rows are rounded already, have an odd width with 4 bits,
+            or hold a number that is not finite; or if the output cannot be made.
+    """
+    if bits not in _STORED_INTEGERS:
+        raise RequestError(f"bits is {bits}; expected {' or '.join(map(str, _STORED_INTEGERS))}.")
+
+    def decide(model: BaseModel) -> Decided:
+        memory = _only_memory(model, request.memory)
+        if memory.options.bank_bits is not None:
+            raise RequestError(
+                f"memory {memory.name!r} has bank_bits = {memory.options.bank_bits} already; expected rows that were not rounded. "
+                "Start from the checkpoint before it was quantised."
+            )
+        options = dataclasses.replace(memory.options, bank_bits=cast(Literal[8, 4], bits))
+        with refusing_requests():
+            check_fit(options, model.memories.sizes)
+        tensors = {bank.rows[0]: _rounded(memory, bank.rows[0], bits) for bank in memory.banks}
+        return Decided([memory.name], tensors, {"bits": bits}, {"bank_bits": bits})
+
+    return edit_checkpoint("quantise", request, decide)
+
+
+def _rounded(memory: ChapterMemory, name: str, bits: int) -> list[OutputTensor]:
+    count, width = memory.model.tensors[name].shape
+    prefix = name.removesuffix(row_names(None)[0])
+    integers, scales = row_names(bits)
+    shape = (count, width if bits == 8 else width // 2)
+    return [
+        OutputTensor(prefix + integers, _Rounded(shape, name, bits, "integers"), _STORED_INTEGERS[bits]),
+        OutputTensor(prefix + scales, _Rounded((count,), name, bits, "scales"), "F32"),
+    ]
+
+
+@dataclass(frozen=True)
+class _Rounded(Recipe):
+    """Recipe for one of the two parts of a rounded table: the integers or the scales of its rows."""
+
+    source: str
+    bits: int
+    part: Literal["integers", "scales"]
+
+    def build(self, read: "ReadTensor") -> "torch.Tensor":
+        import torch
+
+        from midus_hf.ops.chapters.quantisation import quantise_rows
+
+        part = ("integers", "scales").index(self.part)
+        return torch.cat([quantise_rows(rows, self.bits)[part] for rows in read(self.source).split(_ROWS_AT_ONCE)])

@@ -1,4 +1,4 @@
-"""Edits of a checkpoint's chapters: each writes another checkpoint, in which all other tensors and files stay the same."""
+"""Edits of a checkpoint's memories: each writes another checkpoint, in which all other tensors and files stay the same."""
 
 import copy
 import importlib.metadata
@@ -8,29 +8,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from midus_hf.config.memories.chapters import ChaptersOptions
-from midus_hf.files.ownership import CONFIG_KEY, has_config_entry
+from midus_hf.files.checkpoint_files import CARD_FILE
+from midus_hf.files.ownership import CONFIG_KEY, code_files, has_config_entry
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.base_model import open_base, read_config
-from upscalers.checkpoint.source import resolve_source
-from upscalers.edits.chapter_banks import Bank, ChapterMemory, find_memory
-from upscalers.edits.numbers import written
-from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan
-from upscalers.request.progress import Progress
-from upscalers.runs.edited_checkpoint import write_edited
+from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
+from upscalers.checkpoint.base_model import BaseModel, open_base, read_config, write_config
+from upscalers.checkpoint.source import copy_travelling_files, resolve_source
+from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan, read_record, write_record
+from upscalers.request.progress import Progress, shown
 from upscalers.runs.output_folder import OutputFolder
-from upscalers.tensors.writer import OutputTensor
+from upscalers.runs.siblings import write_code_of
+from upscalers.tensors.recipes import Copy
+from upscalers.tensors.writer import CheckpointWriter, OutputTensor
+
+_HEADING = "## Edits"
 
 
 @dataclass(frozen=True)
 class EditRequest:
-    """The request that all edits of chapters share.
+    """The request that all edits share.
 
     Args:
-        model: A checkpoint with chapters, trained or not: a folder or a hub id.
+        model: A checkpoint with memory, trained or not: a folder or a hub id.
         output: The folder to make.
-        memory: Name of the memory, needed if the model has several memories of chapters. Default: the only one.
-        bank: Number of the bank to edit. Default: all banks.
+        memory: Name of the memory of chapters, needed if the model has several. Default: the only one.
         overwrite: Whether to replace an existing checkpoint, under the conditions of `upscale`. Default: False.
         progress: Display that shows every step. Default: none.
     """
@@ -38,7 +39,6 @@ class EditRequest:
     model: str | Path
     output: str | Path
     memory: str | None = None
-    bank: int | None = None
     overwrite: bool = False
     progress: Progress | None = None
 
@@ -48,107 +48,137 @@ class Decided:
     """Details of an edit that was decided on.
 
     Args:
-        options: Options of the memory after the edit.
-        numbers: Numbers of the edited chapters, for the record.
+        memories: Names of the edited memories; an inserted memory is named by its type.
         tensors: Tensors to write instead of a tensor, by the name of each tensor that does not stay as it is.
-        details: Further details of the request, for the record. Default: none.
+        details: What the record says of the edit beside command, version and memories.
+        options: Options of the memories that the edit changes. Default: none.
     """
 
-    options: ChaptersOptions
-    numbers: tuple[int, ...]
+    memories: Sequence[str]
     tensors: Mapping[str, Sequence[OutputTensor]]
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def edit_checkpoint(
-    command: str, request: EditRequest, decide: Callable[[ChapterMemory, Sequence[Bank]], Decided]
-) -> dict[str, Any]:
-    """Write a copy of a checkpoint with an edit applied to its chapters.
+def edit_checkpoint(command: str, request: EditRequest, decide: Callable[[BaseModel], Decided]) -> dict[str, Any]:
+    """Write a copy of a checkpoint with an edit applied to its memories.
+
+    The config, `upscale.json` and the model card list the edit. `upscale.json` no longer says that the model computes what its base
+    computes.
 
     Args:
         command: Name of the edit in the record.
-        request: The checkpoint to read, the folder to make, and the banks to edit.
-        decide: Function that decides on the edit, from the memory and the banks of the memory that are edited.
+        request: The checkpoint to read and the folder to make.
+        decide: Function that decides on the edit, from the opened checkpoint.
 
     Returns:
-        `{"command", "model", "output", "memory", "banks", "chapters", "chapters_before", "chapters_after",
-        "bytes_written", "seconds"}`, where `chapters` is a list of numbers.
+        `{"command", "memories", ..., "model", "output", "bytes_written", "seconds"}`, with the details of the edit.
 
     Raises:
-        RequestError: If the memory or the bank does not exist, or the output cannot be made.
+        RequestError: If the model was not made by `upscale`, the edit cannot be decided on, or the output cannot be made.
     """
     started = time.perf_counter()
     progress = request.progress or Progress()
     with resolve_source(str(request.model)) as source:
         entry = read_config_entry(read_config(source.folder), source.folder)
         opened = open_base(source.folder)
-        memory = find_memory(opened, request.memory)
-        banks = memory.chosen_banks(request.bank)
-        decided = decide(memory, banks)
-        if not read_plan(entry, opened).owns(banks[0].rows[0]):
+        decided = decide(opened)
+        plan = read_plan(entry, opened)
+        if not all(plan.owns(name) for name in decided.tensors):
             progress.warn(
-                f"memory {memory.name!r} belongs to the base of this upscaling: what strip gives back will have the edit too."
+                "some of what is edited belongs to the base of this upscaling: what strip gives back will have the edit too."
             )
-        edit: Edit = {
-            "command": command,
-            "chapters": written(decided.numbers),
-            "version": importlib.metadata.version("midus-hf"),
-            "memory": memory.name,
-            "banks": [bank.number for bank in banks],
-            **decided.details,
-        }
-        bytes_written = write_edited(
-            opened,
-            OutputFolder(request.output, source.folder, request.overwrite),
-            decided.tensors,
-            _edited_config(opened.config, memory.name, decided.options, edit),
-            lambda record: {**record, EDITS_KEY: [*(record.get(EDITS_KEY) or []), edit]},
-            lambda card: _edited_card(card, edit),
-            progress,
-        )
+        result = {"command": command, "memories": list(decided.memories), **decided.details}
+        edit = {**result, "version": importlib.metadata.version("midus-hf")}
+        shards = edited_shards(opened, decided.tensors)
+        num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
+        banks = opened.memories.banks
+        folder = OutputFolder(request.output, source.folder, request.overwrite)
+        folder.check_space(num_bytes + bytes_of_banks(source.folder, banks))
+        with folder as partial, shown(progress):
+            writer = CheckpointWriter(opened.tensors, scan=False, progress=progress, stored_name=opened.stored_name)
+            written = writer.write(partial, shards)
+            carry_banks(source.folder, partial, banks)
+            _write_siblings(opened, partial, edit, decided.options)
+            open_base(partial)
+            folder.commit()
     return {
-        "command": command,
+        **result,
         "model": str(request.model),
         "output": str(request.output),
-        "memory": memory.name,
-        "banks": edit["banks"],
-        "chapters": list(decided.numbers),
-        "chapters_before": memory.options.chapters,
-        "chapters_after": decided.options.chapters,
-        "bytes_written": bytes_written,
+        "bytes_written": written.bytes_written,
         "seconds": time.perf_counter() - started,
     }
 
 
-# Record of an edit: `{"command", "chapters", "version", "memory", "banks"}`, and further details of the request.
-Edit = dict[str, Any]
+def edited_shards(model: BaseModel, edited: Mapping[str, Sequence[OutputTensor]]) -> dict[str, list[OutputTensor]]:
+    """Return the tensors of the result, in the files and the order in which the edited model stores them.
 
-# Names of the options that an edit may change.
-_EDITED = ("memory_tokens", "chapters", "shared_chapters", "bank_bits")
+    Args:
+        model: The checkpoint that is edited.
+        edited: Tensors to write instead of a tensor, by the name of each tensor that does not stay as it is.
+    """
+    shards: dict[str, list[OutputTensor]] = {}
+    tensors = {name: tensor.as_stored for name, tensor in model.tensors.items() if name not in model.packed}
+    for name, stored in sorted(tensors.items(), key=lambda item: (str(item[1].file), item[1].start)):
+        assert stored.file is not None
+        kept = [OutputTensor(name, Copy(stored.shape, name), stored.dtype)]
+        shards.setdefault(_name_in_safetensors(stored.file.name), []).extend(edited.get(name, kept))
+    return shards
 
-_HEADING = "## Edited chapters"
+
+def _name_in_safetensors(file: str) -> str:
+    """Return the name that a file of weights has in the result, whose weights are safetensors."""
+    return (
+        file if file.endswith(".safetensors") else f"{file.removeprefix('pytorch_').removesuffix('.bin')}.safetensors"
+    )
 
 
-def _edited_config(config: Config, memory: str, options: ChaptersOptions, edit: Edit) -> Config:
-    """Return the config after an edit, with the edit recorded."""
+def _write_siblings(model: BaseModel, partial: Path, edit: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Write the files beside the weights: config, record and card with the edit, code, and copies of the other files."""
+    config = model.whole_config(_edited_config(model.config, edit, options))
+    copy_travelling_files(model.folder, partial)
+    write_config(partial, config)
+    record, card = read_record(model.folder), model.folder / CARD_FILE
+    if record is not None:
+        write_record(partial, _edited_record(record, edit))
+    if card.is_file():
+        (partial / CARD_FILE).write_text(_edited_card(card.read_text(encoding="utf-8"), edit), encoding="utf-8")
+    # Which code is needed depends on options that the edit may change.
+    if config.get("auto_map") or code_files(model.folder):
+        write_code_of(partial)
+
+
+def _edited_config(config: Config, edit: dict[str, Any], options: Mapping[str, Any]) -> Config:
+    """Return the config after an edit, with the edit recorded; if it is of memories of the base, in the base's config too."""
     config = copy.deepcopy(config)
-    for entry in config.get("memory") or []:
-        if entry.get("type") == options.type and entry.get("name", options.type) == memory:
-            entry.update({name: getattr(options, name) for name in _EDITED})
-            if has_config_entry(config):
-                record = config[CONFIG_KEY]
-                record[EDITS_KEY] = [*(record.get(EDITS_KEY) or []), edit]
-                # If the memory belongs to the base, `strip` writes a model whose config fits its tensors.
-                record["base_config"] = _edited_config(record["base_config"], memory, options, edit)
+    memories = {entry.get("name", entry["type"]): entry for entry in config.get("memory") or []}
+    own = [name for name in edit["memories"] if name in memories]
+    for name in own:
+        memories[name].update(options)
+    if own and has_config_entry(config):
+        entry = config[CONFIG_KEY]
+        entry[EDITS_KEY] = [*(entry.get(EDITS_KEY) or []), {**edit, "memories": own}]
+        entry["base_config"] = _edited_config(entry["base_config"], edit, options)
     return config
 
 
-def _edited_card(card: str, edit: Edit) -> str:
+def _edited_record(record: dict[str, Any], edit: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of `upscale.json` with the edit recorded, and without a promise about the model that was edited."""
+    unknown = {"identity": {"checked": None, "max_abs_diff": None}, "promises_identity": False}
+    return {**record, EDITS_KEY: [*(record.get(EDITS_KEY) or []), edit], **unknown}
+
+
+def _edited_card(card: str, edit: dict[str, Any]) -> str:
     """Return a model card with a line about the edit at its end."""
-    shown = {**edit, "banks": ", ".join(map(str, edit["banks"]))}
-    changes = ", ".join(f"{key} {value}" for key, value in shown.items() if key not in ("command", "version"))
-    line = f"- `midus edit {edit['command']}` of midus_hf {edit['version']}: {changes}\n"
+    line = f"- {described(edit)} (midus_hf {edit['version']})\n"
     if _HEADING in card:
         return f"{card.rstrip()}\n{line}"
     heading = "The text and the numbers above describe the model after its upscaling. Since then:"
     return f"{card.rstrip()}\n\n{_HEADING}\n\n{heading}\n\n{line}"
+
+
+def described(edit: Mapping[str, Any]) -> str:
+    """Return the record of an edit in words: `zero of chapters, chapters 3,7-9`."""
+    details = [f", {key} {value}" for key, value in edit.items() if key not in ("command", "memories", "version")]
+    return f"{edit['command']} of {', '.join(edit['memories'])}{''.join(details)}"

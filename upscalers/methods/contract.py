@@ -25,14 +25,29 @@ class Paper:
     """The paper that a method comes from.
 
     Args:
+        key: Key of the BibTeX entry.
         title: Title of the paper.
-        reference: arXiv id, or venue.
-        bibtex: BibTeX entry for citing the paper.
+        authors: Authors, as BibTeX takes them: `"Kim, Taero and Byun, Hoyoon"`.
+        year: Year of the paper.
+        reference: arXiv id, such as `"arXiv:2512.13751"`, or venue.
+        booktitle: Proceedings that the paper is in. Default: None, an article on arXiv.
     """
 
+    key: str
     title: str
+    authors: str
+    year: int
     reference: str
-    bibtex: str
+    booktitle: str | None = None
+
+    @property
+    def bibtex(self) -> str:
+        """BibTeX entry for citing the paper."""
+        kind, where = ("article", f"journal = {{arXiv preprint {self.reference}}}")
+        if self.booktitle is not None:
+            kind, where = ("inproceedings", f"booktitle = {{{self.booktitle}}}")
+        fields = (f"title = {{{{{self.title}}}}}", f"author = {{{self.authors}}}", where, f"year = {{{self.year}}}")
+        return f"@{kind}{{{self.key},\n  " + ",\n  ".join(fields) + "\n}"
 
 
 @dataclass
@@ -246,101 +261,76 @@ def get_method(name: str) -> type[Method]:
 
 
 MIDUS = Paper(
+    key="midus",
     title="MIDUS: Memory-Infused Depth Up-Scaling",
+    authors="Kim, Taero and Byun, Hoyoon and Choi, Youngjun and Park, Sungrae and Song, Kyungwoo",
+    year=2025,
     reference="arXiv:2512.13751",
-    bibtex="""@article{midus,
-  title   = {{MIDUS}: Memory-Infused Depth Up-Scaling},
-  author  = {Kim, Taero and Byun, Hoyoon and Choi, Youngjun and Park, Sungrae and Song, Kyungwoo},
-  journal = {arXiv preprint arXiv:2512.13751},
-  year    = {2025}
-}""",
 )
-
 SOLAR = Paper(
+    key="solar",
     title="SOLAR 10.7B: Scaling Large Language Models with Simple yet Effective Depth Up-Scaling",
+    authors=(
+        "Kim, Dahyun and Park, Chanjun and Kim, Sanghoon and Lee, Wonsung and Song, Wonho and Kim, Yunsu and "
+        "Kim, Hyeonwoo and Kim, Yungi and Lee, Hyeonju and Kim, Jihoo and others"
+    ),
+    year=2023,
     reference="arXiv:2312.15166",
-    bibtex="""@article{solar,
-  title   = {{SOLAR} 10.7B: Scaling Large Language Models with Simple yet Effective Depth Up-Scaling},
-  author  = {Kim, Dahyun and Park, Chanjun and Kim, Sanghoon and Lee, Wonsung and Song, Wonho and Kim, Yunsu and Kim, Hyeonwoo
-             and Kim, Yungi and Lee, Hyeonju and Kim, Jihoo and others},
-  journal = {arXiv preprint arXiv:2312.15166},
-  year    = {2023}
-}""",
 )
-
 LLAMA_PRO = Paper(
+    key="llamapro",
     title="LLaMA Pro: Progressive LLaMA with Block Expansion",
+    authors="Wu, Chengyue and Gan, Yukang and Ge, Yixiao and Lu, Zeyu and Wang, Jiahao and Feng, Ye and Shan, Ying and Luo, Ping",
+    year=2024,
     reference="arXiv:2401.02415",
-    bibtex="""@article{llamapro,
-  title   = {{LLaMA} Pro: Progressive {LLaMA} with Block Expansion},
-  author  = {Wu, Chengyue and Gan, Yukang and Ge, Yixiao and Lu, Zeyu and Wang, Jiahao and Feng, Ye and Shan, Ying and Luo, Ping},
-  journal = {arXiv preprint arXiv:2401.02415},
-  year    = {2024}
-}""",
 )
-
 LESA = Paper(
+    key="lesa",
     title="LESA: Learnable LLM Layer Scaling-Up",
+    authors="Yang, Yifei and Cao, Zouying and Ma, Xinbei and Yao, Yao and Qin, Libo and Chen, Zhi and Zhao, Hai",
+    year=2025,
     reference="arXiv:2502.13794",
-    bibtex="""@article{lesa,
-  title   = {{LESA}: Learnable {LLM} Layer Scaling-Up},
-  author  = {Yang, Yifei and Cao, Zouying and Ma, Xinbei and Yao, Yao and Qin, Libo and Chen, Zhi and Zhao, Hai},
-  journal = {arXiv preprint arXiv:2502.13794},
-  year    = {2025}
-}""",
 )
-
 OPT_DEUS = Paper(
+    key="optdeus",
     title="Progressive Depth Up-scaling via Optimal Transport",
+    authors="Cao, Mingzi and Wang, Xi and Aletras, Nikolaos",
+    year=2025,
     reference="arXiv:2508.08011",
-    bibtex="""@article{optdeus,
-  title   = {Progressive Depth Up-scaling via Optimal Transport},
-  author  = {Cao, Mingzi and Wang, Xi and Aletras, Nikolaos},
-  journal = {arXiv preprint arXiv:2508.08011},
-  year    = {2025}
-}""",
 )
-
 MIXTURE_OF_CHAPTERS = Paper(
+    key="mixtureofchapters",
     title="Mixture of Chapters: Scaling Learnt Memory in Transformers",
+    authors="Tibrewal, Tasmay Pankaj and Saha, Pritish and Meda, Ankit and Singh, Kunal and Moturi, Pradeep",
+    year=2026,
     reference="ICLR 2026 Workshop on New Frontiers in Associative Memories",
-    bibtex="""@inproceedings{mixtureofchapters,
-  title     = {Mixture of Chapters: Scaling Learnt Memory in Transformers},
-  author    = {Tibrewal, Tasmay Pankaj and Saha, Pritish and Meda, Ankit and Singh, Kunal and Moturi, Pradeep},
-  booktitle = {ICLR Workshop on New Frontiers in Associative Memories},
-  year      = {2026}
-}""",
+    booktitle="ICLR Workshop on New Frontiers in Associative Memories",
 )
-
 HIERARCHICAL_MEMORIES = Paper(
+    key="hierarchicalmemories",
     title="Pretraining with Hierarchical Memories: Separating Long-Tail and Common Knowledge",
+    authors="Pouransari, Hadi and Grangier, David and Thomas, C and Kirchhof, Michael and Tuzel, Oncel",
+    year=2026,
     reference="arXiv:2510.02375",
-    bibtex="""@inproceedings{hierarchicalmemories,
-  title     = {Pretraining with Hierarchical Memories: Separating Long-Tail and Common Knowledge},
-  author    = {Pouransari, Hadi and Grangier, David and Thomas, C and Kirchhof, Michael and Tuzel, Oncel},
-  booktitle = {International Conference on Learning Representations},
-  year      = {2026}
-}""",
+    booktitle="International Conference on Learning Representations",
 )
 ULTRAMEM_V2 = Paper(
+    key="ultramemv2",
     title="UltraMemV2: Memory Networks Scaling to 120B Parameters with Superior Long-Context Learning",
+    authors=(
+        "Huang, Zihao and Bao, Yu and Min, Qiyang and Chen, Siyan and Guo, Ran and Huang, Hongzhi and Zhu, Defa and "
+        "Zeng, Yutao and Wu, Banggu and Zhou, Xun and Qiao, Siyuan"
+    ),
+    year=2025,
     reference="arXiv:2508.18756",
-    bibtex="""@article{ultramemv2,
-  title   = {{UltraMemV2}: Memory Networks Scaling to {120B} Parameters with Superior Long-Context Learning},
-  author  = {Huang, Zihao and Bao, Yu and Min, Qiyang and Chen, Siyan and Guo, Ran and Huang, Hongzhi and Zhu, Defa and Zeng, Yutao
-             and Wu, Banggu and Zhou, Xun and Qiao, Siyuan},
-  journal = {arXiv preprint arXiv:2508.18756},
-  year    = {2025}
-}""",
 )
 MODA = Paper(
+    key="moda",
     title="Mixture-of-Depths Attention",
+    authors=(
+        "Zhu, Lianghui and Fang, Yuxin and Liao, Bencheng and Wang, Shijie and Cheng, Tianheng and Huang, Zilong and "
+        "Chen, Chen and Wei, Lai and Zeng, Yutao and Wang, Ya and Lin, Yi and Li, Yu and Wang, Xinggang"
+    ),
+    year=2026,
     reference="arXiv:2603.15619",
-    bibtex="""@article{moda,
-  title   = {Mixture-of-Depths Attention},
-  author  = {Zhu, Lianghui and Fang, Yuxin and Liao, Bencheng and Wang, Shijie and Cheng, Tianheng and Huang, Zilong and Chen, Chen
-             and Wei, Lai and Zeng, Yutao and Wang, Ya and Lin, Yi and Li, Yu and Wang, Xinggang},
-  journal = {arXiv preprint arXiv:2603.15619},
-  year    = {2026}
-}""",
 )

@@ -15,7 +15,7 @@ from upscalers.methods.dense_block import FusionOptions, MatrixMethod, mean, str
 from upscalers.plan.plan import New, Plan
 from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Copy, Recipe, tensor_seed
-from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace, stacked, workers_on
+from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace, stacked
 
 if TYPE_CHECKING:
     import torch
@@ -45,12 +45,11 @@ class LesaOptions(FusionOptions):
         5e-4, "lambda, weight of the loss on the norm of predictions; with 0 what cannot be predicted shrinks"
     )
     device: str = option("cpu", "where predictors are trained: cpu, cuda, cuda:1")
-    workers: int | None = option(None, "matrices worked on at once; default: as many as processors and memory allow")
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "epochs", "batch_size", "workers"):
+        for name in ("hidden_size", "epochs", "batch_size"):
             count = getattr(self, name)
-            if count is not None and count < 1:
+            if count < 1:
                 raise RequestError(f"{name} is {count}; expected at least 1.")
         if not 0 < self.learning_rate < float("inf"):
             raise RequestError(f"learning_rate is {self.learning_rate}; expected a number above 0.")
@@ -189,9 +188,7 @@ class MatrixPrediction(Solver):
         self._seed = tensor_seed(seed, f"lesa:{matrix.key}")
         self._out, self._in = matrix.shape
         self._rows = slice(matrix.first_row, matrix.first_row + self._out)
-        self.work_bytes = 8 * max(5 * self._out**2, 2 * self._out**2 + 5 * self._out * self._in)
         self.scratch_bytes = 4 * len(self._sources) * self._out * self._in
-        self.workers = workers_on(options.device, options.workers)
         self.threads = 1  # so that the same seed gives the same bytes on any number of processors
 
     def solve(self, workplace: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
@@ -202,10 +199,8 @@ class MatrixPrediction(Solver):
         started = time.perf_counter()
         num_layers, options = len(self._sources), self._options
         steps = options.epochs * math.ceil(self._out * (num_layers - 2) / options.batch_size)
-        workplace.progress.begin(self.label, 2 * num_layers + 1 + steps + len(self._gaps))
-
-        def done() -> None:
-            workplace.step(self.label)
+        done = workplace.progress.advance
+        workplace.progress.stage(f"predicting {self.label}", 2 * num_layers + 1 + steps + len(self._gaps))
 
         def matrix_of(layer: int) -> torch.Tensor:
             return workplace.read(self._sources[layer])[self._rows].to(options.device, torch.float64)
@@ -230,7 +225,6 @@ class MatrixPrediction(Solver):
                 done()
         for row in self.measurements:
             row["seconds"] = (time.perf_counter() - started) / len(self.measurements)
-        workplace.progress.end(self.label)
 
     def _measure(
         self, index: int, matrix: "torch.Tensor", previous: "torch.Tensor", following: "torch.Tensor", left_out: int

@@ -24,7 +24,7 @@ from upscalers.methods.dense_block import (
 from upscalers.plan.plan import New
 from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Recipe
-from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace, stacked, workers_on
+from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace, stacked
 
 if TYPE_CHECKING:
     import torch
@@ -61,15 +61,13 @@ class OptDeusOptions(FusionOptions):
     )
     precision: Literal["float64", "float32"] = option("float64", "what transport is computed in")
     device: str = option("cpu", "where it is computed: cpu, cuda, cuda:1")
-    workers: int | None = option(None, "layers fused at once; default: as many as processors and memory allow")
 
     def __post_init__(self) -> None:
         for name, value in (("regularization", self.regularization), ("tolerance", self.tolerance)):
             if not 0 < value < float("inf"):
                 raise RequestError(f"{name} is {value}; expected a number above 0.")
-        for name, count in (("max_iterations", self.max_iterations), ("workers", self.workers)):
-            if count is not None and count < 1:
-                raise RequestError(f"{name} is {count}; expected at least 1.")
+        if self.max_iterations < 1:
+            raise RequestError(f"max_iterations is {self.max_iterations}; expected at least 1.")
 
 
 @register_method("avg-deus")
@@ -165,10 +163,6 @@ class BlockFusion(Solver):
         self._norms = {
             tensor.role: name for name, tensor in self._tensors.items() if self._is_made_norm(base, name, tensor)
         }
-        rows = max(self._weights[role].shape[0] for role in ("query", "output_projection", "up"))
-        itemsize = 8 if options.precision == "float64" else 4
-        self.work_bytes = itemsize * (6 * rows * rows + 4 * rows * base.config["hidden_size"])
-        self.workers = workers_on(options.device, options.workers)
 
     def recipes(self) -> dict[str, Recipe]:
         """Return the recipes of the tensors that the solver makes, by their name within the layer."""
@@ -179,7 +173,7 @@ class BlockFusion(Solver):
         return norms | stacked(self._tensors, [(each, Solved(each.shape, self, each.key)) for each in made])
 
     def solve(self, workplace: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
-        workplace.progress.begin(self.label, len(self._weights) - ("down" in self._filled) + 1)
+        workplace.progress.stage(f"fusing {self.label}", len(self._weights) - ("down" in self._filled) + 1)
         for role in ("query", "key", "value"):
             previous, following = self._pair(workplace, role)
             plan = self._transport(role, previous, following, workplace)
@@ -207,7 +201,6 @@ class BlockFusion(Solver):
             yield from self._fused(
                 "down", self._transport("down", previous, following, workplace), workplace, previous, following
             )
-        workplace.progress.end(self.label)
 
     def _pair(self, workplace: Workplace, role: str) -> "tuple[torch.Tensor, torch.Tensor]":
         """Return the previous and the next layer's matrix of a role."""
@@ -251,16 +244,9 @@ class BlockFusion(Solver):
                 options.tolerance,
                 options.max_iterations,
                 options.plan_scale,
-                workplace.check,
             )
-        self._measure(role, plan, source, source if original is None else original, time.perf_counter() - started)
-        workplace.step(self.label)
-        return plan
-
-    def _measure(
-        self, role: str, plan: "Transport", source: "torch.Tensor", original: "torch.Tensor", seconds: float
-    ) -> None:
-        norm = original.norm().item()
+        seconds = time.perf_counter() - started
+        norm = (source if original is None else original).norm().item()
         self.measurements.append(
             {
                 "layer": self._index,
@@ -272,6 +258,8 @@ class BlockFusion(Solver):
                 "seconds": seconds,
             }
         )
+        workplace.progress.advance()
+        return plan
 
     def _fused(
         self,
@@ -298,7 +286,7 @@ class BlockFusion(Solver):
             previous, following = (weight + offset for weight in self._read(workplace, name))
             mapped = (residual.columns(previous) + previous) / 2
             yield name, ((mapped + following) / 2 - offset).cpu()
-        workplace.step(self.label)
+        workplace.progress.advance()
 
     @staticmethod
     def _barycentric(plan: "Transport", values: "torch.Tensor") -> "torch.Tensor":

@@ -21,8 +21,7 @@ from upscalers.request.errors import RequestError
 DIGEST_KEY = BASE_DIGEST
 # Entry with the `config.json` of the larger model that holds the base; `base_config` then is that of the base itself.
 LARGER_KEY = "larger_base_config"
-EDITS_KEY = "chapter_edits"
-SHUFFLES_KEY = "shuffles"
+EDITS_KEY = "edits"
 
 
 def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int, memories: Memories) -> Config:

@@ -39,8 +39,7 @@ class Identity:
     """Result of checking whether the upscaled model computes what the base computes.
 
     Args:
-        checked: What was compared: `"logits"` for both models' logits on a fixed batch, `"blocks"` for each new block
-            on random hidden states, None for nothing.
+        checked: What was compared: `"logits"` for both models' logits on a fixed batch, None for nothing.
         max_abs_diff: The largest absolute difference seen, 0.0 if the method promises identity; None if nothing was
             compared.
         compared: Both sides of the comparison with their dtypes, in words; None if nothing was compared.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 
 class Progress:
-    """Progress that shows nothing; a subclass shows stages that follow each other, and tasks that run beside the stages."""
+    """Progress that shows nothing; a subclass shows stages that follow each other."""
 
     def start(self) -> None:
         """Start showing progress, when the work begins."""
@@ -15,15 +15,6 @@ class Progress:
 
     def advance(self, num_steps: int = 1) -> None:
         """Count `num_steps` more steps of the stage as done."""
-
-    def begin(self, task: str, num_steps: int) -> None:
-        """Begin a task of `num_steps` steps that runs beside the stage and other tasks."""
-
-    def step(self, task: str, num_steps: int = 1) -> None:
-        """Count `num_steps` more steps of a task as done."""
-
-    def end(self, task: str) -> None:
-        """End a task."""
 
     def warn(self, message: str) -> None:
         """Show a warning."""
@@ -43,8 +34,3 @@ def shown(progress: Progress) -> Iterator[None]:
         yield
     finally:
         progress.finish()
-
-
-def begin_writing(progress: Progress, num_bytes: int, num_shards: int) -> None:
-    """Begin the stage in which tensors are written."""
-    progress.stage(f"writing {num_shards} shard{'s' * (num_shards > 1)}", num_bytes, "bytes")

@@ -12,9 +12,9 @@ from upscalers.checkpoint.base_model import BaseModel, open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.record.provenance import DIGEST_KEY, LARGER_KEY
 from upscalers.request.errors import RequestError
-from upscalers.request.progress import Progress, begin_writing, shown
-from upscalers.runs.edited_checkpoint import write_part
+from upscalers.request.progress import Progress, shown
 from upscalers.runs.output_folder import OutputFolder
+from upscalers.runs.siblings import write_part
 from upscalers.tensors.recipes import Copy
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
 
@@ -62,7 +62,6 @@ def extract(
         folder.check_space(num_bytes + bytes_of_banks(source.folder, opened.memories.banks))
         shards = split_shards(tensors, _SHARD_BYTES)
         with folder as partial, shown(progress):
-            begin_writing(progress, num_bytes, len(shards))
             written = CheckpointWriter(opened.tensors, scan=False, progress=progress).write(partial, shards)
             carry_banks(source.folder, partial, opened.memories.banks)
             config = _config(opened)

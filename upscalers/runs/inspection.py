@@ -8,7 +8,7 @@ from typing import Any
 from midus_hf.files.ownership import STRIPPED_KEY, has_config_entry
 from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
 from upscalers.checkpoint.source import resolve_source
-from upscalers.record.provenance import EDITS_KEY, SHUFFLES_KEY, read_config_entry, read_plan, read_record
+from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan, read_record
 
 _CODE = "modeling_midus.py"
 
@@ -23,10 +23,9 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
         `{"model", "method", "base", "options", "seed", "trainable", "causal", "model_type", "memory", "parameters",
         "layers", "measurements", "code"}`. `code` is as `inspect_code` returns it. `parameters` has `total` and `new`, and
         where texts fetch blocks also `fetched` and `bank`. `layers` has `{"index", "new", "from", "parameters"}` per layer.
-        Where chapters were edited, `"chapter_edits"` lists the edits; where rows of values were shuffled, `"shuffles"`
-        lists the shuffles. A result of `strip` also has `"stripped"`: `{"model", "method", "removed_layers",
-        "base_confirmed", "differing_tensors"}`. If the stripped model holds no earlier upscaling, the other keys are only
-        `{"model", "model_type", "num_layers", "parameters"}`.
+        Where memories were edited, `"edits"` lists the edits. A result of `strip` also has `"stripped"`: `{"model", "method",
+        "removed_layers", "base_confirmed", "differing_tensors"}`. If the stripped model holds no earlier upscaling, the other
+        keys are only `{"model", "model_type", "num_layers", "parameters"}`.
 
     Raises:
         RequestError: If neither command made the model.
@@ -82,7 +81,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             "layers": layers,
             "measurements": record.get("measurements") or [],
             "code": inspect_code(source.folder),
-            **{key: entry[key] for key in (EDITS_KEY, SHUFFLES_KEY) if entry.get(key)},
+            **({EDITS_KEY: entry[EDITS_KEY]} if entry.get(EDITS_KEY) else {}),
             **stripped,
         }
 

@@ -13,9 +13,8 @@ from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES, SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor
 from upscalers.checkpoint.source import Source
-from upscalers.machine.free_memory import available_bytes
 from upscalers.methods.contract import Method
-from upscalers.plan.attention_pattern import pattern_concern, scale_concern
+from upscalers.plan.attention_pattern import pattern_concern
 from upscalers.plan.layer_config import followed_quantization
 from upscalers.plan.plan import Base, Plan
 from upscalers.record.provenance import config_entry
@@ -122,8 +121,8 @@ class Job:
     def concerns(self) -> list[str]:
         """Facts that a person should know about the result, before the work begins and whenever the model is used."""
         remedy = self.method.pattern_remedy(self.base, self.plan)
-        derived = [pattern_concern(self.base, self.config, remedy), scale_concern(self.base, self.config)]
-        return [*self.method.concerns(self.base, self.plan), *filter(None, derived)]
+        pattern = pattern_concern(self.base, self.config, remedy)
+        return [*self.method.concerns(self.base, self.plan), *([] if pattern is None else [pattern])]
 
     @cached_property
     def layers(self) -> list[dict[str, Recipe]]:
@@ -186,13 +185,6 @@ class Job:
         """Return the dtype that a tensor of the base has in the output, as safetensors names both dtypes."""
         return dtype if self.dtype == "auto" or dtype not in TORCH_NAMES else SAFETENSORS_NAMES[self.dtype]
 
-    def sides_of_comparison(self) -> str:
-        """Return in words what a comparison of base and result compares: both run in the dtype of the result."""
-        stored, dtype = (TORCH_NAMES[each] for each in (self.base.dtype, self.cast(self.base.dtype)))
-        if stored == dtype:
-            return f"base and result in {dtype}"
-        return f"base rounded from {stored} to {dtype}, result in {dtype}"
-
     def counts(self) -> ParameterCounts:
         """Return the numbers of parameters, without buffers."""
         uncounted, memories = self.base.uncounted_names(), self._memories
@@ -230,28 +222,21 @@ class Job:
         solvers = {part.solver for tensor in self.tensors for part in solved_parts(tensor.recipe)}
         return sum(solver.scratch_bytes for solver in solvers)
 
-    def compares_logits(self, verify: bool | None, progress: Progress) -> bool:
-        """Decide before anything is written, from the free memory, how the result will be checked.
-
-        Args:
-            verify: True insists on comparing both models' logits, False skips the comparison, and None compares if the
-                free memory suffices.
-            progress: Display that shows a warning if another check is made instead.
-
-        Returns:
-            Whether logits are compared. Otherwise each new block is checked alone, if identity is promised.
+    def check_memory(self, progress: Progress) -> None:
+        """Check, before anything is written, that the free memory suffices for comparing the result with the base.
 
         Raises:
-            RequestError: If `verify` is True and the free memory does not suffice, or torch and transformers cannot be
-                loaded.
+            RequestError: If it does not, or torch and transformers cannot be loaded.
         """
-        if verify is False:
-            return False
         progress.stage("loading libraries", 1)  # the free memory is known only once they are loaded
-        import_slow_modules()
+        try:
+            from upscalers.runs.verify import available_bytes, comparison_bytes  # brings torch and transformers
+        except (ImportError, OSError, MemoryError) as error:
+            raise RequestError(
+                f"torch and transformers cannot be loaded ({type(error).__name__}: {one_line(error)}). Make room in memory or raise "
+                "the limit on it (ulimit -v); if it is not that, install midus-hf again."
+            ) from None
         progress.advance()
-        from upscalers.runs.verify import comparison_bytes
-
         dtype = self.cast(self.base.dtype)
         new = {
             tensor.name: StoredTensor(dtype if tensor.dtype.startswith("F8") else tensor.dtype, tensor.recipe.shape)
@@ -264,30 +249,8 @@ class Job:
         banks = self._memories.banks
         needed += sum(layout.fetched for layout in banks.values()) * (ITEM_BYTES["F32"] + 2 * ITEM_BYTES[dtype])
         free = available_bytes()
-        if needed <= free:
-            return True
-        shortage = f"comparing both models layer by layer takes {needed / 1e9:.2f} GB of memory, but {free / 1e9:.2f} GB is free"
-        if verify:
-            raise RequestError(f"{shortage}. Make room, or leave --verify out to check what the memory allows.")
-        instead = (
-            "each new block is checked alone instead, as with --no-verify"
-            if self.method.promises_identity
-            else "nothing is compared, since the method promises no identity"
-        )
-        progress.warn(f"{shortage}; {instead}. Make room and pass --verify to insist.")
-        return False
-
-
-def import_slow_modules() -> None:
-    """Import the modules that checking a result needs.
-
-    Raises:
-        RequestError: If they cannot be imported, for example because memory is short.
-    """
-    try:
-        import upscalers.runs.streamed_model  # noqa: F401 - brings torch, transformers and the classes of midus_hf
-    except (ImportError, OSError, MemoryError) as error:
-        raise RequestError(
-            f"torch and transformers cannot be loaded ({type(error).__name__}: {one_line(error)}). Make room in memory or raise "
-            "the limit on it (ulimit -v); if it is not that, install midus-hf again."
-        ) from None
+        if needed > free:
+            raise RequestError(
+                f"comparing both models layer by layer takes {needed / 1e9:.2f} GB of memory, but {free / 1e9:.2f} GB is free. Make "
+                "room, or pass --no-verify."
+            )

@@ -173,14 +173,12 @@ def inputs_of_memories(stack: Any, path: tuple[int, ...] | None, tokens: torch.T
     Args:
         stack: The model's stack of layers.
         path: The path whose blocks all rows fetch; None if nothing is fetched.
-        tokens: Token ids or hidden states, `[B, T, ...]`; the first half counts as the prompt.
+        tokens: Token ids, `[B, T]`; the first half counts as the prompt.
     """
-    batch, length = tokens.shape[:2]
+    batch, length = tokens.shape
     inputs = {} if path is None else {"memory_ids": torch.tensor([path] * batch)}
     if "prompt_mask" in getattr(stack, "memory_input_names", ()):
         inputs["prompt_mask"] = (torch.arange(length) < length // 2).expand(batch, -1)  # [B, T]
-    if "input_ids" in getattr(stack, "memory_input_names", ()) and tokens.is_floating_point():
-        inputs["token_ids"] = (torch.arange(batch * length) % stack.config.vocab_size).view(batch, length)
     return inputs
 
 

@@ -23,10 +23,10 @@ from upscalers.record.provenance import (
     write_record,
 )
 from upscalers.request.errors import RequestError
-from upscalers.request.progress import Progress, begin_writing, shown
+from upscalers.request.progress import Progress, shown
 from upscalers.runs.base_confirmation import base_tensors, compare_with_base, digested_names
-from upscalers.runs.edited_checkpoint import write_part
 from upscalers.runs.output_folder import OutputFolder
+from upscalers.runs.siblings import write_part
 from upscalers.tensors.layer_blocks import with_blocks_of_base
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
 
@@ -78,7 +78,6 @@ def strip(
         folder.check_space(sum(tensor.num_bytes for tensor in tensors) + bytes_of_banks(source.folder, kept))
         digested = TensorDigests(opened.tensors, digested_names(opened, tensors) if DIGEST_KEY in entry else {})
         with folder as partial, shown(progress), digested as digests:
-            begin_writing(progress, sum(tensor.num_bytes for tensor in tensors), len(shards))
             writer = CheckpointWriter(
                 opened.tensors,
                 scan=False,

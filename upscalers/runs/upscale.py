@@ -13,7 +13,7 @@ from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.wording import first_few
 from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base
-from upscalers.checkpoint.hub import check_repo_id, check_write_access, push_folder, upload_command
+from upscalers.checkpoint.hub import check_repo_id, prepare_repository, push_folder, upload_command
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES
 from upscalers.checkpoint.source import name_and_revision, resolve_source
@@ -44,7 +44,7 @@ def upscale(
     dtype: str = "auto",
     max_shard_size: str | int = "5GB",
     dry_run: bool = False,
-    verify: bool | None = None,
+    verify: bool = True,
     allow_nan: bool = False,
     overwrite: bool = False,
     push_to_hub: str | None = None,
@@ -69,10 +69,8 @@ def upscale(
         dtype: Dtype of the output: `auto`, `float32`, `bfloat16` or `float16`. Default: `"auto"`, the base's.
         max_shard_size: Largest size of a weight file, such as `"5GB"`, or a number of bytes. Default: `"5GB"`.
         dry_run: Whether to only report what would be done. Default: False.
-        verify: True refuses NaN and infinite values in the base and compares both models' logits, layer by layer, in
-            the memory that one module takes. False checks each new block alone, where identity is promised. None acts
-            as True, but checks new blocks, with a warning, if the free memory does not suffice for the comparison.
-            Default: None.
+        verify: Whether to refuse NaN and infinite values in the base, and to compare both models' logits, layer by layer,
+            in the memory that one module takes. Default: True.
         allow_nan: Whether to allow NaN and infinite values in the base. Default: False.
         overwrite: Whether to replace an existing checkpoint, if `upscale` or `strip` wrote it and nothing else is
             beside it. Default: False.
@@ -126,7 +124,7 @@ def upscale(
     if not dry_run:
         chosen.check_machine()
         if push_to_hub:
-            push_to_hub = check_write_access(push_to_hub, private)
+            push_to_hub = prepare_repository(push_to_hub, private)
 
     with resolve_source(base_name, revision, config_only=dry_run) as source:
         opened = open_base(source.folder, needs_weights=not dry_run, gguf=source.gguf, adapter=lora)
@@ -170,10 +168,10 @@ def upscale(
             folder = OutputFolder(str(output), source.folder, overwrite)
             carried = bytes_of_banks(source.folder, opened.memories.banks)
             folder.check_space(num_bytes + carried + scratch_bytes + _SPARE_BYTES)
-            scan = verify is not False and not allow_nan
             with shown(progress):
-                compares_logits = job.compares_logits(verify, progress)
-                outcome = Writing(job, folder, max_shard_bytes, scan, compares_logits, progress).run()
+                if verify:
+                    job.check_memory(progress)
+                outcome = Writing(job, folder, max_shard_bytes, verify and not allow_nan, verify, progress).run()
         disk_bytes = outcome["bytes"].written + scratch_bytes + (0 if dry_run else source.disk_bytes())
     report = UpscaleReport(
         method=chosen.name,
@@ -197,7 +195,7 @@ def upscale(
 
 def _push(folder: Path, repository: str, private: bool, report: UpscaleReport, progress: Progress) -> None:
     try:
-        progress.note(push_folder(folder, repository, private))
+        progress.note(push_folder(folder, repository))
     except (Exception, KeyboardInterrupt) as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         reason = "was interrupted" if interrupted else f"failed ({type(error).__name__}: {one_line(error)})"

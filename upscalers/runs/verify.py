@@ -1,6 +1,9 @@
 """Comparison of two whole models: the upscaled model computes what the base computes, layer by layer."""
 
+import contextlib
 import math
+import os
+import resource
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,18 +12,16 @@ import torch
 
 from midus_hf.config.memory_entries import TABLES
 from upscalers.architecture.family import Config
-from upscalers.architecture.layer_tensors import is_embedding
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.checkpoint.computed_tensor import read_tensor
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES, TORCH_NAMES, StoredTensor
 from upscalers.plan.plan import Base, Plan
+from upscalers.record.report import Identity
 from upscalers.request.errors import RequestError, VerificationError, one_line
 from upscalers.request.progress import Progress
 from upscalers.runs.streamed_model import LoadedModel, RunningModel, StreamedModel, raised_in_memory
 
 _BATCH, _TOKENS = 2, 64
 _ROWS_AT_ONCE = 16
-_NAMED = 3
 # `comparison_bytes` allows for a module's weights twice, since matrix products rearrange them; for four times the logits,
 # since both models' logits are held, computed and compared; for the intermediates of a layer, as a number of float32 hidden
 # states; and for checking config and tokenizer and for stacks and heaps of threads, up to 0.2 GB of address space.
@@ -31,7 +32,7 @@ _REST_OF_RUN_BYTES = 200_000_000
 def comparison_bytes(
     base: Mapping[str, StoredTensor], new: Mapping[str, StoredTensor], config: Config, dtype: str
 ) -> int:
-    """Return the greatest memory, in bytes, that a run with `compare_logits` at its end takes.
+    """Return the greatest memory, in bytes, that a run with `compare_models` at its end takes.
 
     Memory that the process holds before the run writes is not included.
 
@@ -59,7 +60,34 @@ def comparison_bytes(
     )
 
 
-def compare_logits(
+def available_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes of memory that this process can still take.
+
+    This is the machine's available memory, or less where the container's limit or the limit on the process's address
+    space leaves less.
+
+    Args:
+        root: Folder that holds the kernel's `proc` and `sys`. Default: `/`.
+    """
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError, KeyError):  # "max" where the container has no limit
+        group = root / "sys/fs/cgroup"
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        of_files = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
+        available = min(available, max(0, limit - used + int(of_files)))  # the kernel frees these pages on demand
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        with contextlib.suppress(OSError):
+            taken = int((root / "proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            available = min(available, max(0, limit - taken))
+    return available
+
+
+def compare_models(
     base: BaseModel,
     folder: Path,
     tensors: Mapping[str, StoredTensor],
@@ -67,7 +95,7 @@ def compare_logits(
     dtype: str,
     identity: bool,
     progress: Progress,
-) -> tuple[float, float]:
+) -> tuple[Identity, float]:
     """Run both models on a fixed batch, with the weights of one module in memory at a time, and compare their logits.
 
     Args:
@@ -80,8 +108,8 @@ def compare_logits(
         progress: Display that shows every layer.
 
     Returns:
-        The largest absolute difference between logits, and the KL divergence from the base's next-token distribution to the result's,
-        mean over tokens, in nats.
+        What was compared with what, with the largest absolute difference between logits; and the KL divergence from the base's
+        next-token distribution to the result's, mean over tokens, in nats.
 
     Raises:
         RequestError: If transformers cannot run the base.
@@ -152,20 +180,26 @@ def compare_logits(
     if identity and (partings or not equal):
         what = "hidden states" if equal else "logits"
         difference = partings[0][1] if equal else _largest_difference(base_logits, new_logits)
-        position = _place(partings[0][0] if partings else None, base, tensors, plan, torch_dtype)
+        position = _place(partings[0][0] if partings else None, plan)
         raise VerificationError(
             f"the upscaled model's {what} differ from the base's by up to {difference:g}; expected a difference of exactly 0. "
             f"They part {position}."
         )
-    differences = 0.0, 0.0
+    largest, divergence = 0.0, 0.0
     if not equal:
-        differences = _largest_difference(base_logits, new_logits), _divergence(base_logits, new_logits)
+        largest, divergence = _largest_difference(base_logits, new_logits), _divergence(base_logits, new_logits)
     progress.advance()
     if replays:
         model = _running(base, base.folder, base.tensors, torch_dtype)
         for replay in replays:
             _compare_layers(model, tokens, replay, new_streams, plan, progress)
-    return differences
+    stored, run_in = TORCH_NAMES[base.dtype], TORCH_NAMES[dtype]
+    sides = (
+        f"base and result in {stored}"
+        if stored == run_in
+        else f"base rounded from {stored} to {run_in}, result in {run_in}"
+    )
+    return Identity("logits", largest, sides), divergence
 
 
 def _replays(plan: Plan) -> list[dict[int, int]]:
@@ -242,32 +276,8 @@ def _rows(left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[torch.Tenso
     return zip(left.flatten(0, -2).split(_ROWS_AT_ONCE), right.flatten(0, -2).split(_ROWS_AT_ONCE), strict=True)
 
 
-def _place(
-    number: int | None, base: BaseModel, tensors: Mapping[str, StoredTensor], plan: Plan, dtype: torch.dtype
-) -> str:
+def _place(number: int | None, plan: Plan) -> str:
     """Return, as text, where two models first differ: in layer `number`, from 1; 0 is in front of all layers, None behind."""
     if number:
-        layer = plan.layers[number - 1]
-        position = f"in layer {number - 1} ({plan.describe(number - 1)})"
-        if not isinstance(layer, Base):
-            return position
-        names = base.layer_names(layer.index)
-        pairs = {base.new_name(number - 1, name): source for name, source in names.items()}
-    else:
-        position = "in the embedding" if number == 0 else "behind the last layer"
-        pairs = {name: name for name in base.outer_names() if is_embedding(name) == (number == 0)}
-    different = _different(pairs, base, tensors, dtype)
-    if not different:
-        return f"{position}, though its tensors are the base's"
-    return f"{position}: {', '.join(different[:_NAMED])} {'are' if different[1:] else 'is'} not what the base has"
-
-
-def _different(
-    pairs: Mapping[str, str], base: BaseModel, tensors: Mapping[str, StoredTensor], dtype: torch.dtype
-) -> list[str]:
-    return [
-        name
-        for name, source in pairs.items()
-        if name in tensors
-        and not _are_same(read_tensor(tensors[name], dtype), read_tensor(base.tensors[source], dtype))
-    ]
+        return f"in layer {number - 1} ({plan.describe(number - 1)})"
+    return "in the embedding" if number == 0 else "behind the last layer"

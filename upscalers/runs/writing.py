@@ -1,8 +1,6 @@
 """Writing of a decided job: tensors, config, verification, provenance, and the move of the folder to its final path."""
 
-import contextlib
 import copy
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,8 @@ from upscalers.record.model_card import base_metadata, model_card
 from upscalers.record.provenance import DIGEST_KEY, base_record, paper_entry, write_record
 from upscalers.record.report import Bytes, Identity
 from upscalers.request.errors import RequestError, one_line
-from upscalers.request.progress import Progress, begin_writing
-from upscalers.runs.job import Job, import_slow_modules
+from upscalers.request.progress import Progress
+from upscalers.runs.job import Job
 from upscalers.runs.output_folder import OutputFolder
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
 
@@ -38,7 +36,7 @@ class Writing:
         folder: The output folder.
         max_shard_bytes: The largest size of a weight file, in bytes.
         scan: Whether to refuse NaN and infinite values in the base.
-        compares_logits: Whether to compare both models' logits; otherwise each new block is checked alone.
+        verify: Whether to compare the result with the base.
         progress: Display that shows every step.
     """
 
@@ -46,7 +44,7 @@ class Writing:
     folder: OutputFolder
     max_shard_bytes: int
     scan: bool
-    compares_logits: bool
+    verify: bool
     progress: Progress
 
     def run(self) -> dict[str, Any]:
@@ -60,8 +58,6 @@ class Writing:
             VerificationError: If the result does not do what the method promises; nothing of the result is left.
         """
         job, progress = self.job, self.progress
-        imports = threading.Thread(target=_import_early, daemon=True)
-        imports.start()
         shards = split_shards(job.tensors, self.max_shard_bytes)
         # If base layers were dropped, `strip` refuses, so that no digest is needed to confirm what it writes.
         recorded = not job.plan.dropped_layers
@@ -69,11 +65,9 @@ class Writing:
         with self.folder as partial, digested as digests:
             config = copy.deepcopy(job.config)
             self._write_config(partial, config)
-            begin_writing(progress, sum(tensor.num_bytes for tensor in job.tensors), len(shards))
             writer = CheckpointWriter(
                 job.base.tensors,
                 scan=self.scan,
-                before_building=imports.join,  # transformers' lazy modules break if two threads import them at once
                 progress=progress,
                 copied=digests.add,
                 stored_name=job.base.stored_name,
@@ -82,10 +76,6 @@ class Writing:
             for concern in job.method.review(written.measurements):
                 progress.warn(concern)
             self._write_banks(partial)
-            if imports.is_alive():
-                progress.stage("loading libraries", 1)
-                imports.join()
-                progress.advance()
             record = self._write_siblings(partial, config)
             identity, kl_divergence = self._verify(partial, shards, config)
             self.folder.flush(progress)  # runs beside the digests: it takes about as long, and no processor
@@ -137,40 +127,17 @@ class Writing:
     def _verify(
         self, partial: Path, shards: dict[str, list[OutputTensor]], config: Config
     ) -> tuple[Identity, float | None]:
-        """Check the result, and return what was checked, and the KL divergence if logits were compared."""
-        from upscalers.runs.block_check import check_blocks
-        from upscalers.runs.verify import compare_logits
+        """Compare the result with the base, if that is wanted, and return what was compared, and the KL divergence."""
+        if not self.verify:
+            return Identity(None, None), None
+        from upscalers.runs.verify import compare_models
 
         job = self.job
-        dtype, promised = job.cast(job.base.dtype), job.method.promises_identity
         files = {name: tensor for file in shards for name, tensor in read_header(partial / file).items()}
-        written = job.base.by_name(files)
-        tensors = with_products(written, config)
+        tensors = with_products(job.base.by_name(files), config)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in names_of_parts(tensors)}
-        base = job.base
-        if self.compares_logits:
-            largest, kl_divergence = compare_logits(base, partial, tensors, job.plan, dtype, promised, self.progress)
-            return Identity("logits", largest, job.sides_of_comparison()), kl_divergence
-        if not promised:
-            return Identity(None, None), None
-        family = base.family
-        unchecked = (
-            "transformers converts its tensors when it loads them" if family.is_converted(base.config) else None
-        )
-        if unchecked is None:
-            try:
-                check_blocks(partial, config, base, job.plan, tensors, dtype, self.progress)
-            except RequestError as error:
-                if not family.layers_may_follow_from_indices:
-                    raise
-                unchecked = one_line(error).rstrip(".")
-        if unchecked is None:
-            return Identity("blocks", 0.0, job.sides_of_comparison()), None
-        self.progress.warn(
-            f"layers of {family.model_type!r} cannot be run one by one ({unchecked}), so the new ones are not checked; a tiny model "
-            "of the type was. Pass --verify to compare both models whole."
-        )
-        return Identity(None, None), None
+        dtype, promised = job.cast(job.base.dtype), job.method.promises_identity
+        return compare_models(job.base, partial, tensors, job.plan, dtype, promised, self.progress)
 
     def _write_provenance(
         self, partial: Path, config: Config, record: dict[str, Any], digests: dict[str, str], outcome: dict[str, Any]
@@ -224,12 +191,6 @@ class Writing:
                 "paper": paper_entry(job.method),
             },
         )
-
-
-def _import_early() -> None:
-    """Import slow modules while bytes are copied, so that checking can begin at once; a failure is left to the first use."""
-    with contextlib.suppress(RequestError):
-        import_slow_modules()
 
 
 def _validated(folder: Path) -> Any:

@@ -1,6 +1,5 @@
 """Transport between the rows of two matrices."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,8 +7,6 @@ import torch
 
 # Size that scalings may reach before the solver absorbs them into the potentials, well within the range of the dtype.
 _ABSORB = {torch.float32: 1e30, torch.float64: 1e100}
-# Greatest number of iterations between two calls of `check`.
-_STRETCH = 500
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,6 @@ def sinkhorn(
     tolerance: float,
     max_iterations: int,
     plan_scale: Literal["barycentric", "raw"],
-    check: Callable[[], None] = lambda: None,
 ) -> Transport:
     """Compute entropic optimal transport between uniform distributions over rows, with Euclidean distances as cost.
 
@@ -70,8 +66,6 @@ def sinkhorn(
         max_iterations: Number of iterations after which the solver stops, whatever the violation.
         plan_scale: `"barycentric"` scales columns to sum to one, so that each target row is a mean of source rows.
             With `"raw"`, all entries of the plan sum to one.
-        check: Function called every few hundred iterations; an exception that it raises ends the work. Default: does
-            nothing.
     """
     import ot
 
@@ -80,27 +74,19 @@ def sinkhorn(
     source_mass, target_mass = source.new_full((n,), 1 / n), source.new_full((m,), 1 / m)
     row_potential = cost.min(dim=1).values  # [n]
     column_potential = (cost - row_potential[:, None]).min(dim=0).values  # [m]
-    plan: torch.Tensor | None = None
-    potentials, iterations, error = (row_potential, column_potential), 0, float("inf")
-    while iterations < max_iterations and error > tolerance / m**0.5:  # POT measures the error in L2
-        check()
-        plan = None  # free the old plan first, so that no two plans are in memory
-        plan, log = ot.bregman.sinkhorn_stabilized(
-            source_mass,
-            target_mass,
-            cost,
-            regularization,
-            numItermax=min(_STRETCH, max_iterations - iterations),
-            tau=_ABSORB[source.dtype],
-            stopThr=tolerance / m**0.5,
-            warmstart=potentials,
-            log=True,
-            warn=False,
-        )
-        potentials, error = log["warmstart"], float(log["err"][-1])
-        iterations += int(log["n_iter"]) + 1
+    plan, log = ot.bregman.sinkhorn_stabilized(
+        source_mass,
+        target_mass,
+        cost,
+        regularization,
+        numItermax=max_iterations,
+        tau=_ABSORB[source.dtype],
+        stopThr=tolerance / m**0.5,  # POT measures the error in L2
+        warmstart=(row_potential, column_potential),
+        log=True,
+        warn=False,
+    )
     del cost
-    assert plan is not None
     column_sums = plan.sum(dim=0)
     residual = (column_sums - target_mass).abs().sum() + (plan.sum(dim=1) - source_mass).abs().sum()
     if plan_scale == "barycentric":
@@ -109,7 +95,7 @@ def sinkhorn(
         matrix=plan,
         permutation=None,
         scale=1.0,
-        iterations=iterations,
+        iterations=int(log["n_iter"]) + 1,
         residual=residual.item(),
         effective_sources=_effective_sources(plan, column_sums if plan_scale == "raw" else None),
     )

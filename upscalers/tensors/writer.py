@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from upscalers.checkpoint.safetensors_format import (
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
 from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe, RowRange, Rows
-from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace, solve_all, solved_parts
+from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace, solved_parts
 
 if TYPE_CHECKING:
     import torch
@@ -92,15 +91,12 @@ def split_shards(tensors: Sequence[OutputTensor], max_shard_bytes: int) -> dict[
 class CheckpointWriter:
     """Writer of a checkpoint's tensors that holds in memory at most what one recipe reads.
 
-    Tensors that are copied unchanged, or put together from rows, go from file to file inside the kernel. All other
-    tensors follow after the copies, so that libraries can be imported meanwhile: first tensors with a recipe that
-    needs no solver, then tensors that solvers make together.
+    Tensors that are copied unchanged, or put together from rows, go from file to file inside the kernel. Tensors that solvers
+    make together follow after all others.
 
     Args:
         sources: The base's tensors, by full name.
         scan: Whether to look at every copied value, and refuse values that are not finite.
-        before_building: Function called once, after all tensors that can be copied without torch, if any tensors are
-            left. Default: does nothing.
         progress: Display that shows every step. Default: none.
         copied: Function called with the name of each base tensor right after it was copied. Default: does nothing.
         stored_name: Function that returns the name in the files of a tensor to write, by its full name. Default: the full name.
@@ -110,19 +106,16 @@ class CheckpointWriter:
         self,
         sources: dict[str, StoredTensor],
         scan: bool,
-        before_building: Callable[[], None] = lambda: None,
         progress: Progress | None = None,
         copied: Callable[[str], None] = lambda name: None,
         stored_name: Callable[[str], str] = lambda name: name,
     ):
         self._sources = sources
         self._scan = scan
-        self._before_building = before_building
         self._progress = progress or Progress()
         self._copied = copied
         self._stored_name = stored_name
         self._bytes_read = 0
-        self._reading = threading.Lock()
 
     def write(
         self, folder: Path, shards: dict[str, list[OutputTensor]], metadata: Mapping[str, str] | None = None
@@ -153,17 +146,12 @@ class CheckpointWriter:
             ]
         solved = [part for one in placed for part in one.parts()]
         others = [one for one in placed if not solved_parts(one.tensor.recipe)]
-        others.sort(key=lambda one: not self._goes_through_kernel(one.tensor))
-        building = False
+        num_bytes = sum(one.tensor.num_bytes for one in others)
+        self._progress.stage(f"writing {len(shards)} shard{'s' * (len(shards) > 1)}", num_bytes, "bytes")
         for one in others:
-            through_kernel = self._goes_through_kernel(one.tensor)
-            if not through_kernel and not building:
-                self._before_building()
-                building = True
+            make = self._copy_in_kernel if self._goes_through_kernel(one.tensor) else self._build
             with _opened(one.file, os.O_RDWR) as target:
-                (self._copy_in_kernel if through_kernel else self._build)(one.tensor, target, one.start)
-        if solved and not building:
-            self._before_building()
+                make(one.tensor, target, one.start)
         measurements = self._solve(solved, folder)
         if set(shards) != {SINGLE_FILE}:
             self._write_index(folder, shards)
@@ -172,25 +160,29 @@ class CheckpointWriter:
     def _solve(self, placed: "list[_Placed]", folder: Path) -> list[Measurement]:
         if not placed:
             return []
+        import torch
+
         wanted: dict[tuple[Solver, str], list[_Placed]] = {}
         for one in placed:
             assert isinstance(one.tensor.recipe, Solved)
             wanted.setdefault((one.tensor.recipe.solver, one.tensor.recipe.key), []).append(one)
         solvers = list(dict.fromkeys(solver for solver, _ in wanted))
-        scratch = folder / _SCRATCH
-        scratch.mkdir()
-
-        def write(solver: Solver, key: str, values: "torch.Tensor") -> None:
-            for one in wanted.pop((solver, key)):
-                assert tuple(values.shape) == tuple(one.tensor.recipe.shape), (one.tensor.name, values.shape)
-                _refuse_not_finite(values, one.tensor.name)
-                with _opened(one.file, os.O_RDWR) as target:
-                    write_all(target, _to_bytes(values, one.tensor), one.start)
-                self._progress.advance(one.tensor.num_bytes)
-
-        solve_all(solvers, Workplace(self._read, scratch, self._progress), write)
+        workplace = Workplace(self._read, folder / _SCRATCH, self._progress)
+        workplace.scratch.mkdir()
+        threads = torch.get_num_threads()
+        try:
+            for solver in solvers:
+                torch.set_num_threads(solver.threads or threads)
+                for key, values in solver.solve(workplace):
+                    for one in wanted.pop((solver, key)):
+                        assert tuple(values.shape) == tuple(one.tensor.recipe.shape), (one.tensor.name, values.shape)
+                        _refuse_not_finite(values, one.tensor.name)
+                        with _opened(one.file, os.O_RDWR) as target:
+                            write_all(target, _to_bytes(values, one.tensor), one.start)
+        finally:
+            torch.set_num_threads(threads)
         assert not wanted, sorted(key for _, key in wanted)
-        shutil.rmtree(scratch)
+        shutil.rmtree(workplace.scratch)
         rows = [row for solver in solvers for row in solver.measurements]
         return sorted(rows, key=lambda row: row["layer"])
 
@@ -257,12 +249,11 @@ class CheckpointWriter:
         self._progress.advance(tensor.num_bytes)
 
     def _read(self, name: str) -> "torch.Tensor":
-        """Read a whole tensor to compute with, and refuse a tensor that is not finite. Any thread may call this."""
+        """Read a whole tensor to compute with, and refuse a tensor that is not finite."""
         import torch
 
         source = self._sources[name]
-        with self._reading:
-            chunks = list(self._read_chunks(source))
+        chunks = list(self._read_chunks(source))
         if not all(chunk.isfinite().all() for chunk in chunks):
             raise RequestError(
                 f"{name} holds NaN or infinite values; expected finite weights, since new ones are computed from them. Repair "

@@ -1,11 +1,14 @@
-"""The numbers in new layers: means, linear combinations and scales, against formulas written out in float64."""
+"""The numbers in new layers: means, linear combinations and scales, against formulas in float64, and numbers as people write them."""
+
+import re
 
 import pytest
 import torch
 
-from tests.upscalers.checkpoints import load, read_tensors, same_bits, save_base, write_tensors
+from tests.upscalers.checkpoints import load, read_tensors, same_bits, same_tensors, save_base, write_tensors
 from tests.upscalers.dense.layers import coarsen, layer, same_layers
-from tests.upscalers.dense.requests import OUTPUT_NORMS, planned, tiny_config, upscaled
+from tests.upscalers.dense.requests import OUTPUT_NORMS, REQUESTS, settings, upscaled
+from upscalers.runs.upscale import upscale
 
 # Families whose norms multiply by 1 + weight.
 UNIT_OFFSET = ("gemma2", "gemma3")
@@ -102,18 +105,6 @@ def test_a_linear_combination_is_the_sum_of_the_layers_times_their_coefficients_
         check_layer(native_family, new, index, old, {...: given})
 
 
-def test_the_layer_with_the_largest_coefficient_gives_the_attention_type():
-    config = tiny_config("gemma2")
-    for coefficients, sources in (
-        ({"previous": 0.75, "next": 0.25}, [(1, 2), (2, 3)]),
-        ({"previous": 0.25, "next": -0.75}, [(2, 1), (3, 2)]),
-        ({"previous": 0.5, "next": 0.5}, [(2, 1), (3, 2)]),
-        ({"previous": 0.3, "next": 0.3, 0: 0.4}, [(0, 2, 1), (0, 3, 2)]),
-    ):
-        plan = planned(config, "linear-combination", coefficients=coefficients)
-        assert [plan.layers[index].sources for index in plan.new_indices] == sources
-
-
 def test_the_provenance_of_a_linear_combination_has_the_coefficients_in_the_order_of_the_sources(base, tmp_path):
     options = {"coefficients": {"previous": 0.25, "next": 0.5, 0: 0.125}}
     upscaled(base, tmp_path / "out", "linear-combination", options=options, placement="2")
@@ -167,16 +158,6 @@ def test_slices_scale_by_role_and_others_means_every_other_role(native_family, c
     assert load(tmp_path / "out").config.upscale["new_layers"] == [2, 3, 4]
 
 
-@pytest.mark.parametrize("trainable", ["all", "new"])
-def test_what_is_trained_after_slices_is_chosen(base, tmp_path, trainable):
-    slices = [{"layers": [0, 3]}, {"layers": [1, 4], "scale": {"down": 0.5}}, {"layers": [3, 4]}]
-    report = upscaled(base, tmp_path / "out", "slices", options={"slices": slices, "trainable": trainable})
-    new = 3 * sum(tensor.numel() for tensor in layer(read_tensors(base), 0).values())
-    assert load(tmp_path / "out").config.upscale["trainable"] == trainable
-    assert (report.parameters.new, report.parameters.total) == (new, report.parameters.base + new)
-    assert report.parameters.trainable == (report.parameters.total if trainable == "all" else new)
-
-
 @pytest.mark.parametrize("method", ["avg-deus", "linear-combination", "attenuated-copy", "slices"])
 def test_a_tensor_of_a_new_layer_has_the_dtype_of_its_sources(method, tmp_path):
     base = save_base(tmp_path / "base", dtype=torch.bfloat16)
@@ -188,3 +169,138 @@ def test_a_tensor_of_a_new_layer_has_the_dtype_of_its_sources(method, tmp_path):
     new = read_tensors(tmp_path / "out")
     for index in load(tmp_path / "out").config.upscale["new_layers"]:
         assert {n: t.dtype for n, t in layer(new, index).items()} == {n: t.dtype for n, t in layer(mixed, 0).items()}
+
+
+@pytest.mark.parametrize("trainable", ["all", "new"])
+def test_what_is_trained_after_slices_is_chosen(base, tmp_path, trainable):
+    slices = [{"layers": [0, 3]}, {"layers": [1, 4], "scale": {"down": 0.5}}, {"layers": [3, 4]}]
+    report = upscaled(base, tmp_path / "out", "slices", options={"slices": slices, "trainable": trainable})
+    new = 3 * sum(tensor.numel() for tensor in layer(read_tensors(base), 0).values())
+    assert load(tmp_path / "out").config.upscale["trainable"] == trainable
+    assert (report.parameters.new, report.parameters.total) == (new, report.parameters.base + new)
+    assert report.parameters.trainable == (report.parameters.total if trainable == "all" else new)
+
+
+@pytest.mark.parametrize("number", [".nan", ".inf", "true", "much", "null", "1" + 400 * "0"])
+def test_what_is_no_finite_number_is_refused(command, refused, base, tmp_path, number):
+    for method, setting, what in (
+        ("attenuated-copy", f"scale={{down: {number}}}", "scale.down"),
+        ("slices", f"slices=[{{layers: [0, 4], scale: {{up: {number}}}}}]", "the scale of a slice.up"),
+        ("linear-combination", f"coefficients={{next: {number}}}", "the coefficient of layer next"),
+    ):
+        outcome = command("--base", base, "--method", method, "--output", tmp_path / "out", "--set", setting)
+        refused(outcome, rf"{what} is .*; expected a finite number", [])
+
+
+def test_a_number_that_yaml_takes_for_text_is_a_number(base, tmp_path):
+    upscaled(base, tmp_path / "text", "attenuated-copy", options={"scale": {"down": "5e-1"}})
+    upscaled(base, tmp_path / "number", "attenuated-copy", options={"scale": {"down": 0.5}})
+    assert same_tensors(tmp_path / "text", tmp_path / "number")
+
+
+def test_a_card_and_a_table_tell_of_layers_that_were_only_left_out(command, base, tmp_path):
+    shown = command(
+        "--base", base, "--method", "slices", "--output", tmp_path / "out", "--set", "slices=[{layers: [0, 3]}]"
+    )
+    assert shown.status == 0
+    assert "3, new: none" in shown.out
+    assert "(4 layers) as 3 layers, 0 of them new" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("method", "setting"),
+    [
+        ("attenuated-copy", "scale={down: 1e39}"),
+        ("linear-combination", "coefficients={previous: 1e39}"),
+        ("lesa", "learning_rate=1e30"),
+    ],
+)
+@pytest.mark.parametrize("verify", ["--verify", "--no-verify"])
+def test_weights_that_come_out_infinite_are_refused(command, refused, base, tmp_path, method, setting, verify):
+    arguments = ("--base", base, "--method", method, "--output", tmp_path / "out", "--set", setting, verify)
+    refused(command(*arguments), "came out as NaN or infinite, though what it is made from is finite", [])
+
+
+@pytest.mark.parametrize("method", ["solar", "avg-deus"])
+def test_nan_in_the_base_is_refused_unless_it_is_allowed(method, tmp_path, command, refused):
+    base = save_base(tmp_path / "base")
+    tensors = read_tensors(base)
+    tensors["model.layers.2.mlp.down_proj.weight"][0, 0] = float("nan")
+    write_tensors(base, tensors)
+    usual = ("--base", base, "--method", method, *settings(method), "--output", tmp_path / "out")
+    message = (
+        "model.layers.2.mlp.down_proj.weight holds NaN; expected finite weights. Repair the base, or pass --allow-nan"
+    )
+    refused(command(*usual), message, ["base"])
+    assert command(*usual, "--allow-nan").status == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "role", "norm"),
+    [
+        ("qwen3", "query", "query_norm"),
+        ("gemma3", "key", "key_norm"),
+        ("gemma2", "down", "mlp_output_norm"),
+        ("olmo2", "output_projection", "attention_output_norm"),
+    ],
+)
+def test_a_factor_in_front_of_a_norm_is_said_to_change_nothing(command, shared_base, family, role, norm):
+    for method, setting in (
+        ("attenuated-copy", "scale={{{}: {}, up: 0.5}}"),
+        ("slices", "slices=[{{layers: [0, 4]}}, {{layers: [2, 4], scale: {{{}: {}, up: 0.5}}}}]"),
+    ):
+        for base, factor, told in ((family, 0.5, True), (family, 0, False), (family, 1, False), ("llama", 0.5, False)):
+            words = (
+                "--method",
+                method,
+                "--dry-run",
+                "--set",
+                setting.format("down" if base == "llama" else role, factor),
+            )
+            outcome = command("--base", shared_base(base), *words)
+            message = f"scale.{role} changes nothing in {base}.*: a norm follows. Scale {norm} instead"
+            assert outcome.status == 0 and (re.search(message, outcome.err) is not None) == told, outcome.err
+
+
+def save_double(folder, family: str = "llama"):
+    """A base with weights that float32 cannot hold."""
+    base = save_base(folder, family, torch.float64)
+    generator = torch.Generator().manual_seed(5)
+    fine = {
+        name: tensor + 1e-11 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        for name, tensor in read_tensors(base).items()
+    }
+    write_tensors(base, fine)
+    assert not any(torch.equal(tensor, tensor.float().double()) for tensor in fine.values())
+    return base
+
+
+def test_a_mean_is_that_of_float64_in_every_family(native_family, tmp_path):
+    base = save_double(tmp_path / "base", native_family)
+    upscaled(base, tmp_path / "out", "avg-deus", verify=True, placement="2", num_new_layers=None)
+    old, new = read_tensors(base), read_tensors(tmp_path / "out")
+    previous, following = layer(old, 1), layer(old, 2)
+    for name, tensor in layer(new, 2).items():
+        assert tensor.dtype == torch.float64
+        assert torch.equal(tensor, following[name] * 0.5 + previous[name] * 0.5), name
+    assert load(tmp_path / "out").dtype == torch.float64
+
+
+@pytest.mark.parametrize("method", REQUESTS)
+def test_every_method_keeps_float64_and_its_copies(method, tmp_path):
+    base = save_double(tmp_path / "base")
+    upscaled(base, tmp_path / "out", method, verify=True)
+    old, new = read_tensors(base), read_tensors(tmp_path / "out")
+    assert all(tensor.dtype == torch.float64 for tensor in new.values())
+    assert torch.equal(new["model.embed_tokens.weight"], old["model.embed_tokens.weight"])
+    assert torch.equal(new["model.layers.0.mlp.up_proj.weight"], old["model.layers.0.mlp.up_proj.weight"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_narrower_output_is_rounded_once(dtype, tmp_path):
+    base = save_double(tmp_path / "base")
+    upscale(base=base, method="avg-deus", output=tmp_path / "out", placement="2", dtype=dtype, verify=False)
+    old, new = read_tensors(base), layer(read_tensors(tmp_path / "out"), 2)
+    for name, tensor in new.items():
+        exact = layer(old, 2)[name] * 0.5 + layer(old, 1)[name] * 0.5
+        assert torch.equal(tensor, exact.to(getattr(torch, dtype))), name

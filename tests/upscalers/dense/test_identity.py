@@ -1,12 +1,20 @@
-"""Methods that promise identity compute what the base computes, bit for bit, and their new blocks train from there."""
+"""Methods that promise identity compute what the base computes, bit for bit, in the classes of the family, and train from there."""
+
+from dataclasses import dataclass
 
 import pytest
 import torch
 from tiny import prompt
 
-from tests.upscalers.checkpoints import load, logits, read_tensors, save_base
+import upscalers.methods  # noqa: F401 - fills the table
+from midus_hf.config.options import option
+from tests.upscalers.checkpoints import config_of, load, logits, read_tensors, save_base
 from tests.upscalers.dense.layers import layer
-from tests.upscalers.dense.requests import OUTPUT_NORMS, PROMISING, REQUESTS, upscaled
+from tests.upscalers.dense.requests import OUTPUT_NORMS, PROMISING, REQUESTS, TRAINS_ALL, upscaled
+from upscalers.methods.contract import METHODS, get_method, register_method
+from upscalers.methods.dense_block import IDENTITY_HELP, DenseMethod, IdentityInit
+from upscalers.request.errors import VerificationError
+from upscalers.runs.upscale import upscale
 
 PROJECTIONS = {"self_attn.o_proj", "mlp.down_proj"}
 # What is zero at first in families without and with norms behind them, and alone has a gradient in the first step.
@@ -80,7 +88,7 @@ def test_a_norm_behind_each_projection_makes_the_identity_where_a_family_has_the
 ):
     options = {**REQUESTS[method].get("options", {}), "identity": "zero_out_norm"}
     report = upscaled(shared_base(family), tmp_path / "out", method, options=options)
-    assert (report.promises_identity, report.identity.checked, report.identity.max_abs_diff) == (True, "blocks", 0.0)
+    assert report.promises_identity
     assert torch.equal(logits(shared_base(family)), logits(tmp_path / "out"))
     tensors = read_tensors(tmp_path / "out")
     for index in report.new_layer_indices:
@@ -88,9 +96,112 @@ def test_a_norm_behind_each_projection_makes_the_identity_where_a_family_has_the
         assert made["mlp.down_proj.weight"].any() and made["self_attn.o_proj.weight"].any()
 
 
-@pytest.mark.parametrize("family", OUTPUT_NORMS)
-def test_one_step_from_zero_projections_that_norms_follow_is_a_jump(family, shared_base, tmp_path):
-    model, blocks = new_model(shared_base(family), tmp_path / "out", "llama-pro", identity="zero_out_proj")
-    with torch.no_grad():
-        spread = model(prompt()).logits.std().item()
-    assert step(model, blocks) > JUMP * spread
+@pytest.fixture
+def registry():
+    """The table of methods, as it was when the test is over."""
+    get_method("llama-pro")
+    before = dict(METHODS)
+    yield METHODS
+    METHODS.clear()
+    METHODS.update(before)
+
+
+class Copies(DenseMethod):
+    """Copies of the next layer."""
+
+    summary = "copies"
+    paper = None
+
+
+def test_every_method_of_the_package_passes_the_check_of_those_of_other_packages(registry):
+    assert len(registry) >= 16
+    for name, method in registry.items():
+        method.check_declaration(name)
+
+
+def test_a_class_that_promises_identity_and_has_no_option_is_the_identity(
+    registry, native_family, shared_base, tmp_path
+):
+    register_method("silent-copies")(type("SilentCopies", (Copies,), {"identity": True}))
+    base = shared_base(native_family)
+    report = upscale(base=base, method="silent-copies", output=tmp_path / "out")
+    assert report.promises_identity
+    assert torch.equal(logits(base), logits(tmp_path / "out"))
+
+
+def test_a_promise_that_its_recipes_do_not_keep_is_found_out(registry, base, tmp_path):
+    whole = {
+        "identity": True,
+        "new_layer_recipes": lambda self, base, layer, *_: self.copied_layer(base, layer.sources[0]),
+    }
+    register_method("false-promise")(type("FalsePromise", (Copies,), whole))
+    with pytest.raises(VerificationError):
+        upscale(base=base, method="false-promise", output=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@dataclass
+class ByDefault:
+    """Options that make the identity."""
+
+    identity: IdentityInit = option("auto", IDENTITY_HELP)
+
+
+@dataclass
+class OnRequest:
+    """Options that make it only if asked."""
+
+    identity: IdentityInit = option("none", IDENTITY_HELP)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        (
+            {"identity": True, "options_class": OnRequest},
+            "method x has identity = True, but its option identity is 'none' by default; expected auto, zero_out_proj or",
+        ),
+        (
+            {"identity": False, "options_class": ByDefault},
+            "method x has identity = False, but its option identity is 'auto' by default; expected none. Change one of",
+        ),
+        ({"identity": "auto"}, "method x has identity = 'auto'; expected True or False: whether, with the default"),
+        ({}, "method x has identity = None; expected True or False"),
+    ],
+    ids=str,
+)
+def test_a_class_that_contradicts_itself_is_not_registered(registry, attributes, message):
+    before = dict(registry)
+    with pytest.raises(ValueError, match=message):
+        register_method("x")(type("X", (Copies,), attributes))
+    assert registry == before
+
+
+def test_every_dense_method_has_a_request_here():
+    dense = {name for name, method in METHODS.items() if issubclass(method, DenseMethod)}
+    assert set(REQUESTS) == dense
+
+
+@pytest.mark.parametrize("method", REQUESTS)
+def test_the_config_is_the_bases_but_for_layers_and_record_and_no_code_is_added(
+    native_family, method, shared_base, tmp_path
+):
+    base = shared_base(native_family)
+    report = upscaled(base, tmp_path / "out", method)
+    old, new = (config_of(folder) for folder in (base, tmp_path / "out"))
+    assert (new["model_type"], new["architectures"]) == (old["model_type"], old["architectures"])
+    assert "auto_map" not in new and "memory" not in new
+    assert new["num_hidden_layers"] == report.num_layers == len(new["upscale"]["plan"])
+    assert report.model_type == old["model_type"]
+    follows = {"num_hidden_layers", "layer_types", "upscale"}
+    if old.get("use_sliding_window"):
+        follows.add("max_window_layers")
+        assert new["max_window_layers"] == new["layer_types"].index("sliding_attention")
+    assert {key: value for key, value in new.items() if key not in follows} == {
+        key: value for key, value in old.items() if key not in follows
+    }
+    assert new["upscale"]["trainable"] == ("all" if method in TRAINS_ALL else "new")
+    assert new["upscale"]["new_layers"] == report.new_layer_indices
+    added = {path.name for path in (tmp_path / "out").iterdir()} - {path.name for path in base.iterdir()}
+    assert added == {"README.md", "upscale.json"}
+    assert "trust_remote_code" not in (tmp_path / "out" / "README.md").read_text()

@@ -1,11 +1,22 @@
-"""Which base layers the layers of the result are: the tables of SOLAR and LLaMA-Pro, and where copies come from."""
+"""Which base layers the layers of a result are, how they attend, and how large published models become."""
+
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from tiny import WINDOW
 
-from tests.upscalers.checkpoints import read_tensors, same_bits, save_base
+from midus_hf.cli.upscale import RunRequest
+from tests.upscalers.checkpoints import config_of, read_tensors, same_bits, save_base
 from tests.upscalers.dense.layers import layer, same_layers
-from tests.upscalers.dense.requests import OUTPUT_NORMS, planned, tiny_config, upscaled
+from tests.upscalers.dense.requests import FUSING, OUTPUT_NORMS, planned, tiny_config, upscaled, upscaled_config
+from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
+from tests.upscalers.solvers.recording import Recorder
+from tests.upscalers.test_placements import TABLES as PLACED
+from upscalers.request.errors import RequestError
+from upscalers.request.options import parse_options
+from upscalers.runs.upscale import upscale
 
 
 def plan(num_layers: int, method: str, *request, **options):
@@ -91,3 +102,175 @@ def test_slices_are_taken_in_the_order_given_byte_for_byte(native_family, slices
     assert {name: same_bits(new[name], old[name]) for name in new if ".layers." not in name} == {
         name: True for name in old if ".layers." not in name
     }
+
+
+S, F = "sliding_attention", "full_attention"
+
+
+# Bases of six layers, with the types that transformers would derive from their other values.
+WITH_TYPES = {
+    "gemma3": {"num_hidden_layers": 6, "layer_types": [S, S, F, S, S, F]},
+    "gemma2": {"num_hidden_layers": 6, "layer_types": [S, F, S, F, S, F]},
+    "qwen2": {"num_hidden_layers": 6, "max_window_layers": 3, "layer_types": [F, F, F, S, S, S]},
+    "qwen3": {
+        "num_hidden_layers": 6,
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "max_window_layers": 3,
+        "layer_types": [F, F, F, S, S, S],
+    },
+}
+
+
+# What older files say instead of listing the types.
+DERIVED_FROM = {"gemma3": {"sliding_window_pattern": 3}}
+
+
+SLICES = {"slices": [{"layers": [2, 6]}, {"layers": [1, 2], "scale": {"up": 2.0}}, {"layers": [0, 2]}]}
+
+
+TYPES_OF_RESULTS = {
+    ("gemma3", "solar"): [S, S, F, S, S, S, F, S, S, F],
+    ("gemma3", "llama-pro"): [S, S, S, F, S, S, S, F, F, F],
+    ("gemma3", "avg-deus"): [S, S, F, F, S, S, S, S, F, F],
+    ("gemma3", "slices"): [F, S, S, F, S, S, S],
+    ("gemma2", "solar"): [S, F, S, F, S, F, S, F, S, F],
+    ("gemma2", "llama-pro"): [S, F, F, S, F, F, S, F, F, F],
+    ("gemma2", "avg-deus"): [S, F, S, S, F, F, S, S, F, F],
+    ("gemma2", "slices"): [S, F, S, F, F, S, F],
+    ("qwen2", "solar"): [F, F, F, S, S, F, F, S, S, S],
+    ("qwen2", "llama-pro"): [F, F, F, F, S, S, S, S, S, S],
+    ("qwen2", "avg-deus"): [F, F, F, F, S, S, S, S, S, S],
+    ("qwen2", "slices"): [F, S, S, S, F, F, F],
+}
+
+
+TYPES_OF_RESULTS |= {
+    ("qwen3", method): types for (family, method), types in TYPES_OF_RESULTS.items() if family == "qwen2"
+}
+
+
+"""Types of the results of: solar with 4 new layers, llama-pro at 2,5,8,9, avg-deus at 2,4,6,8 and SLICES."""
+
+
+REQUESTS = {
+    "solar": {"num_new_layers": 4},
+    "llama-pro": {"placement": "2,5,8,9"},
+    "avg-deus": {"placement": "2,4,6,8"},
+    "slices": {"options": SLICES},
+}
+
+
+def saved_types(folder):
+    return config_of(folder)["layer_types"]
+
+
+@pytest.mark.parametrize("implied", [False, True])
+@pytest.mark.parametrize(("family", "method"), TYPES_OF_RESULTS)
+def test_the_config_lists_the_type_of_every_layer_also_where_the_base_only_implies_it(family, method, implied):
+    config = tiny_config(family, **WITH_TYPES[family])
+    if implied:
+        del config["layer_types"]
+        config |= DERIVED_FROM.get(family, {})
+    assert upscaled_config(config, method, **REQUESTS[method])["layer_types"] == TYPES_OF_RESULTS[family, method]
+
+
+def test_a_neighbour_of_the_same_type_is_looked_for_among_the_layers_before_where_there_are_types():
+    config = tiny_config("gemma3", **WITH_TYPES["gemma3"])
+    plan = planned(config, "avg-deus", None, "3,5,7", neighbours="same_type")
+    assert [plan.layers[index].sources for index in plan.new_indices] == [(3, 1), (4, 3), (5, 2)]
+    request = {"placement": "3,5,7", "options": {"neighbours": "same_type"}}
+    assert upscaled_config(config, "avg-deus", **request)["layer_types"] == [S, S, F, S, S, S, S, F, F]
+    plan = planned(tiny_config("llama", num_hidden_layers=6), "avg-deus", 3, neighbours="same_type")
+    assert [plan.layers[index].sources for index in plan.new_indices] == [(3, 2), (4, 3), (5, 4)]
+
+
+REMEDIES = dict.fromkeys((*FUSING, "lesa", "opt-deus"), "Pass neighbours=same_type to avoid it.")
+
+
+REMEDIES["linear-combination"] = "Name layers of one type in coefficients."
+
+
+@pytest.mark.parametrize("method", REMEDIES)
+@pytest.mark.parametrize(
+    ("placement", "told"),
+    [("3,5,7", "new layers 3, 7 fuse"), ("4,6", "new layer 6 fuses"), ("1,5", None)],
+)
+def test_fusing_both_types_is_warned_of_and_refused_when_strict(method, placement, told, tmp_path):
+    base = save_base(tmp_path / "base", "gemma3", **WITH_TYPES["gemma3"])
+
+    def warnings(**options) -> list[str]:
+        progress = Recorder()
+        upscaled(base, None, method, placement=placement, options=options, progress=progress, dry_run=True)
+        return [warning for warning in progress.warnings if " fuse" in warning]
+
+    if told is None:
+        assert warnings(strict=True) == []
+        return
+    message = f"{told} sliding and full attention, whose rotary embeddings and windows may differ. {REMEDIES[method]}"
+    assert warnings() == [message]
+    with pytest.raises(RequestError) as refusal:
+        warnings(strict=True)
+    assert str(refusal.value) == f"{message} It is an error since strict is set."
+    if method != "linear-combination" and placement == "3,5,7":
+        assert warnings(strict=True, neighbours="same_type") == []
+
+
+RECIPES = Path(__file__).parents[3] / "configs" / "upscale"
+
+
+# Of hierarchical memories `tests/training/test_recipes.py` has the recipes.
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("hier-"))
+
+
+PUBLISHED = {"meta-llama/Llama-3.2-1B": LLAMA_3_2_1B, "meta-llama/Llama-3.1-8B": LLAMA_3_1_8B}
+
+
+# Parameters that are new and in all, and what MIDUS says of them (tables 12 and 4): billions trained and in all.
+COUNTS = {
+    "meta-llama/Llama-3.2-1B": (486_572_032, 1_722_386_432, "0.49 / 1.72"),
+    "meta-llama/Llama-3.1-8B": (3_489_792_000, 11_520_053_248, "3.49 / 11.52"),
+}
+
+
+DENSE = ["llama-pro", "solar", "avg-deus", "linear-combination", "attenuated-copy", "lesa", "opt-deus"]
+
+
+@pytest.fixture(params=PUBLISHED)
+def model(request, tmp_path):
+    """The id of a published model, and a folder with its config."""
+    return request.param, write_config(tmp_path / "base", PUBLISHED[request.param])
+
+
+@pytest.mark.parametrize("method", DENSE)
+def test_parameter_counts_are_those_of_the_papers(model, method):
+    base_id, folder = model
+    new, total, published = COUNTS[base_id]
+    report = upscale(base=folder, method=method, dry_run=True)
+    counts = report.parameters
+    assert (counts.base, counts.new, counts.total) == (total - new, new, total)
+    assert report.bytes.written == 2 * total, "bfloat16"
+    assert report.num_layers == 3 * PUBLISHED[base_id]["num_hidden_layers"] // 2
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    if method == "solar":
+        assert counts.trainable == total
+        return
+    assert counts.trainable == new
+    assert f"{counts.trainable / 1e9:.2f} / {counts.total / 1e9:.2f}" == published
+
+
+@pytest.mark.parametrize("base", PUBLISHED)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_plans_half_as_many_new_layers_as_its_base_has(name, base, tmp_path):
+    recipe = yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"))
+    parse_options(RunRequest, recipe, name)
+    if name == "demo":
+        assert "base" not in recipe and "output" not in recipe
+        return
+    assert (recipe["base"], recipe["method"]) == ("meta-llama/Llama-3.2-1B", name)
+    folder = write_config(tmp_path / "base", PUBLISHED[base])
+    report = upscale(**{**recipe, "base": folder, "dry_run": True})
+    layers = PUBLISHED[base]["num_hidden_layers"]
+    placement = "top-heavy" if name.endswith("-deus") else "distributed"
+    assert report.new_layer_indices == PLACED[layers, layers // 2][placement]
+    assert report.promises_identity == (name != "avg-deus")

@@ -1,16 +1,22 @@
 """LESA predicts layers that can be predicted, and says where they cannot be."""
 
 import math
+import re
+import shutil
 
 import pytest
 import torch
+from tiny import NUM_LAYERS
 
-from tests.upscalers.solvers.recording import memory_base, solved
+from tests.upscalers.checkpoints import SMALL_MEMORY, read_tensors, record_of, save_base, write_tensors
+from tests.upscalers.dense.layers import layer
+from tests.upscalers.solvers.recording import Recorder, memory_base, solved
 from upscalers.architecture.family import Projection
 from upscalers.methods.contract import get_method
 from upscalers.methods.lesa import MatrixPrediction
 from upscalers.request.errors import RequestError
 from upscalers.request.options import parse_options
+from upscalers.runs.upscale import upscale
 from upscalers.solvers.layer_predictor import new_predictor
 from upscalers.tensors.recipes import tensor_seed
 
@@ -90,11 +96,6 @@ def test_layers_that_change_smoothly_are_predicted_and_constant_ones_return(angl
         assert (made[index] - middle).norm() < 0.45 * middle.norm()
 
 
-def test_unrelated_layers_are_not_predicted(tmp_path):
-    _, rows = predicted(random_matrices(LAYERS), tmp_path)
-    assert all(row["cosine_to_mean"] < 0.3 for row in rows.values())
-
-
 def test_without_the_norm_loss_predictions_collapse(tmp_path):
     layers = random_matrices(LAYERS)
     _, without = predicted(layers, tmp_path, norm_weight=0.0)
@@ -119,7 +120,7 @@ def test_directions_that_no_layer_has_stay_empty(tmp_path):
 def test_a_matrix_that_is_zero_in_some_layers_is_still_learnt_from(tmp_path):
     """As the output projection is after LLaMA-Pro."""
     layers = random_matrices(8)
-    layers[3], layers[6] = torch.zeros(SIZE, SIZE), torch.zeros(SIZE, SIZE)
+    layers[3], layers[4], layers[6] = (torch.zeros(SIZE, SIZE) for _ in range(3))
     made, rows = predicted(layers, tmp_path, {3: (2, 3), 4: (3, 4)})
     assert all(matrix.isfinite().all() and matrix.any() for matrix in made.values())
     assert all(math.isfinite(value) for row in rows.values() for value in row.values() if not isinstance(value, str))
@@ -131,8 +132,185 @@ def test_a_matrix_that_is_zero_in_all_layers_is_refused_by_name(tmp_path):
         predicted([torch.zeros(SIZE, SIZE)] * 4, tmp_path, {2: (1, 2)})
 
 
-def test_between_two_layers_of_zeros_no_measurement_is_infinite(tmp_path):
-    layers = random_matrices(8)
-    layers[3], layers[4] = torch.zeros(SIZE, SIZE), torch.zeros(SIZE, SIZE)
-    _, rows = predicted(layers, tmp_path, {4: (3, 4)})
-    assert math.isfinite(rows[4]["norm_ratio"]) and math.isfinite(rows[4]["cosine_to_mean"])
+HIDDEN_NORMS = (
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "pre_feedforward_layernorm.weight",
+    "post_feedforward_layernorm.weight",
+)
+
+
+ROLES = ["query", "key", "value", "output_projection", "gate", "up", "down"]
+
+
+def upscaled(base, output, verify=False, seed=0, num_new_layers=2, **options):
+    """The report, and what was told meanwhile."""
+    recorder = Recorder()
+    report = upscale(
+        base=base,
+        method="lesa",
+        output=output,
+        num_new_layers=num_new_layers,
+        options={"epochs": 1} | options,
+        seed=seed,
+        verify=verify,
+        progress=recorder,
+    )
+    return report, recorder
+
+
+@pytest.mark.parametrize("norm_init", ["layer0", "previous", "next", "mean"])
+def test_norms_are_taken_from_where_it_is_asked_and_all_other_vectors_are_means(
+    native_family, norm_init, shared_base, tmp_path
+):
+    base = shared_base(native_family)
+    upscaled(base, tmp_path / "out", norm_init=norm_init)
+    before, after = read_tensors(base), read_tensors(tmp_path / "out")
+    for index, (previous, following) in {2: (1, 2), 4: (2, 3)}.items():
+        made = layer(after, index)
+        assert made.keys() == layer(before, 0).keys()
+        vectors = [name for name, tensor in made.items() if tensor.dim() == 1]
+        assert set(vectors) & set(HIDDEN_NORMS)
+        for name in vectors:
+            one, other = (layer(before, neighbour)[name] for neighbour in (previous, following))
+            wanted = {"layer0": layer(before, 0)[name], "previous": one, "next": other}
+            if name in HIDDEN_NORMS and norm_init != "mean":
+                assert torch.equal(made[name], wanted[norm_init]), name
+            else:
+                torch.testing.assert_close(made[name], (one + other) / 2)
+
+
+def test_all_seven_matrices_are_predicted_and_measured(native_family, shared_base, tmp_path):
+    base = shared_base(native_family)
+    report, recorder = upscaled(base, tmp_path / "out")
+    assert sorted((row["layer"], row["tensor"]) for row in report.measurements) == sorted(
+        (index, role) for index in (2, 4) for role in ROLES
+    )
+    assert recorder.balanced and {*recorder.names} >= {f"predicting {role}" for role in ROLES}
+    before, made = read_tensors(base), layer(read_tensors(tmp_path / "out"), 2)
+    for name, tensor in made.items():
+        if tensor.dim() == 2:
+            assert tensor.isfinite().all() and tensor.any()
+            assert not any(torch.allclose(tensor, layer(before, index)[name]) for index in range(NUM_LAYERS))
+    assert not report.promises_identity
+
+
+def test_room_for_the_coordinates_is_asked_for_before_the_work_begins(base, tmp_path, command, refused, monkeypatch):
+    usual = ("--base", base, "--method", "lesa", "--no-verify", "--set", "epochs=1")
+    written = command(*usual, "--dry-run", "--json").json()["bytes"]["written"]
+    coordinates = 4 * sum(
+        tensor.numel() for name, tensor in read_tensors(base).items() if ".layers." in name and tensor.dim() == 2
+    )
+    usage = shutil.disk_usage(tmp_path)
+    for room, enough in ((written + coordinates, True), (written + coordinates // 2, False)):
+        free = room + 64_000_000
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        outcome = command(*usual, "--output", tmp_path / "out")
+        if enough:
+            assert outcome.status == 0
+            shutil.rmtree(tmp_path / "out")
+        else:
+            refused(outcome, "the output needs .* GB, but .* has .* GB free", [])
+
+
+QUICK = ("--set", "epochs=1")
+
+
+def request(*settings: str) -> list[str]:
+    quick = () if any(setting.startswith("epochs=") for setting in settings) else QUICK
+    return ["--method", "lesa", *quick, *(word for setting in settings for word in ("--set", setting))]
+
+
+@pytest.fixture
+def narrow(tmp_path):
+    """A base whose queries have five directions less than they could have, and whose gates three."""
+    base = save_base(tmp_path / "base")
+    tensors = read_tensors(base)
+    for name, tensor in tensors.items():
+        if "q_proj" in name:
+            tensor[3:8] = 0
+        elif "gate_proj" in name:
+            tensor[40:43] = tensor[:3]
+    write_tensors(base, tensors)
+    return base
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_a_base_of_too_few_layers_to_learn_from_is_refused(num_layers, tmp_path, command, refused):
+    base = save_base(tmp_path / "base", num_hidden_layers=num_layers)
+    message = f"the base has {num_layers} layers; lesa needs at least 3, to learn a layer from the two around it."
+    for rest in (["--dry-run"], ["--output", tmp_path / "out"]):
+        refused(command("--base", base, *request(), "--placement", "1", *rest), message, ["base"])
+
+
+def test_a_base_with_memory_is_refused_because_all_layers_are_learnt_from(base, tmp_path, command, refused):
+    upscale(base=base, method="midus-hml", output=tmp_path / "memory", options=SMALL_MEMORY, verify=False)
+    message = (
+        "base layer 1 is a memory block; lesa learns from all layers, and expected each to have a feed-forward network. "
+        "Upscale the base without memory first."
+    )
+    outcome = command("--base", tmp_path / "memory", *request(), "--placement", "3", "--output", tmp_path / "out")
+    refused(outcome, message, ["memory"])
+
+
+@pytest.mark.parametrize(
+    ("method", "rest", "value"),
+    [
+        (request(), ["--no-verify"], "nan"),
+        (["--method", "opt-deus"], ["--allow-nan"], "inf"),
+        (["--method", "opt-deus", "--set", "solver=hungarian"], ["--no-verify"], "nan"),
+    ],
+)
+def test_layers_are_not_made_from_what_is_not_finite(method, rest, value, tmp_path, command, refused):
+    base = save_base(tmp_path / "base")
+    tensors = read_tensors(base)
+    tensors["model.layers.2.mlp.gate_proj.weight"][0, 0] = float(value)
+    write_tensors(base, tensors)
+    message = (
+        r"model\.layers\.2\.mlp\.gate_proj\.weight holds NaN or infinite values; expected finite weights, since new ones "
+        r"are computed from them\. Repair the base\."
+    )
+    refused(command("--base", base, *method, *rest, "--output", tmp_path / "out"), message, ["base"])
+
+
+STRICT = "It is an error since strict is set."
+WARNED = {
+    "collapse": (
+        ["norm_weight=0"],
+        "norm_ratio",
+        0.5,
+        r"predictions collapsed: their norm is below 0\.5 of their neighbours' \(.+\); they do little at the start\. "
+        r"More epochs may predict more; a larger norm_weight gives predictions a norm, not a direction\.",
+    ),
+    "noise of full norm": (
+        ["norm_weight=1", "epochs=40"],
+        "cosine_to_mean",
+        0.1,
+        r"predictions have a norm but no direction: their cosine to their neighbours' mean is below 0\.1 \(.+\), so that the "
+        r"upscaled model begins far from the base\. Lower norm_weight, down to 0, or pass identity=auto\.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "measured", "limit", "message"), WARNED.values(), ids=WARNED)
+def test_bad_predictions_are_warned_of_with_the_worst_layer_of_each_matrix_and_refused_under_strict(
+    settings, measured, limit, message, base, tmp_path, command, refused
+):
+    """The tiny base's layers are random, so that there is nothing to predict."""
+    usual = ("--base", base, *request(*settings), "--no-verify")
+    done = command(*usual, "--output", tmp_path / "out")
+    assert done.status == 0
+    (warning,) = [line for line in done.err.splitlines() if re.search(message, line)]
+    rows = record_of(tmp_path / "out")["measurements"]
+    for role in {row["tensor"] for row in rows}:
+        worst = min(row[measured] for row in rows if row["tensor"] == role)
+        assert (f"{role} {worst:.2g}" in warning) == (worst < limit)
+    refused(command(*usual, "--output", tmp_path / "strict", "--set", "strict=true"), f"{message} {STRICT}", ["out"])
+
+
+def test_directions_under_the_guard_are_counted_in_a_warning(narrow, tmp_path, command):
+    guarded = "the base's layers do not span all directions: query 5, gate 3 singular values lie under the guard and are left out."
+    done = command(
+        "--base", narrow, "--no-verify", *request("norm_weight=1", "epochs=3"), "--output", tmp_path / "out"
+    )
+    assert done.status == 0 and f"upscale: warning: {guarded}" in done.err.splitlines()

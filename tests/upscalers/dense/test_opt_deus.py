@@ -1,16 +1,24 @@
 """OpT-DeUS makes the blocks of its definition, on every family and with every option."""
 
 import dataclasses
+import importlib.util
+import re
 from functools import cache
 
 import pytest
 import torch
+from pairs import in_turn
 
-from tests.upscalers.checkpoints import read_tensors, save_base, write_tensors
+from tests.upscalers.checkpoints import config_of, read_tensors, record_of, save_base, write_tensors
 from tests.upscalers.dense import opt_deus_reference
 from tests.upscalers.dense.layers import layer
-from tests.upscalers.dense.opt_deus_reference import Settings
+from tests.upscalers.dense.opt_deus_reference import PRE_NORM, Settings
+from tests.upscalers.solvers import sinkhorn_loop
+from tests.upscalers.solvers.recording import Recorder
+from upscalers.request.errors import RequestError
+from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.upscale import upscale
+from upscalers.tensors.solver import summary_table
 
 OPTIONS = {
     "default": {},
@@ -75,8 +83,7 @@ def test_every_tensor_of_a_new_block_is_the_one_of_the_definition(native_family,
     compare(*made(sharp_base(native_family), tmp_path / "out", native_family, Settings(**OPTIONS[options])))
 
 
-@pytest.mark.parametrize("family", BIASES)
-@pytest.mark.parametrize("options", ["default", "raw", "no identity"])
+@pytest.mark.parametrize(("family", "options"), in_turn(BIASES, ["default", "raw", "no identity"]))
 def test_biases_follow_the_rows_they_belong_to(family, options, sharp_base, tmp_path):
     found, expected = made(sharp_base(family, True), tmp_path / "out", family, Settings(**OPTIONS[options]))
     assert any(name.endswith(".bias") and tensor.any() for name, tensor in found.items())
@@ -90,19 +97,209 @@ def test_single_precision_makes_nearly_the_same(sharp_base, tmp_path):
         torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-3, atol=1e-3)
 
 
-def test_the_comparison_would_notice_another_definition(sharp_base, tmp_path):
-    """Expect other tensors from each option: the plans of these bases differ far beyond the tolerance."""
-    base = sharp_base("gemma3")
-    before = read_tensors(base)
-    blocks = {
-        name: opt_deus_reference.block("gemma3", layer(before, 1), layer(before, 2), Settings(**options))
-        for name, options in OPTIONS.items()
-    }
-    blocks["mean of both"] = {
-        name: (tensor.double() + layer(before, 2)[name].double()) / 2 for name, tensor in layer(before, 1).items()
-    }
-    for one in blocks:
-        for other in blocks:
-            if one != other:
-                differences = [(blocks[one][name] - blocks[other][name]).abs().max() for name in blocks[one]]
-                assert max(differences) > 1e-3, (one, other)
+SOLVED = ["query", "key", "value", "output_projection", "gate", "up"]
+
+
+COLUMNS = ["norm_ratio", "effective_sources", "iterations", "residual", "seconds"]
+
+
+WEAK = (
+    r"matched rows keep little of their norm \(.*\): they have no counterparts, so that what is fused is near half the next "
+    r"layer's\. solver=hungarian keeps it\."
+)
+
+
+LATE = (
+    r"Sinkhorn did not converge for \w+ of new layers 2, 4: residual 0\.\d+ after 1 iterations, expected at most 0\.0001\. "
+    r"Raise max_iterations, tolerance or regularization\."
+)
+
+
+def fused(base, output, verify=False, **options):
+    """The report, and what was told meanwhile."""
+    recorder = Recorder()
+    report = upscale(base=base, method="opt-deus", output=output, options=options, verify=verify, progress=recorder)
+    return report, recorder
+
+
+def test_each_matrix_that_is_solved_is_measured_in_the_order_of_the_layers(native_family, shared_base, tmp_path):
+    report, recorder = fused(shared_base(native_family), tmp_path / "out")
+    roles = SOLVED if native_family in PRE_NORM else [*SOLVED, "down"]
+    assert [(row["layer"], row["tensor"]) for row in report.measurements] == [(i, r) for i in (2, 4) for r in roles]
+    assert all(list(row)[2:] == COLUMNS for row in report.measurements)
+    assert recorder.balanced and {*recorder.names} >= {"fusing layer 2", "fusing layer 4"}
+
+
+def test_the_numbers_are_those_of_the_plans(shared_base, tmp_path):
+    base = shared_base("llama")
+    report, _ = fused(base, tmp_path / "out", tolerance=1e-9)
+    previous, following = (layer(read_tensors(base), index) for index in (1, 2))
+    for row in report.measurements[:3]:
+        name = f"self_attn.{row['tensor'][0]}_proj.weight"
+        source, target = previous[name].double(), following[name].double()
+        plan = sinkhorn_loop.plan(source, target, 0.06)
+        aligned = sinkhorn_loop.barycentric(plan).mT @ source
+        assert row["norm_ratio"] == pytest.approx((aligned.norm() / source.norm()).item(), rel=1e-5)
+        assert row["effective_sources"] == pytest.approx(sinkhorn_loop.effective_sources(plan), rel=1e-5)
+        assert row["residual"] <= 1e-9 and row["iterations"] >= 1 and row["seconds"] >= 0
+
+
+def test_the_preset_of_the_release_gives_half_the_next_layer(tmp_path):
+    base = save_base(
+        tmp_path / "base", hidden_size=128, intermediate_size=256, num_attention_heads=8, num_key_value_heads=8
+    )
+    report, recorder = fused(base, tmp_path / "out", preset="release")
+    before, found = read_tensors(base), layer(read_tensors(tmp_path / "out"), 2)
+    previous, following = layer(before, 1), layer(before, 2)
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        half = following[f"{name}.weight"] / 2
+        assert (found[f"{name}.weight"] - half).norm() <= 1e-2 * half.norm()
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        assert not found[name].any()
+    norm, both = "post_attention_layernorm.weight", "input_layernorm.weight"
+    expected = 0.25 * previous[norm] + 0.5 * following[norm]
+    assert (found[norm] - expected).norm() <= 1e-2 * expected.norm()
+    torch.testing.assert_close(found[both], (previous[both] + following[both]) / 2)
+    assert all(row["norm_ratio"] <= 1 / 128 for row in report.measurements)
+    assert recorder.warnings == []  # a raw plan shrinks by design
+    options = config_of(tmp_path / "out")["upscale"]["options"]
+    assert {key: options[key] for key in ("plan_scale", "regularization", "mlp_t_in", "solver")} == {
+        "plan_scale": "raw", "regularization": 0.06, "mlp_t_in": "o_proj", "solver": "sinkhorn",
+    }  # fmt: skip
+
+
+def test_rows_without_counterparts_are_warned_of(base, tmp_path, command, refused):
+    report, recorder = fused(base, tmp_path / "out")
+    assert len(recorder.warnings) == 1 and re.fullmatch(WEAK, recorder.warnings[0])
+    for role in SOLVED:
+        weakest = min(row["norm_ratio"] for row in report.measurements if row["tensor"] == role)
+        assert (f"{role} {weakest:.2g}" in recorder.warnings[0]) == (weakest < 0.3), role
+    strict = ("--base", base, "--method", "opt-deus", "--no-verify", "--set", "strict=true")
+    outcome = command(*strict, "--output", tmp_path / "strict")
+    refused(outcome, f"{WEAK} It is an error since strict is set.", ["out"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"solver": "hungarian"}, {"plan_scale": "raw"}, {"regularization": 1e-4}],
+    ids=str,
+)
+def test_what_keeps_the_norm_is_not_warned_of(options, base, tmp_path):
+    _, recorder = fused(base, tmp_path / "out", max_iterations=2000, tolerance=1.9, strict=True, **options)
+    assert recorder.warnings == []
+
+
+def test_transport_that_does_not_converge_is_warned_of_with_its_residual(base, tmp_path):
+    report, recorder = fused(base, tmp_path / "out", max_iterations=1, plan_scale="raw")
+    late = recorder.warnings
+    assert len(late) > 1 and all(re.fullmatch(LATE, warning) for warning in late)
+    residuals = [row["residual"] for row in report.measurements if row["tensor"] == "value"]
+    assert f"residual {max(residuals):.2g} after" in next(row for row in late if "for value" in row)
+    with pytest.raises(RequestError, match=rf"{LATE} It is an error since strict is set\."):
+        fused(base, tmp_path / "third", max_iterations=1, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "columns"),
+    [
+        ("lesa", ["norm ratio", "cosine to mean", "directions left out"]),
+        ("opt-deus", ["norm ratio", "effective sources", "iterations", "residual"]),
+    ],
+)
+def test_the_record_the_card_the_command_and_inspect_tell_measurements(method, columns, base, tmp_path, command):
+    options = ("--set", "epochs=1") if method == "lesa" else ()
+    usual = ("--base", base, "--method", method, "--output", tmp_path / "out", "--no-verify", *options)
+    outcome = command(*usual)
+    assert outcome.status == 0
+    rows = record_of(tmp_path / "out")["measurements"]
+    assert list(rows[0]) == ["layer", "tensor", *(column.replace(" ", "_") for column in columns), "seconds"]
+    assert rows == inspect_checkpoint(tmp_path / "out")["measurements"]
+    assert rows == command("inspect", tmp_path / "out", "--json").json()["measurements"]
+    card, shown = (tmp_path / "out" / "README.md").read_text(), command("inspect", tmp_path / "out").out
+    assert f"| tensor | layers | {' | '.join(columns)} |\n" in card
+    ratios = [row["norm_ratio"] for row in rows if row["tensor"] == "key"]
+    assert f"| key | 2 | {sum(ratios) / 2:.3g} ({min(ratios):.3g} to {max(ratios):.3g}) |" in card
+    for table in (outcome.out, shown):
+        assert columns[0] in table and f"{sum(ratios) / 2:.3g}" in table
+    assert "measurements" not in command(*usual, "--overwrite", "--json").json()
+    assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".")]
+
+
+DEVICES = ["cuda:99", "gpu", "meta"]
+
+
+NEEDED = [
+    ([], "ot", "solver sinkhorn needs POT, which is not installed; in the clone of midus_hf, run: "),
+    (["solver=hungarian"], "scipy", "solver hungarian needs scipy, which is not installed; in the clone of midus_hf, run: "),
+]  # fmt: skip
+
+
+def request(*settings: str) -> list[str]:
+    return ["--method", "opt-deus", *(word for setting in settings for word in ("--set", setting))]
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """A machine that lacks a package."""
+    found = importlib.util.find_spec
+
+    def lack(package: str) -> None:
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *rest: None if name == package else found(name, *rest)
+        )
+
+    return lack
+
+
+@pytest.mark.parametrize("method", ["opt-deus", "lesa"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_device_that_cannot_be_computed_on_is_refused(method, device, base, tmp_path, command, refused):
+    message = f"device is '{device}', which cannot be used here .*expected one of: cpu(, cuda)?\\."
+    usual = ("--base", base, "--method", method, "--set", f"device={device}", "--output", tmp_path / "out")
+    refused(command(*usual), message, [])
+
+
+@pytest.mark.parametrize("method", ["opt-deus", "lesa"])
+@pytest.mark.parametrize(("device", "value"), [("0", "0"), ("", "None"), ("[cpu]", r"\['cpu'\]")])
+def test_a_device_that_is_no_name_is_refused(method, device, value, base, tmp_path, command, refused):
+    usual = ("--base", base, "--method", method, "--set", f"device={device}", "--output", tmp_path / "out")
+    refused(command(*usual), f"device is {value}; expected a string.", [])
+
+
+def test_a_dry_run_asks_for_no_device_because_it_may_plan_for_another_machine(base, command):
+    assert command("--base", base, *request("device=cuda"), "--dry-run").status == 0
+
+
+@pytest.mark.parametrize(("settings", "package", "message"), NEEDED)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    settings, package, message, base, tmp_path, command, refused, without
+):
+    without(package)
+    refused(command("--base", base, *request(*settings), "--output", tmp_path / "out"), message, [])
+    dry = command("--base", base, *request(*settings), "--dry-run")
+    assert dry.status == 0 and dry.err == ""
+
+
+@pytest.mark.parametrize(("settings", "package"), [(["solver=hungarian"], "ot"), ([], "scipy")])
+def test_a_package_that_is_not_used_is_not_asked_for(settings, package, base, tmp_path, command, without):
+    without(package)
+    assert command("--base", base, *request(*settings), "--output", tmp_path / "out", "--no-verify").status == 0
+
+
+ROWS = [
+    {"layer": 2, "tensor": "query", "norm_ratio": 0.25, "iterations": 21, "seconds": 1.25},
+    {"layer": 4, "tensor": "query", "norm_ratio": 0.75, "iterations": 21, "seconds": 0.5},
+    {"layer": 2, "tensor": "gate", "norm_ratio": 0.123456, "iterations": 1, "seconds": 0.0},
+    {"layer": 3, "tensor": "up", "norm_ratio": None, "seconds": 2.0},
+]
+
+
+def test_a_summary_has_means_with_the_lowest_and_highest_and_sums_of_seconds_unless_two_runs_shall_say_the_same():
+    table = [
+        ["tensor", "layers", "norm ratio", "iterations", "seconds"],
+        ["query", "2", "0.5 (0.25 to 0.75)", "21", "1.8"],
+        ["gate", "1", "0.123", "1", "0.0"],
+        ["up", "1", "", "", "2.0"],
+    ]
+    assert summary_table(ROWS) == table
+    assert summary_table(ROWS, with_seconds=False) == [row[:-1] for row in table]

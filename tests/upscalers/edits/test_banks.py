@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.cli import bank, edit
 from midus_hf.files.checkpoint_files import BLOCK_STATES
-from upscalers.edits.banks import BankRequest, delete
+from upscalers.edits.banks import delete
+from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.request.errors import RequestError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
@@ -205,12 +206,9 @@ def test_wrong_requests_exit_with_2_and_one_line(upscaled, tmp_path, capsys, wor
     assert not list(tmp_path.iterdir())
 
 
-def test_a_deletion_of_no_node_is_refused_from_python_as_well(upscaled, tmp_path):
+def test_a_deletion_of_no_node_and_a_checkpoint_without_a_bank_are_refused(upscaled, tmp_path, capsys):
     with pytest.raises(RequestError, match="no node is named; expected one or more, each LEVEL:NODE, such as 2:52"):
-        delete(BankRequest(upscaled / "one", tmp_path / "out"), [])
-
-
-def test_a_checkpoint_without_a_bank_is_refused(upscaled, capsys):
+        delete(EditRequest(upscaled / "one", tmp_path / "out"), [])
     assert "has no memory that fetches blocks" in refusal("list", upscaled / "base", capsys=capsys)
 
 

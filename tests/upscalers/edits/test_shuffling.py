@@ -1,6 +1,5 @@
 """`upscale shuffle`: which rows move, what stays as it was, what the result says of itself, and what is refused."""
 
-import json
 from functools import cache
 from pathlib import Path
 
@@ -32,19 +31,18 @@ def is_table(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def make(shared_base, tmp_path_factory):
-    """An upscaled checkpoint, as training leaves it: with values in its tables, if it is acting; nobody may change it."""
+    """An upscaled checkpoint, as training leaves it: with values in its tables; nobody may change it."""
 
     @cache
-    def made(kind: str, acting: bool = True) -> Path:
+    def made(kind: str) -> Path:
         (method, options), folder = KINDS[kind], tmp_path_factory.mktemp("made") / "trained"
         upscale(base=shared_base("llama"), method=method, output=folder, options=options, verify=False)
-        if acting:
-            generator = torch.Generator().manual_seed(1)
-            tensors = {
-                name: torch.randn(tensor.shape, generator=generator) if ".memor" in name else tensor
-                for name, tensor in read_tensors(folder).items()
-            }
-            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        generator = torch.Generator().manual_seed(1)
+        tensors = {
+            name: torch.randn(tensor.shape, generator=generator) if ".memor" in name else tensor
+            for name, tensor in read_tensors(folder).items()
+        }
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         return folder
 
     return made
@@ -112,41 +110,19 @@ def test_no_row_stays_in_whatever_order(rows):
         assert not (order == torch.arange(rows)).any()
 
 
-def test_the_result_says_that_it_was_shuffled(trained, tmp_path):
-    result = shuffle(trained, tmp_path / "out", seed=5)
+def test_the_result_says_that_it_was_shuffled(trained, tmp_path, command):
+    done = command("shuffle", trained, "--output", tmp_path / "out", "--seed", 5, "--json").json()
     tables = sum(map(is_table, read_tensors(trained)))
-    assert (result["seed"], result["tables"], result["same_function"]) == (5, tables, False)
-    config, record = (json.loads((tmp_path / "out" / name).read_text()) for name in ("config.json", "upscale.json"))
-    (shuffled,) = config["upscale"]["shuffles"]
-    assert record["shuffles"] == inspect_checkpoint(tmp_path / "out")["shuffles"] == [shuffled]
-    assert {key: shuffled[key] for key in ("seed", "memories", "same_function")} == {
-        key: result[key] for key in ("seed", "memories", "same_function")
-    }
+    assert (done["seed"], done["tables"], done["command"]) == (5, tables, "shuffle")
+    config, record = config_of(tmp_path / "out"), record_of(tmp_path / "out")
+    (shuffled,) = config["upscale"].pop("edits")
+    assert record["edits"] == inspect_checkpoint(tmp_path / "out")["edits"] == [shuffled]
+    assert (shuffled["seed"], shuffled["memories"]) == (5, done["memories"])
     assert record["identity"] == {"checked": None, "max_abs_diff": None} and record["promises_identity"] is False
-    before = config_of(trained)
-    before["upscale"]["shuffles"] = [shuffled]
-    assert config == before
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert card.startswith((trained / "README.md").read_text().rstrip())
-    assert "`upscale shuffle --seed 5`" in card and "starts from another function than its base" in card
-
-
-def test_shuffling_again_is_told_as_well(make, tmp_path):
-    trained = make("inserted")
-    shuffle(trained, tmp_path / "once", seed=1)
-    shuffle(tmp_path / "once", tmp_path / "twice", seed=2)
-    assert [one["seed"] for one in inspect_checkpoint(tmp_path / "twice")["shuffles"]] == [1, 2]
-    card = (tmp_path / "twice" / "README.md").read_text()
-    assert card.count("## Shuffled rows of values") == 1 and card.count("- `upscale shuffle --seed") == 2
-
-
-def test_where_all_values_are_zero_the_promise_stands(make, base, tmp_path):
-    made = make("inserted", acting=False)
-    assert shuffle(made, tmp_path / "out")["same_function"] is True
-    before, after = (record_of(folder) for folder in (made, tmp_path / "out"))
-    assert {key: value for key, value in after.items() if key != "shuffles"} == before
-    assert "Every value is zero" in (tmp_path / "out" / "README.md").read_text()
-    assert torch.equal(logits(tmp_path / "out"), logits(base))
+    assert config == config_of(trained)
+    assert (
+        f"- shuffle of {done['memories'][0]}, seed 5, tables {tables}" in (tmp_path / "out" / "README.md").read_text()
+    )
 
 
 def test_the_base_is_stripped_byte_for_byte(trained, base, tmp_path):
@@ -161,33 +137,11 @@ def test_shuffling_memories_of_the_base_is_warned_of_and_stays_in_what_strip_giv
     upscale(base=make("attached"), method=method, output=tmp_path / "twice", options=options, verify=False)
     done = command("shuffle", tmp_path / "twice", "--output", tmp_path / "out", "--json")
     assert done.status == 0 and done.json()["memories"] == ["ultramem", "headwise"]
-    assert "what strip gives back will be shuffled too" in done.err
+    assert "what strip gives back will have the edit too" in done.err
     assert strip(tmp_path / "out", tmp_path / "stripped")["base_confirmed"] is False
-    assert [one["memories"] for one in inspect_checkpoint(tmp_path / "stripped")["shuffles"]] == [["ultramem"]]
-
-
-def test_a_checkpoint_of_two_files_keeps_them(tmp_path):
-    trained = save_chapters(tmp_path / "trained", sharded=True)
-    shuffle(trained, tmp_path / "out")
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {"model-00001-of-00002.safetensors", "tokenizer.json", "modeling_midus.py"} <= names
-    before, after = read_tensors(trained), read_tensors(tmp_path / "out")
-    assert [name for name in before if not torch.equal(before[name], after[name])] == [
-        "model.memory_tables.chapters.0.bank"
-    ]
-
-
-def test_the_command_tells_what_it_did(make, tmp_path, command):
-    trained = make("inserted")
-    done = command("shuffle", trained, "--output", tmp_path / "out", "--seed", 7)
-    assert done.status == 0
-    assert "rows of 2 tables of values of headwise shuffled by seed 7; no row stayed where it was." in done.out
-    assert "rows of values of headwise, seed 7" in command("inspect", tmp_path / "out").out
-    done = command("shuffle", trained, "--output", tmp_path / "out")
+    assert [one["memories"] for one in inspect_checkpoint(tmp_path / "stripped")["edits"]] == [["ultramem"]]
+    done = command("shuffle", tmp_path / "twice", "--output", tmp_path / "out")
     assert done.status == 2 and "exists" in done.err
-    made = make("inserted", acting=False)
-    done = command("shuffle", made, "--output", tmp_path / "out", "--overwrite")
-    assert done.status == 0 and "all are zero, so that the model computes what it did." in done.out
 
 
 def test_a_model_without_rows_of_values_is_refused(base, tmp_path):

@@ -1,7 +1,5 @@
 """Progress that remembers what it was told, and bases that exist only in memory."""
 
-import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +12,41 @@ from upscalers.tensors.solver import Solver, Workplace
 
 
 class Recorder(Progress):
-    """Remembers tasks, their steps and warnings; any thread may tell it."""
+    """Remembers whether it was shown, warnings, and stages: name, steps announced, and steps told one after the other."""
 
     def __init__(self) -> None:
-        self.expected: dict[str, int] = {}
-        self.steps: Counter[str] = Counter()
-        self.ended: list[str] = []
+        self.shown: list[str] = []
+        self.stages: list[tuple[str, int, list[int]]] = []
         self.warnings: list[str] = []
-        self._lock = threading.Lock()
 
-    def begin(self, task: str, num_steps: int) -> None:
-        with self._lock:
-            assert task not in self.expected
-            self.expected[task] = num_steps
+    def start(self) -> None:
+        self.shown.append("start")
 
-    def step(self, task: str, num_steps: int = 1) -> None:
-        with self._lock:
-            assert task in self.expected and task not in self.ended
-            self.steps[task] += num_steps
+    def stage(self, name: str, num_steps: int, unit: str = "steps") -> None:
+        self.stages.append((name, num_steps, []))
 
-    def end(self, task: str) -> None:
-        with self._lock:
-            self.ended.append(task)
+    def advance(self, num_steps: int = 1) -> None:
+        self.stages[-1][2].append(num_steps)
 
     def warn(self, message: str) -> None:
         self.warnings.append(message)
 
+    def finish(self) -> None:
+        self.shown.append("finish")
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the stages."""
+        return [name for name, _, _ in self.stages]
+
+    def told_of(self, name: str) -> list[int]:
+        """Return the steps that were told of a stage."""
+        return next(steps for stage, _, steps in self.stages if stage == name)
+
     @property
     def balanced(self) -> bool:
-        """Whether every task took the steps it announced, and ended."""
-        return self.steps == self.expected and sorted(self.ended) == sorted(self.expected)
+        """Whether every stage took the steps it announced."""
+        return all(sum(told) == announced > 0 for _, announced, told in self.stages)
 
 
 class MemoryBase(BaseModel):
@@ -63,5 +66,5 @@ def solved(solver: Solver, scratch: Path, read) -> dict[str, torch.Tensor]:
     """What one solver makes of tensors read by their full name; its progress is in balance."""
     recorder = Recorder()
     made = dict(solver.solve(Workplace(read, scratch, recorder)))
-    assert recorder.balanced and recorder.expected.keys() == {solver.label}
+    assert recorder.balanced and len(recorder.stages) == 1
     return made

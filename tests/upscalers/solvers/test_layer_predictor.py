@@ -4,13 +4,11 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 from upscalers.solvers.layer_predictor import (
     RowFile,
     new_predictor,
     predict,
-    predictor_loss,
     shared_basis,
     train_predictor,
 )
@@ -26,28 +24,6 @@ def rows(tmp_path):
         for layer in range(LAYERS):
             file.write_layer(layer, stored[:, layer])
         yield file, stored
-
-
-def test_its_weights_start_as_those_of_torchs_linear_layers():
-    predictor = new_predictor(600, 256, torch.Generator().manual_seed(0))
-    for linear in (module for module in predictor.modules() if isinstance(module, nn.Linear)):
-        torch.manual_seed(0)
-        plain = nn.Linear(linear.in_features, linear.out_features)
-        bound = 1 / math.sqrt(linear.in_features)
-        for made, usual in ((linear.weight, plain.weight), (linear.bias, plain.bias)):
-            assert made.abs().max() <= bound and made.abs().max() > 0.95 * bound
-            assert made.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.15)
-            assert made.std().item() == pytest.approx(usual.std().item(), rel=0.2)
-            assert abs(made.mean().item()) < 0.15 * bound
-
-
-@pytest.mark.parametrize("norm_weight", [0.0, 5e-4, 0.3, 1.0])
-def test_the_loss_adds_the_squared_difference_of_the_whole_batchs_norms(norm_weight):
-    predicted, target = torch.randn(6, 4), torch.randn(6, 4)
-    squared = sum((predicted[i, j] - target[i, j]) ** 2 for i in range(6) for j in range(4)) / 24
-    norms = [math.sqrt(sum(x**2 for x in matrix.flatten().tolist())) for matrix in (predicted, target)]
-    expected = (1 - norm_weight) * squared.item() + norm_weight * (norms[0] - norms[1]) ** 2
-    assert predictor_loss(predicted, target, norm_weight).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_each_epoch_sees_every_sample_once_in_an_order_of_its_own(rows, monkeypatch):

@@ -1,0 +1,309 @@
+"""`midus edit` of chapters: what it lists, which rows it changes and no other byte, what it records, what models then compute."""
+
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+import torch
+from tiny import prompt
+
+from midus_hf.look.parts import zero_chapters
+from midus_hf.ops.chapters.quantisation import dequantise_rows, quantise_rows
+from tests.docs.snippets import take
+from tests.upscalers.checkpoints import (
+    config_of,
+    edit_config,
+    file_digests,
+    load,
+    logits,
+    read_tensors,
+    record_of,
+    same_bits,
+    save_base,
+    write_tensors,
+)
+from tests.upscalers.edits.made import (
+    CHAPTERS,
+    LAYERS,
+    TOKENS,
+    bank_name,
+    options,
+    router_names,
+    rows,
+    save_chapters,
+)
+from upscalers.checkpoint.safetensors_format import read_header
+from upscalers.edits import chapters as editing
+from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
+
+TWO = ("chapters", "chapters-2")
+ONE_ZERO = [None, *range(1, CHAPTERS)]
+BANKS_OF_LAYERS = tuple(f"model.layers.{layer}.memories.chapters.bank" for layer in LAYERS)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A command, and what it makes of a model.
+
+    Args:
+        words: The command, without model and output.
+        order: For each chapter of the result the one that it was, None where its rows are zero.
+        routers: Layers whose routers follow.
+        saved: How the model differs from the usual.
+        banks: What is edited.
+        parts: Ends of the names of a bank's tensors.
+    """
+
+    words: str
+    order: list[int | None]
+    routers: tuple[int, ...] = ()
+    saved: dict[str, Any] = field(default_factory=dict)
+    banks: tuple[str, ...] = (bank_name(),)
+    parts: tuple[str, ...] = ("",)
+
+
+EDITS = {
+    "zero, bfloat16": Edit("zero --chapters 1,3-4", [0, None, 2, None, None, 5], saved={"dtype": torch.bfloat16}),
+    "prune": Edit("prune --chapters 2,4", [0, 1, 3, 5], LAYERS),
+    "prune the shared one": Edit("prune --chapters 5,0", [1, 2, 3, 4], LAYERS, {"sharded": True}),
+    "factors": Edit("prune --chapters 1", [0, 2, 3, 4, 5], LAYERS, {"bank_rank": 3}),
+    "zero, 4 bits": Edit("zero --chapters 0", ONE_ZERO, saved={"bank_bits": 4}, parts=("_integers", "_scales")),
+    "every bank": Edit("zero --chapters 0", ONE_ZERO, (), {"share": "none"}, BANKS_OF_LAYERS),
+    "one memory": Edit("zero --chapters 0 --memory chapters-2", ONE_ZERO, (), {"names": TWO}, (bank_name(memory=TWO[1]),)),
+    "no prefix": Edit("prune --chapters 1", [0, 2, 3, 4, 5], LAYERS, {"prefix": ""}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_moves_the_rows_that_it_names_and_nothing_else(tmp_path, edited, name):
+    edit = EDITS[name]
+    model = save_chapters(tmp_path / "model", **edit.saved)
+    verb, *words = edit.words.split()
+    output = edited(verb, model, *words)
+    prefix = edit.saved.get("prefix", "model.")
+    before, after = (
+        {f"model.{key.removeprefix(prefix)}" if "memor" in key else key: t for key, t in read_tensors(folder).items()}
+        for folder in (model, output)
+    )
+    of_banks = {bank + part for bank in edit.banks for part in edit.parts}
+    of_routers = {router for layer in edit.routers for router in router_names(layer)}
+    assert before.keys() == after.keys()
+    assert {key for key in before if not same_bits(before[key], after[key])} == of_banks | of_routers
+    for key in of_banks:
+        zeros = torch.zeros_like(before[key][rows(0)])
+        expected = [zeros if number is None else before[key][rows(number)] for number in edit.order]
+        assert same_bits(after[key], torch.cat(expected)), key
+    for key in of_routers:
+        assert same_bits(after[key], before[key][edit.order]), key
+    expected = config_of(model)["memory"]
+    if verb == "prune":
+        kept = len(edit.order)
+        expected[0] |= {"chapters": kept, "memory_tokens": kept * TOKENS, "shared_chapters": edit.order.count(0)}
+    assert config_of(output)["memory"] == expected
+    files = {file.name: set(read_header(file)) for file in model.glob("*.safetensors")}
+    assert {file.name: set(read_header(file)) for file in output.glob("*.safetensors")} == files
+
+
+@pytest.mark.parametrize(
+    ("bits", "changes"), [(8, {"share": "none", "sharded": True}), (4, {"dtype": torch.bfloat16})]
+)
+def test_every_bank_is_rounded_row_by_row_in_its_file_and_once(tmp_path, edited, refusal, bits, changes, monkeypatch):
+    monkeypatch.setattr(editing, "_ROWS_AT_ONCE", 5)
+    model = save_chapters(tmp_path / "model", **changes)
+    output = edited("quantise", model, "--bits", bits)
+    before, after = read_tensors(model), read_tensors(output)
+    files = {name: file.name for file in output.glob("*.safetensors") for name in read_header(file)}
+    was_in = {name: file.name for file in model.glob("*.safetensors") for name in read_header(file)}
+    for name in BANKS_OF_LAYERS if "share" in changes else (bank_name(),):
+        integers, scales = quantise_rows(before.pop(name), bits)
+        assert same_bits(after.pop(name + "_integers"), integers) and same_bits(after.pop(name + "_scales"), scales)
+        assert {files[f"{name}_{part}"] for part in ("integers", "scales")} == {was_in[name]}
+    assert before.keys() == after.keys() and all(same_bits(before[name], after[name]) for name in before)
+    assert config_of(output)["memory"][0]["bank_bits"] == bits
+    assert f"memory 'chapters' has bank_bits = {bits} already; expected rows that were not" in refusal(
+        "quantise", output
+    )
+
+
+def test_edits_are_told_and_recorded_and_all_else_comes_along(tmp_path, chapters, edited, checkpoint, command):
+    told = chapters("zero", checkpoint, "--chapters", "1,2", "--output", tmp_path / "once", "--json").json()
+    assert told.pop("seconds") > 0 and told.pop("bytes_written") > 0
+    zeroed = {
+        "command": "zero",
+        "memories": ["chapters"],
+        "chapters": "1-2",
+        "chapters_before": 6,
+        "chapters_after": 6,
+    }
+    assert told == {**zeroed, "model": str(checkpoint), "output": str(tmp_path / "once")}
+    done = chapters("prune", tmp_path / "once", "--chapters", "4", "--output", tmp_path / "out")
+    assert "prune of chapters, chapters 4, chapters_before 6, chapters_after 5\n" in done.out
+    pruned = {**zeroed, "command": "prune", "chapters": "4", "chapters_after": 5}
+    edits = [{**edit, "version": version("midus-hf")} for edit in (zeroed, pruned)]
+    output, before = tmp_path / "out", config_of(checkpoint)
+    assert config_of(output)["upscale"] == {**before["upscale"], "edits": edits}
+    unknown = {"identity": {"checked": None, "max_abs_diff": None}, "promises_identity": False}
+    assert record_of(output) == {**record_of(checkpoint), "edits": edits, **unknown}
+    assert (output / "README.md").read_text() == (
+        "# A model\n\nWith chapters.\n\n## Edits\n\n"
+        "The text and the numbers above describe the model after its upscaling. Since then:\n\n"
+        f"- zero of chapters, chapters 1-2, chapters_before 6, chapters_after 6 (midus_hf {version('midus-hf')})\n"
+        f"- prune of chapters, chapters 4, chapters_before 6, chapters_after 5 (midus_hf {version('midus-hf')})\n"
+    )
+    for name in ("tokenizer.json", "generation_config.json", "modeling_midus.py"):
+        assert (output / name).read_bytes() == (checkpoint / name).read_bytes()
+    assert {file.name for file in output.iterdir()} == {file.name for file in checkpoint.iterdir()}
+    assert inspect_checkpoint(output)["edits"] == edits and "edits" not in inspect_checkpoint(checkpoint)
+    assert "command zero, memories [chapters], chapters 1-2" in " ".join(command("inspect", output).out.split())
+    assert "edited: zero of chapters, chapters 1-2" in " ".join(chapters("list", output).out.split())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_strip_gives_the_base_byte_for_byte(tmp_path, edited, sharded):
+    model = save_chapters(tmp_path / "model", sharded=sharded)
+    result = strip(edited("prune", model, "--chapters", "1,4"), tmp_path / "base")
+    assert result["base_confirmed"] and result["removed_memories"] == ["chapters"]
+    expected, found = file_digests(tmp_path / "model-base"), file_digests(tmp_path / "base")
+    assert found["model.safetensors"] == expected["model.safetensors"]
+    assert config_of(tmp_path / "base") == config_of(tmp_path / "model-base")
+
+
+@pytest.mark.parametrize(("memory", "kept"), [("chapters", [5]), ("chapters-2", [6])])
+def test_an_edit_of_the_bases_memory_is_told_and_stays_in_what_strip_gives_back(tmp_path, chapters, memory, kept):
+    model = save_chapters(tmp_path / "model", names=TWO)
+    words = ("prune", model, "--chapters", "4", "--memory", memory, "--output", tmp_path / "out")
+    done = chapters(*words)
+    of_base = "midus edit: warning: some of what is edited belongs to the base of this upscaling"
+    assert done.status == 0 and done.err.startswith(of_base) == (memory == "chapters")
+    record = config_of(tmp_path / "out")["upscale"]
+    assert [entry["chapters"] for entry in record["base_config"]["memory"]] == kept
+
+
+def test_an_output_of_ours_is_replaced_when_asked(chapters, edited, checkpoint):
+    output = edited("zero", checkpoint, "--chapters", "1")
+    done = chapters("zero", checkpoint, "--chapters", "2", "--output", output)
+    assert done.status == 2 and f"output {output} exists; pass --overwrite" in done.err
+    bank = read_tensors(edited("zero", checkpoint, "--chapters", "2", "--overwrite"))[bank_name()]
+    assert bank[rows(1)].any() and not bank[rows(2)].any()
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero --chapters 6": ("chapters is '6'; expected numbers from 0 to 5", {}),
+    "zero --chapters 2,1-3": ("chapters is '2,1-3', which names 2 twice", {}),
+    "prune --chapters three": ("chapters is 'three'; expected numbers and ranges such as 3,7-9", {}),
+    "prune --chapters 4-2": ("chapters is '4-2'; expected numbers and ranges", {}),
+    "prune --chapters 1-4": ("chapters is '1-4', which leaves 1 chapters to choose k = 2 of; expected k or more. Prune fewer.", {}),
+    "zero --chapters 1 --memory other": ("memory is 'other'; expected the name of a memory of chapters, of which the model has", {}),
+    "zero --chapters 1": ("the model has several memories of chapters, chapters, chapters-2; expected one of", {"names": TWO}),
+    "quantise --bits 3": ("bits is 3; expected 8 or 4.", {}),
+    "quantise --bits 4": ("bank_bits is 4 and rows of the bank have 3 elements; expected an even number", {"bank_rank": 3}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_wrong_request_is_one_line_and_writes_nothing(tmp_path, refusal, checkpoint, words):
+    message, saved = REFUSED[words]
+    verb, *rest = words.split()
+    assert message in refusal(verb, save_chapters(tmp_path / "model", **saved) if saved else checkpoint, *rest)
+
+
+def test_a_model_without_chapters_is_refused(tmp_path, refusal):
+    model = save_chapters(tmp_path / "model")
+    edit_config(model, memory=[])
+    assert "has no memory of type 'chapters'" in refusal("zero", model, "--chapters", "1")
+    edit_config(model, memory=[{"type": "chapters", **options(), "layers": list(LAYERS)}], upscale=...)
+    assert "was not made by upscale" in refusal("zero", model, "--chapters", "1")
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_lists_show_norms_and_biases_of_what_tensors_stand_for(tmp_path, chapters, bits):
+    model = save_chapters(tmp_path / "model", bank_bits=bits, share="none", names=TWO)
+    first, second = chapters("list", model, "--json").json()["memories"]
+    assert chapters("list", model, "--memory", TWO[1], "--json").json()["memories"] == [second]
+    assert (first["name"], first["site"], first["chapters"]) == ("chapters", "behind-attention", 6)
+    assert (first["chapter_tokens"], first["shared_chapters"], first["k"]) == (TOKENS, 1, 2)
+    assert [bank["layers"] for bank in first["banks"]] == [[layer] for layer in LAYERS]
+    tensors, name = read_tensors(model), BANKS_OF_LAYERS[1]
+    whole = tensors.get(name)
+    if bits:
+        whole = dequantise_rows(*(tensors[f"{name}_{part}"] for part in ("integers", "scales")), bits, torch.float32)
+    bank = first["banks"][1]
+    assert bank["row_norms"] == pytest.approx(whole.double().norm(dim=1).view(6, TOKENS).mean(1).tolist())
+    assert bank["router_biases"] == {"1": tensors[router_names(1)[1]].tolist()}
+    shown = chapters("list", model).out
+    assert ("of integers of" in shown) == bool(bits) and "bank 1, read by layers 1" in shown
+    kinds = [line.split()[:2] for line in shown.splitlines() if line.split()[1:2] in (["shared"], ["routed"])]
+    assert kinds[:6] == [["0", "shared"], *([str(number), "routed"] for number in range(1, 6))]
+
+
+def test_what_is_not_finite_stays_as_it_is_and_is_listed_as_that(tmp_path, chapters, edited):
+    model = save_chapters(tmp_path / "model")
+    tensors = read_tensors(model)
+    tensors[bank_name()][0] = float("nan")
+    write_tensors(model, tensors)
+    after = read_tensors(edited("zero", model, "--chapters", "1"))
+    assert same_bits(after[bank_name()][rows(0)], tensors[bank_name()][rows(0)])
+    assert chapters("list", model, "--json").json()["memories"][0]["banks"][0]["row_norms"][0] is None
+    assert "not finite" in chapters("list", model).out
+
+
+# Of models that were upscaled with `moc`, given values as training would, edited, and loaded.
+SHARES = ({}, {"share": "every:2", "bank_rank": 3}, {"routing": "prompt", "weighting": "logit_bias"})
+OPTIONS = {"memory_tokens": CHAPTERS * TOKENS, "chapters": CHAPTERS, "k": 2, "chunk_size": 4, "layers": [0, 2, 3]}
+
+
+def acting(folder, **changes):
+    """Return the folder of a model whose memories have values, of float64, in which a sum in another order differs by little."""
+    base = save_base(folder / "base", dtype=torch.float64)
+    upscale(base=base, method="moc", options={**OPTIONS, **changes}, output=folder / "model", verify=False)
+    give_values(folder / "model")
+    return folder / "model"
+
+
+def give_values(folder, never_chosen=()):
+    """Give random values to all that memories have; no router chooses some chapters, if any."""
+    tensors, generator = read_tensors(folder), torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        if ".memor" in name:
+            tensors[name] = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+        if name.endswith("router_bias"):
+            tensors[name][list(never_chosen)] = -1e6
+    write_tensors(folder, tensors)
+
+
+@pytest.mark.parametrize("changes", SHARES, ids=str)
+def test_an_edited_checkpoint_is_the_model_that_was_edited_in_memory(tmp_path, edited, changes):
+    model = acting(tmp_path, **changes)
+    loaded = load(model)
+    with zero_chapters(loaded, [0, 3]), torch.no_grad():
+        assert torch.equal(loaded(prompt()).logits, logits(edited("zero", model, "--chapters", "0,3")))
+    give_values(model, never_chosen=[3])
+    pruned = logits(edited("prune", model, "--chapters", "3", output="pruned"))
+    torch.testing.assert_close(pruned, logits(model), rtol=1e-10, atol=1e-10)
+
+
+def test_a_rounded_model_computes_what_rounded_rows_give(tmp_path, edited):
+    model = acting(tmp_path)
+    for name in ("upscale.json", "README.md"):  # which training leaves out
+        (model / name).unlink()
+    output = edited("quantise", model, "--bits", 4)
+    assert not (output / "upscale.json").exists() and not (output / "README.md").exists()
+    tensors, usual = read_tensors(model), logits(model)
+    bank = tensors[bank_name()]
+    bank.copy_(dequantise_rows(*quantise_rows(bank, 4), 4, bank.dtype))
+    write_tensors(model, tensors)
+    torch.testing.assert_close(logits(output), logits(model), rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(logits(model), usual)
+
+
+def test_the_script_of_the_page_changes_the_loss_while_it_lasts(tmp_path):
+    (script,) = take("docs/chapters.md", "python")
+    model = load(acting(tmp_path, chapters=8, memory_tokens=16))
+    defined = {"model": model, "tokens": prompt()}
+    with torch.no_grad():
+        usual = model(prompt(), labels=prompt()).loss
+        exec(compile(script.text, script.page, "exec"), defined)
+        assert defined["loss"] != usual == model(prompt(), labels=prompt()).loss

@@ -1,0 +1,333 @@
+"""What single memory methods have of their own: names of tensors, layers, remarks; `test_every_method` has what all share."""
+
+import warnings
+
+import pytest
+import torch
+
+from tests.upscalers.checkpoints import (
+    SMALL,
+    config_of,
+    load,
+    logits,
+    read_tensors,
+    record_of,
+    same_bits,
+    save_base,
+    unverified,
+    with_memory,
+)
+from tests.upscalers.dense.requests import tiny_config, upscaled_config
+from tests.upscalers.methods import KINDS, SMALL_CHAPTERS, SMALL_TABLES
+from upscalers.request.errors import RequestError
+from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.upscale import upscale
+
+
+@pytest.mark.parametrize(
+    ("options", "of_layer", "of_model"),
+    [
+        ({}, {}, {"0.bank": [24, 32]}),
+        ({"share": "none"}, {"bank": [24, 32]}, {}),
+        ({"bank_rank": 5}, {}, {"0.bank": [24, 5], "0.bank_transform": [32, 5]}),
+        ({"kv_heads": 2}, {"key_projection.weight": [16, 32], "value_projection.weight": [16, 32]}, {"0.bank": [24, 32]}),
+        ({"share": "every:1"}, {}, {"0.bank": [24, 32], "1.bank": [24, 32]}),
+        ({"bank_width": 16}, {"query_projection.weight": [16, 32], "output_projection.weight": [32, 16]}, {"0.bank": [24, 16]}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_tensors_of_chapters_have_their_names(options, of_layer, of_model, base, tmp_path):
+    upscale(
+        base=base,
+        method="moc",
+        output=tmp_path / "out",
+        options={**SMALL_CHAPTERS, "layers": [0, 3], **options},
+        verify=False,
+    )
+    found = {name: list(tensor.shape) for name, tensor in read_tensors(tmp_path / "out").items() if ".memor" in name}
+    expected = {
+        "norm_weight": [32],
+        "router_weight": [12, 32],
+        "router_bias": [12],
+        "query_projection.weight": [32, 32],
+        "key_projection.weight": [32, 32],
+        "value_projection.weight": [32, 32],
+        "output_projection.weight": [32, 32],
+        **of_layer,
+    }
+    if "bank_width" in options:
+        expected |= {"key_projection.weight": [16, 16], "value_projection.weight": [16, 16]}
+    names = {
+        f"model.layers.{layer}.memories.chapters.{name}": shape for layer in (0, 3) for name, shape in expected.items()
+    }
+    names |= {f"model.memory_tables.chapters.{name}": shape for name, shape in of_model.items()}
+    assert found == names
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        (None, [2, 6, 10, 14]),
+        (0.25, [2, 6, 10, 14]),
+        (4, [2, 6, 10, 14]),
+        (0.01, [8]),
+        (1, [8]),
+        (2, [4, 12]),
+        ([0, 5, 15], [0, 5, 15]),
+        ("all", list(range(16))),
+        ("early:3", [0, 1, 2]),
+        ("middle:4", [6, 7, 8, 9]),
+        ("middle:3", [6, 7, 8]),
+        ("late:3", [13, 14, 15]),
+    ],
+)
+def test_a_quarter_of_the_layers_has_it_unless_others_are_named(layers, expected):
+    options = {**SMALL_CHAPTERS, **({} if layers is None else {"layers": layers})}
+    config = upscaled_config(tiny_config("llama", num_hidden_layers=16), "moc", options=options)
+    (entry,) = config["memory"]
+    assert entry["layers"] == expected and entry["type"] == entry["name"] == "chapters"
+    assert {key: entry[key] for key in SMALL_CHAPTERS} == SMALL_CHAPTERS
+
+
+def test_verification_tells_memories_that_choose_by_the_prompt_what_that_is(base, tmp_path):
+    options = {**SMALL_CHAPTERS, "routing": "prompt"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        upscale(base=base, method="moc", output=tmp_path / "once", options=options)
+        report = upscale(base=tmp_path / "once", method="moc", output=tmp_path / "out", options=options)
+    assert report.identity.max_abs_diff == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        (
+            "moda",
+            {0: {"ffn_key.weight", "ffn_value.weight"}, 1: {"depth_gate", "ffn_key.weight", "ffn_value.weight"}},
+        ),
+        ("moda, attention", {0: set(), 1: {"depth_gate"}}),
+        ("moda, some", {0: {"ffn_key.weight", "ffn_value.weight"}, 1: set()}),
+        (
+            "moda, bias",
+            {0: {f"ffn_{part}{end}" for part in ("key", "value") for end in (".weight", "_bias")}},
+        ),
+        (
+            "moda, projected",
+            {
+                0: {
+                    f"{source}_{part}{end}"
+                    for source in ("attention", "ffn")
+                    for part in ("key", "value")
+                    for end in (".weight", "_bias")
+                }
+            },
+        ),
+    ],
+)
+def test_tensors_have_their_names_and_nothing_is_stored_that_nothing_reads(kind, found, base, tmp_path):
+    upscale(base=base, output=tmp_path / "out", verify=False, **KINDS[kind])
+    tensors = read_tensors(tmp_path / "out")
+    for layer, names in {**found, 3: {"depth_gate"}}.items():
+        prefix = f"model.layers.{layer}.memories.depth-attention."
+        assert {name.removeprefix(prefix) for name in tensors if name.startswith(prefix)} == names
+    new = {name: tensor for name, tensor in tensors.items() if ".memories." in name}
+    told = inspect_checkpoint(tmp_path / "out")
+    assert told["parameters"]["new"] == sum(tensor.numel() for tensor in new.values())
+    for name, tensor in new.items():
+        shape = (4,) if name.endswith("depth_gate") else (16,) if name.endswith("bias") else (16, 32)
+        assert tensor.shape == shape and tensor.any().item() == name.endswith("_key.weight")
+
+
+def test_every_layer_but_inserted_blocks_reads_the_depth(base, tmp_path):
+    once = unverified(base, tmp_path / "once", placement="1,4")
+    upscale(base=once, method="moda", output=tmp_path / "twice", verify=False)
+    below, entry = config_of(tmp_path / "twice")["memory"]
+    assert (below["layers"], entry["type"], entry["layers"]) == ([1, 4], "depth-attention", [0, 2, 3, 5])
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("solar", ()),
+        ("slices", ("slices=[{layers: [0, 3]}, {layers: [1, 4]}]",)),
+        ("slices", ("slices=[{layers: [1, 4]}]",)),
+        ("slices", ("slices=[{layers: [2, 4]}, {layers: [0, 2]}]",)),
+    ],
+    ids=["solar", "repeats", "leaves-out", "reorders"],
+)
+def test_a_plan_that_repeats_leaves_out_or_reorders_its_layers_is_refused(method, options, base, command, tmp_path):
+    upscale(base=base, method="moda", output=tmp_path / "once", verify=False)
+    words = [word for option in options for word in ("--set", option)]
+    done = command("--base", tmp_path / "once", "--method", method, "--output", tmp_path / "out", *words)
+    assert done.status == 2 and len(done.err.strip().splitlines()) == 1
+    assert (
+        "memory 'depth-attention' ties layers 0, 1, 2, 3 together, and the plan repeats or leaves out some of them; expected "
+        "each once. Choose a method that inserts layers." in done.err
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "of_layer", "of_model"),
+    [
+        ({}, {"value_table": [64, 6], "pre_value_table": [64, 2], "row_keys": [1, 1, 8, 2, 16]}, {}),
+        (
+            {"share": "all"},
+            {"column_keys": [1, 1, 8, 2, 16]},
+            {"0.value_table": [64, 6], "0.pre_value_table": [64, 2]},
+        ),
+        (
+            {"share": "ring:4"},
+            {"row_keys": [1, 1, 16, 2, 16]},
+            {"0.value_table": [256, 6], "0.pre_value_table": [256, 2]},
+        ),
+        (
+            {"share": "ring:2", "pre_value_width": 0},
+            {"row_keys": [1, 1, 11, 2, 16]},
+            {"0.value_table": [256, 6]},
+        ),
+        (
+            {"key_pairs": 2},
+            {"core": [1, 2, 2, 2, 2], "value_projection.weight": [32, 6], "value_table": [64, 6]},
+            {},
+        ),
+    ],
+    ids=["own", "all", "ring", "no pre-values", "expanded"],
+)
+def test_tensors_of_tables_have_their_names(options, of_layer, of_model, base, tmp_path):
+    upscale(
+        base=base, method="ultramem-v2", output=tmp_path / "out", options={**SMALL_TABLES, **options}, verify=False
+    )
+    tensors = {name: list(value.shape) for name, value in read_tensors(tmp_path / "out").items()}
+    prefix = "model.layers.1.memories.ultramem."
+    found = {name.removeprefix(prefix): shape for name, shape in tensors.items() if name.startswith(prefix)}
+    assert {name: found[name] for name in of_layer} == of_layer
+    tables = "model.memory_tables.ultramem."
+    assert {name.removeprefix(tables): shape for name, shape in tensors.items() if name.startswith(tables)} == of_model
+    assert ("value_table" in found) == (not of_model)
+
+
+def test_tables_of_zeros_take_no_room_on_the_disk(base, tmp_path):
+    """Of 6.3 MB per layer that hold values of zero, the file has holes."""
+    options = {"n": 256, "k": 2, "value_width": 24, "pre_value_width": 0, "layers": 2}
+    upscale(base=base, method="ultramem-v2", output=tmp_path / "out", options=options, verify=False)
+    file = (tmp_path / "out" / "model.safetensors").stat()
+    assert file.st_size > 12e6 and file.st_blocks * 512 < 2e6
+    assert not any(
+        value.any() for name, value in read_tensors(tmp_path / "out").items() if name.endswith("value_table")
+    )
+
+
+@pytest.mark.parametrize("kind", ["midus-pkm", "midus-linear", "midus-hml, output projection"])
+def test_a_block_that_keeps_the_output_projection_holds_it_and_the_norm_behind_it(family, tmp_path, kind):
+    base = save_base(tmp_path / "base", family, **({} if family == "qwen2" else {"attention_bias": True}))
+    upscale(base=base, output=tmp_path / "out", placement="1,5", **KINDS[kind])
+    old, new = read_tensors(base), read_tensors(tmp_path / "out")
+    wanted = {"self_attn.o_proj.weight", "input_layernorm.weight"}
+    wanted |= {"self_attn.o_proj.bias"} if family != "qwen2" else set()
+    wanted |= {"post_attention_layernorm.weight"} if family.startswith("gemma") else set()
+    for index, donor in ((1, 1), (5, 3)):
+        names = [name for name in new if name.startswith(f"model.layers.{index}.")]
+        copied = {name.removeprefix(f"model.layers.{index}.") for name in names if ".memory." not in name}
+        assert wanted <= copied
+        assert ("post_attention_layernorm.weight" in copied) == family.startswith("gemma")
+        for name in copied:
+            assert torch.equal(new[f"model.layers.{index}.{name}"], old[f"model.layers.{donor}.{name}"])
+
+
+def test_tensors_of_a_memory_start_as_the_class_says(tmp_path):
+    base = save_base(tmp_path / "base", hidden_size=64, num_attention_heads=2)
+    options = {"n": 16, "k": 2, "gate": "token"}
+    upscale(base=base, method="midus-pkm", output=tmp_path / "out", options=options, placement="1,3")
+    tensors = read_tensors(tmp_path / "out")
+    first, second = ({n.rpartition("memory.")[2]: tensors[n] for n in tensors if f".{i}.memory." in n} for i in (1, 3))
+    for zero in ("value_bank", "query_norm_bias", "query_mean", "gate_weight", "gate_bias"):
+        assert not first[zero].any()
+    for one in ("query_norm_weight", "query_variance"):
+        assert torch.equal(first[one], torch.ones(2, 32))
+    assert first["query_projection.weight"].std().item() == pytest.approx(64**-0.5, rel=0.05)
+    assert 0.24 < first["row_keys"].abs().max() <= 0.25
+    for random in ("query_projection.weight", "row_keys", "column_keys"):
+        assert not torch.equal(first[random], second[random])
+
+
+@pytest.mark.parametrize("method", ["midus-pkm", "midus-linear"])
+def test_where_the_neighbour_has_no_output_projection_the_attention_comes_from_further_off(
+    family, shared_base, tmp_path, method
+):
+    with_memory(
+        shared_base(family), tmp_path / "once", placement="0,3,6", verify=False
+    )  # beside 1, between 2 and 4, beside 5
+    output = tmp_path / "twice"
+    upscale(base=tmp_path / "once", method=method, output=output, options=SMALL[method], placement="0,4,9")
+    plan = config_of(output)["upscale"]["plan"]
+    assert [plan[index]["sources"] for index in (0, 4, 9)] == [[1], [4], [5]]
+    old, new = read_tensors(tmp_path / "once"), read_tensors(output)
+    for index, donor in ((0, 1), (4, 4), (9, 5)):
+        name = "self_attn.o_proj.weight"
+        assert same_bits(new[f"model.layers.{index}.{name}"], old[f"model.layers.{donor}.{name}"])
+    assert torch.equal(logits(shared_base(family)), logits(output))
+
+
+def test_a_base_without_any_output_projection_is_refused(base, tmp_path):
+    with_memory(base, tmp_path / "once", placement="0")
+    upscale(
+        base=tmp_path / "once", method="slices", output=tmp_path / "bare", options={"slices": [{"layers": [0, 1]}]}
+    )
+    with pytest.raises(
+        RequestError, match=r"new layer 0 needs an attention with an output projection.*Choose midus-hml"
+    ):
+        upscale(base=tmp_path / "bare", method="midus-pkm", placement="0", dry_run=True)
+
+
+NOT_CAUSAL = "routing is 'sequence', so chapters are chosen by all tokens of a text, later ones included"
+
+
+HEADING = "## Know before use"
+
+
+def upscaled_with(command, base, output, routing: str):
+    options = {**SMALL_CHAPTERS, "layers": [1], "routing": routing}
+    words = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
+    done = command("--base", base, "--method", "moc", "--output", output, *words)
+    assert done.status == 0, done.err
+    return done
+
+
+def test_a_model_that_looks_at_later_tokens_says_so_wherever_it_is_met(command, base, tmp_path):
+    out = tmp_path / "out"
+    assert f"upscale: warning: {NOT_CAUSAL}" in upscaled_with(command, base, out, "sequence").err
+    assert f"{HEADING}\n\n- {NOT_CAUSAL}" in (out / "README.md").read_text()
+    for record in (
+        config_of(out)["upscale"],
+        record_of(out),
+    ):
+        assert record["causal"] is False
+    load(out).save_pretrained(tmp_path / "saved")
+    assert load(tmp_path / "saved").config.upscale["causal"] is False
+    assert command("inspect", out, "--json").json()["causal"] is False
+    assert "what a token gets depends on later tokens" in command("inspect", out).out
+
+
+@pytest.mark.parametrize("routing", ["chunk", "prompt", "token"])
+def test_a_causal_model_says_nothing_of_it(command, base, tmp_path, routing):
+    out = tmp_path / "out"
+    assert "causal" not in upscaled_with(command, base, out, routing).err
+    assert HEADING not in (out / "README.md").read_text()
+    assert "causal" not in config_of(out)["upscale"]
+    assert command("inspect", out, "--json").json()["causal"] is True
+    assert "depends on later tokens" not in command("inspect", out).out
+
+
+def test_a_dry_run_warns_as_well(command, base):
+    done = command("--base", base, "--method", "moc", "--dry-run", "--set", "preset=released-adapter")
+    assert done.status == 0 and f"upscale: warning: {NOT_CAUSAL}" in done.err
+
+
+def test_the_concerns_of_every_method_stand_in_the_card(tmp_path):
+    base = save_base(tmp_path / "base", "gemma2")
+    upscale(base=base, method="avg-deus", output=tmp_path / "out", placement="1")
+    (section,) = (tmp_path / "out" / "README.md").read_text().split(HEADING)[1:]
+    assert (
+        "sliding and full attention, whose rotary embeddings and windows may differ" in section.partition("\n## ")[0]
+    )

@@ -1,0 +1,229 @@
+"""Tensors that only some models have: embeddings per layer, shared keys and values, further predicted tokens, unknown ones."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from pairs import in_turn
+from tiny import NATIVE_FAMILIES
+
+from midus_hf.models.inference.tiny import tiny_model
+from tests.upscalers.checkpoints import (
+    config_of,
+    edit_config,
+    load,
+    logits,
+    read_tensors,
+    same_bits,
+    same_tensors,
+    save_base,
+    write_tensors,
+)
+from tests.upscalers.dense.requests import upscaled
+from tests.upscalers.methods import KINDS, SMALL_CHAPTERS
+from upscalers.request.errors import RequestError
+from upscalers.runs.base_confirmation import keeps_base
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
+
+TYPE = "gemma4_text"
+LAYERS = ["sliding_attention", "sliding_attention", "full_attention"] * 3
+# Layers 3 and 5 give their keys and values to the three layers at the end.
+SHARED = {"num_hidden_layers": 9, "layer_types": LAYERS, "num_kv_shared_layers": 4, "global_head_dim": 16}
+EMBEDDING, PROJECTION = "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection.weight"
+
+
+@pytest.fixture
+def gemma4(tmp_path):
+    """Save a tiny Gemma 4 with embeddings per layer and four layers that share keys and values; layers have scalars."""
+    model = tiny_model(TYPE, **SHARED)
+    for index, layer in enumerate(model.model.layers):
+        layer.layer_scalar.fill_(1 + index / 8)
+    model.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize(("method", "site"), [("midus-hml", "inserted"), ("moda", "inside-attention")])
+def test_a_method_that_does_not_take_the_type_names_those_that_do(method, site, gemma4, tmp_path):
+    with pytest.raises(RequestError) as refused:
+        upscale(base=gemma4, method=method, output=tmp_path / "made")
+    assert re.match(f"model_type '{TYPE}' takes no memory of type '.*' at the site '{site}' ", str(refused.value))
+    remedy = "Choose one of hier-ffn, hier-kv, hier-lora-ffn, hier-lora-qk, hier-lora-vo, moc, ultramem-v2 (docs/families.md)."
+    assert str(refused.value).endswith(remedy)
+
+
+def tokens() -> torch.Tensor:
+    """Return token ids `[2, 20]`, longer than the sliding windows."""
+    return torch.randint(3, 96, (2, 20), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("method", "placement"), [("llama-pro", None), ("llama-pro", "4"), ("attenuated-copy", None), ("avg-deus", None)]
+)
+def test_blocks_of_the_embeddings_follow_their_layers_and_strip_gives_the_base_back(
+    method, placement, gemma4, tmp_path
+):
+    made, stripped = tmp_path / "made", tmp_path / "stripped"
+    upscale(base=gemma4, method=method, output=made, placement=placement)
+    plan = config_of(made)["upscale"]["plan"]
+    sources = [row["base"] if "base" in row else row["sources"][0] for row in plan]
+    old, new = read_tensors(gemma4), read_tensors(made)
+    for name, dim in ((EMBEDDING, 1), (PROJECTION, 0)):
+        before, after = old[name].chunk(9, dim), new[name].chunk(len(sources), dim)
+        assert all(same_bits(after[index], before[source]) for index, source in enumerate(sources))
+    assert config_of(made)["num_kv_shared_layers"] == 4
+    assert keeps_base(made)
+    strip(made, stripped)
+    assert (stripped / "model.safetensors").read_bytes() == (gemma4 / "model.safetensors").read_bytes()
+
+
+def test_llama_pro_computes_what_the_base_computes_whatever_the_scalars_of_layers_are(gemma4, tmp_path):
+    upscale(base=gemma4, method="llama-pro", output=tmp_path / "made")
+    expected, model = load(gemma4), load(tmp_path / "made")
+    new = model.model.layers[2]
+    assert new.layer_scalar.item() == 1 and not new.post_per_layer_input_norm.weight.any()
+    with torch.no_grad():
+        assert torch.equal(model(tokens()).logits, expected(tokens()).logits)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, :5] = 0
+    generated = [each.generate(tokens(), attention_mask=mask, max_new_tokens=8) for each in (model, expected)]
+    assert torch.equal(*generated)
+    model(tokens(), labels=tokens()).loss.backward()
+    assert new.post_per_layer_input_norm.weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"), [("5", "store_full_length_kv"), ("7", "another kind than its source")]
+)
+def test_a_new_layer_behind_a_layer_that_gives_keys_and_values_is_refused(placement, message, gemma4, tmp_path):
+    with pytest.raises(RequestError, match=message) as refused:
+        upscale(base=gemma4, method="llama-pro", output=tmp_path / "made", placement=placement)
+    assert str(refused.value).endswith(
+        "Choose a --placement of new layers in front of base layer 2, which gives its keys and values to later layers, or a method "
+        "that adds no layer."
+    )
+    assert not (tmp_path / "made").exists()
+
+
+NUM_LAYERS = 4
+
+
+PREDICTING = ("enorm.weight", "shared_head.head.weight", "mlp.experts.3.up_proj.weight")
+
+
+@pytest.fixture(scope="module")
+def glm4(tmp_path_factory) -> Path:
+    """Return the folder of a tiny GLM-4.5 with one layer that predicts a further token."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model("glm4_moe", num_hidden_layers=NUM_LAYERS).save_pretrained(folder)
+    edit_config(folder, num_nextn_predict_layers=1)
+    tensors = {f"model.layers.{NUM_LAYERS}.{name}": torch.full((2, 3), float(i)) for i, name in enumerate(PREDICTING)}
+    write_tensors(folder, read_tensors(folder) | tensors)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("moc", SMALL_CHAPTERS), ("solar", {}), ("llama-pro", {}), ("midus-hml", {"n": 8, "k": 3})],
+)
+def test_they_are_carried_along_behind_the_last_layer_and_come_back(method, options, glm4, tmp_path):
+    report = upscale(base=glm4, method=method, output=tmp_path / "out", options=options)
+    before, after = read_tensors(glm4), read_tensors(tmp_path / "out")
+    assert config_of(tmp_path / "out")["num_nextn_predict_layers"] == 1
+    for name in PREDICTING:
+        moved = after[f"model.layers.{report.num_layers}.{name}"]
+        assert same_bits(moved, before[f"model.layers.{NUM_LAYERS}.{name}"])
+    if method == "solar":  # drops layers of the base, which nothing brings back
+        return
+    tokens = torch.arange(3, 35).view(2, 16)
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "out")(tokens).logits, load(glm4)(tokens).logits)
+    strip(tmp_path / "out", tmp_path / "stripped")
+    assert same_tensors(tmp_path / "stripped", glm4)
+
+
+def test_a_layer_more_than_the_config_says_is_refused(glm4, tmp_path):
+    folder = shutil.copytree(glm4, tmp_path / "base")
+    write_tensors(folder, {**read_tensors(folder), f"model.layers.{NUM_LAYERS + 1}.enorm.weight": torch.zeros(2)})
+    message = (
+        f"layers.{NUM_LAYERS + 1}.enorm.weight, but config.json has num_hidden_layers = {NUM_LAYERS} and num_nextn_"
+    )
+    with pytest.raises(RequestError, match=re.escape(message)):
+        upscale(base=folder, method="llama-pro", output=tmp_path / "out")
+
+
+EXPERT = "mlp.experts.{}.w1.weight"
+
+
+def save_with_experts(folder):
+    """A tiny Llama whose layers also hold experts, as a mixture of experts names them; no two tensors are alike."""
+    base = save_base(folder)
+    experts = {
+        f"model.layers.{layer}.{EXPERT.format(expert)}": torch.full((2, 3), 10.0 * layer + expert)
+        for layer in range(4)
+        for expert in range(4)
+    }
+    write_tensors(base, {**read_tensors(base), **experts, "model.extra.layers.1.weight": torch.full((2,), 99.0)})
+    return base
+
+
+def experts_of(tensors) -> dict[int, list[float]]:
+    """For each layer the value of each of its experts, in the order of their ids."""
+    found: dict[int, dict[int, float]] = {}
+    for name, tensor in tensors.items():
+        parts = name.split(".")
+        if ".experts." in name:
+            assert parts[:2] == ["model", "layers"] and parts[3:5] == ["mlp", "experts"]
+            found.setdefault(int(parts[2]), {})[int(parts[5])] = tensor[0, 0].item()
+    return {layer: [experts[number] for number in range(4)] for layer, experts in sorted(found.items())}
+
+
+def of_layer(layer: int) -> list[float]:
+    return [10.0 * layer + expert for expert in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("method", "sources"),
+    [
+        ("solar", {0: 0, 1: 1, 2: 2, 3: 1, 4: 2, 5: 3}),
+        ("llama-pro", {0: 0, 1: 1, 3: 2, 4: 3}),
+        ("opt-deus", {0: 0, 1: 1, 3: 2, 5: 3}),
+        ("slices", {0: 0, 1: 1, 2: 2, 6: 3}),
+    ],
+)
+def test_experts_keep_their_ids_when_their_layer_moves(method, sources, tmp_path):
+    base = save_with_experts(tmp_path / "base")
+    upscaled(base, tmp_path / "out", method)
+    old, new = read_tensors(base), read_tensors(tmp_path / "out")
+    assert experts_of(new) == {index: of_layer(source) for index, source in sources.items()}
+    assert same_bits(new["model.extra.layers.1.weight"], old["model.extra.layers.1.weight"])
+
+
+@pytest.mark.parametrize("method", ["solar", "avg-deus"])
+def test_tensors_that_the_architecture_does_not_have_come_back_and_are_warned_of(method, tmp_path, command):
+    base = save_with_experts(tmp_path / "base")
+    upscaled(base, tmp_path / "out", method)
+    strip(tmp_path / "out", tmp_path / "stripped")
+    assert same_tensors(tmp_path / "stripped", base)
+    outcome = command("--base", base, "--method", "llama-pro", "--output", tmp_path / "again", "--no-verify")
+    said = "the base holds 17 tensors its architecture does not have; they are carried along."
+    assert (outcome.status, outcome.err.strip()) == (0, f"upscale: warning: {said}")
+
+
+# Of each way to make new tensors one.
+METHODS = ["llama-pro", "opt-deus", "lesa", "midus-hml", "moc", "ultramem-v2", "hier-ffn"]
+
+
+@pytest.mark.parametrize(("method", "family"), in_turn(METHODS, NATIVE_FAMILIES))
+def test_names_without_a_prefix_stay_so_and_mean_the_same(method, family, shared_base, tmp_path):
+    bases = {"out": save_base(tmp_path / "base", family, prefix=""), "usual": shared_base(family)}
+    for name, base in bases.items():
+        upscale(base=base, output=tmp_path / name, verify=False, **KINDS[method])
+    found, usual = read_tensors(tmp_path / "out"), read_tensors(tmp_path / "usual")
+    assert found.keys() == {name.removeprefix("model.") for name in usual}
+    for name, tensor in usual.items():  # what starts at random does so by its whole name
+        other = found[name.removeprefix("model.")]
+        assert other.shape == tensor.shape if ".memor" in name else same_bits(other, tensor)
+    assert torch.equal(logits(tmp_path / "out"), logits(tmp_path / "usual"))

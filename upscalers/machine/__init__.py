@@ -1,1 +1,0 @@
-"""Resources of the machine: processors and free memory."""
