@@ -47,7 +47,7 @@ from midus_hf.training.output import (
     new_card,
     open_output,
 )
-from midus_hf.training.parallel import shares_parameters
+from midus_hf.training.parallel import check_checkpoint, shares_parameters
 from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
 
 
@@ -291,9 +291,15 @@ class Run:
 
         Args:
             options: Arguments of the class beside model and arguments.
+
+        Raises:
+            ValueError: If the class refuses the arguments, or the processes share parameters in another way than those that
+                saved the checkpoint.
         """
         self.tokenizer = tokenizer
         trainer = self.trainer = trainer_class(self.model, self.arguments, **options)
+        if self.checkpoint is not None:
+            check_checkpoint(trainer, self.checkpoint)
         self._stop = StopOnSignal(trainer.largest)
         trainer.add_callback(self._stop)
         trainer.add_callback(TrainingLog(Path(self.arguments.output_dir, RUN_LOG)))
