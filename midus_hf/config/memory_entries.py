@@ -110,15 +110,6 @@ class Memories:
         """True if a memory needs to know which tokens are a prompt."""
         return any(entry.options.reads_prompts for entry in self.entries)
 
-    @property
-    def carry(self) -> bool:
-        """True if a layer passes tensors on to later layers."""
-        return any(
-            entry.into or entry.options.gives(index, len(entry.layers))
-            for entry in self.attached.values()
-            for index in range(len(entry.layers))
-        )
-
     def attached_to(self, layer: int) -> list[MemoryEntry]:
         """Return the entries of the memories that are attached to a layer, in the order of the config."""
         return [entry for entry in self.attached.values() if layer in entry.layers]
