@@ -31,13 +31,13 @@ def imports_of(file: Path, package: str, everywhere: bool) -> set[str]:
     """Modules of a package that a file imports; `everywhere` includes what is imported inside functions and for types."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     nodes = ast.walk(tree) if everywhere else tree.body
-    found = set()
+    results = set()
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == package:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            results |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == package}
-    return found
+            results |= {alias.name for alias in node.names if alias.name.split(".")[0] == package}
+    return results
 
 
 def files_of(package: str) -> list[Path]:

@@ -114,9 +114,9 @@ def _check_control(name: str, cls: type[MemoryOptions], control: str, changes: M
         )
     unknown = sorted(changes.keys() - {field.name for field in fields(cls)})
     if unknown or not changes:
-        what = f"the option {unknown[0]!r}, which it does not have" if unknown else "no option"
+        choice = f"the option {unknown[0]!r}, which it does not have" if unknown else "no option"
         raise ValueError(
-            f"the control {control!r} of memory type {name!r} sets {what}; expected options of this type."
+            f"the control {control!r} of memory type {name!r} sets {choice}; expected options of this type."
         )
     try:
         cls(**changes)

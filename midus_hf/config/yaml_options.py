@@ -133,12 +133,12 @@ def _hint_within(kind: Any, name: str) -> Any:
     return typing.get_args(kind)[1] if typing.get_origin(kind) is dict else kind
 
 
-def read_yaml(text: str, what: str) -> Any:
+def read_yaml(text: str, subject: str) -> Any:
     """Parse a YAML text into mappings, lists, strings, numbers, booleans and None.
 
     Args:
         text: The text.
-        what: Words for the text, with which a message begins.
+        subject: Words for the text, with which a message begins.
 
     Raises:
         ValueError: If the text is not YAML, or a mapping has a key twice.
@@ -149,15 +149,15 @@ def read_yaml(text: str, what: str) -> Any:
         if document is None:
             return None
         # This must come before construction, because construction copies keys of merged mappings (`<<`) into other mappings.
-        _refuse_keys_given_twice(reader, document, what, set())
+        _refuse_keys_given_twice(reader, document, subject, set())
         return reader.construct_document(document)
     except yaml.YAMLError as error:
-        raise ValueError(f"{what} is not YAML: {' '.join(str(error).split())}. Correct it there.") from error
+        raise ValueError(f"{subject} is not YAML: {' '.join(str(error).split())}. Correct it there.") from error
     finally:
         reader.dispose()
 
 
-def _refuse_keys_given_twice(reader: yaml.SafeLoader, node: yaml.Node, what: str, seen: set[int]) -> None:
+def _refuse_keys_given_twice(reader: yaml.SafeLoader, node: yaml.Node, subject: str, seen: set[int]) -> None:
     if id(node) in seen or not isinstance(node, yaml.CollectionNode):
         return
     seen.add(id(node))  # an alias refers to the same node again
@@ -171,10 +171,10 @@ def _refuse_keys_given_twice(reader: yaml.SafeLoader, node: yaml.Node, what: str
                     f"{_words(each)} in line {each.start_mark.line + 1}" for each in (values[key], value_node)
                 )
                 raise ValueError(
-                    f"{what} has {key!r} twice, {first} and {second}; expected each key once. Leave one out."
+                    f"{subject} has {key!r} twice, {first} and {second}; expected each key once. Leave one out."
                 )
             values[key] = value_node
-        _refuse_keys_given_twice(reader, value_node, what, seen)
+        _refuse_keys_given_twice(reader, value_node, subject, seen)
 
 
 def _words(node: yaml.Node) -> str:

@@ -41,7 +41,7 @@ def test_an_argument_that_the_model_takes_as_well_reaches_both(toy_model, monkey
     model.load_state_dict(toy_model(CASES["beside-ffn"], "llama", acting=False).state_dict())
     with torch.no_grad():
         assert torch.equal(model.eval()(prompt(), attention_mask=mask).logits, expected)
-    assert len(seen) == 4 and all(torch.equal(given, mask) for given in seen)
+    assert len(seen) == 4 and all(torch.equal(arguments, mask) for arguments in seen)
 
 
 @pytest.mark.parametrize("case", ["beside-ffn", "behind-layer", "skip"])
@@ -58,8 +58,8 @@ def test_what_a_pass_brings_follows_to_another_device_and_still_carries():
         {"arguments": {"toy_scale": torch.ones(2), "word": "x"}, "tables": {"toy": {1: {"up": torch.ones(3)}}}}
     )
     moved = inputs.to("meta", non_blocking=True)
-    given = moved.of(Toy, "toy", 1)
-    assert given["toy_scale"].is_meta and given["tables"]["up"].is_meta
+    arguments = moved.of(Toy, "toy", 1)
+    assert arguments["toy_scale"].is_meta and arguments["tables"]["up"].is_meta
     keys = [Carried("toy", 0), Carried("toy", 0, "key")]
     moved.carry(keys, [torch.ones(1), None])
     (output, key) = inputs.carried(keys)
@@ -103,8 +103,8 @@ def test_a_base_that_is_stripped_has_its_own_dtype_though_most_bytes_were_those_
     tensors = read_tensors(tmp_path / "out")
     wide = {name: tensor.float() if ".memories." in name else tensor for name, tensor in tensors.items()}
     write_tensors(tmp_path / "out", wide)
-    told = strip(tmp_path / "out", tmp_path / "stripped")
-    assert told["base_confirmed"]
+    stripped = strip(tmp_path / "out", tmp_path / "stripped")
+    assert stripped["base_confirmed"]
     assert (tmp_path / "stripped" / "config.json").read_bytes() == (base / "config.json").read_bytes()
 
 

@@ -147,10 +147,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer_about_model(self, rest: str) -> None:
         question = "tree" if "/tree/" in rest else "revision"
         name, _, revision = rest.partition(f"/{question}/")
-        found = self._state(name, revision or "main")
-        if found is None:
+        result = self._state(name, revision or "main")
+        if result is None:
             return
-        commit, files = found
+        commit, files = result
         if question == "tree":
             self._send(200, [self._entry(path, content) for path, content in sorted(files.items())])
         else:
@@ -172,10 +172,10 @@ class _Handler(BaseHTTPRequestHandler):
         return entry
 
     def _send_file(self, name: str, revision: str, path: str) -> None:
-        found = self._state(name, revision)
-        if found is None:
+        result = self._state(name, revision)
+        if result is None:
             return
-        commit, files = found
+        commit, files = result
         if path not in files:
             self._send(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
             return
@@ -284,10 +284,10 @@ class _Handler(BaseHTTPRequestHandler):
         repository = self._repository(name)
         if repository is None:
             return None
-        found = repository.at(revision)
-        if found is None:
+        result = repository.at(revision)
+        if result is None:
             self._send(404, {"error": f"Invalid rev id: {revision}"}, {"X-Error-Code": "RevisionNotFound"})
-        return found
+        return result
 
     def _path(self) -> str:
         path = unquote(urlsplit(self.path).path)

@@ -145,9 +145,9 @@ def trained(folder: Path, output: Path) -> Path:
     model = load(folder)
     new = [f".layers.{layer}." for layer in model.config.upscale["new_layers"]]
     new += [
-        f".{place}.{name}."
+        f".{attribute}.{name}."
         for name in model.config.upscale.get("new_memories", [])
-        for place in ("memories", "memory_tables")
+        for attribute in ("memories", "memory_tables")
     ]
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

@@ -163,9 +163,9 @@ def test_a_head_on_the_result_is_the_head_on_the_base(model_type, method, make):
             base.transformer.load_state_dict(load(made.base).model.state_dict())
             base.qa_outputs.load_state_dict(head.qa_outputs.state_dict())
         with torch.no_grad():
-            expected, found = base(tokens()), head(tokens())
+            expected, actual = base(tokens()), head(tokens())
         keys = ("start_logits", "end_logits") if kind == "ForQuestionAnswering" else ("logits",)
-        assert all(torch.equal(found[key], expected[key]) for key in keys)
+        assert all(torch.equal(actual[key], expected[key]) for key in keys)
 
 
 @pytest.mark.parametrize("model_type", by_default(PRESENT[:1], INFERRED))

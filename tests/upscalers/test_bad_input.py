@@ -215,8 +215,8 @@ def test_an_output_that_cannot_be_made_is_refused(command, tmp_path, output, mes
 
 @pytest.mark.parametrize("missing", ["--base", "--method", "--output"])
 def test_what_is_needed_is_asked_for(command, base, tmp_path, missing, refused):
-    given = {"--base": base, "--method": "midus-hml", "--output": tmp_path / "out"}
-    arguments = [part for name, value in given.items() if name != missing for part in (name, value)]
+    options = {"--base": base, "--method": "midus-hml", "--output": tmp_path / "out"}
+    arguments = [part for name, value in options.items() if name != missing for part in (name, value)]
     refused(command(*arguments), f"{missing.removeprefix('--')} is missing", [])
 
 

@@ -84,8 +84,8 @@ def test_another_head_than_the_embedding_is_counted_as_transformers_loads_it_alt
     assert report.parameters.base == sum(parameter.numel() for parameter in load(base).parameters())
     assert report.parameters.total == inspect_checkpoint(tmp_path / "out")["parameters"]["total"] == total
     assert f"{total:,}" in (tmp_path / "out" / "README.md").read_text()
-    told = strip(tmp_path / "out", tmp_path / "stripped")
-    assert told["base_confirmed"] is True and torch.equal(load(tmp_path / "stripped").lm_head.weight, head)
+    stripped = strip(tmp_path / "out", tmp_path / "stripped")
+    assert stripped["base_confirmed"] is True and torch.equal(load(tmp_path / "stripped").lm_head.weight, head)
     write_tensors(tmp_path / "out", {**read_tensors(tmp_path / "out"), "lm_head.weight": head + 1})
     assert strip(tmp_path / "out", tmp_path / "trained")["differing_tensors"] == 1
 

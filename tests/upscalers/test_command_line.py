@@ -101,8 +101,8 @@ def test_a_method_says_what_places_its_layers(command, method, placement):
 
 def test_inspect_and_strip_from_the_command_line(command, base, tmp_path):
     command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", *SMALL)
-    told = command("inspect", tmp_path / "out", "--json").json()
-    assert (told["method"], told["base"], len(told["layers"])) == ("midus-hml", base.name, 6)
+    report = command("inspect", tmp_path / "out", "--json").json()
+    assert (report["method"], report["base"], len(report["layers"])) == ("midus-hml", base.name, 6)
     shown = command("inspect", tmp_path / "out")
     assert shown.status == 0
     assert all(

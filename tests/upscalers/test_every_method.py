@@ -135,7 +135,7 @@ def test_a_dry_run_tells_what_the_run_told_with_the_config_alone_too(made, tmp_p
 
 @of_each_method
 def test_config_record_and_inspect_say_what_was_made(made):
-    report, entry, told = made.report, made.config["upscale"], inspect_checkpoint(made.output)
+    report, entry, inspected = made.report, made.config["upscale"], inspect_checkpoint(made.output)
     record = record_of(made.output)
     assert {key: record[key] for key in entry} == entry
     assert record["parameters"] == asdict(report.parameters)
@@ -144,10 +144,10 @@ def test_config_record_and_inspect_say_what_was_made(made):
     assert entry["base_config"] == config_of(made.base)
     assert len(entry["plan"]) == made.config["num_hidden_layers"] == report.num_layers
     counts = report.parameters
-    assert (told["parameters"]["total"], told["parameters"]["new"]) == (counts.total, counts.new)
-    assert [row["index"] for row in told["layers"] if row["new"]] == report.new_layer_indices
-    assert (told["method"], told["base"]) == (report.method, made.base.name)
-    assert all(told["options"][key] == value for key, value in KINDS[made.kind].get("options", {}).items())
+    assert (inspected["parameters"]["total"], inspected["parameters"]["new"]) == (counts.total, counts.new)
+    assert [row["index"] for row in inspected["layers"] if row["new"]] == report.new_layer_indices
+    assert (inspected["method"], inspected["base"]) == (report.method, made.base.name)
+    assert all(inspected["options"][key] == value for key, value in KINDS[made.kind].get("options", {}).items())
     if "memory" in made.config:
         (memory,) = made.config["memory"]
         named = {"name"} if memory["site"] != "inserted" else set()
@@ -159,11 +159,15 @@ def test_config_record_and_inspect_say_what_was_made(made):
 
 @of_each_method
 def test_strip_gives_every_file_of_the_base_back_byte_for_byte(made, tmp_path):
-    told = strip(made.output, tmp_path / "stripped")
-    assert told["base_confirmed"] is True and told["differing_tensors"] == 0
-    assert told["removed_memories"] == [entry["name"] for entry in made.config.get("memory", []) if "name" in entry]
-    assert (told["num_layers"], told["removed_layer_indices"]) == (NUM_LAYERS, made.report.new_layer_indices)
-    assert told["bytes_written"] == sum(path.stat().st_size for path in (tmp_path / "stripped").glob("*.safetensors"))
+    stripped = strip(made.output, tmp_path / "stripped")
+    assert stripped["base_confirmed"] is True and stripped["differing_tensors"] == 0
+    assert stripped["removed_memories"] == [
+        entry["name"] for entry in made.config.get("memory", []) if "name" in entry
+    ]
+    assert (stripped["num_layers"], stripped["removed_layer_indices"]) == (NUM_LAYERS, made.report.new_layer_indices)
+    assert stripped["bytes_written"] == sum(
+        path.stat().st_size for path in (tmp_path / "stripped").glob("*.safetensors")
+    )
     index = "model.safetensors.index.json"
     assert file_digests(tmp_path / "stripped", (*RECORD, index)) == file_digests(made.base, (index,))
     for folder in (made.output, tmp_path / "stripped"):
@@ -226,8 +230,8 @@ def test_what_was_trained_keeps_acting_below_another_method_and_comes_back(first
     assert (
         (report.identity.max_abs_diff == 0.0) == torch.equal(computed(tmp_path / "twice"), computed(once)) == identical
     )
-    told = inspect_checkpoint(tmp_path / "twice")
-    assert told["parameters"]["total"] == sum(p.numel() for p in load(tmp_path / "twice").parameters())
+    inspected = inspect_checkpoint(tmp_path / "twice")
+    assert inspected["parameters"]["total"] == sum(p.numel() for p in load(tmp_path / "twice").parameters())
     trained(tmp_path / "twice", tmp_path / "acting")
     assert not torch.equal(computed(tmp_path / "acting"), computed(once))
     for folder in ("twice", "acting"):

@@ -80,8 +80,10 @@ def test_the_result_computes_what_transformers_computes_with_the_base(tmp_path, 
         assert report.identity.max_abs_diff == 0.0 and torch.equal(made, expected)
     else:
         assert report.identity.max_abs_diff > 0 and not torch.equal(made, expected)
-    told, loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)[::-1]
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    record, loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)[
+        ::-1
+    ]
+    assert not any(record[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert all(parameter.dtype == torch.bfloat16 for parameter in loaded.parameters())
 
     stored, kept = read_tensors(tmp_path / "out"), read_tensors(base)

@@ -164,12 +164,12 @@ def test_overwriting_deletes_banks_and_nothing_that_a_person_put_there(base, com
     assert command(*request).status == 0
     assert foreign_files(tmp_path / "out") == []
     assert command(*request, "--overwrite").status == 0
-    for place in ("notes.txt", "hier-kv/notes.txt", "hier-kv/deeper/level-1.safetensors"):
-        path = tmp_path / "out" / BANKS_FOLDER / place
+    for name in ("notes.txt", "hier-kv/notes.txt", "hier-kv/deeper/level-1.safetensors"):
+        path = tmp_path / "out" / BANKS_FOLDER / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
         done = command(*request, "--overwrite")
-        assert done.status == 2 and f"{BANKS_FOLDER}/{place}" in done.err and path.read_text() == "mine"
+        assert done.status == 2 and f"{BANKS_FOLDER}/{name}" in done.err and path.read_text() == "mine"
         path.unlink()
     assert command(*request, "--overwrite").status == 0
 
@@ -249,8 +249,10 @@ def test_a_bank_that_would_outgrow_the_disk_as_it_trains_is_told(base, command, 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - free, free))
     words = ("--base", base, "--method", "hier-ffn", "--no-verify", "--output")
     done = command(*words, tmp_path / "large", "--set", "sizes=[4096]")
-    told = f"the bank of hier-ffn takes 0.11 GB once all of its blocks are trained, but {tmp_path} has 0.07 GB free;"
-    assert done.status == 0 and f"upscale: warning: {told}" in done.err
+    message = (
+        f"the bank of hier-ffn takes 0.11 GB once all of its blocks are trained, but {tmp_path} has 0.07 GB free;"
+    )
+    assert done.status == 0 and f"upscale: warning: {message}" in done.err
     assert command(*words, tmp_path / "small", "--set", "sizes=[64]").err == ""
 
 

@@ -63,9 +63,9 @@ def test_a_dry_run_and_inspect_download_no_weights(base, hub, command, tmp_path)
     assert planned.status == 0, planned.err
     assert planned.json()["num_layers"] == 6
     assert hub.downloaded("org/base") == {"config.json"}
-    told = command("inspect", "me/upscaled", "--json")
-    assert told.status == 0, told.err
-    assert told.json()["base"] == "base"
+    done = command("inspect", "me/upscaled", "--json")
+    assert done.status == 0, done.err
+    assert done.json()["base"] == "base"
     assert hub.downloaded("me/upscaled") == {"config.json", "upscale.json"}
 
 
@@ -191,12 +191,12 @@ def test_private_is_refused_where_nothing_is_uploaded(base, command, refused):
     refused(command("--base", base, *REQUEST, "--private"), message, None)
 
 
-@pytest.mark.parametrize("place", ["/commit/", "/lfs/"], ids=["small files", "weights"])
+@pytest.mark.parametrize("path", ["/commit/", "/lfs/"], ids=["small files", "weights"])
 def test_a_connection_that_dies_while_uploading_keeps_report_and_checkpoint(
-    base, hub, command, tmp_path, monkeypatch, place
+    base, hub, command, tmp_path, monkeypatch, path
 ):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the client's own attempts
-    hub.dies_in = place
+    hub.dies_in = path
     done = command("--base", base, *REQUEST, "--push-to-hub", "me/x", "--private", "--json")
     assert hub.repositories["me/x"].commits == 0
     assert done.status == 1, done.err

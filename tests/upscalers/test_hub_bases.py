@@ -48,13 +48,13 @@ def base_tensors(folder) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "query",
     [("org/base@v1",), ("org/base", "--revision", "v1"), ("org/base@v1", "--revision", "v1"), ("org/base@COMMIT",)],
     ids=["at a tag", "revision", "both", "at a commit"],
 )
-def test_a_revision_is_taken_recorded_and_pinned_by_the_recipe(two_revisions, bases, command, tmp_path, asked):
+def test_a_revision_is_taken_recorded_and_pinned_by_the_recipe(two_revisions, bases, command, tmp_path, query):
     commit, _ = two_revisions.at("v1")
-    name, *rest = asked
+    name, *rest = query
     done = command("--base", name.replace("COMMIT", commit), *rest, *REQUEST)
     assert done.status == 0, done.err
     assert base_tensors(tmp_path / "out") == base_tensors(bases[0])
@@ -92,9 +92,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("asked", "message"), WRONG.values(), ids=WRONG)
-def test_a_revision_that_cannot_be_is_refused(two_revisions, command, tmp_path, asked, message):
-    done = command("--base", *asked, *REQUEST)
+@pytest.mark.parametrize(("query", "message"), WRONG.values(), ids=WRONG)
+def test_a_revision_that_cannot_be_is_refused(two_revisions, command, tmp_path, query, message):
+    done = command("--base", *query, *REQUEST)
     assert done.status == 2
     assert message in done.err.splitlines()[-1]
     assert "Traceback" not in done.err
@@ -131,9 +131,9 @@ def test_one_copy_of_the_model_is_downloaded_index_first(hub, with_second_copies
     assert done.status == 0, done.err
     model = {"config.json", "generation_config.json", "model.safetensors.index.json", "README.md", *OF_THE_MODEL}
     assert hub.downloaded("org/base") == model | shards
-    asked = [path.rpartition("/")[2] for method, path in hub.requests if method == "GET" and "/resolve/" in path]
-    assert asked.index("model.safetensors.index.json") < min(asked.index(shard) for shard in shards)
-    assert asked.index("config.json") < asked.index("model.safetensors.index.json")
+    requests = [path.rpartition("/")[2] for method, path in hub.requests if method == "GET" and "/resolve/" in path]
+    assert requests.index("model.safetensors.index.json") < min(requests.index(shard) for shard in shards)
+    assert requests.index("config.json") < requests.index("model.safetensors.index.json")
     assert set(OF_THE_MODEL) <= names(tmp_path / "out")
     assert not set(SECOND_COPIES) & names(tmp_path / "out")
 

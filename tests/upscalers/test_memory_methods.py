@@ -44,7 +44,7 @@ def test_tensors_of_chapters_have_their_names(options, of_layer, of_model, base,
         options={**SMALL_CHAPTERS, "layers": [0, 3], **options},
         verify=False,
     )
-    found = {name: list(tensor.shape) for name, tensor in read_tensors(tmp_path / "out").items() if ".memor" in name}
+    actual = {name: list(tensor.shape) for name, tensor in read_tensors(tmp_path / "out").items() if ".memor" in name}
     expected = {
         "norm_weight": [32],
         "router_weight": [12, 32],
@@ -61,7 +61,7 @@ def test_tensors_of_chapters_have_their_names(options, of_layer, of_model, base,
         f"model.layers.{layer}.memories.chapters.{name}": shape for layer in (0, 3) for name, shape in expected.items()
     }
     names |= {f"model.memory_tables.chapters.{name}": shape for name, shape in of_model.items()}
-    assert found == names
+    assert actual == names
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_verification_tells_memories_that_choose_by_the_prompt_what_that_is(base
 
 
 @pytest.mark.parametrize(
-    ("kind", "found"),
+    ("kind", "result"),
     [
         (
             "moda",
@@ -124,15 +124,15 @@ def test_verification_tells_memories_that_choose_by_the_prompt_what_that_is(base
         ),
     ],
 )
-def test_tensors_have_their_names_and_nothing_is_stored_that_nothing_reads(kind, found, base, tmp_path):
+def test_tensors_have_their_names_and_nothing_is_stored_that_nothing_reads(kind, result, base, tmp_path):
     upscale(base=base, output=tmp_path / "out", verify=False, **KINDS[kind])
     tensors = read_tensors(tmp_path / "out")
-    for layer, names in {**found, 3: {"depth_gate"}}.items():
+    for layer, names in {**result, 3: {"depth_gate"}}.items():
         prefix = f"model.layers.{layer}.memories.depth-attention."
         assert {name.removeprefix(prefix) for name in tensors if name.startswith(prefix)} == names
     new = {name: tensor for name, tensor in tensors.items() if ".memories." in name}
-    told = inspect_checkpoint(tmp_path / "out")
-    assert told["parameters"]["new"] == sum(tensor.numel() for tensor in new.values())
+    inspected = inspect_checkpoint(tmp_path / "out")
+    assert inspected["parameters"]["new"] == sum(tensor.numel() for tensor in new.values())
     for name, tensor in new.items():
         shape = (4,) if name.endswith("depth_gate") else (16,) if name.endswith("bias") else (16, 32)
         assert tensor.shape == shape and tensor.any().item() == name.endswith("_key.weight")
@@ -200,11 +200,11 @@ def test_tensors_of_tables_have_their_names(options, of_layer, of_model, base, t
     )
     tensors = {name: list(value.shape) for name, value in read_tensors(tmp_path / "out").items()}
     prefix = "model.layers.1.memories.ultramem."
-    found = {name.removeprefix(prefix): shape for name, shape in tensors.items() if name.startswith(prefix)}
-    assert {name: found[name] for name in of_layer} == of_layer
+    result = {name.removeprefix(prefix): shape for name, shape in tensors.items() if name.startswith(prefix)}
+    assert {name: result[name] for name in of_layer} == of_layer
     tables = "model.memory_tables.ultramem."
     assert {name.removeprefix(tables): shape for name, shape in tensors.items() if name.startswith(tables)} == of_model
-    assert ("value_table" in found) == (not of_model)
+    assert ("value_table" in result) == (not of_model)
 
 
 def test_tables_of_zeros_take_no_room_on_the_disk(base, tmp_path):

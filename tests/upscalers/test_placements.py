@@ -177,9 +177,9 @@ def test_the_papers_models_have_the_papers_numbers_and_no_remark(config, number,
     base = write_config(tmp_path / "base", config)
     for method, placement in (("solar", None), *(("midus-hml", placement) for placement in PLACEMENTS)):
         arguments = ["--placement", placement] if placement else []
-        told = command("--base", base, "--method", method, "--dry-run", "--json", *arguments)
-        assert (told.status, told.err) == (0, "")
-        assert len(told.json()["new_layer_indices"]) == number
+        done = command("--base", base, "--method", method, "--dry-run", "--json", *arguments)
+        assert (done.status, done.err) == (0, "")
+        assert len(done.json()["new_layer_indices"]) == number
 
 
 REMARKS = {
@@ -196,11 +196,11 @@ REMARKS = {
 def test_the_command_says_which_number_it_took_and_why(method, num_layers, tmp_path, command):
     base = write_config(tmp_path / "base", {**LLAMA_3_2_1B, "num_hidden_layers": num_layers})
     remark = REMARKS[method, num_layers]
-    told = command("--base", base, "--method", method, "--dry-run")
-    assert (told.status, told.err) == (0, f"{remark}\n")
+    done = command("--base", base, "--method", method, "--dry-run")
+    assert (done.status, done.err) == (0, f"{remark}\n")
     number = remark.split(",")[0].split()[-1]
-    asked = command("--base", base, "--method", method, "--dry-run", "--num-new-layers", number)
-    assert (asked.status, asked.err, asked.out) == (0, "", told.out)
+    query = command("--base", base, "--method", method, "--dry-run", "--num-new-layers", number)
+    assert (query.status, query.err, query.out) == (0, "", done.out)
 
 
 @pytest.mark.parametrize("text", ["1,4,7", " 1, 4 ,7 "])

@@ -130,8 +130,8 @@ def test_the_model_card_holds_configuration_plan_counts_and_citation(command, tm
     assert body.startswith("\n# base, upscaled with midus-hml\n")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(body.split("```yaml\n")[1].split("```")[0])
-    said = "`upscale --config FILE --base BASE --output DIR`, BASE being base, makes it again from:"
-    assert said in body
+    message = "`upscale --config FILE --base BASE --output DIR`, BASE being base, makes it again from:"
+    assert message in body
     assert yaml.safe_load(recipe.read_text()) == {
         "method": "midus-hml",
         "placement": [0, 2, 6],
@@ -216,7 +216,7 @@ def metadata_from(base, command, tmp_path):
 
 
 def test_licence_languages_and_tags_that_hold_are_carried_over(metadata_from):
-    metadata, text, said = metadata_from(CARD)
+    metadata, text, warned = metadata_from(CARD)
     assert metadata == {
         "language": ["en", "no"],
         "license": "other",
@@ -230,7 +230,7 @@ def test_licence_languages_and_tags_that_hold_are_carried_over(metadata_from):
     }
     assert "qwen-research (https://example.org/licence)" in text
     assert "The base's own words" not in text
-    assert said == ""
+    assert warned == ""
 
 
 def test_a_base_on_the_hub_is_named_itself_and_links_to_its_files_reach_it(hub, base, command, tmp_path):
@@ -253,10 +253,10 @@ def test_a_base_on_the_hub_is_named_itself_and_links_to_its_files_reach_it(hub, 
     ids=["no card", "empty", "no metadata", "empty metadata", "metadata of other types"],
 )
 def test_a_base_that_says_nothing_gives_a_card_that_claims_nothing(metadata_from, card):
-    metadata, text, said = metadata_from(card)
+    metadata, text, warned = metadata_from(card)
     assert metadata == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": NEW_TAGS}
     assert "## Licence" not in text
-    assert said == ""
+    assert warned == ""
 
 
 @pytest.mark.parametrize(
@@ -265,11 +265,11 @@ def test_a_base_that_says_nothing_gives_a_card_that_claims_nothing(metadata_from
     ids=["no YAML", "a list", "keys that are no words", "no UTF-8"],
 )
 def test_metadata_that_cannot_be_read_is_warned_of_and_the_work_goes_on(metadata_from, card):
-    metadata, _, said = metadata_from(card)
+    metadata, _, warned = metadata_from(card)
     assert metadata == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": NEW_TAGS}
-    said = " ".join(said.split())
-    assert "warning: the metadata of the base's model card cannot be read (" in said
-    assert "its licence and languages are not carried over. Add them to README.md of the output." in said
+    warned = " ".join(warned.split())
+    assert "warning: the metadata of the base's model card cannot be read (" in warned
+    assert "its licence and languages are not carried over. Add them to README.md of the output." in warned
 
 
 def test_several_licences_and_bases_stay_several_and_paths_are_no_bases(metadata_from):
@@ -305,11 +305,11 @@ def test_the_cards_example_runs_as_pasted_where_the_package_is_not_installed(bas
     example = (tmp_path / "out" / "README.md").read_text().split("```python\n")[1].split("```")[0]
     assert "AutoTokenizer.from_pretrained(PATH" in example
     program = f"{_BLOCK_IMPORTS}\n{example}"
-    told = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    report = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path / "out",
-        env=told,
+        env=report,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -333,8 +333,8 @@ def code(model):
 
 def test_generated_code_is_known_as_such(model, command):
     assert inspect_code(model) == {"file": "modeling_midus.py", "version": __version__, "as_generated": True}
-    told = " ".join(command("inspect", model).out.split())
-    assert f"carried code modeling_midus.py, as midus-hf {__version__} generates it" in told
+    printed = " ".join(command("inspect", model).out.split())
+    assert f"carried code modeling_midus.py, as midus-hf {__version__} generates it" in printed
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,6 @@ def test_a_tensor_of_a_memory_is_no_other_tensor_of_it(base, tmp_path, monkeypat
 )
 def test_the_new_config_decides_what_is_expected(changes, message, base, monkeypatch):
     config = get_method("llama-pro").config
-    monkeypatch.setattr(get_method("llama-pro"), "config", lambda *given: {**config(*given), **changes})
+    monkeypatch.setattr(get_method("llama-pro"), "config", lambda *arguments: {**config(*arguments), **changes})
     with pytest.raises(MethodError, match=message):
         upscale(base=base, method="llama-pro", dry_run=True)

@@ -322,15 +322,15 @@ class Sample:
 
 
 def test_values_of_the_right_kind_are_taken():
-    given = {"count": 4, "rate": 2, "kind": "b", "name": "x", "flag": True, "table": {"y": 1}, "anything": [1]}
-    parsed = parse_options(Sample, given, "sample")
-    assert vars(parsed) == given
+    arguments = {"count": 4, "rate": 2, "kind": "b", "name": "x", "flag": True, "table": {"y": 1}, "anything": [1]}
+    parsed = parse_options(Sample, arguments, "sample")
+    assert vars(parsed) == arguments
     assert isinstance(parsed.rate, float)
     assert parse_options(Sample, {"name": None}, "sample") == Sample()
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ({"cuont": 1}, "sample has no option 'cuont'. Did you mean 'count'"),
         ({1: 1}, "sample has no option '1'"),
@@ -344,9 +344,9 @@ def test_values_of_the_right_kind_are_taken():
         ({"table": [1]}, r"table is \[1\]; expected a mapping"),
     ],
 )
-def test_values_of_the_wrong_kind_and_unknown_keys_are_refused(given, message):
+def test_values_of_the_wrong_kind_and_unknown_keys_are_refused(arguments, message):
     with pytest.raises(RequestError, match=message):
-        parse_options(Sample, given, "sample")
+        parse_options(Sample, arguments, "sample")
 
 
 @pytest.mark.parametrize("value", [[768, 256, 16, 0], "768,256,16,0", "768, 256, 16, 0", "768,2.56e2,16,0"], ids=str)
@@ -366,8 +366,10 @@ def test_what_is_no_list_of_numbers_is_refused_with_forms_that_are_accepted(valu
 
 def test_each_memory_type_is_given_by_a_method():
     get_method("midus-hml")
-    given = [method.options_class for method in METHODS.values() if issubclass(method.options_class, MemoryOptions)]
-    assert {options.type for options in given} == set(MEMORY_TYPES)
+    arguments = [
+        method.options_class for method in METHODS.values() if issubclass(method.options_class, MemoryOptions)
+    ]
+    assert {options.type for options in arguments} == set(MEMORY_TYPES)
 
 
 @pytest.mark.parametrize(
@@ -415,8 +417,8 @@ class Presets:
 
 
 def test_a_preset_sets_several_options_and_given_ones_win():
-    for given in ({"preset": "fast", "rate": 0.9}, {"rate": 0.9, "preset": "fast"}):
-        chosen = parse_options(Presets, given, "method x")
+    for arguments in ({"preset": "fast", "rate": 0.9}, {"rate": 0.9, "preset": "fast"}):
+        chosen = parse_options(Presets, arguments, "method x")
         assert (chosen.steps, chosen.rate) == (1, 0.9)
     assert parse_options(Presets, {}, "method x").steps == 10
     assert parse_options(Presets, {"preset": None}, "method x").steps == 10

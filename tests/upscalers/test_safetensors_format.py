@@ -159,9 +159,9 @@ def test_recipes_give_what_they_say_however_little_is_read_at_once(tmp_path, mon
     progress = CountedBytes()
     writer = CheckpointWriter(stored, scan=scan, progress=progress)
     written = writer.write(tmp_path / "out", split_shards(outputs, 200))
-    found = {}
+    results = {}
     for path in (tmp_path / "out").glob("*.safetensors"):
-        found.update(load_file(path))
+        results.update(load_file(path))
     expected = {
         "copy": sources["a"],
         "cast": sources["a"].bfloat16(),
@@ -172,8 +172,8 @@ def test_recipes_give_what_they_say_however_little_is_read_at_once(tmp_path, mon
         "shifted": sources["b"].float() * 2 + 1,
         "fresh": torch.rand(6, 2, generator=torch.Generator().manual_seed(3)),
     }
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert results.keys() == expected.keys()
+    assert all(torch.equal(results[name], value) for name, value in expected.items())
     assert progress.num_bytes == sum(value.nbytes for value in expected.values())
     assert written.bytes_read == 3 * sources["a"].nbytes + 3 * sources["b"].nbytes + sources["steps"].nbytes
 

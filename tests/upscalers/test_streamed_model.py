@@ -62,9 +62,9 @@ def test_weights_are_read_once_and_none_is_held_between_layers(tmp_path, monkeyp
     folder = save_base(tmp_path / "base", tie_word_embeddings=tied)
     reads: Counter[int] = Counter()
 
-    def counted(place):
-        reads[place.start] += 1
-        return read_tensor(place)
+    def counted(entry):
+        reads[entry.start] += 1
+        return read_tensor(entry)
 
     def see(number, hidden):
         seen.append(number)
@@ -76,13 +76,13 @@ def test_weights_are_read_once_and_none_is_held_between_layers(tmp_path, monkeyp
     assert seen == [0, 1, 2, 3, 4]
     tensors = open_base(folder).tensors
     embedding = tensors["model.embed_tokens.weight"].start
-    assert reads == {place.start: 1 + (tied and place.start == embedding) for place in tensors.values()}
+    assert reads == {entry.start: 1 + (tied and entry.start == embedding) for entry in tensors.values()}
 
 
 def test_a_tensor_that_is_missing_or_of_another_shape_is_named(tmp_path):
     folder = save_base(tmp_path / "base")
     tensors = open_base(folder).tensors
-    without = {name: place for name, place in tensors.items() if name != "model.layers.1.mlp.up_proj.weight"}
+    without = {name: entry for name, entry in tensors.items() if name != "model.layers.1.mlp.up_proj.weight"}
     with pytest.raises(
         VerificationError, match=r"loads without model\.layers\.1\.mlp\.up_proj\.weight; expected every"
     ):
@@ -95,11 +95,11 @@ def test_a_tensor_that_is_missing_or_of_another_shape_is_named(tmp_path):
 
 def test_a_file_that_ends_early_is_an_error(tmp_path):
     folder = save_base(tmp_path / "base")
-    place = max(open_base(folder).tensors.values(), key=lambda place: place.start)
+    entry = max(open_base(folder).tensors.values(), key=lambda entry: entry.start)
     with open(folder / "model.safetensors", "rb+") as file:
-        file.truncate(place.start + place.num_bytes - 3)
+        file.truncate(entry.start + entry.num_bytes - 3)
     with pytest.raises(OSError, match=r"model\.safetensors ended 3 bytes early"):
-        read_tensor(place)
+        read_tensor(entry)
 
 
 def test_code_that_a_checkpoint_brings_is_not_run(family, shared_base, tmp_path):

@@ -46,17 +46,17 @@ def test_a_base_of_one_shard_with_an_index_comes_back_as_one(tmp_path):
 
 
 def test_what_was_cast_stays_cast_and_this_is_said(base, tmp_path):
-    said = []
+    printed = []
 
     class Progress:
         start = advance = stage = finish = lambda self, *_: None
 
         def warn(self, message):
-            said.append(message)
+            printed.append(message)
 
     strip(unverified(base, tmp_path / "out", dtype="bfloat16"), tmp_path / "stripped", progress=Progress())
     assert {tensor.dtype for tensor in read_tensors(tmp_path / "stripped").values()} == {torch.bfloat16}
-    assert said == [
+    assert printed == [
         "the base was float32, and its tensors are bfloat16 since it was upscaled; they stay so.",
         "39 of 39 tensors are not the base's, byte for byte: trained since it was upscaled, or cast. Where the base itself is "
         "needed, take the base's own checkpoint.",
@@ -135,23 +135,23 @@ def test_an_entry_that_was_tampered_with_is_refused(base, tmp_path, entry, messa
 def test_inspect_tells_what_was_done(family, shared_base, tmp_path):
     base = shared_base(family)
     model = unverified(base, tmp_path / "out", placement="0,2,6", seed=7)
-    told = inspect_checkpoint(model)
+    inspected = inspect_checkpoint(model)
     tensors = read_tensors(model)
-    assert (told["method"], told["seed"], told["trainable"]) == ("midus-hml", 7, "new")
-    assert (told["model"], told["base"]) == (str(model), base.name)
-    assert told["options"] == MEMORY_OPTIONS
-    assert told["memory"] == [{"type": "headwise", "site": "inserted", **MEMORY_OPTIONS, "layers": [0, 2, 6]}]
-    assert [row["index"] for row in told["layers"]] == list(range(7))
-    assert [row["index"] for row in told["layers"] if row["new"]] == [0, 2, 6]
-    assert [row["from"] for row in told["layers"]] == [
+    assert (inspected["method"], inspected["seed"], inspected["trainable"]) == ("midus-hml", 7, "new")
+    assert (inspected["model"], inspected["base"]) == (str(model), base.name)
+    assert inspected["options"] == MEMORY_OPTIONS
+    assert inspected["memory"] == [{"type": "headwise", "site": "inserted", **MEMORY_OPTIONS, "layers": [0, 2, 6]}]
+    assert [row["index"] for row in inspected["layers"]] == list(range(7))
+    assert [row["index"] for row in inspected["layers"] if row["new"]] == [0, 2, 6]
+    assert [row["from"] for row in inspected["layers"]] == [
         "new, beside base 0, made from 0", "base 0", "new, between base 0 and base 1, made from 1", "base 1", "base 2", "base 3",
         "new, beside base 3, made from 3",
     ]  # fmt: skip
-    for row in told["layers"]:
+    for row in inspected["layers"]:
         names = [name for name in tensors if name.startswith(f"model.layers.{row['index']}.")]
         assert row["parameters"] == sum(math.prod(tensors[name].shape) for name in names)
-    assert told["parameters"]["total"] == sum(tensor.numel() for tensor in tensors.values())
-    assert told["parameters"]["new"] == sum(row["parameters"] for row in told["layers"] if row["new"])
+    assert inspected["parameters"]["total"] == sum(tensor.numel() for tensor in tensors.values())
+    assert inspected["parameters"]["new"] == sum(row["parameters"] for row in inspected["layers"] if row["new"])
 
 
 WITHOUT_COUNT = (
@@ -167,10 +167,10 @@ def recorded(folder):
 def stripped(model, output):
     """What `strip` says of the weights, which its own record must say too."""
     result = strip(model, output)
-    told = {key: result[key] for key in ("base_confirmed", "differing_tensors")}
+    report = {key: result[key] for key in ("base_confirmed", "differing_tensors")}
     record = record_of(output)
-    assert {key: record["stripped"][key] for key in told} == told
-    return told["base_confirmed"], told["differing_tensors"]
+    assert {key: record["stripped"][key] for key in report} == report
+    return report["base_confirmed"], report["differing_tensors"]
 
 
 def saved_again(folder, output, train=(), with_record=False, **kwargs):
@@ -204,11 +204,11 @@ def test_the_digest_is_of_the_weights_and_not_of_their_files(tmp_path):
     tensors = read_tensors(short)
     extra = {"layers.2.self_attn.rotary_emb.inv_freq": torch.arange(4.0), "steps": torch.arange(5)}
     write_tensors(short, {**tensors, **extra, "lm_head.weight": tensors["embed_tokens.weight"].clone()})
-    found = {
+    result = {
         name: recorded(unverified(tmp_path / name, tmp_path / f"of-{name}")) for name in ("base", "sharded", "short")
     }
-    assert set(found.values()) == {content_digest(read_tensors(base))}
-    for name in found:
+    assert set(result.values()) == {content_digest(read_tensors(base))}
+    for name in result:
         saved_again(tmp_path / f"of-{name}", tmp_path / f"saved-{name}")
         assert stripped(tmp_path / f"saved-{name}", tmp_path / f"stripped-{name}") == (True, 0)
 
@@ -227,14 +227,14 @@ def test_the_digest_sees_every_bit_and_which_tensor_it_is_in(base, tmp_path):
         "another dtype": {norm: tensors[norm].bfloat16()},
         "swapped": {first: tensors[second], second: tensors[first]},
     }
-    found = set()
+    results = set()
     for name, changes in changed.items():
         folder = tmp_path / name
         folder.mkdir()
         (folder / "config.json").write_bytes((base / "config.json").read_bytes())
         write_tensors(folder, {**tensors, **changes})
-        found.add(recorded(unverified(folder, tmp_path / f"{name} upscaled", verify=False)))
-    assert len(found) == len(changed)
+        results.add(recorded(unverified(folder, tmp_path / f"{name} upscaled", verify=False)))
+    assert len(results) == len(changed)
 
 
 def test_where_the_config_holds_no_digest_this_is_said(command, base, tmp_path):
@@ -243,9 +243,9 @@ def test_where_the_config_holds_no_digest_this_is_said(command, base, tmp_path):
     edit_config(tmp_path / "out", upscale={key: value for key, value in entry.items() if key != "base_sha256"})
     (tmp_path / "out" / "upscale.json").unlink()
     assert stripped(tmp_path / "out", tmp_path / "stripped") == (None, None)
-    told = command("strip", tmp_path / "out", "--output", tmp_path / "again")
-    assert (told.status, told.err) == (0, "")
-    assert UNKNOWN in " ".join(told.out.split())
+    done = command("strip", tmp_path / "out", "--output", tmp_path / "again")
+    assert (done.status, done.err) == (0, "")
+    assert UNKNOWN in " ".join(done.out.split())
 
 
 def test_the_command_says_which_it_is(command, base, tmp_path):
@@ -276,8 +276,8 @@ def test_inspect_tells_what_strip_did(command, base, tmp_path):
     unverified(once, tmp_path / "twice", placement="0,4,8")
     strip(tmp_path / "twice", tmp_path / "back")
     strip(tmp_path / "back", tmp_path / "base-again")
-    told = inspect_checkpoint(tmp_path / "base-again")
-    assert told == {
+    inspected = inspect_checkpoint(tmp_path / "base-again")
+    assert inspected == {
         "model": str(tmp_path / "base-again"),
         "model_type": "llama",
         "num_layers": 4,
@@ -309,8 +309,8 @@ def test_a_file_that_ends_early_is_an_error_and_leaving_stops_the_reading(base, 
     opened = open_base(short)
     names = digests.weight_names(opened)
     with digests.TensorDigests(opened.tensors, names) as started:
-        found = started.finish()
-    assert digests.content_sha256(found) == content_digest(read_tensors(short))
+        result = started.finish()
+    assert digests.content_sha256(result) == content_digest(read_tensors(short))
     with (short / "model.safetensors").open("r+b") as file:
         file.truncate(50_000)
     with (
@@ -356,13 +356,13 @@ def test_a_layer_that_also_stands_there_as_it_was_does_come_back(base, tmp_path)
 
 
 def test_inspect_tells_repeats_copies_and_fusions_apart(base, tmp_path):
-    told = {}
+    messages = {}
     for method in ("solar", "llama-pro", "avg-deus", "slices"):
         upscaled(base, tmp_path / method, method)
         rows = inspect_checkpoint(tmp_path / method)["layers"]
-        told[method] = {row["index"]: row["from"] for row in rows if row["new"]}
+        messages[method] = {row["index"]: row["from"] for row in rows if row["new"]}
         assert all(row["from"].startswith("base ") for row in rows if not row["new"])
-    assert told == {
+    assert messages == {
         "solar": {3: "base 1, repeated", 4: "base 2, repeated"},
         "llama-pro": {2: "new, between base 1 and base 2, made from 1", 5: "new, beside base 3, made from 3"},
         "avg-deus": {

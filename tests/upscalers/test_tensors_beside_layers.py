@@ -171,13 +171,13 @@ def save_with_experts(folder):
 
 def experts_of(tensors) -> dict[int, list[float]]:
     """For each layer the value of each of its experts, in the order of their ids."""
-    found: dict[int, dict[int, float]] = {}
+    results: dict[int, dict[int, float]] = {}
     for name, tensor in tensors.items():
         parts = name.split(".")
         if ".experts." in name:
             assert parts[:2] == ["model", "layers"] and parts[3:5] == ["mlp", "experts"]
-            found.setdefault(int(parts[2]), {})[int(parts[5])] = tensor[0, 0].item()
-    return {layer: [experts[number] for number in range(4)] for layer, experts in sorted(found.items())}
+            results.setdefault(int(parts[2]), {})[int(parts[5])] = tensor[0, 0].item()
+    return {layer: [experts[number] for number in range(4)] for layer, experts in sorted(results.items())}
 
 
 def of_layer(layer: int) -> list[float]:
@@ -208,8 +208,8 @@ def test_tensors_that_the_architecture_does_not_have_come_back_and_are_warned_of
     strip(tmp_path / "out", tmp_path / "stripped")
     assert same_tensors(tmp_path / "stripped", base)
     outcome = command("--base", base, "--method", "llama-pro", "--output", tmp_path / "again", "--no-verify")
-    said = "the base holds 17 tensors its architecture does not have; they are carried along."
-    assert (outcome.status, outcome.err.strip()) == (0, f"upscale: warning: {said}")
+    message = "the base holds 17 tensors its architecture does not have; they are carried along."
+    assert (outcome.status, outcome.err.strip()) == (0, f"upscale: warning: {message}")
 
 
 # Of each way to make new tensors one.
@@ -221,9 +221,9 @@ def test_names_without_a_prefix_stay_so_and_mean_the_same(method, family, shared
     bases = {"out": save_base(tmp_path / "base", family, prefix=""), "usual": shared_base(family)}
     for name, base in bases.items():
         upscale(base=base, output=tmp_path / name, verify=False, **KINDS[method])
-    found, usual = read_tensors(tmp_path / "out"), read_tensors(tmp_path / "usual")
-    assert found.keys() == {name.removeprefix("model.") for name in usual}
+    result, usual = read_tensors(tmp_path / "out"), read_tensors(tmp_path / "usual")
+    assert result.keys() == {name.removeprefix("model.") for name in usual}
     for name, tensor in usual.items():  # what starts at random does so by its whole name
-        other = found[name.removeprefix("model.")]
+        other = result[name.removeprefix("model.")]
         assert other.shape == tensor.shape if ".memor" in name else same_bits(other, tensor)
     assert torch.equal(logits(tmp_path / "out"), logits(tmp_path / "usual"))

@@ -31,8 +31,8 @@ def replace_recipe(monkeypatch, name, make, method=MidusHml):
     honest = method.new_layer_recipes
 
     def recipes(self, base, layer, index, seed):
-        given = honest(self, base, layer, index, seed)
-        return {**given, name: make(base, given[name])}
+        made = honest(self, base, layer, index, seed)
+        return {**made, name: make(base, made[name])}
 
     monkeypatch.setattr(method, "new_layer_recipes", recipes)
 
@@ -73,7 +73,7 @@ def change_written(monkeypatch, name, change=lambda tensor: tensor + 1e-3):
 
 
 @pytest.mark.parametrize(
-    ("name", "place"),
+    ("name", "file"),
     [
         ("embed_tokens.weight", "in the embedding"),
         ("layers.3.mlp.down_proj.weight", "in layer 3 (base 2)"),
@@ -81,10 +81,10 @@ def change_written(monkeypatch, name, change=lambda tensor: tensor + 1e-3):
         ("norm.weight", "behind the last layer"),
     ],
 )
-def test_the_message_says_where_the_models_part(tmp_path, monkeypatch, name, place):
+def test_the_message_says_where_the_models_part(tmp_path, monkeypatch, name, file):
     base = save_base(tmp_path / "base", prefix="")
     change_written(monkeypatch, name)
-    expected = f"expected a difference of exactly 0. They part {place}."
+    expected = f"expected a difference of exactly 0. They part {file}."
     with pytest.raises(VerificationError, match=rf"differ from the base's by up to [\d.e-]+; {re.escape(expected)}$"):
         with_memory(base, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
@@ -146,10 +146,10 @@ def test_memory_that_runs_out_after_all_is_said_and_leaves_nothing(tmp_path, mon
     base = save_base(tmp_path / "base")
     honest = streamed_model.read_tensor
 
-    def read_tensor(place):
-        if any(part.startswith(".out") for part in place.file.parts):
+    def read_tensor(position):
+        if any(part.startswith(".out") for part in position.file.parts):
             raise RuntimeError("can't allocate memory: you tried to allocate 8 bytes")
-        return honest(place)
+        return honest(position)
 
     monkeypatch.setattr(streamed_model, "read_tensor", read_tensor)
     message = r"cannot run the upscaled model \(RuntimeError: can't allocate .* pass --no-verify\."
@@ -187,8 +187,8 @@ def test_what_is_not_finite_in_the_base_is_refused_by_name_wherever_it_stands(
     monkeypatch.setattr("upscalers.tensors.writer._CHUNK_ELEMENTS", 250)
     base, name = save_base(tmp_path / "base", dtype=dtype), f"{name}.weight"
     put_nan(base, name, int(share * (read_tensors(base)[name].numel() - 1)), value)
-    what = "NaN" if math.isnan(value) else "infinite values"
-    message = f"{name} holds {what}; expected finite weights. Repair the base, or pass --allow-nan"
+    kind = "NaN" if math.isnan(value) else "infinite values"
+    message = f"{name} holds {kind}; expected finite weights. Repair the base, or pass --allow-nan"
     with pytest.raises(RequestError, match=message):
         with_memory(base, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]

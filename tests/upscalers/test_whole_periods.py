@@ -169,9 +169,9 @@ KEEP = "Pass --placement whole-periods to keep the pattern."
 
 def warnings(command, base, method, *arguments) -> list[str]:
     """What a dry run warns of."""
-    told = command("--base", base, "--method", method, "--dry-run", *arguments)
-    assert told.status == 0, told.err
-    return [line.removeprefix("upscale: warning: ") for line in told.err.splitlines() if "attend otherwise" in line]
+    done = command("--base", base, "--method", method, "--dry-run", *arguments)
+    assert done.status == 0, done.err
+    return [line.removeprefix("upscale: warning: ") for line in done.err.splitlines() if "attend otherwise" in line]
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -182,18 +182,18 @@ def test_a_plan_that_breaks_the_pattern_is_warned_of_with_the_layers_counted(fam
     arguments = [] if method in SMALL else settings(method)
     if method not in ("solar", "slices"):
         arguments += ["--placement", "2,4"]
-    found = warnings(command, base, method, *arguments)
+    result = warnings(command, base, method, *arguments)
     if method in SMALL:
-        assert found == []
+        assert result == []
         return
     upscaled(base, tmp_path / "out", method, **({} if method in ("solar", "slices") else {"placement": "2,4"}))
     config = config_of(tmp_path / "out")
     listed, derived = config["layer_types"], derived_types(config, config["model_type"])
     moved = sum(one != other for one, other in zip(listed, derived, strict=True))
-    assert len(found) == (moved > 0)
+    assert len(result) == (moved > 0)
     if moved:
-        assert found[0].startswith(WARNED.format(moved, len(listed), config["model_type"], ""))
-        assert KEEP in found[0] or method in ("solar", "slices", "linear-combination")
+        assert result[0].startswith(WARNED.format(moved, len(listed), config["model_type"], ""))
+        assert KEEP in result[0] or method in ("solar", "slices", "linear-combination")
 
 
 def test_the_remedy_is_one(tmp_path, command):
@@ -208,8 +208,8 @@ def test_the_remedy_is_one(tmp_path, command):
 
 def test_a_window_that_begins_at_a_layer_is_broken_by_solar_alone(tmp_path, command):
     base = save_base(tmp_path / "base", "qwen2", **QWEN)
-    found = warnings(command, base, "solar")
-    assert found[0].endswith("No number of new layers keeps the pattern; a method that inserts layers can.")
+    result = warnings(command, base, "solar")
+    assert result[0].endswith("No number of new layers keeps the pattern; a method that inserts layers can.")
     assert warnings(command, base, "llama-pro") == []
 
 

@@ -102,7 +102,7 @@ def run(folder: Path, cases: dict[str, torch.Tensor]) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> tuple[Path, dict[str, dict]]:
+def results(tmp_path_factory) -> tuple[Path, dict[str, dict]]:
     """Make kinds here, and return what a process found of them in which this project cannot be imported."""
     folder = tmp_path_factory.mktemp("elsewhere")
     assert prompt().shape[1] > WINDOW
@@ -114,8 +114,8 @@ def found(tmp_path_factory) -> tuple[Path, dict[str, dict]]:
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_a_folder_works_without_the_package_as_it_does_with_it(kind, found):
-    folder, rows = found
+def test_a_folder_works_without_the_package_as_it_does_with_it(kind, results):
+    folder, rows = results
     row, config = rows[kind], config_of(folder / kind / "out")
     (class_name,) = config["architectures"]
     carried = config["model_type"].startswith("midus_")

@@ -116,7 +116,7 @@ def print_chapters(listed: dict[str, Any]) -> None:
             for column in ("chapter", "", "row norm", "lowest bias", "highest bias"):
                 table.add_column(column, no_wrap=True)
             for chapter, norm in enumerate(bank["row_norms"]):
-                known = [of_layer[chapter] for of_layer in biases if of_layer[chapter] is not None]
+                known = [layer_biases[chapter] for layer_biases in biases if layer_biases[chapter] is not None]
                 kind = "shared" if chapter < memory["shared_chapters"] else "routed"
                 figures = (norm, min(known, default=None), max(known, default=None))
                 table.add_row(str(chapter), kind, *map(_figure, figures))

@@ -70,7 +70,7 @@ def _tables(model: BaseModel) -> Iterator[tuple[str, str]]:
         if entry.is_attached:
             shared = f"{model.prefix}{TABLES}.{entry.name}"
             tables = enumerate(model.memories.tables(entry.name))
-            owners += [(f"{shared}.{number}", of_table.tensors) for number, of_table in tables]
+            owners += [(f"{shared}.{number}", table.tensors) for number, table in tables]
         for owner, tensors in owners:
             for name, tensor in tensors.items():
                 if num_value_rows(tensor) > 1:

@@ -58,8 +58,8 @@ def whole_base_config(entry: Config) -> Config:
     base, larger = entry["base_config"], entry.get(LARGER_KEY)
     if larger is None:
         return dict(base)
-    of_upscaling = {key: base[key] for key in ("memory", CONFIG_KEY) if key in base}  # edits change these
-    return {**larger, LANGUAGE_KEY: {**larger[LANGUAGE_KEY], **of_upscaling}}
+    upscaling_keys = {key: base[key] for key in ("memory", CONFIG_KEY) if key in base}  # edits change these
+    return {**larger, LANGUAGE_KEY: {**larger[LANGUAGE_KEY], **upscaling_keys}}
 
 
 def paper_entry(method: Method | type[Method]) -> dict[str, str] | None:

@@ -81,8 +81,8 @@ def extract(
 def _config(opened: BaseModel) -> Config:
     """Return the config of the language model as that of a separate checkpoint."""
     config = dict(opened.config)
-    of_memory = config["model_type"].startswith(MEMORY_PREFIX)
-    config["architectures"] = [f"{'Midus' if of_memory else ''}{opened.family.class_name}ForCausalLM"]
+    has_memory = config["model_type"].startswith(MEMORY_PREFIX)
+    config["architectures"] = [f"{'Midus' if has_memory else ''}{opened.family.class_name}ForCausalLM"]
     if CONFIG_KEY in config:
         unknown = (DIGEST_KEY, LARGER_KEY)
         config[CONFIG_KEY] = {key: value for key, value in config[CONFIG_KEY].items() if key not in unknown}

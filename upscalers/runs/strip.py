@@ -95,15 +95,15 @@ def strip(
             comparison = compare_with_base(hashes, entry, record)
             if comparison["base_confirmed"] is False:
                 differing = comparison["differing_tensors"]
-                which = "the weights are" if differing is None else f"{differing} of {len(hashes)} tensors are"
+                difference = "the weights are" if differing is None else f"{differing} of {len(hashes)} tensors are"
                 progress.warn(
-                    f"{which} not the base's, byte for byte: trained since it was upscaled, or cast. Where the base itself is "
+                    f"{difference} not the base's, byte for byte: trained since it was upscaled, or cast. Where the base itself is "
                     "needed, take the base's own checkpoint."
                 )
-            what = {"model": source.label, "method": entry["method"], "removed_layers": plan.new_indices}
-            what |= {"removed_memories": list(plan.new_memories)} if plan.new_memories else {}
+            removal = {"model": source.label, "method": entry["method"], "removed_layers": plan.new_indices}
+            removal |= {"removed_memories": list(plan.new_memories)} if plan.new_memories else {}
             version = importlib.metadata.version("midus-hf")
-            write_record(partial, {"midus_hf": version, STRIPPED_KEY: {**what, **comparison}})
+            write_record(partial, {"midus_hf": version, STRIPPED_KEY: {**removal, **comparison}})
             folder.commit()
             progress.advance()
     return {

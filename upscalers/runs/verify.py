@@ -77,8 +77,8 @@ def available_bytes(root: Path = Path("/")) -> int:
     with contextlib.suppress(OSError, ValueError, KeyError):  # "max" where the container has no limit
         group = root / "sys/fs/cgroup"
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        of_files = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
-        available = min(available, max(0, limit - used + int(of_files)))  # the kernel frees these pages on demand
+        file_bytes = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
+        available = min(available, max(0, limit - used + int(file_bytes)))  # the kernel frees these pages on demand
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         with contextlib.suppress(OSError):
@@ -178,11 +178,11 @@ def compare_models(
         ) from None
     equal = _are_same(base_logits, new_logits)
     if identity and (partings or not equal):
-        what = "hidden states" if equal else "logits"
+        compared = "hidden states" if equal else "logits"
         difference = partings[0][1] if equal else _largest_difference(base_logits, new_logits)
         position = _place(partings[0][0] if partings else None, plan)
         raise VerificationError(
-            f"the upscaled model's {what} differ from the base's by up to {difference:g}; expected a difference of exactly 0. "
+            f"the upscaled model's {compared} differ from the base's by up to {difference:g}; expected a difference of exactly 0. "
             f"They part {position}."
         )
     largest, divergence = 0.0, 0.0

@@ -99,8 +99,8 @@ def stacked(tensors: Mapping[str, LayerTensor], parts: Iterable[tuple[Projection
     for projection, part in parts:
         by_name.setdefault(projection.name, []).append(part)
     return {
-        name: of_tensor[0] if tensors[name].parts is None else Stacked(tensors[name].shape, tuple(of_tensor))
-        for name, of_tensor in by_name.items()
+        name: pieces[0] if tensors[name].parts is None else Stacked(tensors[name].shape, tuple(pieces))
+        for name, pieces in by_name.items()
     }
 
 

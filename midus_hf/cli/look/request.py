@@ -39,12 +39,12 @@ class ModelRequest:
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1.")
 
-    def load(self, name: str, what: str = "model") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    def load(self, name: str, label: str = "model") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
         """Load a model, in eval mode, and its tokenizer. Progress bars of libraries are shown on terminals only.
 
         Args:
             name: Folder or hub id.
-            what: Name of the option that holds `name`, for the error. Default: `"model"`.
+            label: Name of the option that holds `name`, for the error. Default: `"model"`.
 
         Raises:
             ValueError: If the device cannot be used, the model cannot be loaded, or its checkpoint lacks tensors.
@@ -56,7 +56,7 @@ class ModelRequest:
         from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
 
         device = usable_device(self.device)
-        unloaded = f"{what} is {name!r}, which cannot be loaded on {device}"
+        unloaded = f"{label} is {name!r}, which cannot be loaded on {device}"
         with refusing(unloaded, OSError, RuntimeError, ValueError), library_bars_on_terminals():
             tokenizer = load_tokenizer(name)
             model, missing = load_model(name, self.dtype)

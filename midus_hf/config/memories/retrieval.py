@@ -130,16 +130,16 @@ def check_retrieval_fit(options: RetrievalOptions, sizes: ModelSizes) -> None:
         )
 
 
-def check_size(options: RetrievalOptions, name: str, what: str) -> None:
+def check_size(options: RetrievalOptions, name: str, description: str) -> None:
     """Refuse a size below one, or a `k` above it.
 
     Args:
         name: Name of the option that bounds `k`.
-        what: Singular noun for what the option counts, for the message.
+        description: Singular noun for what the option counts, for the message.
     """
     size = getattr(options, name)
     if size < 1:
-        raise ValueError(f"{name} is {size}; expected at least one {what}.")
+        raise ValueError(f"{name} is {size}; expected at least one {description}.")
     if not 1 <= options.k <= size:
         raise ValueError(f"k is {options.k}; expected 1 <= k <= {name} = {size}. Lower k or raise {name}.")
 

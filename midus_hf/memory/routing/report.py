@@ -25,7 +25,7 @@ class RouterReports:
 
     def logits(self) -> tuple[torch.Tensor, ...]:
         """Return the logits of all routers, ordered by layer."""
-        return tuple(self._routed[place][0] for place in sorted(self._routed))
+        return tuple(self._routed[key][0] for key in sorted(self._routed))
 
     def loss(self) -> torch.Tensor | None:
         """Return the sum over memories of the mean loss of each memory's layers; None if no router reported."""

@@ -58,9 +58,9 @@ def check_layer(family: str, new, index: int, old, coefficients) -> None:
         old: Tensors of the base.
         coefficients: By role, or `...` for every other one: of each base layer.
     """
-    found = layer(new, index)
-    assert found.keys() == layer(old, 0).keys()
-    for name, tensor in found.items():
+    result = layer(new, index)
+    assert result.keys() == layer(old, 0).keys()
+    for name, tensor in result.items():
         chosen = coefficients.get(role_of(family, name), coefficients[...])
         terms = [(layer(old, source)[name], coefficient) for source, coefficient in chosen.items()]
         assert torch.equal(tensor, combined(family, name, terms)), name
@@ -101,8 +101,8 @@ def test_a_linear_combination_is_the_sum_of_the_layers_times_their_coefficients_
     base = coarse_base
     upscaled(base, tmp_path / "out", "linear-combination", options={"coefficients": coefficients})
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
-    for index, given in zip((2, 4), terms, strict=True):
-        check_layer(native_family, new, index, old, {...: given})
+    for index, arguments in zip((2, 4), terms, strict=True):
+        check_layer(native_family, new, index, old, {...: arguments})
 
 
 def test_the_provenance_of_a_linear_combination_has_the_coefficients_in_the_order_of_the_sources(base, tmp_path):
@@ -183,13 +183,13 @@ def test_what_is_trained_after_slices_is_chosen(base, tmp_path, trainable):
 
 @pytest.mark.parametrize("number", [".nan", ".inf", "true", "much", "null", "1" + 400 * "0"])
 def test_what_is_no_finite_number_is_refused(command, refused, base, tmp_path, number):
-    for method, setting, what in (
+    for method, setting, kind in (
         ("attenuated-copy", f"scale={{down: {number}}}", "scale.down"),
         ("slices", f"slices=[{{layers: [0, 4], scale: {{up: {number}}}}}]", "the scale of a slice.up"),
         ("linear-combination", f"coefficients={{next: {number}}}", "the coefficient of layer next"),
     ):
         outcome = command("--base", base, "--method", method, "--output", tmp_path / "out", "--set", setting)
-        refused(outcome, rf"{what} is .*; expected a finite number", [])
+        refused(outcome, rf"{kind} is .*; expected a finite number", [])
 
 
 def test_a_number_that_yaml_takes_for_text_is_a_number(base, tmp_path):
@@ -249,7 +249,12 @@ def test_a_factor_in_front_of_a_norm_is_said_to_change_nothing(command, shared_b
         ("attenuated-copy", "scale={{{}: {}, up: 0.5}}"),
         ("slices", "slices=[{{layers: [0, 4]}}, {{layers: [2, 4], scale: {{{}: {}, up: 0.5}}}}]"),
     ):
-        for base, factor, told in ((family, 0.5, True), (family, 0, False), (family, 1, False), ("llama", 0.5, False)):
+        for base, factor, report in (
+            (family, 0.5, True),
+            (family, 0, False),
+            (family, 1, False),
+            ("llama", 0.5, False),
+        ):
             words = (
                 "--method",
                 method,
@@ -259,7 +264,7 @@ def test_a_factor_in_front_of_a_norm_is_said_to_change_nothing(command, shared_b
             )
             outcome = command("--base", shared_base(base), *words)
             message = f"scale.{role} changes nothing in {base}.*: a norm follows. Scale {norm} instead"
-            assert outcome.status == 0 and (re.search(message, outcome.err) is not None) == told, outcome.err
+            assert outcome.status == 0 and (re.search(message, outcome.err) is not None) == report, outcome.err
 
 
 def save_double(folder, family: str = "llama"):

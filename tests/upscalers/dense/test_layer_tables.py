@@ -69,17 +69,17 @@ def test_llama_pro_copies_byte_for_byte_what_does_not_make_the_identity(native_f
     upscaled(base, tmp_path / "out", "llama-pro")
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
     for index, source in enumerate([0, 1, 1, 2, 3, 3]):
-        found, expected = layer(new, index), layer(old, source)
-        assert found.keys() == expected.keys()
-        changed = {name for name in found if not same_bits(found[name], expected[name])}
+        actual, expected = layer(new, index), layer(old, source)
+        assert actual.keys() == expected.keys()
+        changed = {name for name in actual if not same_bits(actual[name], expected[name])}
         if index not in (2, 5):
             assert not changed
         elif native_family in OUTPUT_NORMS:
             assert changed == {"post_attention_layernorm.weight", "post_feedforward_layernorm.weight"}
-            assert all((found[name] == (0 if native_family == "olmo2" else -1)).all() for name in changed)
+            assert all((actual[name] == (0 if native_family == "olmo2" else -1)).all() for name in changed)
         else:
             assert changed == {"self_attn.o_proj.weight", "mlp.down_proj.weight"}
-            assert not any(found[name].any() for name in changed)
+            assert not any(actual[name].any() for name in changed)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_llama_pro_copies_byte_for_byte_what_does_not_make_the_identity(native_f
 )
 def test_slices_are_taken_in_the_order_given_byte_for_byte(native_family, slices, sources, shared_base, tmp_path):
     base = shared_base(native_family)
-    options = {"slices": [{"layers": given} for given in slices]}
+    options = {"slices": [{"layers": arguments} for arguments in slices]}
     report = upscaled(base, tmp_path / "out", "slices", options=options, verify=True)
     assert report.num_layers == len(sources)
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
@@ -193,10 +193,10 @@ REMEDIES["linear-combination"] = "Name layers of one type in coefficients."
 
 @pytest.mark.parametrize("method", REMEDIES)
 @pytest.mark.parametrize(
-    ("placement", "told"),
+    ("placement", "expected"),
     [("3,5,7", "new layers 3, 7 fuse"), ("4,6", "new layer 6 fuses"), ("1,5", None)],
 )
-def test_fusing_both_types_is_warned_of_and_refused_when_strict(method, placement, told, tmp_path):
+def test_fusing_both_types_is_warned_of_and_refused_when_strict(method, placement, expected, tmp_path):
     base = save_base(tmp_path / "base", "gemma3", **WITH_TYPES["gemma3"])
 
     def warnings(**options) -> list[str]:
@@ -204,10 +204,12 @@ def test_fusing_both_types_is_warned_of_and_refused_when_strict(method, placemen
         upscaled(base, None, method, placement=placement, options=options, progress=progress, dry_run=True)
         return [warning for warning in progress.warnings if " fuse" in warning]
 
-    if told is None:
+    if expected is None:
         assert warnings(strict=True) == []
         return
-    message = f"{told} sliding and full attention, whose rotary embeddings and windows may differ. {REMEDIES[method]}"
+    message = (
+        f"{expected} sliding and full attention, whose rotary embeddings and windows may differ. {REMEDIES[method]}"
+    )
     assert warnings() == [message]
     with pytest.raises(RequestError) as refusal:
         warnings(strict=True)

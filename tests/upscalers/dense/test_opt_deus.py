@@ -63,16 +63,16 @@ def sharp_base(tmp_path_factory):
 
 def made(base, output, family, settings: Settings, new: int = 2, **options) -> tuple[dict, dict]:
     """The new block that stands at `new`, and the one of the definition, from the base layers on both sides."""
-    given = dataclasses.asdict(settings) | {"tolerance": 1e-9} | options
-    upscale(base=base, method="opt-deus", output=output, placement=str(new), options=given, verify=False)
+    arguments = dataclasses.asdict(settings) | {"tolerance": 1e-9} | options
+    upscale(base=base, method="opt-deus", output=output, placement=str(new), options=arguments, verify=False)
     before = read_tensors(base)
     expected = opt_deus_reference.block(family, layer(before, new - 1), layer(before, new), settings)
     return layer(read_tensors(output), new), expected
 
 
-def compare(found: dict, expected: dict) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+def compare(results: dict, expected: dict) -> None:
+    assert results.keys() == expected.keys()
+    for name, tensor in results.items():
         torch.testing.assert_close(
             tensor.double(), expected[name], rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
         )
@@ -85,15 +85,15 @@ def test_every_tensor_of_a_new_block_is_the_one_of_the_definition(native_family,
 
 @pytest.mark.parametrize(("family", "options"), in_turn(BIASES, ["default", "raw", "no identity"]))
 def test_biases_follow_the_rows_they_belong_to(family, options, sharp_base, tmp_path):
-    found, expected = made(sharp_base(family, True), tmp_path / "out", family, Settings(**OPTIONS[options]))
-    assert any(name.endswith(".bias") and tensor.any() for name, tensor in found.items())
-    compare(found, expected)
+    actual, expected = made(sharp_base(family, True), tmp_path / "out", family, Settings(**OPTIONS[options]))
+    assert any(name.endswith(".bias") and tensor.any() for name, tensor in actual.items())
+    compare(actual, expected)
 
 
 def test_single_precision_makes_nearly_the_same(sharp_base, tmp_path):
     options = {"precision": "float32", "tolerance": 1e-4}
-    found, expected = made(sharp_base("gemma3"), tmp_path / "out", "gemma3", Settings(), **options)
-    for name, tensor in found.items():
+    actual, expected = made(sharp_base("gemma3"), tmp_path / "out", "gemma3", Settings(), **options)
+    for name, tensor in actual.items():
         torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-3, atol=1e-3)
 
 
@@ -149,17 +149,17 @@ def test_the_preset_of_the_release_gives_half_the_next_layer(tmp_path):
         tmp_path / "base", hidden_size=128, intermediate_size=256, num_attention_heads=8, num_key_value_heads=8
     )
     report, recorder = fused(base, tmp_path / "out", preset="release")
-    before, found = read_tensors(base), layer(read_tensors(tmp_path / "out"), 2)
+    before, actual = read_tensors(base), layer(read_tensors(tmp_path / "out"), 2)
     previous, following = layer(before, 1), layer(before, 2)
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
         half = following[f"{name}.weight"] / 2
-        assert (found[f"{name}.weight"] - half).norm() <= 1e-2 * half.norm()
+        assert (actual[f"{name}.weight"] - half).norm() <= 1e-2 * half.norm()
     for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-        assert not found[name].any()
+        assert not actual[name].any()
     norm, both = "post_attention_layernorm.weight", "input_layernorm.weight"
     expected = 0.25 * previous[norm] + 0.5 * following[norm]
-    assert (found[norm] - expected).norm() <= 1e-2 * expected.norm()
-    torch.testing.assert_close(found[both], (previous[both] + following[both]) / 2)
+    assert (actual[norm] - expected).norm() <= 1e-2 * expected.norm()
+    torch.testing.assert_close(actual[both], (previous[both] + following[both]) / 2)
     assert all(row["norm_ratio"] <= 1 / 128 for row in report.measurements)
     assert recorder.warnings == []  # a raw plan shrinks by design
     options = config_of(tmp_path / "out")["upscale"]["options"]
@@ -241,11 +241,11 @@ def request(*settings: str) -> list[str]:
 @pytest.fixture
 def without(monkeypatch):
     """A machine that lacks a package."""
-    found = importlib.util.find_spec
+    result = importlib.util.find_spec
 
     def lack(package: str) -> None:
         monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name, *rest: None if name == package else found(name, *rest)
+            importlib.util, "find_spec", lambda name, *rest: None if name == package else result(name, *rest)
         )
 
     return lack

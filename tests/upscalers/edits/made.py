@@ -68,9 +68,9 @@ def save_chapters(
                 tensors[prefix + name] = integers.to(getattr(torch, tensor.dtype))
             else:
                 tensors[prefix + name] = torch.randn(tensor.shape, generator=generator).to(dtype)
-    told = [entry.to_dict() for entry in entries]
+    report = [entry.to_dict() for entry in entries]
     if names[1:]:
-        base_config = {**base_config, "memory": told[:-1]}
+        base_config = {**base_config, "memory": report[:-1]}
     record = {
         "method": "moc",
         "new_layers": [],
@@ -80,7 +80,7 @@ def save_chapters(
         "base_config": base_config,
         "base_sha256": content_digest(read_tensors(base)),
     }
-    config = {**base_config, "model_type": "midus_llama", "memory": told, "upscale": record}
+    config = {**base_config, "model_type": "midus_llama", "memory": report, "upscale": record}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     files = {"model.safetensors": list(read_tensors(base))}

@@ -129,8 +129,8 @@ def test_every_bank_is_rounded_row_by_row_in_its_file_and_once(tmp_path, edited,
 
 
 def test_edits_are_told_and_recorded_and_all_else_comes_along(tmp_path, chapters, edited, checkpoint, command):
-    told = chapters("zero", checkpoint, "--chapters", "1,2", "--output", tmp_path / "once", "--json").json()
-    assert told.pop("seconds") > 0 and told.pop("bytes_written") > 0
+    report = chapters("zero", checkpoint, "--chapters", "1,2", "--output", tmp_path / "once", "--json").json()
+    assert report.pop("seconds") > 0 and report.pop("bytes_written") > 0
     zeroed = {
         "command": "zero",
         "memories": ["chapters"],
@@ -138,7 +138,7 @@ def test_edits_are_told_and_recorded_and_all_else_comes_along(tmp_path, chapters
         "chapters_before": 6,
         "chapters_after": 6,
     }
-    assert told == {**zeroed, "model": str(checkpoint), "output": str(tmp_path / "once")}
+    assert report == {**zeroed, "model": str(checkpoint), "output": str(tmp_path / "once")}
     done = chapters("prune", tmp_path / "once", "--chapters", "4", "--output", tmp_path / "out")
     assert "prune of chapters, chapters 4, chapters_before 6, chapters_after 5\n" in done.out
     pruned = {**zeroed, "command": "prune", "chapters": "4", "chapters_after": 5}
@@ -166,8 +166,8 @@ def test_strip_gives_the_base_byte_for_byte(tmp_path, edited, sharded):
     model = save_chapters(tmp_path / "model", sharded=sharded)
     result = strip(edited("prune", model, "--chapters", "1,4"), tmp_path / "base")
     assert result["base_confirmed"] and result["removed_memories"] == ["chapters"]
-    expected, found = file_digests(tmp_path / "model-base"), file_digests(tmp_path / "base")
-    assert found["model.safetensors"] == expected["model.safetensors"]
+    expected, actual = file_digests(tmp_path / "model-base"), file_digests(tmp_path / "base")
+    assert actual["model.safetensors"] == expected["model.safetensors"]
     assert config_of(tmp_path / "base") == config_of(tmp_path / "model-base")
 
 

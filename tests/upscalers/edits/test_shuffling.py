@@ -56,9 +56,9 @@ def trained(request, make) -> Path:
 
 def moved_rows(before: torch.Tensor, after: torch.Tensor) -> list[int]:
     """For each place of a table, the row that came to it."""
-    found = [[int(match) for match in (before == row).all(-1).nonzero()] for row in after]
-    assert all(len(matches) == 1 for matches in found)
-    return [match for (match,) in found]
+    result = [[int(match) for match in (before == row).all(-1).nonzero()] for row in after]
+    assert all(len(matches) == 1 for matches in result)
+    return [match for (match,) in result]
 
 
 def test_every_row_of_a_table_moves_and_nothing_else_changes(trained, tmp_path):
@@ -72,7 +72,7 @@ def test_every_row_of_a_table_moves_and_nothing_else_changes(trained, tmp_path):
         tables = zip(tensor.view(-1, *tensor.shape[-2:]), after[name].view(-1, *tensor.shape[-2:]), strict=True)
         orders = [moved_rows(*pair) for pair in tables]
         assert all(sorted(order) == list(range(tensor.shape[-2])) for order in orders)
-        assert all(row != place for order in orders for place, row in enumerate(order))
+        assert all(row != index for order in orders for index, row in enumerate(order))
         assert all(order == orders[0] for order in orders)
     assert any(map(is_table, before))
     assert not torch.equal(logits(tmp_path / "out"), logits(trained))
@@ -85,8 +85,8 @@ def test_pre_values_stay_with_their_values_and_tables_of_other_layers_have_anoth
     before, after = read_tensors(trained), read_tensors(tmp_path / "out")
     orders = {}
     for name in filter(is_table, before):
-        place, _, table = name.rpartition(".")
-        orders.setdefault(place, {})[table] = moved_rows(before[name], after[name])
+        position, _, table = name.rpartition(".")
+        orders.setdefault(position, {})[table] = moved_rows(before[name], after[name])
     assert all(tables["value_table"] == tables["pre_value_table"] for tables in orders.values())
     assert len({tuple(tables["value_table"]) for tables in orders.values()}) == len(orders)
     assert (len(orders) > 1) == (kind == "attached")

@@ -46,7 +46,7 @@ class Recorder(Progress):
     @property
     def balanced(self) -> bool:
         """Whether every stage took the steps it announced."""
-        return all(sum(told) == announced > 0 for _, announced, told in self.stages)
+        return all(sum(report) == announced > 0 for _, announced, report in self.stages)
 
 
 class MemoryBase(BaseModel):

@@ -43,7 +43,7 @@ def test_each_epoch_sees_every_sample_once_in_an_order_of_its_own(rows, monkeypa
     )
     assert len(steps) == len(batches) == 3 * math.ceil(ROWS * 4 / 16)
     per_epoch = len(batches) // 3
-    epochs = [[place for batch in batches[e * per_epoch : (e + 1) * per_epoch] for place in batch] for e in range(3)]
+    epochs = [[index for batch in batches[e * per_epoch : (e + 1) * per_epoch] for index in batch] for e in range(3)]
     everything = [(row, first) for row in range(ROWS) for first in range(LAYERS - 2)]
     assert all(sorted(epoch) == everything for epoch in epochs)
     assert len({tuple(epoch) for epoch in [*epochs, everything]}) == 4
@@ -58,10 +58,10 @@ def test_a_prediction_is_made_row_by_row_from_the_layer_before_and_the_one_after
         for layer in range(3):
             file.write_layer(layer, stored[:, layer])
         for previous, following in ((0, 1), (1, 2), (2, 0)):
-            found = predict(predictor, file, previous, following, "cpu")
+            actual = predict(predictor, file, previous, following, "cpu")
             expected = predictor(torch.cat([stored[:, previous], stored[:, following]], dim=1))
-            torch.testing.assert_close(found, expected)
-            assert not found.requires_grad
+            torch.testing.assert_close(actual, expected)
+            assert not actual.requires_grad
 
 
 def layers(count: int = 5, out: int = 12, width: int = 20, seed: int = 0) -> list[torch.Tensor]:
@@ -105,9 +105,9 @@ def test_the_result_does_not_depend_on_the_signs_that_the_library_chooses(seed, 
         return values, vectors * signs
 
     monkeypatch.setattr(torch.linalg, "eigh", other_signs)
-    found = basis_of(matrices)
+    actual = basis_of(matrices)
     assert flipped[0] > 0
-    assert torch.equal(found.vectors, expected.vectors) and torch.equal(found.values, expected.values)
+    assert torch.equal(actual.vectors, expected.vectors) and torch.equal(actual.values, expected.values)
 
 
 @pytest.mark.parametrize("rank", [1, 5, 11])
@@ -140,8 +140,8 @@ def test_coordinates_go_to_the_file_and_come_back(tmp_path):
         for layer in (3, 0, 4, 1, 2):
             rows.write_layer(layer, stored[:, layer].double())
         assert path.stat().st_size == 4 * stored.numel()
-        found = rows.read([(6, 0), (0, 2), (3, 1), (0, 2)], 3)
-        assert torch.equal(found, torch.stack([stored[6, 0:3], stored[0, 2:5], stored[3, 1:4], stored[0, 2:5]]))
+        result = rows.read([(6, 0), (0, 2), (3, 1), (0, 2)], 3)
+        assert torch.equal(result, torch.stack([stored[6, 0:3], stored[0, 2:5], stored[3, 1:4], stored[0, 2:5]]))
         for layer in range(5):
             assert torch.equal(rows.read([(row, layer) for row in range(7)], 1)[:, 0], stored[:, layer])
         assert rows.read([], 3).shape == (0, 3, 11)

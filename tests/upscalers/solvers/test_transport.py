@@ -31,33 +31,33 @@ def solve(source, target, plan_scale="barycentric", tolerance=1e-9, max_iteratio
 def test_the_plan_is_the_one_of_a_plain_loop_in_the_log_domain(n, m, scale):
     source, target = rows(n, scale=scale), rows(m, scale=scale, seed=1)
     expected = sinkhorn_loop.plan(source, target, REGULARIZATION)
-    found = solve(source, target, "raw")
-    assert found.residual <= 1e-9
-    torch.testing.assert_close(found.matrix, expected, rtol=1e-5, atol=1e-9 / (n * m))
+    actual = solve(source, target, "raw")
+    assert actual.residual <= 1e-9
+    torch.testing.assert_close(actual.matrix, expected, rtol=1e-5, atol=1e-9 / (n * m))
     torch.testing.assert_close(
         solve(source, target).matrix, sinkhorn_loop.barycentric(expected), rtol=1e-5, atol=1e-9 / n
     )
-    assert found.effective_sources == pytest.approx(sinkhorn_loop.effective_sources(expected), rel=1e-5)
+    assert actual.effective_sources == pytest.approx(sinkhorn_loop.effective_sources(expected), rel=1e-5)
 
 
 @pytest.mark.parametrize("solver", ["sinkhorn", "hungarian"])
 def test_the_mass_of_a_raw_plan_is_one_and_matched_rows_shrink_by_their_number(solver):
     source = rows(50, scale=2.0)
     target, order = permuted(source, noise=0.01)
-    found = assignment(source, target, "raw") if solver == "hungarian" else solve(source, target, "raw")
-    assert found.columns(torch.ones(1, 50, dtype=torch.float64)).sum().item() == pytest.approx(1.0, abs=1e-9)
-    assert found.rows(source).norm().item() / source.norm().item() == pytest.approx(1 / 50, rel=1e-6)
-    torch.testing.assert_close(found.rows(source), source[order] / 50, rtol=1e-5, atol=1e-6)
+    result = assignment(source, target, "raw") if solver == "hungarian" else solve(source, target, "raw")
+    assert result.columns(torch.ones(1, 50, dtype=torch.float64)).sum().item() == pytest.approx(1.0, abs=1e-9)
+    assert result.rows(source).norm().item() / source.norm().item() == pytest.approx(1 / 50, rel=1e-6)
+    torch.testing.assert_close(result.rows(source), source[order] / 50, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_an_exact_assignment_recovers_permuted_rows_to_the_bit(dtype):
     source = rows(64, 48, dtype=dtype)
     target, order = permuted(source, noise=0.05)
-    found = assignment(source, target, "barycentric")
-    assert torch.equal(found.permutation, order)
-    assert torch.equal(found.rows(source), source[order])
-    assert (found.effective_sources, found.residual, found.iterations) == (1.0, 0.0, 1)
+    result = assignment(source, target, "barycentric")
+    assert torch.equal(result.permutation, order)
+    assert torch.equal(result.rows(source), source[order])
+    assert (result.effective_sources, result.residual, result.iterations) == (1.0, 0.0, 1)
 
 
 def test_an_exact_assignment_has_the_least_total_distance_of_all_permutations():
@@ -76,27 +76,27 @@ def test_rows_however_far_apart_converge(dtype, scale):
     assert distances.min() > 50
     assert torch.exp(-distances.min().double() / REGULARIZATION) == 0
     target, order = permuted(source, noise=1e-4)
-    found = solve(source, target, tolerance=1e-4)
-    assert found.residual <= 1e-4
-    assert (found.rows(source) - source[order]).norm() < 1e-3 * source.norm()
+    result = solve(source, target, tolerance=1e-4)
+    assert result.residual <= 1e-4
+    assert (result.rows(source) - source[order]).norm() < 1e-3 * source.norm()
     shifted = solve(source, target + 1e3 * scale / 32**0.5, tolerance=1e-4, max_iterations=200)
     assert shifted.matrix.isfinite().all() and shifted.rows(source).isfinite().all()
 
 
 def test_too_few_iterations_leave_a_residual_that_is_told():
     source, target = rows(40, scale=1.0), rows(40, scale=1.0, seed=1)
-    found = solve(source, target, max_iterations=1)
-    assert found.iterations == 1 and found.residual > 1e-3
+    result = solve(source, target, max_iterations=1)
+    assert result.iterations == 1 and result.residual > 1e-3
     raw = solve(source, target, "raw", max_iterations=1).matrix
-    told = (raw.sum(0) - 1 / 40).abs().sum() + (raw.sum(1) - 1 / 40).abs().sum()
-    assert found.residual == pytest.approx(told.item(), rel=1e-9)
+    report = (raw.sum(0) - 1 / 40).abs().sum() + (raw.sum(1) - 1 / 40).abs().sum()
+    assert result.residual == pytest.approx(report.item(), rel=1e-9)
     assert solve(source, target).residual <= 1e-9
 
 
 @pytest.mark.parametrize("limit", [20, 1100])
 def test_no_more_iterations_are_made_than_allowed(limit):
-    found = solve(rows(40, scale=4.0), rows(40, scale=4.0, seed=1), tolerance=1e-14, max_iterations=limit)
-    assert found.iterations == limit and found.residual > 1e-14
+    result = solve(rows(40, scale=4.0), rows(40, scale=4.0, seed=1), tolerance=1e-14, max_iterations=limit)
+    assert result.iterations == limit and result.residual > 1e-14
 
 
 @pytest.mark.parametrize("n", [3, 1500])
