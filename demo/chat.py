@@ -32,8 +32,8 @@ def main() -> None:
     run(BIN / "upscale", "--config", CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled)
     steps = [f"max_steps={arguments.steps}"] if arguments.steps else []
     recipe = CONFIGS / "sft" / "demo.yaml"
-    words = [f"model_name_or_path={upscaled}", f"output_dir={tuned}", f"dataset_name={data.train}"]
-    run(BIN / "midus", "sft", recipe, *words, *steps)
+    settings = [f"model_name_or_path={upscaled}", f"output_dir={tuned}", f"dataset_name={data.train}"]
+    run(BIN / "midus", "sft", recipe, *settings, *steps)
     lines = data.held_out.read_text(encoding="utf-8").splitlines()[: arguments.questions]
     questions = [json.loads(line)["messages"][0]["content"] for line in lines]
     replies = {name: answers(folder, questions) for name, folder in (("before", upscaled), ("after", tuned))}
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def answers(model_name: Path, questions: list[str]) -> list[str]:
-    """What a model answers, greedily."""
+    """Return the answers of a model, decoded greedily."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -94,21 +94,21 @@ def _unlink_folders(app: Sphinx, doctree: nodes.document) -> None:
             link.replace_self(link.children)
 
 
-def _show_factories(app: Sphinx, what: str, name: str, obj: Any, options: Any, *signature: str | None) -> Any:
+def _show_factories(app: Sphinx, kind: str, name: str, obj: Any, options: Any, *signature: str | None) -> Any:
     """Write `...` for a default that a dataclass makes by a factory: `<factory>` is no Python, which Sphinx would not parse."""
     arguments, returns = signature
     return (arguments.replace("<factory>", "..."), returns) if arguments else None
 
 
-def _keep_first_line(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+def _keep_first_line(app: Sphinx, kind: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Keep napoleon from reading the words before a colon as the type of an attribute, whose type is in its annotation.
 
     Napoleon reads only the first line so, which is now an empty comment.
     """
-    if what in ("attribute", "data", "property"):
+    if kind in ("attribute", "data", "property"):
         lines[:0] = ["..", ""]
 
 
-def _skip_fields_of_tuples(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+def _skip_fields_of_tuples(app: Sphinx, kind: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
     """Leave out the fields of named tuples, which Python documents as "Alias for field number 0"."""
     return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None

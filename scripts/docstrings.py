@@ -53,7 +53,7 @@ PHRASES = {
     r"\bwhat [\w' ]{1,30} makes? of\b": "say 'the result of'",
     rf"\b({PLURALS}) a (head|token|layer|row|block|slot|step)\b": "write 'per'",
 }
-VAGUE_NAMES = frozenset({"asked", "found", "given", "place", "told", "words"})
+VAGUE_NAMES = frozenset({"asked", "found", "given", "place", "said", "told", "what", "whose", "words"})
 LEAST_WORDS = 3
 
 Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

@@ -106,7 +106,7 @@ def read_recipe(options_class: type[Options], path: str | Path, overrides: Seque
 
 
 def refuse_other_command(options_class: type, path: str | Path, keys: Iterable[str] = ()) -> None:
-    """Refuse a file that holds a key of another command, or is read with such a key, unless `options_class` has one as well.
+    """Refuse a file that holds a key of another command, or is read with one, unless `options_class` has the key as well.
 
     Raises:
         ValueError: If it does. The message names that command.

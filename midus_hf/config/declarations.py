@@ -55,7 +55,7 @@ def sample_tensors(options_class: type[MemoryOptions]) -> list[tuple[str, Declar
 
 
 def check_declaration(name: str, cls: type[MemoryOptions]) -> None:
-    """Refuse options that cannot be those of a type of memory.
+    """Refuse options that no type of memory can have.
 
     Raises:
         ValueError: If the class declares an unknown site, an option without a default, an unknown role, a control that cannot be

@@ -353,12 +353,12 @@ def check_place(options: MemoryOptions, values: Mapping[str, Any], name: Any, si
 
 def _read_layers(memory_type: str, key: str, values: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     if key not in values:
-        what = (
+        wanted = (
             "the indices of the layers that hold it"
             if key == "layers"
             else "a layer to add behind for each of its layers"
         )
-        raise ValueError(f"memory entry of type {memory_type!r} has no {key!r}; expected {what}.")
+        raise ValueError(f"memory entry of type {memory_type!r} has no {key!r}; expected {wanted}.")
     layers = values[key]
     if not isinstance(layers, list | tuple) or any(type(layer) is not int for layer in layers):
         raise ValueError(f"{key} is {layers!r}; expected a list of layer indices.")

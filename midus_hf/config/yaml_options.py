@@ -137,7 +137,6 @@ def read_yaml(text: str, subject: str) -> Any:
     """Parse a YAML text into mappings, lists, strings, numbers, booleans and None.
 
     Args:
-        text: The text.
         subject: Words for the text, with which a message begins.
 
     Raises:

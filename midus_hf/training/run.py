@@ -293,8 +293,8 @@ class Run:
             options: Arguments of the class beside model and arguments.
 
         Raises:
-            ValueError: If the class refuses the arguments, or the processes share parameters in another way than those that
-                saved the checkpoint.
+            ValueError: If the class refuses the arguments, or the processes share parameters in another way than in the
+                checkpoint.
         """
         self.tokenizer = tokenizer
         trainer = self.trainer = trainer_class(self.model, self.arguments, **options)

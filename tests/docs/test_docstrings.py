@@ -52,6 +52,7 @@ def messages(tmp_path, source):
         ('rows = 1\n"""Rows of a bank."""', "a string after an assignment; write a comment above it"),
         ("found = 1", "'found' names a variable; name what the variable holds"),
         ("def f(told): ...", "'told' names a variable; name what the variable holds"),
+        ("def f(what): ...", "'what' names a variable; name what the variable holds"),
     ],
 )
 def test_what_breaks_a_rule_is_named(tmp_path, source, message):

@@ -71,7 +71,6 @@ def push_folder(folder: Path, repository: str) -> str:
     """Upload the folder of a complete checkpoint in one commit, and return the address of the commit.
 
     Args:
-        folder: The folder.
         repository: Repository with its owner, such as `"me/llama-3.2-1b-hml"`.
     """
     from huggingface_hub import HfApi

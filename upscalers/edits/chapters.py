@@ -154,7 +154,7 @@ def zero(request: EditRequest, chapters: str) -> dict[str, Any]:
 def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
     """Remove chapters with their router weights and biases, in every bank. The chapters behind them move up.
 
-    Arguments and result are those of `zero`.
+    It takes the arguments of `zero` and gives the same result.
 
     Raises:
         RequestError: As for `zero`, or if fewer routed chapters would be left than the router chooses.
@@ -214,7 +214,7 @@ def _ranges(origins: Origins, rows: int, name: str) -> tuple[RowRange, ...]:
 
 
 def quantise(request: EditRequest, bits: int = 8) -> dict[str, Any]:
-    """Round all rows of all banks of a memory to the nearest integers, with one scale per row. Such rows no longer train.
+    """Round all rows of all banks of a memory to the nearest integers, with one scale per row. The rows no longer train.
 
     Args:
         request: The checkpoint to read and the folder to make.

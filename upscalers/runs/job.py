@@ -207,7 +207,7 @@ class Job:
         if not self.new_banks:
             return ParameterCounts(base, new, total, trainable)
         fetched, bank = (
-            sum(getattr(layout, what) for layout in self.new_banks.values()) for what in ("fetched", "bank")
+            sum(getattr(layout, name) for layout in self.new_banks.values()) for name in ("fetched", "bank")
         )
         return ParameterCounts(base, new, total, trainable + bank, fetched, bank)
 
