@@ -1,7 +1,6 @@
 """The `midus flops` command."""
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,7 +39,7 @@ def midus_flops(
     show(report, json_, _print_flops, indent=2)
 
 
-def count_parameters(config: Mapping[str, Any]) -> dict[str, int]:
+def count_parameters(config: dict[str, Any]) -> dict[str, int]:
     """Count the parameters of a model by the part of the model. A tied matrix counts once.
 
     Args:
