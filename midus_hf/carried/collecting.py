@@ -39,6 +39,7 @@ class Program:
         left_out: Mixins that no class has among its bases.
         stand_ins: For a name, the definition that replaces every definition of this name in the packages `own`.
         own: Names of the packages whose definitions `stand_ins` replaces, and whose classes lose members.
+        whole: Classes of ours that keep every member, since a library calls their methods and has no class that they extend.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class Program:
         left_out: Collection[Name],
         stand_ins: Mapping[str, Name],
         own: frozenset[str],
+        whole: Collection[Name] = (),
     ):
-        self._packages, self._left_out = packages, left_out
+        self._packages, self._left_out, self._whole = packages, left_out, whole
         self._stand_ins, self._own = stand_ins, own
         self._definitions: dict[Name, Definition] = {}
         # Names of attributes that the kept source uses, and those of the library classes that kept classes extend.
@@ -146,7 +148,7 @@ class Program:
     def _is_wanted(self, name: Name, member: Member) -> bool:
         is_special = not member.name or (member.name.startswith("__") and member.name.endswith("__"))
         is_own = name.module.partition(".")[0] in self._own
-        return is_special or not is_own or member.name in self._attributes
+        return is_special or not is_own or name in self._whole or member.name in self._attributes
 
 
 def parsed(source: str) -> ast.Module:

@@ -25,12 +25,15 @@ from midus_hf.carried.collecting import Program
 from midus_hf.carried.sources import Edit, Name, SourceText, read_module
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.config.memory_entries import Memories
+from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.needs import MIXINS, SERVICES, SITES
 from midus_hf.memory.registry import build_memory
 from midus_hf.version import __version__
 
 _WIDTH = 120
 _PACKAGES = ("midus_hf",)
+# A cache of Transformers calls its methods.
+_WHOLE = (Name(MemoryState.__module__, MemoryState.__name__),)
 _HEADER = '''"""{family} with memory: the code of one checkpoint, in plain PyTorch.
 
 midus-hf {version} wrote this module from its own sources, for {kinds}. Another checkpoint has
@@ -93,7 +96,7 @@ def _module(config_class: type, kinds: tuple[str, ...], classes: Iterable[type],
     roots = [Name(each.__module__, each.__name__) for each in classes]
     packages = frozenset((*_PACKAGES, *(root.module.partition(".")[0] for root in roots)))
     absent = frozenset(Name(each.__module__, each.__name__) for each in left_out)
-    body = _Layout(Program(roots, packages, absent, _stand_ins(), frozenset(_PACKAGES))).text()
+    body = _Layout(Program(roots, packages, absent, _stand_ins(), frozenset(_PACKAGES), _WHOLE)).text()
     family = config_class.__name__.removesuffix("Config").removeprefix("Midus")
     digest = hashlib.sha256(body.encode()).hexdigest()
     return _HEADER.format(family=family, version=__version__, kinds=", ".join(kinds), digest=digest) + body

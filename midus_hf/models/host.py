@@ -1,6 +1,7 @@
 """Mixins by which a family hosts memory: for its config and its stack of layers."""
 
 import copy
+import importlib
 import os
 import re
 import sys
@@ -102,6 +103,24 @@ class HostsMemory(InitialisesNarrowly, HostsBanks, NeedsLogSumExp):
         if getattr(model, "hf_quantizer", None) is not None:
             _refuse_quantised_tensors(model)
         return loaded
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """Load an adapter as transformers does. Remove the adapter again if it was made for the base of this model.
+
+        Raises:
+            ValueError: If the adapter numbers layers as in the base, and this model numbers them otherwise.
+        """
+        model: Any = self
+        before = set(getattr(model, "peft_config", {}))
+        loading_info = super().load_adapter(*args, **kwargs)
+        for adapter in set(model.peft_config) - before:
+            names = _adapter_tensors(model).get(adapter, set())
+            try:
+                _check_adapter_layers(model.config, adapter, names - set(loading_info.missing_keys), names)
+            except ValueError:
+                _delete_adapter(model, adapter)
+                raise
+        return loading_info
 
     def _initialize_weights(self, module: nn.Module, *_: Any) -> None:
         """Initialise a module that no checkpoint has filled."""
@@ -267,24 +286,41 @@ def _refuse_adapter_of_base(
     Raises:
         ValueError: If the adapter numbers layers as in the base, and this stack of layers numbers them otherwise.
     """
-    config: Any = stack.config
-    record = getattr(config, "upscale", None)
+    for adapter, names in _adapter_tensors(stack).items():
+        _check_adapter_layers(stack.config, adapter, {name for name in names if prefix + name in state_dict}, names)
+
+
+def _check_adapter_layers(config: Any, adapter: str, loaded: Iterable[str], names: Iterable[str]) -> None:
+    """Check that an adapter whose targets match the tensors `names` has not loaded those of the layers of the model's base alone."""
+    text_config = config.get_text_config()
+    record = getattr(text_config, "upscale", None)
     numbers: dict[int, int] = {}  # of each layer of the base where it occurs first
     for number, layer in enumerate(record.get("plan", []) if isinstance(record, Mapping) else []):
         if "base" in layer:
             numbers.setdefault(layer["base"], number)
-    for adapter, names in _adapter_tensors(stack).items() if numbers else ():
-        loaded = {name for name in names if prefix + name in state_dict}
-        has, lacks = _layers(loaded), _layers(names - loaded)
-        moved = [layer for layer in has if numbers.get(layer, layer) != layer]
-        if moved and has[-1] < len(numbers) and any(layer > has[-1] for layer in lacks):
-            raise ValueError(
-                f"adapter {adapter!r} has weights for layers {has[0]} to {has[-1]} and none for {', '.join(map(str, lacks))}, "
-                f"which its targets also match: it was made for the base of {len(numbers)} layers, and layer {moved[0]} of the "
-                f"base is layer {numbers[moved[0]]} here. On this model of {config.num_hidden_layers} layers it would change the "
-                "wrong ones. Expected an adapter that was trained on this model. Or let 'upscale adapter' write this one for "
-                "this model."
-            )
+    has, lacks = _layers(loaded), _layers(set(names) - set(loaded))
+    moved = [layer for layer in has if numbers.get(layer, layer) != layer]
+    if moved and has[-1] < len(numbers) and any(layer > has[-1] for layer in lacks):
+        raise ValueError(
+            f"adapter {adapter!r} has weights for layers {has[0]} to {has[-1]} and none for {', '.join(map(str, lacks))}, "
+            f"which its targets also match: it was made for the base of {len(numbers)} layers, and layer {moved[0]} of the "
+            f"base is layer {numbers[moved[0]]} here. On this model of {text_config.num_hidden_layers} layers it would change the "
+            "wrong ones. Expected an adapter that was trained on this model. Or let 'upscale adapter' write this one for "
+            "this model."
+        )
+
+
+def _delete_adapter(model: Any, adapter: str) -> None:
+    """Remove an adapter from a model, as `delete_adapter` of Transformers does, which refuses releases of PEFT that load adapters."""
+    # An import statement would make Transformers ask for PEFT wherever the code of a checkpoint is loaded.
+    functional = importlib.import_module("peft.functional")
+    functional.delete_adapter(
+        model, adapter_name=adapter, prefix=f"{model.peft_config[adapter].peft_type.value.lower()}_"
+    )
+    del model.peft_config[adapter]
+    if not model.peft_config:
+        del model.peft_config
+        model._hf_peft_config_loaded = False
 
 
 def _adapter_tensors(module: nn.Module) -> dict[str, set[str]]:

@@ -26,11 +26,16 @@ def save_adapter(model, config, folder):
     return logits(adapted)
 
 
-def test_an_adapter_of_the_base_is_refused(family, upscaled, tmp_path):
+def test_an_adapter_of_the_base_is_refused_by_either_loader(family, upscaled, tmp_path):
     folder = upscaled(family)
     # New layers of this method have attention and no feed-forward part.
     config = LoraConfig(**{**TARGETS, "target_modules": ["down_proj"]})
     save_adapter(AutoModelForCausalLM.from_pretrained(folder.parent / "base"), config, tmp_path / "adapter")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    computed = logits(model)
+    with refused(REFUSED):
+        model.load_adapter(str(tmp_path / "adapter"))
+    assert torch.equal(logits(model), computed)
     with refused(REFUSED):
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter")
 

@@ -13,7 +13,7 @@ def loaded(folder: str | Path) -> Any:
 
 
 def computed(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return logits, greedy tokens, a loss, and the names of the parameters that it has gradients for.
+    """Return logits, greedy tokens, those of beams, a loss, and the names of the parameters that it has gradients for.
 
     Args:
         model: In eval mode, without gradients.
@@ -25,8 +25,9 @@ def computed(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
     with torch.no_grad():
         logits = model(**inputs).logits
     tokens = model.generate(**inputs, **greedy)
+    beams = model.generate(**inputs, **greedy, num_beams=3)  # selects, repeats and reorders what a cache keeps
     loss = model.train()(**inputs, labels=labels, use_cache=False).loss
     loss.backward()
     model.eval()
     reached = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return {"logits": logits, "tokens": tokens, "loss": loss.detach(), "reached": reached}
+    return {"logits": logits, "tokens": tokens, "beams": beams, "loss": loss.detach(), "reached": reached}

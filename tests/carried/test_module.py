@@ -23,6 +23,7 @@ from midus_hf.carried import standins
 from midus_hf.carried.module import reference_modules
 from midus_hf.carried.sources import defined, read_module
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
+from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.registry import MEMORY_MODULES
 from midus_hf.version import __version__
 
@@ -291,3 +292,8 @@ def test_a_bank_that_is_saved_writes_into_no_file_of_an_earlier_copy(checkpoints
     assert written and {path: path.read_bytes() for path in written} == before
     for path in written:
         assert (later / path.relative_to(earlier)).read_bytes() == (folder / path.relative_to(earlier)).read_bytes()
+
+
+def test_what_a_cache_calls_of_a_state_is_all_there(checkpoints):
+    carried = imported(checkpoints("llama", "moc")).MemoryState
+    assert {name for name in vars(MemoryState) if not name.startswith("__")} <= vars(carried).keys()

@@ -151,6 +151,7 @@ def test_the_module_alone_computes_what_the_package_does(family, method, folder)
     assert not torch.allclose(acting["logits"], born["logits"], atol=1e-2)
     for here, there in ((born, result["born"]), (acting, result["acting"])):
         assert torch.equal(here["tokens"], there["tokens"])
+        assert torch.equal(here["beams"], there["beams"])
         torch.testing.assert_close(there["loss"], here["loss"], rtol=1e-5, atol=1e-5)
         assert here["reached"] == there["reached"] and here["reached"]
 
