@@ -152,9 +152,10 @@ def needing_harness() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("lm_eval", "datasets"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("lm_eval", "datasets"):
             raise
-        missing = f"tasks need lm-evaluation-harness ({error.name} is missing); {install_extra('eval')}"
+        missing = f"tasks need lm-evaluation-harness ({package} is missing); {install_extra('eval')}"
         raise Ending(WRONG_REQUEST, missing) from error
 
 

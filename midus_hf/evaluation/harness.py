@@ -149,7 +149,9 @@ class Tasks:
             and text if its value is not a number. Unknown standard errors are left out.
         """
         set_seed(_SEED)
-        loaded = self.load()
+        hidden = without_bars if quiet else contextlib.nullcontext
+        with hidden():
+            loaded = self.load()
         for task in loaded["tasks"].values():
             own_number = task.get_config("num_fewshot")
             if own_number is None or (own_number != 0 and num_fewshot is not None):
@@ -162,7 +164,7 @@ class Tasks:
             tokenizer=tokenizer,
             batch_size=batch_size,
         )
-        with without_bars() if quiet else contextlib.nullcontext():
+        with hidden():
             results = evaluate(language_model, loaded, limit=limit, log_samples=False)
         names = {harness_name: name for name, harness_name in self.names.items()}
         scores: dict[str, dict[str, Any]] = {}
