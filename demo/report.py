@@ -93,4 +93,4 @@ def _loss_curve(log: Path) -> bytes:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    return as_png(figure, tight=False)
+    return as_png(figure)

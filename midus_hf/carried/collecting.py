@@ -53,6 +53,7 @@ class Program:
     ):
         self._packages, self._left_out, self._whole = packages, left_out, whole
         self._stand_ins, self._own = stand_ins, own
+        self._modules: dict[str, Module] = {}
         self._definitions: dict[Name, Definition] = {}
         # Names of attributes that the kept source uses, and those of the library classes that kept classes extend.
         self._attributes: set[str] = set(_READ_BY_LIBRARIES)
@@ -61,8 +62,10 @@ class Program:
         self._collect(roots)
 
     def module(self, name: str) -> Module:
-        """Return the module of this name."""
-        return read_module(name, self._packages)
+        """Return the module of this name, whose source is read once."""
+        if name not in self._modules:
+            self._modules[name] = read_module(name, self._packages)
+        return self._modules[name]
 
     def resolve(self, module: str, name: str) -> Name | None:
         """Return the definition that a name refers to within a module; None for names of libraries and local names."""

@@ -113,26 +113,34 @@ class Definition:
     members: tuple[Member, ...] = ()
 
 
-@cache
 def read_module(name: str, packages: frozenset[str]) -> "Module":
-    """Return a module by its source, which is read once per process.
+    """Return a module by its source as it is now, which is taken apart once per process.
 
     Args:
         name: The module's name, such as `"midus_hf.memory.headwise"`.
         packages: Names of the packages whose sources are copied; all other packages are libraries.
     """
-    return Module(importlib.import_module(name), packages)
+    imported = importlib.import_module(name)
+    loader: Any = imported.__loader__
+    return _taken_apart(imported, loader.get_source(imported.__name__) or "", packages)
+
+
+@cache
+def _taken_apart(imported: ModuleType, source: str, packages: frozenset[str]) -> "Module":
+    """Return a module by its source. The module is given too, since another module may have had the same name and source."""
+    return Module(imported, source, packages)
 
 
 class Module:
     """A module by its source.
 
     Args:
-        imported: The module. Its source may be empty, and need not come from a file.
+        imported: The module, whose package relative imports start from.
+        source: The module's source, which may be empty.
         packages: Names of the packages whose sources are copied; all other packages are libraries.
     """
 
-    def __init__(self, imported: ModuleType, packages: frozenset[str]):
+    def __init__(self, imported: ModuleType, source: str, packages: frozenset[str]):
         # For each name imported from a module of the packages, the definition that the name refers to.
         self.imports: dict[str, Name] = {}
         # For each name imported from a library, the module and the name there; the module is empty if a module is
@@ -148,8 +156,7 @@ class Module:
         # Names of the modules of the packages that this module imports from.
         self.depends: list[str] = []
         self._package = imported.__package__
-        loader: Any = imported.__loader__
-        text = SourceText(loader.get_source(imported.__name__) or "")
+        text = SourceText(source)
         body: list[ast.stmt] = []
         for statement in text.tree.body:
             body += statement.body if isinstance(statement, ast.If) and _is_for_types(statement) else [statement]

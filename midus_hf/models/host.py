@@ -291,7 +291,7 @@ def _refuse_adapter_of_base(
 
 
 def _check_adapter_layers(config: Any, adapter: str, loaded: Iterable[str], names: Iterable[str]) -> None:
-    """Check that an adapter whose targets match the tensors `names` has not loaded those of the layers of the model's base alone."""
+    """Check that an adapter, whose targets match the tensors `names`, was not made for the base: that has fewer layers."""
     text_config = config.get_text_config()
     record = getattr(text_config, "upscale", None)
     numbers: dict[int, int] = {}  # of each layer of the base where it occurs first

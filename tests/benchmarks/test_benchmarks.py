@@ -151,7 +151,7 @@ def test_memories_hold_values_and_a_step_trains_what_is_new(method, tiny_base):
     new = {id(parameter) for parameter in new_parameters(model, variant)}
     assert {id(parameter) for parameter in set_trained(model, variant)} == new
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    measured = measure(model, variant, Point("train", 2, 2, 8), "cpu", 0)
+    measured = measure(model, variant, Point("train", 2, 2, 32), "cpu", 0)
     changed = {id(p) for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed and changed <= new
     assert all(parameter.grad is None for parameter in model.parameters())

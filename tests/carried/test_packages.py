@@ -7,7 +7,7 @@ import pytest
 
 from midus_hf.carried.collecting import Program
 from midus_hf.carried.module import _Layout
-from midus_hf.carried.sources import Name, read_module, with_short_docstrings
+from midus_hf.carried.sources import Name, with_short_docstrings
 
 OURS = frozenset({"midus_hf"})
 
@@ -29,7 +29,6 @@ def written(tmp_path, monkeypatch):
         return _Layout(Program(roots, frozenset({"of_others"}), absent, stand_ins or {}, own)).text()
 
     yield write
-    read_module.cache_clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "of_others"]:
         del sys.modules[name]
 
