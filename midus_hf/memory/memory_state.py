@@ -18,6 +18,8 @@ class MemoryState:
         layer: Index of the layer with the memory.
         can_forget: Whether the tensors stay right when the last tokens of a sequence are taken back.
         layers: The layers of the cache that hold tokens. Default: none.
+        take_back: Function that returns the tensors without the last tokens of a sequence, or None if they do not reach back so far,
+            for the tensors and the number of these tokens. Default: the tensors do not depend on them.
     """
 
     is_compileable = True
@@ -25,11 +27,11 @@ class MemoryState:
     supports_early_init = False
     keys = values = None
 
-    def __init__(self, name: str, layer: int, can_forget: bool, layers: Sequence[Any] = ()):
+    def __init__(self, name: str, layer: int, can_forget: bool, layers: Sequence[Any] = (), take_back: Any = None):
         self.name, self.layer, self.is_croppable = name, layer, can_forget
         # transformers makes a mask from the first layer of each kind, sliding or full: the state must not be the first of its kind.
         self.is_sliding = any(getattr(layer, "is_sliding", False) for layer in layers)
-        self._first_layer = layers[0] if layers else None
+        self._first_layer, self._take_back = layers[0] if layers else None, take_back
         self._tensors: dict[str, torch.Tensor] = {}
         self._is_empty, self._is_cropped = True, False
 
@@ -103,6 +105,15 @@ class MemoryState:
         if tokens != 0 and not self.is_croppable:
             self._is_cropped = True
             raise _refusal(self.name)
+        if self._take_back is not None and tokens and not self._is_empty:
+            left = self._take_back(self._tensors, abs(tokens))
+            if left is None:
+                self._is_cropped = True
+                raise ValueError(
+                    f"{abs(tokens)} tokens are taken back, more than the memory {self.name!r} keeps for it; expected fewer. Draft "
+                    "fewer tokens at a time (num_assistant_tokens)."
+                )
+            self._tensors = left
 
     def offload(self, *args: Any, **kwargs: Any) -> None:
         """Stay on the device, since the state is small."""
@@ -113,17 +124,17 @@ class MemoryState:
             self._first_layer.prefetch(*args, **kwargs)
 
 
-def check_taking_back(can_forget: Mapping[tuple[str, int], bool]) -> None:
+def check_taking_back(stateful: Mapping[tuple[str, int], Any]) -> None:
     """Check, before any token is drafted, that memories can take tokens back, as assisted decoding does.
 
     Args:
-        can_forget: Whether each memory that keeps a state can take tokens back, by the memory's name and layer.
+        stateful: The module of each memory that keeps a state, by the memory's name and layer.
 
     Raises:
         ValueError: If a memory cannot.
     """
-    for (name, _), forgets in can_forget.items():
-        if not forgets:
+    for (name, _), memory in stateful.items():
+        if not memory.can_forget:
             raise _refusal(name)
 
 
@@ -153,13 +164,13 @@ def refuse_one_row(stateful: Iterable[tuple[str, int]], engine: str, instead: st
 
 
 def states_in(
-    cache: Any, wanted: Mapping[tuple[str, int], bool], num_layers: int
+    cache: Any, wanted: Mapping[tuple[str, int], Any], num_layers: int
 ) -> dict[tuple[str, int], MemoryState]:
     """Return the states of memories in a cache, by memory and layer. An empty cache gets new states.
 
     Args:
         cache: A transformers cache.
-        wanted: For each memory and layer that keeps a state, whether the memory can take tokens back.
+        wanted: For each memory and layer that keeps a state, the memory's module.
         num_layers: L, the number of layers of the model.
 
     Raises:
@@ -182,7 +193,7 @@ def states_in(
     while len(layers) < num_layers:  # a cache that adds each layer at the layer's first call
         layers.append(cache.layer_class_to_replicate())
     holding = layers[:num_layers]
-    for (name, layer), can_forget in wanted.items():
-        states[name, layer] = MemoryState(name, layer, can_forget, holding)
+    for (name, layer), memory in wanted.items():
+        states[name, layer] = MemoryState(name, layer, memory.can_forget, holding, memory.take_back)
         layers.append(states[name, layer])
     return states

@@ -67,6 +67,9 @@ class MemoryModule(DeclaredModule):
     wants_unrotated: ClassVar[bool] = False
     #: Whether the state stays right if the last tokens of a sequence are taken back, as in assisted decoding.
     can_forget: bool = True
+    #: Function that takes the last tokens out of a state's tensors, as `MemoryState` describes it. Default: None, the tensors do
+    #: not depend on these tokens.
+    take_back: Any = None
     #: Index of the memory's layer among the layers that have the memory, from 0; set by the host.
     index: int = 0
     #: What keeps tensors derived from weights during a generation; set by `build_memory`. Default: None, nothing.

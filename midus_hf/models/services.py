@@ -151,8 +151,7 @@ class States(Service):
     """States of the sequences, in the cache of a pass."""
 
     def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
-        # By name and layer of a memory with a state: whether it takes tokens back.
-        self.stateful = {key: memory.can_forget for key, memory in hosted.items() if "state" in memory.context}
+        self.stateful = {key: memory for key, memory in hosted.items() if "state" in memory.context}
         attention = model.config._attn_implementation
         if attention in ("vllm", "sglang"):
             own = "a server that runs Transformers' own attention, such as `transformers serve`"

@@ -24,7 +24,8 @@ ITEM_BYTES = {
 }  # fmt: skip
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Integer dtypes that memories store tensors in: torch's name by the name in safetensors.
-INTEGER_NAMES = {"I8": "int8", "U8": "uint8"}
+INTEGER_NAMES = {"I8": "int8", "U8": "uint8", "I64": "int64"}
+INTEGERS = "I64"
 SAFETENSORS_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 _METADATA = "__metadata__"
 LONGEST_HEADER = 100_000_000

@@ -107,13 +107,15 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     memory_options: ClassVar[type[MemoryOptions]]
     # Default of the option `layers`.
     default_layers: ClassVar[Any] = "all"
+    # Options that the method has beside those of the memory and of its position: name, type and field.
+    own_options: ClassVar[list[tuple[str, Any, Any]]] = []
     default_placement = None
     adds_layers = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "memory_options" in vars(cls):
-            cls.options_class = _with_places(cls.memory_options, cls.default_layers)
+            cls.options_class = _with_places(cls.memory_options, cls.default_layers, cls.own_options)
 
     def check(self, base: BaseModel) -> None:
         super().check(base)
@@ -255,8 +257,10 @@ def _attached_sites(memory_options: type[MemoryOptions]) -> list[Site]:
     return [site for site in memory_options.sites if site != "inserted"]
 
 
-def _with_places(memory_options: type[MemoryOptions], default_layers: Any) -> type[MemoryOptions]:
-    """Return a class with the options of a memory type and the position of the memory."""
+def _with_places(
+    memory_options: type[MemoryOptions], default_layers: Any, own_options: list[tuple[str, Any, Any]]
+) -> type[MemoryOptions]:
+    """Return a class with the options of a memory type, the position of the memory, and the method's own options."""
     sites = _attached_sites(memory_options)
     forms = "all | a number of evenly spaced ones | a share of all | early:N, middle:N or late:N | a list of indices"
     places: list[tuple[str, Any, Any]] = [
@@ -266,6 +270,7 @@ def _with_places(memory_options: type[MemoryOptions], default_layers: Any) -> ty
     if "skip" in sites:
         span = option(_SPAN, "of site skip: how many layers behind the one that it reads it adds")
         places.append(("span", int, span))
+    places += own_options
     taken = {name for name, *_ in places} & {named.name for named in fields(memory_options)}
     if taken:
         raise ValueError(

@@ -11,7 +11,7 @@ from upscalers.architecture.family import Config
 from upscalers.architecture.layer_tensors import memories_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.merged_adapter import Adapter
-from upscalers.checkpoint.safetensors_format import ITEM_BYTES, SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor
+from upscalers.checkpoint.safetensors_format import INTEGERS, ITEM_BYTES, SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor
 from upscalers.checkpoint.source import Source
 from upscalers.methods.contract import Method
 from upscalers.plan.attention_pattern import pattern_concern
@@ -23,7 +23,7 @@ from upscalers.request.errors import MethodError, RequestError, one_line
 from upscalers.request.progress import Progress
 from upscalers.tensors.layer_blocks import LayerBlocks
 from upscalers.tensors.recipe_check import check_recipes
-from upscalers.tensors.recipes import Copy, Recipe
+from upscalers.tensors.recipes import Copy, Integers, Recipe
 from upscalers.tensors.solver import solved_parts
 from upscalers.tensors.writer import OutputTensor, in_file_order
 
@@ -156,6 +156,8 @@ class Job:
                 recipe,
                 self._dtype_of_copy(recipe.source)
                 if isinstance(recipe, Copy | LayerBlocks)
+                else INTEGERS
+                if isinstance(recipe, Integers)
                 else self.cast(self.base.dtype),
             )
             for name, recipe in self._outer.items()

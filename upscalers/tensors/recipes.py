@@ -125,6 +125,20 @@ class Initialise(Recipe):
 
 
 @dataclass(frozen=True)
+class Integers(Recipe):
+    """Recipe for a tensor of integers, which is stored in 64 bits whatever the dtype of the model.
+
+    Args:
+        make: Function that returns the tensor, int64.
+    """
+
+    make: Callable[[], "torch.Tensor"]
+
+    def build(self, read: "ReadTensor") -> "torch.Tensor":
+        return self.make()
+
+
+@dataclass(frozen=True)
 class RowRange:
     """A range of successive rows of a tensor.
 

@@ -1,0 +1,234 @@
+"""The n-gram memory of Engram: rows by the last tokens, a gate, and a convolution over earlier tokens."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from midus_hf.config.memories.ngram import MOST_TOKENS, NgramOptions
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memory.memory_state import MemoryState
+from midus_hf.memory.registry import MemoryModule, register_memory
+from midus_hf.memory.routing.token_places import TokenPlaces
+from midus_hf.ops.ngrams.addresses import (
+    NO_TOKEN,
+    hashed_rows,
+    known_rows,
+    ngram_keys,
+    windows,
+)
+
+_EPS = 1e-6
+# Tokens that assisted decoding may take back at once, for which the state keeps earlier tokens.
+_SPARE = 64
+
+
+@register_memory("ngram")
+class Ngrams(MemoryModule):
+    """Rows of a table by the n-grams that end at each token, gated by the hidden state (arXiv 2601.07372, section 2).
+
+    The result for a token is `v + SiLU(convolution of RMSNorm(v))`, v = gate * W_v e, where e are the rows of the token side by side,
+    gate = sigmoid(sign(g) sqrt|g|), g = <RMSNorm(W_k e), RMSNorm(h)> / sqrt(D), and h the hidden state. It is zero where the rows of
+    the token and of the tokens under the convolution are zero.
+
+    Args:
+        options: Options of the memory.
+        sizes: Sizes of the model.
+    """
+
+    forward_arguments = ("input_ids",)
+    context = ("tokens", "state")
+
+    options: NgramOptions
+    #: Whether the gradient of the table is a sparse tensor of the rows that were read; training may set it.
+    sparse_gradient: bool
+    value_table: torch.Tensor
+    key_projection: nn.Linear
+    value_projection: nn.Linear
+    query_norm_weight: torch.Tensor
+    key_norm_weight: torch.Tensor
+    convolution_norm_weight: torch.Tensor
+    convolution: torch.Tensor
+
+    def __init__(self, options: NgramOptions, sizes: ModelSizes):
+        super().__init__(options, sizes)
+        self.sparse_gradient = False
+        self.dilation = options.max_order
+        self.moduli = options.moduli
+        # What the state keeps of tokens before the pass, beside the tokens that may be taken back.
+        self.kept_numbers = options.max_order - 1
+        self.kept_values = max(0, options.kernel - 1) * self.dilation
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        input_ids: torch.Tensor,
+        tables: Mapping[str, torch.Tensor] | None = None,
+        tokens: TokenPlaces | None = None,
+        state: MemoryState | None = None,
+    ) -> torch.Tensor:
+        """Read the rows of the n-grams that end at each token.
+
+        Args:
+            hidden_states: `[B, T, D]`.
+            input_ids: `[B, T]`, ids of the tokens.
+            tables: Numbers of tokens and known n-grams, if the options have such tables.
+            tokens: Padding and documents. Default: no padding, one document per row.
+            state: State of the sequence from earlier passes. Default: the sequence begins here, and no state is kept.
+
+        Returns:
+            `[B, T, D]`, to be added to the hidden states.
+        """
+        places, kept = tokens or TokenPlaces(), {} if state is None else state.kept
+        numbers = self._numbers(input_ids, tables or {}, places)  # [B, T]
+        document = None if places.starts is None else places.starts.long().cumsum(1)
+        before = self._before(kept, "numbers", self.kept_numbers, numbers)
+        rows = self._rows(torch.cat([before, numbers], 1), document, tables or {})
+        read = F.embedding(rows, self.value_table, sparse=self.sparse_gradient).flatten(-2)  # [B, T, E]
+        if self.options.table == "exact":
+            read = read * (rows != 0).repeat_interleave(self.options.row_width, -1)
+        added = self._gated(hidden_states, read.to(hidden_states.dtype))
+        keeping = {"numbers": numbers}
+        if self.options.kernel:
+            normed = _normalised(added, self.convolution_norm_weight)
+            if places.real is not None:
+                normed = normed * places.real.unsqueeze(-1)
+            before = self._before(kept, "values", self.kept_values, normed)
+            added = added + F.silu(self._convolved(torch.cat([before, normed], 1), document))
+            keeping["values"] = normed
+        if state is not None:
+            state.keep(self._kept_after(kept, keeping, document))
+        return added
+
+    def rows_read(
+        self,
+        input_ids: torch.Tensor,
+        tables: Mapping[str, torch.Tensor] | None = None,
+        tokens: TokenPlaces | None = None,
+    ) -> torch.Tensor:
+        """Return the rows that each token reads, `[B, T, rows per token]`, for whole sequences, with the arguments of `forward`."""
+        places = tokens or TokenPlaces()
+        numbers = self._numbers(input_ids, tables or {}, places)
+        document = None if places.starts is None else places.starts.long().cumsum(1)
+        return self._rows(numbers, document, tables or {}, before=0)
+
+    def _numbers(
+        self, input_ids: torch.Tensor, tables: Mapping[str, torch.Tensor], places: TokenPlaces
+    ) -> torch.Tensor:
+        """Return the number of each token, from 1; `NO_TOKEN` for padding."""
+        numbers = input_ids.long()
+        if "token_numbers" in tables:
+            numbers = tables["token_numbers"][numbers]
+        numbers = numbers + 1
+        return numbers if places.real is None else torch.where(places.real, numbers, NO_TOKEN)
+
+    def _before(self, kept: Mapping[str, torch.Tensor], name: str, count: int, like: torch.Tensor) -> torch.Tensor:
+        """Return what earlier passes kept of the last `count` tokens, `[B, count, ...]`; zeros for tokens before the sequence."""
+        if name in kept:
+            whole = kept[name]
+            return whole[:, whole.shape[1] - count :].to(like.dtype)
+        return like.new_zeros(len(like), count, *like.shape[2:])
+
+    def _rows(
+        self,
+        numbers: torch.Tensor,
+        document: torch.Tensor | None,
+        tables: Mapping[str, torch.Tensor],
+        before: int | None = None,
+    ) -> torch.Tensor:
+        """Return the rows of the tokens behind the first `before`, by default those of the state, `[B, T, rows per token]`."""
+        before = self.kept_numbers if before is None else before
+        if document is not None:
+            document = F.pad(document, (before, 0))
+        around = windows(numbers, self.options.max_order, document)[:, before:]
+        if self.options.table == "exact":
+            known = tables.get("ngrams", numbers.new_zeros(0))
+            keys = [ngram_keys(around, order, MOST_TOKENS) for order in self.options.orders]
+            rows = torch.stack([known_rows(each, known) for each in keys], dim=-1)
+            return rows if self.options.addressing == "content" else _drawn(rows, (1 + len(known),) * rows.shape[-1])
+        heads = self.options.hash_heads
+        multipliers = self.options.multipliers(self.index)
+        by_order = [
+            hashed_rows(around, order, multipliers, self.moduli[number * heads : (number + 1) * heads])
+            for number, order in enumerate(self.options.orders)
+        ]
+        rows = torch.cat(by_order, dim=-1)
+        if self.options.addressing == "random":
+            rows = _drawn(rows, self.moduli)
+        return rows + torch.arange(rows.shape[-1], device=rows.device) * self.options.rows
+
+    def _gated(self, hidden_states: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+        """Return the projected rows, `[B, T, D]`, scaled by the gate of the hidden states."""
+        query = _normalised(hidden_states, self.query_norm_weight)
+        key = _normalised(self.key_projection(read), self.key_norm_weight)
+        match = (query * key).sum(-1, keepdim=True, dtype=_wide(read)) / math.sqrt(hidden_states.shape[-1])
+        # Below the limit the root has no gradient, which would be infinite at zero.
+        gate = torch.sigmoid(match.abs().clamp(min=_EPS).sqrt() * match.sign())
+        return gate.to(read.dtype) * self.value_projection(read)
+
+    def _convolved(self, values: torch.Tensor, document: torch.Tensor | None) -> torch.Tensor:
+        """Return for each token the weighted sum of its own values and of those before it, of the same document.
+
+        Args:
+            values: `[B, P + T, D]`, behind the P values that earlier passes kept.
+            document: `[B, T]`, number of the document of each token. Default: a row is one document.
+        """
+        length = values.shape[1] - self.kept_values
+        document = None if document is None else F.pad(document, (self.kept_values, 0))
+        taps = self.convolution.to(values.dtype)
+        total = taps[0] * values[:, self.kept_values :]
+        for tap in range(1, self.options.kernel):
+            first = self.kept_values - tap * self.dilation
+            earlier = values[:, first : first + length]
+            if document is not None:
+                same = document[:, first : first + length] == document[:, self.kept_values :]
+                earlier = earlier * same.unsqueeze(-1)
+            total = total + taps[tap] * earlier
+        return total
+
+    def _kept_after(
+        self, kept: Mapping[str, torch.Tensor], keeping: Mapping[str, torch.Tensor], document: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """Return what the next pass needs: numbers and values of the last tokens of the last document, and how many are spare."""
+        numbers = keeping["numbers"]
+        spare = kept["spare"] if "spare" in kept else torch.full_like(numbers[:, 0], _SPARE)
+        after = {"spare": (spare + numbers.shape[1]).clamp(max=_SPARE)}
+        for name, count in (("numbers", self.kept_numbers), ("values", self.kept_values)):
+            if name in keeping:
+                new = keeping[name]
+                whole = torch.cat([self._before(kept, name, count + _SPARE, new), new], 1)
+                if document is not None:
+                    last = F.pad(document, (count + _SPARE, 0)) == document[:, -1:]
+                    whole = whole * last.view(*last.shape, *(1,) * (whole.dim() - 2))
+                after[name] = whole[:, -(count + _SPARE) :]
+        return after
+
+    @staticmethod
+    def take_back(kept: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor] | None:
+        """Return the tensors of a state without the last `count` tokens, or None if they do not reach back so far."""
+        if count > int(kept["spare"].min()):
+            return None
+        after = {"spare": kept["spare"] - count}
+        for name in kept.keys() - after.keys():
+            after[name] = torch.cat([torch.zeros_like(kept[name][:, :count]), kept[name][:, :-count]], 1)
+        return after
+
+
+def _normalised(states: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    """Return states divided by their root mean square, in float32 at least, times the gain, in the dtype of the states."""
+    wide = states.to(_wide(states))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS)
+    return (normed * gain).to(states.dtype)
+
+
+def _wide(states: torch.Tensor) -> torch.dtype:
+    """Return the dtype of sums over features: float32 at least."""
+    return torch.promote_types(states.dtype, torch.float32)
+
+
+def _drawn(rows: torch.Tensor, limits: Sequence[int]) -> torch.Tensor:
+    """Return rows that are drawn at random, below a limit per row of a token, in the shape of `rows`."""
+    return torch.stack([torch.randint_like(rows[..., number], limit) for number, limit in enumerate(limits)], dim=-1)

@@ -1,0 +1,1 @@
+"""Addresses of n-grams in tables of rows."""

@@ -1,0 +1,82 @@
+"""Rows of tables by the n-grams that end at each token: hashed, or looked up among known n-grams."""
+
+from collections.abc import Sequence
+
+import torch
+
+# Number of a place in a window that holds no token: before the beginning of a document, or padding.
+NO_TOKEN = 0
+
+
+def windows(tokens: torch.Tensor, size: int, document: torch.Tensor | None = None) -> torch.Tensor:
+    """Return each token with the tokens before it, the token itself first.
+
+    Args:
+        tokens: `[B, T]`, int64, numbers of tokens from 1; `NO_TOKEN` for padding.
+        size: n, number of tokens per window.
+        document: `[B, T]`, number of the document of each token; windows do not reach into another document. Default: a row
+            is one document.
+
+    Returns:
+        `[B, T, n]`, int64; `NO_TOKEN` for places before the row or in another document.
+    """
+    length = tokens.shape[1]
+    places = []
+    for back in range(size):
+        shifted = torch.nn.functional.pad(tokens, (back, 0))[:, :length]
+        if document is not None and back:
+            same = torch.nn.functional.pad(document, (back, 0), value=-1)[:, :length] == document
+            shifted = torch.where(same, shifted, NO_TOKEN)
+        places.append(shifted)
+    return torch.stack(places, dim=-1)
+
+
+def hashed_rows(windows: torch.Tensor, order: int, multipliers: Sequence[int], moduli: Sequence[int]) -> torch.Tensor:
+    """Hash n-grams to a row per hash head: xor of odd multiples, modulo a prime per head (Engram, arXiv 2601.07372, section 2.2).
+
+    Args:
+        windows: `[B, T, n]`, as `windows` returns them.
+        order: Number of tokens per n-gram, at most n.
+        multipliers: An odd number per place of the window, whose products with all tokens are below 2^63.
+        moduli: Number of rows of each hash head.
+
+    Returns:
+        `[B, T, heads]`, int64, a row below each head's modulus.
+    """
+    mixed = windows[..., 0] * multipliers[0]
+    for place in range(1, order):
+        mixed = mixed ^ (windows[..., place] * multipliers[place])
+    return torch.stack([mixed % modulus for modulus in moduli], dim=-1)
+
+
+def ngram_keys(windows: torch.Tensor, order: int, base: int) -> torch.Tensor:
+    """Return one integer per n-gram, equal for equal n-grams alone, of whatever order.
+
+    Args:
+        windows: `[B, T, n]`, as `windows` returns them.
+        order: Number of tokens per n-gram, at most n.
+        base: A number above all numbers of tokens, with `base ** n` at most 2^63.
+
+    Returns:
+        `[B, T]`, int64; 0 where fewer than `order` tokens precede in the document.
+    """
+    key = torch.zeros_like(windows[..., 0])
+    for place in reversed(range(order)):
+        key = key * base + windows[..., place]
+    return torch.where((windows[..., :order] != NO_TOKEN).all(-1), key, 0)
+
+
+def known_rows(keys: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Return the row of each n-gram in a table of known n-grams, and row 0 for all others.
+
+    Args:
+        keys: `[...]`, int64, as `ngram_keys` returns them.
+        table: `[N]`, int64, ascending keys of the known n-grams, which have the rows 1 to N.
+
+    Returns:
+        `[...]`, int64, from 0 to N.
+    """
+    if not len(table):
+        return torch.zeros_like(keys)
+    place = torch.searchsorted(table, keys).clamp(max=len(table) - 1)
+    return torch.where(table[place] == keys, place + 1, 0)

@@ -1,0 +1,195 @@
+"""The n-gram memory computes what Transformers' own does, adds zero at first, and continues sequences exactly."""
+
+import pytest
+import torch
+
+from midus_hf.config.memories.ngram import MOST_TOKENS, NgramOptions
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memory.memory_state import MemoryState
+from midus_hf.memory.registry import build_memory
+from midus_hf.memory.routing.token_places import TokenPlaces
+from midus_hf.ops.ngrams.addresses import ngram_keys, windows
+
+SIZES = ModelSizes(hidden_size=16, num_heads=2, num_layers=2)
+HASHED = {"rows": 97, "width": 8, "hash_heads": 2}
+EXACT = {"table": "exact", "width": 6, "known_ngrams": 40}
+VARIANTS = [HASHED, EXACT, {**HASHED, "kernel": 0}, {**HASHED, "min_order": 1, "max_order": 1}]
+IDS = torch.arange(24).view(2, 12) * 7 % 10
+
+
+@pytest.fixture(params=range(len(VARIANTS)))
+def memory(request):
+    """Return a memory of each kind in float64 with random tensors."""
+    return filled(VARIANTS[request.param])
+
+
+def filled(options):
+    torch.manual_seed(0)
+    memory = build_memory(NgramOptions(**options), SIZES).double()
+    for parameter in memory.parameters():
+        torch.nn.init.normal_(parameter)
+    return memory
+
+
+def tables_of(memory):
+    """Return the tables of a memory: every second n-gram of the text is known."""
+    if memory.options.table == "hashed":
+        return {}
+    around = windows(IDS + 1, 3)
+    keys = torch.cat([ngram_keys(around, order, MOST_TOKENS).flatten() for order in memory.options.orders]).unique()
+    known = keys[keys > 0][::2]
+    return {"ngrams": torch.cat([known, torch.full((40 - len(known),), MOST_TOKENS**3 - 1)])}
+
+
+def states():
+    return torch.randn(2, 12, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def run(memory, first=0, last=12, **context):
+    return memory(states()[:, first:last], input_ids=IDS[:, first:last], tables=tables_of(memory), **context)
+
+
+def assert_same(output, expected):
+    """Compare up to the rounding of matrix products, which depends on the number of tokens."""
+    torch.testing.assert_close(output, expected, atol=1e-12, rtol=1e-12)
+
+
+def test_a_new_memory_adds_zero_and_its_rows_get_gradients_at_once():
+    memory = build_memory(NgramOptions(**HASHED), SIZES)
+    output = memory(states().float(), input_ids=IDS)
+    assert torch.equal(output, torch.zeros(2, 12, 16))
+    output.sum().backward()
+    read = torch.zeros(len(memory.value_table), dtype=torch.bool)
+    read[memory.rows_read(IDS).flatten()] = True
+    assert torch.equal(memory.value_table.grad.abs().sum(1) > 0, read)
+    assert all(parameter.grad.isfinite().all() for parameter in memory.parameters())
+
+
+def test_gradients_are_those_of_small_differences(memory):
+    names = [name for name, _ in memory.named_parameters()]
+
+    def output(*values):
+        return torch.func.functional_call(
+            memory,
+            dict(zip(names, values, strict=True)),
+            (states()[:1],),
+            {"input_ids": IDS[:1], "tables": tables_of(memory)},
+        )
+
+    assert torch.autograd.gradcheck(output, tuple(memory.parameters()), fast_mode=True)
+
+
+@pytest.mark.parametrize("cuts", [[3, 4, 5, 11], list(range(1, 12)), [6]])
+def test_a_sequence_in_parts_equals_the_whole(memory, cuts):
+    state = MemoryState("ngram", 0, True)
+    parts = [run(memory, *span, state=state) for span in zip([0, *cuts], [*cuts, 12], strict=True)]
+    assert_same(torch.cat(parts, 1), run(memory))
+
+
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_tokens_that_are_taken_back_leave_no_trace(memory, count):
+    state = MemoryState("ngram", 0, True, take_back=memory.take_back)
+    run(memory, 0, 10, state=state)
+    state.crop(-count)
+    state.crop(0)
+    assert_same(run(memory, 10 - count, 12, state=state), run(memory)[:, 10 - count :])
+
+
+def test_more_tokens_than_the_state_keeps_are_not_taken_back():
+    memory = filled(HASHED)
+    state = MemoryState("ngram", 0, True, take_back=memory.take_back)
+    for _ in range(8):
+        run(memory, 0, 12, state=state)
+    with pytest.raises(ValueError, match="65 tokens are taken back, more than the memory 'ngram' keeps"):
+        state.crop(-65)
+
+
+def test_documents_of_a_row_do_not_see_one_another(memory):
+    starts = torch.zeros(2, 12, dtype=torch.bool)
+    starts[:, 5] = True
+    places = TokenPlaces(starts=starts, is_plain=False)
+    expected = torch.cat([run(memory, 0, 5), run(memory, 5, 12)], 1)
+    assert_same(run(memory, tokens=places), expected)
+    state = MemoryState("ngram", 0, True)
+    run(memory, 0, 8, tokens=TokenPlaces(starts=starts[:, :8], is_plain=False), state=state)
+    assert_same(run(memory, 8, 12, state=state), expected[:, 8:])
+
+
+def test_padding_on_the_left_changes_nothing(memory):
+    real = torch.ones(2, 15, dtype=torch.bool)
+    real[:, :3] = False
+    padded = torch.cat([torch.randn(2, 3, 16, dtype=torch.float64), states()], 1)
+    ids = torch.cat([torch.full((2, 3), 9), IDS], 1)
+    output = memory(padded, input_ids=ids, tables=tables_of(memory), tokens=TokenPlaces(real=real, is_plain=False))
+    assert_same(output[:, 3:], run(memory))
+
+
+def test_an_unknown_ngram_reads_nothing_and_gives_row_zero_no_gradient():
+    memory = filled({**EXACT, "kernel": 0})
+    memory.value_table.grad = None
+    tables = tables_of(memory)
+    rows = memory.rows_read(IDS, tables)
+    output = memory(states(), input_ids=IDS, tables=tables)
+    assert torch.equal(output[(rows == 0).all(-1)], torch.zeros_like(output[(rows == 0).all(-1)]))
+    output.sum().backward()
+    assert not memory.value_table.grad[0].any()
+    assert memory.value_table.grad[rows[rows > 0]].abs().sum(1).gt(0).all()
+
+
+def test_sparse_gradients_are_the_dense_ones(memory):
+    run(memory).square().sum().backward()
+    dense = memory.value_table.grad
+    memory.value_table.grad, memory.sparse_gradient = None, True
+    run(memory).square().sum().backward()
+    assert torch.equal(memory.value_table.grad.to_dense(), dense)
+
+
+def test_layers_hash_differently_and_random_rows_do_not_depend_on_the_text():
+    options = NgramOptions(**HASHED)
+    assert options.multipliers(0) != options.multipliers(1)
+    memory = filled({**HASHED, "addressing": "random"})
+    assert not torch.equal(run(memory), run(memory))
+
+
+def test_the_memory_computes_what_qwen4_computes_with_the_same_rows():
+    modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
+    from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
+
+    memory = filled(HASHED)
+    config = Qwen4ExpTextConfig(
+        hidden_size=16,
+        hc_count=2,
+        ple_embed_dim=16,
+        heads_per_ngram=2,
+        ngram_vocab_size_base=97,
+        rms_norm_eps=1e-6,
+        vocab_size=10,
+    )
+    other = modeling.Qwen4ExpTextPLELayer(config, 0, 0).double()
+    rows = memory.rows_read(IDS)
+    other.ple_embedding.forward = lambda input_ids, cache: memory.value_table[rows].flatten(-2)
+    with torch.no_grad():
+        other.key_proj.weight.copy_(memory.key_projection.weight.repeat(2, 1))
+        other.value_proj.weight.copy_(memory.value_projection.weight)
+        other.norm_key.weight.copy_(memory.key_norm_weight.repeat(2) - 1)
+        other.norm_query.weight.copy_(memory.query_norm_weight.repeat(2) - 1)
+        other.norm_conv.weight.copy_(memory.convolution_norm_weight.repeat(2) - 1)
+        other.conv1d.weight.copy_(memory.convolution.flip(0).T.unsqueeze(1).repeat(2, 1, 1))
+    expected = other(states().repeat(1, 1, 2), IDS, None)[..., :16]
+    torch.testing.assert_close(run(memory), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_order": 3, "max_order": 2}, "min_order is 3 and max_order 2; expected numbers of tokens from 1 to 3"),
+        ({"max_order": 4}, "min_order is 2 and max_order 4; expected"),
+        ({"width": 10}, "width is 10; expected a multiple of hash_heads = 8"),
+        ({"rows": 10}, "rows is 10; expected 1, or a number with 16 primes up to it"),
+        ({"rows": 0}, "rows is 0; expected at least one row per hash head"),
+        ({"kernel": -1}, "kernel is -1; expected a number of taps"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        NgramOptions(**options)

@@ -1,0 +1,89 @@
+"""The method engram: its layers, the numbers of its tokens, the n-grams of a corpus, and what it refuses."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from midus_hf.config.memories.ngram import MOST_TOKENS
+from tests.tiny import tiny_model
+from tests.upscalers.checkpoints import read_tensors
+from upscalers.request.errors import RequestError
+from upscalers.runs.upscale import upscale
+
+WORDS = ["<unk>", "the", "The", "THÉ", "cat", "Cat", "sat", " ", "\n", "\u3000"]
+EXACT = {"table": "exact", "width": 8}
+
+
+@pytest.fixture(scope="module")
+def spoken_base(tmp_path_factory):
+    """Return a checkpoint whose tokenizer knows words in several spellings."""
+    folder = tmp_path_factory.mktemp("spoken")
+    tiny_model("llama").save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("the cat sat")
+    (tmp_path / "texts" / "b.txt").write_text("The cat")
+    return tmp_path / "texts"
+
+
+def made(base, tmp_path, **options):
+    upscale(base=base, method="engram", output=tmp_path / "out", options={"rows": 199, "width": 8, **options})
+    return read_tensors(tmp_path / "out")
+
+
+def test_the_second_layer_and_the_middle_one_have_it(base, tmp_path):
+    names = {name.split(".")[2] for name in made(base, tmp_path) if ".memories." in name}
+    assert names == {"1", "2"}
+
+
+def test_tokens_of_like_text_have_one_number_whatever_the_dtype(spoken_base, tmp_path):
+    upscale(base=spoken_base, method="engram", output=tmp_path / "out", options={"rows": 199}, dtype="bfloat16")
+    numbers = read_tensors(tmp_path / "out")["model.memory_tables.ngram.0.token_numbers"]
+    assert numbers.dtype == torch.int64
+    assert numbers.tolist() == [0, 1, 1, 1, 4, 4, 6, 7, 7, 7, *range(10, 128)]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(model.model.memory_tables["ngram"]["0"].token_numbers, numbers)
+
+
+def test_every_ngram_of_the_corpus_has_a_row_and_each_row_is_read(spoken_base, corpus, tmp_path):
+    tensors = made(spoken_base, tmp_path, **EXACT, corpus=str(corpus))
+    # As numbers from 1: the, cat, sat are 2, 5, 7.
+    expected = [5 * MOST_TOKENS**0 + 2 * MOST_TOKENS, 7 + 5 * MOST_TOKENS, 7 + 5 * MOST_TOKENS + 2 * MOST_TOKENS**2]
+    assert tensors["model.memory_tables.ngram.0.ngrams"].tolist() == expected
+    assert tensors["model.layers.1.memories.ngram.value_table"].shape == (4, 8)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    memory, tables = model.model.layers[1].memories["ngram"], model.model.memory_tables["ngram"]["0"]()
+    assert memory.rows_read(torch.tensor([[2, 5, 6, 1]]), tables).tolist() == [[[0, 0], [1, 0], [2, 3], [0, 0]]]
+
+
+def test_spellings_are_apart_without_compression_and_without_a_tokenizer(spoken_base, base, tmp_path):
+    assert not [name for name in made(spoken_base, tmp_path, compress=False) if "token_numbers" in name]
+    upscale(base=base, method="engram", output=tmp_path / "other", options={"rows": 199})
+    assert "no tokenizer: tokens are numbered by their ids" in (tmp_path / "other" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"table": "exact"}, "table is 'exact' and corpus None; expected a corpus for table exact"),
+        ({"corpus": "x"}, "table is 'hashed' and corpus 'x'; expected a corpus for table exact"),
+        ({"known_tokens": 5}, "known_tokens or known_ngrams is given; expected neither"),
+        ({**EXACT, "corpus": "/nowhere"}, "/nowhere"),
+    ],
+)
+def test_what_it_refuses(options, message, spoken_base, tmp_path):
+    with pytest.raises(RequestError, match=message):
+        upscale(base=spoken_base, method="engram", output=tmp_path / "out", options=options)
+
+
+def test_an_exact_table_needs_a_tokenizer(base, corpus, tmp_path):
+    with pytest.raises(RequestError, match="has no tokenizer, by which the corpus becomes tokens"):
+        upscale(base=base, method="engram", output=tmp_path / "out", options={**EXACT, "corpus": str(corpus)})

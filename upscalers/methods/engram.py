@@ -1,0 +1,176 @@
+"""Engram: rows of a table by the last tokens of the text, beside the feed-forward networks of two layers."""
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from midus_hf.config.memories.ngram import MOST_TOKENS, NgramOptions
+from midus_hf.config.memory_entries import TABLES, MemoryEntry
+from midus_hf.config.options import option
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.tokenizer import has_tokenizer
+from upscalers.methods.contract import ENGRAM, register_method
+from upscalers.methods.memory_methods import AttachedMemoryMethod
+from upscalers.plan.plan import Plan
+from upscalers.request.errors import RequestError, refusing_requests
+from upscalers.tensors.recipes import Integers, Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+_PUBLISHED = "published"
+# Text of a token that holds a part of a character.
+_BROKEN = "\ufffd"
+_TEXTS_AT_ONCE = 1000
+
+
+@register_method("engram")
+class Engram(AttachedMemoryMethod):
+    """Rows of a table for the n-grams that end at each token, which the base's tokenizer and a corpus may number."""
+
+    summary = "rows of a table by the last two and three tokens, in two layers (identity at start)"
+    paper = ENGRAM
+    identity = True
+    memory_options = NgramOptions
+    default_layers = _PUBLISHED
+    own_options = [
+        (
+            "corpus",
+            str | None,
+            option(
+                None, "texts whose n-grams have a row, if the table is exact: a file, a folder or a dataset of the Hub"
+            ),
+        ),
+        (
+            "compress",
+            bool,
+            option(True, "whether tokens of like text count as one: without case, accents and kinds of white space"),
+        ),
+    ]
+
+    def __init__(self, options: Any):
+        super().__init__(options)
+        self._keys: torch.Tensor | None = None
+
+    def check(self, base: BaseModel) -> None:
+        if self.options.known_tokens or self.options.known_ngrams:
+            raise RequestError(
+                "known_tokens or known_ngrams is given; expected neither, since they follow from the tokenizer and the corpus."
+            )
+        if (self.options.table == "exact") != (self.options.corpus is not None):
+            raise RequestError(
+                f"table is {self.options.table!r} and corpus {self.options.corpus!r}; expected a corpus for table exact, and for it "
+                "alone. Pass --set table=exact --set corpus=FOLDER."
+            )
+        if base.config["vocab_size"] >= MOST_TOKENS:
+            raise RequestError(
+                f"vocab_size is {base.config['vocab_size']:,}; expected fewer than {MOST_TOKENS:,} tokens."
+            )
+        if self.options.table == "exact" and not _has_tokenizer(base):
+            raise RequestError(
+                f"{base.folder} has no tokenizer, by which the corpus becomes tokens; expected one beside the weights. Copy it "
+                "there, or choose --set table=hashed."
+            )
+        super().check(base)
+
+    def layers(self, base: BaseModel) -> tuple[int, ...]:
+        if self.options.layers != _PUBLISHED:
+            return super().layers(base)
+        own = self._hosting_layers(base)
+        return tuple(sorted({own[min(1, len(own) - 1)], own[len(own) // 2]}))
+
+    def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
+        if not self.options.compress or _has_tokenizer(base):
+            return []
+        return [
+            "The base has no tokenizer: tokens are numbered by their ids, so spellings of a word have different rows."
+        ]
+
+    def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
+        entry = super().entry(base, plan)
+        options: NgramOptions = replace(
+            entry.options,
+            known_tokens=base.config["vocab_size"] if self._compresses(base) else 0,
+            known_ngrams=len(self._ngrams(base)) if self.options.corpus else 0,
+        )
+        return replace(entry, options=options)
+
+    def outer_recipes(self, base: BaseModel, plan: Plan, seed: int) -> dict[str, Recipe]:
+        recipes, entry = super().outer_recipes(base, plan, seed), self.entry(base, plan)
+        for name, make in (("token_numbers", self._token_numbers), ("ngrams", self._ngrams)):
+            name = f"{base.prefix}{TABLES}.{entry.name}.0.{name}"
+            if name in recipes:
+                recipes[name] = Integers(recipes[name].shape, partial(make, base))
+        return recipes
+
+    def _compresses(self, base: BaseModel) -> bool:
+        """Return whether tokens of like text have one number."""
+        return self.options.compress and _has_tokenizer(base)
+
+    def _token_numbers(self, base: BaseModel) -> "torch.Tensor":
+        """Return the number of each token, `[V]`, int64: the smallest id among tokens of like text."""
+        import torch
+
+        numbers = torch.arange(base.config["vocab_size"])
+        if self._compresses(base):
+            known = like_tokens(_tokenizer(base))[: len(numbers)]
+            numbers[: len(known)] = torch.tensor(known)
+        return numbers
+
+    def _ngrams(self, base: BaseModel) -> "torch.Tensor":
+        """Return the keys of the n-grams of the corpus, `[N]`, int64, ascending. The corpus is read once."""
+        import torch
+
+        from midus_hf.ops.ngrams.addresses import ngram_keys, windows
+        from midus_hf.training.data.corpus import read_corpus
+
+        if self._keys is None:
+            with refusing_requests():
+                texts = read_corpus(self.options.corpus)["text"]
+            tokenizer, numbers = _tokenizer(base), self._token_numbers(base) + 1
+            keys = torch.zeros(1, dtype=torch.int64)
+            for first in range(0, len(texts), _TEXTS_AT_ONCE):
+                new = [keys]
+                for ids in tokenizer(texts[first : first + _TEXTS_AT_ONCE])["input_ids"]:
+                    around = windows(numbers[torch.tensor(ids)].unsqueeze(0), self.options.max_order)
+                    new += [ngram_keys(around, order, MOST_TOKENS).flatten() for order in self._memory().orders]
+                keys = torch.cat(new).unique()
+            self._keys = keys[keys > 0]
+        return self._keys
+
+
+def _has_tokenizer(base: BaseModel) -> bool:
+    return has_tokenizer(path.name for path in base.folder.iterdir())
+
+
+def _tokenizer(base: BaseModel) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(base.folder, local_files_only=True)
+
+
+def like_tokens(tokenizer: Any) -> list[int]:
+    """Return for each id of a tokenizer the smallest id whose token has a like text (Engram, arXiv 2601.07372, section 2.2).
+
+    Texts are alike that are equal in NFKC, without accents, in small letters, with runs of white space as one space and none at the
+    ends. A token that holds a part of a character is like no other.
+    """
+    from tokenizers import Regex, normalizers
+
+    like = normalizers.Sequence(
+        [
+            normalizers.NFKC(),
+            normalizers.NFD(),
+            normalizers.StripAccents(),
+            normalizers.Lowercase(),
+            normalizers.Replace(Regex(r"\s+"), " "),
+        ]
+    )
+    first: dict[str, int] = {}
+    numbers = []
+    for token in range(len(tokenizer)):
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        alike = like.normalize_str(text)
+        key = tokenizer.convert_ids_to_tokens(token) if _BROKEN in text else (alike.strip() or alike or text)
+        numbers.append(first.setdefault(key, token))
+    return numbers
