@@ -107,11 +107,11 @@ def test_more_tokens_than_the_state_keeps_are_not_taken_back():
 def test_documents_of_a_row_do_not_see_one_another(memory):
     starts = torch.zeros(2, 12, dtype=torch.bool)
     starts[:, 5] = True
-    places = TokenPlaces(starts=starts, is_plain=False)
+    places = TokenPlaces(starts=starts)
     expected = torch.cat([run(memory, 0, 5), run(memory, 5, 12)], 1)
     assert_same(run(memory, tokens=places), expected)
     state = MemoryState("ngram", 0, True)
-    run(memory, 0, 8, tokens=TokenPlaces(starts=starts[:, :8], is_plain=False), state=state)
+    run(memory, 0, 8, tokens=TokenPlaces(starts=starts[:, :8]), state=state)
     assert_same(run(memory, 8, 12, state=state), expected[:, 8:])
 
 
@@ -120,7 +120,7 @@ def test_padding_on_the_left_changes_nothing(memory):
     real[:, :3] = False
     padded = torch.cat([torch.randn(2, 3, 16, dtype=torch.float64), states()], 1)
     ids = torch.cat([torch.full((2, 3), 9), IDS], 1)
-    output = memory(padded, input_ids=ids, tables=tables_of(memory), tokens=TokenPlaces(real=real, is_plain=False))
+    output = memory(padded, input_ids=ids, tables=tables_of(memory), tokens=TokenPlaces(real=real))
     assert_same(output[:, 3:], run(memory))
 
 
