@@ -158,8 +158,8 @@ def refuse_one_row(stateful: Iterable[tuple[str, int]], engine: str, instead: st
     """
     for name, _ in stateful:
         raise ValueError(
-            f"{engine} lays the tokens of several requests in one row and keeps nothing for the memory {name!r}, which routes by the "
-            f"tokens before; expected {instead}, a memory with routing = 'token', or a method without it."
+            f"{engine} lays the tokens of several requests in one row and keeps nothing for the memory {name!r}, which reads the "
+            f"tokens before; expected {instead}, a memory that reads one token (moc with routing = 'token'), or a method without it."
         )
 
 

@@ -11,6 +11,7 @@ from upscalers.runs.upscale import upscale
 TREE = {"sizes": [3, 0, 2], "branching": 3}
 # Methods with their options.
 METHODS: dict[str, dict[str, Any]] = {
+    "engram": {"rows": 199, "width": 16, "hash_heads": 4},
     "hier-ffn": TREE,
     "hier-kv": TREE,
     "hier-lora-ffn": TREE,

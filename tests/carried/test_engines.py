@@ -59,8 +59,8 @@ def test_an_engine_makes_no_model_that_keeps_a_state_of_a_sequence(engine, check
         of_llama(code, "Model")(config)
     assert str(raised.value) == (
         f"attention {engine!r} lays the tokens of several requests in one row and keeps nothing for the memory 'chapters', which "
-        "routes by the tokens before; expected a server that runs Transformers' own attention, such as `transformers serve`, a "
-        "memory with routing = 'token', or a method without it."
+        "reads the tokens before; expected a server that runs Transformers' own attention, such as `transformers serve`, a "
+        "memory that reads one token (moc with routing = 'token'), or a method without it."
     )
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from models import chapter_models, depth_models, hierarchical_models, ultramem_models
+from models.hosting import host_of
 from models.upscaled import upscaled_model
+from tiny import tiny_model
 from transformers import PreTrainedModel
 
 # Norms, rotations and the softmax of Gemma-2 are in float32, and `generate` gives logits in it, whatever a model is
@@ -79,6 +81,24 @@ def _ultramem(family, folder, dtype, acting, small, *, kind):
     return ultramem_models.ultramem_model(family, kind, dtype, **sizes, **values)
 
 
+def _ngrams(family, folder, dtype, acting, small, **options):
+    sizes = {"num_hidden_layers": 2} if small else {}
+    entry = {
+        "type": "ngram",
+        "layers": [0, 1] if small else [1, 3],
+        "rows": 199,
+        "width": 16,
+        "hash_heads": 4,
+        **options,
+    }
+    model = host_of(tiny_model(family, dtype, **sizes), entry)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if acting and name.endswith(("value_table", "convolution")):
+                value.normal_(generator=torch.Generator().manual_seed(4))
+    return model
+
+
 def _depth(family, folder, dtype, acting, small, *, kind):
     sizes = {"num_hidden_layers": 2} if small else {}
     return depth_models.depth_model(family, kind, dtype, acting=acting, **sizes)
@@ -112,6 +132,10 @@ CASES = (
             is_reentrant=False,
         )
         for name, options in CHAPTERS.items()
+    }
+    | {
+        "ngram": Case(_ngrams),
+        "ngram behind layers": Case(partial(_ngrams, site="behind-layer", kernel=0, min_order=1)),
     }
     | {f"ultramem {kind}": Case(partial(_ultramem, kind=kind)) for kind in ultramem_models.KINDS}
     | {

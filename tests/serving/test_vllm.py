@@ -66,7 +66,7 @@ def test_greedy_tokens_are_those_of_transformers(family, method, engine, bases, 
         (
             "moc",
             {"memory_tokens": 24, "chapters": 12, "k": 2},
-            "keeps nothing for the memory 'chapters', which routes",
+            "keeps nothing for the memory 'chapters', which reads",
         ),
         ("moda", {}, "does not tell by what its softmax divides, which a memory that reads the depth needs"),
     ],

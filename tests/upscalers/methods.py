@@ -70,6 +70,15 @@ _OPTIONS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "losses": {"share": "ring:2", "balance_coef": 0.1, "penalty_coef": 0.1, "penalty_margin": 0.0},
         },
     ),
+    "engram": (
+        {"rows": 199, "width": 16, "hash_heads": 4},
+        {
+            "": {},
+            "no convolution": {"kernel": 0},
+            "one order": {"max_order": 2},
+            "behind layers": {"site": "behind-layer"},
+        },
+    ),
     "moda": (
         {},
         {
