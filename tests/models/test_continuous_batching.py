@@ -90,8 +90,8 @@ def test_a_memory_that_keeps_a_state_of_a_sequence_is_refused(routing):
         in_one_row(model)
     assert str(raised.value) == (
         "continuous batching lays the tokens of several requests in one row and keeps nothing for the memory 'chapters', which "
-        "reads the tokens before; expected `generate`, or `transformers serve` without --continuous-batching, a memory that reads one "
-        "token (moc with routing = 'token'), or a method without it."
+        "reads the tokens before; expected `generate`, or `transformers serve` without --continuous-batching, a memory that reads "
+        "one token (moc with routing = 'token'), or a method without it."
     )
 
 
