@@ -75,7 +75,7 @@ class Ngrams(MemoryModule):
         Args:
             hidden_states: `[B, T, D]`.
             input_ids: `[B, T]`, ids of the tokens.
-            tables: Numbers of tokens and known n-grams, if the options have such tables.
+            tables: `token_numbers` `[V]` and `ngrams` `[N]`, int64, where the options have them.
             tokens: Padding and documents. Default: no padding, one document per row.
             state: State of the sequence from earlier passes. Default: the sequence begins here, and no state is kept.
 
@@ -139,7 +139,7 @@ class Ngrams(MemoryModule):
         tables: Mapping[str, torch.Tensor],
         before: int | None = None,
     ) -> torch.Tensor:
-        """Return the rows of the tokens behind the first `before`, by default those of the state, `[B, T, rows per token]`."""
+        """Return the rows of all tokens but the first `before`, by default as many as the state keeps, `[B, T, rows per token]`."""
         before = self.kept_numbers if before is None else before
         if document is not None:
             document = F.pad(document, (before, 0))
@@ -170,7 +170,7 @@ class Ngrams(MemoryModule):
         return gate.to(read.dtype) * self.value_projection(read)
 
     def _convolved(self, values: torch.Tensor, document: torch.Tensor | None) -> torch.Tensor:
-        """Return for each token the weighted sum of its own values and of those before it, of the same document.
+        """Return for each token the weighted sum of the values of the token and of earlier tokens of the same document.
 
         Args:
             values: `[B, P + T, D]`, behind the P values that earlier passes kept.

@@ -10,8 +10,8 @@ from midus_hf.config.memories.retrieval import ValueBits, in_bits
 from midus_hf.config.memory_entries import MemoryEntry, memories_of
 from midus_hf.config.memory_types import check_fit
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.memory.registry import MemoryModule
+from midus_hf.memory.tables import DeclaredModule
 from midus_hf.ops.chapters.quantisation import quantise_rows
 
 # Rows that are rounded at a time, so that float32 copies stay small.

@@ -32,7 +32,7 @@ from midus_hf.config.declarations import sample_tensors
 from midus_hf.config.memory_types import MEMORY_TYPES, MemoryOptions, check_fit
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.plugins import is_same_class, load_offered
-from midus_hf.memory.declared_module import DeclaredModule
+from midus_hf.memory.tables import DeclaredModule
 
 #: The module class of each type of memory.
 MEMORY_MODULES: dict[str, type["MemoryModule"]] = {}

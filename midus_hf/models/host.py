@@ -15,10 +15,10 @@ from transformers import Cache
 from midus_hf.carried.module import write_code
 from midus_hf.carried.standins import auto_map
 from midus_hf.config.memory_entries import Memories, memories_of
-from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.memory.needs import SERVICES, Service
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.routing.report import RouterReports
+from midus_hf.memory.tables import DeclaredModule
 from midus_hf.models.depth_heads import NeedsLogSumExp
 from midus_hf.models.fetching import HoldsBanks, HostsBanks
 from midus_hf.models.listing import register_targets, show_in_transformers

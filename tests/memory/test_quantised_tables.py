@@ -16,8 +16,7 @@ from tiny import prompt, save_tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from midus_hf.memory import MemoryModule, kept_values, quantise_tables
-from midus_hf.memory.declared_module import DeclaredModule
-from midus_hf.memory.tables import read_rows
+from midus_hf.memory.tables import DeclaredModule, read_rows
 from midus_hf.ops import op_choices
 from midus_hf.ops.chapters.quantisation import dequantise_rows, quantise_rows
 from midus_hf.training.optim.freezing import set_trainable

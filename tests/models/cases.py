@@ -31,6 +31,7 @@ class Case:
         fetches: The number of memories whose blocks rows fetch by the ids that they name.
         is_base_at_first: Whether a model whose memories do not act computes what its base does.
         takes_back: Whether a sequence may be cropped, as assisted decoding does.
+        reads_ids: Whether a pass of embeddings needs the ids of the tokens beside them.
         is_reentrant: Whether reentrant checkpointing is taken; routers with losses refuse it.
     """
 
@@ -40,6 +41,7 @@ class Case:
     fetches: int = 0
     is_base_at_first: bool = True
     takes_back: bool = True
+    reads_ids: bool = False
     is_reentrant: bool = True
 
     def model(
@@ -134,8 +136,8 @@ CASES = (
         for name, options in CHAPTERS.items()
     }
     | {
-        "ngram": Case(_ngrams),
-        "ngram behind layers": Case(partial(_ngrams, site="behind-layer", kernel=0, min_order=1)),
+        "ngram": Case(_ngrams, reads_ids=True),
+        "ngram behind layers": Case(partial(_ngrams, site="behind-layer", kernel=0, min_order=1), reads_ids=True),
     }
     | {f"ultramem {kind}": Case(partial(_ultramem, kind=kind)) for kind in ultramem_models.KINDS}
     | {

@@ -11,7 +11,7 @@ from pairs import by_default, taking_turns
 from tiny import NATIVE_FAMILIES
 from transformers import PreTrainedModel
 
-from midus_hf.memory.declared_module import DeclaredModule
+from midus_hf.memory.tables import DeclaredModule
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from tiny import prompt
 from midus_hf.config.memory_entries import read_memories
 from midus_hf.config.memory_types import MEMORY_TYPES, SharedTables
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.declared_module import DeclaredModule
+from midus_hf.memory.tables import DeclaredModule
 from midus_hf.models.memory_inputs import Carried, MemoryInputs
 from tests.upscalers.checkpoints import load, read_tensors, save_base, write_tensors
 from upscalers.checkpoint.safetensors_format import StoredTensor

@@ -325,15 +325,15 @@ ULTRAMEM_V2 = Paper(
     reference="arXiv:2508.18756",
 )
 ENGRAM = Paper(
+    key="engram",
     title="Conditional Memory via Scalable Lookup: A New Axis of Sparsity for Large Language Models",
+    authors=(
+        "Cheng, Xin and Zeng, Wangding and Dai, Damai and Chen, Qinyu and Wang, Bingxuan and Xie, Zhenda and "
+        "Huang, Kezhao and Yu, Xingkai and Hao, Zhewen and Li, Yukun and Zhang, Han and Zhang, Huishuai and "
+        "Zhao, Dongyan and Liang, Wenfeng"
+    ),
+    year=2026,
     reference="arXiv:2601.07372",
-    bibtex="""@article{engram,
-  title   = {Conditional Memory via Scalable Lookup: A New Axis of Sparsity for Large Language Models},
-  author  = {Cheng, Xin and Zeng, Wangding and Dai, Damai and Chen, Qinyu and Wang, Bingxuan and Xie, Zhenda and Huang, Kezhao
-             and Yu, Xingkai and Hao, Zhewen and Li, Yukun and Zhang, Han and Zhang, Huishuai and Zhao, Dongyan and Liang, Wenfeng},
-  journal = {arXiv preprint arXiv:2601.07372},
-  year    = {2026}
-}""",
 )
 MODA = Paper(
     key="moda",

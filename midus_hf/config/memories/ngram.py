@@ -21,7 +21,7 @@ LONGEST = 3
 class NgramOptions(MemoryOptions):
     """Size and addressing of the table (Engram, arXiv 2601.07372, section 2).
 
-    The rows of a token are those of the n-grams that end at the token, one or several per order, side by side: E features. Rows
+    A token reads the rows of the n-grams that end at the token, one or several per order, side by side: E features. Rows
     start at zero and projections do not, so that the memory adds zero and the first step's gradients reach all rows it read.
     """
 
@@ -88,7 +88,7 @@ class NgramOptions(MemoryOptions):
         """Return an odd multiplier for each place of an n-gram, whose products with numbers of tokens are below 2^63.
 
         Args:
-            index: Index of the layer among those that have the memory: layers hash differently.
+            index: Index of the layer among the layers that have the memory, which hash differently.
         """
         state, drawn = index, []
         for _ in range(self.max_order):
@@ -129,9 +129,13 @@ def check_ngram_options(options: NgramOptions) -> None:
             f"min_order is {options.min_order} and max_order {options.max_order}; expected numbers of tokens from 1 to {LONGEST}, "
             "the smaller one first."
         )
-    for name, what in (("width", "feature per order"), ("hash_heads", "row per order"), ("rows", "row per hash head")):
+    for name, counted in (
+        ("width", "feature per order"),
+        ("hash_heads", "row per order"),
+        ("rows", "row per hash head"),
+    ):
         if getattr(options, name) < 1:
-            raise ValueError(f"{name} is {getattr(options, name)}; expected at least one {what}.")
+            raise ValueError(f"{name} is {getattr(options, name)}; expected at least one {counted}.")
     if options.kernel < 0:
         raise ValueError(f"kernel is {options.kernel}; expected a number of taps, or 0 for no convolution.")
     if options.table == "exact":

@@ -32,7 +32,7 @@ def windows(tokens: torch.Tensor, size: int, document: torch.Tensor | None = Non
 
 
 def hashed_rows(windows: torch.Tensor, order: int, multipliers: Sequence[int], moduli: Sequence[int]) -> torch.Tensor:
-    """Hash n-grams to a row per hash head: xor of odd multiples, modulo a prime per head (Engram, arXiv 2601.07372, section 2.2).
+    """Return a row per hash head for each n-gram: xor of odd multiples, modulo a prime (Engram, arXiv 2601.07372, section 2.2).
 
     Args:
         windows: `[B, T, n]`, as `windows` returns them.
@@ -44,8 +44,8 @@ def hashed_rows(windows: torch.Tensor, order: int, multipliers: Sequence[int], m
         `[B, T, heads]`, int64, a row below each head's modulus.
     """
     mixed = windows[..., 0] * multipliers[0]
-    for place in range(1, order):
-        mixed = mixed ^ (windows[..., place] * multipliers[place])
+    for back in range(1, order):
+        mixed = mixed ^ (windows[..., back] * multipliers[back])
     return torch.stack([mixed % modulus for modulus in moduli], dim=-1)
 
 
@@ -61,8 +61,8 @@ def ngram_keys(windows: torch.Tensor, order: int, base: int) -> torch.Tensor:
         `[B, T]`, int64; 0 where fewer than `order` tokens precede in the document.
     """
     key = torch.zeros_like(windows[..., 0])
-    for place in reversed(range(order)):
-        key = key * base + windows[..., place]
+    for back in reversed(range(order)):
+        key = key * base + windows[..., back]
     return torch.where((windows[..., :order] != NO_TOKEN).all(-1), key, 0)
 
 
@@ -78,5 +78,5 @@ def known_rows(keys: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """
     if not len(table):
         return torch.zeros_like(keys)
-    place = torch.searchsorted(table, keys).clamp(max=len(table) - 1)
-    return torch.where(table[place] == keys, place + 1, 0)
+    nearest = torch.searchsorted(table, keys).clamp(max=len(table) - 1)
+    return torch.where(table[nearest] == keys, nearest + 1, 0)

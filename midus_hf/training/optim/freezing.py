@@ -9,8 +9,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from midus_hf.config.declared_tensors import TrainedRole
 from midus_hf.config.memory_entries import ATTACHED, TABLES
-from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.memory.quantise import refuse_quantised
+from midus_hf.memory.tables import DeclaredModule
 from midus_hf.models.fetching import Banks
 from midus_hf.models.parts import decoder_of
 from midus_hf.training.arguments import Trainable

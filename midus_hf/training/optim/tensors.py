@@ -3,7 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
-from midus_hf.memory.declared_module import DeclaredModule
+from midus_hf.memory.tables import DeclaredModule
 
 
 def hold_for_training(model: PreTrainedModel, bf16: bool) -> dict[str, torch.dtype]:
