@@ -88,7 +88,8 @@ class Engram(AttachedMemoryMethod):
 
     def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
         entry = super().entry(base, plan)
-        options: NgramOptions = replace(
+        assert isinstance(entry.options, NgramOptions)
+        options = replace(
             entry.options,
             known_tokens=base.config["vocab_size"] if self._compresses(base) else 0,
             known_ngrams=len(self._ngrams(base)) if self.options.corpus else 0,
@@ -133,7 +134,7 @@ class Engram(AttachedMemoryMethod):
                 new = [keys]
                 for ids in tokenizer(texts[first : first + _TEXTS_AT_ONCE])["input_ids"]:
                     around = windows(numbers[torch.tensor(ids)].unsqueeze(0), self.options.max_order)
-                    new += [ngram_keys(around, order, MOST_TOKENS).flatten() for order in self._memory().orders]
+                    new += [ngram_keys(around, order, MOST_TOKENS).flatten() for order in self.options.orders]
                 keys = torch.cat(new).unique()
             self._keys = keys[keys > 0]
         return self._keys
