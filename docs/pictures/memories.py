@@ -240,6 +240,52 @@ def ultramem_v2() -> Picture:
     return picture
 
 
+def engram() -> Picture:
+    """Draw a memory beside the feed-forward network whose rows the last tokens choose."""
+    picture = Picture(420)
+    picture.title(14, "Two layers")
+    x = 32
+    attention = picture.box(58, 92, 96, 34, "norm, attention", "base", size=SMALL)
+    picture.branch(x, 76, attention, 150)
+    norm = picture.box(58, 196, 50, 26, "norm")
+    picture.arrow((x, 182), (83, 182), norm.bottom)
+    ffn = picture.box(50, 256, 66, 34, "FFN")
+    memory = picture.box(126, 256, 70, 34, "memory", "new")
+    picture.arrow(norm.top, ffn.bottom)
+    picture.arrow((83, 238), (161, 238), memory.bottom)
+    picture.arrow(ffn.top, (83, 330), (x + 8, 330))
+    picture.arrow(memory.top, (161, 330), (91, 330), tip=False)
+    picture.plus(83, 330)
+    picture.plus(x, 330)
+    picture.stream(x, 44, 396)
+    picture.title(230, "Memory")
+    picture.frame(230, 36, 456, 360)
+    picture.arrow(memory.right, (230, memory.right[1]), color=BLUE)
+    picture.text(244, 52, "ids of the last two and three tokens", SMALL, FAINT, "left")
+    pairs = picture.box(244, 76, 142, 38, "two tokens:\n8 hashes", "new", size=SMALL)
+    triples = picture.box(394, 76, 142, 38, "three tokens:\n8 hashes", "new", size=SMALL)
+    picture.box(244, 140, 292, 34, "16 rows side by side: $e$", "table", zero=True, size=SMALL)
+    picture.arrow(pairs.top, (315, 140))
+    picture.arrow(triples.top, (465, 140))
+    gate = picture.box(394, 204, 142, 38, "gate: how well\n$W_k\\, e$ fits $h$", "new", size=SMALL)
+    picture.arrow((465, 174), gate.bottom)
+    picture.text(566, 216, "$h$: the input", SMALL, FAINT, "left")
+    picture.text(566, 202, "of the FFN", SMALL, FAINT, "left")
+    picture.arrow((562, 223), gate.right)
+    value = picture.box(244, 264, 292, 32, "$v$ = gate $\\cdot\\ W_v\\, e$", "new")
+    picture.arrow((315, 174), (315, 264))
+    picture.arrow(gate.top, (465, 264))
+    taps = picture.box(566, 292, 108, 34, "convolution over\nearlier $v$", "new", zero=True, size=SMALL)
+    picture.arrow(value.right, (620, 280), taps.bottom)
+    picture.plus(390, 340)
+    picture.arrow(value.top, (390, 332))
+    picture.arrow(taps.top, (620, 340), (398, 340))
+    picture.arrow((382, 340), (230, 340), color=BLUE)
+    picture.text(244, 372, "added to the output of the FFN", SMALL, BLUE, "left")
+    picture.legend("base", "new", "table", "zero")
+    return picture
+
+
 def moda() -> Picture:
     """Draw slots that layers write, and how a head joins the sequence with the slots."""
     picture = Picture(400)

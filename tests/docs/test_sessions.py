@@ -268,7 +268,7 @@ SESSIONS = {
     ),
     **{
         f"docs/methods/{page}.md": Session(replace=TINY_LLAMA)
-        for page in ("README", "hierarchical", "midus", "moc", "moda", "ultramem-v2")
+        for page in ("README", "engram", "hierarchical", "midus", "moc", "moda", "ultramem-v2")
     },
     "docs/methods/deus.md": Session(replace={**TINY_LLAMA, "google/gemma-2-2b": "tiny-gemma-2"}),
     "docs/methods/general.md": Session(
