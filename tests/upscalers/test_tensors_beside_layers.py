@@ -50,8 +50,8 @@ def test_a_method_that_does_not_take_the_type_names_those_that_do(method, site, 
     with pytest.raises(RequestError) as refused:
         upscale(base=gemma4, method=method, output=tmp_path / "made")
     assert re.match(f"model_type '{TYPE}' takes no memory of type '.*' at the site '{site}' ", str(refused.value))
-    remedy = "Choose one of hier-ffn, hier-kv, hier-lora-ffn, hier-lora-qk, hier-lora-vo, moc, ultramem-v2 (docs/families.md)."
-    assert str(refused.value).endswith(remedy)
+    methods = "engram, hier-ffn, hier-kv, hier-lora-ffn, hier-lora-qk, hier-lora-vo, moc, ultramem-v2"
+    assert str(refused.value).endswith(f"Choose one of {methods} (docs/families.md).")
 
 
 def tokens() -> torch.Tensor:

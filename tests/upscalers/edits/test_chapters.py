@@ -39,6 +39,8 @@ from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
+(SCRIPT,) = take("docs/chapters.md", "python")
+
 TWO = ("chapters", "chapters-2")
 ONE_ZERO = [None, *range(1, CHAPTERS)]
 BANKS_OF_LAYERS = tuple(f"model.layers.{layer}.memories.chapters.bank" for layer in LAYERS)
@@ -300,10 +302,9 @@ def test_a_rounded_model_computes_what_rounded_rows_give(tmp_path, edited):
 
 
 def test_the_script_of_the_page_changes_the_loss_while_it_lasts(tmp_path):
-    (script,) = take("docs/chapters.md", "python")
     model = load(acting(tmp_path, chapters=8, memory_tokens=16))
     defined = {"model": model, "tokens": prompt()}
     with torch.no_grad():
         usual = model(prompt(), labels=prompt()).loss
-        exec(compile(script.text, script.page, "exec"), defined)
+        exec(compile(SCRIPT.text, SCRIPT.page, "exec"), defined)
         assert defined["loss"] != usual == model(prompt(), labels=prompt()).loss
