@@ -186,10 +186,8 @@ def moc() -> Picture:
     return picture
 
 
-def ultramem_v2() -> Picture:
-    """Draw a memory beside the feed-forward network, and its retrieval."""
-    picture = Picture(420)
-    picture.title(14, "Every layer")
+def beside_ffn(picture: Picture) -> Box:
+    """Draw a decoder layer with a memory beside the feed-forward network; return the box of the memory."""
     x = 32
     attention = picture.box(58, 92, 96, 34, "norm, attention", "base", size=SMALL)
     picture.branch(x, 76, attention, 150)
@@ -204,6 +202,14 @@ def ultramem_v2() -> Picture:
     picture.plus(83, 330)
     picture.plus(x, 330)
     picture.stream(x, 44, 396)
+    return memory
+
+
+def ultramem_v2() -> Picture:
+    """Draw a memory beside the feed-forward network, and its retrieval."""
+    picture = Picture(420)
+    picture.title(14, "Every layer")
+    memory = beside_ffn(picture)
     picture.title(230, "Memory")
     picture.frame(230, 36, 456, 360)
     picture.arrow(memory.right, (230, memory.right[1]), color=BLUE)
@@ -244,20 +250,7 @@ def engram() -> Picture:
     """Draw a memory beside the feed-forward network whose rows the last tokens choose."""
     picture = Picture(420)
     picture.title(14, "Two layers")
-    x = 32
-    attention = picture.box(58, 92, 96, 34, "norm, attention", "base", size=SMALL)
-    picture.branch(x, 76, attention, 150)
-    norm = picture.box(58, 196, 50, 26, "norm")
-    picture.arrow((x, 182), (83, 182), norm.bottom)
-    ffn = picture.box(50, 256, 66, 34, "FFN")
-    memory = picture.box(126, 256, 70, 34, "memory", "new")
-    picture.arrow(norm.top, ffn.bottom)
-    picture.arrow((83, 238), (161, 238), memory.bottom)
-    picture.arrow(ffn.top, (83, 330), (x + 8, 330))
-    picture.arrow(memory.top, (161, 330), (91, 330), tip=False)
-    picture.plus(83, 330)
-    picture.plus(x, 330)
-    picture.stream(x, 44, 396)
+    memory = beside_ffn(picture)
     picture.title(230, "Memory")
     picture.frame(230, 36, 456, 360)
     picture.arrow(memory.right, (230, memory.right[1]), color=BLUE)

@@ -121,7 +121,8 @@ class Ngrams(MemoryModule):
         """Return the number of each token, from 1; `NO_TOKEN` for padding."""
         numbers = input_ids.long()
         if "token_numbers" in tables:
-            numbers = tables["token_numbers"][numbers]
+            known = tables["token_numbers"]  # tokens that were added since are numbered by their ids
+            numbers = torch.where(numbers < len(known), known[numbers.clamp(max=len(known) - 1)], numbers)
         numbers = numbers + 1
         return numbers if places.real is None else torch.where(places.real, numbers, NO_TOKEN)
 
@@ -147,8 +148,14 @@ class Ngrams(MemoryModule):
         if self.options.table == "exact":
             known = tables.get("ngrams", numbers.new_zeros(0))
             keys = [ngram_keys(around, order, MOST_TOKENS) for order in self.options.orders]
-            rows = torch.stack([known_rows(each, known) for each in keys], dim=-1)
-            return rows if self.options.addressing == "content" else _drawn(rows, (1 + len(known),) * rows.shape[-1])
+            rows = torch.stack([known_rows(each, known) for each in keys], dim=-1).clamp(
+                max=self.options.num_slots - 1
+            )
+            return (
+                rows
+                if self.options.addressing == "content"
+                else _drawn(rows, [self.options.num_slots] * rows.shape[-1])
+            )
         heads = self.options.hash_heads
         multipliers = self.options.multipliers(self.index)
         by_order = [

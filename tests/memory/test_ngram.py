@@ -136,6 +136,20 @@ def test_an_unknown_ngram_reads_nothing_and_gives_row_zero_no_gradient():
     assert memory.value_table.grad[rows[rows > 0]].abs().sum(1).gt(0).all()
 
 
+def test_tokens_that_were_added_behind_the_table_are_numbered_by_their_ids():
+    memory, like = filled(HASHED), {"token_numbers": torch.tensor([0, 1, 1])}
+    rows = memory.rows_read(torch.tensor([[1, 2, 5], [2, 1, 5], [1, 2, 6]]), like)
+    assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0, :2], rows[2, :2])
+    assert not torch.equal(rows[0, 2], rows[2, 2])
+
+
+def test_all_known_ngrams_have_one_row_in_the_control():
+    memory, known = filled({**EXACT, "rows": 1}), filled(EXACT)
+    tables = tables_of(known)
+    assert len(memory.value_table) == 2
+    assert torch.equal(memory.rows_read(IDS, tables), known.rows_read(IDS, tables).clamp(max=1))
+
+
 def test_sparse_gradients_are_the_dense_ones(memory):
     run(memory).square().sum().backward()
     dense = memory.value_table.grad

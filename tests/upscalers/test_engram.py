@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from midus_hf.config.memories.ngram import MOST_TOKENS
 from tests.tiny import tiny_model
-from tests.upscalers.checkpoints import read_tensors
+from tests.upscalers.checkpoints import config_of, read_tensors
 from upscalers.request.errors import RequestError
 from upscalers.runs.upscale import upscale
 
@@ -64,6 +64,25 @@ def test_every_ngram_of_the_corpus_has_a_row_and_each_row_is_read(spoken_base, c
     assert memory.rows_read(torch.tensor([[2, 5, 6, 1]]), tables).tolist() == [[[0, 0], [1, 0], [2, 3], [0, 0]]]
 
 
+def test_a_dry_run_by_the_config_alone_expects_a_tokenizer(spoken_base, tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_bytes((spoken_base / "config.json").read_bytes())
+    options = {"rows": 199, "width": 8}
+    expected, known = (
+        upscale(base=base, method="engram", dry_run=True, options=options)
+        for base in (spoken_base, tmp_path / "config")
+    )
+    assert known.bytes.written == expected.bytes.written and known.parameters == expected.parameters
+
+
+def test_records_name_the_corpus_and_no_folder(spoken_base, corpus, tmp_path):
+    made(spoken_base, tmp_path, **EXACT, corpus=str(corpus))
+    for name in ("config.json", "upscale.json", "README.md"):
+        text = (tmp_path / "out" / name).read_text()
+        assert str(tmp_path) not in text
+    assert config_of(tmp_path / "out")["upscale"]["options"]["corpus"] == "texts"
+
+
 def test_spellings_are_apart_without_compression_and_without_a_tokenizer(spoken_base, base, tmp_path):
     assert not [name for name in made(spoken_base, tmp_path, compress=False) if "token_numbers" in name]
     upscale(base=base, method="engram", output=tmp_path / "other", options={"rows": 199})
@@ -76,12 +95,20 @@ def test_spellings_are_apart_without_compression_and_without_a_tokenizer(spoken_
         ({"table": "exact"}, "table is 'exact' and corpus None; expected a corpus for table exact"),
         ({"corpus": "x"}, "table is 'hashed' and corpus 'x'; expected a corpus for table exact"),
         ({"known_tokens": 5}, "known_tokens or known_ngrams is given; expected neither"),
-        ({**EXACT, "corpus": "/nowhere"}, "/nowhere"),
+        ({**EXACT, "corpus": "/nowhere"}, "corpus is '/nowhere'"),
     ],
 )
 def test_what_it_refuses(options, message, spoken_base, tmp_path):
     with pytest.raises(RequestError, match=message):
         upscale(base=spoken_base, method="engram", output=tmp_path / "out", options=options)
+
+
+def test_a_corpus_without_ngrams_is_refused(spoken_base, tmp_path):
+    (tmp_path / "words.txt").write_text("cat")
+    with pytest.raises(
+        RequestError, match=r"words.txt has no text of 2 tokens or more; expected n-grams to give rows to"
+    ):
+        made(spoken_base, tmp_path, **EXACT, corpus=str(tmp_path / "words.txt"))
 
 
 def test_an_exact_table_needs_a_tokenizer(base, corpus, tmp_path):

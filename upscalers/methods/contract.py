@@ -2,7 +2,7 @@
 
 from abc import ABC
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from midus_hf.config.plugins import load_offered
@@ -91,6 +91,11 @@ class Method(ABC):
                 f"method {name} has identity = {getattr(cls, 'identity', None)!r}; expected True or False: whether, with the "
                 "default options, the result computes what the base computes."
             )
+
+    @property
+    def recorded_options(self) -> dict[str, Any]:
+        """The options by name, as records of the upscaling have them, which reveal no folders."""
+        return asdict(self.options)
 
     @property
     def promises_identity(self) -> bool:

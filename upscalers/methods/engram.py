@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.memories.ngram import MOST_TOKENS, NgramOptions
@@ -52,6 +53,11 @@ class Engram(AttachedMemoryMethod):
         super().__init__(options)
         self._keys: torch.Tensor | None = None
 
+    @property
+    def recorded_options(self) -> dict[str, Any]:
+        corpus = self.options.corpus
+        return {**super().recorded_options, "corpus": corpus and Path(corpus).name}
+
     def check(self, base: BaseModel) -> None:
         if self.options.known_tokens or self.options.known_ngrams:
             raise RequestError(
@@ -62,11 +68,9 @@ class Engram(AttachedMemoryMethod):
                 f"table is {self.options.table!r} and corpus {self.options.corpus!r}; expected a corpus for table exact, and for it "
                 "alone. Pass --set table=exact --set corpus=FOLDER."
             )
-        if base.config["vocab_size"] >= MOST_TOKENS:
-            raise RequestError(
-                f"vocab_size is {base.config['vocab_size']:,}; expected fewer than {MOST_TOKENS:,} tokens."
-            )
-        if self.options.table == "exact" and not _has_tokenizer(base):
+        if _vocabulary(base) >= MOST_TOKENS:
+            raise RequestError(f"the base has {_vocabulary(base):,} tokens; expected fewer than {MOST_TOKENS:,}.")
+        if self.options.table == "exact" and not has_tokenizer(path.name for path in base.folder.iterdir()):
             raise RequestError(
                 f"{base.folder} has no tokenizer, by which the corpus becomes tokens; expected one beside the weights. Copy it "
                 "there, or choose --set table=hashed."
@@ -80,7 +84,7 @@ class Engram(AttachedMemoryMethod):
         return tuple(sorted({own[min(1, len(own) - 1)], own[len(own) // 2]}))
 
     def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
-        if not self.options.compress or _has_tokenizer(base):
+        if not self.options.compress or self._compresses(base):
             return []
         return [
             "The base has no tokenizer: tokens are numbered by their ids, so spellings of a word have different rows."
@@ -91,7 +95,7 @@ class Engram(AttachedMemoryMethod):
         assert isinstance(entry.options, NgramOptions)
         options = replace(
             entry.options,
-            known_tokens=base.config["vocab_size"] if self._compresses(base) else 0,
+            known_tokens=_vocabulary(base) if self._compresses(base) else 0,
             known_ngrams=len(self._ngrams(base)) if self.options.corpus else 0,
         )
         return replace(entry, options=options)
@@ -105,14 +109,15 @@ class Engram(AttachedMemoryMethod):
         return recipes
 
     def _compresses(self, base: BaseModel) -> bool:
-        """Return whether tokens of like text have one number."""
-        return self.options.compress and _has_tokenizer(base)
+        """Return whether tokens of like text have one number. A dry run may have the base's config alone, and expects a tokenizer."""
+        files = [path.name for path in base.folder.iterdir()]
+        return self.options.compress and (has_tokenizer(files) or not base.has_weights)
 
     def _token_numbers(self, base: BaseModel) -> "torch.Tensor":
         """Return the number of each token, `[V]`, int64: the smallest id among tokens of like text."""
         import torch
 
-        numbers = torch.arange(base.config["vocab_size"])
+        numbers = torch.arange(_vocabulary(base))
         if self._compresses(base):
             known = like_tokens(_tokenizer(base))[: len(numbers)]
             numbers[: len(known)] = torch.tensor(known)
@@ -137,11 +142,17 @@ class Engram(AttachedMemoryMethod):
                     new += [ngram_keys(around, order, MOST_TOKENS).flatten() for order in self.options.orders]
                 keys = torch.cat(new).unique()
             self._keys = keys[keys > 0]
+            if not len(self._keys):
+                raise RequestError(
+                    f"corpus {self.options.corpus} has no text of {self.options.min_order} tokens or more; expected n-grams to give "
+                    "rows to. Add text to it, or lower min_order."
+                )
         return self._keys
 
 
-def _has_tokenizer(base: BaseModel) -> bool:
-    return has_tokenizer(path.name for path in base.folder.iterdir())
+def _vocabulary(base: BaseModel) -> int:
+    """Return V, the number of rows of the embedding."""
+    return base.tensors[f"{base.prefix}embed_tokens.weight"].shape[0]
 
 
 def _tokenizer(base: BaseModel) -> Any:

@@ -1,6 +1,5 @@
 """Provenance: the record of what was done to a checkpoint, in its config and in `upscale.json`."""
 
-import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -45,7 +44,7 @@ def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int, memorie
         "trainable": method.trained,
         **({"causal": False} if memories.reads_ahead else {}),
         "plan": plan.to_list(),
-        "options": dataclasses.asdict(method.options),
+        "options": method.recorded_options,
         "seed": seed,
         "base_dtype": TORCH_NAMES[base.dtype],
         "base_config": base.config,

@@ -26,7 +26,7 @@ class NgramOptions(MemoryOptions):
     """
 
     sites = ("beside-ffn", "behind-attention", "behind-layer")
-    controls = {"one-row": {"table": "hashed", "rows": 1}, "random-slots": {"addressing": "random"}}
+    controls = {"one-row": {"rows": 1}, "random-slots": {"addressing": "random"}}
 
     table: Literal["hashed", "exact"] = option(
         "hashed",
@@ -37,7 +37,9 @@ class NgramOptions(MemoryOptions):
     max_order: int = option(3, f"tokens of the longest n-grams, from 1 to {LONGEST}")
     width: int = option(256, "features of the rows of one order")
     hash_heads: int = option(8, "rows per order, by different hashes, which share its width; not for table exact")
-    rows: int = option(65536, "rows per order and hash head; not for table exact")
+    rows: int = option(
+        65536, "rows per order and hash head; 1 gives all known n-grams of table exact one row: a control"
+    )
     kernel: int = option(
         4, "taps of the convolution over earlier tokens, as many tokens apart as the longest n-gram has; 0: none"
     )
@@ -60,7 +62,7 @@ class NgramOptions(MemoryOptions):
     def num_slots(self) -> int:
         """Number of rows of the table."""
         if self.table == "exact":
-            return 1 + self.known_ngrams
+            return 1 + (min(1, self.known_ngrams) if self.rows == 1 else self.known_ngrams)
         return len(self.orders) * self.hash_heads * self.rows
 
     @property
