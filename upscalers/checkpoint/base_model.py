@@ -70,7 +70,7 @@ class BaseModel:
 
     @property
     def has_weights(self) -> bool:
-        """Whether the weights are there; a dry run may have the config alone, and plans the tensors."""
+        """True if the weights are there; a dry run may have the config alone, and plans the tensors."""
         return any(tensor.in_file.file is not None for tensor in self.tensors.values())
 
     @cached_property
