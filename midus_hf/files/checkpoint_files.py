@@ -49,7 +49,8 @@ BLOCK_STATES = "block_states"
 
 # Weights, as named by `save_pretrained` and `upscale`. Shards with other names are found through an index:
 # `indexed_weights`.
-WEIGHTS: Kind = (SINGLE_FILE, "model-[0-9]*-of-[0-9]*.safetensors", INDEX_FILE)
+_NUMBER = "[0-9]" * 5
+WEIGHTS: Kind = (SINGLE_FILE, f"model-{_NUMBER}-of-{_NUMBER}.safetensors", INDEX_FILE)
 
 # What a run has trained so far, in its checkpoints.
 TRAINED_FILE = "trained.safetensors"
@@ -97,10 +98,10 @@ RECORD: Kind = (RECORD_FILE,)
 # The model card, written by `upscale`, edits and training, and by libraries that train.
 CARD: Kind = (CARD_FILE,)
 
+_LEVELS: Kind = ("level-[0-9].safetensors", "level-[0-9][0-9].safetensors")
+
 # Blocks that texts fetch, written by `upscale`, edits of banks and training.
-BANKS: Kind = tuple(
-    f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, *TREE_FILES, "level-[0-9]*.safetensors")
-)  # fmt: skip
+BANKS: Kind = tuple(f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, *TREE_FILES, *_LEVELS))
 
 # Written by `Trainer.save_model` beside a model.
 ARGUMENTS: Kind = ("training_args.bin",)
@@ -112,7 +113,7 @@ STATE: Kind = (TRAINER_STATE,)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTERS: Kind = (ADAPTER_WEIGHTS, ADAPTER_CONFIG)
 
-_STATES_OF_BLOCKS: Kind = (f"{BLOCK_STATES}/*/level-[0-9]*.safetensors",)
+_STATES_OF_BLOCKS: Kind = tuple(f"{BLOCK_STATES}/*/{name}" for name in _LEVELS)
 
 # Files from which a run resumes: what trained, optimizer, schedule, random state, block states, and their manifest.
 RESUMED: Kind = (
@@ -127,7 +128,7 @@ RESUMED: Kind = (
 RUN: Kind = (RUN_CONFIG, RUN_LOG)
 
 # Unfinished options and logs that a killed run leaves behind.
-UNFINISHED_RUN: Kind = tuple(unfinished_name(name, "*") for name in RUN)
+UNFINISHED_RUN: Kind = tuple(unfinished_name(name, "[0-9a-f]" * 8) for name in RUN)
 
 # Files that the hub adds to a repository, and that its client downloads with the rest.
 HUB: Kind = (".gitattributes",)

@@ -62,9 +62,14 @@ def lock_or_warn(path: Path, output: Path) -> Lock | None:
     except OSError as error:
         if not has_no_locks(error):
             raise
+    warn_of_no_locks(output)
+    return None
+
+
+def warn_of_no_locks(output: Path) -> None:
+    """Say on standard error that nothing guards an output, since its file system has no locks."""
     line = f"output {output} is not guarded: its file system has no locks. Let no other run write it meanwhile."
     print(line, file=sys.stderr)
-    return None
 
 
 def has_no_locks(error: OSError) -> bool:

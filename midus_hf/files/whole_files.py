@@ -5,7 +5,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from midus_hf.files.locks import Lock, has_no_locks
@@ -13,23 +13,24 @@ from midus_hf.files.locks import Lock, has_no_locks
 _UNIQUE = re.compile("[0-9a-f]{8}")
 
 
-def unfinished_name(name: str, unique: str) -> str:
+def unfinished_name(name: str, unique: str, state: str = "partial") -> str:
     """Return the name of a file or folder while it is being written, in a form that only this package uses.
 
     Args:
         unique: String that tells this attempt from others; 8 random hexadecimal digits.
+        state: `"partial"`, or `"replaced"` for what stood at the path and is complete. Default: `"partial"`.
     """
-    return f".{name}.midus-{unique}.partial"
+    return f".{name}.midus-{unique}.{state}"
 
 
-def new_unfinished_path(path: Path) -> Path:
-    """Return a new path beside `path`, at which to write what is then moved to `path`."""
-    return path.with_name(unfinished_name(path.name, secrets.token_hex(4)))
+def new_unfinished_path(path: Path, state: str = "partial") -> Path:
+    """Return a new path beside `path`, at which to write what is then moved to `path`, or to keep what stood there."""
+    return path.with_name(unfinished_name(path.name, secrets.token_hex(4), state))
 
 
-def unfinished_paths(path: Path) -> list[Path]:
+def unfinished_paths(path: Path, state: str = "partial") -> list[Path]:
     """Return the unfinished files and folders beside a path, left by killed processes or in use by running ones."""
-    prefix, _, suffix = unfinished_name(path.name, "*").rpartition("*")
+    prefix, _, suffix = unfinished_name(path.name, "*", state).rpartition("*")
     beside = (
         entry for entry in path.parent.iterdir() if entry.name.startswith(prefix) and entry.name.endswith(suffix)
     )
@@ -56,7 +57,7 @@ def whole_file(path: Path) -> Iterator[Path]:
         Path of an empty file in the same folder, to write to, named by `unfinished_name`. The file is removed after an error.
     """
     _remove_abandoned(path)
-    partial, lock = _begin(path)
+    partial, lock = begin_unfinished(path, lambda partial: partial.touch(exist_ok=False))
     try:
         yield partial
         put_in_place(partial, path)
@@ -76,11 +77,16 @@ def _remove_abandoned(path: Path) -> None:
             lock.release()
 
 
-def _begin(path: Path) -> tuple[Path, Lock | None]:
-    """Create an empty file that is to be moved to a path, and lock it. Without locks in the file system, the lock is None."""
+def begin_unfinished(path: Path, make: Callable[[Path], object]) -> tuple[Path, Lock | None]:
+    """Make a new file or folder that is to be moved to a path, and lock it. Without locks in the file system, the lock is None.
+
+    Args:
+        path: The path, in an existing folder.
+        make: Function that makes an empty file or folder at a path, and raises `FileExistsError` if something is there.
+    """
     while True:
         partial = new_unfinished_path(path)
-        os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        make(partial)
         try:
             lock = Lock(partial)
         except (BlockingIOError, FileNotFoundError):
@@ -88,7 +94,7 @@ def _begin(path: Path) -> tuple[Path, Lock | None]:
         except OSError as error:
             if has_no_locks(error):
                 return partial, None
-            partial.unlink(missing_ok=True)
+            partial.rmdir() if partial.is_dir() else partial.unlink(missing_ok=True)
             raise
         if lock.is_on(partial):
             return partial, lock

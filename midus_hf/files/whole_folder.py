@@ -4,12 +4,13 @@ import errno
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from midus_hf.files.locks import Lock, has_no_locks, lock_or_warn
+from midus_hf.files.locks import Lock, has_no_locks, warn_of_no_locks
 from midus_hf.files.ownership import check_replaceable
-from midus_hf.files.whole_files import new_unfinished_path, sync, unfinished_paths
+from midus_hf.files.whole_files import begin_unfinished, new_unfinished_path, sync, unfinished_paths
 
 # Errors of file systems for files that are too large; `ENOSPC` comes from file systems without holes.
 _FILE_TOO_LARGE = frozenset({errno.EFBIG, errno.EINVAL, errno.ENOSPC})
@@ -18,10 +19,13 @@ _FILE_TOO_LARGE = frozenset({errno.EFBIG, errno.EINVAL, errno.ENOSPC})
 class WholeFolder:
     """Folder that appears complete or not at all, even if the process is killed.
 
-    It is built beside its path, under a name of `unfinished_name`, and renamed when it is complete. A running process holds a
-    lock on the unfinished folder. What a killed run left is locked by nobody, and the next run with the same output removes it.
+    It is built beside its path, under a name of `unfinished_name`, and renamed when it is complete. What it replaces has such a
+    name too for the moment between two renames; if the process is killed in that moment, the next run with the same output moves
+    it back. A running process holds a lock on the unfinished folder. What a killed run left unfinished is locked by nobody, and
+    the next run removes it.
 
-    If the file system has no locks, the run continues and removes nothing, and a line on standard error says so.
+    If the file system has no locks, the run continues and removes nothing that is unfinished, and a line on standard error says
+    that nothing guards the output.
 
     Args:
         path: The output. A link is followed.
@@ -61,8 +65,7 @@ class WholeFolder:
         return next(parent for parent in self.path.parents if parent.exists())
 
     def check_space(self, num_bytes: int) -> None:
-        """Remove what killed runs left, and raise an error if the disk then has less room than `num_bytes` bytes."""
-        self._remove_abandoned()
+        """Raise an error if the disk has less room than `num_bytes` bytes."""
         free = self.free_bytes()
         if free < num_bytes:
             raise self.error(
@@ -71,8 +74,11 @@ class WholeFolder:
             )
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the output's disk."""
-        return shutil.disk_usage(self.disk).free
+        """Return the free bytes of the output's disk plus the bytes of what killed runs left, which is removed first."""
+        free = shutil.disk_usage(self.disk).free
+        for folder in self._abandoned():
+            free += sum(file.lstat().st_blocks * 512 for file in folder.rglob("*") if not file.is_dir())
+        return free
 
     def can_hold_file(self, num_bytes: int) -> bool:
         """Return whether the file system accepts a file of this size, tested with an unnamed file that is a single hole."""
@@ -88,22 +94,24 @@ class WholeFolder:
         return True
 
     def __enter__(self) -> Path:
-        self._check()  # checked in the constructor too, which may be long ago
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._remove_abandoned()
-        self.partial = new_unfinished_path(self.path)
-        self.partial.mkdir()
+        self.partial, self._lock = begin_unfinished(self.path, Path.mkdir)
         try:
-            self._lock = lock_or_warn(self.partial, self.path)
+            if self._lock is None:
+                warn_of_no_locks(self.path)
+            for folder in self._abandoned():  # after the lock was taken: of two runs, one at least sees the other
+                shutil.rmtree(folder, ignore_errors=True)
+            self._recover()
+            self._check()  # checked in the constructor too, but only now can no other run interfere
         except BaseException:
-            self.partial.rmdir()
+            self.__exit__(None, None, None)
             raise
         return self.partial
 
-    def _remove_abandoned(self) -> None:
-        """Remove the unfinished folders of killed runs, and refuse to go on if another run is writing one."""
+    def _abandoned(self) -> Iterator[Path]:
+        """Yield the unfinished folders of killed runs, each locked while it is yielded, and refuse if a run is writing one."""
         for folder in unfinished_paths(self.path) if self.path.parent.is_dir() else ():
-            if folder.is_symlink() or not folder.is_dir():
+            if folder.is_symlink() or not folder.is_dir() or folder == getattr(self, "partial", None):
                 continue
             try:
                 lock = Lock(folder)
@@ -111,30 +119,43 @@ class WholeFolder:
                 raise self.error(
                     f"output {self.path} is being written by another run. Wait for it, or choose another folder."
                 ) from None
+            except FileNotFoundError:
+                continue  # another run has just finished
             except OSError as error:
                 if not has_no_locks(error):
                     raise
                 continue
-            shutil.rmtree(folder)
-            lock.release()
+            try:
+                yield folder
+            finally:
+                lock.release()
+
+    def _recover(self) -> None:
+        """Move an output back that was moved aside for a new one that never took its place; else remove what was replaced."""
+        for folder in unfinished_paths(self.path, "replaced"):
+            if os.path.lexists(self.path):
+                self._remove(folder)
+            else:
+                folder.rename(self.path)
+
+    def _remove(self, replaced: Path) -> None:
+        """Remove a replaced output. It is renamed first, so that nobody takes the partly deleted rest for a complete output."""
+        deleted = new_unfinished_path(self.path)
+        replaced.rename(deleted)
+        shutil.rmtree(deleted, ignore_errors=True)
 
     def commit(self) -> None:
         """Flush the folder's files to the disk and move the folder to its path, unless a person's files have appeared there."""
         for file in (*self.partial.rglob("*"), self.partial):
             sync(file)
         self._check()  # once more, since the work may have taken hours
-        replaced = new_unfinished_path(self.path) if self.path.exists() else None
-        if replaced is not None:
-            self.path.rename(replaced)
+        if self.path.exists():
+            self.path.rename(new_unfinished_path(self.path, "replaced"))
         try:
             self.partial.rename(self.path)
-        except BaseException:
-            if replaced is not None:
-                replaced.rename(self.path)
-            raise
-        sync(self.path.parent)
-        if replaced is not None:
-            shutil.rmtree(replaced, ignore_errors=True)
+        finally:
+            sync(self.path.parent)
+            self._recover()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.upscalers.checkpoints import SMALL_MEMORY, file_digests, load, logits, save_base
+from upscalers.request.errors import RequestError
 from upscalers.runs.output_folder import OutputFolder
 from upscalers.runs.upscale import upscale
 from upscalers.tensors import writer
@@ -67,8 +68,9 @@ def test_killed_before_either_of_its_renames_a_run_leaves_the_old_output_or_none
     _, status = os.waitpid(fork(work), 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
     assert output.exists() == (step == 0)
-    if output.exists():
-        assert file_digests(output) == old
+    with pytest.raises(RequestError, match="pass --overwrite"):
+        upscaled(second, output)
+    assert file_digests(output) == old
     upscaled(second, output, overwrite=True)
     assert file_digests(output) == new
     assert os.listdir(tmp_path) == ["out"]

@@ -131,14 +131,49 @@ def test_whether_a_file_is_too_large_is_tried_and_leaves_nothing(tmp_path, monke
         folder.can_hold_file(1)
 
 
-def test_what_a_killed_run_left_is_removed_before_the_room_is_measured(tmp_path, monkeypatch, base):
+def test_a_run_that_is_refused_for_lack_of_room_removes_nothing(tmp_path, monkeypatch, base):
+    left, aside = tmp_path / ".out.midus-0123abcd.partial", tmp_path / ".out.midus-0123abcd.replaced"
+    checkpoint(left, "unfinished")
+    checkpoint(aside, "replaced")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 0))
+    with pytest.raises(RequestError, match="Make room or choose another disk"):
+        unverified(base, tmp_path / "out")
+    assert names(tmp_path) == [left.name, aside.name]
+
+
+def test_an_output_that_a_killed_run_moved_aside_comes_back(tmp_path):
+    checkpoint(tmp_path / ".out.midus-0123abcd.replaced", "replaced")
+    checkpoint(tmp_path / ".out.midus-89abcdef.partial", "unfinished")
+    with pytest.raises(RequestError, match="out exists; pass --overwrite"):
+        write(tmp_path / "out")
+    assert names(tmp_path) == ["out"] and (tmp_path / "out" / "config.json").read_text() == text("replaced")
+
+
+def test_of_two_runs_that_begin_at_once_one_at_most_writes(tmp_path, monkeypatch):
+    """The second begins when the first has made its folder and looks for others."""
+    first, second, seen = OutputFolder(tmp_path / "out"), OutputFolder(tmp_path / "out"), []
+    look = OutputFolder._abandoned
+
+    def begin_another(folder):
+        if folder is first and not seen:
+            seen.append(True)
+            with pytest.raises(RequestError, match="being written by another run"), second:
+                pass
+        return look(folder)
+
+    monkeypatch.setattr(OutputFolder, "_abandoned", begin_another)
+    with first as partial:
+        (partial / "config.json").write_text(text("first"))
+        first.commit()
+    assert seen and names(tmp_path) == ["out"] and (tmp_path / "out" / "config.json").read_text() == text("first")
+
+
+def test_what_a_killed_run_left_counts_as_room_and_is_removed(tmp_path, monkeypatch, base):
     left = tmp_path / ".out.midus-0123abcd.partial"
     (left / "sub").mkdir(parents=True)
-    (left / "model.safetensors").write_bytes(bytes(1000))
+    (left / "model.safetensors").write_bytes(bytes(70_000_000))
     (left / "link").symlink_to(base)
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 0 if left.exists() else 10**9)
-    )
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 0))
     before = file_digests(base)
     unverified(base, tmp_path / "out")
     assert names(tmp_path) == ["out"]
