@@ -147,7 +147,11 @@ class TrainedBank(BlockReader):
             for level in self.layout.levels:
                 with safetensors.safe_open(folder / level_file(level), "pt") as file:
                     loaded[level] = [file.get_tensor(key) for key in ("states", "nodes", "steps")]
-        except (OSError, safetensors.SafetensorError) as error:
+                self._check_state(level, *loaded[level])
+            others = {path.name for path in folder.glob("level-*")} - {level_file(level) for level in loaded}
+            if others:
+                raise ValueError(f"the bank has no {min(others)}")
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise BankError(
                 f"the state of blocks in {folder} cannot be read ({error}); expected that of a run that trains blocks. Resume from "
                 "another checkpoint."
@@ -160,6 +164,16 @@ class TrainedBank(BlockReader):
             for position, (index, step) in enumerate(zip(nodes.tolist(), steps.tolist(), strict=True)):
                 self._state((level, index)).copy_(states[position])
                 self._steps[level, index] = step
+
+    def _check_state(self, level: int, states: torch.Tensor, nodes: torch.Tensor, steps: torch.Tensor) -> None:
+        """Refuse the state of a level whose blocks this bank does not have."""
+        expected = (len(nodes), 3, self.layout.record_numel(level))
+        if states.shape != expected or steps.shape != nodes.shape:
+            raise ValueError(f"level {level} has states {list(states.shape)}, where the bank has {list(expected)}")
+        if len(nodes) and not -1 <= int(nodes.min()) <= int(nodes.max()) < self.layout.num_records(level) - 1:
+            raise ValueError(
+                f"level {level} has blocks of nodes {int(nodes.min())} to {int(nodes.max())}, which the bank lacks"
+            )
 
     def _leaf(self, key: BlockKey) -> torch.Tensor:
         """Return the leaf of a block, which shares the memory of its mapped values."""

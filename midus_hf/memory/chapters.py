@@ -27,7 +27,7 @@ from midus_hf.memory.routing.token_places import TokenPlaces
 from midus_hf.ops.chapters.op import chapter_attention
 from midus_hf.ops.chapters.quantisation import dequantise_rows
 from midus_hf.ops.chapters.rows import chapter_rows
-from midus_hf.ops.dispatch.precision import without_autocast
+from midus_hf.ops.dispatch.precision import wide_dtype, without_autocast
 
 _EPS = 1e-6
 # If there are this many times more choices than chapters, nearly every chapter is chosen.
@@ -283,5 +283,5 @@ def derive_all(options: ChaptersOptions, bank_names: Sequence[str], *sources: to
 
 def _rms_normalised(states: torch.Tensor) -> torch.Tensor:
     """Divide states by the root mean square of their last dimension, computed in float32 at least."""
-    wide = states.to(torch.promote_types(states.dtype, torch.float32))
+    wide = states.to(wide_dtype(states))
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS)).to(states.dtype)

@@ -10,9 +10,6 @@ from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.sequence_heads import Depth, SequenceHeads
 
-# Prefixes of the names of the tensors that project the values of slots.
-_VALUES = ("attention_value", "ffn_value")
-
 
 @register_memory("depth-attention")
 class DepthAttention(MemoryModule):

@@ -1,11 +1,14 @@
 """State that a memory keeps of a sequence between forward passes, in the cache of the model."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from midus_hf.ops.dispatch.private_torch import keep_address
+
+# Function that returns a state's tensors without so many last tokens, or None if they do not reach back so far.
+TakeBack = Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor] | None]
 
 
 class MemoryState:
@@ -16,10 +19,9 @@ class MemoryState:
     Args:
         name: Name of the memory.
         layer: Index of the layer with the memory.
-        can_forget: Whether the tensors stay right when the last tokens of a sequence are taken back.
+        can_forget: Whether the last tokens of a sequence can be taken back.
         layers: The layers of the cache that hold tokens. Default: none.
-        take_back: Function that returns the tensors without the last tokens of a sequence, or None if they do not reach back so far,
-            for the tensors and the number of these tokens. Default: the tensors do not depend on them.
+        take_back: Function that takes the last tokens out of the tensors. Default: the tensors do not depend on these tokens.
     """
 
     is_compileable = True
@@ -27,7 +29,9 @@ class MemoryState:
     supports_early_init = False
     keys = values = None
 
-    def __init__(self, name: str, layer: int, can_forget: bool, layers: Sequence[Any] = (), take_back: Any = None):
+    def __init__(
+        self, name: str, layer: int, can_forget: bool, layers: Sequence[Any] = (), take_back: TakeBack | None = None
+    ):
         self.name, self.layer, self.is_croppable = name, layer, can_forget
         # transformers makes a mask from the first layer of each kind, sliding or full: the state must not be the first of its kind.
         self.is_sliding = any(getattr(layer, "is_sliding", False) for layer in layers)
@@ -113,7 +117,7 @@ class MemoryState:
                     f"{abs(tokens)} tokens are taken back, more than the memory {self.name!r} keeps for it; expected fewer. Draft "
                     "fewer tokens at a time (num_assistant_tokens)."
                 )
-            self._tensors = left
+            self.keep(left)  # in place, since compiled steps need fixed addresses
 
     def offload(self, *args: Any, **kwargs: Any) -> None:
         """Stay on the device, since the state is small."""

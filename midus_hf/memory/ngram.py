@@ -12,6 +12,8 @@ from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.routing.token_places import TokenPlaces
+from midus_hf.memory.tables import TableReading
+from midus_hf.ops.dispatch.precision import wide_dtype
 from midus_hf.ops.ngrams.addresses import (
     NO_TOKEN,
     hashed_rows,
@@ -42,8 +44,6 @@ class Ngrams(MemoryModule):
     context = ("tokens", "state")
 
     options: NgramOptions
-    #: Whether the gradient of the table is a sparse tensor of the rows that were read; training may set it.
-    sparse_gradient: bool
     value_table: torch.Tensor
     key_projection: nn.Linear
     value_projection: nn.Linear
@@ -54,7 +54,7 @@ class Ngrams(MemoryModule):
 
     def __init__(self, options: NgramOptions, sizes: ModelSizes):
         super().__init__(options, sizes)
-        self.sparse_gradient = False
+        self.table_reading = TableReading()
         self.dilation = options.max_order
         self.moduli = options.moduli
         # What the state keeps of tokens before the pass, beside the tokens that may be taken back.
@@ -83,13 +83,13 @@ class Ngrams(MemoryModule):
             `[B, T, D]`, to be added to the hidden states.
         """
         places, kept = tokens or TokenPlaces(), {} if state is None else state.kept
-        numbers = self._numbers(input_ids, tables or {}, places)  # [B, T]
+        numbers = self.numbers_of(input_ids, tables or {}, places)  # [B, T]
         document = None if places.starts is None else places.starts.long().cumsum(1)
         before = self._before(kept, "numbers", self.kept_numbers, numbers)
-        rows = self._rows(torch.cat([before, numbers], 1), document, tables or {})
-        read = F.embedding(rows, self.value_table, sparse=self.sparse_gradient).flatten(-2)  # [B, T, E]
-        if self.options.table == "exact":
-            read = read * (rows != 0).repeat_interleave(self.options.row_width, -1)
+        rows = self.rows_read(numbers, tables or {}, document, before)
+        is_known = rows != 0 if self.options.table == "exact" else torch.ones_like(rows)
+        weights = is_known.to(wide_dtype(self.value_table)).unsqueeze(-1)
+        read = self.table_reading.sums(self.value_table, rows.unsqueeze(-1), weights).flatten(-2)  # [B, T, E]
         added = self._gated(hidden_states, read.to(hidden_states.dtype))
         keeping = {"numbers": numbers}
         if self.options.kernel:
@@ -103,22 +103,10 @@ class Ngrams(MemoryModule):
             state.keep(self._kept_after(kept, keeping, document))
         return added
 
-    def rows_read(
-        self,
-        input_ids: torch.Tensor,
-        tables: Mapping[str, torch.Tensor] | None = None,
-        tokens: TokenPlaces | None = None,
-    ) -> torch.Tensor:
-        """Return the rows that each token reads, `[B, T, rows per token]`, for whole sequences, with the arguments of `forward`."""
-        places = tokens or TokenPlaces()
-        numbers = self._numbers(input_ids, tables or {}, places)
-        document = None if places.starts is None else places.starts.long().cumsum(1)
-        return self._rows(numbers, document, tables or {}, before=0)
-
-    def _numbers(
+    def numbers_of(
         self, input_ids: torch.Tensor, tables: Mapping[str, torch.Tensor], places: TokenPlaces
     ) -> torch.Tensor:
-        """Return the number of each token, from 1; `NO_TOKEN` for padding."""
+        """Return the number of each token, `[B, T]`, int64, from 1; `NO_TOKEN` for padding."""
         numbers = input_ids.long()
         if "token_numbers" in tables:
             known = tables["token_numbers"]  # tokens that were added since are numbered by their ids
@@ -133,18 +121,27 @@ class Ngrams(MemoryModule):
             return whole[:, whole.shape[1] - count :].to(like.dtype)
         return like.new_zeros(len(like), count, *like.shape[2:])
 
-    def _rows(
+    def rows_read(
         self,
         numbers: torch.Tensor,
-        document: torch.Tensor | None,
         tables: Mapping[str, torch.Tensor],
-        before: int | None = None,
+        document: torch.Tensor | None = None,
+        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the rows of all tokens but the first `before`, by default as many as the state keeps, `[B, T, rows per token]`."""
-        before = self.kept_numbers if before is None else before
+        """Return the rows that each token reads, `[B, T, rows per token]`, int64.
+
+        Args:
+            numbers: `[B, T]`, as `numbers_of` returns them.
+            tables: `ngrams`, if the table is exact.
+            document: `[B, T]`, number of the document of each token, from 0. Default: a row is one document.
+            before: `[B, P]`, numbers of the tokens before the pass. Default: none.
+        """
+        skipped = 0 if before is None else before.shape[1]
+        if before is not None:
+            numbers = torch.cat([before, numbers], 1)
         if document is not None:
-            document = F.pad(document, (before, 0))
-        around = windows(numbers, self.options.max_order, document)[:, before:]
+            document = F.pad(document, (skipped, 0))
+        around = windows(numbers, self.options.max_order, document)[:, skipped:]
         if self.options.table == "exact":
             known = tables.get("ngrams", numbers.new_zeros(0))
             keys = [ngram_keys(around, order, MOST_TOKENS) for order in self.options.orders]
@@ -171,7 +168,7 @@ class Ngrams(MemoryModule):
         """Return the projected rows, `[B, T, D]`, scaled by the gate of the hidden states."""
         query = _normalised(hidden_states, self.query_norm_weight)
         key = _normalised(self.key_projection(read), self.key_norm_weight)
-        match = (query * key).sum(-1, keepdim=True, dtype=_wide(read)) / math.sqrt(hidden_states.shape[-1])
+        match = (query * key).sum(-1, keepdim=True, dtype=wide_dtype(read)) / math.sqrt(hidden_states.shape[-1])
         # Below the limit the root has no gradient, which would be infinite at zero.
         gate = torch.sigmoid(match.abs().clamp(min=_EPS).sqrt() * match.sign())
         return gate.to(read.dtype) * self.value_projection(read)
@@ -225,15 +222,9 @@ class Ngrams(MemoryModule):
 
 
 def _normalised(states: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-    """Return states divided by their root mean square, in float32 at least, times the gain, in the dtype of the states."""
-    wide = states.to(_wide(states))
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS)
-    return (normed * gain).to(states.dtype)
-
-
-def _wide(states: torch.Tensor) -> torch.dtype:
-    """Return the dtype of sums over features: float32 at least."""
-    return torch.promote_types(states.dtype, torch.float32)
+    """Return `RMSNorm(states)`, computed in float32 at least, in the dtype of the states."""
+    wide = wide_dtype(states)
+    return F.rms_norm(states.to(wide), gain.shape, gain.to(wide), _EPS).to(states.dtype)
 
 
 def _drawn(rows: torch.Tensor, limits: Sequence[int]) -> torch.Tensor:

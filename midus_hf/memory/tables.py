@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import nn
@@ -68,13 +67,11 @@ class TableReading:
 
     def sums(self, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return weighted sums of rows, as `weighted_gather` does."""
-        options: dict[str, Any] = {"sparse_gradient": self.sparse_gradient}
-        return weighted_gather(bank, slots, weights, **options)
+        return weighted_gather(bank, slots, weights, sparse_gradient=self.sparse_gradient)
 
     def products(self, vectors: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Return products of vectors with rows, as `gathered_products` does."""
-        options: dict[str, Any] = {"sparse_gradient": self.sparse_gradient}
-        return gathered_products(vectors, bank, slots, **options)
+        return gathered_products(vectors, bank, slots, sparse_gradient=self.sparse_gradient)
 
 
 class MemoryTables(DeclaredModule):

@@ -1,5 +1,7 @@
 """What memories keep of sequences follows its rows through a cache, and goes where they go."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -83,8 +85,13 @@ def test_tokens_are_taken_back_where_that_leaves_it_right(state):
     MemoryState("chapters", 0, can_forget=True, layers=[DynamicLayer()]).crop(-1)
 
 
+def memory(can_forget):
+    """Return what a state needs to know of a memory's module."""
+    return SimpleNamespace(can_forget=can_forget, take_back=None)
+
+
 def test_states_are_made_once_behind_the_layers_of_a_cache():
-    cache, wanted = DynamicCache(), {("a", 0): True, ("b", 1): False}
+    cache, wanted = DynamicCache(), {("a", 0): memory(True), ("b", 1): memory(False)}
     states = states_in(cache, wanted, 3)
     assert len(cache.layers) == 5 and cache.layers[3:] == [states["a", 0], states["b", 1]]
     assert (states["a", 0].is_croppable, states["b", 1].is_croppable) == (True, False)
@@ -113,7 +120,7 @@ def test_masks_take_it_for_a_layer_of_a_kind_that_there_is():
 
 def test_a_cache_that_offloads_fetches_its_first_layer_behind_the_last(monkeypatch):
     fetched = []
-    cache, wanted = DynamicCache(), {("a", 0): True}
+    cache, wanted = DynamicCache(), {("a", 0): memory(True)}
     state = states_in(cache, wanted, 2)["a", 0]
     monkeypatch.setattr(cache.layers[0], "prefetch", lambda: fetched.append(0))
     state.prefetch()

@@ -41,6 +41,11 @@ def tables_of(memory):
     return {"ngrams": torch.cat([known, torch.full((40 - len(known),), MOST_TOKENS**3 - 1)])}
 
 
+def rows_of(memory, ids, tables=None):
+    """Return the rows that each token of whole sequences reads."""
+    return memory.rows_read(memory.numbers_of(ids, tables or {}, TokenPlaces()), tables or {})
+
+
 def states():
     return torch.randn(2, 12, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -60,7 +65,7 @@ def test_a_new_memory_adds_zero_and_its_rows_get_gradients_at_once():
     assert torch.equal(output, torch.zeros(2, 12, 16))
     output.sum().backward()
     read = torch.zeros(len(memory.value_table), dtype=torch.bool)
-    read[memory.rows_read(IDS).flatten()] = True
+    read[rows_of(memory, IDS).flatten()] = True
     assert torch.equal(memory.value_table.grad.abs().sum(1) > 0, read)
     assert all(parameter.grad.isfinite().all() for parameter in memory.parameters())
 
@@ -128,7 +133,7 @@ def test_an_unknown_ngram_reads_nothing_and_gives_row_zero_no_gradient():
     memory = filled({**EXACT, "kernel": 0})
     memory.value_table.grad = None
     tables = tables_of(memory)
-    rows = memory.rows_read(IDS, tables)
+    rows = rows_of(memory, IDS, tables)
     output = memory(states(), input_ids=IDS, tables=tables)
     assert torch.equal(output[(rows == 0).all(-1)], torch.zeros_like(output[(rows == 0).all(-1)]))
     output.sum().backward()
@@ -138,7 +143,7 @@ def test_an_unknown_ngram_reads_nothing_and_gives_row_zero_no_gradient():
 
 def test_tokens_that_were_added_behind_the_table_are_numbered_by_their_ids():
     memory, like = filled(HASHED), {"token_numbers": torch.tensor([0, 1, 1])}
-    rows = memory.rows_read(torch.tensor([[1, 2, 5], [2, 1, 5], [1, 2, 6]]), like)
+    rows = rows_of(memory, torch.tensor([[1, 2, 5], [2, 1, 5], [1, 2, 6]]), like)
     assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0, :2], rows[2, :2])
     assert not torch.equal(rows[0, 2], rows[2, 2])
 
@@ -147,13 +152,13 @@ def test_all_known_ngrams_have_one_row_in_the_control():
     memory, known = filled({**EXACT, "rows": 1}), filled(EXACT)
     tables = tables_of(known)
     assert len(memory.value_table) == 2
-    assert torch.equal(memory.rows_read(IDS, tables), known.rows_read(IDS, tables).clamp(max=1))
+    assert torch.equal(rows_of(memory, IDS, tables), rows_of(known, IDS, tables).clamp(max=1))
 
 
 def test_sparse_gradients_are_the_dense_ones(memory):
     run(memory).square().sum().backward()
     dense = memory.value_table.grad
-    memory.value_table.grad, memory.sparse_gradient = None, True
+    memory.value_table.grad, memory.table_reading.sparse_gradient = None, True
     run(memory).square().sum().backward()
     assert torch.equal(memory.value_table.grad.to_dense(), dense)
 
@@ -180,7 +185,7 @@ def test_the_memory_computes_what_qwen4_computes_with_the_same_rows():
         vocab_size=10,
     )
     other = modeling.Qwen4ExpTextPLELayer(config, 0, 0).double()
-    rows = memory.rows_read(IDS)
+    rows = rows_of(memory, IDS)
     other.ple_embedding.forward = lambda input_ids, cache: memory.value_table[rows].flatten(-2)
     with torch.no_grad():
         other.key_proj.weight.copy_(memory.key_projection.weight.repeat(2, 1))
@@ -201,6 +206,10 @@ def test_the_memory_computes_what_qwen4_computes_with_the_same_rows():
         ({"width": 10}, "width is 10; expected a multiple of hash_heads = 8"),
         ({"rows": 10}, "rows is 10; expected 1, or a number with 16 primes up to it"),
         ({"rows": 0}, "rows is 0; expected at least one row per hash head"),
+        ({"table": "exact", "hash_heads": 4}, "hash_heads 4 and rows 65536; expected neither, since the corpus"),
+        ({"table": "exact", "rows": 1009}, "hash_heads 8 and rows 1009; expected neither"),
+        ({"known_ngrams": 3}, "table is 'hashed' and known_ngrams 3; expected 0"),
+        ({"table": "exact", "known_ngrams": -1}, "known_ngrams -1; expected 0 or more"),
         ({"kernel": -1}, "kernel is -1; expected a number of taps"),
     ],
 )

@@ -6,6 +6,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from midus_hf.config.memories.ngram import MOST_TOKENS
+from midus_hf.memory.routing.token_places import TokenPlaces
 from tests.tiny import tiny_model
 from tests.upscalers.checkpoints import config_of, read_tensors
 from upscalers.request.errors import RequestError
@@ -35,7 +36,8 @@ def corpus(tmp_path):
 
 
 def made(base, tmp_path, **options):
-    upscale(base=base, method="engram", output=tmp_path / "out", options={"rows": 199, "width": 8, **options})
+    rows = {} if options.get("table") == "exact" else {"rows": 199}
+    upscale(base=base, method="engram", output=tmp_path / "out", options={"width": 8, **rows, **options})
     return read_tensors(tmp_path / "out")
 
 
@@ -61,7 +63,8 @@ def test_every_ngram_of_the_corpus_has_a_row_and_each_row_is_read(spoken_base, c
     assert tensors["model.layers.1.memories.ngram.value_table"].shape == (4, 8)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     memory, tables = model.model.layers[1].memories["ngram"], model.model.memory_tables["ngram"]["0"]()
-    assert memory.rows_read(torch.tensor([[2, 5, 6, 1]]), tables).tolist() == [[[0, 0], [1, 0], [2, 3], [0, 0]]]
+    numbers = memory.numbers_of(torch.tensor([[2, 5, 6, 1]]), tables, TokenPlaces())
+    assert memory.rows_read(numbers, tables).tolist() == [[[0, 0], [1, 0], [2, 3], [0, 0]]]
 
 
 def test_a_dry_run_by_the_config_alone_expects_a_tokenizer(spoken_base, tmp_path):

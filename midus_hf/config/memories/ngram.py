@@ -140,8 +140,22 @@ def check_ngram_options(options: NgramOptions) -> None:
             raise ValueError(f"{name} is {getattr(options, name)}; expected at least one {counted}.")
     if options.kernel < 0:
         raise ValueError(f"kernel is {options.kernel}; expected a number of taps, or 0 for no convolution.")
+    if min(options.known_tokens, options.known_ngrams) < 0:
+        raise ValueError(
+            f"known_tokens is {options.known_tokens} and known_ngrams {options.known_ngrams}; expected 0 or more."
+        )
     if options.table == "exact":
+        usual = NgramOptions.hash_heads, NgramOptions.rows
+        if options.hash_heads != usual[0] or options.rows not in (1, usual[1]):
+            raise ValueError(
+                f"table is 'exact', hash_heads {options.hash_heads} and rows {options.rows}; expected neither, since the corpus says "
+                "how many rows there are. Leave both out."
+            )
         return
+    if options.known_ngrams:
+        raise ValueError(
+            f"table is 'hashed' and known_ngrams {options.known_ngrams}; expected 0, since all n-grams have rows."
+        )
     if options.width % options.hash_heads:
         raise ValueError(
             f"width is {options.width}; expected a multiple of hash_heads = {options.hash_heads}, whose rows share the features of "

@@ -12,6 +12,7 @@ import torch
 
 from midus_hf.memory.routing.stretches import EqualStretches, Stretches, padded
 from midus_hf.memory.routing.token_places import TokenPlaces
+from midus_hf.ops.dispatch.precision import wide_dtype
 
 _ALL_ARE_PROMPT = (
     "routing is 'prompt', and nothing says which tokens are the prompt: all of this pass are taken for it, and what is predicted "
@@ -120,7 +121,7 @@ def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> Pooled:
     sizes = sizes.index_add(0, document.flatten(), real.long().flatten())
     pooled = real & ((position > 0) | (sizes[document] == 1))
     sums = _zeros(states, (number, width)).index_add(
-        0, document.flatten(), (states.to(_wide(states)) * pooled.unsqueeze(-1)).flatten(0, 1)
+        0, document.flatten(), (states.to(wide_dtype(states)) * pooled.unsqueeze(-1)).flatten(0, 1)
     )
     means = sums / (sizes - 1).clamp(min=1).unsqueeze(-1)
     stretch_of_token = torch.where(real, document, -1)
@@ -159,7 +160,9 @@ def pool_prompt(
         )
     rows = _rows(batch, tokens, states.device)
     if kept:
-        return Pooled(kept["pooled"].to(_wide(states)), rows, _counts(places.real, batch, tokens, states.device), {})
+        return Pooled(
+            kept["pooled"].to(wide_dtype(states)), rows, _counts(places.real, batch, tokens, states.device), {}
+        )
     chosen = places.real
     if prompt_mask is None:
         if not torch.compiler.is_compiling():  # a graph cannot warn
@@ -205,7 +208,7 @@ def pool_chunks(
     real = _real(states, places)
     count, total, before = _kept_of(states, kept)
     position = _positions(places, real, count)  # [B, T], in the document
-    values = states.to(_wide(states)) * (real & (position > 0)).unsqueeze(-1)
+    values = states.to(wide_dtype(states)) * (real & (position > 0)).unsqueeze(-1)
     marks, every = _marks(places, states), torch.arange(batch * tokens, device=device)
 
     guided = real & (position >= sizes.first)
@@ -243,7 +246,7 @@ def pool_chunks(
         goes_on = (marks.cumsum(1) == 1).flatten()[first_tokens]  # in the first document of its row
         continues = goes_on & (start <= count[row])
         sums = torch.where(continues.unsqueeze(-1), before[row], sums + total[row] * goes_on.unsqueeze(-1))
-    flat = states.to(_wide(states)).flatten(0, 1)
+    flat = states.to(wide_dtype(states)).flatten(0, 1)
     if sizes.first == 1:
         alone = (start == 1) & ~continues
         sums = torch.where(alone.unsqueeze(-1), flat[(first_tokens - 1).clamp(min=0)], sums)
@@ -252,7 +255,9 @@ def pool_chunks(
 
     chunk_of_token = torch.where(guided.flatten(), number, 0).view(batch, tokens)
     counts = (
-        _zeros(states, (all_chunks,)).index_add(0, chunk_of_token.flatten(), real.to(_wide(states)).flatten()).float()
+        _zeros(states, (all_chunks,))
+        .index_add(0, chunk_of_token.flatten(), real.to(wide_dtype(states)).flatten())
+        .float()
     )
     if places.starts is not None and compiling:
         stretches = Stretches(chunk_of_token)
@@ -292,7 +297,7 @@ def _pool_step(
 ) -> Pooled:
     """Do the work of `pool_chunks` for one token per row, each a stretch, without sorting and without waiting for the device."""
     batch = len(states)
-    real, state = _real(states, places)[:, 0], states[:, 0].to(_wide(states))
+    real, state = _real(states, places)[:, 0], states[:, 0].to(wide_dtype(states))
     count, total, before = _kept_of(states, kept)
     guided = real & (count >= sizes.first)
     means = torch.where(guided.unsqueeze(-1), before / (sizes.start(count) - 1).clamp(min=1).unsqueeze(-1), 0)
@@ -314,7 +319,7 @@ def _row_means(
     The first token of a row counts only if it is the only chosen one.
     """
     batch, tokens, _ = states.shape
-    wide = states.to(_wide(states))
+    wide = states.to(wide_dtype(states))
     counts = _counts(real, batch, tokens, states.device)
     if chosen is None:
         return wide[:, min(1, tokens - 1) :].mean(1), counts
@@ -330,7 +335,7 @@ def _kept_of(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the kept tensors of each row: count `[B]`, total and before `[B, D]`; zeros if the sequence begins here."""
     if kept:
-        return kept["count"], kept["total"].to(_wide(states)), kept["before"].to(_wide(states))
+        return kept["count"], kept["total"].to(wide_dtype(states)), kept["before"].to(wide_dtype(states))
     batch, _, width = states.shape
     nothing = _zeros(states, (batch, width))
     return torch.zeros(batch, dtype=torch.int64, device=states.device), nothing, nothing
@@ -378,9 +383,5 @@ def _counts(real: torch.Tensor | None, batch: int, tokens: int, device: torch.de
     return torch.full((batch,), float(tokens), device=device) if real is None else real.sum(1).float()
 
 
-def _wide(states: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(states.dtype, torch.float32)
-
-
 def _zeros(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.zeros(shape, dtype=_wide(like), device=like.device)
+    return torch.zeros(shape, dtype=wide_dtype(like), device=like.device)

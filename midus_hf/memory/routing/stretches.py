@@ -95,7 +95,8 @@ def padded(
     every = torch.arange(len(flat), device=flat.device)
     if shrinks:
         at_once = flat if alike is None else flat.masked_fill(alike.flatten(), -1)
-        room = max(1, min(room, int((every - first_tokens[flat.clamp(min=0)]).masked_fill(at_once < 0, 0).max()) + 1))
+        longest = int((every - first_tokens[flat.clamp(min=0)]).masked_fill(at_once < 0, 0).max()) + 1
+        room = min(room, max(longest, fewest_together()))  # shorter rows would be read token by token
     if room < fewest_together():
         return Stretches(stretch_of_token.clamp(min=0))
     copies, skipped = -(-alike_room // room), 0 if alike is None else 1

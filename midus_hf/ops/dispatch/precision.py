@@ -26,6 +26,11 @@ def narrowest_integer(bound: int) -> torch.dtype:
     return next(dtype for dtype in (torch.int16, torch.int32, torch.int64) if bound <= torch.iinfo(dtype).max)
 
 
+def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which sums over elements of a tensor are computed: float32 at least."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 def shared_dtype(*tensors: torch.Tensor) -> torch.dtype:
     """Return the dtype in which kernels read all of the tensors.
 

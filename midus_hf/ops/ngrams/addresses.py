@@ -31,11 +31,11 @@ def windows(tokens: torch.Tensor, size: int, document: torch.Tensor | None = Non
     return torch.stack(places, dim=-1)
 
 
-def hashed_rows(windows: torch.Tensor, order: int, multipliers: Sequence[int], moduli: Sequence[int]) -> torch.Tensor:
+def hashed_rows(around: torch.Tensor, order: int, multipliers: Sequence[int], moduli: Sequence[int]) -> torch.Tensor:
     """Return a row per hash head for each n-gram: xor of odd multiples, modulo a prime (Engram, arXiv 2601.07372, section 2.2).
 
     Args:
-        windows: `[B, T, n]`, as `windows` returns them.
+        around: `[B, T, n]`, as `windows` returns them.
         order: Number of tokens per n-gram, at most n.
         multipliers: An odd number per place of the window, whose products with all tokens are below 2^63.
         moduli: Number of rows of each hash head.
@@ -43,27 +43,27 @@ def hashed_rows(windows: torch.Tensor, order: int, multipliers: Sequence[int], m
     Returns:
         `[B, T, heads]`, int64, a row below each head's modulus.
     """
-    mixed = windows[..., 0] * multipliers[0]
+    mixed = around[..., 0] * multipliers[0]
     for back in range(1, order):
-        mixed = mixed ^ (windows[..., back] * multipliers[back])
+        mixed = mixed ^ (around[..., back] * multipliers[back])
     return torch.stack([mixed % modulus for modulus in moduli], dim=-1)
 
 
-def ngram_keys(windows: torch.Tensor, order: int, base: int) -> torch.Tensor:
+def ngram_keys(around: torch.Tensor, order: int, base: int) -> torch.Tensor:
     """Return one integer per n-gram, equal for equal n-grams alone, of whatever order.
 
     Args:
-        windows: `[B, T, n]`, as `windows` returns them.
+        around: `[B, T, n]`, as `windows` returns them.
         order: Number of tokens per n-gram, at most n.
         base: A number above all numbers of tokens, with `base ** n` at most 2^63.
 
     Returns:
-        `[B, T]`, int64; 0 where fewer than `order` tokens precede in the document.
+        `[B, T]`, int64; 0 where the document holds fewer than `order` tokens up to this one.
     """
-    key = torch.zeros_like(windows[..., 0])
+    key = torch.zeros_like(around[..., 0])
     for back in reversed(range(order)):
-        key = key * base + windows[..., back]
-    return torch.where((windows[..., :order] != NO_TOKEN).all(-1), key, 0)
+        key = key * base + around[..., back]
+    return torch.where((around[..., :order] != NO_TOKEN).all(-1), key, 0)
 
 
 def known_rows(keys: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,8 @@ def check_sparse_values(trainer: Any) -> None:
     """Check that a Trainer can take gradients of rows, or raise `ValueError`."""
     if not _row_readers(trainer.model):
         raise ValueError(
-            "sparse_values is true, but no memory of this model reads few rows of a large table; expected one of type ultramem or "
-            "chapters. Leave it out."
+            "sparse_values is true, but no memory of this model reads few rows of a large table; expected one of type "
+            "ultramem, chapters or ngram. Leave it out."
         )
     optimizer = OptimizerNames(trainer.args.optim).value
     if optimizer not in _ROW_OPTIMIZERS:
