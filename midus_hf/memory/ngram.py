@@ -27,6 +27,16 @@ _EPS = 1e-6
 _SPARE = 64
 
 
+def _without_last(kept: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor] | None:
+    """Return the tensors of a state without the last `count` tokens, or None if they do not reach back so far."""
+    if count > int(kept["spare"].min()):
+        return None
+    after = {"spare": kept["spare"] - count}
+    for name in kept.keys() - after.keys():
+        after[name] = torch.cat([torch.zeros_like(kept[name][:, :count]), kept[name][:, :-count]], 1)
+    return after
+
+
 @register_memory("ngram")
 class Ngrams(MemoryModule):
     """Rows of a table by the n-grams that end at each token, gated by the hidden state (arXiv 2601.07372, section 2).
@@ -42,6 +52,7 @@ class Ngrams(MemoryModule):
 
     forward_arguments = ("input_ids",)
     context = ("tokens", "state")
+    take_back = staticmethod(_without_last)
 
     options: NgramOptions
     value_table: torch.Tensor
@@ -208,16 +219,6 @@ class Ngrams(MemoryModule):
                     last = F.pad(document, (count + _SPARE, 0)) == document[:, -1:]
                     whole = whole * last.view(*last.shape, *(1,) * (whole.dim() - 2))
                 after[name] = whole[:, -(count + _SPARE) :]
-        return after
-
-    @staticmethod
-    def take_back(kept: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor] | None:
-        """Return the tensors of a state without the last `count` tokens, or None if they do not reach back so far."""
-        if count > int(kept["spare"].min()):
-            return None
-        after = {"spare": kept["spare"] - count}
-        for name in kept.keys() - after.keys():
-            after[name] = torch.cat([torch.zeros_like(kept[name][:, :count]), kept[name][:, :-count]], 1)
         return after
 
 
