@@ -135,7 +135,7 @@ def _sequences(
     """Return the sequences of a text, and the fingerprint of the tree that its paths belong to, if they name it."""
     is_corpus, column = key == "corpus", arguments.path_column
     named = {"split": arguments.corpus_split, "name": arguments.corpus_name} if is_corpus else {}
-    rows = read_corpus(corpus, text_column=arguments.text_column, **named)
+    rows = read_corpus(corpus, key=key, text_column=arguments.text_column, **named)
     options: dict[str, Any] = {"documents_apart": arguments.document_mask, "text_column": arguments.text_column}
     options["vocab_size"] = model_config.get_text_config().vocab_size
     if column is None or (not is_corpus and column not in rows.column_names):
@@ -144,7 +144,7 @@ def _sequences(
                 "the model fetches blocks by the path of a text, and path_column is not given; expected the column that has paths. "
                 "midus cluster assign writes them."
             )
-        return packed_sequences(rows, tokenizer, arguments.sequence_length, **options), None
+        return packed_sequences(rows, tokenizer, arguments.sequence_length, key=key, **options), None
     check_paths(rows, banks, column, key)
     depth = max(max(layout.levels) for layout in banks.values())
     sequences = leaf_sequences(rows, tokenizer, arguments.sequence_length, path_column=column, depth=depth, **options)

@@ -173,6 +173,9 @@ def test_named_texts_are_measured(config_for, tmp_path):
     finetune(config_for(eval_text=texts, eval_steps=2))
     for name in texts:
         assert list(by_step(tmp_path / "out", f"eval_{name}_loss")) == [2, 3]
+    (tmp_path / "short.txt").write_text("it is 1")
+    with refused("eval_text has .* tokens; expected at least one sequence"):
+        finetune(config_for("short", eval_text=str(tmp_path / "short.txt"), eval_steps=2))
 
 
 @pytest.mark.product

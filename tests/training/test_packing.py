@@ -72,7 +72,7 @@ def test_several_processes_and_batches_make_the_same_sequences(monkeypatch):
 
 def test_what_makes_no_sequence_is_refused():
     tokenizer = tiny_tokenizer()
-    with pytest.raises(ValueError, match=r"has 2 tokens; expected at least one sequence of sequence_length = 1,000"):
+    with pytest.raises(ValueError, match=r"has 2 tokens; expected at least one sequence of 1,000 tokens"):
         packed_sequences(rows(["w5"]), tokenizer, 1000, documents_apart=False)
     with pytest.raises(ValueError, match="the corpus is empty"):
         packed_sequences(rows([]), tokenizer, 4, documents_apart=False)

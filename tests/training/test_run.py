@@ -139,6 +139,15 @@ def test_several_held_out_texts_have_names(config_for, corpus, tmp_path):
     assert all(len(logged(tmp_path / "out", f"eval_{name}_perplexity")) == 1 for name in "ab")
 
 
+def test_a_refusal_of_held_out_text_names_its_key(config_for, tmp_path):
+    for name, text in (("short", "w5 w6"), ("blank", " ")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    with refused(r"eval_text a has 3 tokens; expected at least one sequence of \d+ tokens"):
+        train(config_for(eval_text={"a": str(tmp_path / "short.txt")}, eval_steps=1))
+    with refused(r"eval_text '.*blank.txt' is empty"):
+        train(config_for(eval_text=str(tmp_path / "blank.txt"), eval_steps=1))
+
+
 @pytest.mark.parametrize("family", by_default(["qwen2", "gemma2"], FAMILIES))
 def test_in_bf16_a_half_precision_base_keeps_its_bytes_and_new_tensors_move(family, config_for, tmp_path):
     model = save_upscaled(family, tmp_path, dtype=torch.bfloat16)

@@ -86,8 +86,8 @@ def test_a_wrong_request_exits_with_2_and_one_line(words, corpus, tmp_path, monk
     assert ended.value.code == 2
     assert tuple(capfd.readouterr()) == (
         "",
-        "midus train: the corpus has 61 tokens; expected at least one sequence of sequence_length = 128. "
-        "Add text, or lower sequence_length.\n",
+        "midus train: corpus has 61 tokens; expected at least one sequence of 128 tokens. "
+        "Add text, or lower sequence_length (max_length in midus sft).\n",
     )
     assert not (tmp_path / "out").exists()
 

@@ -55,6 +55,7 @@ def bars_on_terminals() -> Iterator[None]:
 def read_corpus(
     corpus: str | Sequence[str],
     *,
+    key: str = "corpus",
     split: str | None = None,
     name: str | None = None,
     text_column: str = "text",
@@ -67,6 +68,7 @@ def read_corpus(
 
     Args:
         corpus: A file, a folder, or the id of a dataset on the Hub, or several of these.
+        key: Key of the arguments that names the corpus, for messages. Default: `"corpus"`.
         split: Split of the corpus, perhaps with a slice as in `"train[:10%]"`. Default: the only one, or `train`.
         name: Configuration of a dataset on the Hub or of a downloaded one. Default: the dataset's own.
         text_column: Column that holds the text. Default: `"text"`.
@@ -74,8 +76,8 @@ def read_corpus(
     Raises:
         ValueError: If the corpus does not exist, cannot be read, has no text, or lacks the column or the split.
     """
-    rows = read_rows("corpus", corpus, split=split, name=name, text_column=text_column)
-    columns, label = rows.column_names, _label("corpus", corpus)
+    rows = read_rows(key, corpus, split=split, name=name, text_column=text_column)
+    columns, label = rows.column_names, _label(key, corpus)
     if text_column not in columns:
         raise ValueError(
             f"{label} has no column {text_column!r}, only {', '.join(columns) or 'nothing'}; set text_column to the column "

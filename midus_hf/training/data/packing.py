@@ -30,6 +30,7 @@ def packed_sequences(
     sequence_length: int,
     *,
     documents_apart: bool,
+    key: str = "corpus",
     text_column: str = "text",
     vocab_size: int | None = None,
 ) -> "Dataset":
@@ -40,6 +41,7 @@ def packed_sequences(
         tokenizer: A tokenizer with an EOS token; it adds its default special tokens.
         sequence_length: T, tokens per sequence.
         documents_apart: Whether tokens attend only within their text: positions then restart where a text begins.
+        key: Key of the arguments that names the texts, for messages. Default: `"corpus"`.
         text_column: Column that holds the text. Default: `"text"`.
         vocab_size: Number of ids that the model embeds. Default: None, unchecked.
 
@@ -56,8 +58,8 @@ def packed_sequences(
     if not len(packed):
         count = sum(map(len, tokens["input_ids"]))
         raise ValueError(
-            f"the corpus has {count:,} tokens; expected at least one sequence of sequence_length = {sequence_length:,}. Add text, "
-            "or lower sequence_length."
+            f"{key} has {count:,} tokens; expected at least one sequence of {sequence_length:,} tokens. Add text, or lower "
+            "sequence_length (max_length in midus sft)."
         )
     return packed
 

@@ -88,7 +88,7 @@ def prepare(arguments: SftArguments) -> Run:
         with arguments.main_process_first(desc="reading the chats"):
             examples, last_token = chat_examples(arguments, tokenizer, model_config.vocab_size)
             held_out = {
-                name: packed_sequences(read_corpus(path), tokenizer, arguments.max_length or 0, documents_apart=False)
+                name: _held_out(f"eval_text {name}".rstrip(), path, arguments, tokenizer)
                 for name, path in arguments.eval_texts.items()
             }
         run.load_model(model_config)
@@ -118,6 +118,12 @@ def prepare(arguments: SftArguments) -> Run:
             print(*lines, sep="\n")
         opened.pop_all()
     return run
+
+
+def _held_out(key: str, path: str, arguments: SftArguments, tokenizer: Any) -> Any:
+    """Return a held-out text as packed sequences."""
+    rows = read_corpus(path, key=key)
+    return packed_sequences(rows, tokenizer, arguments.max_length or 0, key=key, documents_apart=False)
 
 
 def _describe(arguments: SftArguments, sequences: Any, num_rows: int) -> list[str]:
