@@ -19,6 +19,7 @@ from midus_hf.ops.ngrams.addresses import (
     hashed_rows,
     known_rows,
     ngram_keys,
+    numbered,
     windows,
 )
 
@@ -118,11 +119,7 @@ class Ngrams(MemoryModule):
         self, input_ids: torch.Tensor, tables: Mapping[str, torch.Tensor], places: TokenPlaces
     ) -> torch.Tensor:
         """Return the number of each token, `[B, T]`, int64, from 1; `NO_TOKEN` for padding."""
-        numbers = input_ids.long()
-        if "token_numbers" in tables:
-            known = tables["token_numbers"]  # tokens that were added since are numbered by their ids
-            numbers = torch.where(numbers < len(known), known[numbers.clamp(max=len(known) - 1)], numbers)
-        numbers = numbers + 1
+        numbers = numbered(input_ids.long(), tables["token_numbers"] if self.options.known_tokens else None)
         return numbers if places.real is None else torch.where(places.real, numbers, NO_TOKEN)
 
     def _before(self, kept: Mapping[str, torch.Tensor], name: str, count: int, like: torch.Tensor) -> torch.Tensor:
@@ -154,7 +151,7 @@ class Ngrams(MemoryModule):
             document = F.pad(document, (skipped, 0))
         around = windows(numbers, self.options.max_order, document)[:, skipped:]
         if self.options.table == "exact":
-            known = tables.get("ngrams", numbers.new_zeros(0))
+            known = tables["ngrams"] if self.options.known_ngrams else numbers.new_zeros(0)
             keys = [ngram_keys(around, order, MOST_TOKENS) for order in self.options.orders]
             rows = torch.stack([known_rows(each, known) for each in keys], dim=-1).clamp(
                 max=self.options.num_slots - 1

@@ -142,7 +142,7 @@ def test_an_unknown_ngram_reads_nothing_and_gives_row_zero_no_gradient():
 
 
 def test_tokens_that_were_added_behind_the_table_are_numbered_by_their_ids():
-    memory, like = filled(HASHED), {"token_numbers": torch.tensor([0, 1, 1])}
+    memory, like = filled({**HASHED, "known_tokens": 3}), {"token_numbers": torch.tensor([0, 1, 1])}
     rows = rows_of(memory, torch.tensor([[1, 2, 5], [2, 1, 5], [1, 2, 6]]), like)
     assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0, :2], rows[2, :2])
     assert not torch.equal(rows[0, 2], rows[2, 2])

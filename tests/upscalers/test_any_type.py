@@ -45,11 +45,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "midus-pkm": {"n": 8, "k": 3},
     "hier-lora-qk": SMALL_TREE,
     "midus-linear": {"slots": 16, "k": 3},
+    "engram": {"rows": 101, "width": 16},
 }
 # What is proven for a method: its memory's site, or its memory's type inside a part.
 WIRINGS = {
     "moc": "behind-attention",
     "ultramem-v2": "beside-ffn",
+    "engram": "beside-ffn",
     "hier-ffn": "beside-ffn",
     **{name: name for name in ("hier-kv", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn")},
     "moda": "depth-attention",

@@ -1,5 +1,8 @@
 """The method engram: its layers, the numbers of its tokens, the n-grams of a corpus, and what it refuses."""
 
+import importlib.util
+import shutil
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -10,6 +13,7 @@ from midus_hf.memory.routing.token_places import TokenPlaces
 from tests.tiny import tiny_model
 from tests.upscalers.checkpoints import config_of, read_tensors
 from upscalers.request.errors import RequestError
+from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
 WORDS = ["<unk>", "the", "The", "THÉ", "cat", "Cat", "sat", " ", "\n", "\u3000"]
@@ -67,6 +71,64 @@ def test_every_ngram_of_the_corpus_has_a_row_and_each_row_is_read(spoken_base, c
     assert memory.rows_read(numbers, tables).tolist() == [[[0, 0], [1, 0], [2, 3], [0, 0]]]
 
 
+def test_rows_may_need_several_texts_that_have_the_ngram(spoken_base, corpus, tmp_path):
+    tensors = made(spoken_base, tmp_path, **EXACT, corpus=str(corpus), min_documents=2)
+    assert tensors["model.memory_tables.ngram.0.ngrams"].tolist() == [5 + 2 * MOST_TOKENS]
+
+
+@pytest.fixture
+def taught(spoken_base, corpus, tmp_path):
+    """Return a model with random rows for the n-grams of the corpus."""
+    made(spoken_base, tmp_path, **EXACT, corpus=str(corpus))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if ".memories." in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+            parameter.data[0] *= "value_table" not in name
+    shutil.copytree(tmp_path / "out", tmp_path / "taught")
+    model.save_pretrained(tmp_path / "taught")
+    return tmp_path / "taught"
+
+
+KNOWN, UNKNOWN = torch.tensor([[9, 1, 4, 6, 20, 30]]), torch.tensor([[4, 1, 6, 9, 20, 30]])
+
+
+def test_a_text_without_known_ngrams_has_the_logits_of_the_base(spoken_base, taught):
+    base, model = (AutoModelForCausalLM.from_pretrained(folder) for folder in (spoken_base, taught))
+    with torch.no_grad():
+        assert torch.equal(model(UNKNOWN).logits, base(UNKNOWN).logits)
+        differs = (model(KNOWN).logits != base(KNOWN).logits).any(-1)[0]
+    assert differs.tolist() == [False, False, True, True, True, True]
+
+
+def test_a_second_corpus_leaves_the_first_one_as_it_was(taught, corpus, tmp_path):
+    (tmp_path / "more.txt").write_text("sat cat the")
+    upscale(
+        base=taught, method="engram", output=tmp_path / "two", options={**EXACT, "corpus": str(tmp_path / "more.txt")}
+    )
+    strip(tmp_path / "two", output=tmp_path / "one")
+    assert all(
+        torch.equal(tensor, read_tensors(taught)[name]) for name, tensor in read_tensors(tmp_path / "one").items()
+    )
+
+
+def test_a_tokenizer_that_does_not_load_is_refused(spoken_base, corpus, tmp_path):
+    shutil.copytree(spoken_base, tmp_path / "base")
+    (tmp_path / "base" / "tokenizer.json").write_text("{")
+    with pytest.raises(RequestError, match="the tokenizer of the base cannot be loaded: "):
+        made(tmp_path / "base", tmp_path)
+
+
+def test_a_corpus_needs_datasets(spoken_base, corpus, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "datasets" else find(name, *rest)
+    )
+    with pytest.raises(RequestError, match="a corpus needs datasets, which is not installed; in the clone"):
+        made(spoken_base, tmp_path, **EXACT, corpus=str(corpus))
+
+
 def test_a_dry_run_by_the_config_alone_expects_a_tokenizer(spoken_base, tmp_path):
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.json").write_bytes((spoken_base / "config.json").read_bytes())
@@ -97,6 +159,8 @@ def test_spellings_are_apart_without_compression_and_without_a_tokenizer(spoken_
     [
         ({"table": "exact"}, "table is 'exact' and corpus None; expected a corpus for table exact"),
         ({"corpus": "x"}, "table is 'hashed' and corpus 'x'; expected a corpus for table exact"),
+        ({"min_documents": 0}, "min_documents is 0; expected at least 1"),
+        ({"min_documents": 2}, "min_documents is 2; expected at least 1, and a corpus for more"),
         ({"known_tokens": 5}, "known_tokens or known_ngrams is given; expected neither"),
         ({**EXACT, "corpus": "/nowhere"}, "corpus is '/nowhere'"),
     ],
@@ -109,7 +173,8 @@ def test_what_it_refuses(options, message, spoken_base, tmp_path):
 def test_a_corpus_without_ngrams_is_refused(spoken_base, tmp_path):
     (tmp_path / "words.txt").write_text("cat")
     with pytest.raises(
-        RequestError, match=r"words.txt has no text of 2 tokens or more; expected n-grams to give rows to"
+        RequestError,
+        match=r"words.txt has no n-gram of 2 tokens or more that 1 of its texts have; expected n-grams to",
     ):
         made(spoken_base, tmp_path, **EXACT, corpus=str(tmp_path / "words.txt"))
 

@@ -1,5 +1,6 @@
 """Engram: rows of a table by the last tokens of the text, beside the feed-forward networks of two layers."""
 
+import importlib.util
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from midus_hf.config.memories.ngram import MOST_TOKENS, NgramOptions
 from midus_hf.config.memory_entries import TABLES, MemoryEntry
 from midus_hf.config.options import option
+from midus_hf.config.wording import install_extra
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.methods.contract import ENGRAM, register_method
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 _PUBLISHED = "published"
 # Text of a token that holds a part of a character.
 _BROKEN = "\ufffd"
-_TEXTS_AT_ONCE = 1000
 
 
 @register_method("engram")
@@ -43,6 +44,11 @@ class Engram(AttachedMemoryMethod):
             ),
         ),
         (
+            "min_documents",
+            int,
+            option(1, "texts of the corpus that have an n-gram, at least, for it to have a row"),
+        ),
+        (
             "compress",
             bool,
             option(True, "whether tokens of like text count as one: without case, accents and kinds of white space"),
@@ -56,7 +62,12 @@ class Engram(AttachedMemoryMethod):
     @property
     def recorded_options(self) -> dict[str, Any]:
         corpus = self.options.corpus
-        return {**super().recorded_options, "corpus": corpus and Path(corpus).name}
+        is_path = corpus is not None and Path(corpus).expanduser().exists()
+        return {**super().recorded_options, "corpus": Path(corpus).name if is_path else corpus}
+
+    def check_machine(self) -> None:
+        if self.options.corpus is not None and importlib.util.find_spec("datasets") is None:
+            raise RequestError(f"a corpus needs datasets, which is not installed; {install_extra('train')}.")
 
     def check(self, base: BaseModel) -> None:
         if self.options.known_tokens or self.options.known_ngrams:
@@ -67,6 +78,10 @@ class Engram(AttachedMemoryMethod):
             raise RequestError(
                 f"table is {self.options.table!r} and corpus {self.options.corpus!r}; expected a corpus for table exact, and for it "
                 "alone. Pass --set table=exact --set corpus=FOLDER."
+            )
+        if self.options.min_documents < 1 or (self.options.min_documents > 1 and self.options.corpus is None):
+            raise RequestError(
+                f"min_documents is {self.options.min_documents}; expected at least 1, and a corpus for more than 1."
             )
         if _vocabulary(base) >= MOST_TOKENS:
             raise RequestError(f"the base has {_vocabulary(base):,} tokens; expected fewer than {MOST_TOKENS:,}.")
@@ -120,32 +135,27 @@ class Engram(AttachedMemoryMethod):
         numbers = torch.arange(_vocabulary(base))
         if self._compresses(base):
             known = like_tokens(_tokenizer(base))[: len(numbers)]
-            numbers[: len(known)] = torch.tensor(known)
+            numbers[: len(known)] = torch.tensor(known, dtype=torch.int64)
         return numbers
 
     def _ngrams(self, base: BaseModel) -> "torch.Tensor":
         """Return the keys of the n-grams of the corpus, `[N]`, int64, ascending. The corpus is read once."""
-        import torch
-
-        from midus_hf.ops.ngrams.addresses import ngram_keys, windows
-        from midus_hf.training.data.corpus import read_corpus
+        from midus_hf.training.data.corpus import bars_on_terminals, read_corpus
+        from midus_hf.training.data.ngrams import keys_of_texts, known_ngrams
 
         if self._keys is None:
-            with refusing_requests():
+            with refusing_requests(), bars_on_terminals():
                 texts = read_corpus(self.options.corpus)["text"]
-            tokenizer, numbers = _tokenizer(base), self._token_numbers(base) + 1
-            keys = torch.zeros(1, dtype=torch.int64)
-            for first in range(0, len(texts), _TEXTS_AT_ONCE):
-                new = [keys]
-                for ids in tokenizer(texts[first : first + _TEXTS_AT_ONCE])["input_ids"]:
-                    around = windows(numbers[torch.tensor(ids)].unsqueeze(0), self.options.max_order)
-                    new += [ngram_keys(around, order, MOST_TOKENS).flatten() for order in self.options.orders]
-                keys = torch.cat(new).unique()
-            self._keys = keys[keys > 0]
+            options = self.memory_options(**{name: getattr(self.options, name) for name in ("min_order", "max_order")})
+            numbers = self._token_numbers(base)
+            self._keys = known_ngrams(
+                keys_of_texts(texts, _tokenizer(base), options, numbers), self.options.min_documents
+            )
             if not len(self._keys):
                 raise RequestError(
-                    f"corpus {self.options.corpus} has no text of {self.options.min_order} tokens or more; expected n-grams to give "
-                    "rows to. Add text to it, or lower min_order."
+                    f"corpus {self.options.corpus} has no n-gram of {self.options.min_order} tokens or more that "
+                    f"{self.options.min_documents} of its texts have; expected n-grams to give rows to. Add text to it, or lower "
+                    "min_order or min_documents."
                 )
         return self._keys
 
@@ -156,9 +166,10 @@ def _vocabulary(base: BaseModel) -> int:
 
 
 def _tokenizer(base: BaseModel) -> Any:
-    from transformers import AutoTokenizer
+    from midus_hf.saved_models import load_tokenizer, refusing
 
-    return AutoTokenizer.from_pretrained(base.folder, local_files_only=True)
+    with refusing_requests(), refusing("the tokenizer of the base cannot be loaded", OSError, ValueError):
+        return load_tokenizer(str(base.folder))
 
 
 def like_tokens(tokenizer: Any) -> list[int]:
@@ -183,6 +194,7 @@ def like_tokens(tokenizer: Any) -> list[int]:
     for token in range(len(tokenizer)):
         text = tokenizer.decode([token], skip_special_tokens=False)
         alike = like.normalize_str(text)
-        key = tokenizer.convert_ids_to_tokens(token) if _BROKEN in text else (alike.strip() or alike or text)
+        # A zero byte, which no text has, keeps names of tokens apart from texts.
+        key = f"\0{tokenizer.convert_ids_to_tokens(token)}" if _BROKEN in text else (alike.strip() or alike or text)
         numbers.append(first.setdefault(key, token))
     return numbers

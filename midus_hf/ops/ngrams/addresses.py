@@ -8,6 +8,21 @@ import torch
 NO_TOKEN = 0
 
 
+def numbered(ids: torch.Tensor, known: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the number of each token, from 1, which is the same for tokens that count as one.
+
+    Args:
+        ids: int64, of any shape.
+        known: `[V]`, int64, number of each id less 1; ids that were added since are numbered by themselves. Default: all are.
+
+    Returns:
+        int64, in the shape of `ids`.
+    """
+    if known is not None:
+        ids = torch.where(ids < len(known), known[ids.clamp(max=len(known) - 1)], ids)
+    return ids + 1
+
+
 def windows(tokens: torch.Tensor, size: int, document: torch.Tensor | None = None) -> torch.Tensor:
     """Return each token with the tokens before it, the token itself first.
 

@@ -1,0 +1,60 @@
+"""N-grams of texts, as memories with a table of known n-grams number them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from midus_hf.config.memories.ngram import MOST_TOKENS, NgramOptions
+from midus_hf.ops.ngrams.addresses import ngram_keys, numbered, windows
+
+_TEXTS_AT_ONCE = 1000
+
+
+class TextKeys(NamedTuple):
+    """N-grams that end at each token of some texts, one text behind another.
+
+    Args:
+        keys: `[T, orders]`, int64; 0 where a text has fewer tokens up to this one.
+        texts: `[T]`, int64, index of each token's text among all texts.
+        ids: Ids of the tokens of each of these texts.
+    """
+
+    keys: torch.Tensor
+    texts: torch.Tensor
+    ids: list[list[int]]
+
+
+def keys_of_texts(
+    texts: Sequence[str], tokenizer: Any, options: NgramOptions, token_numbers: torch.Tensor | None = None
+) -> Iterator[TextKeys]:
+    """Yield the n-grams of texts, a thousand texts at a time; no n-gram reaches into another text.
+
+    Args:
+        tokenizer: Tokenizer of the model, whose special tokens count as in training.
+        options: Options of the memory, which say the orders of n-grams.
+        token_numbers: `[V]`, int64, numbers of tokens of like text. Default: tokens are numbered by their ids.
+    """
+    starts = range(0, len(texts), _TEXTS_AT_ONCE)
+    for first in tqdm(starts, desc="reading n-grams", unit="k texts", disable=None, leave=False):
+        ids = tokenizer(list(texts[first : first + _TEXTS_AT_ONCE]))["input_ids"]
+        lengths = torch.tensor([len(each) for each in ids])
+        text = torch.arange(len(ids)).repeat_interleave(lengths)
+        tokens = torch.tensor([token for each in ids for token in each], dtype=torch.int64)
+        around = windows(numbered(tokens, token_numbers).unsqueeze(0), options.max_order, text.unsqueeze(0))[0]
+        keys = torch.stack([ngram_keys(around, order, MOST_TOKENS) for order in options.orders], dim=-1)
+        yield TextKeys(keys, text + first, ids)
+
+
+def known_ngrams(texts: Iterator[TextKeys], least_texts: int = 1) -> torch.Tensor:
+    """Return the n-grams that at least so many texts have, `[N]`, int64, ascending."""
+    known, counts = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    for part in texts:
+        keys, order = part.keys.flatten().sort(stable=True)  # of equal keys, texts are ascending
+        pairs = torch.stack([keys, part.texts.repeat_interleave(part.keys.shape[1])[order]])
+        is_new = torch.cat([keys[:1] > 0, (pairs[:, 1:] != pairs[:, :-1]).any(0) & (keys[1:] > 0)])
+        new, in_texts = keys[is_new].unique_consecutive(return_counts=True)
+        known, places = torch.cat([known, new]).unique(return_inverse=True)
+        counts = torch.zeros_like(known).index_add(0, places, torch.cat([counts, in_texts]))
+    return known[counts >= least_texts]
