@@ -1,6 +1,7 @@
 """Check names of models, paths of texts and devices before anything is loaded that takes seconds."""
 
 import re
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +15,8 @@ _EXPECTED_SOURCES = {
 # A name with one of these endings is a file, though it could be a Hub id by its characters.
 _FILE_SUFFIXES = {".gz", ".json", ".jsonl", ".md", ".parquet", ".txt", ".zst"}
 _SECONDS_TO_ANSWER = 5
+_LONGEST_REASON = 400
+_BUSY = (408, 429)  # statuses of a Hub that answers later
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -122,6 +125,7 @@ def _check_hub_id(key: str, name: str) -> None:
     from huggingface_hub import snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import (
         GatedRepoError,
+        HfHubHTTPError,
         HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
@@ -138,10 +142,30 @@ def _check_hub_id(key: str, name: str) -> None:
         raise ValueError(f"{key} is {name!r}, which {reason}.") from None
     except (RepositoryNotFoundError, HFValidationError):
         raise ValueError(f"{key} is {name!r}, which is no folder here and not on the Hub; {expected}.") from None
-    except LocalEntryNotFoundError:
-        raise ValueError(
-            f"{key} is {name!r}, which is no folder here, and the Hub cannot be reached (or HF_HUB_OFFLINE is set); {expected}."
-        ) from None
+    except (LocalEntryNotFoundError, HfHubHTTPError) as error:
+        reason = answer_of_hub(error) or f"the Hub cannot be reached (or HF_HUB_OFFLINE is set); {expected}"
+        raise ValueError(f"{key} is {name!r}, which is no folder here, and {reason}.") from None
+
+
+def answer_of_hub(error: Exception) -> str | None:
+    """Return what the Hub answered and the remedy, as a text; None if the Hub did not answer.
+
+    Args:
+        error: An error of the Hub's client.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    answer = error if isinstance(error, HfHubHTTPError) else error.__cause__
+    if not isinstance(answer, HfHubHTTPError):
+        return None
+    status = answer.response.status_code
+    remedy = (
+        "try again later"
+        if status >= 500 or status in _BUSY
+        else "check the name, and log in with 'hf auth login' to an account that has the right to it"
+    )
+    reason = textwrap.shorten(str(answer), _LONGEST_REASON, placeholder=" ...")
+    return f"the Hub answers with status {status} ({reason}); {remedy}"
 
 
 def usable_device(name: str | None, precision: str = "float32") -> str:

@@ -63,7 +63,7 @@ class LoopbackHub:
     Attributes:
         dies_in: A part of the path of those uploads whose connection is cut after half of their body.
         refuses_commits: The status that commits are refused with.
-        fails_access: The status that every question for access is answered with; 0 cuts the connection instead.
+        answers_with: The status that every question about a model is answered with; 0 cuts the connection instead.
         requests: Every request, its method and path.
         ranges: Every part of a file that was asked for: the path, the first byte and the last.
     """
@@ -73,7 +73,7 @@ class LoopbackHub:
         self.large_objects: dict[str, bytes] = {}
         self.dies_in: str | None = None
         self.refuses_commits: int | None = None
-        self.fails_access: int | None = None
+        self.answers_with: int | None = None
         self.requests: list[tuple[str, str]] = []
         self.ranges: list[tuple[str, int, int]] = []
         hub = self
@@ -120,7 +120,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _get(self) -> None:
         path = self._path()
-        if path.startswith("/api/models/") and "/auth-check" in path:
+        if path == "/api/whoami-v2":
+            known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+            self._send(200 if known else 401, {"name": OWNER} if known else {"error": "Invalid user token"})
+        elif path.startswith("/api/models/") and self.hub.answers_with == 0:
+            self.close_connection = True
+        elif path.startswith("/api/models/") and self.hub.answers_with is not None:
+            self._send(self.hub.answers_with, {"error": "broken"})
+        elif path.startswith("/api/models/") and "/auth-check" in path:
             self._check_access(path.removeprefix("/api/models/"))
         elif path.startswith("/api/models/"):
             self._answer_about_model(path.removeprefix("/api/models/"))
@@ -132,12 +139,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, {"error": f"no such page {path}"})
 
     def _check_access(self, rest: str) -> None:
-        if self.hub.fails_access == 0:
-            self.close_connection = True
-            return
-        if self.hub.fails_access is not None:
-            self._send(self.hub.fails_access, {"error": "broken"})
-            return
         name, _, kind = rest.partition("/auth-check")
         repository = self._repository(name)
         if repository is not None:

@@ -93,7 +93,7 @@ REQUESTS = [
     (["--base", ""], "--base is ''; expected a value. Fill it in"),
     (["--method", ""], "--method is ''; expected a value. Fill it in"),
     (["--base", "/no/such/folder"], "'/no/such/folder' is no folder, no .gguf file and no hub id; expected one of them"),
-    (["--base", "no-such-folder"], "'no-such-folder' is no local folder, and the hub cannot be reached .or HF_HUB_OFFLINE"),
+    (["--base", "no-such-folder"], "'no-such-folder' is no local folder, and the Hub cannot be reached .or HF_HUB_OFFLINE"),
     (["--base", "a--b"], "'a--b' is no local folder and no hub id"),
     (["--output", ""], "--output is ''; expected a value. Fill it in"),
     (["--push-to-hub", "me/my/model"], "push-to-hub is 'me/my/model'; expected a repository such as me/model"),

@@ -1,6 +1,7 @@
 """From the hub and to the hub, with huggingface_hub's own client against a server on loopback."""
 
 import json
+import re
 import shlex
 import socket
 import time
@@ -12,6 +13,7 @@ from tiny import prompt
 from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.model_names import check_model_name
 from tests.upscalers.checkpoints import config_of, load, logits, record_of, save_base
 from tests.upscalers.conftest import point_client_at
 from tests.upscalers.hub_server import Repository, client_environment, files_of
@@ -19,6 +21,7 @@ from tests.upscalers.processes import run_python
 from upscalers.checkpoint.hub import prepare_repository
 from upscalers.request.errors import RequestError
 from upscalers.runs import upscale as run
+from upscalers.runs import verify
 from upscalers.runs.upscale import upscale
 
 SMALL = ("--set", "n=8", "--set", "k=2")
@@ -83,7 +86,7 @@ def test_what_cannot_be_downloaded_is_told_with_the_reason(base, hub, command, r
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         point_client_at(f"http://127.0.0.1:{unused.getsockname()[1]}", monkeypatch)
-        refused(command(*DOWNLOADED), "'org/base' is no local folder, and the hub cannot be reached", None)
+        refused(command(*DOWNLOADED), "'org/base' is no local folder, and the Hub cannot be reached", None)
 
 
 def test_a_model_pushed_from_python_brings_its_code(base, hub, tmp_path):
@@ -128,7 +131,7 @@ REQUEST = ("--method", "midus-hml", "--output", "out", "--set", "n=8", "--set", 
 HF = "from huggingface_hub.cli.hf import main; main()"
 
 
-MAY_NOT = "but the hub does not let this account write there ("
+MAY_NOT = "but the Hub does not let this account write there ("
 
 
 REFUSED = {
@@ -136,7 +139,7 @@ REFUSED = {
     "a token that the hub does not know": ("HF_TOKEN", "hf_wrong", "me/x", MAY_NOT),
     "a repository of others": (None, None, "others/theirs", MAY_NOT),
     "offline": ("HF_HUB_OFFLINE", True, "me/x", "but HF_HUB_OFFLINE is set; expected a hub that can be reached."),
-    "no hub": ("ENDPOINT", "http://127.0.0.1:9", "me/x", "but the hub does not answer (ConnectError"),
+    "no hub": ("ENDPOINT", "http://127.0.0.1:9", "me/x", "but the Hub does not answer (ConnectError"),
 }
 
 
@@ -158,12 +161,52 @@ def test_without_a_hub_that_lets_the_person_write_nothing_is_begun(
     assert hub.repositories.keys() == {"others/theirs"}
 
 
-@pytest.mark.parametrize("status", [0, 500], ids=["a cut connection", "an error of the hub"])
-def test_a_hub_that_fails_while_access_is_checked_is_named(hub, monkeypatch, status):
+RIGHTS = "check the name, and log in with 'hf auth login' to an account that has the right to it"
+
+
+ANSWERS = {
+    0: r"the Hub does not answer \(.*\); try again later",
+    403: rf"the Hub answers with status 403 \(.*\); {RIGHTS}",
+    404: rf"the Hub answers with status 404 \(.*\); {RIGHTS}",
+    429: r"the Hub answers with status 429 \(.*\); try again later",
+    500: r"the Hub answers with status 500 \(.*\); try again later",
+}
+
+
+@pytest.mark.parametrize(("status", "answer"), ANSWERS.items())
+def test_what_the_hub_answers_is_told(hub, command, refused, monkeypatch, status, answer):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the client's own attempts
-    hub.fails_access = status
-    with pytest.raises(RequestError, match=r"push-to-hub is 'me/x', but the hub does not answer .*Try again later"):
+    hub.answers_with = status
+    message = re.escape(MAY_NOT) if status == 403 else f"but {answer}, or upload the output afterwards"
+    with pytest.raises(RequestError, match=f"push-to-hub is 'me/x', {message}"):
         prepare_repository("me/x", private=False)
+    if status:
+        refused(
+            command(*DOWNLOADED), rf"'org/base' is no local folder, and {answer}\. Give a folder otherwise\.", None
+        )
+        with pytest.raises(ValueError, match=rf"^model is 'org/base', which is no folder here, and {answer}\.$"):
+            check_model_name("model", "org/base")
+
+
+REFUSED_LATE = {
+    "the plan": (("--num-new-layers", "9"), "num-new-layers is 9"),
+    "the memory": ((), "comparing both models layer by layer takes"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED_LATE.values(), ids=REFUSED_LATE)
+def test_a_refused_request_creates_no_repository(base, hub, command, refused, monkeypatch, words, message):
+    monkeypatch.setattr(verify, "available_bytes", lambda: 1)
+    done = command("--base", base, *REQUEST[:-1], "--push-to-hub", "me/x", *words)
+    refused(done, message, None)
+    assert hub.requests == [("GET", "/api/whoami-v2")]
+
+
+def test_a_base_on_the_hub_is_downloaded_only_by_an_account(base, hub, command, refused, monkeypatch, tmp_path):
+    hub.repositories["org/base"] = Repository(files_of(base))
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    refused(command("--base", "org/base", *REQUEST, "--push-to-hub", "me/x"), MAY_NOT, None)
+    assert hub.downloaded("org/base") == {"config.json"}
 
 
 def test_a_dry_run_asks_no_hub(base, hub, command):
@@ -223,6 +266,7 @@ def test_an_interrupted_upload_says_that_the_folder_is_complete(base, command, t
     def interrupted(*_):
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(run, "check_account", lambda repository: None)
     monkeypatch.setattr(run, "prepare_repository", lambda repository, private: repository)
     monkeypatch.setattr(run, "push_folder", interrupted)
     monkeypatch.chdir(tmp_path)

@@ -3,6 +3,7 @@
 import shlex
 from pathlib import Path
 
+from midus_hf.model_names import answer_of_hub
 from upscalers.request.errors import RequestError, one_line
 
 
@@ -21,8 +22,30 @@ def check_repo_id(repo_id: str) -> None:
         raise RequestError(f"push-to-hub is {repo_id!r}; expected a repository such as me/model. {error}") from None
 
 
+def check_account(repo_id: str) -> None:
+    """Ask the hub who the account is, before anything is downloaded; nothing is created.
+
+    Args:
+        repo_id: Repository that the result will be uploaded to.
+
+    Raises:
+        RequestError: If nobody is logged in, the hub refuses the token, or the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise RequestError(
+            f"push-to-hub is {repo_id!r}, but HF_HUB_OFFLINE is set; expected a hub that can be reached. "
+            "Unset it, or upload the output later."
+        )
+    try:
+        HfApi().whoami()
+    except Exception as error:
+        raise _refusal(repo_id, error) from None
+
+
 def prepare_repository(repo_id: str, private: bool) -> str:
-    """Create the repository of a result unless it exists, before work begins, so that the hub says whether it can be written to.
+    """Create the repository of a result unless it exists, before the first byte, so that the hub says whether it can be written to.
 
     Args:
         repo_id: Repository with or without its owner; without an owner, the account owns it.
@@ -32,39 +55,38 @@ def prepare_repository(repo_id: str, private: bool) -> str:
         The repository with its owner.
 
     Raises:
-        RequestError: If the account may not write there, the hub does not answer, or the repository is to be private and is
-            public.
+        RequestError: If the hub refuses the repository or does not answer, or the repository is to be private and is public.
     """
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub import HfApi
 
-    if constants.HF_HUB_OFFLINE:
-        raise RequestError(
-            f"push-to-hub is {repo_id!r}, but HF_HUB_OFFLINE is set; expected a hub that can be reached. "
-            "Unset it, or upload the output later."
-        )
     api = HfApi()
     try:
         repository = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
         api.auth_check(repository, write=True)
         public = private and api.repo_info(repository).private is False
     except Exception as error:
-        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
-            raise RequestError(
-                f"push-to-hub is {repo_id!r}, but the hub does not let this account write there ({one_line(error)}); expected a "
-                "repository of your own, or of an organisation that you may write in. Log in with 'hf auth login', with a token "
-                "that may write."
-            ) from None
-        raise RequestError(
-            f"push-to-hub is {repo_id!r}, but the hub does not answer ({type(error).__name__}: {one_line(error)}). "
-            "Try again later, or upload the output afterwards."
-        ) from None
+        raise _refusal(repo_id, error) from None
     if public:
         raise RequestError(
             f"push-to-hub is {repository!r}, which exists and is public; expected a new or a private repository with "
             "--private. Make it private in its settings on the hub, or choose another one."
         )
     return repository
+
+
+def _refusal(repo_id: str, error: Exception) -> RequestError:
+    """Return what a person should know and do about an error of the hub's client."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    reason = one_line(error)
+    if status in (401, 403) or isinstance(error, LocalTokenNotFoundError):
+        return RequestError(
+            f"push-to-hub is {repo_id!r}, but the Hub does not let this account write there ({reason}); expected a repository of "
+            "your own, or of an organisation that you may write in. Log in with 'hf auth login', with a token that may write."
+        )
+    answer = answer_of_hub(error) or f"the Hub does not answer ({type(error).__name__}: {reason}); try again later"
+    return RequestError(f"push-to-hub is {repo_id!r}, but {answer}, or upload the output afterwards.")
 
 
 def push_folder(folder: Path, repository: str) -> str:

@@ -22,6 +22,7 @@ from midus_hf.files.checkpoint_files import (
     TRAVELLING,
     indexed_weights,
 )
+from midus_hf.model_names import answer_of_hub
 from upscalers.checkpoint.gguf import open_gguf
 from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.checkpoint.stored_weights import FORMATS, missing_weights
@@ -182,6 +183,7 @@ def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str 
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
+        HfHubHTTPError,
         HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
@@ -202,12 +204,14 @@ def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str 
         ) from None
     except RepositoryNotFoundError:
         raise RequestError(f"{name!r} is no local folder and was not found on the hub. Check its spelling.") from None
-    except LocalEntryNotFoundError:
-        raise RequestError(_unreachable(name)) from None
+    except (LocalEntryNotFoundError, HfHubHTTPError) as error:
+        raise _unavailable(name, error) from None
 
 
-def _unreachable(name: str) -> str:
-    return f"{name!r} is no local folder, and the hub cannot be reached (or HF_HUB_OFFLINE is set). Give a folder."
+def _unavailable(name: str, error: Exception) -> RequestError:
+    """Return what a person should know about a name that the hub did not resolve."""
+    reason = answer_of_hub(error) or "the Hub cannot be reached (or HF_HUB_OFFLINE is set)"
+    return RequestError(f"{name!r} is no local folder, and {reason}. Give a folder otherwise.")
 
 
 def _listed(name: str, revision: str) -> list[str]:
@@ -216,5 +220,5 @@ def _listed(name: str, revision: str) -> list[str]:
 
     try:
         return HfApi().list_repo_files(name, revision=revision)
-    except Exception:
-        raise RequestError(_unreachable(name)) from None
+    except Exception as error:
+        raise _unavailable(name, error) from None

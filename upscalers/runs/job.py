@@ -39,7 +39,6 @@ class Job:
         plan: The layer plan.
         seed: Seed of everything random.
         dtype: Name of the output's dtype in torch; `"auto"` keeps the base's.
-        repository: Repository that the result will be uploaded to. Default: None, no upload.
         adapter: The LoRA that is merged into the base. Default: None.
 
     Raises:
@@ -53,7 +52,6 @@ class Job:
     plan: Plan
     seed: int
     dtype: str
-    repository: str | None = None
     adapter: Adapter | None = None
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.wording import first_few
 from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base
-from upscalers.checkpoint.hub import check_repo_id, prepare_repository, push_folder, upload_command
+from upscalers.checkpoint.hub import check_account, check_repo_id, prepare_repository, push_folder, upload_command
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES
 from upscalers.checkpoint.source import name_and_revision, resolve_source
@@ -124,7 +124,7 @@ def upscale(
     if not dry_run:
         chosen.check_machine()
         if push_to_hub:
-            push_to_hub = prepare_repository(push_to_hub, private)
+            check_account(push_to_hub)
 
     with resolve_source(base_name, revision, config_only=dry_run) as source:
         opened = open_base(source.folder, needs_weights=not dry_run, gguf=source.gguf, adapter=lora)
@@ -138,9 +138,7 @@ def upscale(
             progress.warn(
                 f"the base holds {len(unknown)} tensors its architecture does not have; they are carried along."
             )
-        job = Job(
-            chosen, opened, source, _planned(chosen, opened, num_new_layers, placement), seed, dtype, push_to_hub, lora
-        )
+        job = Job(chosen, opened, source, _planned(chosen, opened, num_new_layers, placement), seed, dtype, lora)
         remark = None if num_new_layers is not None else chosen.default_remark(opened, job.plan, placement)
         if remark:
             progress.note(remark)
@@ -171,7 +169,10 @@ def upscale(
             with shown(progress):
                 if verify:
                     job.check_memory(progress)
-                outcome = Writing(job, folder, max_shard_bytes, verify and not allow_nan, verify, progress).run()
+                if push_to_hub:
+                    push_to_hub = prepare_repository(push_to_hub, private)
+                scan = verify and not allow_nan
+                outcome = Writing(job, folder, max_shard_bytes, scan, verify, progress, push_to_hub).run()
         disk_bytes = outcome["bytes"].written + scratch_bytes + (0 if dry_run else source.disk_bytes())
     report = UpscaleReport(
         method=chosen.name,

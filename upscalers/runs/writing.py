@@ -38,6 +38,7 @@ class Writing:
         scan: Whether to refuse NaN and infinite values in the base.
         verify: Whether to compare the result with the base.
         progress: Display that shows every step.
+        repository: Repository that the result will be uploaded to. Default: None, no upload.
     """
 
     job: Job
@@ -46,6 +47,7 @@ class Writing:
     scan: bool
     verify: bool
     progress: Progress
+    repository: str | None = None
 
     def run(self) -> dict[str, Any]:
         """Write and verify the result, and move the folder to its final path.
@@ -172,7 +174,7 @@ class Writing:
             outcome["measurements"],
             base_metadata(job.source, self.progress),
             job.base.auto_class,
-            job.repository,
+            self.repository,
         )
         (partial / CARD_FILE).write_text(card, encoding="utf-8")
         write_record(
