@@ -22,6 +22,9 @@ def arguments(data, **changes):
         "dataset_num_proc": None,
         "chat_template_path": "chatml",
         "max_length": 96,
+        "truncation_mode": "keep_start",
+        "packing": False,
+        "packing_strategy": "bfd",
         "assistant_only_loss": True,
     }
     return types.SimpleNamespace(**{**options, **changes})

@@ -52,6 +52,14 @@ def test_the_default_of_activation_checkpointing_is_that_of_trl(tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (
+            ["packing=true", "truncation_mode=keep_end"],
+            "truncation_mode is 'keep_end', and packing keeps the first tokens",
+        ),
+        (
+            ["padding_free=true"],
+            "padding_free is true and packing is not, and only packed chats share a sequence; set",
+        ),
         (["learning_rte=1"], "config has no option 'learning_rte'. Did you mean 'learning_rate'"),
         (["dataset_name=texts.jsonl"], "row 1 of "),
         (["dataset_name=nothing.jsonl"], "dataset_name is "),

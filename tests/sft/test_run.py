@@ -17,6 +17,7 @@ from training.tiny_run import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midus_hf.training.data.packing import IGNORED_LABEL
+from midus_hf.training.sft.chats import has_loss
 from midus_hf.training.sft.run import finetune, prepare
 
 
@@ -57,10 +58,48 @@ def test_long_chats_are_cut_and_rows_without_an_answer_are_left_out_with_a_line(
     run = prepare(config_for(model=base("llama"), data=data, max_length=64))
     printed = capsys.readouterr()
     assert [len(row) <= 64 for row in run.trainer.train_dataset["input_ids"]] == [True]
-    assert "rows were longer than max_length, 64 tokens" in printed.err
-    assert "1 of 2 rows are left out: no answer within max_length" in printed.out
+    assert "1 of 2 rows are longer than max_length, 64 tokens, and keep their first tokens" in printed.err
+    assert "1 of 2 rows are left out: no answer in the part of them that is kept" in printed.err
+    run = prepare(config_for("end", model=base("llama"), data=data, max_length=32, truncation_mode="keep_end"))
+    printed = capsys.readouterr()
+    assert len(run.trainer.train_dataset) == 2 and "left out" not in printed.err
+    assert "2 of 2 rows are longer than max_length, 32 tokens, and keep their last tokens" in printed.err
     with refused("has 2 rows and no answer to learn from within 4 tokens"):
         prepare(config_for("none", model=base("llama"), data=data, max_length=4))
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_no_packed_sequence_is_without_an_answer(strategy, config_for, base, tmp_path, capsys):
+    """The mean loss over no token is not a number, with which a run ends."""
+    long = {"messages": [{"role": "user", "content": "a" * 200}, *chat(1)]}
+    data = write_rows(tmp_path / "x.jsonl", [long, {"messages": chat(2)}])
+    options = {"packing": True, "packing_strategy": strategy, "max_length": 64, "per_device_train_batch_size": 1}
+    run = prepare(config_for(model=base("llama"), data=data, **options))
+    said = capsys.readouterr().err
+    if strategy == "bfd":
+        assert "1 of 2 rows are left out: no answer in the part of them that is kept" in said
+    else:
+        assert "1 of 2 rows are longer than max_length, 64 tokens, and go on in another sequence" in said
+        assert re.search(r"[23] of \d packed sequences are left out: no answer in them", said)
+    for labels in run.trainer.train_dataset["labels"]:
+        assert any(label != IGNORED_LABEL for label in labels)
+    assert run.execute().loss > 0
+
+
+def test_packed_data_without_an_answer_is_refused(config_for, base, tmp_path):
+    """The one label of the data is the first token of a fragment, which nothing predicts."""
+    rows = [{"prompt": "a" * 8, "completion": "<eos>"}]
+    options = {"packing": True, "packing_strategy": "bfd_split", "max_length": 8}
+    with refused("no packed sequence has an answer to learn from. Add data, or raise max_length"):
+        prepare(config_for(model=base("llama"), data=write_rows(tmp_path / "x.jsonl", rows), **options))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"), [((), True), ((2, 2), True), ((1, 1, 2), False), ((3, 1), True), ((2, 1, 1), False)]
+)
+def test_the_first_token_of_a_text_has_no_loss(lengths, expected):
+    labels = {(1, 1, 2): [5, 6, 7, IGNORED_LABEL], (2, 1, 1): [5, IGNORED_LABEL, 6, 7]}
+    assert has_loss(labels.get(lengths, [IGNORED_LABEL, 6, IGNORED_LABEL, IGNORED_LABEL]), lengths) == expected
 
 
 def test_a_bank_that_would_train_alone_is_refused_since_chats_fetch_none_of_it(config_for, base, chats, tmp_path):

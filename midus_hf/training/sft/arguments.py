@@ -42,6 +42,16 @@ class SftArguments(MemoryArguments, SFTConfig):
             raise ValueError("config has no 'dataset_name'; set it in the file, or as dataset_name=... after it.")
         if self.max_length is None or self.max_length < 2:
             raise ValueError(f"max_length is {self.max_length}; expected at least 2 tokens.")
+        if self.packing and self.truncation_mode != "keep_start":
+            raise ValueError(
+                f"truncation_mode is {self.truncation_mode!r}, and packing keeps the first tokens of long chats; expected keep_start. "
+                "Leave truncation_mode or packing out."
+            )
+        if self.padding_free and not self.packing:
+            raise ValueError(
+                "padding_free is true and packing is not, and only packed chats share a sequence; set packing: true, which pads "
+                "nothing, or leave padding_free out."
+            )
         if self.activation_checkpointing is None and self.gradient_checkpointing is None:
             self.activation_checkpointing = True
         super().__post_init__()

@@ -1,9 +1,11 @@
 """Rows of instruction data as tokens with labels, by the training templates of TRL."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jinja2 import TemplateError
 
 from midus_hf.saved_models import check_ids
@@ -190,14 +192,16 @@ def chat_examples(
 ) -> tuple["Dataset", int | None]:
     """Return the examples of a run, uncut, as rows with `input_ids` and `labels`, and the token that ends answers.
 
+    Rows are left out whose answers lie wholly behind what is kept of a long row.
+
     Args:
-        arguments: The keys of `SftArguments` that begin with `dataset_` are read, `chat_template_path`, `max_length` and
-            `assistant_only_loss`.
+        arguments: The keys of `SftArguments` that begin with `dataset_` are read, `chat_template_path`, `max_length`,
+            `truncation_mode`, `packing`, `packing_strategy` and `assistant_only_loss`.
         tokenizer: Tokenizer of the model, which gets the template that the arguments name.
         vocab_size: Number of ids that the model embeds.
 
     Raises:
-        ValueError: If the data cannot be read or has no rows, or `choose_template` or `encode` raises it.
+        ValueError: If the data cannot be read, has no rows or no answer that is kept, or `choose_template` or `encode` raises it.
     """
     source, answers_only = arguments.dataset_name, arguments.assistant_only_loss
     rows = read_rows("dataset_name", source, split=arguments.dataset_train_split, name=arguments.dataset_config)
@@ -221,12 +225,46 @@ def chat_examples(
         desc="encoding chats",
     )
     check_ids(max(max(ids) for ids in examples["input_ids"]), vocab_size)
-    cut = sum(len(ids) > arguments.max_length for ids in examples["input_ids"])
-    if cut:
-        say(
-            f"{cut:,} of {len(rows):,} rows were longer than max_length, {arguments.max_length:,} tokens, and were cut there"
+    last = _last_token(examples[0]["labels"], tokenizer) if is_chat and answers_only else None
+    return _with_answers(examples, arguments), last
+
+
+def _with_answers(examples: "Dataset", arguments: Any) -> "Dataset":
+    """Return the rows with an answer in the part that TRL keeps of them; say how many are long, and how many left out.
+
+    Raises:
+        ValueError: If no row has an answer there.
+    """
+    limit, strategy, total = arguments.max_length, arguments.packing_strategy, len(examples)
+    part, what_happens = slice(limit), "keep their first tokens"
+    if not arguments.packing and arguments.truncation_mode == "keep_end":
+        part, what_happens = slice(-limit, None), "keep their last tokens"
+    elif arguments.packing and strategy != "bfd":
+        part, what_happens = slice(None), "go on in another sequence, which does not see their beginning"
+    long = sum(len(ids) > limit for ids in examples["input_ids"])
+    if long:
+        say(f"{long:,} of {total:,} rows are longer than max_length, {limit:,} tokens, and {what_happens}")
+    rows = examples.filter(lambda labels: has_loss(labels[part]), input_columns=["labels"], load_from_cache_file=False)
+    if not len(rows):
+        raise ValueError(
+            f"dataset_name is {arguments.dataset_name!r}, which has {total:,} rows and no answer to learn from within "
+            f"{limit:,} tokens. Add data, or raise max_length."
         )
-    return examples, _last_token(examples[0]["labels"], tokenizer) if is_chat and answers_only else None
+    if len(rows) < total:
+        say(f"{total - len(rows):,} of {total:,} rows are left out: no answer in the part of them that is kept")
+    return rows
+
+
+def has_loss(labels: list[int], lengths: Sequence[int] = ()) -> bool:
+    """Return whether a sequence has a token with a loss. The first token of each text has none, since nothing predicts it.
+
+    Args:
+        labels: Labels of the sequence.
+        lengths: Lengths of the texts that the sequence is packed from. Default: it is one text.
+    """
+    learned = np.asarray(labels) != IGNORED_LABEL
+    learned[np.cumsum([0, *lengths[:-1]])[: len(learned)]] = False
+    return bool(learned.any())
 
 
 def _last_token(labels: list[int], tokenizer: "PreTrainedTokenizerBase") -> int | None:

@@ -10,7 +10,7 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 from midus_hf.models.host import MemoryConfig
-from midus_hf.training.data.corpus import bars_on_terminals, read_corpus
+from midus_hf.training.data.corpus import bars_on_terminals, read_corpus, say
 from midus_hf.training.data.packing import IGNORED_LABEL, packed_sequences
 from midus_hf.training.run import (
     Run,
@@ -20,7 +20,7 @@ from midus_hf.training.run import (
     load_tokenizer,
 )
 from midus_hf.training.sft.arguments import SftArguments
-from midus_hf.training.sft.chats import chat_examples
+from midus_hf.training.sft.chats import chat_examples, has_loss
 from midus_hf.training.trainer import TrainsMemory
 
 
@@ -50,8 +50,21 @@ class SftTrainer(TrainsMemory, _ModelLossTrainer):
         # A packed sequence has no padding, and no attention mask that would tell tokens from padding.
         prepared.include_num_input_tokens_seen = "all" if args.packing else "non_padding"
         super().__init__(model, prepared, **kwargs)
+        if args.packing and args.packing_strategy != "bfd":
+            self._leave_out_sequences_without_loss()
         # TRL's constructor needs the tokenizer, but a Trainer that keeps it rewrites the special tokens in the model's config.
         self.processing_class = None
+
+    def _leave_out_sequences_without_loss(self) -> None:
+        """Leave out sequences that lie wholly between answers, whose mean loss over no token would not be a number."""
+        sequences: Any = self.train_dataset
+        columns = [name for name in ("labels", "seq_lengths") if name in sequences.column_names]
+        self.train_dataset = sequences.filter(has_loss, input_columns=columns, load_from_cache_file=False)
+        left_out = len(sequences) - len(self.train_dataset)
+        if left_out == len(sequences):
+            raise ValueError("no packed sequence has an answer to learn from. Add data, or raise max_length.")
+        if left_out:
+            say(f"{left_out:,} of {len(sequences):,} packed sequences are left out: no answer in them")
 
 
 def finetune(arguments: SftArguments) -> TrainResult:
@@ -107,7 +120,7 @@ def prepare(arguments: SftArguments) -> Run:
             eval_dataset=held_out.get("", held_out) or None,
             processing_class=tokenizer,
         )
-        lines = _describe(arguments, run.trainer.train_dataset, len(examples))
+        lines = [_describe(run.trainer.train_dataset)]
         if banks:
             read = "read the generic memory alone" if reads_generic else "fetch no blocks from the model's bank"
             lines.append(
@@ -126,25 +139,11 @@ def _held_out(key: str, path: str, arguments: SftArguments, tokenizer: Any) -> A
     return packed_sequences(rows, tokenizer, arguments.max_length or 0, key=key, documents_apart=False)
 
 
-def _describe(arguments: SftArguments, sequences: Any, num_rows: int) -> list[str]:
-    """Return a sentence on the sequences of a run, and one on rows that were left out.
-
-    Raises:
-        ValueError: If no token has a loss.
-    """
+def _describe(sequences: Any) -> str:
+    """Return a sentence on the sequences of a run."""
     tokens = sum(map(len, sequences["input_ids"]))
     labels = sum(label != IGNORED_LABEL for row in sequences["labels"] for label in row)
-    if not labels:
-        raise ValueError(
-            f"dataset_name is {arguments.dataset_name!r}, which has {num_rows:,} rows and no answer to learn from within "
-            f"{arguments.max_length:,} tokens. Add data, or raise max_length."
-        )
-    lines = [
-        f"{len(sequences):,} sequences, {tokens:,} tokens, {labels:,} of them with a loss ({labels / tokens:.1%})"
-    ]
-    if not arguments.packing and len(sequences) < num_rows:
-        lines.append(f"{num_rows - len(sequences):,} of {num_rows:,} rows are left out: no answer within max_length")
-    return lines
+    return f"{len(sequences):,} sequences, {tokens:,} tokens, {labels:,} of them with a loss ({labels / tokens:.1%})"
 
 
 def _stop_at(model: Any, token: int) -> None:
