@@ -44,8 +44,8 @@ class SftArguments(MemoryArguments, SFTConfig):
             raise ValueError(f"max_length is {self.max_length}; expected at least 2 tokens.")
         if self.packing and self.truncation_mode != "keep_start":
             raise ValueError(
-                f"truncation_mode is {self.truncation_mode!r}, and packing keeps the first tokens of long chats; expected keep_start. "
-                "Leave truncation_mode or packing out."
+                f"truncation_mode is {self.truncation_mode!r}, and packing keeps the first tokens of long chats; expected "
+                "keep_start. Leave truncation_mode or packing out."
             )
         if self.padding_free and not self.packing:
             raise ValueError(

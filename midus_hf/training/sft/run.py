@@ -59,8 +59,8 @@ class SftTrainer(TrainsMemory, _ModelLossTrainer):
         """Leave out sequences that lie wholly between answers, whose mean loss over no token would not be a number."""
         sequences: Any = self.train_dataset
         columns = [name for name in ("labels", "seq_lengths") if name in sequences.column_names]
-        self.train_dataset = sequences.filter(has_loss, input_columns=columns, load_from_cache_file=False)
-        left_out = len(sequences) - len(self.train_dataset)
+        kept = self.train_dataset = sequences.filter(has_loss, input_columns=columns, load_from_cache_file=False)
+        left_out = len(sequences) - len(kept)
         if left_out == len(sequences):
             raise ValueError("no packed sequence has an answer to learn from. Add data, or raise max_length.")
         if left_out:
