@@ -1,5 +1,6 @@
 """LoRA by PEFT: the adapters of a run, and a `LoraConfig` for scripts. This needs PEFT."""
 
+import copy
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast
@@ -77,7 +78,7 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[Pe
     """Put adapters by the key `adapters` on a model from `from_pretrained`; return it wrapped, and a sentence on what trains.
 
     Raises:
-        ValueError: If PEFT refuses the adapters.
+        ValueError: If PEFT refuses the adapters, they could not be merged at the end, or nothing would train.
     """
     config, trains_new = read_adapters(options)
     new = list(new_modules(model)) if trains_new else []
@@ -89,15 +90,37 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[Pe
         for name, module in adapted.named_modules():
             if isinstance(module, BaseTunerLayer):
                 tuners_utils._check_lora_target_modules_mamba(config, cast(Any, native), name.rpartition(".")[2])
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"adapters cannot be put on this model: {error}") from error
+    _check_merge(adapted)
     banks: Banks | None = getattr(model, "banks", None)
     if banks is not None:
         banks.trainable = trains_new
     training, total = adapted.get_nb_trainable_parameters()
+    if not training:
+        raise ValueError(
+            f"nothing trains with adapters {dict(options)}; expected adapters that train. Take inference_mode out."
+        )
     blocks = sum(layout.bank for layout in banks.layouts.values()) if banks is not None and banks.trainable else 0
     return adapted, (
         f"Training adapters on {'the base, and what is new in the model whole' if new else 'all layers'}: "
         f"{training:,} of {total:,} parameters ({training / total:.2%})"
         f"{f'; and the blocks of the bank, {blocks:,} parameters, as texts fetch them' if blocks else ''}"
     )
+
+
+def _check_merge(adapted: PeftModel) -> None:
+    """Check that adapters can be merged, as a run does at its end, on a copy of one module after the other.
+
+    Raises:
+        ValueError: If they cannot, as with aLoRA, or where DoRA divides by the norm of a row of zeros, which new layers have.
+    """
+    for name, module in adapted.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            try:
+                copy.deepcopy(module).merge(safe_merge=True)
+            except (ValueError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+                raise ValueError(
+                    f"adapters of {name.removeprefix('base_model.model.')} could not be merged at the end: {error} Change the "
+                    "keys of adapters, or leave the module out of target_modules or layers_to_transform."
+                ) from error

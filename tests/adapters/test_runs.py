@@ -142,12 +142,28 @@ def test_defaults_are_those_of_the_commands():
         ({"r": "many"}, "adapters.r is 'many'; expected a whole number."),
         ({"layers": "old"}, "adapters.layers is 'old'; expected base or all."),
         ({"target_modules": ["nothing"]}, "adapters cannot be put on this model: Target modules "),
+        ({"arrow_config": {}}, "adapters cannot be put on this model: "),
+        ({"alora_invocation_tokens": [5]}, "_proj could not be merged at the end: aLoRA does not support "),
+        ({"lora_bias": True}, "_proj could not be merged at the end: Impossible to merge LoRA with `lora_bias=True`"),
+        ({"inference_mode": True}, "nothing trains with adapters {'inference_mode': True}; expected adapters that"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(adapters, message, base, config_for, tmp_path):
     with refused(re.escape(message)):
         prepare(config_for(model=base, adapters=adapters))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("layers", [{"layers": "all"}, {"layers_to_transform": [2], "target_modules": ["o_proj"]}])
+def test_dora_on_new_layers_whose_weights_are_zero_is_refused(layers, copies, config_for, tmp_path):
+    options = {"use_dora": True, **layers}
+    words = (
+        r"adapters of model.layers.2.self_attn.o_proj could not be merged at the end: NaNs detected .* Change the keys"
+    )
+    with refused(words):
+        prepare(config_for(model=copies, adapters={"layers": "all", **options}))
+    assert not (tmp_path / "out").exists()
+    prepare(config_for(model=copies, adapters={"use_dora": True}))
 
 
 def test_modules_that_mamba_reads_by_itself_are_refused_for_our_types_too(upscaled):
