@@ -126,9 +126,9 @@ def _sum(counts: ParameterCounts) -> str:
 
 
 def _identity(report: UpscaleReport) -> str:
-    promise = "" if report.promises_identity else "not promised by the method; "
     if report.identity.checked is None:
-        return promise + "not checked"
+        return f"{'promised' if report.promises_identity else 'not promised'} by the method; nothing was compared"
+    promise = "" if report.promises_identity else "not promised by the method; "
     divergence = f", KL {report.kl_divergence:.3g} nats" if report.kl_divergence else ""
     difference = f"largest difference {report.identity.max_abs_diff:g}{divergence} ({report.identity.compared})"
     return f"{promise}{report.identity.checked}: {difference}"

@@ -131,8 +131,6 @@ def test_the_summary_on_a_terminal_says_what_was_done(command, base, tmp_path):
     assert (done.status, done.err) == (0, "")
     for word in ("midus_llama", "6, new: 1, 4", "logits: largest difference 0", "trainable", "written"):
         assert word in done.out
-    unchecked = command("--base", base, "--method", "solar", "--output", tmp_path / "solar", "--no-verify")
-    assert "not promised by the method; not checked" in " ".join(unchecked.out.split())
     planned = command("--base", base, "--method", "midus-hml", "--dry-run", *SMALL)
     assert "(none: dry run)" in planned.out
     named = command("--base", base / "config.json", "--method", "midus-hml", "--dry-run", *SMALL)

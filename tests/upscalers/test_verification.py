@@ -1,5 +1,6 @@
 """Verification: a method that lies is caught, and leaves nothing."""
 
+import json
 import math
 import re
 
@@ -10,6 +11,7 @@ from pairs import in_turn
 from midus_hf.memory.headwise import HeadwiseMemory
 from tests.upscalers.checkpoints import (
     SMALL,
+    edit_config,
     logits,
     read_tensors,
     record_of,
@@ -168,8 +170,6 @@ def test_a_method_that_promises_no_identity_reports_the_difference(tmp_path, mon
     assert report.kl_divergence > 0
     assert not report.promises_identity
     assert "It is not promised to compute what the base computes" in (tmp_path / "out" / "README.md").read_text()
-    unchecked = with_memory(base, tmp_path / "unchecked", verify=False)
-    assert (unchecked.identity.checked, unchecked.identity.max_abs_diff) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +216,57 @@ def test_both_sides_of_the_comparison_are_named_with_their_dtypes(command, base,
         done = command("--base", base, "--output", tmp_path / dtype, *words)
         assert f"logits: largest difference 0 ({sides})" in " ".join(done.out.split())
         assert record_of(tmp_path / dtype)["identity"] == {"checked": "logits", "max_abs_diff": 0.0, "compared": sides}
+
+
+PROMISED = (
+    "The method promises that it computes exactly what the base computes until it is trained; nothing was compared."
+)
+NOT_PROMISED = (
+    "It is not promised to compute what the base computes, and nothing was compared: it is meant to be trained first."
+)
+
+
+@pytest.mark.parametrize("reason", ["--no-verify", "NaN"])
+@pytest.mark.parametrize(("method", "start"), [("midus-hml", PROMISED), ("solar", NOT_PROMISED)])
+def test_where_nothing_was_compared_card_and_report_say_so(command, tmp_path, reason, method, start):
+    base = save_base(tmp_path / "base")
+    if reason == "NaN":
+        put_nan(base, "model.norm.weight")
+    else:  # transformers reads this config and cannot make the model
+        edit_config(base, hidden_act="absent")
+        assert command("--base", base, "--method", method, "--output", tmp_path / "out").status != 0
+    flag = "--allow-nan" if reason == "NaN" else reason
+    done = command("--base", base, "--method", method, "--output", tmp_path / "out", flag)
+    promise = "promised" if start == PROMISED else "not promised"
+    assert (done.status, f"identity {promise} by the method; nothing was compared" in " ".join(done.out.split())) == (
+        0,
+        True,
+    )
+    assert ("every logit of the base is NaN or infinite, so that nothing was compared" in done.err) == (
+        reason == "NaN"
+    )
+    record = record_of(tmp_path / "out")
+    assert record["identity"] == {"checked": None, "max_abs_diff": None, "compared": None}
+    assert record["kl_divergence"] is None
+    assert f"\n{start}\n" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_what_is_not_finite_in_the_base_alone_is_not_measured(tmp_path):
+    base = save_base(tmp_path / "base")
+    put_nan(base, "lm_head.weight")
+    report = upscale(base=base, method="solar", output=tmp_path / "out", allow_nan=True)
+    assert 0 < report.identity.max_abs_diff < math.inf and report.kl_divergence is None
+    json.loads((tmp_path / "out" / "upscale.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_a_result_that_is_not_finite_where_the_base_is_is_refused(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(MidusHml, "identity", False)
+    replace_recipe(monkeypatch, "memory.value_bank", lambda base, recipe: Fill(recipe.shape, math.inf))
+    with pytest.raises(
+        VerificationError, match=r"NaN or infinite where the base's are finite; .* another --dtype or method\."
+    ):
+        with_memory(base, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_nan_passes_where_it_is_allowed(family, tmp_path):

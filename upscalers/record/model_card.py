@@ -24,6 +24,20 @@ _ADAPTERS = [
     "",
 ]
 
+# What the card says of the result before training, by whether the method promises identity and whether models were compared.
+_BIRTH = {
+    (True, True): "It computes exactly what the base computes until it is trained.",
+    (
+        True,
+        False,
+    ): "The method promises that it computes exactly what the base computes until it is trained; nothing was compared.",
+    (False, True): "It is not promised to compute what the base computes: it is meant to be trained first.",
+    (
+        False,
+        False,
+    ): "It is not promised to compute what the base computes, and nothing was compared: it is meant to be trained first.",
+}
+
 
 def model_card(
     method: Method,
@@ -38,6 +52,7 @@ def model_card(
     carried: dict[str, Any],
     auto_class: str,
     repository: str | None,
+    compared: bool,
 ) -> str:
     """Return the text of `README.md`.
 
@@ -58,14 +73,11 @@ def model_card(
         auto_class: Name of the class of transformers that loads the model.
         repository: Repository that the model will be uploaded to; None if unknown. The output folder is never named,
             so that the same request gives the same bytes wherever the output lies.
+        compared: Whether the result was compared with the base.
     """
     base_name = base.label
     needs_code = config["model_type"].startswith("midus_")
-    start = (
-        "It computes exactly what the base computes until it is trained."
-        if method.promises_identity
-        else "It is not promised to compute what the base computes: it is meant to be trained first."
-    )
+    start = _BIRTH[method.promises_identity, compared]
     described = [plan.describe(index, memories) for index in range(plan.num_layers)]
     rows = [
         f"| **{index}** | **{description}** |" if index in plan.new_indices else f"| {index} | {description} |"

@@ -71,7 +71,7 @@ class UpscaleReport:
         promises_identity: Whether the method, with its options, promises that the result computes what the base
             computes.
         kl_divergence: KL divergence from the base's next-token distribution to the result's, mean over tokens, in
-            nats; None if logits were not compared.
+            nats; None if nothing was compared, or the base has no token with finite logits.
         measurements: What solvers measured about each tensor they made; empty for methods without solvers.
         renumbers_layers: Whether layers of the base have other indices in the upscaled model.
     """

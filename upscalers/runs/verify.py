@@ -95,7 +95,7 @@ def compare_models(
     dtype: str,
     identity: bool,
     progress: Progress,
-) -> tuple[Identity, float]:
+) -> tuple[Identity, float | None]:
     """Run both models on a fixed batch, with the weights of one module in memory at a time, and compare their logits.
 
     Args:
@@ -108,14 +108,16 @@ def compare_models(
         progress: Display that shows every layer.
 
     Returns:
-        What was compared with what, with the largest absolute difference between logits; and the KL divergence from the base's
-        next-token distribution to the result's, mean over tokens, in nats.
+        What was compared with what, with the largest absolute difference between logits that are finite; and the KL divergence
+        from the base's next-token distribution to the result's, mean over tokens with finite logits, in nats; None if there is no
+        such token. If no logit of the base is finite, nothing was compared.
 
     Raises:
         RequestError: If transformers cannot run the base.
         VerificationError: If a tensor was not loaded as saved, transformers cannot run the result, or identity is
-            promised and a hidden state or a logit differs. The message names the first layer that differs. Also if a layer
-            of a type that no table describes computes otherwise where it stands in the result than in the base.
+            promised and a hidden state or a logit differs. The message names the first layer that differs. Also if a logit is not
+            finite where the base's is, or a layer of a type that no table describes computes otherwise where it stands in the result
+            than in the base.
     """
     torch_dtype = getattr(torch, TORCH_NAMES[dtype])
     generator = torch.Generator().manual_seed(0)
@@ -185,14 +187,23 @@ def compare_models(
             f"the upscaled model's {compared} differ from the base's by up to {difference:g}; expected a difference of exactly 0. "
             f"They part {position}."
         )
-    largest, divergence = 0.0, 0.0
-    if not equal:
-        largest, divergence = _largest_difference(base_logits, new_logits), _divergence(base_logits, new_logits)
+    broken = ~base_logits.isfinite()
+    if (~new_logits.isfinite() & ~broken).any():
+        raise VerificationError(
+            "the upscaled model's logits are NaN or infinite where the base's are finite; expected finite ones. Choose another "
+            "--dtype or method."
+        )
+    divergence = 0.0 if equal else _divergence(base_logits, new_logits)
+    base_logits, new_logits = base_logits.masked_fill_(broken, 0), new_logits.masked_fill_(broken, 0)
+    largest = 0.0 if equal else _largest_difference(base_logits, new_logits)
     progress.advance()
     if replays:
         model = _running(base, base.folder, base.tensors, torch_dtype)
         for replay in replays:
             _compare_layers(model, tokens, replay, new_streams, plan, progress)
+    if broken.all():
+        progress.warn("every logit of the base is NaN or infinite, so that nothing was compared.")
+        return Identity(None, None), None
     stored, run_in = TORCH_NAMES[base.dtype], TORCH_NAMES[dtype]
     sides = (
         f"base and result in {stored}"
@@ -263,12 +274,16 @@ def _largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
     return torch.stack(chunks).max().item()
 
 
-def _divergence(left: torch.Tensor, right: torch.Tensor) -> float:
+def _divergence(left: torch.Tensor, right: torch.Tensor) -> float | None:
+    """Return the KL divergence between next-token distributions, mean over tokens with finite logits; None without such a token."""
+
     def of_rows(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        first, second = first.double().log_softmax(-1), second.double().log_softmax(-1)
+        finite = first.isfinite().all(-1) & second.isfinite().all(-1)
+        first, second = first[finite].double().log_softmax(-1), second[finite].double().log_softmax(-1)
         return (first.exp() * (first - second)).sum(-1)
 
-    return torch.cat([of_rows(*rows) for rows in _rows(left, right)]).mean().item()
+    divergences = torch.cat([of_rows(*rows) for rows in _rows(left, right)])
+    return divergences.mean().item() if len(divergences) else None
 
 
 def _rows(left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -175,6 +175,7 @@ class Writing:
             base_metadata(job.source, self.progress),
             job.base.auto_class,
             self.repository,
+            compared=outcome["identity"].checked is not None,
         )
         (partial / CARD_FILE).write_text(card, encoding="utf-8")
         write_record(
