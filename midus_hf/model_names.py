@@ -13,7 +13,20 @@ _EXPECTED_SOURCES = {
     "tree": "a tree of topics",
 }
 # A name with one of these endings is a file, though it could be a Hub id by its characters.
-_FILE_SUFFIXES = {".gz", ".json", ".jsonl", ".md", ".parquet", ".txt", ".zst"}
+_FILE_SUFFIXES = {
+    ".bz2",
+    ".csv",
+    ".gz",
+    ".json",
+    ".jsonl",
+    ".md",
+    ".ndjson",
+    ".parquet",
+    ".tsv",
+    ".txt",
+    ".xz",
+    ".zst",
+}
 _SECONDS_TO_ANSWER = 5
 _LONGEST_REASON = 400
 _BUSY = (408, 429)  # statuses of a Hub that answers later
@@ -57,7 +70,9 @@ def check_sources(sources: Iterable[tuple[str, str]]) -> None:
             check_model_name(key, name)
             continue
         expected = _EXPECTED_SOURCES.get(key, "a file or a folder of text")
-        may_be_id = expected.endswith("id") and _HUB_ID.fullmatch(name) and Path(name).suffix not in _FILE_SUFFIXES
+        may_be_id = (
+            expected.endswith("id") and _HUB_ID.fullmatch(name) and Path(name).suffix.lower() not in _FILE_SUFFIXES
+        )
         if not may_be_id and not Path(name).expanduser().exists():
             raise ValueError(f"{key} is {name!r}, which does not exist; expected {expected}.")
 

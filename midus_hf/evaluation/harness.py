@@ -4,24 +4,24 @@ import contextlib
 import difflib
 import functools
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from midus_hf.evaluation.fetching import PathFinder, by_path, question_of
 from midus_hf.evaluation.local_tasks import PREFIX, load_local_task, local_task_names
 from midus_hf.evaluation.quiet import without_bars
 from midus_hf.model_names import check_hub_dataset
 from midus_hf.saved_models import check_ids
-
-# Seed of worked examples and of everything random, that of the harness.
-_SEED = 1234
 
 
 class FetchingLM(HFLM):
@@ -148,7 +148,7 @@ class Tasks:
             (`acc`, `acc_stderr`, `acc_norm`), `num_fewshot` and `num_questions`. A metric is None if its value is not finite,
             and text if its value is not a number. Unknown standard errors are left out.
         """
-        set_seed(_SEED)
+        _seed_as_the_harness()
         hidden = without_bars if quiet else contextlib.nullcontext
         with hidden():
             loaded = self.load()
@@ -156,7 +156,7 @@ class Tasks:
             own_number = task.get_config("num_fewshot")
             if own_number is None or (own_number != 0 and num_fewshot is not None):
                 task.set_config(key="num_fewshot", value=num_fewshot or 0)
-            task.set_fewshot_seed(seed=_SEED)
+            task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
         language_model = FetchingLM(
             model,
             find_paths,
@@ -182,6 +182,13 @@ class Tasks:
     def load(self) -> dict[str, Any]:
         """Return the harness's groups, and its `tasks` by their names in the harness, including members of groups."""
         return self.manager.load(self.specs)
+
+
+def _seed_as_the_harness() -> None:
+    """Seed what is random as the harness's own command does by default; some tasks choose their worked examples so."""
+    random.seed(DEFAULT_RANDOM_SEED)
+    np.random.seed(DEFAULT_OTHER_SEED)
+    torch.manual_seed(DEFAULT_OTHER_SEED)
 
 
 def _is_standard_error(metric: str) -> bool:

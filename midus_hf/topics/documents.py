@@ -19,8 +19,14 @@ from midus_hf.config.fetched_blocks import TREE_COLUMN
 from midus_hf.config.wording import first_line
 from midus_hf.files.json_text import parse_json
 
+# Endings of JSON lines.
+_JSON_LINES = (".jsonl", ".ndjson")
+
 # Endings of the files that are read from a folder. All but the last may be followed by one of `COMPRESSIONS`.
-FOLDER_SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
+FOLDER_SUFFIXES = (".txt", ".md", *_JSON_LINES, ".parquet")
+
+# Reader in `datasets`, by the ending, of files of rows that would be read here as one text.
+_OTHER_ROWS = {".json": "from_json", ".csv": "from_csv", ".tsv": "from_csv"}
 
 # Compression formats by the ending of a file's name.
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -55,16 +61,17 @@ def documents_of(path: str | Path, column: str = "text") -> Iterator[Document]:
     """Yield the documents of a file or a folder one after the other, without the blank ones.
 
     Args:
-        path: A `.jsonl` or `.parquet` file, with a document per row; any other file, which is one document; or a
-            folder. Of a folder and its subfolders, the `.txt`, `.md`, `.jsonl` and `.parquet` files are read in the
-            order of their paths, without hidden ones. All but Parquet may be compressed, with `.gz` or `.zst` after the
-            ending. Files ending in `.json.gz` and `.json.zst` count as JSON lines, as in published corpora. Text is UTF-8.
+        path: A `.jsonl`, `.ndjson` or `.parquet` file, with a document per row; a `.json`, `.csv` or `.tsv` file, which is
+            refused; any other file, which is one document; or a folder. Of a folder and its subfolders, the `.txt`, `.md`,
+            `.jsonl`, `.ndjson` and `.parquet` files are read in the order of their paths, without hidden ones. All but
+            Parquet may be compressed, with `.gz` or `.zst` after the ending. Files ending in `.json.gz` and `.json.zst`
+            count as JSON lines, as in published corpora. Text is UTF-8. Endings may be in capitals.
         column: Column, or JSON key, that holds the text. Default: `"text"`.
 
     Raises:
-        DocumentError: If the path does not exist or is a folder without text; if a file cannot be opened, is not text, or
-            is not the JSON, Parquet or compressed file that its name says; if a row has no text in the column; or if
-            `datasets` is not installed, for Parquet and `.zst`.
+        DocumentError: If the path does not exist, is a folder without text, or a file of rows of another kind; if a file
+            cannot be opened, is not text, or is not the JSON, Parquet or compressed file that its name says; if a row has no text
+            in the column; or if `datasets` is not installed, for Parquet and `.zst`.
     """
     numbers, folder = itertools.count(), Path(path).expanduser()
     for file in find_files(path):
@@ -159,12 +166,21 @@ def find_files(path: str | Path) -> list[Path]:
     """Return the files to read: `path` itself, or the text files in the folder `path`, in the order of their paths.
 
     Raises:
-        DocumentError: If the path is empty or does not exist, or is a folder without text files.
+        DocumentError: If the path is empty or does not exist, is a folder without text files, or a file of rows of a kind
+            that is not read.
     """
     if path == "":
         raise DocumentError("text is ''; expected a file or a folder.")
     path = Path(path).expanduser()
     if path.is_file():
+        suffix, compression = _endings(path)
+        if suffix in _OTHER_ROWS and not (suffix == ".json" and compression):
+            separator = ", sep='\\t'" if suffix == ".tsv" else ""
+            reader = f"datasets.Dataset.{_OTHER_ROWS[suffix]}({str(path)!r}{separator})"
+            raise DocumentError(
+                f"text is {str(path)!r}, whose rows would be read as one text; expected text, JSON lines or Parquet. Convert the "
+                f"file: {reader}.to_parquet({path.name.partition('.')[0] + '.parquet'!r})."
+            )
         return [path]
     if not path.is_dir():
         raise DocumentError(f"text is {str(path)!r}, which does not exist; expected a file or a folder.")
@@ -193,9 +209,10 @@ def describe_files(path: str | Path) -> str | None:
 
 
 def _endings(path: Path) -> tuple[str, str]:
-    """Return the ending of a file's name, and that of a compression behind it, such as `(".jsonl", ".gz")`; either may be empty."""
-    compression = path.suffix if path.suffix in COMPRESSIONS else ""
-    return Path(path.name.removesuffix(compression)).suffix, compression
+    """Return the endings of a file and of a compression behind it in small letters, `(".jsonl", ".gz")`; either may be empty."""
+    name = path.name.lower()
+    compression = next((ending for ending in COMPRESSIONS if name.endswith(ending)), "")
+    return Path(name.removesuffix(compression)).suffix, compression
 
 
 def _walk_files(folder: Path) -> list[Path]:
@@ -228,7 +245,7 @@ def _rows_of(path: Path) -> Iterator[tuple[str, Any]] | None:
     suffix, compression = _endings(path)
     if suffix == ".parquet" and not compression:
         return _parquet_rows(path)
-    if suffix == ".jsonl" or (suffix == ".json" and compression):
+    if suffix in _JSON_LINES or (suffix == ".json" and compression):
         return _json_line_rows(path)
     return None
 

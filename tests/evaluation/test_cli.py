@@ -120,7 +120,7 @@ def test_of_a_folder_of_texts_it_is_told_what_was_not_read(room, tmp_path, capsy
         (tmp_path / name).touch()
     cli.main([str(room / "base"), "--text", str(tmp_path), "--sequence-length", "32", "--json"])
     printed = capsys.readouterr()
-    line = f"read 1 of 4 files of {tmp_path}; not read: 2 .csv, 1 .pdf (expected .txt, .md, .jsonl, .parquet)"
+    line = f"read 1 of 4 files of {tmp_path}; not read: 2 .csv, 1 .pdf (expected .txt, .md, .jsonl, .ndjson, .parquet)"
     assert line in printed.err.splitlines()
     json.loads(printed.out)
 
@@ -251,8 +251,9 @@ def test_work_that_fails_gets_one_line_and_status_1(room, tmp_path, capsys):
 
 
 def test_without_the_harness_tasks_name_the_extra_to_install(room, capsys, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith(("lm_eval.", "midus_hf.evaluation.harness"))]:
+        monkeypatch.delitem(sys.modules, name)  # Python finds a loaded submodule without its package
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "midus_hf.evaluation.harness", raising=False)
     status, line = refusal(capsys, room / "base", "--tasks", "piqa", "--data", room / "questions")
     assert status == 2
     assert line == f"midus eval: tasks need lm-evaluation-harness (lm_eval is missing); {install_extra('eval')}"

@@ -1,9 +1,12 @@
 """Tasks: their prompts, their scores, and what is said of those that do not exist."""
 
+import inspect
 import json
+import random
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from evaluation.byte_models import byte_model, byte_tokenizer, save_byte_model, save_upscaled
@@ -15,7 +18,9 @@ from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
 pytest.importorskip("lm_eval")
 
 from lm_eval import evaluator
+from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.tasks import TaskManager
+from lm_eval.utils import set_torch_seed
 
 from midus_hf.evaluation.harness import Tasks
 
@@ -46,6 +51,25 @@ def test_there_are_eight_local_tasks():
 
 def task_of(name, data):
     return Tasks([name], data=data).manager.load([load_local_task(name, data)])["tasks"][f"midus_{name}"]
+
+
+def test_seeds_are_the_defaults_of_the_harness(data, monkeypatch):
+    """Which its signature has; the state of each generator is that after the harness's own seeding."""
+    seeds = inspect.signature(evaluator.simple_evaluate).parameters
+    random.seed(seeds["random_seed"].default)
+    np.random.seed(seeds["numpy_random_seed"].default)
+    set_torch_seed(seeds["torch_random_seed"].default)
+    expected = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    state = []
+
+    def note(self, specs):
+        state.append((random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()))
+        raise InterruptedError
+
+    monkeypatch.setattr(TaskManager, "load", note)
+    with pytest.raises(InterruptedError):
+        Tasks(["piqa"], data=data).run(byte_model("llama"), byte_tokenizer())
+    assert state == [expected] and seeds["fewshot_random_seed"].default == DEFAULT_OTHER_SEED
 
 
 @pytest.mark.parametrize("name", PROMPTS)

@@ -46,6 +46,27 @@ def test_json_lines_hold_a_document_a_line_in_the_named_column(tmp_path):
     assert read_documents(tmp_path / "a.jsonl", column="body") == ["1", "2"]
 
 
+@pytest.mark.parametrize("name", ["a.ndjson", "a.JSONL", "a.NDJSON.GZ", "a.JSON.gz"])
+def test_other_names_of_json_lines_are_read_as_such(tmp_path, name):
+    data = b'{"text": "one"}\n{"text": "two"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.lower().endswith("gz") else data)
+    assert read_documents(tmp_path / name) == read_documents(tmp_path) == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.CSV", "b.v2.tsv", "a.csv.gz"])
+def test_rows_of_other_kinds_are_refused_with_the_line_that_converts_them(tmp_path, name, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    data = {"a.json": '[{"text": "one"}]', "b.v2.tsv": "text\tn\none\t1\n"}.get(name, "text,n\none,1\n").encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    with pytest.raises(
+        DocumentError, match="whose rows would be read as one text; expected text, JSON lines"
+    ) as refused:
+        read_documents(tmp_path / name)
+    exec(str(refused.value).partition("Convert the file: ")[2].rstrip("."), {"datasets": datasets})
+    assert read_documents(f"{name[0]}.parquet") == ["one"]
+
+
 def test_parquet_holds_a_document_a_row(tmp_path):
     datasets = pytest.importorskip("datasets")
     path = str(tmp_path / "a.parquet")
@@ -107,7 +128,7 @@ def test_of_a_folder_it_is_told_what_was_not_read(tmp_path):
         (tmp_path / name).touch()
     assert describe_files(tmp_path) == (
         f"read 2 of 9 files of {tmp_path}; not read: 3 .csv, 1 .pdf, 1 .tar.gz, 1 without an ending, 1 linked folder "
-        "(expected .txt, .md, .jsonl, .parquet)"
+        "(expected .txt, .md, .jsonl, .ndjson, .parquet)"
     )
     assert len(find_files(tmp_path)) == 2
     for name in ("6.doc", "7.doc", "8.xml"):
@@ -177,7 +198,7 @@ def gzip_with_a_wrong_checksum() -> bytes:
         ),
         ("a.parquet", b"not parquet", r"a\.parquet' is no readable Parquet: .*\. Write it again\."),
         ("a.txt.gz", gzip_with_a_wrong_checksum(), r"a\.txt\.gz' is no whole gzip archive: CRC check failed"),
-        ("a.png", b"", r"a folder without text; expected files ending in \.txt, \.md, \.jsonl, \.parquet\."),
+        ("a.png", b"", r"a folder without text; expected files ending in \.txt, \.md, \.jsonl, \.ndjson, \.parquet\."),
     ],
 )
 def test_what_is_no_text_is_refused(tmp_path, name, data, message):
