@@ -85,6 +85,14 @@ def test_a_path_is_no_pattern(folder, name):
     assert texts_of(folder / name / f"{name}.parquet") == texts_of(folder / name) == [name]
 
 
+@pytest.mark.parametrize("target", ["absent", "link.jsonl"])
+def test_a_link_to_nothing_or_to_itself_is_named(folder, target):
+    write(folder, {"a.jsonl": lines()})
+    (folder / "link.jsonl").symlink_to(folder / target)
+    with pytest.raises(ValueError, match=r"corpus has the file '.*link.jsonl', which cannot be read: .*\. Take it out"):
+        read_corpus(str(folder))
+
+
 def test_a_chain_is_refused(folder):
     write(folder, {"x::y.jsonl": lines()})
     with pytest.raises(ValueError, match=r"'::' in a path as a chain. Rename"):

@@ -189,7 +189,7 @@ def _read_local(key: str, path: Path, split: str | None, name: str | None, text_
             f"{key} is {str(path)!r}, which has no configurations, and {name!r} is named as one; leave the name out."
         )
     files = _files_of_folder(key, path, split, text_column) if path.is_dir() else [path]
-    files = [file for file in files if file.stat().st_size]
+    files = [file for file in files if _size_of(key, file)]
     if not files:
         expected = "row" if text_column is None else "text with a visible character"
         raise ValueError(f"{key} is {str(path)!r}, which is empty: it has no {expected}. Add text to it.")
@@ -224,6 +224,15 @@ def _read_local(key: str, path: Path, split: str | None, name: str | None, text_
             rows = rows.rename_column("text", text_column) if text_column != "text" else rows
         parts.append(_with_metadata(rows))
     return parts
+
+
+def _size_of(key: str, file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:  # a link to what is gone, or to itself
+        raise ValueError(
+            f"{key} has the file {str(file)!r}, which cannot be read: {error.strerror}. Take it out, or put it back."
+        ) from error
 
 
 def _declares_data(folder: Path) -> bool:
