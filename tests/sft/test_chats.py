@@ -107,6 +107,21 @@ def test_what_a_template_does_not_write_is_refused(row, message):
         encoded(row, CHATML)
 
 
+def test_a_call_that_the_template_reads_and_leaves_out_of_answers_is_refused():
+    """As templates do that write the calls of the last turn alone, or outside of their marks of answers."""
+    call = "{% for call in message.tool_calls %}{{ call.function.name }}{% endfor %}"
+    row = {"messages": [chat(1)[0], {"role": "assistant", "tool_calls": [{"name": "add"}, {"name": "look"}]}]}
+    inside = CHATML.replace("{{ message['content'] + '<|im_end|>' }}{% endg", call + "{% endg")
+    assert answers(encoded(row, inside)) == "addlook"
+    message = r"message 2 of row 5 of 'chats.jsonl' has 'tool_calls', a call of '{}', which the .* into an answer. Set"
+    with pytest.raises(ValueError, match=message.format("look")):
+        encoded(row, inside.replace("in message.tool_calls", "in message.tool_calls[:1]"))
+    outside = CHATML.replace("{% endgeneration %}", "{% endgeneration %}" + call)
+    with pytest.raises(ValueError, match=message.format("add")):
+        encoded(row, outside)
+    encode(row, 4, character_tokenizer(), outside, False, "chats.jsonl")
+
+
 def test_keys_of_the_template_reach_it_and_its_refusals_name_the_row():
     template = "{% if loud is defined %}{{ 'LOUD' }}{% endif %}" + CHATML
     ids = encoded({"messages": chat(1), "chat_template_kwargs": {"loud": True}}, template)["input_ids"]

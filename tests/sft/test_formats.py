@@ -35,6 +35,10 @@ CHATS = {
         {"messages": [USER, {**ANSWER, "reasoning_content": "well"}]},
         [USER, {**ANSWER, "reasoning_content": "well"}],
     ),
+    "reasoning twice": (
+        {"messages": [USER, {**ANSWER, "reasoning": "well", "reasoning_content": "well"}]},
+        [USER, {**ANSWER, "reasoning_content": "well"}],
+    ),
     "weights of one": ({"messages": [{**USER, "train": True}, {**ANSWER, "weight": 1}]}, [USER, ANSWER]),
     "function_call": (
         {
@@ -109,6 +113,9 @@ REFUSED = {
     },
     "has 'tool_calls', and the role 'user'": {"messages": [{**USER, "tool_calls": [CALL]}, ANSWER]},
     "message 2 of row 7, messages is an empty answer": {"messages": [USER, {**ANSWER, "content": " "}]},
+    "message 2 of row 7, messages has 'thinking', and 'reasoning_content' with another text; a template reads one": {
+        "messages": [USER, {**ANSWER, "thinking": "a", "reasoning_content": "b"}]
+    },
     "has no answer; expected a message of the assistant": {"messages": [USER]},
     "is no text with a role": {"messages": [{"role": "user", "content": [{"type": "text"}]}, ANSWER]},
     "row 7, messages is a str; expected messages": {"messages": "Hi"},

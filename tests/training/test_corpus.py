@@ -89,7 +89,9 @@ def test_a_path_is_no_pattern(folder, name):
 def test_a_link_to_nothing_or_to_itself_is_named(folder, target):
     write(folder, {"a.jsonl": lines()})
     (folder / "link.jsonl").symlink_to(folder / target)
-    with pytest.raises(ValueError, match=r"corpus has the file '.*link.jsonl', which cannot be read: .*\. Take it out"):
+    with pytest.raises(
+        ValueError, match=r"corpus has the file '.*link.jsonl', which cannot be read: .*\. Take it out"
+    ):
         read_corpus(str(folder))
 
 

@@ -66,7 +66,7 @@ def encode(
     example = read_row(row, location)
     if "messages" in example:
         assert template is not None, "the template was chosen from the first row"
-        ids, is_answer = _chat_tokens(example, tokenizer, template, location)
+        ids, is_answer = _chat_tokens(example, tokenizer, template, answers_only, location)
     else:
         ids, is_answer = _completion_tokens(example, tokenizer)
     marked = zip(ids, is_answer, strict=True)
@@ -77,7 +77,7 @@ def encode(
 
 
 def _chat_tokens(
-    example: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", template: str, location: str
+    example: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", template: str, answers_only: bool, location: str
 ) -> tuple[list[int], list[bool]]:
     def reads(key: str) -> bool:
         """Return whether the template reads a key of messages, which differs from a variable such as `enable_thinking`."""
@@ -110,7 +110,18 @@ def _chat_tokens(
         raise ValueError(
             f"{location} is refused by the chat template: {error}. Correct it, or take it out."
         ) from error
-    return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
+    ids, is_answer = list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
+    learned = tokenizer.decode(
+        [token for token, inside in zip(ids, is_answer, strict=True) if inside or not answers_only]
+    )
+    for number, message in enumerate(example["messages"], start=1):
+        for call in message.get("tool_calls", ()):
+            if call["function"]["name"] not in learned:
+                called = (
+                    f"a call of {call['function']['name']!r}, which the chat template does not write into an answer."
+                )
+                refuse(f"message {number} of {location}", "tool_calls", f"{called} {remedy.partition('. ')[2]}")
+    return ids, is_answer
 
 
 def _completion_tokens(example: dict[str, str], tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[bool]]:

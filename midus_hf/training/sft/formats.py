@@ -159,7 +159,13 @@ def _message(message: Any, location: str) -> dict[str, Any]:
         refuse(location, "tool_calls", f"and the role {role!r}; expected the assistant to call tools.")
     if role == "assistant" and not calls and not content.strip():
         raise ValueError(f"{location} is an empty answer; expected text. Fill it in, or take the row out.")
-    others = {key: fields[key] for key in ("tool_call_id", "name", *REASONING) if fields.get(key)}
+    reasoning = [key for key in REASONING if fields.get(key)]
+    for key in reasoning[1:]:
+        if fields[key] != fields[reasoning[0]]:
+            refuse(
+                location, key, f"and {reasoning[0]!r} with another text; a template reads one of them. Leave one out."
+            )
+    others = {key: fields[key] for key in ("tool_call_id", "name", *reasoning[:1]) if fields.get(key)}
     return {"role": role, "content": content, **others, **({"tool_calls": _calls(calls, location)} if calls else {})}
 
 
