@@ -17,6 +17,7 @@ from midus_hf.look.watched_models import (
     held_hooks,
     hosted_memories,
     lacking,
+    layers_of,
 )
 from midus_hf.memory.protocols import AttendsToDepth, ReadsChapters
 
@@ -62,7 +63,7 @@ def added_parts(model: nn.Module) -> list[Part]:
     inserted = set(record.get("new_layers", memories.inserted))
     names = set(record.get("new_memories", () if record else memories.attached))
     parts: list[Part] = []
-    for layer, block in enumerate(decoder_of(model).layers):
+    for layer, block in enumerate(layers_of(model)):
         if layer in inserted:
             kind = "block" if layer in memories.inserted else "layer"
             parts.append(Part(f"{kind} {layer}", kind, (layer,)))
@@ -125,7 +126,7 @@ def switched_off(model: nn.Module, parts: Iterable[Part]) -> Iterator[None]:
         model: A model as in `added_parts`.
         parts: Parts to switch off, as `added_parts` and `chapter_parts` return them.
     """
-    blocks, readers = decoder_of(model).layers, hosted_memories(model, AttendsToDepth)
+    blocks, readers = layers_of(model), hosted_memories(model, AttendsToDepth)
     with contextlib.ExitStack() as passed_by, held_hooks() as hold:
         for part in parts:
             if part.chapter is not None:

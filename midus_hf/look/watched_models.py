@@ -19,7 +19,7 @@ class HostedMemory(NamedTuple):
         layer: Index of the decoder layer.
         name: Name of the attached memory; empty if the layer was inserted for the memory.
         block: The decoder layer.
-        module: The memory; if PEFT has copied the memory, the newest copy, which a pass calls.
+        module: The memory; if PEFT has copied the memory, the copy of the active adapter, which a pass calls.
     """
 
     layer: int
@@ -43,6 +43,20 @@ def decoder_of(model: nn.Module) -> Any:
     return parts.decoder_of(bare_model(model))
 
 
+def _called(module: Any) -> Any:
+    """Return a module, or in place of PEFT's wrapper of a module and its copies the one that a pass calls."""
+    while "modules_to_save" in module._modules and "original_module" in module._modules:
+        adapter = next(iter(module.active_adapters), None)
+        is_copied = adapter in module.modules_to_save and not module.disable_adapters
+        module = module.modules_to_save[adapter] if is_copied else module.original_module
+    return module
+
+
+def layers_of(model: nn.Module) -> list[Any]:
+    """Return the decoder layers that a pass calls, of a model as `decoder_of` takes it."""
+    return [_called(layer) for layer in decoder_of(model).layers]
+
+
 def hosted_memories(model: nn.Module, *kinds: type) -> list[HostedMemory]:
     """Return the memories of a model that are of one of some kinds, in the order of layers.
 
@@ -54,18 +68,17 @@ def hosted_memories(model: nn.Module, *kinds: type) -> list[HostedMemory]:
         ValueError: If a parameter of one of these memories is offloaded.
     """
     hosts = []
-    for layer, block in enumerate(decoder_of(model).layers):
+    for layer, block in enumerate(layers_of(model)):
         own = {"": block.memory} if isinstance(getattr(block, "memory", None), nn.Module) else {}
         for name, memory in {**own, **getattr(block, "memories", {})}.items():
-            # Wrappers of PEFT hold the memory and then its copies, and pass attributes on as if they were the memory.
-            matching = [module for module in memory.modules() if isinstance(module, kinds)]
-            if not matching:
+            called = _called(memory)
+            if not isinstance(called, kinds):
                 continue
             if any(parameter.device.type == "meta" for parameter in memory.parameters()):
                 raise ValueError(
                     f"the memory of layer {layer} is offloaded; expected its parameters on a device. Load the model whole."
                 )
-            hosts.append(HostedMemory(layer, name, block, matching[-1]))
+            hosts.append(HostedMemory(layer, name, block, called))
     return hosts
 
 

@@ -13,7 +13,10 @@ from peft import LoraConfig, get_peft_model
 from tiny import prompt, tiny_model
 
 from midus_hf.look.depth import depth_rows, record_depth
+from midus_hf.look.parts import Part, switched_off
 from midus_hf.look.usage import record_usage
+from midus_hf.look.watched_models import hosted_memories
+from midus_hf.memory.protocols import ReadsChapters, RetrievesSlots
 
 ROW = prompt(5, 1)
 
@@ -122,6 +125,39 @@ def test_a_model_that_peft_wraps_is_watched_alike(watch, kind, tmp_path):
             model(input_ids=ROW, **watch.inputs)
         results.append(watch.found(recorded))
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("copied", ["model.layers.1", "memory"])
+def test_the_memory_of_the_active_adapter_is_watched_and_not_the_newest(copied):
+    """Of a memory whose layer PEFT copied, and of one that it copied by itself."""
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", modules_to_save=[copied])
+    model = get_peft_model(memory_model("llama"), lora)
+    original = hosted_memories(model, RetrievesSlots)[0].module
+    model.add_adapter("newer", lora)
+    assert hosted_memories(model, RetrievesSlots)[0].module is original
+    model.set_adapter("newer")
+    newer = hosted_memories(model, RetrievesSlots)[0].module
+    assert newer is not original and ".newer" in next(name for name, each in model.named_modules() if each is newer)
+    with record_usage(model) as usage, torch.no_grad():
+        model(input_ids=ROW)
+    assert all(counts.any() for counts in usage.values())
+    with model.disable_adapter():
+        below = hosted_memories(model, RetrievesSlots)[0].module
+        assert "original_module" in next(name for name, each in model.named_modules() if each is below)
+
+
+def test_a_part_that_peft_copied_is_switched_off():
+    """A memory is taken out of the copy of its layer, which a pass calls."""
+    usual = routed_model(routing="chunk", chunk_size=4)
+    layers = sorted({hosted.layer for hosted in hosted_memories(usual, ReadsChapters)})
+    with torch.no_grad(), switched_off(usual, [Part("chapters", "memory", tuple(layers), "chapters")]):
+        expected = usual(ROW).logits
+    lora = LoraConfig(
+        r=2, target_modules=["q_proj"], layers_to_transform=[], modules_to_save=[f"model.layers.{n}" for n in layers]
+    )
+    model = get_peft_model(routed_model(routing="chunk", chunk_size=4), lora)
+    with torch.no_grad(), switched_off(model, [Part("chapters", "memory", tuple(layers), "chapters")]):
+        assert torch.equal(model(input_ids=ROW).logits, expected)
 
 
 def test_a_model_without_such_a_memory_is_refused(watch):
