@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 
 import pytest
 import torch
@@ -45,6 +46,27 @@ def tiny_bases(tmp_path_factory):
         results.append((base, file_digests(folder / f"out-{seed}")))
     assert torch.equal(logits(results[0][0]), logits(folder / "out-0"))
     return results
+
+
+@pytest.mark.parametrize("file", ["model-00002-of-", "config.json", "modeling_midus.py", "README.md", "upscale.json"])
+def test_killed_while_it_writes_a_run_leaves_nothing_that_the_next_one_minds(tiny_bases, tmp_path, file):
+    base, output = tiny_bases[0][0], tmp_path / "out"
+
+    def die(event, arguments):
+        if event == "open" and f"/{file}" in (path := str(arguments[0])) and ".out." in path:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def work():
+        sys.addaudithook(die)
+        upscaled(base, output, max_shard_size="60KB")
+
+    _, status = os.waitpid(fork(work), 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    (left,) = os.listdir(tmp_path)
+    assert left.endswith(".partial")
+    upscaled(base, output, max_shard_size="60KB")
+    assert os.listdir(tmp_path) == ["out"]
+    assert len(list(output.glob("model-*"))) > 1 and torch.equal(logits(output), logits(base))
 
 
 @pytest.mark.parametrize("step", range(2))

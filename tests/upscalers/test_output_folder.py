@@ -206,6 +206,16 @@ def test_a_second_run_to_the_same_output_is_refused_while_the_first_is_alive(tmp
     assert names(tmp_path) == ["other", "out"]
 
 
+def test_a_lock_that_fails_otherwise_is_no_leave_to_go_on(tmp_path, monkeypatch):
+    def failing(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("fcntl.flock", failing)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        write(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_where_the_file_system_has_no_locks_a_run_goes_on_and_says_so(tmp_path, monkeypatch, capsys, number):
     def none(*_):

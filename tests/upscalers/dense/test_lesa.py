@@ -3,6 +3,7 @@
 import math
 import re
 import shutil
+import signal
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from upscalers.methods.lesa import MatrixPrediction
 from upscalers.request.errors import RequestError
 from upscalers.request.options import parse_options
 from upscalers.runs.upscale import upscale
+from upscalers.solvers import layer_predictor
 from upscalers.solvers.layer_predictor import new_predictor
 from upscalers.tensors.recipes import tensor_seed
 
@@ -195,6 +197,48 @@ def test_all_seven_matrices_are_predicted_and_measured(native_family, shared_bas
     assert not report.promises_identity
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "neighbours"),
+    [
+        ("llama", {}, {(1, 2), (2, 3)}),
+        ("gemma2", {}, {(1, 2), (2, 3)}),
+        ("gemma2", {"neighbours": "same_type"}, {(0, 2), (1, 3)}),
+    ],
+)
+def test_each_new_layer_is_predicted_from_the_layer_before_and_the_one_after_in_this_order(
+    family, options, neighbours, shared_base, tmp_path, monkeypatch
+):
+    pairs, honest = [], layer_predictor.predict
+
+    def watched(predictor, rows, previous, following, device):
+        pairs.append((previous, following))
+        return honest(predictor, rows, previous, following, device)
+
+    monkeypatch.setattr(layer_predictor, "predict", watched)
+    upscaled(shared_base(family), tmp_path / "out", **options)
+    assert len(pairs) == 14 and set(pairs) == neighbours
+
+
+def test_the_default_is_what_the_release_does_and_three_layers_suffice(tmp_path):
+    """Norms of layer 0, the released numbers, and nothing zeroed."""
+    base = save_base(tmp_path / "base", num_hidden_layers=3)
+    report, _ = upscaled(base, tmp_path / "out")
+    assert report.num_layers == 5 and len(report.measurements) == 14
+    first, made = layer(read_tensors(base), 0), layer(read_tensors(tmp_path / "out"), report.new_layer_indices[-1])
+    for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+        assert torch.equal(made[name], first[name])
+    assert made["self_attn.o_proj.weight"].any() and made["mlp.down_proj.weight"].any()
+    released = {
+        "norm_init": "layer0",
+        "identity": "none",
+        "norm_weight": 5e-4,
+        "learning_rate": 1e-3,
+        "batch_size": 64,
+    }
+    released |= {"hidden_size": 256, "weight_decay": 0.01, "neighbours": "adjacent"}
+    assert record_of(tmp_path / "out")["options"].items() >= released.items()
+
+
 def test_room_for_the_coordinates_is_asked_for_before_the_work_begins(base, tmp_path, command, refused, monkeypatch):
     usual = ("--base", base, "--method", "lesa", "--no-verify", "--set", "epochs=1")
     written = command(*usual, "--dry-run", "--json").json()["bytes"]["written"]
@@ -305,12 +349,65 @@ def test_bad_predictions_are_warned_of_with_the_worst_layer_of_each_matrix_and_r
     for role in {row["tensor"] for row in rows}:
         worst = min(row[measured] for row in rows if row["tensor"] == role)
         assert (f"{role} {worst:.2g}" in warning) == (worst < limit)
-    refused(command(*usual, "--output", tmp_path / "strict", "--set", "strict=true"), f"{message} {STRICT}", ["out"])
+    strict = (*usual, "--set", "strict=true")
+    refused(command(*strict, "--output", tmp_path / "strict"), f"{message} {STRICT}", ["out"])
+    if measured == "cosine_to_mean":
+        assert command(*strict, "--set", "identity=auto", "--output", tmp_path / "identity").status == 0
 
 
-def test_directions_under_the_guard_are_counted_in_a_warning(narrow, tmp_path, command):
+def test_directions_under_the_guard_are_counted_in_a_warning_and_refused_under_strict(
+    narrow, tmp_path, command, refused
+):
     guarded = "the base's layers do not span all directions: query 5, gate 3 singular values lie under the guard and are left out."
-    done = command(
-        "--base", narrow, "--no-verify", *request("norm_weight=1", "epochs=3"), "--output", tmp_path / "out"
-    )
+    usual = ("--base", narrow, "--no-verify", *request("norm_weight=1", "epochs=3"))
+    done = command(*usual, "--output", tmp_path / "out")
     assert done.status == 0 and f"upscale: warning: {guarded}" in done.err.splitlines()
+    strict = command(*usual, "--set", "strict=true", "--output", tmp_path / "strict")
+    refused(strict, f"{guarded} {STRICT}", ["base", "out"])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_training_that_diverges_is_not_passed_over_in_silence(base, tmp_path, strict):
+    try:
+        _, recorder = upscaled(base, tmp_path / "out", learning_rate=1e30, strict=strict)
+    except RequestError:
+        assert not any(tmp_path.iterdir())
+    else:
+        assert recorder.warnings and not strict, "weights that are NaN were written without a word"
+
+
+STOPS = {
+    "an error": (None, 1, "upscale: failed: OutOfMemoryError: no memory left\n"),
+    "the keyboard": (signal.SIGINT, 130, "upscale: interrupted\n"),
+}
+
+
+@pytest.mark.parametrize(("number", "status", "message"), STOPS.values(), ids=STOPS)
+def test_a_solver_that_stops_leaves_nothing(base, tmp_path, command, monkeypatch, number, status, message):
+    honest, calls = layer_predictor.train_predictor, []
+
+    def stopping(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == 2:
+            if number is not None:
+                signal.raise_signal(number)
+            raise torch.OutOfMemoryError("no memory left")
+        return honest(*arguments, **options)
+
+    monkeypatch.setattr(layer_predictor, "train_predictor", stopping)
+    done = command("--base", base, *request(), "--output", tmp_path / "out", "--no-verify")
+    assert (done.status, done.err, len(calls)) == (status, message, 2)
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_same_bytes_come_of_any_number_of_threads_and_torchs_own_number_stays(base, tmp_path):
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            upscaled(base, tmp_path / f"threads-{threads}")
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    one, other = (read_tensors(tmp_path / f"threads-{threads}") for threads in (1, 3))
+    assert all(torch.equal(one[name], other[name]) for name in one)
