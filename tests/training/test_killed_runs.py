@@ -24,6 +24,8 @@ KILLS = {
         ("step", "", 3),
         # Of the run that goes on from checkpoint 2.
         ("open", "checkpoint-4/optimizer.pt", 1),
+        ("os.mkdir", f"checkpoint-4/{STATE}", 1),
+        ("open", "checkpoint-4/trainer_state.json", 1),
         ("os.rename", "checkpoint-4/.manifest.json.midus-*.partial", 1),
     ],
     "the-end": [
