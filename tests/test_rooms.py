@@ -55,8 +55,8 @@ ROOMS_OF_MODELS = (
     "models",
     "topics",
     "evaluation",
-    "look",
     "training",
+    "look",
     "compare",
     "cli",
 )

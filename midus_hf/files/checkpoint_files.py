@@ -127,6 +127,9 @@ RESUMED: Kind = (
 # Options and log of a run, written into its output by `midus train` and `midus sft`.
 RUN: Kind = (RUN_CONFIG, RUN_LOG)
 
+# What a run says of the texts that it protected.
+CERTIFICATE = "certificate.json"
+
 # Unfinished options and logs that a killed run leaves behind.
 UNFINISHED_RUN: Kind = tuple(unfinished_name(name, "[0-9a-f]" * 8) for name in RUN)
 
@@ -140,7 +143,7 @@ ACCOMPANYING: Kind = (*RECORD, *CARD, *TERMS)
 # from are left out, since they belong to a run.
 OF_UPSCALED: Kind = (
     *(*WEIGHTS, *CONFIG, *TRAVELLING, *CODE, *RECORD, *CARD, *BANKS),
-    *(*ARGUMENTS, *STATE, *RUN, *HUB),
+    *(*ARGUMENTS, *STATE, *RUN, CERTIFICATE, *HUB),
 )
 
 

@@ -26,7 +26,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import singledispatch
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from midus_hf.config.declarations import sample_tensors
 from midus_hf.config.memory_types import MEMORY_TYPES, MemoryOptions, check_fit
@@ -68,7 +69,7 @@ class MemoryModule(DeclaredModule):
     #: Whether the last tokens of a sequence can be taken back, as in assisted decoding.
     can_forget: bool = True
     #: Function that takes the last tokens out of a state's tensors. Default: None, the tensors do not depend on these tokens.
-    take_back: ClassVar["staticmethod[[dict[str, Tensor], int], dict[str, Tensor] | None] | None"] = None
+    take_back: ClassVar["staticmethod[[dict[str, torch.Tensor], int], dict[str, torch.Tensor] | None] | None"] = None
     #: Index of the memory's layer among the layers that have the memory, from 0; set by the host.
     index: int = 0
     #: What keeps tensors derived from weights during a generation; set by `build_memory`. Default: None, nothing.

@@ -47,6 +47,9 @@ class MemoryArguments(Rates):
             read. Needs `optim` `adamw_torch` or `adamw_torch_fused`, and one process. Default: false.
         generic_share: Share of the sequences with a path that read the generic memory instead of their path's blocks,
             drawn anew each epoch (hierarchical memories, section 4). Default: 1 / 17.
+        protect: Texts that keep their logits bit for bit, as `corpus`. Their n-grams are taken out of the tables of the memories
+            that train, which must be memories of known n-grams (`engram` with an exact table) and all that trains. The
+            texts are computed with and without the memories at the end, and `certificate.json` says which they are. Default: none.
         eval_text: Held-out text as `corpus`, or a mapping from names to several texts, which `eval_strategy` measures as
             packed sequences: `eval_loss` in nats per token, and `eval_perplexity`. Default: none.
         bf16: Compute in bfloat16, with float32 masters of what trains; otherwise in float32. Default: true if the device
@@ -67,6 +70,7 @@ class MemoryArguments(Rates):
     adapters: dict[str, Any] | None = None
     sparse_values: bool = False
     generic_share: float = 1 / 17
+    protect: str | list[str] | None = None
     eval_text: str | dict[str, str] | None = None
     bf16: bool | None = None
     activation_checkpointing: bool | None = None
@@ -128,7 +132,7 @@ class MemoryArguments(Rates):
         if not 0 <= self.generic_share <= 1:
             raise ValueError(f"generic_share is {self.generic_share}; expected a share from 0 to 1.")
         if self.adapters is not None:
-            for other, free in (("trainable", "auto"), ("frozen", [])):
+            for other, free in (("trainable", "auto"), ("frozen", []), ("protect", None)):
                 if getattr(self, other) != free:
                     raise ValueError(
                         f"adapters is set and {other} is {getattr(self, other)!r}; with adapters, only adapters and new parts "
@@ -156,6 +160,11 @@ class MemoryArguments(Rates):
             self.trainable = "all"
 
     @property
+    def protected(self) -> list[str]:
+        """Sources of protected texts."""
+        return [self.protect] if isinstance(self.protect, str) else self.protect or []
+
+    @property
     def eval_texts(self) -> dict[str, str]:
         """Paths of the held-out texts by name; a single text is named `""`, and no text gives `{}`."""
         if self.eval_text is None:
@@ -166,7 +175,8 @@ class MemoryArguments(Rates):
         """Return all that the run reads: the name of each key, with its path or id of a model or dataset."""
         named = [(name, getattr(self, name)) for name in ("model_name_or_path", "config_name", "tokenizer_name")]
         texts = [(f"eval_text.{name}" if name else "eval_text", path) for name, path in self.eval_texts.items()]
-        return [*((name, value) for name, value in named if value is not None), *texts]
+        protected = [("protect", source) for source in self.protected]
+        return [*((name, value) for name, value in named if value is not None), *texts, *protected]
 
     def recorded(self) -> dict[str, Any]:
         """Return the keys that differ from their defaults, as YAML can hold them, without tokens of the hub."""

@@ -33,6 +33,7 @@ from midus_hf.files.whole_files import move_into_place
 from midus_hf.library_bars import without_library_bars
 from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import refusing
+from midus_hf.short_names import short_names
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
 from midus_hf.training.blocks import use_tree
 from midus_hf.training.callbacks import RunInterrupted, StopOnSignal, TrainingLog
@@ -48,6 +49,7 @@ from midus_hf.training.output import (
     open_output,
 )
 from midus_hf.training.parallel import check_checkpoint, shares_parameters
+from midus_hf.training.protection import Protected
 from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
 
 
@@ -258,6 +260,7 @@ class Run:
         self._dtypes: dict[str, torch.dtype] = {}
         self._files: dict[str, bytes] = {}
         self._use_cache = True
+        self._protected: Protected | None = None
 
     def load_model(self, config: PreTrainedConfig) -> None:
         """Load or make the model, and set what trains, or put adapters on it.
@@ -297,12 +300,30 @@ class Run:
                 checkpoint.
         """
         self.tokenizer = tokenizer
+        if self.arguments.protected:
+            self._protect()
         trainer = self.trainer = trainer_class(self.model, self.arguments, **options)
         if self.checkpoint is not None:
             check_checkpoint(trainer, self.checkpoint)
+        if self._protected is not None and shares_parameters(trainer):
+            raise ValueError(
+                "protect compares whole models, and the processes share parameters; expected processes that hold whole models. Start "
+                "the run with configs/accelerate/ddp.yaml."
+            )
         self._stop = StopOnSignal(trainer.largest)
         trainer.add_callback(self._stop)
         trainer.add_callback(TrainingLog(Path(self.arguments.output_dir, RUN_LOG)))
+
+    def _protect(self) -> None:
+        """Read the protected texts, and take their n-grams out of the tables that train."""
+        arguments = self.arguments
+        with arguments.main_process_first(desc="reading protected texts"):
+            column = getattr(arguments, "text_column", "text")
+            read = [read_corpus(each, text_column=column, key="protect")[column] for each in arguments.protected]
+            texts = dict(zip(short_names(arguments.protected), map(list, read), strict=True))
+        self._protected = Protected(self.model, self.tokenizer, texts)
+        if arguments.process_index == 0:
+            print(self._protected)
 
     def execute(self) -> TrainResult:
         """Train, save the model, and return the result.
@@ -362,10 +383,10 @@ class Run:
                 (partial / "training_args.bin").unlink(missing_ok=True)
                 tokenizer.save_pretrained(partial)
                 files = dict(self._files)
+                section = "" if self._protected is None else self._protected.certify(model, partial)
                 if "README.md" in files:
-                    files["README.md"] = add_training(
-                        files["README.md"], arguments, result.steps, result.tokens, result.loss
-                    )
+                    card = add_training(files["README.md"], arguments, result.steps, result.tokens, result.loss)
+                    files["README.md"] = card + section.encode()
                 for name, content in files.items():
                     (partial / name).write_bytes(content)
                 move_into_place(partial, output, last=CONFIG_FILE)  # a folder without a config is no model

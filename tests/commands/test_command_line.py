@@ -50,6 +50,7 @@ WITH_A_DEVICE = {
     "midus look ablation": TEXT,
     "midus look drift": [*TEXT, "--base", MODEL],
     "midus look heads": [MODEL, "--tasks", "piqa"],
+    "midus look touched": [*TEXT, "--prove"],
     "midus look page": [*TEXT, "--base", MODEL, "--output", "page.html"],
     "midus cluster build": [
         "--corpus",

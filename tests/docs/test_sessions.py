@@ -268,8 +268,19 @@ SESSIONS = {
     ),
     **{
         f"docs/methods/{page}.md": Session(replace=TINY_LLAMA)
-        for page in ("README", "engram", "hierarchical", "midus", "moc", "moda", "ultramem-v2")
+        for page in ("README", "hierarchical", "midus", "moc", "moda", "ultramem-v2")
     },
+    "docs/methods/engram.md": Session(
+        replace={
+            **TINY_LLAMA,
+            "--base BASE": "--base base",
+            "TEXTS": "texts",
+            "[NOTES,ARTICLES]": "[held-out.txt,questions/train/001.txt]",
+            "ARTICLES": "held-out.txt",
+            "OTHERS": "texts",
+            "max_steps=200": SHORT,
+        },
+    ),
     "docs/methods/deus.md": Session(replace={**TINY_LLAMA, "google/gemma-2-2b": "tiny-gemma-2"}),
     "docs/methods/general.md": Session(
         replace={**TINY_LLAMA, "meta-llama/Llama-3.1-8B": "tiny-llama-32"}, files=("recipe.yaml", "")

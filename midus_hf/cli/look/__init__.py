@@ -15,6 +15,7 @@ from midus_hf.cli.look.request import (
     HeadsRequest,
     ModelRequest,
     TextRequest,
+    TouchedRequest,
 )
 from midus_hf.cli.options import Json, check_file, option, sharing_options, show, show_tables
 
@@ -27,6 +28,7 @@ QUESTIONS: dict[str, tuple[type[ModelRequest], str]] = {
     "drift": (DriftRequest, "Show how far predictions moved from the base's, and where most."),
     "heads": (HeadsRequest, "Show how much each head matters for answers of tasks."),
     "depth": (DepthRequest, "Show what heads read of earlier layers (moda)."),
+    "touched": (TouchedRequest, "Show where texts read a memory of known n-grams (engram)."),
     "page": (DriftRequest, "Write all of these but heads on one page, into --output."),
 }
 

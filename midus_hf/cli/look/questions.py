@@ -6,13 +6,21 @@ from typing import Any
 
 from tqdm import tqdm
 
-from midus_hf.cli.look.request import AblationRequest, DepthRequest, DriftRequest, HeadsRequest, TextRequest
+from midus_hf.cli.look.request import (
+    AblationRequest,
+    DepthRequest,
+    DriftRequest,
+    HeadsRequest,
+    TextRequest,
+    TouchedRequest,
+)
 from midus_hf.cli.options import needing_harness
 from midus_hf.evaluation.text_rows import TextRows, read_rows
 from midus_hf.look import ablation as parts_lost
 from midus_hf.look import depth as depth_read
 from midus_hf.look import drift as moved
 from midus_hf.look import heads as important_heads
+from midus_hf.look import touched as where_read
 from midus_hf.look import usage as used
 from midus_hf.look.page import Answer
 from midus_hf.look.parts import added_parts, chapter_parts
@@ -137,6 +145,55 @@ def _logits_of_base(request: DriftRequest) -> moved.LogitsOfBase:
             f"base is {request.base!r}, whose tokenizer has other tokens than the model's; expected one tokenizer."
         )
     return moved.other_base(model, base)
+
+
+def touched(request: TouchedRequest) -> Answer:
+    """Answer where texts read a memory of known n-grams; all other positions have the logits of the model without the memory."""
+    from transformers import AutoConfig
+
+    from midus_hf.model_names import usable_device
+    from midus_hf.saved_models import load_tokenizer, refusing
+    from midus_hf.training.protection import check_certificate, compare_texts, read_certificate
+
+    if request.prove:
+        usable_device(request.device)
+    with refusing(f"model is {request.model!r}, which cannot be loaded", OSError, ValueError):
+        config, tokenizer = AutoConfig.from_pretrained(request.folder), load_tokenizer(str(request.folder))
+    tables, certificate = where_read.tables_in(request.folder, config), read_certificate(request.folder)
+    if certificate is not None:
+        check_certificate(certificate, request.folder, tokenizer)
+    read = {
+        (name, table.memory): where_read.touched(table, documents, tokenizer)
+        for name, documents in request.documents.items()
+        for table in tables
+    }
+    summary = f"{request.model}: {'no certificate' if certificate is None else 'its certificate fits the folder'}."
+    if request.prove:
+        model, _ = request.load(request.model)
+        proven = 0
+        for (name, memory), counts in read.items():
+            documents = [
+                document
+                for document, reading in zip(request.documents[name], counts.reading.tolist(), strict=True)
+                if not reading
+            ]
+            _, differing = compare_texts(model, tokenizer, documents, [memory])
+            if differing:
+                raise RuntimeError(
+                    f"{len(differing)} untouched documents of {name} have other logits with memory {memory!r} than without it. This "
+                    "is a fault of midus_hf: please report it."
+                )
+            proven += len(documents)
+        summary += f" {proven:,} untouched documents computed: their logits are the same, bit for bit."
+    rows = where_read.touched_rows(request.documents, read, certificate)
+    return Answer(
+        title="Where texts read a memory",
+        summary=summary,
+        report={"model": request.model, "certificate": certificate, "rows": rows},
+        tables=[where_read.touched_table(rows)],
+        how_to_read=where_read.HOW_TO_READ,
+        details=lambda: where_read.document_rows(read),
+    )
 
 
 def heads(request: HeadsRequest) -> Answer:

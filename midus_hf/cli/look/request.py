@@ -65,6 +65,25 @@ class ModelRequest:
         return model.eval(), tokenizer
 
 
+def named_paths(texts: list[str]) -> dict[str, str]:
+    """Return the paths of texts by name, from `PATH` and `NAME=PATH`.
+
+    Raises:
+        ValueError: If a name or a path is empty, or a name is given twice.
+    """
+    paths: dict[str, str] = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not equals or Path(text).exists():
+            name, path = Path(text).absolute().name, text
+        if not (name and path):
+            raise ValueError(f"text is {text!r}; expected PATH or NAME=PATH, such as code=code.jsonl.")
+        if name in paths:
+            raise ValueError(f"text {name!r} is given twice; expected each name once.")
+        paths[name] = path
+    return paths
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadsRequest(ModelRequest):
     """Options of the question about heads."""
@@ -102,18 +121,8 @@ class TextRequest(ModelRequest):
         """Documents of each text, by the text's name. Which files of a folder were not read is printed on standard error."""
         from midus_hf.topics.documents import describe_files, read_documents
 
-        paths: dict[str, str] = {}
-        for text in self.text:
-            name, equals, path = text.partition("=")
-            if not equals or Path(text).exists():
-                name, path = Path(text).absolute().name, text
-            if not (name and path):
-                raise ValueError(f"text is {text!r}; expected PATH or NAME=PATH, such as code=code.jsonl.")
-            if name in paths:
-                raise ValueError(f"text {name!r} is given twice; expected each name once.")
-            paths[name] = path
         documents = {}
-        for name, path in paths.items():
+        for name, path in named_paths(self.text).items():
             if (line := describe_files(path)) is not None:
                 print(line, file=sys.stderr)
             documents[name] = read_documents(path, self.column)[: self.limit]
@@ -179,6 +188,36 @@ class TextRequest(ModelRequest):
             retriever = MemoryRetriever.load(self.retriever, device=str(model.device))
         check_tree(retriever.tree, model)
         return retriever.paths
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TouchedRequest(ModelRequest):
+    """Options of the question where texts read a memory of known n-grams."""
+
+    model: Annotated[str, model_argument("A model that upscale made.", "MODEL")]
+    text: Annotated[list[str], option("Texts as training reads them; may be repeated.", "[NAME=]PATH")]
+    column: Column = "text"
+    prove: Annotated[bool, flag("--prove", "Also compute untouched documents with and without the memory.")] = False
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder of the model, which is downloaded if it is on the Hub."""
+        from huggingface_hub import snapshot_download
+
+        check_model_name("model", self.model)
+        return Path(self.model) if Path(self.model).is_dir() else Path(snapshot_download(self.model))
+
+    @cached_property
+    def documents(self) -> dict[str, list[str]]:
+        """Documents of each text, by the text's name, as training reads a corpus."""
+        from midus_hf.training.data.corpus import bars_on_terminals, read_corpus
+
+        documents = {}
+        for name, path in named_paths(self.text).items():
+            with bars_on_terminals():
+                rows = read_corpus(path, key="text", text_column=self.column)[self.column]
+            documents[name] = list(rows[: self.limit])
+        return documents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,17 @@
 """N-grams of texts, as memories with a table of known n-grams number them."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
 
-from midus_hf.config.memories.ngram import MOST_TOKENS, NgramOptions
-from midus_hf.ops.ngrams.addresses import ngram_keys, numbered, windows
+from midus_hf.config.memories.ngram import LONGEST, MOST_TOKENS, NgramOptions
+from midus_hf.ops.ngrams.addresses import known_rows, ngram_keys, numbered, windows
+
+# What stands in a table in place of an n-gram that was taken out: above all n-grams of texts.
+TAKEN_OUT = MOST_TOKENS**LONGEST - 1
 
 _TEXTS_AT_ONCE = 1000
 
@@ -58,3 +62,33 @@ def known_ngrams(texts: Iterator[TextKeys], least_texts: int = 1) -> torch.Tenso
         known, places = torch.cat([known, new]).unique(return_inverse=True)
         counts = torch.zeros_like(known).index_add(0, places, torch.cat([counts, in_texts]))
     return known[counts >= least_texts]
+
+
+@dataclass(frozen=True)
+class NgramTable:
+    """The n-grams that a memory knows.
+
+    Args:
+        memory: Name of the memory.
+        options: Options of the memory.
+        ngrams: `[N]`, int64, ascending; n-grams that were taken out leave `TAKEN_OUT` at the end.
+        token_numbers: `[V]`, int64, numbers of tokens of like text; None if tokens are numbered by their ids.
+    """
+
+    memory: str
+    options: NgramOptions
+    ngrams: torch.Tensor
+    token_numbers: torch.Tensor | None
+
+    @property
+    def num_known(self) -> int:
+        """Number of n-grams that have a row."""
+        return int((self.ngrams < TAKEN_OUT).sum())
+
+    def keys_of(self, texts: Sequence[str], tokenizer: Any) -> Iterator[TextKeys]:
+        """Yield the n-grams of texts, as `keys_of_texts` does."""
+        return keys_of_texts(texts, tokenizer, self.options, self.token_numbers)
+
+    def reads(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return for each token whether it reads a row, `[T]`, bool, from keys `[T, orders]`."""
+        return (known_rows(keys, self.ngrams) > 0).any(-1)

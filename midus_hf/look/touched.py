@@ -1,0 +1,136 @@
+"""Positions of texts at which a model with a memory of known n-grams can differ from the model without it, told from ids alone."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from midus_hf.config.memory_entries import TABLES, Memories
+from midus_hf.look.page import Row, TableOfWords, table_of
+from midus_hf.training.data.ngrams import NgramTable
+from midus_hf.training.protection import exact_tables, sorted_tensors, texts_digest
+
+HOW_TO_READ = (
+    "A token reads a row if an n-gram that ends at it has one. Up to the first such token of a document, the model computes what it "
+    "computes without the memory, bit for bit; a document without one is untouched. No model runs for this."
+)
+_COLUMNS = {
+    "text": "{text}",
+    "memory": "{memory}",
+    "documents": "{documents:,}",
+    "untouched": "{untouched:,}",
+    "tokens": "{tokens:,}",
+    "read a row": "{reading:.3%}",
+    "can differ": "{differing:.3%}",
+    "certified": "{certified}",
+}
+
+
+@dataclass(frozen=True)
+class Touched:
+    """What one memory reads of the documents of one text.
+
+    Args:
+        tokens: `[N]`, int64, tokens of each document.
+        reading: `[N]`, int64, how many of them read a row.
+        first: `[N]`, int64, index of the first token that reads a row; the number of tokens where none does.
+    """
+
+    tokens: torch.Tensor
+    reading: torch.Tensor
+    first: torch.Tensor
+
+
+def tables_in(folder: Path, config: PreTrainedConfig) -> list[NgramTable]:
+    """Return the tables of known n-grams of a saved model, by its files alone.
+
+    Raises:
+        ValueError: If the model has none.
+    """
+    memories: Memories | None = config.memories() if hasattr(config, "memories") else None
+    tables = [] if memories is None else exact_tables(memories, dict(sorted_tensors(folder, _is_table)))
+    if not tables:
+        raise ValueError(
+            f"{folder} has no memory of known n-grams; expected a model that was upscaled with --method engram --set table=exact."
+        )
+    return tables
+
+
+def _is_table(name: str) -> bool:
+    return f"{TABLES}." in name
+
+
+def touched(table: NgramTable, documents: Sequence[str], tokenizer: Any) -> Touched:
+    """Return what a memory reads of documents."""
+    count = len(documents)
+    tokens, reading = torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
+    firsts = []
+    for part in table.keys_of(documents, tokenizer):
+        lengths = torch.tensor([len(ids) for ids in part.ids])
+        begins = lengths.cumsum(0) - lengths
+        reads = table.reads(part.keys)
+        tokens.index_add_(0, part.texts, torch.ones_like(part.texts))
+        reading.index_add_(0, part.texts, reads.long())
+        within = torch.arange(len(reads)) - begins.repeat_interleave(lengths)
+        first = lengths.clone()
+        own = torch.arange(len(lengths)).repeat_interleave(lengths)
+        firsts.append(first.scatter_reduce(0, own[reads], within[reads], "amin"))
+    return Touched(tokens, reading, torch.cat(firsts))
+
+
+def touched_rows(
+    texts: Mapping[str, Sequence[str]],
+    found: Mapping[tuple[str, str], Touched],
+    certificate: Mapping[str, Any] | None,
+) -> list[Row]:
+    """Return a row per text and memory.
+
+    Args:
+        texts: Documents by the name of their text.
+        found: What was read, by the names of text and memory.
+        certificate: Certificate of the model, if there is one: a text is `certified` if the certificate has its digest.
+    """
+    known = {} if certificate is None else {text["sha256"]: text["name"] for text in certificate["texts"]}
+    certified = {name: texts_digest(documents) in known for name, documents in texts.items()} if known else {}
+    rows: list[Row] = []
+    for (text, memory), counts in found.items():
+        total = int(counts.tokens.sum())
+        rows.append(
+            {
+                "text": text,
+                "memory": memory,
+                "documents": len(counts.tokens),
+                "untouched": int((counts.reading == 0).sum()),
+                "tokens": total,
+                "reading": int(counts.reading.sum()) / total,
+                "differing": int((counts.tokens - counts.first).sum()) / total,
+                "certified": "yes" if certified.get(text) and memory in (certificate or {})["memories"] else "no",
+            }
+        )
+    return rows
+
+
+def document_rows(found: Mapping[tuple[str, str], Touched]) -> list[Row]:
+    """Return a row per text, memory and document: its number, tokens, how many read a row, and the first that does."""
+    return [
+        {
+            "text": text,
+            "memory": memory,
+            "document": number,
+            "tokens": tokens,
+            "reading": reading,
+            "first": first if reading else None,
+        }
+        for (text, memory), counts in found.items()
+        for number, (tokens, reading, first) in enumerate(
+            zip(counts.tokens.tolist(), counts.reading.tolist(), counts.first.tolist(), strict=True)
+        )
+    ]
+
+
+def touched_table(rows: Sequence[Row]) -> TableOfWords:
+    """Return the rows of `touched_rows` as a table."""
+    return table_of("Where texts read a memory", rows, _COLUMNS)

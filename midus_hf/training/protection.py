@@ -1,0 +1,330 @@
+"""Protected texts: they keep their logits, bit for bit, while a memory of known n-grams learns other texts beside them.
+
+A memory adds zero to a token if neither the token nor an earlier one of the text reads a row. So a text of which no n-gram has a row
+keeps, from layer to layer, the hidden states of the model without the memory. Before training, the n-grams of protected texts are
+taken out of the table; afterwards the texts are computed with the memory and without, compared, and a certificate is written.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from tqdm import tqdm
+
+from midus_hf.config.memories.ngram import NgramOptions
+from midus_hf.config.memory_entries import ATTACHED, TABLES, Memories
+from midus_hf.files.checkpoint_files import CERTIFICATE
+from midus_hf.models.parts import decoder_of
+from midus_hf.training.data.ngrams import TAKEN_OUT, NgramTable, known_ngrams
+
+_TOKENS_PER_PASS = 1024
+
+_OTHER_MEMORY = (
+    "protect needs memories whose rows are the n-grams of a corpus, and {name} ({type}) trains too, which chooses rows by hidden "
+    "states: 20,480 tokens of articles read 99 to 100 % of the rows of a midus-hml bank with n = 64, so nothing is left to learn "
+    "with. Use a model that was upscaled with --method engram --set table=exact."
+)
+
+
+class Protected:
+    """Texts that are protected in a run, and the tables out of which their n-grams were taken.
+
+    Args:
+        model: The model, before training; `requires_grad` says what trains. N-grams of the texts are taken out of its tables here.
+        tokenizer: Its tokenizer.
+        texts: Documents of each protected source, by the source's name.
+
+    Raises:
+        ValueError: If anything trains but memories with exact tables, or no n-gram is left to learn with.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, texts: Mapping[str, Sequence[str]]):
+        self.texts, self._tokenizer = texts, tokenizer
+        self.counts: dict[str, dict[str, int]] = {}
+        every = [text for documents in texts.values() for text in documents]
+        for table in _trained_tables(model):
+            known = table.num_known
+            left = _take_out(model, table, known_ngrams(table.keys_of(every, tokenizer)))
+            if not left:
+                raise ValueError(
+                    f"none of the {known:,} n-grams of memory {table.memory!r} is left, since the protected texts have all of them; "
+                    "expected n-grams to learn with. Protect less, or upscale with another corpus."
+                )
+            self.counts[table.memory] = {"known": known, "left": left}
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"protect: {left['left']:,} of the {left['known']:,} n-grams of memory {name!r} are left to learn with "
+            f"({left['left'] / left['known']:.1%})"
+            for name, left in self.counts.items()
+        )
+
+    def certify(self, model: Any, folder: Path) -> str:
+        """Compute the texts with and without the memories, write the certificate, and return the section of the model card.
+
+        Args:
+            model: The trained model, with the dtypes in which it is saved.
+            folder: Folder of the saved model.
+
+        Raises:
+            RuntimeError: If a text has other logits than without the memories, which would be a fault of this package.
+        """
+        texts = []
+        for name, documents in self.texts.items():
+            tokens, differing = compare_texts(model, self._tokenizer, documents, list(self.counts))
+            if differing:
+                raise RuntimeError(
+                    f"{len(differing)} of the texts of {name}, the first of them text {differing[0]}, have other logits with the "
+                    "memories than without them; the model is not saved. This is a fault of midus_hf: please report it."
+                )
+            texts.append(
+                {"name": name, "documents": len(documents), "tokens": tokens, "sha256": texts_digest(documents)}
+            )
+        certificate = {
+            "texts": texts,
+            "memories": {
+                name: {**counts, "table_sha256": tensors_digest(folder, partial(_is_table, memory=name))}
+                for name, counts in self.counts.items()
+            },
+            "base_sha256": tensors_digest(folder, partial(_is_of_none, memories=list(self.counts))),
+            "tokenizer_sha256": tokenizer_digest(self._tokenizer),
+            "computed": {
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "device": model.device.type,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+        }
+        (folder / CERTIFICATE).write_text(json.dumps(certificate, indent=2) + "\n", encoding="utf-8")
+        return _section(certificate)
+
+
+def _section(certificate: Mapping[str, Any]) -> str:
+    """Return the section of a model card on protected texts."""
+    rows = [
+        f"| {text['name']} | {text['documents']:,} | {text['tokens']:,} | `{text['sha256'][:16]}` |"
+        for text in certificate["texts"]
+    ]
+    lines = "\n".join(rows)
+    return f"""
+
+## Protected texts
+
+No n-gram of these texts has a row in {", ".join(certificate["memories"])}: they have the logits, bit for bit, of the model without
+that memory. `{CERTIFICATE}` has all digests, and this repeats the comparison:
+
+```sh
+midus look touched MODEL --text PROTECTED --prove
+```
+
+| text | documents | tokens | SHA-256 |
+|---|---|---|---|
+{lines}
+"""
+
+
+def compare_texts(
+    model: Any, tokenizer: Any, documents: Sequence[str], memories: Sequence[str]
+) -> tuple[int, list[int]]:
+    """Return how many tokens documents have, and the numbers of those whose logits differ with and without memories.
+
+    Logits are compared bit for bit, in passes of at most 1,024 tokens.
+
+    Args:
+        memories: Names of the attached memories that layers skip in one of the two passes.
+    """
+    length = min(
+        _TOKENS_PER_PASS, getattr(model.config.get_text_config(), "max_position_embeddings", _TOKENS_PER_PASS)
+    )
+    total, differing, was_training = 0, [], model.training
+    model.eval()
+    with torch.no_grad():
+        for number, document in enumerate(tqdm(documents, desc="comparing texts", unit=" texts", disable=None)):
+            ids = torch.tensor(tokenizer(document, verbose=False)["input_ids"], device=model.device)
+            total += len(ids)
+            for part in ids.unsqueeze(0).split(length, 1):
+                logits = model(input_ids=part, use_cache=False).logits
+                with without_memories(model, memories):
+                    is_same = torch.equal(model(input_ids=part, use_cache=False).logits, logits)
+                if not is_same:
+                    differing.append(number)
+                    break
+    model.train(was_training)
+    return total, differing
+
+
+@contextlib.contextmanager
+def without_memories(model: Any, memories: Sequence[str]) -> Iterator[None]:
+    """Let all layers skip attached memories while the context is open."""
+    layers = [layer for layer in decoder_of(model).layers if hasattr(layer, "sites")]
+    before = [layer.sites for layer in layers]
+    for layer in layers:
+        layer.sites = {name: site for name, site in layer.sites.items() if name not in memories}
+    try:
+        yield
+    finally:
+        for layer, sites in zip(layers, before, strict=True):
+            layer.sites = sites
+
+
+def exact_tables(memories: Memories, tensors: Mapping[str, torch.Tensor]) -> list[NgramTable]:
+    """Return the tables of all memories of known n-grams.
+
+    Args:
+        tensors: Tensors of the model's tables, by names that end as `model.memory_tables.ngram.0.ngrams` does.
+    """
+    tables = []
+    for name, entry in memories.attached.items():
+        options = entry.options
+        if isinstance(options, NgramOptions) and options.table == "exact":
+            own = {each.rpartition(".")[2]: tensor for each, tensor in tensors.items() if _is_table(each, name)}
+            tables.append(NgramTable(name, options, own["ngrams"], own.get("token_numbers")))
+    return tables
+
+
+def _trained_tables(model: Any) -> list[NgramTable]:
+    """Return the tables of the memories that train.
+
+    Raises:
+        ValueError: If anything else trains, or a memory that trains has no exact table.
+    """
+    memories: Memories | None = model.config.memories() if hasattr(model.config, "memories") else None
+    attached = {} if memories is None else memories.attached
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    names = [name for name in attached if any(_is_of(each, name) for each in trained)]
+    for name in names:
+        options = attached[name].options
+        if not isinstance(options, NgramOptions):
+            raise ValueError(_OTHER_MEMORY.format(name=name, type=attached[name].type))
+        if options.table != "exact" or options.addressing != "content":
+            raise ValueError(
+                f"protect is given, and memory {name!r} has table {options.table!r} and addressing {options.addressing!r}, where "
+                "texts share rows; expected 'exact' and 'content'. Upscale with --set table=exact --set corpus=FOLDER."
+            )
+    others = [each for each in trained if not any(_is_of(each, name) for name in names)]
+    if others or not names:
+        inserted = next(iter(memories.inserted.values()), None) if memories is not None else None
+        if inserted is not None:
+            raise ValueError(_OTHER_MEMORY.format(name="an inserted layer", type=inserted.type))
+        raise ValueError(
+            f"protect is given, and {others[0] if others else 'no memory'} trains, which "
+            "every text reads; expected memories of known n-grams alone. Set trainable: new, and use a model that was upscaled with "
+            "--method engram --set table=exact."
+        )
+    assert memories is not None
+    tables = {name: tensor for name, tensor in model.named_buffers() if f"{TABLES}." in name}
+    return [table for table in exact_tables(memories, tables) if table.memory in names]
+
+
+def _take_out(model: Any, table: NgramTable, taken: torch.Tensor) -> int:
+    """Take n-grams out of a memory's table, with their rows in all layers, and return how many are left."""
+    stays = (table.ngrams < TAKEN_OUT) & ~torch.isin(table.ngrams, taken.to(table.ngrams.device))
+    left = int(stays.sum())
+    with torch.no_grad():
+        kept = table.ngrams[stays]
+        table.ngrams.fill_(TAKEN_OUT)
+        table.ngrams[:left] = kept
+        for layer in decoder_of(model).layers:
+            memory = getattr(layer, "memories", {})
+            if table.memory in memory and table.options.rows != 1:
+                values = memory[table.memory].value_table
+                rows = values[1:][stays.to(values.device)].clone()
+                values.zero_()
+                values[1 : 1 + left] = rows
+    return left
+
+
+def _is_of(name: str, memory: str) -> bool:
+    """Return whether a tensor's name is that of an attached memory or of its tables."""
+    return f".{ATTACHED}.{memory}." in name or _is_table(name, memory)
+
+
+def _is_table(name: str, memory: str) -> bool:
+    return f"{TABLES}.{memory}." in name
+
+
+def _is_of_none(name: str, memories: Sequence[str]) -> bool:
+    return not any(_is_of(name, memory) for memory in memories)
+
+
+def texts_digest(documents: Sequence[str]) -> str:
+    """Return the SHA-256 of documents, in their order, each with its length in front."""
+    digest = hashlib.sha256()
+    for document in documents:
+        content = document.encode("utf-8", errors="surrogatepass")
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Return the SHA-256 of how a tokenizer makes tokens of a text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    made = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(made.encode()).hexdigest()
+
+
+def tensors_digest(folder: Path, is_read: Callable[[str], bool]) -> str:
+    """Return the SHA-256 of the tensors of a saved model whose names a function accepts: names, dtypes, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted_tensors(folder, is_read):
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def sorted_tensors(folder: Path, is_read: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names and tensors of a saved model whose names a function accepts, in the order of names."""
+    with contextlib.ExitStack() as opened:
+        file_of: dict[str, Any] = {}
+        for path in folder.glob("*.safetensors"):
+            file = opened.enter_context(safe_open(path, "pt"))
+            file_of |= dict.fromkeys(filter(is_read, file.keys()), file)
+        for name in sorted(file_of):
+            yield name, file_of[name].get_tensor(name)
+
+
+def read_certificate(folder: Path) -> dict[str, Any] | None:
+    """Return the certificate in the folder of a model, or None if there is none.
+
+    Raises:
+        ValueError: If the file is no certificate.
+    """
+    path = folder / CERTIFICATE
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        assert {"texts", "memories", "base_sha256", "tokenizer_sha256"} <= values.keys()
+    except (ValueError, AssertionError, AttributeError):
+        raise ValueError(f"{path} is no certificate of midus train; remove it, or train with protect again.") from None
+    return values
+
+
+def check_certificate(certificate: Mapping[str, Any], folder: Path, tokenizer: Any) -> None:
+    """Check that a certificate belongs to the weights and the tokenizer in a folder.
+
+    Raises:
+        ValueError: If the table, the other tensors or the tokenizer are not those that were certified.
+    """
+    differs = [
+        f"the table of memory {name!r}"
+        for name, entry in certificate["memories"].items()
+        if tensors_digest(folder, partial(_is_table, memory=name)) != entry["table_sha256"]
+    ]
+    beside = partial(_is_of_none, memories=list(certificate["memories"]))
+    if tensors_digest(folder, beside) != certificate["base_sha256"]:
+        differs.append("a tensor beside the memory")
+    if tokenizer_digest(tokenizer) != certificate["tokenizer_sha256"]:
+        differs.append("the tokenizer")
+    if differs:
+        raise ValueError(
+            f"{folder / CERTIFICATE} does not fit the folder: {', '.join(differs)} changed since; expected what was certified. "
+            "Remove the certificate, or train with protect again."
+        )

@@ -1,0 +1,232 @@
+"""Protected texts keep their logits while an n-gram memory learns others, and the certificate says which texts they are."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from midus_hf.cli.look import main as look
+from midus_hf.files.checkpoint_files import CERTIFICATE
+from midus_hf.training.data.ngrams import TAKEN_OUT
+from midus_hf.training.protection import compare_texts, read_certificate
+from midus_hf.training.run import train
+from tests.tiny import FAMILIES, save_tiny_model
+from tests.training.tiny_run import (
+    document,
+    letter_tokenizer,
+    save_upscaled,
+    tiny_config,
+    tiny_tokenizer,
+    write_corpus,
+)
+from upscalers.runs.upscale import upscale
+
+MEMORY = "model.layers.1.memories.ngram.value_table"
+TABLE = "model.memory_tables.ngram.0.ngrams"
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Return a folder with a corpus, texts to protect that share n-grams with it, and a text that shares none."""
+    folder = tmp_path_factory.mktemp("texts")
+    write_corpus(folder / "corpus", documents=6, length=40)
+    write_corpus(folder / "protected", documents=2, length=30)
+    (folder / "other.txt").write_text("w9 " * 124)
+    return folder
+
+
+def engram(texts, folder, family="llama", base=None, tokenizer=None, **options):
+    """Return a tiny model with rows for the n-grams of the corpus."""
+    if base is None:
+        base = save_tiny_model(family, folder / "base")
+        (tokenizer or tiny_tokenizer()).save_pretrained(base)
+    options = {"table": "exact", "corpus": str(texts / "corpus"), "width": 8, **options}
+    upscale(base=base, method="engram", output=folder / "model", options=options)
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def trained(texts, tmp_path_factory):
+    """Return the folder of a model that was trained while texts were protected, beside its base and the model before."""
+    folder = tmp_path_factory.mktemp("trained")
+    model = engram(texts, folder)
+    train(run_of(texts, model, folder / "trained"))
+    return folder / "trained"
+
+
+def run_of(texts, model, output, **changes):
+    changes = {"protect": str(texts / "protected"), "max_steps": 4, **changes}
+    return tiny_config(model, texts / "corpus", output, **changes)
+
+
+def logits(folder, text):
+    ids = torch.tensor([tiny_tokenizer()(text)["input_ids"]])
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+
+
+def test_protected_texts_have_the_logits_of_the_base_and_others_learn(trained, texts):
+    base = trained.parent / "base"
+    for path in (texts / "protected").iterdir():
+        assert torch.equal(logits(trained, path.read_text()), logits(base, path.read_text()))
+    learned = (texts / "corpus" / "005.txt").read_text()
+    assert not torch.equal(logits(trained, learned), logits(base, learned))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_keeps_texts_without_known_ngrams(family, texts, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(engram(texts, tmp_path, family, tokenizer=letter_tokenizer()))
+    for name, parameter in model.named_parameters():
+        if ".memories." in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    _, differing = compare_texts(model, letter_tokenizer(), ["w" * 30, document(9, seed=0)], ["ngram"])
+    assert differing == [1]
+
+
+def test_the_certificate_and_the_card_name_texts_and_digests(trained, texts):
+    certificate = read_certificate(trained)
+    (text,) = certificate["texts"]
+    assert (text["name"], text["documents"], text["tokens"]) == ("protected", 2, 60)
+    counts = certificate["memories"]["ngram"]
+    ngrams = AutoModelForCausalLM.from_pretrained(trained).get_buffer(TABLE)
+    assert counts["known"] == len(ngrams) and counts["left"] == int((ngrams < TAKEN_OUT).sum()) < counts["known"]
+    card = (trained / "README.md").read_text()
+    assert "| protected | 2 | 60 |" in card and "look touched MODEL --text PROTECTED --prove" in card
+
+
+def test_rows_stay_with_their_ngrams_when_others_are_taken_out(texts, tmp_path):
+    model = engram(texts, tmp_path)
+    first = tmp_path / "first"
+    train(tiny_config(model, texts / "corpus", first, max_steps=4))
+    train(run_of(texts, first, tmp_path / "second", learning_rate=1e-30))
+    before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (first, tmp_path / "second"))
+    rows = {int(key): row for key, row in zip(before.get_buffer(TABLE), before.get_parameter(MEMORY)[1:], strict=True)}
+    keys = after.get_buffer(TABLE)
+    left = int((keys < TAKEN_OUT).sum())
+    values = after.get_parameter(MEMORY)
+    assert torch.equal(values[1 : 1 + left], torch.stack([rows[int(key)] for key in keys[:left]]))
+    assert not values[1 + left :].any() and values[1 : 1 + left].any()
+
+
+def test_a_resumed_run_protects_the_same_texts(texts, trained, tmp_path):
+    model = trained.parent / "model"
+    train(run_of(texts, model, tmp_path / "run", save_steps=2))
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    train(run_of(texts, model, tmp_path / "run", save_steps=2, resume_from_checkpoint=True))
+    before, after = ((folder / "model.safetensors").read_bytes() for folder in (trained, tmp_path / "run"))
+    assert before == after
+    assert read_certificate(trained) == read_certificate(tmp_path / "run")
+
+
+def test_a_second_corpus_is_learned_while_the_first_is_protected(texts, trained, tmp_path):
+    write_corpus(tmp_path / "more" / "corpus", documents=20, length=40)
+    for number in range(6):
+        (tmp_path / "more" / "corpus" / f"{number:03}.txt").unlink()
+    second = engram(tmp_path / "more", tmp_path, base=trained)
+    protect = [str(texts / "corpus"), str(texts / "protected")]
+    train(tiny_config(second, tmp_path / "more" / "corpus", tmp_path / "run", protect=protect, max_steps=4))
+    for path in (*(texts / "corpus").iterdir(), *(texts / "protected").iterdir()):
+        assert torch.equal(logits(tmp_path / "run", path.read_text()), logits(trained, path.read_text()))
+    assert [text["name"] for text in read_certificate(tmp_path / "run")["texts"]] == ["corpus", "protected"]
+
+
+def answer(capsys, *words):
+    assert look(["touched", *map(str, words)]) in (0, None)
+    return capsys.readouterr()
+
+
+def test_touched_tells_from_ids_where_a_text_reads_rows(trained, texts, capsys):
+    words = ["--text", texts / "protected", "--text", texts / "corpus", "--text", texts / "other.txt", "--json"]
+    rows = {row["text"]: row for row in json.loads(answer(capsys, trained, *words).out)["rows"]}
+    assert rows["protected"] | {"untouched": 2, "reading": 0, "certified": "yes"} == rows["protected"]
+    assert rows["other.txt"] | {"untouched": 1, "differing": 0, "certified": "no"} == rows["other.txt"]
+    assert 0 < rows["corpus"]["reading"] < rows["corpus"]["differing"] < 1
+
+
+def test_touched_counts_what_differs(trained, texts, tmp_path, capsys):
+    answer(capsys, trained, "--text", texts / "corpus", "--output", tmp_path / "rows.csv")
+    lines = (tmp_path / "rows.csv").read_text().splitlines()
+    first = int(lines[-1].split(",")[-1])
+    text = (texts / "corpus" / "005.txt").read_text()
+    same = (logits(trained, text) == logits(trained.parent / "base", text)).all(-1)[0]
+    assert same.tolist() == [True] * first + [False] * (40 - first)
+
+
+def test_proving_computes_untouched_documents(trained, texts, capsys):
+    printed = answer(capsys, trained, "--text", texts / "protected", "--prove").out
+    assert "its certificate fits the folder. 2 untouched documents computed: their logits are the same" in printed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: retrained(folder, TABLE), "does not fit the folder: the table of memory 'ngram' changed"),
+        (
+            lambda folder: retrained(folder, "model.norm.weight"),
+            "does not fit the folder: a tensor beside the memory changed",
+        ),
+        (lambda folder: tiny_tokenizer(bos_token="<bos>", unk_token="w4").save_pretrained(folder), "the tokenizer"),
+        (lambda folder: (folder / CERTIFICATE).write_text("[]"), "is no certificate of midus train; remove it"),
+    ],
+)
+def test_a_certificate_that_does_not_fit_is_refused(change, message, trained, texts, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / "model")
+    change(tmp_path / "model")
+    assert look(["touched", str(tmp_path / "model"), "--text", str(texts / "protected")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def retrained(folder, name):
+    """Change a tensor of a saved model."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    dict((*model.named_parameters(), *model.named_buffers()))[name].data[0] += 1
+    model.save_pretrained(folder)
+
+
+def refusal(texts, model, output, **changes):
+    with pytest.raises(ValueError) as refused:
+        train(run_of(texts, model, output, **changes))
+    assert not output.exists()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [("midus-hml", "an inserted layer (headwise)"), ("ultramem-v2", "ultramem (ultramem)")]
+)
+def test_memories_by_hidden_states_are_refused_by_name(method, name, texts, tmp_path):
+    message = refusal(texts, save_upscaled("llama", tmp_path / method, method), tmp_path / "run")
+    assert f"and {name} trains too" in message and "--method engram --set table=exact" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainable": "all"}, "protect is given, and model.embed_tokens.weight trains, which every text reads"),
+        ({"adapters": {"r": 2}}, "adapters is set and protect is"),
+        ({"protect": "nowhere.txt"}, "protect is 'nowhere.txt', which does not exist"),
+        ({"protect": []}, None),
+    ],
+)
+def test_what_it_refuses(changes, message, texts, trained, tmp_path):
+    if message is None:
+        train(run_of(texts, trained.parent / "model", tmp_path / "run", **{"max_steps": 1, **changes}))
+        assert read_certificate(tmp_path / "run") is None
+    else:
+        assert message in refusal(texts, trained.parent / "model", tmp_path / "run", **changes)
+
+
+def test_an_empty_text_and_an_empty_table_are_refused(texts, trained, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    model = trained.parent / "model"
+    assert "empty" in refusal(texts, model, tmp_path / "run", protect=str(tmp_path / "empty.txt"))
+    message = refusal(texts, model, tmp_path / "run", protect=str(texts / "corpus"))
+    assert "n-grams of memory 'ngram' is left, since the protected texts have all of them" in message
+
+
+def test_a_hashed_table_is_refused(texts, tmp_path):
+    model = engram(texts, tmp_path, table="hashed", corpus=None, rows=199)
+    assert "has table 'hashed' and addressing 'content', where texts share rows" in refusal(
+        texts, model, tmp_path / "run"
+    )
