@@ -30,14 +30,14 @@ from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.wording import install_extra
 from midus_hf.files.checkpoint_files import ACCOMPANYING, CONFIG_FILE, PARTIAL_MODEL, RUN_LOG
 from midus_hf.files.whole_files import move_into_place
-from midus_hf.library_bars import without_library_bars
+from midus_hf.library_bars import data_bars_on_terminals, without_library_bars
 from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import refusing
 from midus_hf.short_names import short_names
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
 from midus_hf.training.blocks import use_tree
 from midus_hf.training.callbacks import RunInterrupted, StopOnSignal, TrainingLog
-from midus_hf.training.data.corpus import bars_on_terminals, read_corpus
+from midus_hf.training.data.corpus import read_corpus
 from midus_hf.training.data.leaves import check_paths, leaf_sequences, tree_of_paths
 from midus_hf.training.data.packing import packed_sequences
 from midus_hf.training.optim.freezing import has_adapters, resolve_trainable, set_trainable
@@ -105,7 +105,7 @@ def prepare(arguments: TrainArguments) -> "Run":
         folder = folder_of_tree(Path(arguments.tree).expanduser())
     banks: dict[str, BankLayout] = {} if memories is None else grown_layouts(memories.banks, folder)
     tokenizer = load_tokenizer(arguments)
-    with contextlib.ExitStack() as opened, bars_on_terminals():
+    with contextlib.ExitStack() as opened, data_bars_on_terminals():
         run = Run(arguments, opened)
         with arguments.main_process_first(desc="reading the corpus"):
             dataset, tree = _sequences("corpus", arguments.corpus, arguments, tokenizer, model_config, banks)
