@@ -352,14 +352,20 @@ class Run:
                     losses[-1] if losses else None,
                 )
                 trained = sum(whole_numel(each) for each in self.trainer.model.parameters() if each.requires_grad)
-                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-                if torch.cuda.is_available():
-                    peak = torch.cuda.max_memory_allocated()
-                self.trainer.log({"trained_parameters": trained, "peak_memory_bytes": peak})
+                self.trainer.log({"trained_parameters": trained, "peak_memory_bytes": peak_memory_bytes()})
                 self._save(self.trainer, self.tokenizer, result)
             return result
         finally:
             close_output(self.arguments, self._lock)
+
+    def measure(self) -> dict[str, float]:
+        """Measure the held-out texts without training, and return the loss of each, in nats per token, by its name."""
+        try:
+            with without_library_bars():
+                metrics = self.trainer.evaluate()
+        finally:
+            close_output(self.arguments, self._lock)
+        return {name: metrics[f"eval_{name}_loss"] for name in self.arguments.eval_texts}
 
     def _save(self, trainer: TrainsMemory, tokenizer: PreTrainedTokenizerBase, result: TrainResult) -> None:
         """Save model and tokenizer whole, with the dtypes, cache setting and further files that the model came with."""
@@ -401,6 +407,13 @@ class Run:
                 token=arguments.hub_token,
                 ignore_patterns=["checkpoint-*", ".*"],
             )
+
+
+def peak_memory_bytes() -> int:
+    """Return what PyTorch has allocated on a GPU at most; without a GPU, the largest resident memory of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _load_model(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, bytes]]:
