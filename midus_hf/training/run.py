@@ -38,7 +38,7 @@ from midus_hf.training.arguments import MemoryArguments, TrainArguments
 from midus_hf.training.blocks import use_tree
 from midus_hf.training.callbacks import RunInterrupted, StopOnSignal, TrainingLog
 from midus_hf.training.data.corpus import read_corpus
-from midus_hf.training.data.leaves import check_paths, leaf_sequences, tree_of_paths
+from midus_hf.training.data.leaves import checked_paths, leaf_sequences, tree_of_paths
 from midus_hf.training.data.packing import packed_sequences
 from midus_hf.training.optim.freezing import has_adapters, resolve_trainable, set_trainable
 from midus_hf.training.optim.tensors import hold_for_training, restore_dtypes, whole_numel
@@ -147,9 +147,9 @@ def _sequences(
                 "midus cluster assign writes them."
             )
         return packed_sequences(rows, tokenizer, arguments.sequence_length, key=key, **options), None
-    check_paths(rows, banks, column, key)
+    paths = checked_paths(rows, banks, column, key)
     depth = max(max(layout.levels) for layout in banks.values())
-    sequences = leaf_sequences(rows, tokenizer, arguments.sequence_length, path_column=column, depth=depth, **options)
+    sequences = leaf_sequences(rows, tokenizer, arguments.sequence_length, paths=paths, depth=depth, **options)
     return sequences, tree_of_paths(rows, column)
 
 
@@ -427,7 +427,8 @@ def _load_model(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedMod
         if source is None:
             made = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
             return made, {"README.md": new_card(arguments)}
-        model, missing = saved_models.load_model(source, attn_implementation=attention, use_safetensors=True)
+        options = {"config": config, "attn_implementation": attention, "use_safetensors": True}
+        model, missing = saved_models.load_model(source, **options)
     saved_models.check_whole(source, missing)
     return model, _accompanying_files(source)
 
