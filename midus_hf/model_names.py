@@ -5,8 +5,6 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from midus_hf.config.wording import first_line
-
 _EXPECTED_SOURCES = {
     "config_name": "a file, a folder or a Hub id",
     "corpus": "a file, a folder or a dataset id",
@@ -202,7 +200,7 @@ def usable_device(name: str | None, precision: str = "float32") -> str:
         torch.zeros(1, device=device, dtype=getattr(torch, precision)).sum().item()
     except (RuntimeError, AssertionError, TypeError, ImportError) as error:
         available = "cpu, cuda" if torch.cuda.is_available() else "cpu"
-        reason = first_line(error).partition(". ")[0][:120]
+        reason = str(error).splitlines()[0].partition(". ")[0][:120]
         raise ValueError(
             f"device is {device!r}, which cannot be used here ({reason}); expected one of: {available}."
         ) from None

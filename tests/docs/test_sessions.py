@@ -40,14 +40,6 @@ SHORT_RUNS = {
     "configs/train/demo.yaml": f"configs/train/demo.yaml {SHORT}",
     "configs/sft/demo.yaml": "configs/sft/demo.yaml max_steps=2 max_length=64 per_device_train_batch_size=2",
 }
-SMALL_COMPARISON = """
-base: base
-output_dir: compared
-train: {corpus: texts, max_steps: 2, sequence_length: 32, per_device_train_batch_size: 2, bf16: false}
-domain: {plants: held-out.txt}
-seeds: [0]
-variants: {matched: {train: {trainable: [1]}}}
-"""
 # Keys that every recipe of `midus train` needs, behind which a page shows some other keys.
 EVERY_RUN = {"model_name_or_path": "base", "output_dir": "out", "corpus": "texts"}
 SHORT_TREE = "--branching 3 --levels 2 --samples 20 --output tree"
@@ -95,27 +87,16 @@ def datatrove_names() -> dict[str, Any]:
 
 METHODS: dict[str, dict[str, Any]] = {
     "midus-hml": {"num_new_layers": 5, "options": {"n": 8, "k": 2}},
-    "moc": {"options": {"memory_tokens": 24, "chapters": 12, "k": 2, "layers": [1, 3]}},
     "moc by prompt": {"options": {"memory_tokens": 24, "chapters": 12, "k": 2, "layers": [1, 3], "routing": "prompt"}},
     "moda": {},
-    "hier-ffn": {"options": {"sizes": [3, 2], "branching": 3}},
 }
 SESSIONS = {
     "README.md": Session(
         replace={
-            **BASE,
-            **LLAMA_CONFIG,
-            **SHORT_RUNS,
-            "FOLDER_OF_TEXTS": "texts",
-            "CHATS.jsonl": "instructions.jsonl",
-            "COMPARE.yaml": "small.yaml",
-            "--text FILE": "--text text=held-out.txt --max-tokens 64",
-            "edit list CHECKPOINT": "edit list moc",
-            "bank list CHECKPOINT": "bank list hier",
-            "MINILM": "bert",
-            "--output tree": SHORT_TREE,
+            "configs/train/demo.yaml": SHORT_RUNS["configs/train/demo.yaml"],
+            "--sequence-length 256 --max-tokens 8192": "--sequence-length 32 --max-tokens 64",
+            "max_new_tokens=32": "max_new_tokens=4",
         },
-        models={"moc": "moc", "hier": "hier-ffn"},
     ),
     "docs/quickstart.md": Session(
         replace={
@@ -222,16 +203,14 @@ SESSIONS = {
             "plants/, max_steps: 200": "texts, max_steps: 2",
             "sequence_length: 256": "sequence_length: 32",
             "plants-held-out.txt": "held-out.txt",
-            "other-plants.txt": "addresses",
             "wiki.txt": "others.jsonl",
             "code.txt": "code.jsonl",
             "limit: 200": "limit: 1",
-            "[1.0e-3, 3.0e-4, 1.0e-4]": "[1.0e-3]",
-            "1.0e-2}, {learning_rate: 1.0e-3, value_learning_rate: 3.0e-2}": "1.0e-2}",
+            "[1.0e-3, 3.0e-4]": "[1.0e-3]",
             "seeds: [0, 1, 2]": "seeds: [0]\nevaluations: 1\ncontrols: [one-row]",
             "num_new_layers: 3": "num_new_layers: 2",
             "trainable: [10, 20]": "trainable: [1, 2]",
-            "[1.0e-4, 3.0e-5, 1.0e-5]": "[1.0e-4]",
+            "[1.0e-4, 3.0e-5]": "[1.0e-4]",
             "BASE": "base",
             "CONFIG": SHORT_RUNS["configs/train/demo.yaml"] + " corpus=texts",
             "UPSCALED": "random-slots",
@@ -320,7 +299,6 @@ def room(tmp_path_factory) -> Path:
     write_questions(folder / "questions")
     names = [{"name": name, "names": [name], "number": 1} for name in ("w5", "w7", "w9", "w11", "w13")]
     write_rows(folder / "questions" / "atomic_numbers.jsonl", names)
-    (folder / "small.yaml").write_text(SMALL_COMPARISON)
     for name in ("configs", "scripts"):
         (folder / name).symlink_to(ROOT / name)
     return folder
@@ -441,10 +419,10 @@ def test_every_replaced_piece_is_on_the_page(page):
     assert [piece for piece in SESSIONS[page].replace if piece not in text] == []
 
 
-def test_the_dry_run_of_the_first_page_prints_what_the_page_shows(room, monkeypatch):
+def test_the_dry_run_of_the_page_on_upscaling_prints_what_the_page_shows(room, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    (block,) = [block for block in BLOCKS["README.md"] if block.language == "console"]
-    done = run_shell(replaced("\n".join(block.commands), SESSIONS["README.md"]), room, PROGRAMS)
+    (block,) = [block for block in BLOCKS["docs/upscale.md"] if block.language == "console"]
+    done = run_shell(replaced("\n".join(block.commands), Session(LLAMA_CONFIG)), room, PROGRAMS)
     _, *shown = [line.split() for line in block.text.splitlines()]
     printed = [line.split() for line in done.out.splitlines()]
     assert shown and [line for line in shown if line not in printed] == []
