@@ -29,8 +29,7 @@ def write_report(
                 f"the upscaled model's {measure} differ from the base's; expected equality to the last digit."
             )
     table = _table(models, samples)
-    lines = [table.head, ["---"] * len(table.head), *table.rows]
-    markdown = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    markdown = table.markdown()
     curve = _loss_curve(log)
     (folder / "loss.png").write_bytes(curve)
     new_layers = ", ".join(map(str, upscale_record["new_layers"]))

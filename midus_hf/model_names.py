@@ -5,6 +5,8 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
+from midus_hf.config.wording import first_line
+
 _EXPECTED_SOURCES = {
     "config_name": "a file, a folder or a Hub id",
     "corpus": "a file, a folder or a dataset id",
@@ -200,7 +202,7 @@ def usable_device(name: str | None, precision: str = "float32") -> str:
         torch.zeros(1, device=device, dtype=getattr(torch, precision)).sum().item()
     except (RuntimeError, AssertionError, TypeError, ImportError) as error:
         available = "cpu, cuda" if torch.cuda.is_available() else "cpu"
-        reason = str(error).splitlines()[0].partition(". ")[0][:120]
+        reason = first_line(error).partition(". ")[0][:120]
         raise ValueError(
             f"device is {device!r}, which cannot be used here ({reason}); expected one of: {available}."
         ) from None

@@ -49,12 +49,11 @@ OPS = "tests/ops --ignore=tests/ops/kernels/test_offline_compilation.py"
 # Tests that judge the files of a folder; the entry with the longest matching path decides.
 NEAREST = {
     "midus_hf/ops": f"{OPS} -k 'not triton'",  # Triton's interpreter runs those tests slowly
-    "midus_hf/ops/gather/triton/bucket_sums.py": f"{OPS} -k triton",
-    "midus_hf/ops/product_key/triton/gradients.py": f"{OPS} -k triton",
-    "midus_hf/ops/headwise/triton/exact.py": f"{OPS} -k triton",
-    "midus_hf/ops/product_key/triton/scores.py": f"{OPS} -k triton",
-    "midus_hf/ops/product_key/triton/exact.py": f"{OPS} -k triton",
-    "midus_hf/ops/gather/triton/rows.py": f"{OPS} -k triton",
+    "midus_hf/ops/chapters/triton.py": f"{OPS} -k triton",
+    "midus_hf/ops/depth/triton.py": f"{OPS} -k triton",
+    "midus_hf/ops/gather/triton.py": f"{OPS} -k triton",
+    "midus_hf/ops/headwise/triton.py": f"{OPS} -k triton",
+    "midus_hf/ops/product_key/triton": f"{OPS} -k triton",
     "midus_hf/memory": "tests/memory tests/models/test_training.py tests/models/test_routing_causality.py",
     "midus_hf/memory/registry.py": "tests/memory tests/models/test_config.py tests/sites/test_lora.py",
     "midus_hf/memory/sequence_heads.py": "tests/models/test_depth.py tests/look/test_depth.py",

@@ -1,5 +1,6 @@
 """`make test` runs all its parts, names what failed, and `make test-all` draws a setting that can be drawn again."""
 
+import ast
 import os
 import re
 import subprocess
@@ -131,3 +132,20 @@ def test_pages_and_files_name_the_same_newest_version_that_was_tried():
     oldest = re.search(r"^transformers==(\d+\.\d+)", (ROOT / "constraints-oldest.txt").read_text(), re.MULTILINE)[1]
     line = f'"transformers>={oldest},<6",  # tried: {oldest} to {NEWEST_TRIED_TRANSFORMERS} (midus_hf/version.py)'
     assert line in (ROOT / "pyproject.toml").read_text()
+
+
+def test_files_and_tests_that_mutants_name_exist():
+    """A path that is gone would leave a file to tests that never run it."""
+    tree = ast.parse((ROOT / "scripts" / "mutants.py").read_text())
+    strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    paths = {path for text in strings for path in re.findall(r"\b(?:midus_hf|upscalers|tests)/[\w/.]*[\w]", text)}
+    assert len(paths) > 20 and not {path for path in paths if not (ROOT / path).exists()}
+    (table,) = [
+        node.value for node in tree.body if isinstance(node, ast.Assign) and "UPSCALERS" in ast.dump(node.targets[0])
+    ]
+    modules = {file.stem for file in (ROOT / "upscalers").rglob("*.py")}
+    for module, names in ast.literal_eval(table).items():
+        assert module in modules
+        for name in names.split():
+            path = ROOT / "tests" / "upscalers" / name
+            assert path.is_dir() or path.with_name(f"test_{path.name}.py").is_file(), name

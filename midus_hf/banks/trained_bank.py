@@ -168,7 +168,9 @@ class TrainedBank(BlockReader):
     def _check_state(self, level: int, states: torch.Tensor, nodes: torch.Tensor, steps: torch.Tensor) -> None:
         """Refuse the state of a level whose blocks this bank does not have."""
         expected = (len(nodes), 3, self.layout.record_numel(level))
-        if states.shape != expected or steps.shape != nodes.shape:
+        if steps.shape != nodes.shape:
+            raise ValueError(f"level {level} has {len(nodes)} nodes and {len(steps)} numbers of steps")
+        if states.shape != expected:
             raise ValueError(f"level {level} has states {list(states.shape)}, where the bank has {list(expected)}")
         if len(nodes) and not -1 <= int(nodes.min()) <= int(nodes.max()) < self.layout.num_records(level) - 1:
             raise ValueError(

@@ -32,8 +32,9 @@ def midus_compare(
 ) -> None:
     """Train methods on the same text from the same base, and report what each learned and what it forgot.
 
-    Every run is a separate process. Runs whose results are in the output are not repeated, so that the same command goes on after
-    an interruption, and variants, rates and seeds can be added later. A run that was interrupted begins anew.
+    Each rate is tried with the first seed, and the one that ends best on validation texts gets the other seeds. Every run is a
+    separate process. Runs whose results are in the output are not repeated, so that the same command goes on after an interruption,
+    and variants, rates and seeds can be added later. A run that was interrupted begins anew.
     """
     gpus = devices_of(devices, jobs)
     with contextlib.redirect_stdout(sys.stderr):
@@ -47,8 +48,11 @@ def midus_compare(
             with needing_harness():
                 check(comparison, variants)
     if dry_run:
+        from midus_hf.compare.origins import Inputs
         from midus_hf.compare.report import plan_table, planned
+        from midus_hf.compare.running import check_finished
 
+        check_finished(comparison, variants, Inputs(comparison))
         plan_report = {"variants": planned(comparison, variants), "seeds": comparison.seeds}
         show(plan_report, json_, lambda _: show_tables([plan_table(comparison, variants)]), indent=2)
         return
@@ -65,7 +69,7 @@ def midus_compare(
 def _report(comparison: "Comparison", variants: "Sequence[Variant]", failures: dict[str, str], json_: bool) -> None:
     """Write the report of the runs that are done, and show it."""
     from midus_hf.compare.findings import findings, sentences
-    from midus_hf.compare.report import as_json, controls_table, paper_tables, variants_table, write_report
+    from midus_hf.compare.report import as_json, tables, write_report
     from midus_hf.compare.running import collect
 
     base, results, missing = collect(comparison, variants)
@@ -74,8 +78,7 @@ def _report(comparison: "Comparison", variants: "Sequence[Variant]", failures: d
         raise Ending(FAILED, f"{comparison.output_dir} holds no result yet: {why}")
     all_findings = findings(comparison, base, results, failures, missing)
     files = write_report(Path(comparison.output_dir), all_findings, results)
-    shown = [variants_table(all_findings, short=True), *paper_tables(all_findings), controls_table(all_findings)]
-    show(as_json(all_findings, files), json_, lambda _: show_tables(shown), indent=2)
+    show(as_json(all_findings, files), json_, lambda _: show_tables(tables(all_findings, short=True)), indent=2)
     if not json_:
         print("\n".join([*sentences(all_findings), "", f"report: {files[-1]}"]))
 

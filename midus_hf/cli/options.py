@@ -119,13 +119,7 @@ def refuse_other_command(options_class: type, path: str | Path, keys: Iterable[s
         raise ValueError(f"{path} has {foreign_keys[0]!r}, a key of another command; run '{command} {path}'.")
 
 
-def check_file(
-    option: str,
-    path: Path,
-    suffixes: Sequence[str],
-    drawn: Sequence[str] = (),
-    requirement: str = "has pictures, which need",
-) -> None:
+def check_file(option: str, path: Path, suffixes: Sequence[str], drawn: Sequence[str] = ()) -> None:
     """Check that a file can be written.
 
     Args:
@@ -133,7 +127,6 @@ def check_file(
         path: Path of the file.
         suffixes: Endings that are allowed, such as `".csv"`.
         drawn: Endings of files for which matplotlib is needed. Default: none.
-        requirement: Words between the option and "matplotlib" in the message about a missing matplotlib.
 
     Raises:
         ValueError: If the file has another ending, its folder does not exist, or matplotlib is missing.
@@ -143,7 +136,7 @@ def check_file(
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{option} is {str(path)!r}, in a folder that does not exist; create it first.")
     if path.suffix in drawn and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"{option} {requirement} matplotlib; {install_extra('look')}.")
+        raise ValueError(f"{option} has pictures, which need matplotlib; {install_extra('look')}.")
 
 
 @contextlib.contextmanager

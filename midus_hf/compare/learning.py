@@ -41,17 +41,23 @@ def by_rate(results: Iterable[Result]) -> dict[str, list[Result]]:
     return groups
 
 
-def best_rate(results: Sequence[Result], domain: Sequence[str]) -> Rate:
-    """Return the rate at which the mean loss of the domain ends lowest; of equal rates, the first.
+def chosen_rate(searches: Sequence[Result], validation: Sequence[str]) -> Rate | None:
+    """Return the rate at which the mean loss of the validation texts ended lowest; of equal rates, the first.
 
-    Only the rates with the most seeds count: a rate at which a seed failed is not compared with complete ones.
+    A rate whose loss ended at no finite number is not chosen. A single rate needs no validation texts.
+
+    Args:
+        searches: Results of a variant's runs with the first seed, one per rate.
+        validation: Names of the validation texts.
+
+    Returns:
+        The rate; None if no run ended at a finite number.
     """
-    groups = by_rate(results).values()
-    most = max(map(len, groups))
-    whole = [group for group in groups if len(group) == most]
-    if len(whole) > 1:
-        whole.sort(key=lambda group: statistics.fmean(mean_loss(result.losses, domain) for result in group))
-    return whole[0][0].rate
+    if len(searches) == 1 and not validation:
+        return searches[0].rate
+    losses = [(mean_loss(result.losses, validation), result.rate) for result in searches]
+    finite = [(loss, rate) for loss, rate in losses if math.isfinite(loss)]
+    return min(finite, key=lambda each: each[0])[1] if finite else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +87,15 @@ def spread(numbers: Sequence[float]) -> Spread:
     return Spread(statistics.fmean(numbers), deviation, len(numbers))
 
 
+def differences(lower: Mapping[int, float], higher: Mapping[int, float]) -> list[float]:
+    """Return `higher - lower` for each seed that both have, in the order of the seeds."""
+    return [higher[seed] - lower[seed] for seed in sorted(set(lower) & set(higher))]
+
+
 def paired(lower: Mapping[int, float], higher: Mapping[int, float]) -> Spread | None:
     """Return the spread of `higher - lower` over the seeds that both have; None if they share no seed."""
-    seeds = sorted(set(lower) & set(higher))
-    return spread([higher[seed] - lower[seed] for seed in seeds]) if seeds else None
+    numbers = differences(lower, higher)
+    return spread(numbers) if numbers else None
 
 
 def verdict(advantage: Spread) -> str:

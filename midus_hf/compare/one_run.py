@@ -13,23 +13,30 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from midus_hf.compare.functions import teach
 from midus_hf.compare.options import Comparison
+from midus_hf.compare.origins import code, machine
 from midus_hf.compare.results import Measured, Point, Result, read_result, write_result
 from midus_hf.compare.runs import Run, base_run, window_keys
-from midus_hf.compare.variants import SHUFFLED, Controls, Variant, available_controls, wanted
+from midus_hf.compare.variants import SHUFFLED, Variant, available_controls, wanted
+from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
+
+# File beside a trained model that certifies what training kept.
+CERTIFICATE_FILE = "certificate.json"
 
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
-def specification(run: Run, comparison: Comparison) -> str:
-    """Return a run with its comparison as the text that `main` reads."""
-    values = {"run": dataclasses.asdict(run), "comparison": dataclasses.asdict(comparison), "parent": os.getpid()}
-    return json.dumps(values)
+def specification(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> str:
+    """Return a run with its comparison, and the digests of what it reads, as the text that `main` reads."""
+    values = {"run": dataclasses.asdict(run), "comparison": dataclasses.asdict(comparison), "inputs": inputs}
+    return json.dumps({**values, "parent": os.getpid()})
 
 
 def main(text: str) -> None:
@@ -37,11 +44,28 @@ def main(text: str) -> None:
     values = json.loads(text)
     _end_with(values["parent"])
     run = Run(**{**values["run"], "variant": Variant(**values["run"]["variant"])})
-    do(run, from_mapping(Comparison, values["comparison"]))
+    do(run, from_mapping(Comparison, values["comparison"]), values["inputs"])
 
 
-def do(run: Run, comparison: Comparison) -> Result:
-    """Do a run from its beginning, write its result beside its folder, and remove the folder unless models are kept."""
+def do(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> Result:
+    """Do a run from its beginning, write its result beside its folder, and remove the folder with its models.
+
+    Args:
+        run: The run.
+        comparison: The comparison, resolved by `plan`.
+        inputs: Digests of data and base, as `midus_hf.compare.origins.Inputs` returns them.
+    """
+    result = measure(run, comparison, inputs)
+    write_result(run.folder(comparison), result)
+    shutil.rmtree(run.folder(comparison), ignore_errors=True)
+    return result
+
+
+def measure(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> Result:
+    """Do a run from its beginning, and return its result; its models stay in its folder.
+
+    The models are `upscaled`, `trained` and `tuned`. Arguments are those of `do`.
+    """
     folder = run.folder(comparison)
     shutil.rmtree(folder, ignore_errors=True)  # an interrupted run left it
     if run.variant.is_base:
@@ -49,62 +73,95 @@ def do(run: Run, comparison: Comparison) -> Result:
         result = Result(run.variant.name, {}, 0, [Point(0, 0, None, losses)], tasks=tasks)
     else:
         folder.mkdir(parents=True)
-        result = _measure(run, comparison, folder)
-    result = dataclasses.replace(result, request=run.request(comparison))
-    write_result(folder, result)
-    if not comparison.keep_models:
-        shutil.rmtree(folder, ignore_errors=True)
-    return result
+        if run.variant.function is None:
+            result = _trained_by_method(run, comparison, folder)
+        else:
+            result = _trained_by_function(run, comparison, folder)
+        result = _measured_afterwards(result, run, comparison, folder)
+    origin = {**inputs, "code": code(), "machine": machine()}
+    return dataclasses.replace(result, request=run.request(comparison), origin=origin)
 
 
-def _measure(run: Run, comparison: Comparison, folder: Path) -> Result:
-    """Upscale, train and measure a run; its models are `upscaled`, `trained` and `tuned` in a folder."""
+def _trained_by_method(run: Run, comparison: Comparison, folder: Path) -> Result:
+    """Upscale and train the model of a run, and return what was measured until the end of training."""
     from midus_hf.training.arguments import TrainArguments
     from midus_hf.training.run import train
 
-    variant = run.variant
-    base = read_result(base_run(comparison).folder(comparison))
-    assert base is not None, "the base is measured first"
-    model, report = comparison.base, None
-    starts_at_base: bool | None = None
-    is_causal = True
-    controls: Controls = {}
+    variant, model, measured = run.variant, comparison.base, dict[str, Any]()
     if variant.upscale is not None:
         from upscalers.runs.upscale import upscale
 
         model = str(folder / "upscaled")
         report = upscale(base=comparison.base, output=model, seed=run.seed, **variant.upscale)
         difference = report.identity.max_abs_diff
-        starts_at_base = None if difference is None else difference == 0.0
         config = json.loads((folder / "upscaled" / "config.json").read_text(encoding="utf-8"))
-        is_causal = config["upscale"].get("causal", True)
-        controls = {} if variant.control is not None else available_controls(config)
-    trained = str(folder / "trained")
+        measured = {
+            "new_parameters": report.parameters.new,
+            "starts_at_base": None if difference is None else difference == 0.0,
+            "is_causal": config["upscale"].get("causal", True),
+            "controls": {} if variant.control is not None else available_controls(config),
+        }
     outcome = train(from_mapping(TrainArguments, run.training_keys(comparison, model, folder / "trained")))
     events = [json.loads(line) for line in (folder / "trained" / "log.jsonl").read_text("utf-8").splitlines()]
     last = events[-1]
     _free_memory()
-    result = Result(
+    return Result(
         variant=variant.name,
         rate=dict(run.rate),
         seed=run.seed,
         curve=curve(events, list(comparison.texts)),
-        tasks_before=base.tasks,
-        controls=controls,
         control=variant.control,
         control_of=variant.control_of,
-        new_parameters=0 if report is None else report.parameters.new,
         trained_parameters=last["trained_parameters"],
         tokens=outcome.tokens,
-        starts_at_base=starts_at_base,
-        is_causal=is_causal,
         seconds=last["training_seconds"],
         peak_memory_bytes=last["peak_memory_bytes"],
+        **measured,
     )
-    measured: dict[str, Any] = {"tasks": _tasks(trained, comparison)}
-    if report is not None and not starts_at_base:
+
+
+def _trained_by_function(run: Run, comparison: Comparison, folder: Path) -> Result:
+    """Let the function of a variant make the model of a run, and return what the Trainer measures of the base and of this model."""
+    from midus_hf.training.run import peak_memory_bytes
+
+    variant, trained = run.variant, folder / "trained"
+    assert variant.function is not None
+    started = time.perf_counter()
+    keys = {**variant.train, **run.rate}
+    counts = teach(variant.name, variant.function, comparison.base, trained, run.seed, keys)
+    seconds, peak = time.perf_counter() - started, peak_memory_bytes()
+    _free_memory()
+    points = []
+    if comparison.texts:
+        start = _losses_of_trainer(comparison.base, run, comparison, folder / "start")
+        end = _losses_of_trainer(str(trained), run, comparison, folder / "end")
+        steps = finite_number(variant.train.get("max_steps")) or 1
+        points = [Point(0, 0, None, start), Point(int(steps), counts["tokens"], seconds, end)]
+    return Result(
+        variant=variant.name,
+        rate=dict(run.rate),
+        seed=run.seed,
+        curve=points,
+        trained_parameters=counts["trained_parameters"],
+        tokens=counts["tokens"],
+        seconds=seconds,
+        peak_memory_bytes=peak,
+    )
+
+
+def _measured_afterwards(result: Result, run: Run, comparison: Comparison, folder: Path) -> Result:
+    """Return the result of a run with what is measured of its saved models: tasks, losses after shuffling and after fine-tuning."""
+    variant, trained = run.variant, str(folder / "trained")
+    base = read_result(base_run(comparison).folder(comparison))
+    assert base is not None, "the base is measured first"
+    certificate = folder / "trained" / CERTIFICATE_FILE
+    measured: dict[str, Any] = {"tasks_before": base.tasks, "tasks": _tasks(trained, comparison)}
+    if certificate.is_file():
+        measured["certificate"] = json.loads(certificate.read_text(encoding="utf-8"))
+    if variant.upscale is not None and not result.starts_at_base:
+        model = str(folder / "upscaled")
         measured |= {"upscaled": _losses(model, run, comparison), "tasks_before": _tasks(model, comparison)}
-    is_shuffled = SHUFFLED in wanted(variant, controls)
+    is_shuffled = SHUFFLED in wanted(variant, result.controls)
     if is_shuffled or variant.fine_tune is not None:
         measured["saved"] = _losses(trained, run, comparison)  # the curve is the Trainer's; what follows is not
     if is_shuffled:
@@ -132,6 +189,18 @@ def _fine_tune(trained: str, output: Path, run: Run, comparison: Comparison) -> 
     prepare(from_mapping(SftArguments, run.fine_tuning_keys(trained, output))).execute()
     _free_memory()
     return Measured(_losses(str(output), run, comparison), _tasks(str(output), comparison))
+
+
+def _losses_of_trainer(model: str, run: Run, comparison: Comparison, output: Path) -> dict[str, float]:
+    """Return the loss of each text in nats per token as the Trainer measures it during a run, of a model that is not trained."""
+    from midus_hf.training.arguments import TrainArguments
+    from midus_hf.training.run import prepare
+
+    keys = run.training_keys(comparison, model, output)
+    keys = {key: value for key, value in keys.items() if key not in ("adapters", "frozen")}
+    losses = prepare(from_mapping(TrainArguments, {**keys, "trainable": "all"})).measure()
+    _free_memory()
+    return losses
 
 
 def _losses(model: str, run: Run, comparison: Comparison) -> dict[str, float]:

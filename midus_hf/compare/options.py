@@ -37,6 +37,9 @@ def as_keys(rate: float | Mapping[str, float]) -> Rate:
     return rate if isinstance(rate, Mapping) else {"learning_rate": rate}
 
 
+# Mappings of measured texts, by their keys.
+TEXT_KINDS = ("domain", "retention", "validation")
+
 # Pattern of the names in each mapping, and a description of the characters allowed beside letters. Names of variants
 # become names of folders.
 _NAMES = {
@@ -45,8 +48,7 @@ _NAMES = {
         "digits and the signs . _ + -, the first a letter or a digit",
     ),
     # The names of texts become parts of keys in training logs: eval_NAME_loss.
-    "domain": (re.compile(r"[A-Za-z0-9_-]+"), "digits and the signs _ -"),
-    "retention": (re.compile(r"[A-Za-z0-9_-]+"), "digits and the signs _ -"),
+    **dict.fromkeys(TEXT_KINDS, (re.compile(r"[A-Za-z0-9_-]+"), "digits and the signs _ -")),
 }
 
 # Names of the null controls; `midus_hf.config.controls` explains them.
@@ -93,10 +95,12 @@ class TaskOptions:
 
 @dataclasses.dataclass(kw_only=True)
 class VariantOptions:
-    """Options of one variant: a method, or a way to train the base.
+    """Options of one variant: a method, a way to train the base, or a function that makes a model.
 
     Args:
         upscale: Keys of `upscale --config`, or the path of a recipe. Default: none, the base itself is trained.
+        function: A file and the name of a function in it, such as `mine.py:teach`, which makes the trained model
+            (`midus_hf.compare.functions`). Default: none, `midus train` makes it.
         train: Keys of `midus train`, or the path of a recipe, that replace the comparison's keys. Default: none.
         fine_tune: Keys of `midus sft`, or the path of a recipe, that replace the comparison's keys. Default: none.
         rates: Learning rates for this variant alone, in the form that `Comparison` takes. Default: the rates of the comparison.
@@ -107,6 +111,7 @@ class VariantOptions:
     """
 
     upscale: dict[str, Any] | str | None = None
+    function: str | None = None
     train: dict[str, Any] | str | None = None
     fine_tune: dict[str, Any] | str | None = None
     rates: list[float | dict[str, float]] | None = None
@@ -115,6 +120,17 @@ class VariantOptions:
     def __post_init__(self) -> None:
         check_rates(self.rates)
         _check_controls(self.controls)
+        if self.function is not None:
+            if self.upscale is not None:
+                raise ValueError(
+                    f"function is {self.function!r}, and upscale is given too; expected one of them, since the function makes the "
+                    "model itself. Leave one out."
+                )
+            file, colon, name = self.function.rpartition(":")
+            if not (file and colon and name.isidentifier()):
+                raise ValueError(
+                    f"function is {self.function!r}; expected a file and the name of a function in it, such as mine.py:teach."
+                )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -157,18 +173,20 @@ class Comparison:
         train: Keys of `midus train` that all variants share, or the path of a recipe. Among them are `corpus` and `max_steps`, the
             budget of tokens.
         fine_tune: Keys of `midus sft`, or the path of a recipe: trained models are fine-tuned and measured again. Default: none.
-        only: Names of the variants to run and to report. Default: all.
         domain: Paths of held-out texts that resemble the corpus, by name; learning is measured on them. Default: none, which is
-            allowed if there are `tasks`, one rate for each variant, and no `controls`.
+            allowed if there are `tasks`, and no `controls`.
         retention: Paths of texts outside the domain, by name; forgetting is measured on them. Default: none.
+        validation: Paths of held-out texts that resemble the corpus and are not in `domain`, by name; the rate of each variant is
+            chosen on them alone. Default: none, which is allowed if each variant has one rate.
         tasks: Options of `TaskOptions`. Default: none.
-        rates: Learning rates; each variant is trained at each of them. Instead of a number, a rate may be a mapping from several rate
+        rates: Learning rates; each variant is trained at each of them with the first seed, and at the one that ended best on
+            `validation` with the other seeds. Instead of a number, a rate may be a mapping from several rate
             keys of `midus train` to numbers. Default: the rate in `train`.
         seeds: Seeds of new parameters and of the order of texts. Default: `[0, 1, 2]`.
         evaluations: How often a run measures the texts, not counting the start. Default: 5.
-        controls: Names of the null controls that are trained beside each variant with a memory, at the variant's best rate; true for
-            all that the memory has, false for none. Default: true.
-        keep_models: Whether upscaled and trained models stay. Default: false, each model is removed once it has been measured.
+        controls: Names of the null controls that are trained beside each variant with a memory, at the variant's chosen rate; true
+            for all that the memory has, false for none. Default: true.
+        reference: Name of the variant that the others are subtracted from, seed by seed. Default: the one that learned most.
         trust_remote_code: Whether to run code that comes with the base. Default: false.
         paper: Options of `PaperOptions`: the numbers of a paper's table that the variants reproduce. Default: none.
 
@@ -179,17 +197,17 @@ class Comparison:
     base: str
     output_dir: str
     variants: dict[str, VariantOptions]
-    only: list[str] | None = None
     train: dict[str, Any] | str
     fine_tune: dict[str, Any] | str | None = None
     domain: dict[str, str] = dataclasses.field(default_factory=dict)
     retention: dict[str, str] = dataclasses.field(default_factory=dict)
+    validation: dict[str, str] = dataclasses.field(default_factory=dict)
     tasks: TaskOptions | None = None
     rates: list[float | dict[str, float]] | None = None
     seeds: list[int] = dataclasses.field(default_factory=lambda: [0, 1, 2])
     evaluations: int = 5
     controls: list[str] | bool = True
-    keep_models: bool = False
+    reference: str | None = None
     trust_remote_code: bool = False
     paper: PaperOptions | None = None
 
@@ -197,10 +215,10 @@ class Comparison:
         for name in ("variants", "seeds"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty; expected one or more.")
-        self._check_domain()
-        for name in self.only or ():
-            if name not in self.variants:
-                raise ValueError(f"only has {name!r}; expected some of: {', '.join(self.variants)}.")
+        check_rates(self.rates)
+        self._check_what_measures()
+        if self.reference is not None and self.reference not in self.variants:
+            raise ValueError(f"reference is {self.reference!r}; expected one of: {', '.join(self.variants)}.")
         for kind, (pattern, signs) in _NAMES.items():
             for name in getattr(self, kind):
                 if not (isinstance(name, str) and pattern.fullmatch(name)):
@@ -216,43 +234,55 @@ class Comparison:
                     f"variants has {name!r}, which is what the null control {control} of {variant!r} is called; give it another "
                     "name."
                 )
-        both = sorted(set(self.domain) & set(self.retention))
-        if both:
-            raise ValueError(
-                f"domain and retention both have a text {both[0]!r}; expected a name of its own for each text."
-            )
+        for name in self.texts:
+            kinds = [kind for kind in TEXT_KINDS if name in getattr(self, kind)]
+            if len(kinds) > 1:
+                raise ValueError(
+                    f"{' and '.join(kinds)} both have a text {name!r}; expected a name of its own for each text."
+                )
         if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise ValueError(f"seeds is {self.seeds}; expected different numbers from 0.")
         if self.evaluations <= 0:
             raise ValueError(f"evaluations is {self.evaluations}; expected a number above 0.")
-        check_rates(self.rates)
         _check_controls(self.controls)
 
-    def _check_domain(self) -> None:
-        """Check that something measures learning, by which the best of several rates is chosen."""
-        if self.domain:
-            return
-        if self.tasks is None:
+    def _check_what_measures(self) -> None:
+        """Check that something measures learning, and that other text chooses the best of several rates."""
+        if not (self.domain or self.tasks):
             raise ValueError(
                 "domain is empty, and there are no tasks; expected something by which learning is measured."
             )
-        several = [name for name, variant in self.variants.items() if len(variant.rates or self.rates or ()) > 1]
+        several = [name for name in self.variants if len(self.rates_of(name)) > 1]
+        if several and not self.validation:
+            raise ValueError(
+                f"validation is empty, and {several[0]} has several rates; expected text like the corpus that is neither trained on "
+                "nor in domain, by which a rate is chosen. Give some, as validation.NAME=PATH, or one rate for each variant."
+            )
         controlled = [
             name
             for name, variant in self.variants.items()
-            if (variant.controls is None and self.controls) or variant.controls
+            if (self.controls if variant.controls is None else variant.controls)
         ]
-        for names, kind in ((several, "several rates"), (controlled, "null controls")):
-            if names:
-                raise ValueError(
-                    f"domain is empty, and {names[0]} has {kind}; expected held-out text by which learning is measured. Give some, "
-                    "or one rate for each variant and controls: false."
-                )
+        if controlled and not self.domain:
+            raise ValueError(
+                f"domain is empty, and {controlled[0]} has null controls; expected held-out text by which learning is measured. Give "
+                "some, or controls: false."
+            )
 
     @property
     def texts(self) -> dict[str, str]:
-        """Paths of all measured texts by name, domain texts first."""
-        return {**self.domain, **self.retention}
+        """Paths of all measured texts by name: those of `domain`, of `retention` and of `validation`."""
+        return {**self.domain, **self.retention, **self.validation}
+
+    def label(self, text: str) -> str:
+        """Return the key of a measured text, such as `domain.plants`."""
+        kind = next(kind for kind in TEXT_KINDS if text in getattr(self, kind))
+        return f"{kind}.{text}"
+
+    def rates_of(self, variant: str) -> list[Rate]:
+        """Return the rates of a variant as keys of `midus train`; a single empty one where `train` has the rate."""
+        rates = self.variants[variant].rates or self.rates
+        return [{}] if rates is None else [as_keys(rate) for rate in rates]
 
 
 def _check_controls(controls: list[str] | bool | None) -> None:

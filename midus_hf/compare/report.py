@@ -9,17 +9,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from midus_hf.compare.findings import Findings, VariantFindings, cautions, sentences, with_spread
+from midus_hf.compare.doubts import doubts, origin_words, shared_origin
+from midus_hf.compare.findings import Findings, VariantFindings, paired_differences, sentences, with_spread
 from midus_hf.compare.learning import falls, mean_loss, spread, verdict
 from midus_hf.compare.options import Comparison, PaperOptions, rate_name
+from midus_hf.compare.origins import KINDS
 from midus_hf.compare.results import Measured, Result, read_result
-from midus_hf.compare.runs import runs_of
+from midus_hf.compare.running import repeats_of
+from midus_hf.compare.runs import searches_of, tokens_of
 from midus_hf.compare.variants import Variant
 from midus_hf.look.page import Section, TableOfWords, write_page
 from midus_hf.look.pictures import as_png, new_figure
 
 # Columns of the table of variants that a terminal has room for.
-_SHORT = ("variant", "rate", "trains", "domain loss", "forgotten", "seconds")
+_SHORT = ("variant", "rate", "trains", "domain loss", "learned", "forgotten", "doubts")
 _STAGES = {"trained": "after training", "tuned": "after fine-tuning"}
 # Metrics of a task in order of preference: reports show the first that the task has.
 _METRICS = ("acc_norm", "acc", "exact_match")
@@ -29,13 +32,12 @@ _HOW_TO_READ = (
     "Losses are nats per token of held-out text, each text counting alike; ± is the standard deviation over seeds, and says "
     "nothing of other texts and questions. Each model is measured against its own state right after upscaling: learned is what "
     "the loss of the domain fell by, forgotten what the loss outside it rose by. Where that state was not seen to be the base's, "
-    "the difference between the two by midus eval is taken off. Each variant is reported at the rate that ended with its lowest "
-    "loss of the domain. The same text chooses the rate and gives that loss, which flatters variants with more rates. A null "
-    "control is the same memory with its addressing taken away, trained at the variant's best rate, which need not be the null "
-    "control's own best. Losses of the base, and those after fine-tuning or shuffling, are measured by midus eval on weights as they "
-    "are saved; the others by the Trainer in the precision of training, on packed sequences whose first tokens are not predicted. A "
-    "loss of one kind cannot be subtracted from one of the other. Seconds and tokens per second are those of this machine with all "
-    "else that ran on it."
+    "the difference between the two by midus eval is taken off. Each variant is reported at the rate with which its first seed "
+    "ended lowest on the validation texts, which are part of no other number. A null control is the same memory with its "
+    "addressing taken away, trained at the variant's rate, which need not be the null control's own best. Losses of the base, and "
+    "those after fine-tuning or shuffling, are measured by midus eval on weights as they are saved; the others by the Trainer in "
+    "the precision of training, on packed sequences whose first tokens are not predicted. A loss of one kind cannot be subtracted "
+    "from one of the other. Seconds and tokens per second are those of this machine with all else that ran on it."
 )
 
 
@@ -48,9 +50,10 @@ def short_count(number: int) -> str:
 
 
 def variants_table(findings: Findings, short: bool = False) -> TableOfWords:
-    """Return the table of what each variant learned and forgot at its best rate: the base, then variants by rising domain loss.
+    """Return the table of what each variant learned and forgot at its rate: the base, then variants by rising domain loss.
 
-    Below a variant that was fine-tuned stand its losses and metrics after fine-tuning. A `short` table has few columns.
+    Below a variant that was fine-tuned stand its losses and metrics after fine-tuning. The column `doubts` has numbers of rows of
+    `doubts_table`. A `short` table has few columns.
     """
     comparison = findings.comparison
     domain, retention = list(comparison.domain), list(comparison.retention)
@@ -66,6 +69,12 @@ def variants_table(findings: Findings, short: bool = False) -> TableOfWords:
     head = ["variant", "rate", "seeds", "new", "trains", *(["domain loss", "learned"] if domain else [])]
     head += [*(["forgotten"] if retention else []), *retention, *tasks]
     head += ["seconds", "tokens/s", "memory, GB", "starts at base"]
+    head += ["certified"] if any(variant.is_certified for variant in findings.variants) else []
+    origins = {kind: words for kind in KINDS if (words := origin_words(findings, kind))}
+    for row in rows:
+        row |= {kind: words.get(row["variant"], "") for kind, words in origins.items()}
+        row["doubts"] = ", ".join(_numbers_of_doubts(findings, row["variant"]))
+    head += [*origins, "doubts"]
     head = [column for column in head if column in _SHORT or not short]
     cells = [[row.get(column, "") for column in head] for row in rows]
     return TableOfWords("What each learned and forgot", head, cells)
@@ -80,7 +89,9 @@ def _variant_cells(findings: Findings, variant: VariantFindings, tasks: Sequence
         is_whole = cells[task] and before[task]
         cells[task] = f"{before[task].split(' ')[0]} → {cells[task]}" if is_whole else ""
     cells |= {"variant": variant.name, "rate": variant.rate, "seeds": str(len(results))}
-    cells |= {"new": short_count(results[0].new_parameters), "trains": short_count(results[0].trained_parameters)}
+    trains = short_count(results[0].trained_parameters)
+    cells |= {"new": short_count(results[0].new_parameters), "trains": trains + ", all" * results[0].trains_all}
+    cells["certified"] = "yes" if variant.is_certified else ""
     cells |= {name: with_spread(getattr(variant, name), "{:+.4f}") for name in ("learned", "forgotten")}
     cells["seconds"] = f"{statistics.fmean(one.seconds for one in results):.0f}"
     speeds = [one.tokens / one.seconds for one in results if one.seconds]
@@ -124,6 +135,33 @@ def controls_table(findings: Findings) -> TableOfWords:
     return TableOfWords("Memories beside their null controls", head, rows)
 
 
+def differences_table(findings: Findings) -> TableOfWords:
+    """Return the table of what each variant learned and forgot beyond the reference, paired by seed."""
+    forgetting = ["forgotten"] if findings.comparison.retention else []
+    rows = []
+    for one in paired_differences(findings):
+        numbers = [one.learned, *([one.forgotten] if forgetting else [])]
+        cells = [with_spread(number, "{:+.4f}") for number in numbers]
+        rows.append([one.variant, *cells, f"{one.ahead} of {one.learned.count}"])
+    name = "" if findings.reference is None else findings.reference.name
+    head = ["variant", "learned", *forgetting, "seeds with which it learned more"]
+    return TableOfWords(f"Difference to {name}, paired by seed", head, rows)
+
+
+def doubts_table(findings: Findings) -> TableOfWords:
+    """Return the table of reasons for which variants cannot be compared as they stand, numbered from 1."""
+    rows = [
+        [str(number), doubt.reason, ", ".join(f"{name} {words}".strip() for name, words in doubt.variants.items())]
+        for number, doubt in enumerate(doubts(findings), start=1)
+    ]
+    return TableOfWords("What to doubt", ["", "why", "variants"], rows)
+
+
+def _numbers_of_doubts(findings: Findings, variant: str) -> list[str]:
+    """Return the numbers of the rows of `doubts_table` that concern a variant."""
+    return [str(number) for number, doubt in enumerate(doubts(findings), start=1) if variant in doubt.variants]
+
+
 def paper_tables(findings: Findings) -> list[TableOfWords]:
     """Return the tables of a paper, one per stage: a row of our numbers, followed by a row of the paper's."""
     paper = findings.comparison.paper
@@ -164,18 +202,19 @@ def paper_number(paper: PaperOptions, column: str, result: Result, tuned: bool =
     return metrics.get(_WORD_PERPLEXITY) if share is None else 100 * share
 
 
-def tables(findings: Findings) -> list[TableOfWords]:
-    """Return all tables of a report that have rows."""
+def tables(findings: Findings, short: bool = False) -> list[TableOfWords]:
+    """Return all tables of a report that have rows; the `short` ones are for a terminal."""
     failed = TableOfWords("Failed", ["run", "why"], [[name, why] for name, why in findings.failures.items()])
-    all_tables = [variants_table(findings), *paper_tables(findings), controls_table(findings), failed]
+    all_tables = [variants_table(findings, short), doubts_table(findings), differences_table(findings)]
+    all_tables += [*paper_tables(findings), controls_table(findings), failed]
     return [table for table in all_tables if table.rows]
 
 
 def draw(findings: Findings) -> bytes:
     """Draw learning against forgetting, a path of mean losses per variant with one standard deviation at its end, and return PNG.
 
-    Without retention texts, learning is drawn against tokens. Of variants that do not start at the base, the end alone is drawn. The
-    picture needs matplotlib.
+    Without retention texts, learning is drawn against tokens. Of variants that do not start at the base, the end alone is drawn. A
+    ring marks variants whose models came with a certificate. The picture needs matplotlib.
     """
     import matplotlib
 
@@ -193,7 +232,10 @@ def draw(findings: Findings) -> bytes:
         xs, ys = (learned, other) if retention else (other, learned)
         first = -1 if variant.starts_elsewhere else 0
         color = colors(number % colors.N)
-        axes.plot([x.mean for x in xs[first:]], [y.mean for y in ys[first:]], color=color, label=variant.name)
+        label = f"{variant.name}{' (certified)' * variant.is_certified}"
+        axes.plot([x.mean for x in xs[first:]], [y.mean for y in ys[first:]], color=color, label=label)
+        if variant.is_certified:
+            axes.scatter(xs[-1].mean, ys[-1].mean, s=160, facecolors="none", edgecolors=color, linewidths=1.5)
         deviations = {"xerr": xs[-1].deviation, "yerr": ys[-1].deviation}
         axes.errorbar(xs[-1].mean, ys[-1].mean, **deviations, fmt="o", capsize=3, color=color)
     axes.axhline(0.0, color="#888888", linewidth=0.8)
@@ -213,22 +255,25 @@ def _by_moment(runs: Sequence[Sequence[float]]) -> list[Any]:
 
 
 def planned(comparison: Comparison, variants: Sequence[Variant]) -> list[dict[str, Any]]:
-    """Return a record per variant with its size, its number of runs and how many of them are done, for other programs.
+    """Return a record per variant with its size, its number of runs, their tokens, and how many runs are done, for other programs.
 
     Runs of null controls are not counted: they are added once all variants have ended.
     """
     records = []
     for variant in variants:
-        runs = runs_of(variant, comparison)
+        searches, tokens = searches_of(variant, comparison), tokens_of(variant)
+        count = len(searches) + len(comparison.seeds) - 1
+        done = [*searches, *repeats_of(variant, comparison)]
         records.append(
             {
                 "variant": variant.name,
-                "method": None if variant.upscale is None else variant.upscale["method"],
+                "method": variant.function if variant.upscale is None else variant.upscale["method"],
                 "new_parameters": variant.new_parameters,
                 "trained_parameters": variant.trained_parameters,
                 "rates": [rate_name(rate) for rate in variant.rates],
-                "runs": len(runs),
-                "done": sum(read_result(run.folder(comparison)) is not None for run in runs),
+                "runs": count,
+                "tokens": None if tokens is None else tokens * count,
+                "done": sum(read_result(run.folder(comparison)) is not None for run in done),
             }
         )
     return records
@@ -236,14 +281,20 @@ def planned(comparison: Comparison, variants: Sequence[Variant]) -> list[dict[st
 
 def plan_table(comparison: Comparison, variants: Sequence[Variant]) -> TableOfWords:
     """Return the plan of a comparison as a table with a row per variant."""
-    rows = []
-    for record in planned(comparison, variants):
+    rows, records = [], planned(comparison, variants)
+    for record in records:
         trained = record["trained_parameters"]
         trains = "as training says" if trained is None else short_count(trained)
         cells = [record["variant"], record["method"] or "the base", short_count(record["new_parameters"]), trains]
-        rows.append([*cells, ", ".join(record["rates"]), f"{record['done']} of {record['runs']}"])
-    title = f"Seeds {', '.join(map(str, comparison.seeds))}; null controls are added at the end"
-    return TableOfWords(title, ["variant", "method", "new", "trains", "rates", "runs done"], rows)
+        tokens = "as training says" if record["tokens"] is None else f"{record['tokens']:,}"
+        rows.append([*cells, ", ".join(record["rates"]), tokens, f"{record['done']} of {record['runs']}"])
+    counts = [record["tokens"] for record in records]
+    on = "" if None in counts else f" on {sum(counts):,} tokens"
+    title = (
+        f"{sum(record['runs'] for record in records)} runs{on}: each rate with seed {comparison.seeds[0]}, the best rate with "
+        f"{len(comparison.seeds) - 1} more seeds; null controls are added at the end"
+    )
+    return TableOfWords(title, ["variant", "method", "new", "trains", "rates", "tokens", "runs done"], rows)
 
 
 def as_json(findings: Findings, files: Sequence[Path]) -> dict[str, Any]:
@@ -258,6 +309,7 @@ def as_json(findings: Findings, files: Sequence[Path]) -> dict[str, Any]:
             "domain_loss": variant.domain_loss and asdict(variant.domain_loss),
             "learned": variant.learned and asdict(variant.learned),
             "forgotten": variant.forgotten and asdict(variant.forgotten),
+            "certified": variant.is_certified,
             "controls": {
                 control: {**asdict(advantage), "verdict": verdict(advantage)}
                 for control, advantage in variant.advantages.items()
@@ -269,7 +321,10 @@ def as_json(findings: Findings, files: Sequence[Path]) -> dict[str, Any]:
         "base": {"losses": dict(findings.base.losses), "tasks": findings.base.tasks},
         "variants": variants,
         "paper": [table._asdict() for table in paper_tables(findings)],
-        "cautions": cautions(findings),
+        "reference": None if findings.reference is None else findings.reference.name,
+        "differences": [asdict(one) for one in paired_differences(findings)],
+        "doubts": [asdict(doubt) for doubt in doubts(findings)],
+        "origin": dict(findings.base.origin),
         "failed": dict(findings.failures),
         "missing": findings.missing,
         "files": list(map(str, files)),
@@ -287,7 +342,9 @@ def write_report(root: Path, findings: Findings, results: Sequence[Result]) -> l
         pictures["Learning and forgetting"] = draw(findings)
     runs, page = root / "runs.csv", root / "report.html"
     write_runs(runs, [findings.base, *results], list(findings.comparison.texts))
-    section = Section("", [*sentences(findings), _HOW_TO_READ], tables(findings), pictures)
+    section = Section(
+        "", [*sentences(findings), *filter(None, [shared_origin(findings)]), _HOW_TO_READ], tables(findings), pictures
+    )
     write_page(page, f"{names or 'Nothing yet'} on {findings.comparison.base}", [section])
     return [runs, page]
 

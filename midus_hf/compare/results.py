@@ -39,7 +39,8 @@ class Result:
     whether the upscaled model was verified to compute bit for bit what the base computes; None where nothing was upscaled or
     verified. `is_causal` says whether every token is computed without later tokens. `tokens` and `seconds` count training alone.
     `peak_memory_bytes` is what PyTorch allocated on a GPU, else the resident memory of the process, up to the end of training.
-    `request` is everything that the result depends on.
+    `certificate` is the content of the trained model's `certificate.json`; None without such a file. `request` has all keys that the
+    result depends on, and `origin` what they led to: digests of `data` and `base`, the `code` and the `machine`.
     """
 
     variant: str
@@ -62,7 +63,20 @@ class Result:
     is_causal: bool = True
     seconds: float = 0.0
     peak_memory_bytes: int = 0
+    certificate: Mapping[str, Any] | None = None
     request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    origin: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_certified(self) -> bool:
+        """True if the trained model came with a certificate."""
+        return self.certificate is not None
+
+    @property
+    def trains_all(self) -> bool:
+        """True if the run trained all parameters of its model, as its keys say."""
+        train = self.request.get("train") or {}
+        return train.get("trainable") == "all" and not train.get("adapters")
 
     @property
     def start(self) -> Point:

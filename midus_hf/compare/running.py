@@ -11,11 +11,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from midus_hf.compare.learning import best_rate
+from midus_hf.compare.learning import chosen_rate
 from midus_hf.compare.one_run import specification
-from midus_hf.compare.options import Comparison
+from midus_hf.compare.options import Comparison, Rate
+from midus_hf.compare.origins import FIXED, Inputs
 from midus_hf.compare.results import Result, log_file, read_result
-from midus_hf.compare.runs import Run, base_run, changed_keys, runs_of
+from midus_hf.compare.runs import Run, base_run, changed_keys, runs_at, searches_of
 from midus_hf.compare.variants import Variant, control_variants
 from midus_hf.files.locks import lock_or_warn
 
@@ -27,8 +28,8 @@ def run_all(
 ) -> dict[str, str]:
     """Do all runs that have no result yet, and return why runs failed, by name.
 
-    The base comes first, then the first seed of every variant in their order, then the second seed, and so on, and at the end the
-    null controls, each at the best rate of its variant.
+    The base comes first. Then every variant is trained at each of its rates with the first seed, then at the rate that these runs
+    choose with the second seed, the third, and so on. Null controls come last, each at the rate of its variant.
 
     Args:
         comparison: The comparison, resolved by `plan`.
@@ -41,43 +42,77 @@ def run_all(
     """
     places = list(devices) if devices else [None] * jobs
     with _alone_in(Path(comparison.output_dir)):
+        inputs = Inputs(comparison)
+        check_finished(comparison, variants, inputs)
         base = base_run(comparison)
-        runs = [run for variant in variants for run in runs_of(variant, comparison)]
-        known_controls = [run for variant in variants for run in control_runs(variant, comparison)]
-        for run in (base, *runs, *known_controls):
-            _check_same(run, comparison)
-        failures = _do([base], comparison, places)
+        searches = [run for variant in variants for run in searches_of(variant, comparison)]
+        failures = _do([base], comparison, inputs, places)
         if failures:
             return failures
-        failures = _do(sorted(runs, key=lambda run: comparison.seeds.index(run.seed)), comparison, places)
+        failures = _do(searches, comparison, inputs, places)
+        repeats = [run for variant in variants for run in repeats_of(variant, comparison)]
+        repeats.sort(key=lambda run: comparison.seeds.index(run.seed))
+        _check_same(repeats, comparison, inputs)
+        failures |= _do(repeats, comparison, inputs, places)
         controls = [run for variant in variants for run in control_runs(variant, comparison)]
-        for run in controls:
-            _check_same(run, comparison)
-        return failures | _do(controls, comparison, places)
+        _check_same(controls, comparison, inputs)
+        return failures | _do(controls, comparison, inputs, places)
+
+
+def check_finished(comparison: Comparison, variants: Sequence[Variant], inputs: Inputs) -> None:
+    """Check that results in the output are those of these runs, and of the same texts and base.
+
+    Raises:
+        ValueError: If the folder has a result of another request.
+    """
+    searches = [run for variant in variants for run in searches_of(variant, comparison)]
+    _check_same([base_run(comparison), *searches, *_later_runs(variants, comparison)], comparison, inputs)
+
+
+def rate_of(variant: Variant, comparison: Comparison) -> Rate | None:
+    """Return the rate that the finished searches of a variant choose; None before one ended at a finite number."""
+    return chosen_rate(_results(searches_of(variant, comparison), comparison), list(comparison.validation))
+
+
+def repeats_of(variant: Variant, comparison: Comparison) -> list[Run]:
+    """Return the runs of a variant with all seeds but the first, at its chosen rate; none before there is one."""
+    rate = rate_of(variant, comparison)
+    return [] if rate is None else runs_at(rate, variant, comparison)[1:]
 
 
 def control_runs(variant: Variant, comparison: Comparison) -> list[Run]:
-    """Return the runs of a variant's null controls, at the best rate of the runs that are done; none before one is done."""
-    results = _results(runs_of(variant, comparison), comparison)
-    if not (results and variant.controls and variant.upscale is not None):
+    """Return the runs of a variant's null controls, at its chosen rate; none before there is one."""
+    rate = rate_of(variant, comparison)
+    if rate is None or not variant.controls or variant.upscale is None:
         return []
-    rate = best_rate(results, list(comparison.domain))
-    controls = control_variants(variant, results[0].controls, rate)
-    return [run for control in controls for run in runs_of(control, comparison)]
+    (searched, *_) = _results(runs_at(rate, variant, comparison), comparison)
+    controls = control_variants(variant, searched.controls, rate)
+    return [run for control in controls for run in runs_at(rate, control, comparison)]
+
+
+def _later_runs(variants: Sequence[Variant], comparison: Comparison) -> list[Run]:
+    """Return the runs that follow from the finished searches: other seeds at the chosen rates, and null controls."""
+    runs = [[*repeats_of(variant, comparison), *control_runs(variant, comparison)] for variant in variants]
+    return [run for of_variant in runs for run in of_variant]
 
 
 def collect(comparison: Comparison, variants: Sequence[Variant]) -> tuple[Result | None, list[Result], int]:
-    """Return the result of the base, if there is one, the results of all runs that are done, and the number of the others."""
-    runs = [run for variant in variants for run in (*runs_of(variant, comparison), *control_runs(variant, comparison))]
-    results = _results(runs, comparison)
-    return read_result(base_run(comparison).folder(comparison)), results, len(runs) - len(results)
+    """Return the result of the base, if there is one, the results of all runs that count, and the number of runs to do.
+
+    What counts are the searches, and at each chosen rate the other seeds and the null controls.
+    """
+    searches = [run for variant in variants for run in searches_of(variant, comparison)]
+    results = _results([*searches, *_later_runs(variants, comparison)], comparison)
+    controls = sum(len(control_runs(variant, comparison)) for variant in variants)
+    planned = len(searches) + len(variants) * (len(comparison.seeds) - 1) + controls
+    return read_result(base_run(comparison).folder(comparison)), results, planned - len(results)
 
 
 def _results(runs: Sequence[Run], comparison: Comparison) -> list[Result]:
     return [result for run in runs if (result := read_result(run.folder(comparison))) is not None]
 
 
-def _do(runs: Sequence[Run], comparison: Comparison, places: Sequence[str | None]) -> dict[str, str]:
+def _do(runs: Sequence[Run], comparison: Comparison, inputs: Inputs, places: Sequence[str | None]) -> dict[str, str]:
     """Do the runs that have no result yet, one at a time on each device, and return why runs failed, by name."""
     waiting = deque(run for run in runs if read_result(run.folder(comparison)) is None)
     free = deque(places)
@@ -88,7 +123,8 @@ def _do(runs: Sequence[Run], comparison: Comparison, places: Sequence[str | None
             while waiting or working:
                 while waiting and free:
                     run, device = waiting.popleft(), free.popleft()
-                    working[_start(run, comparison, device, len(places))] = (run, device, time.monotonic())
+                    text = specification(run, comparison, inputs.of(run.variant))
+                    working[_start(run, comparison, text, device, len(places))] = (run, device, time.monotonic())
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
                 for process in [process for process in working if process.poll() is not None]:
                     run, device, began = working.pop(process)
@@ -107,8 +143,10 @@ def _do(runs: Sequence[Run], comparison: Comparison, places: Sequence[str | None
     return failures
 
 
-def _start(run: Run, comparison: Comparison, device: str | None, num_places: int) -> "subprocess.Popen[str]":
-    """Start the process of a run on one of several places; what it prints goes to the run's log."""
+def _start(
+    run: Run, comparison: Comparison, text: str, device: str | None, num_places: int
+) -> "subprocess.Popen[str]":
+    """Start the process of a run, which reads a specification, on one of several places; what it prints goes to the run's log."""
     log = log_file(run.folder(comparison))
     log.parent.mkdir(parents=True, exist_ok=True)
     threads = str(max(1, (os.cpu_count() or 1) // num_places))
@@ -127,7 +165,7 @@ def _start(run: Run, comparison: Comparison, device: str | None, num_places: int
         )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:
-        process.stdin.write(specification(run, comparison))
+        process.stdin.write(text)
     return process
 
 
@@ -157,14 +195,18 @@ def _alone_in(output: Path) -> Iterator[None]:
             lock.release()
 
 
-def _check_same(run: Run, comparison: Comparison) -> None:
-    """Raise a ValueError if a run has a result of another request."""
-    before = read_result(run.folder(comparison))
-    if before is None:
-        return
-    changed = changed_keys(before.request, run.request(comparison))
-    if changed:
-        raise ValueError(
-            f"{run.name} was done with another {', '.join(changed)}; expected the same. Give the variant another name, choose "
-            f"another output_dir, or remove {run.folder(comparison)}.json."
-        )
+def _check_same(runs: Sequence[Run], comparison: Comparison, inputs: Inputs) -> None:
+    """Raise a ValueError if a run has a result of another request, or of other texts or another base under the same names."""
+    for run in runs:
+        before = read_result(run.folder(comparison))
+        if before is None:
+            continue
+        changed = changed_keys(before.request, run.request(comparison))
+        if not changed:
+            now = inputs.of(run.variant)
+            changed = [words for kind, words in FIXED.items() if before.origin.get(kind) != now[kind]]
+        if changed:
+            raise ValueError(
+                f"{run.name} was done with another {', '.join(changed)}; expected the same. Give the variant another name, choose "
+                f"another output_dir, or remove {run.folder(comparison)}.json."
+            )

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from midus_hf.compare.functions import check_function, function_record
 from midus_hf.compare.options import Comparison, Rate, rate_name
 from midus_hf.compare.variants import BASE, Variant
 from midus_hf.config.options import finite_number
@@ -66,10 +68,11 @@ class Run:
 
     def request(self, comparison: Comparison) -> dict[str, Any]:
         """Return everything that the result of the run depends on, as JSON holds it."""
-        tuned = self.variant.fine_tune is not None
+        tuned, function = self.variant.fine_tune is not None, self.variant.function
         values = {
             "base": comparison.base,
             "upscale": self.variant.upscale,
+            "function": None if function is None else function_record(function),
             "train": None if self.variant.is_base else self.training_keys(comparison, "", Path()),
             "fine_tune": self.fine_tuning_keys("", Path()) if tuned else None,
             "texts": comparison.texts,
@@ -85,9 +88,30 @@ def base_run(comparison: Comparison) -> Run:
     return Run(Variant(BASE, None, comparison.train, [], False))
 
 
-def runs_of(variant: Variant, comparison: Comparison) -> list[Run]:
-    """Return the runs of a variant, seed by seed, with the seeds of the comparison."""
-    return [Run(variant, rate, seed) for seed in comparison.seeds for rate in variant.rates]
+def searches_of(variant: Variant, comparison: Comparison) -> list[Run]:
+    """Return the runs that choose the rate of a variant: one at each of its rates, with the first seed."""
+    return [Run(variant, rate, comparison.seeds[0]) for rate in variant.rates]
+
+
+def runs_at(rate: Rate, variant: Variant, comparison: Comparison) -> list[Run]:
+    """Return the runs of a variant at one rate, one per seed of the comparison."""
+    return [Run(variant, rate, seed) for seed in comparison.seeds]
+
+
+def tokens_of(variant: Variant) -> int | None:
+    """Return how many tokens a run of a variant trains on; None where its keys give no number of steps."""
+    keys = {"max_steps": -1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8, **variant.train}
+    sizes = [finite_number(keys[name]) for name in keys if name in _SIZES]
+    sizes.append(window_keys(variant.train)["sequence_length"])
+    if None in sizes or min(size for size in sizes if size is not None) < 0:
+        return None
+    return int(math.prod(size for size in sizes if size is not None))
+
+
+def corpora_of(train: Mapping[str, Any]) -> list[str]:
+    """Return the corpora in keys of `midus train`: paths, or ids on the Hub."""
+    corpus = train.get("corpus") or []
+    return [corpus] if isinstance(corpus, str) else list(corpus)
 
 
 def window_keys(train: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,6 +138,9 @@ def changed_keys(before: Any, now: Any, prefix: str = "") -> list[str]:
     ]
 
 
+# Keys of `midus train` whose product is a run's number of sequences.
+_SIZES = ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps")
+
 # Keys of `midus train` that hold a learning rate: the numeric fields of `Rates`.
 _RATES = [field.name for field in dataclasses.fields(Rates) if isinstance(field.default, float | None)]
 
@@ -122,23 +149,19 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
     """Check all that can be checked before anything runs: keys of runs, texts and their windows, and tasks.
 
     Raises:
-        ValueError: If a command would refuse its keys, a text is missing, named twice, or too short for a window or too long for
-            the base, variants train on sequences of several lengths, a task is unknown, or the base has no tokenizer.
+        ValueError: If a command would refuse its keys, a text is missing, named twice, trained on, or too short for a window or
+            too long for the base, variants train on sequences of several lengths, a function is not in its file, a task is
+            unknown, or the base has no tokenizer.
         ModuleNotFoundError: If there are tasks, and lm-eval, which is an extra, is not installed.
     """
     output = Path(comparison.output_dir)
     if output.exists() and not output.is_dir():
         raise ValueError(f"output_dir is {comparison.output_dir!r}, a file; expected a folder.")
-    named: dict[Path, str] = {}
-    for name, path in comparison.texts.items():
-        if not Path(path).exists():
-            kind = "domain" if name in comparison.domain else "retention"
-            raise ValueError(f"{kind}.{name} is {path!r}, which does not exist; expected a file or a folder of text.")
-        before = named.setdefault(Path(path).resolve(), name)
-        if before != name:
-            raise ValueError(f"{path!r} is given twice, as {before!r} and as {name!r}; expected texts that differ.")
+    _check_texts(comparison, variants)
     for variant in variants:
         _check_keys(variant, comparison)
+        if variant.function is not None:
+            check_function(variant.name, variant.function)
     if comparison.tasks is not None:
         from midus_hf.evaluation.harness import Tasks
         from midus_hf.evaluation.quiet import quiet_libraries
@@ -149,12 +172,31 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
         _check_windows(comparison, variants)
 
 
+def _check_texts(comparison: Comparison, variants: Sequence[Variant]) -> None:
+    """Check that all measured texts exist and differ, and that none of them is trained on."""
+    corpora = [(variant, corpus) for variant in variants for corpus in corpora_of(variant.train)]
+    named: dict[Path, str] = {}
+    for name, path in comparison.texts.items():
+        label, text = comparison.label(name), Path(path).expanduser()
+        if not text.exists():
+            raise ValueError(f"{label} is {path!r}, which does not exist; expected a file or a folder of text.")
+        before = named.setdefault(text.resolve(), label)
+        if before != label:
+            raise ValueError(f"{path!r} is given twice, as {before} and as {label}; expected texts that differ.")
+        for variant, corpus in corpora:
+            if Path(corpus).exists() and text.resolve().is_relative_to(Path(corpus).expanduser().resolve()):
+                raise ValueError(
+                    f"{label} is {path!r}, which {variant.name} trains on, since its corpus is {corpus!r}; expected text that no "
+                    "variant trains on."
+                )
+
+
 def _check_keys(variant: Variant, comparison: Comparison) -> None:
     """Check that `midus train`, and `midus sft` after it, accept the keys of every run of a variant."""
     for key in {key for rate in variant.rates for key in rate}:
         if key not in _RATES:
             raise ValueError(f"variants.{variant.name} has a rate {key!r}; expected one of: {', '.join(_RATES)}.")
-    for run in runs_of(variant, comparison):
+    for run in searches_of(variant, comparison):
         commands: list[tuple[str, type[Any], dict[str, Any]]] = [
             ("midus train", TrainArguments, run.training_keys(comparison, "model", Path("trained")))
         ]
@@ -195,8 +237,7 @@ def _check_windows(comparison: Comparison, variants: Sequence[Variant]) -> None:
         try:
             text_rows(name, documents, tokenizer, config, sequence_length=windows["sequence_length"], joined=not apart)
         except ValueError as error:
-            kind = "domain" if name in comparison.domain else "retention"
-            raise ValueError(f"{kind}.{name} is {path!r}, which cannot be measured: {error}") from error
+            raise ValueError(f"{comparison.label(name)} is {path!r}, which cannot be measured: {error}") from error
 
 
 def _steps_between(steps: int, evaluations: int) -> int:

@@ -12,7 +12,6 @@ from midus_hf.compare.options import (
     OWN_UPSCALING_KEYS,
     Comparison,
     Rate,
-    as_keys,
 )
 from midus_hf.config.backbone import read_backbone
 from midus_hf.config.controls import controls_of
@@ -31,7 +30,7 @@ class Variant:
     The variant named `base` stands for the base itself, which is measured alone. A null control is called `VARIANT+CONTROL`;
     `control` and `control_of` are its two names. `controls` are the null controls to train beside the variant, true for all that
     its memory has. `trained_parameters` is None where only training knows. `fine_tune` are keys of `midus sft`, None where trained
-    models are not fine-tuned.
+    models are not fine-tuned. `function` is the file and name of the function that makes the trained model in place of `midus train`.
     """
 
     name: str
@@ -39,6 +38,7 @@ class Variant:
     train: Mapping[str, Any]
     rates: Sequence[Rate]
     controls: Sequence[str] | bool
+    function: str | None = None
     new_parameters: int = 0
     trained_parameters: int | None = None
     fine_tune: Mapping[str, Any] | None = None
@@ -65,8 +65,7 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
     if comparison.fine_tune is not None:
         tuning = _keys("fine_tune", comparison.fine_tune, OWN_FINE_TUNING_KEYS)
     comparison = dataclasses.replace(comparison, train=shared, fine_tune=tuning)
-    names = [name for name in comparison.variants if comparison.only is None or name in comparison.only]
-    variants = [_planned(name, comparison, shared, tuning) for name in names]
+    variants = [_planned(name, comparison, shared, tuning) for name in comparison.variants]
     if "sequence_length" in variants[0].train:  # the base is measured in the windows of the runs
         comparison = dataclasses.replace(
             comparison, train={**shared, "sequence_length": variants[0].train["sequence_length"]}
@@ -93,15 +92,16 @@ def _planned(
         raise ValueError(
             f"variants.{name}.fine_tune is given, and fine_tune is not; expected both, since all variants are fine-tuned or none."
         )
-    rates = options.rates or comparison.rates
     variant = Variant(
         name=name,
         upscale=None,
         train=train,
         fine_tune=None if tuning is None else {**tuning, **fine_tune},
-        rates=[{}] if rates is None else [as_keys(rate) for rate in rates],
+        rates=comparison.rates_of(name),
         controls=comparison.controls if options.controls is None else options.controls,
     )
+    if options.function is not None:
+        return dataclasses.replace(variant, function=options.function)
     if options.upscale is None:
         # A plain base does not record which of its parameters train: all do, unless the recipe says otherwise or trains adapters.
         return variant if train.get("adapters") else dataclasses.replace(variant, train={"trainable": "all", **train})

@@ -24,6 +24,6 @@ def first_few(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {beyond} more" if beyond > 0 else "")
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of another library's error message, or the error's type if there is no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -19,20 +19,33 @@ def read_config(cls: type[Options], path: str | Path, overrides: Iterable[str] =
     Args:
         cls: A dataclass. A field may itself be a dataclass; its value may then be a scalar for its first field.
         path: The YAML file, which holds one mapping.
-        overrides: Words that change the file's values, in order. `key=value` or `outer.inner=value`, whose value is YAML, replaces
-            a value, or adds a key to a mapping. The path of another YAML file merges its mappings with those before. Default: none.
+        overrides: Words that change the file's values, as `apply_words` applies them. Default: none.
 
     Raises:
         ValueError: If a file is missing or not a mapping; if a key is unknown, missing or present twice; if a value has the wrong
             type; or if an override cannot be applied.
     """
-    values = read_mapping(path)
-    for word in overrides:
+    return from_mapping(cls, apply_words(cls, read_mapping(path), overrides))
+
+
+def apply_words(cls: type, values: dict[str, Any], words: Iterable[str]) -> dict[str, Any]:
+    """Return the values of a mapping as words of a command line change them, in order.
+
+    Args:
+        cls: The dataclass that the mapping will fill.
+        values: Values of the dataclass's fields by name.
+        words: `key=value` or `outer.inner=value`, whose value is YAML, replaces a value, or adds a key to a mapping. The path of
+            another YAML file merges its mappings with those before.
+
+    Raises:
+        ValueError: If a file is missing or not a mapping, or an override cannot be applied.
+    """
+    for word in words:
         if word.endswith((".yaml", ".yml")) and "=" not in word:
             values = _merged(values, read_mapping(word))
         else:
-            apply_override(cls, values, word)
-    return from_mapping(cls, values)
+            _apply_override(cls, values, word)
+    return values
 
 
 def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,13 +90,13 @@ def from_mapping(cls: type[Options], values: Mapping[str, Any]) -> Options:
     return read_options(cls, values, "config", how_to_set="set it in the file, or as {key}=... after it")
 
 
-def apply_override(cls: type, values: dict[str, Any], override: str) -> None:
+def _apply_override(cls: type, values: dict[str, Any], override: str) -> None:
     """Change one value of a mapping.
 
     Args:
         cls: The dataclass that the mapping will fill.
         values: Values of the dataclass's fields by name; changed in place.
-        override: Text `key=value`, see `read_config`.
+        override: Text `key=value`, see `apply_words`.
 
     Raises:
         ValueError: If the override has no `=` or no key, is not YAML, or names a key of a value that has no keys.

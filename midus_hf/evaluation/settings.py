@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from midus_hf.config.yaml_options import apply_override, from_mapping, read_mapping
+from midus_hf.config.yaml_options import apply_words, from_mapping, read_mapping
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,13 +97,11 @@ def read_settings(
     Args:
         path: YAML file that maps keys of `EvaluationSettings` to values. None: only the overrides count.
         overrides: Settings by key. A value that is not None replaces the file's value.
-        settings: Settings as words `key=value`, whose values are YAML. They win over `overrides`. Default: none.
+        settings: Settings as words, as `apply_words` applies them. They win over `overrides`. Default: none.
 
     Raises:
         ValueError: If the file cannot be read, or has an unknown key or a value of the wrong type.
     """
     values = {} if path is None else read_mapping(path)
     values |= {key: value for key, value in overrides.items() if value is not None}
-    for setting in settings:
-        apply_override(EvaluationSettings, values, setting)
-    return from_mapping(EvaluationSettings, values)
+    return from_mapping(EvaluationSettings, apply_words(EvaluationSettings, values, settings))

@@ -125,8 +125,19 @@ def switched_off(model: nn.Module, parts: Iterable[Part]) -> Iterator[None]:
     Args:
         model: A model as in `added_parts`.
         parts: Parts to switch off, as `added_parts` and `chapter_parts` return them.
+
+    Raises:
+        ValueError: If the model has no such part; as `zero_chapters`.
     """
     blocks, readers = layers_of(model), hosted_memories(model, AttendsToDepth)
+    parts = list(parts)
+    for part in parts:
+        for layer in part.layers:
+            if layer >= len(blocks) or (part.memory and part.memory not in getattr(blocks[layer], "sites", {})):
+                raise ValueError(
+                    f"part is {part.name!r}, and the model has no {part.memory or 'decoder'} layer {layer}; expected a part of this "
+                    "model, as added_parts returns them."
+                )
     with contextlib.ExitStack() as passed_by, held_hooks() as hold:
         for part in parts:
             if part.chapter is not None:

@@ -101,6 +101,7 @@ class Ngrams(MemoryModule):
         rows = self.rows_read(numbers, tables or {}, document, before)
         is_known = rows != 0 if self.options.table == "exact" else torch.ones_like(rows)
         weights = is_known.to(wide_dtype(self.value_table)).unsqueeze(-1)
+        weights = F.dropout(weights, self.options.row_dropout, self.training)
         read = self.table_reading.sums(self.value_table, rows.unsqueeze(-1), weights).flatten(-2)  # [B, T, E]
         added = self._gated(hidden_states, read.to(hidden_states.dtype))
         keeping = {"numbers": numbers}
@@ -156,6 +157,9 @@ class Ngrams(MemoryModule):
             rows = torch.stack([known_rows(each, known) for each in keys], dim=-1).clamp(
                 max=self.options.num_slots - 1
             )
+            if self.options.match == "longest":
+                longer = rows.flip(-1).cumsum(-1).flip(-1) - rows  # above 0 where a longer n-gram has a row
+                rows = torch.where(longer == 0, rows, 0)
             return (
                 rows
                 if self.options.addressing == "content"

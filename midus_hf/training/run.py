@@ -30,15 +30,15 @@ from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.wording import install_extra
 from midus_hf.files.checkpoint_files import ACCOMPANYING, CONFIG_FILE, PARTIAL_MODEL, RUN_LOG
 from midus_hf.files.whole_files import move_into_place
-from midus_hf.library_bars import without_library_bars
+from midus_hf.library_bars import data_bars_on_terminals, without_library_bars
 from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import refusing
 from midus_hf.short_names import short_names
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
 from midus_hf.training.blocks import use_tree
 from midus_hf.training.callbacks import RunInterrupted, StopOnSignal, TrainingLog
-from midus_hf.training.data.corpus import bars_on_terminals, read_corpus
-from midus_hf.training.data.leaves import check_paths, leaf_sequences, tree_of_paths
+from midus_hf.training.data.corpus import read_corpus
+from midus_hf.training.data.leaves import checked_paths, leaf_sequences, tree_of_paths
 from midus_hf.training.data.packing import packed_sequences
 from midus_hf.training.optim.freezing import has_adapters, resolve_trainable, set_trainable
 from midus_hf.training.optim.tensors import hold_for_training, restore_dtypes, whole_numel
@@ -105,7 +105,7 @@ def prepare(arguments: TrainArguments) -> "Run":
         folder = folder_of_tree(Path(arguments.tree).expanduser())
     banks: dict[str, BankLayout] = {} if memories is None else grown_layouts(memories.banks, folder)
     tokenizer = load_tokenizer(arguments)
-    with contextlib.ExitStack() as opened, bars_on_terminals():
+    with contextlib.ExitStack() as opened, data_bars_on_terminals():
         run = Run(arguments, opened)
         with arguments.main_process_first(desc="reading the corpus"):
             dataset, tree = _sequences("corpus", arguments.corpus, arguments, tokenizer, model_config, banks)
@@ -147,9 +147,9 @@ def _sequences(
                 "midus cluster assign writes them."
             )
         return packed_sequences(rows, tokenizer, arguments.sequence_length, key=key, **options), None
-    check_paths(rows, banks, column, key)
+    paths = checked_paths(rows, banks, column, key)
     depth = max(max(layout.levels) for layout in banks.values())
-    sequences = leaf_sequences(rows, tokenizer, arguments.sequence_length, path_column=column, depth=depth, **options)
+    sequences = leaf_sequences(rows, tokenizer, arguments.sequence_length, paths=paths, depth=depth, **options)
     return sequences, tree_of_paths(rows, column)
 
 
@@ -352,14 +352,20 @@ class Run:
                     losses[-1] if losses else None,
                 )
                 trained = sum(whole_numel(each) for each in self.trainer.model.parameters() if each.requires_grad)
-                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-                if torch.cuda.is_available():
-                    peak = torch.cuda.max_memory_allocated()
-                self.trainer.log({"trained_parameters": trained, "peak_memory_bytes": peak})
+                self.trainer.log({"trained_parameters": trained, "peak_memory_bytes": peak_memory_bytes()})
                 self._save(self.trainer, self.tokenizer, result)
             return result
         finally:
             close_output(self.arguments, self._lock)
+
+    def measure(self) -> dict[str, float]:
+        """Measure the held-out texts without training, and return the loss of each, in nats per token, by its name."""
+        try:
+            with without_library_bars():
+                metrics = self.trainer.evaluate()
+        finally:
+            close_output(self.arguments, self._lock)
+        return {name: metrics[f"eval_{name}_loss"] for name in self.arguments.eval_texts}
 
     def _save(self, trainer: TrainsMemory, tokenizer: PreTrainedTokenizerBase, result: TrainResult) -> None:
         """Save model and tokenizer whole, with the dtypes, cache setting and further files that the model came with."""
@@ -403,6 +409,13 @@ class Run:
             )
 
 
+def peak_memory_bytes() -> int:
+    """Return what PyTorch has allocated on a GPU at most; without a GPU, the largest resident memory of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def _load_model(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, bytes]]:
     """Load or make the model, and return it with the contents, by name, of the files that accompany it.
 
@@ -414,7 +427,8 @@ def _load_model(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedMod
         if source is None:
             made = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
             return made, {"README.md": new_card(arguments)}
-        model, missing = saved_models.load_model(source, attn_implementation=attention, use_safetensors=True)
+        options = {"config": config, "attn_implementation": attention, "use_safetensors": True}
+        model, missing = saved_models.load_model(source, **options)
     saved_models.check_whole(source, missing)
     return model, _accompanying_files(source)
 

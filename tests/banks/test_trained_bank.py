@@ -1,5 +1,6 @@
 """Blocks that train: each as AdamW would train it if it saw the steps that fetched it alone."""
 
+import shutil
 import tempfile
 
 import pytest
@@ -16,6 +17,10 @@ from banks.trained_blocks import (
     loss_of,
     train,
 )
+from safetensors.torch import load_file, save_file
+
+from midus_hf.banks.level_file import BankError
+from midus_hf.config.fetched_blocks import level_file
 
 
 @pytest.fixture
@@ -152,6 +157,59 @@ def test_blocks_that_were_trained_and_others_of_the_bank_are_looked_at_together(
         trained, other = fetched.records[3]
         assert torch.equal(trained, blocks_of(bank)[3, 5].to(dtype))
         assert torch.equal(other, bank.bank.block(3, 9).to(dtype))
+
+
+def broken_state(file, change: str) -> None:
+    """Change the state of level 3, which has 27 nodes and the generic block."""
+    state = load_file(file)
+    if change == "other size":
+        state["states"] = state["states"][:, :, 1:].contiguous()
+    elif change == "fewer rows":
+        state["states"] = state["states"][1:].contiguous()
+    elif change == "fewer steps":
+        state["steps"] = state["steps"][1:].contiguous()
+    elif change in ("27", "-2"):
+        state["nodes"][0] = int(change)
+    elif change == "no nodes":
+        del state["nodes"]
+    save_file(state, file)
+    if change == "no file":
+        file.unlink()
+    elif change == "no tensors":
+        file.write_bytes(b"text")
+    elif change == "another level":
+        shutil.copy(file, file.with_name(level_file(2)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("other size", r"level 3 has states \[6, 3, 23\], where the bank has \[6, 3, 24\]"),
+        ("fewer rows", r"level 3 has states \[5, 3, 24\], where the bank has \[6, 3, 24\]"),
+        ("fewer steps", "level 3 has 6 nodes and 5 numbers of steps"),
+        ("27", "level 3 has blocks of nodes 0 to 27, which the bank lacks"),
+        ("-2", "level 3 has blocks of nodes -2 to 22, which the bank lacks"),
+        ("no nodes", "nodes"),
+        ("no file", "No such file"),
+        ("no tensors", "header|Header"),
+        ("another level", "the bank has no level-2"),
+    ],
+)
+def test_a_state_that_is_not_of_this_bank_is_refused_and_leaves_the_blocks_as_they_are(
+    folder, tmp_path, change, message
+):
+    bank = bank_in(folder)
+    train(bank)
+    bank.save_state(tmp_path / "state")
+    broken_state(tmp_path / "state" / level_file(3), change)
+    other = bank_in(folder)
+    train(other, steps=[0])
+    before = blocks_of(other)
+    remedy = "expected that of a run that trains blocks. Resume from another checkpoint"
+    with pytest.raises(BankError, match=rf"state of blocks in .* cannot be read \(.*({message}).*\); {remedy}"):
+        other.load_state(tmp_path / "state")
+    assert other.touched() == sorted(FETCHED[0])
+    assert all(torch.equal(block, before[key]) for key, block in blocks_of(other).items())
 
 
 def test_fetches_that_want_gradients_serve_one_pass_each(folder):

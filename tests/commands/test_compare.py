@@ -59,13 +59,12 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(run, config, tmp_path)
     assert report["seeds"] == [0, 1]
     assert {**hml, "new_parameters": 0, "trained_parameters": 0} == {
         "variant": "hml", "method": "midus-hml", "new_parameters": 0, "trained_parameters": 0,
-        "rates": ["0.01", "0.001"], "runs": 4, "done": 0,
+        "rates": ["0.01", "0.001"], "runs": 3, "tokens": 3 * 4 * 64, "done": 0,
     }  # fmt: skip
     assert pro["trained_parameters"] > 0 and (full["method"], full["trained_parameters"]) == (None, None)
     table = run(config, "--dry-run").out
-    assert (
-        "Seeds 0, 1; null controls are added at the end" in table and "0 of 4" in table and "as training says" in table
-    )
+    title = "7 runs on 1,792 tokens: each rate with seed 0, the best rate with 1 more seeds; null controls are added at the end"
+    assert title in " ".join(table.split()) and "0 of 3" in table and "as training says" in table
     assert not (tmp_path / "out").exists()
 
 
@@ -79,16 +78,22 @@ def test_a_dry_run_and_a_report_say_what_is_done(run, config, measured, tmp_path
         report["missing"],
         report["failed"],
     ) == (
-        7,
+        6,
         {},
     )
     assert all((tmp_path / "out" / name).is_file() for name in ("report.html", "runs.csv"))
     done = run(config, "--report")
     assert (
-        done.status == 0 and "Runs that are not done: 7." in done.out and "hml ends with the lowest loss" in done.out
+        done.status == 0 and "Runs that are not done: 6." in done.out and "hml ends with the lowest loss" in done.out
     )
     assert done.out.splitlines()[-1] == f"report: {report['files'][-1]}"
     assert runs.started == []
+
+
+def test_a_dry_run_refuses_results_of_other_texts(run, config, measured, room, monkeypatch):
+    monkeypatch.setattr("midus_hf.compare.origins.text_digest", lambda path: f"another of {path}")
+    done = run(config, "--dry-run")
+    assert done.status == 2 and "base was done with another content of the corpus or of a text;" in done.err
 
 
 def test_words_after_the_file_win(run, config):
@@ -191,7 +196,7 @@ def test_where_runs_failed_the_report_is_written_and_the_status_is_1(
     if json_:
         assert json.loads(done.out)["failed"] == failures
     else:
-        assert f"Runs that are not done: 7, of which {len(failures)} failed." in done.out
+        assert f"Runs that are not done: 6, of which {len(failures)} failed." in done.out
 
 
 def test_where_all_is_done_the_status_is_0(run, config, measured, runs):

@@ -6,18 +6,19 @@ from midus_hf.compare.findings import Findings, findings
 from midus_hf.compare.options import Comparison, VariantOptions
 from midus_hf.compare.results import Point, Result
 
-DOMAIN, RETENTION = "plants", "stars"
+DOMAIN, RETENTION, VALIDATION = "plants", "stars", "herbs"
 
 
 def comparison(variants: Sequence[str], **changes) -> Comparison:
-    """One text to learn, one to keep."""
+    """One text to learn, one to keep, one by which rates are chosen."""
     arguments = {
         "base": "base",
         "output_dir": "out",
-        "variants": {name: VariantOptions() for name in variants},
+        "variants": {name: VariantOptions(rates=[1e-3]) for name in variants},
         "train": {"corpus": "corpus", "max_steps": 10},
         "domain": {DOMAIN: "plants.txt"},
         "retention": {RETENTION: "stars.txt"},
+        "validation": {VALIDATION: "herbs.txt"},
         **changes,
     }
     return Comparison(**arguments)
@@ -33,11 +34,19 @@ def result(
     kept: float = 2.0,
     **changes,
 ) -> Result:
-    """A run from losses of 3 and 2, or others: how far that of the domain has fallen, and the other risen, at each moment."""
+    """A run from losses of 3 and 2, or others: how far that of the domain has fallen, and the other risen, at each moment.
+
+    The loss of the validation text lies 1 above that of the domain.
+    """
     forgotten = [0.0] * len(learned) if forgotten is None else forgotten
     changes_of = [(0.0, 0.0), *zip(learned, forgotten, strict=True)]
     curve = [
-        Point(step, 100 * step, None if step == 0 else float(step), {DOMAIN: loss - down, RETENTION: kept + up})
+        Point(
+            step,
+            100 * step,
+            None if step == 0 else float(step),
+            {DOMAIN: loss - down, RETENTION: kept + up, VALIDATION: loss + 1 - down},
+        )
         for step, (down, up) in enumerate(changes_of)
     ]
     arguments = {
@@ -50,7 +59,7 @@ def result(
     return Result(variant=variant, rate={"learning_rate": rate}, seed=seed, curve=curve, **arguments)
 
 
-BASE = Result("base", {}, 0, [Point(0, 0, None, {DOMAIN: 3.0, RETENTION: 2.0})])
+BASE = Result("base", {}, 0, [Point(0, 0, None, {DOMAIN: 3.0, RETENTION: 2.0, VALIDATION: 4.0})])
 
 HML = [result("hml", [0.25, 0.5], [0.0, 0.125], seed=0), result("hml", [0.25, 0.75], [0.0, 0.375], seed=1)]
 FULL = [result("full", [0.5, 1.0], [0.25, 1.0], seed=0), result("full", [0.5, 1.5], [0.5, 2.0], seed=1)]
@@ -72,7 +81,15 @@ def found(results, variants=("hml", "full"), failures=None, missing=0, **changes
 
 
 def without_retention(one: Result) -> Result:
-    curve = [Point(point.step, point.tokens, point.seconds, {DOMAIN: point.losses[DOMAIN]}) for point in one.curve]
+    curve = [
+        Point(
+            point.step,
+            point.tokens,
+            point.seconds,
+            {name: loss for name, loss in point.losses.items() if name != RETENTION},
+        )
+        for point in one.curve
+    ]
     return Result(**{**vars(one), "curve": curve})
 
 

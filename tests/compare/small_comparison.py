@@ -1,5 +1,6 @@
 """A comparison that takes seconds: a tiny model of bytes, texts of four words, and runs that are done in this process."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 import pytest
 from evaluation.byte_models import save_byte_model
 
-from midus_hf.compare.one_run import do
+from midus_hf.compare.one_run import do, measure
 from midus_hf.compare.options import Comparison
-from midus_hf.compare.results import Result
-from midus_hf.compare.runs import Run, base_run, runs_of
+from midus_hf.compare.origins import Inputs
+from midus_hf.compare.results import Result, write_result
+from midus_hf.compare.runs import Run, base_run, searches_of
 from midus_hf.compare.variants import plan
 from midus_hf.config.yaml_options import from_mapping
 
@@ -21,11 +23,11 @@ TOKENS_PER_STEP = 64
 
 
 def write_room(folder: Path) -> Path:
-    """Write a base, a corpus, a text of its words and one of others."""
+    """Write a base, a corpus, two texts of its words and one of others."""
     save_byte_model("llama", folder / "base", max_position_embeddings=64)
     choice = random.Random(0)
     (folder / "corpus").mkdir()
-    for name, length in (("corpus/1.txt", 120), ("corpus/2.txt", 120), ("plants.txt", 30)):
+    for name, length in (("corpus/1.txt", 120), ("corpus/2.txt", 120), ("plants.txt", 30), ("herbs.txt", 30)):
         (folder / name).write_text(" ".join(choice.choice(WORDS) for _ in range(length)))
     (folder / "stars.txt").write_text("Stars are far away. " * 8)
     return folder
@@ -47,6 +49,7 @@ def keys(room: Path, output: Path, variants: dict[str, Any], **changes: Any) -> 
     """Return what a file would say of a comparison of one seed."""
     train = training(room, **changes.pop("train", {}))
     texts = {"domain": {"plants": str(room / "plants.txt")}, "retention": {"stars": str(room / "stars.txt")}}
+    texts |= {"validation": {"herbs": str(room / "herbs.txt")}}
     arguments = {"base": str(room / "base"), "output_dir": str(output), "variants": variants, "train": train, **texts}
     return {**arguments, "seeds": [0], "evaluations": 2, **changes}
 
@@ -63,18 +66,25 @@ class Comparing:
 
     def __init__(self, room: Path, output: Path, variants: dict[str, Any], **changes: Any):
         self.comparison, self.variants = plan(from_mapping(Comparison, keys(room, output, variants, **changes)))
+        self.inputs = Inputs(self.comparison)
 
     def runs(self) -> list[Run]:
-        """Return all runs but those of null controls."""
-        return [run for variant in self.variants for run in runs_of(variant, self.comparison)]
+        """Return the runs of each variant with the first seed, at all rates."""
+        return [run for variant in self.variants for run in searches_of(variant, self.comparison)]
 
     def measure_base(self) -> Result:
         """Measure the base."""
-        return do(base_run(self.comparison), self.comparison)
+        return self.measure(base_run(self.comparison))
 
     def measure(self, run: Run) -> Result:
         """Do a run from its beginning."""
-        return do(run, self.comparison)
+        return do(run, self.comparison, self.inputs.of(run.variant))
+
+    def measure_and_keep(self, run: Run) -> Result:
+        """Do a run from its beginning, and keep its models beside its result."""
+        result = measure(run, self.comparison, self.inputs.of(run.variant))
+        write_result(self.folder(run), result)
+        return result
 
     def folder(self, run: Run) -> Path:
         """Return the folder of a run's models."""
@@ -92,8 +102,8 @@ def compare_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         def poll(self) -> int:
             return self.returncode
 
-    def start(run: Run, comparison: Comparison, position: str | None, num_places: int) -> Ended:
-        do(run, comparison)
+    def start(run: Run, comparison: Comparison, text: str, device: str | None, num_places: int) -> Ended:
+        do(run, comparison, json.loads(text)["inputs"])
         return Ended()
 
     monkeypatch.setattr("midus_hf.compare.running._start", start)

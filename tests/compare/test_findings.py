@@ -4,20 +4,27 @@ import dataclasses
 import math
 
 import pytest
-from compare.made_results import DOMAIN, FULL, FULL_SLOW, HML, NULL, RETENTION, comparison, found, result, rows_of
+from compare.made_results import (
+    DOMAIN,
+    FULL,
+    FULL_SLOW,
+    HML,
+    NULL,
+    RETENTION,
+    VALIDATION,
+    comparison,
+    found,
+    result,
+    rows_of,
+)
 
 from midus_hf.compare.findings import findings, sentences, with_spread
 from midus_hf.compare.options import TaskOptions
-from midus_hf.compare.report import as_json, controls_table, metric_of, tables, variants_table
+from midus_hf.compare.report import as_json, controls_table, differences_table, metric_of, tables, variants_table
 from midus_hf.compare.results import Measured, Point, Result
 
 BOTH = ["hml", "full"]
-ONE_SEED = "One seed, which says nothing of chance"
-TOKENS = "Trained on unequal numbers of tokens"
-RATES = "Tried at unequal numbers of rates, and more rates are more chances to end low"
-ELSEWHERE = "Not seen to start at the base, from which learned and forgotten are counted all the same"
-AHEAD = "Not causal, so that losses cannot be compared, since tokens are read before they are predicted"
-SOLAR = {"loss": 7.0, "kept": 3.0, "starts_at_base": False, "upscaled": {DOMAIN: 7.0, RETENTION: 3.0}}
+SOLAR = {"loss": 7.0, "kept": 3.0, "starts_at_base": False, "upscaled": {DOMAIN: 7.0, RETENTION: 3.0, VALIDATION: 8.0}}
 
 
 def test_the_table_of_variants_has_the_numbers_that_a_hand_computes():
@@ -40,49 +47,20 @@ def test_the_table_of_variants_has_the_numbers_that_a_hand_computes():
         "tokens/s": "100",
         "memory, GB": "1.00",
         "starts at base": "",
+        "doubts": "1, 2",
     }
     assert rows["full"]["rate"] == "0.001" and rows["full"]["domain loss"] == f"1.7500 ± {0.5 / math.sqrt(2):.4f}"
     assert {key: value for key, value in rows["base"].items() if value} == {
         "variant": "base", "domain loss": "3.0000", RETENTION: "2.0000"
     }  # fmt: skip
     short = rows_of(variants_table(one, short=True))
-    assert list(short["hml"]) == ["variant", "rate", "trains", "domain loss", "forgotten", "seconds"]
+    assert list(short["hml"]) == ["variant", "rate", "trains", "domain loss", "learned", "forgotten", "doubts"]
     assert all(row == {key: rows[name][key] for key in row} for name, row in short.items())
 
 
-CAUTIONS = {
-    "nothing": ([*HML, *FULL], BOTH, []),
-    "one seed each": ([HML[0], FULL[0]], BOTH, [f"{ONE_SEED}: full, hml."]),
-    "one seed beside two": ([*HML, FULL[0]], BOTH, [f"{ONE_SEED}: full."]),
-    "tokens": (
-        [*HML, *(result("full", [0.5, 0.6, 0.7], seed=seed) for seed in (0, 1))],
-        BOTH,
-        [f"{TOKENS}: full on 300, hml on 200."],
-    ),
-    "rates": ([*HML, *FULL, *FULL_SLOW], BOTH, [f"{RATES}: full at 2, hml at 1."]),
-    "a start elsewhere": (
-        [*HML, *(result("solar", [4.0, 4.25], [-1.0, -0.5], seed=seed, **SOLAR) for seed in (0, 1))],
-        ["hml", "solar"],
-        [f"{ELSEWHERE}: solar."],
-    ),
-    "not causal": (
-        [dataclasses.replace(one, is_causal=False) for one in HML] + FULL,
-        BOTH,
-        [f"{AHEAD}: hml."],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CAUTIONS)
-def test_why_variants_cannot_be_compared_is_told(case):
-    results, variants, expected = CAUTIONS[case]
-    one = found(results, variants=variants)
-    assert sentences(one)[1:] == expected == as_json(one, [])["cautions"]
-
-
 def test_what_does_not_start_at_the_base_is_counted_from_it():
-    results, variants, _ = CAUTIONS["a start elsewhere"]
-    row = rows_of(variants_table(found(results, variants=variants)))["solar"]
+    solar = [result("solar", [4.0, 4.25], [-1.0, -0.5], seed=seed, **SOLAR) for seed in (0, 1)]
+    row = rows_of(variants_table(found([*HML, *solar], variants=["hml", "solar"])))["solar"]
     report = (row["domain loss"], row["learned"], row["forgotten"], row["starts at base"])
     assert report == ("2.7500 ± 0.0000", "+0.2500 ± 0.0000", "+0.5000 ± 0.0000", "no")
 
@@ -102,7 +80,7 @@ def test_the_first_two_are_told_apart_by_their_seeds():
 
 
 def test_several_texts_count_alike():
-    texts = {"domain": {DOMAIN: "a", "roses": "b"}}
+    texts = {"domain": {DOMAIN: "a", "roses": "b"}, "validation": {}}
     curve = [
         Point(0, 0, None, {DOMAIN: 3.0, "roses": 1.0, RETENTION: 2.0}),
         Point(1, 9, 1.0, {DOMAIN: 1.0, "roses": 2.0, RETENTION: 5.0}),
@@ -147,7 +125,7 @@ def test_a_control_that_is_not_beaten_is_told():
 
 
 def test_controls_at_another_rate_or_with_other_seeds_are_left_out():
-    faster = [result("hml", [0.9], seed=seed, rate=1e-2) for seed in (0, 1)]
+    faster = [result("hml", [0.9], seed=seed, rate=1e-2) for seed in (0, 1)]  # its first seed chooses it
     assert controls_table(found([*HML, *faster, *NULL], variants=["hml"])).rows == []
     others = [dataclasses.replace(one, seed=one.seed + 5) for one in NULL]
     assert controls_table(found([*HML, *others], variants=["hml"])).rows == []
@@ -230,3 +208,43 @@ def test_which_metric_of_a_task_is_told(metrics, expected):
 def test_a_spread_is_told_behind_its_mean():
     (hml,) = found(HML, variants=["hml"]).variants
     assert with_spread(hml.learned, "{:+.2f}") == "+0.62 ± 0.18" and with_spread(None) == ""
+
+
+def test_variants_are_subtracted_from_the_reference_seed_by_seed():
+    # full learned 1.0 and 1.5, hml 0.5 and 0.75; full forgot 1.0 and 2.0, hml 0.125 and 0.375.
+    one = found([*HML, *FULL])
+    table = differences_table(one)
+    deviation = f"{0.25 / math.sqrt(2):.4f}"
+    assert table.title == "Difference to full, paired by seed" and table.rows == [
+        ["hml", f"-0.6250 ± {deviation}", f"-1.2500 ± {0.75 / math.sqrt(2):.4f}", "0 of 2"]
+    ]
+    (row,) = differences_table(found([*HML, *FULL], reference="hml")).rows
+    assert (row[0], row[1], row[3]) == ("full", f"+0.6250 ± {deviation}", "2 of 2")
+    (row,) = differences_table(found([*HML, FULL[0]], retention={})).rows
+    assert row == ["hml", "-0.5000", "0 of 1"]
+
+
+def test_without_a_result_of_the_reference_nothing_is_subtracted():
+    assert differences_table(found(HML, reference="full")).rows == []
+    assert as_json(found(HML, reference="full"), [])["reference"] is None
+
+
+def test_the_rate_of_a_variant_is_that_of_its_first_seed():
+    # With seed 1 alone the slow rate would be better.
+    slow = [dataclasses.replace(FULL_SLOW[0]), result("full", [9.0], seed=1, rate=1e-4)]
+    assert rows_of(variants_table(found([*HML, *FULL, *slow])))["full"]["rate"] == "0.001"
+
+
+def test_a_certificate_has_a_column():
+    certified = [dataclasses.replace(one, certificate={"kept": 1}) for one in HML]
+    rows = rows_of(variants_table(found([*certified, *FULL])))
+    assert (rows["hml"]["certified"], rows["full"]["certified"]) == ("yes", "")
+    assert [one["certified"] for one in as_json(found([certified[0], HML[1]], variants=["hml"]), [])["variants"]] == [
+        False
+    ]
+
+
+def test_what_trains_all_is_marked():
+    request = {"train": {"trainable": "all"}}
+    everything = [dataclasses.replace(one, request=request) for one in FULL]
+    assert rows_of(variants_table(found([*HML, *everything])))["full"]["trains"] == "1k, all"

@@ -1,14 +1,15 @@
 """What was learned and forgotten, spreads over seeds, and whether a null control was beaten."""
 
+import dataclasses
 import math
 import statistics
 
 import pytest
-from compare.made_results import BASE, DOMAIN, RETENTION, result
+from compare.made_results import BASE, DOMAIN, RETENTION, VALIDATION, result
 
 from midus_hf.compare.learning import (
     Spread,
-    best_rate,
+    chosen_rate,
     falls,
     mean_loss,
     origin,
@@ -73,24 +74,38 @@ def test_losses_fall_from_the_start_at_each_moment():
 
 def test_to_make_up_for_a_start_below_the_base_is_neither_to_learn_nor_to_remember():
     # The Trainer measures 0.5 more on plants than midus eval does, and 0.25 less on stars.
-    run = result("a", [4.0, 4.5], [-1.0, -0.5], loss=7.5, kept=2.75, upscaled={DOMAIN: 7.0, RETENTION: 3.0})
+    run = result(
+        "a", [4.0, 4.5], [-1.0, -0.5], loss=7.5, kept=2.75, upscaled={DOMAIN: 7.0, RETENTION: 3.0, VALIDATION: 8.0}
+    )
     assert (falls(run, BASE, [DOMAIN]), falls(run, BASE, [RETENTION])) == ([-4.0, 0.0, 0.5], [-1.0, 0.0, -0.5])
 
 
-def test_the_best_rate_is_that_of_the_lowest_mean_of_the_domain():
-    runs = [result("a", [0.3], seed=0), result("a", [0.3], seed=1)]
-    runs += [result("a", [0.5], seed=0, rate=1e-2), result("a", [0.2], seed=1, rate=1e-2)]
-    assert best_rate(runs, [DOMAIN]) == {"learning_rate": 1e-2}
+def test_the_rate_is_chosen_by_the_validation_texts_alone():
+    # The loss of the domain is lower at the first rate, that of the validation text at the second.
+    runs = [with_loss(result("a", [0.9]), 3.5), with_loss(result("a", [0.3], rate=1e-2), 3.25)]
+    assert chosen_rate(runs, [VALIDATION]) == {"learning_rate": 1e-2}
+
+
+def with_loss(run, loss: float):
+    """Return a run whose loss of the validation text ended at a value."""
+    end = dataclasses.replace(run.curve[-1], losses={**run.losses, VALIDATION: loss})
+    return dataclasses.replace(run, curve=[*run.curve[:-1], end])
 
 
 def test_of_rates_that_are_as_good_the_first_counts():
     runs = [result("a", [0.3], rate=rate) for rate in (1e-2, 1e-3)]
-    assert best_rate(runs, [DOMAIN]) == {"learning_rate": 1e-2}
+    assert chosen_rate(runs, [VALIDATION]) == {"learning_rate": 1e-2}
 
 
-def test_a_rate_at_which_a_seed_is_missing_is_not_the_best():
-    runs = [result("a", [0.3], seed=0), result("a", [0.3], seed=1), result("a", [0.9], seed=0, rate=1e-2)]
-    assert best_rate(runs, [DOMAIN]) == {"learning_rate": 1e-3}
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_rate_whose_loss_ended_at_no_finite_number_is_not_chosen(loss):
+    runs = [with_loss(result("a", [0.3], rate=1e-2), loss), result("a", [0.1])]
+    assert chosen_rate(runs, [VALIDATION]) == {"learning_rate": 1e-3}
+    assert chosen_rate(runs[:1], [VALIDATION]) is None and chosen_rate([], [VALIDATION]) is None
+
+
+def test_a_single_rate_needs_no_validation_text():
+    assert chosen_rate([result("a", [0.3])], []) == {"learning_rate": 1e-3}
 
 
 @pytest.mark.parametrize(

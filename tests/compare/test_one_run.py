@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.results import read_result, write_result
-from midus_hf.compare.runs import base_run, runs_of
+from midus_hf.compare.runs import base_run, runs_at
 from midus_hf.compare.variants import available_controls, control_variants
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.settings import EvaluationSettings
@@ -63,9 +63,9 @@ def accuracy(model: Path, room: Path) -> dict[str, float]:
 def kept(room, tmp_path_factory):
     """Return a comparison of a memory and of the base trained whole whose models stay, with the base's result and theirs."""
     variants = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}, "full": {"train": {"learning_rate": 1e-3}}}
-    comparing = Comparing(room, tmp_path_factory.mktemp("kept"), variants, keep_models=True, tasks=tasks_in(room))
+    comparing = Comparing(room, tmp_path_factory.mktemp("kept"), variants, tasks=tasks_in(room))
     base = comparing.measure_base()
-    return comparing, base, {run.variant.name: (run, comparing.measure(run)) for run in comparing.runs()}
+    return comparing, base, {run.variant.name: (run, comparing.measure_and_keep(run)) for run in comparing.runs()}
 
 
 def with_the_base_of(kept, comparing: Comparing) -> Comparing:
@@ -130,10 +130,10 @@ def test_tasks_are_measured_before_and_after(room, kept, variant):
 def test_a_model_that_was_not_seen_to_start_as_the_base_is_measured_as_the_base_is(
     room, kept, tmp_path, upscaling, starts
 ):
-    changes = {"tasks": tasks_in(room), "controls": False, "keep_models": True}
+    changes = {"tasks": tasks_in(room), "controls": False}
     comparing = with_the_base_of(kept, Comparing(room, tmp_path, {"a": {"upscale": upscaling}}, **changes))
     (run,) = comparing.runs()
-    result, model = comparing.measure(run), comparing.folder(run) / "upscaled"
+    result, model = comparing.measure_and_keep(run), comparing.folder(run) / "upscaled"
     assert result.tasks_before["piqa"] == accuracy(model, room) and result.starts_at_base is starts
     for name in ("plants", "stars"):
         assert result.upscaled[name] == perplexity_loss(model, room / f"{name}.txt")
@@ -214,10 +214,10 @@ def test_a_fine_tuned_model_is_measured_again(room, kept, tmp_path):
         "bf16": False,
     }
     tuning |= {"trainable": "all", "max_length": 64, "per_device_train_batch_size": 2, "learning_rate": 1e-2}
-    changes = {"fine_tune": tuning, "tasks": tasks_in(room), "keep_models": True}
+    changes = {"fine_tune": tuning, "tasks": tasks_in(room)}
     comparing = with_the_base_of(kept, Comparing(room, tmp_path / "out", {"full": {}}, **changes))
     (run,) = comparing.runs()
-    result, models = comparing.measure(run), comparing.folder(run)
+    result, models = comparing.measure_and_keep(run), comparing.folder(run)
     for name in ("plants", "stars"):
         assert result.saved[name] == perplexity_loss(models / "trained", room / f"{name}.txt")
         assert (
@@ -230,7 +230,7 @@ def test_a_fine_tuned_model_is_measured_again(room, kept, tmp_path):
 def test_tasks_alone_are_measured_where_there_are_no_texts(room, tmp_path):
     if not HAS_HARNESS:
         pytest.skip("lm-eval is not installed")
-    changes = {"domain": {}, "retention": {}, "tasks": tasks_in(room), "controls": False}
+    changes = {"domain": {}, "retention": {}, "validation": {}, "tasks": tasks_in(room), "controls": False}
     comparing = Comparing(room, tmp_path, {"full": {}}, **changes)
     base, result = comparing.measure_base(), comparing.measure(comparing.runs()[0])
     assert base.losses == {} and result.curve == [] and set(result.tasks) == {"piqa"}
@@ -280,9 +280,8 @@ CHOSEN = [("midus-hml", "one-row"), ("midus-pkm", "frozen-addresses"), ("moc", "
 def test_a_control_is_upscaled_and_trained_beside_its_variant(room, kept, tmp_path, method, name):
     comparing, controls = controls_of(room, tmp_path, method)
     (control,) = [one for one in controls if one.control == name]
-    comparing.comparison.keep_models = True
-    (run,) = runs_of(control, with_the_base_of(kept, comparing).comparison)
-    result = comparing.measure(run)
+    (run,) = runs_at({"learning_rate": 5e-3}, control, with_the_base_of(kept, comparing).comparison)
+    result = comparing.measure_and_keep(run)
     assert (result.variant, result.control, result.control_of) == (f"{method}+{name}", name, method)
     assert result.rate == {"learning_rate": 5e-3} and result.starts_at_base is True
     assert result.shuffled is None and result.controls == {}

@@ -29,14 +29,23 @@ REFUSED = {
     "no base": ({"base": None}, "base is None; expected a string."),
     "no variants": ({"variants": {}}, "variants is empty; expected one or more."),
     "no domain": ({"domain": {}}, "domain is empty, and there are no tasks; expected something by which learning is measured."),
-    "no domain for rates": (
-        {"domain": {}, "tasks": {"names": ["piqa"]}, "rates": [1e-3, 1e-4], "controls": False},
-        "domain is empty, and midus.hml-2 has several rates; expected held-out text by which learning is measured. Give some, or",
+    "several rates of all": (
+        {"rates": [1e-3, 1e-4]},
+        "validation is empty, and midus.hml-2 has several rates; expected text like the corpus that is neither trained on nor",
     ),
+    "several rates of one": ({"variants": {"a": {"rates": [1, 2]}}}, "validation is empty, and a has several rates; expected text"),
     "no domain for controls": (
         {"domain": {}, "tasks": {"names": ["piqa"]}}, "domain is empty, and full has null controls; expected held-out text by which"
     ),
-    "a variant that is not there": ({"only": ["solar"]}, "only has 'solar'; expected some of: full, midus.hml-2."),
+    "a reference that is not there": ({"reference": "solar"}, "reference is 'solar'; expected one of: full, midus.hml-2."),
+    "a function without a name": (
+        {"variants": {"a": {"function": "mine.py"}}},
+        "function is 'mine.py'; expected a file and the name of a function in it, such as mine.py:teach.",
+    ),
+    "a function and a method": (
+        {"variants": {"a": {"function": "mine.py:teach", "upscale": {"method": "moda"}}}},
+        "function is 'mine.py:teach', and upscale is given too; expected one of them, since the function makes the model itself.",
+    ),
     "a variant called as the base": (
         {"variants": {"base": {}}}, "variants has 'base', which is what the base itself is called; give it another name."
     ),
@@ -58,6 +67,10 @@ REFUSED = {
     "a text twice": (
         {"retention": {"plants": "other.txt"}},
         "domain and retention both have a text 'plants'; expected a name of its own for each text.",
+    ),
+    "a text that is validation too": (
+        {"validation": {"plants": "other.txt"}},
+        "domain and validation both have a text 'plants'; expected a name of its own for each text.",
     ),
     "a seed twice": ({"seeds": [1, 1]}, "seeds is [1, 1]; expected different numbers from 0."),
     "a seed below 0": ({"seeds": [-1]}, "seeds is [-1]; expected different numbers from 0."),
@@ -97,9 +110,11 @@ def test_what_is_refused_and_in_which_words(refused):
 
 
 def test_what_is_given_is_what_there_is():
-    comparison = from_mapping(Comparison, {**GIVEN, "retention": {"stars": "stars.txt"}})
+    texts = {"retention": {"stars": "stars.txt"}, "validation": {"herbs": "herbs.txt"}}
+    comparison = from_mapping(Comparison, {**GIVEN, **texts})
     assert (comparison.seeds, comparison.evaluations, comparison.controls) == ([0, 1, 2], 5, True)
-    assert list(comparison.texts.items()) == [("plants", "plants.txt"), ("stars", "stars.txt")]
+    assert list(comparison.texts.items()) == [(name, f"{name}.txt") for name in ("plants", "stars", "herbs")]
+    assert comparison.label("herbs") == "validation.herbs" and comparison.rates_of("full") == [{"learning_rate": 1e-4}]
     assert comparison.variants["midus.hml-2"].upscale == {"method": "midus-hml"}
 
 
@@ -168,12 +183,12 @@ def test_a_comparison_that_ships_is_planned_on_its_base(recipe, tmp_path):
     shutil.copyfile(CONFIGS / "smollm2-135m.json", tmp_path / "sized" / "config.json")
     for path in (room / "base").glob("tokenizer*"):
         shutil.copyfile(path, tmp_path / "sized" / path.name)
-    for name in ("plants", "stars"):
+    for name in ("plants", "stars", "herbs"):
         (room / f"{name}.txt").write_text(f"{name} grow. " * 40)
     words = [f"base={tmp_path / 'sized'}", f"output_dir={tmp_path / 'out'}", f"train.corpus={room / 'corpus'}"]
     arguments = yaml.safe_load(recipe.read_text())
-    words += [f"domain.{name}={room / 'plants.txt'}" for name in arguments["domain"]]
-    words += [f"retention.{name}={room / 'stars.txt'}" for name in arguments["retention"]]
+    texts = {"domain": "plants", "retention": "stars", "validation": "herbs"}
+    words += [f"{kind}.{name}={room / file}.txt" for kind, file in texts.items() for name in arguments.get(kind, {})]
     if "tasks" in arguments:
         words.append(f"tasks.data={write_questions(tmp_path / 'questions')}")
     comparison, variants = plan(read_config(Comparison, recipe, words))

@@ -8,7 +8,19 @@ import math
 import re
 
 import pytest
-from compare.made_results import BASE, DOMAIN, FULL, FULL_SLOW, HML, NULL, RETENTION, found, result, rows_of
+from compare.made_results import (
+    BASE,
+    DOMAIN,
+    FULL,
+    FULL_SLOW,
+    HML,
+    NULL,
+    RETENTION,
+    VALIDATION,
+    found,
+    result,
+    rows_of,
+)
 
 from midus_hf.compare.findings import sentences
 from midus_hf.compare.report import as_json, draw, short_count, tables, variants_table, write_report, write_runs
@@ -33,7 +45,7 @@ def test_where_no_run_is_done_the_report_says_so(tmp_path):
     assert [path.name for path in write_report(tmp_path, one, [])] == ["runs.csv", "report.html"]
     assert "<h1>Nothing yet on base</h1>" in (tmp_path / "report.html").read_text()
     report = as_json(one, [])
-    assert (report["variants"], report["base"]["losses"]) == ([], {DOMAIN: 3.0, RETENTION: 2.0})
+    assert (report["variants"], report["base"]["losses"]) == ([], {DOMAIN: 3.0, RETENTION: 2.0, VALIDATION: 4.0})
 
 
 def test_json_has_the_numbers_of_the_tables():
@@ -82,7 +94,7 @@ def test_the_page_needs_no_other_file_and_says_what_the_tables_say(tmp_path, mon
     assert "<h1>full, hml on base</h1>" in page
 
 
-UPSCALED = {"starts_at_base": False, "upscaled": {DOMAIN: 7.0, RETENTION: 2.0}}
+UPSCALED = {"starts_at_base": False, "upscaled": {DOMAIN: 7.0, RETENTION: 2.0, VALIDATION: 8.0}}
 CURVES = {
     "several seeds": ([*HML, *FULL, *FULL_SLOW], {}),
     "no text outside": ([*HML, *FULL], {"retention": {}}),
@@ -91,6 +103,7 @@ CURVES = {
         [result("hml", [0.1]), result("full", [4.0, 4.5], [-1, -0.5], loss=7.0, **UPSCALED)],
         {},
     ),
+    "certified": ([result("hml", [0.1], certificate={}), result("full", [0.5])], {}),
     "the start alone": ([result("hml", []), result("full", [])], {}),
     "eleven variants": ([result(f"variant-{number}", [0.1]) for number in range(11)], {}),
 }

@@ -26,6 +26,7 @@ CONTROLS = {"one-row": {"options": {"n": 1}, "trainable": []}, "shuffled-address
 def comparison(folder: Path, **changes) -> Comparison:
     arguments = {"base": "base", "output_dir": str(folder / "out"), "variants": {"a": VariantOptions()}, "seeds": [0]}
     arguments |= {"train": {"corpus": "corpus", "max_steps": 4}, "domain": {"plants": "plants.txt"}}
+    arguments |= {"validation": {"herbs": "herbs.txt"}}
     return Comparison(**{**arguments, **changes})
 
 
@@ -36,7 +37,8 @@ def variant(name: str, rates=(ONE,), upscale=None, controls=False, **changes) ->
 class PretendedRuns:
     """A folder in which runs are pretended.
 
-    `behaviour` tells of runs by name: a `loss`, `looks` before it ends, `exits` with a status and `prints` before.
+    `behaviour` tells of runs by name: a `loss` of the validation text, `looks` before it ends, `exits` with a status and `prints`
+    before.
     """
 
     def __init__(self, folder: Path):
@@ -71,6 +73,7 @@ class PretendedRuns:
                 values = json.loads(words)
                 assert values["parent"] == os.getpid()
                 process.run = Run(**{**values["run"], "variant": Variant(**values["run"]["variant"])})
+                process.inputs = values["inputs"]
                 process.behaviour = self.behaviour.get(process.run.name, {})
                 process.looks = process.behaviour.get("looks", 0)
                 Path(stderr.name).write_text(process.behaviour.get("prints", ""))
@@ -83,7 +86,7 @@ class PretendedRuns:
                 self.alive.remove(process.run.name)
                 process.returncode = process.behaviour.get("exits", 0)
                 if not process.returncode:
-                    self._write_result(process.run, process.behaviour.get("loss", 2.0))
+                    self._write_result(process.run, process.behaviour.get("loss", 2.0), process.inputs)
             return process.returncode
 
         class Process:
@@ -95,12 +98,12 @@ class PretendedRuns:
 
         return Process()
 
-    def _write_result(self, run: Run, loss: float) -> None:
+    def _write_result(self, run: Run, loss: float, inputs: dict[str, str]) -> None:
         one = comparison(self.folder)
         controls = CONTROLS if run.variant.upscale is not None and run.variant.control is None else {}
-        curve = [Point(step, step, 1.0, {"plants": loss if step else 3.0}) for step in (0, 4)]
+        curve = [Point(step, step, 1.0, {"plants": 2.0, "herbs": loss if step else 3.0}) for step in (0, 4)]
         names = {"control": run.variant.control, "control_of": run.variant.control_of, "controls": controls}
-        result = Result(run.variant.name, run.rate, run.seed, curve, request=run.request(one), **names)
+        result = Result(run.variant.name, run.rate, run.seed, curve, request=run.request(one), origin=inputs, **names)
         write_result(run.folder(one), result)
 
 
@@ -110,14 +113,16 @@ def pretended(tmp_path, monkeypatch) -> PretendedRuns:
     path = PretendedRuns(tmp_path)
     monkeypatch.setattr("midus_hf.compare.running._SECONDS_BETWEEN_LOOKS", 0)
     monkeypatch.setattr(running, "subprocess", SimpleNamespace(Popen=path.popen, PIPE=-1))
+    monkeypatch.setattr("midus_hf.compare.origins.base_digest", lambda base: f"digest of {base}")
     return path
 
 
-def test_the_base_is_first_and_every_variant_has_a_first_seed_before_one_has_a_second(pretended, capsys):
-    assert pretended.run([variant("a", [ONE, TWO]), variant("b")], seeds=[1, 0]) == {}
-    expected = ["base"]
-    for seed in (1, 0):
-        expected += [f"a/0.001/seed-{seed}", f"a/0.01/seed-{seed}", f"b/0.001/seed-{seed}"]
+def test_all_rates_are_searched_with_the_first_seed_before_the_best_has_a_second(pretended, capsys):
+    pretended.behaviour = {"a/0.01/seed-1": {"loss": 1.0}}
+    assert pretended.run([variant("a", [ONE, TWO]), variant("b")], seeds=[1, 0, 2]) == {}
+    expected = ["base", "a/0.001/seed-1", "a/0.01/seed-1", "b/0.001/seed-1"]
+    for seed in (0, 2):
+        expected += [f"a/0.01/seed-{seed}", f"b/0.001/seed-{seed}"]
     assert pretended.names() == expected
     printed = capsys.readouterr()
     assert printed.out == "" and [line for line in printed.err.splitlines() if line] == [
@@ -126,11 +131,11 @@ def test_the_base_is_first_and_every_variant_has_a_first_seed_before_one_has_a_s
 
 
 def test_null_controls_come_last_at_the_best_rate_of_their_variant(pretended):
-    pretended.behaviour = {f"a/0.01/seed-{seed}": {"loss": 1.0} for seed in (0, 1)}
+    pretended.behaviour = {"a/0.01/seed-0": {"loss": 1.0}}
     pretended.run([variant("a", [ONE, TWO], UPSCALE, controls=True), variant("b")], seeds=[0, 1])
     assert pretended.names() == [
         *("base", "a/0.001/seed-0", "a/0.01/seed-0", "b/0.001/seed-0"),
-        *("a/0.001/seed-1", "a/0.01/seed-1", "b/0.001/seed-1", "a+one-row/0.01/seed-0", "a+one-row/0.01/seed-1"),
+        *("a/0.01/seed-1", "b/0.001/seed-1", "a+one-row/0.01/seed-0", "a+one-row/0.01/seed-1"),
     ]
     result = read_result(pretended.folder / "out/runs/a+one-row/0.01/seed-1")
     assert (result.control, result.control_of) == ("one-row", "a")
@@ -201,11 +206,34 @@ def test_what_is_added_is_done_alone(pretended):
     assert pretended.names() == []
     pretended.run([a, variant("b")], seeds=[0, 1])
     assert pretended.names() == ["b/0.001/seed-0", "a/0.001/seed-1", "b/0.001/seed-1", "a+one-row/0.001/seed-1"]
-    # A rate that turns out to be better has null controls of its own.
-    pretended.behaviour = {f"a/0.01/seed-{seed}": {"loss": 1.0} for seed in (0, 1)}
-    pretended.run([variant("a", [ONE, TWO], UPSCALE, controls=True)], seeds=[0, 1])
+    # A rate that turns out to be better gets the other seeds, and null controls of its own.
+    pretended.behaviour = {"a/0.01/seed-0": {"loss": 1.0}}
+    faster = [variant("a", [ONE, TWO], UPSCALE, controls=True)]
+    pretended.run(faster, seeds=[0, 1])
     assert pretended.names() == [*(f"{name}/0.01/seed-{seed}" for name in ("a", "a+one-row") for seed in (0, 1))]
+    _, counted, missing = collect(comparison(pretended.folder, seeds=[0, 1]), faster)
+    assert missing == 0 and [(one.variant, one.rate, one.seed) for one in counted] == [
+        *(("a", ONE, 0), ("a", TWO, 0), ("a", TWO, 1)),
+        *(("a+one-row", TWO, seed) for seed in (0, 1)),
+    ]
     assert all(path.read_bytes() == content for path, content in results.items())
+
+
+@pytest.mark.parametrize("fast", [{"exits": 1}, {"loss": float("nan")}], ids=["failed", "not finite"])
+def test_a_rate_that_fails_or_ends_at_no_number_is_not_chosen(pretended, fast):
+    pretended.behaviour = {"a/0.01/seed-0": fast}
+    a = variant("a", [ONE, TWO])
+    assert list(pretended.run([a], seeds=[0, 1])) == ["a/0.01/seed-0"] * ("exits" in fast)
+    assert pretended.names() == ["base", "a/0.001/seed-0", "a/0.01/seed-0", "a/0.001/seed-1"]
+    assert collect(comparison(pretended.folder, seeds=[0, 1]), [a])[2] == ("exits" in fast)
+
+
+def test_where_no_rate_ends_at_a_number_there_is_no_second_seed(pretended):
+    pretended.behaviour = {"a/0.001/seed-0": {"loss": float("nan")}}
+    a = variant("a", upscale=UPSCALE, controls=True)
+    pretended.run([a], seeds=[0, 1])
+    assert pretended.names() == ["base", "a/0.001/seed-0"]
+    assert collect(comparison(pretended.folder, seeds=[0, 1]), [a])[2] == 1
 
 
 def test_null_controls_that_are_not_done_are_counted(pretended):
@@ -251,6 +279,26 @@ def test_a_control_that_was_done_with_another_request_is_refused_before_anything
     assert pretended.names() == []
 
 
+@pytest.mark.parametrize("name", ["corpus", "plants.txt", "herbs.txt"])
+def test_other_texts_under_the_same_names_are_refused(pretended, name):
+    (pretended.folder / name).write_text("before")
+    pretended.run([variant("a")])
+    pretended.names()
+    (pretended.folder / name).write_text("after")
+    with pytest.raises(
+        ValueError, match=r"base was done with another content of the corpus or of a text; expected the same\."
+    ):
+        pretended.run([variant("a")])
+    assert pretended.names() == []
+
+
+def test_another_base_under_the_same_name_is_refused(pretended, monkeypatch):
+    pretended.run([variant("a")])
+    monkeypatch.setattr("midus_hf.compare.origins.base_digest", lambda base: "another")
+    with pytest.raises(ValueError, match=r"base was done with another content of the base; expected the same\."):
+        pretended.run([variant("a")])
+
+
 def test_another_comparison_in_the_same_output_is_refused_while_one_runs(pretended, monkeypatch):
     refused = []
     begin = pretended.popen
@@ -294,6 +342,7 @@ def test_what_runs_print_goes_to_their_log_and_they_end_when_a_person_interrupts
             raise KeyboardInterrupt
 
     monkeypatch.setattr(running, "time", SimpleNamespace(sleep=interrupt, monotonic=lambda: 0.0))
+    monkeypatch.setattr("midus_hf.compare.origins.base_digest", lambda base: f"digest of {base}")
     with pytest.raises(KeyboardInterrupt):
         run_all(comparison(tmp_path), [variant("a")])
     assert (tmp_path / "out/base.log").read_text() == "printed\n" and capfd.readouterr().out == ""

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from compare import made_results
-from compare.made_results import DOMAIN, RETENTION, result
+from compare.made_results import DOMAIN, RETENTION, VALIDATION, result
 
 from midus_hf.compare.options import rate_name
 from midus_hf.compare.results import Measured, Result, read_result, write_result
-from midus_hf.compare.runs import Run, changed_keys, runs_of
+from midus_hf.compare.runs import Run, changed_keys, runs_at, searches_of, tokens_of
 from midus_hf.compare.variants import Variant
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training.arguments import TrainArguments
@@ -41,10 +41,28 @@ def test_rates_have_short_names(rate, name):
     assert rate_name(rate) == name
 
 
-def test_runs_are_told_seed_by_seed_and_are_folders_of_variant_rate_and_seed():
-    variant = dataclasses.replace(VARIANT, rates=[{"learning_rate": 1e-3}, {"learning_rate": 1e-2}])
-    names = [run.name for run in runs_of(variant, comparison(seeds=[4, 0]))]
-    assert names == ["hml/0.001/seed-4", "hml/0.01/seed-4", "hml/0.001/seed-0", "hml/0.01/seed-0"]
+def test_rates_are_searched_with_the_first_seed_and_runs_are_folders_of_variant_rate_and_seed():
+    slow, fast = {"learning_rate": 1e-3}, {"learning_rate": 1e-2}
+    variant = dataclasses.replace(VARIANT, rates=[slow, fast])
+    names = [run.name for run in searches_of(variant, comparison(seeds=[4, 0]))]
+    assert names == ["hml/0.001/seed-4", "hml/0.01/seed-4"]
+    names = [run.name for run in runs_at(fast, variant, comparison(seeds=[4, 0]))]
+    assert names == ["hml/0.01/seed-4", "hml/0.01/seed-0"]
+
+
+@pytest.mark.parametrize(
+    ("train", "tokens"),
+    [
+        ({"max_steps": 10}, 10 * 8 * 2048),
+        ({"max_steps": "1e1", "per_device_train_batch_size": 2, "sequence_length": 32}, 10 * 2 * 32),
+        ({"max_steps": 3, "gradient_accumulation_steps": 4, "sequence_length": 16}, 3 * 4 * 8 * 16),
+        ({"num_train_epochs": 1}, None),
+        ({"max_steps": "many"}, None),
+    ],
+    ids=str,
+)
+def test_tokens_are_told_before_a_run(train, tokens):
+    assert tokens_of(dataclasses.replace(VARIANT, train=train)) == tokens
 
 
 def test_a_run_is_told_what_the_comparison_sets():
@@ -57,7 +75,7 @@ def test_a_run_is_told_what_the_comparison_sets():
         "model_name_or_path": "model",
         "output_dir": "run",
         "seed": 3,
-        "eval_text": {"plants": "plants.txt", "stars": "stars.txt"},
+        "eval_text": {"plants": "plants.txt", "stars": "stars.txt", "herbs": "herbs.txt"},
     }
     assert from_mapping(TrainArguments, comparison_keys).eval_steps == 5
 
@@ -102,7 +120,7 @@ def test_a_rate_wins_over_what_all_runs_are_told():
             ["train.corpus", "train.per_device_train_batch_size"],
         ),
         # What a result does not depend on.
-        ({"output_dir": "elsewhere", "seeds": [3, 4], "keep_models": True, "controls": False}, []),
+        ({"output_dir": "elsewhere", "seeds": [3, 4], "reference": "hml", "controls": False}, []),
         ({"variant": {"name": "b", "rates": [{}, {"learning_rate": 1.0}], "controls": False}}, []),
     ],
     ids=str,
@@ -121,7 +139,7 @@ def test_what_is_no_mapping_any_more_has_changed_as_a_whole():
 def test_a_result_comes_back_as_it_was(tmp_path):
     tuned = Measured({DOMAIN: 2.0, RETENTION: 1.0}, {"piqa": {"acc": 0.5}})
     for report in (
-        result("a", [0.5], [0.25], shuffled={DOMAIN: 3.0}),
+        result("a", [0.5], [0.25], shuffled={DOMAIN: 3.0}, certificate={"kept": 2}),
         result("a", [], seed=2, tuned=tuned),
         Result("base", {}, 0, []),
     ):
@@ -138,7 +156,7 @@ def test_without_a_file_there_is_no_result(tmp_path):
 def test_the_end_is_that_of_training_or_of_fine_tuning():
     tuned = Measured({DOMAIN: 1.0}, {})
     run = result("a", [0.25, 0.5], tasks={"piqa": {"acc": 0.5}}, tuned=tuned)
-    assert run.measured() == Measured({DOMAIN: 2.5, RETENTION: 2.0}, {"piqa": {"acc": 0.5}})
+    assert run.measured() == Measured({DOMAIN: 2.5, RETENTION: 2.0, VALIDATION: 3.5}, {"piqa": {"acc": 0.5}})
     assert run.measured(tuned=True) is tuned and result("a", [0.5]).measured(tuned=True) is None
     # A comparison by tasks alone has no curve.
     assert Result("a", {}, 0, [], tasks={"piqa": {}}).measured() == Measured({}, {"piqa": {}})

@@ -203,8 +203,30 @@ def test_what_is_refused_of_all_variants(planned, changes, message):
 
 
 def test_one_text_under_two_names_is_refused(room, planned):
-    with pytest.raises(ValueError, match=r"twice, as 'plants' and as 'stars'; expected texts that differ\."):
+    with pytest.raises(
+        ValueError, match=r"twice, as domain\.plants and as retention\.stars; expected texts that differ\."
+    ):
         planned({"a": {}}, retention={"stars": str(room / "base" / ".." / "plants.txt")})
+    with pytest.raises(
+        ValueError, match=r"twice, as domain\.plants and as validation\.herbs; expected texts that differ\."
+    ):
+        planned({"a": {}}, validation={"herbs": str(room / "plants.txt")})
+
+
+@pytest.mark.parametrize("kind", ["domain", "retention", "validation"])
+@pytest.mark.parametrize("text", ["corpus", "corpus/1.txt"])
+def test_a_text_that_is_trained_on_is_refused(room, planned, kind, text):
+    with pytest.raises(ValueError) as refusal:
+        planned({"a": {}}, **{kind: {"read": str(room / text)}})
+    assert str(refusal.value) == (
+        f"{kind}.read is {str(room / text)!r}, which a trains on, since its corpus is {str(room / 'corpus')!r}; expected text that "
+        "no variant trains on."
+    )
+
+
+def test_a_text_that_one_variant_trains_on_is_refused(room, planned):
+    with pytest.raises(ValueError, match=r"herbs\.txt', which b trains on, since its corpus is"):
+        planned({"a": {}, "b": {"train": {"corpus": str(room / "herbs.txt")}}})
 
 
 def test_an_output_that_is_a_file_is_refused(planned, tmp_path):

@@ -165,6 +165,25 @@ def test_a_model_that_nothing_was_added_to_is_refused():
         added_parts(tiny_model("llama"))
 
 
+@pytest.mark.parametrize(
+    ("part", "missing"),
+    [
+        (Part("typo 1", "memory", (1,), "typo"), "typo layer 1"),
+        (Part("typo bank", "bank", (0, 1), "typo"), "typo layer 0"),
+        (Part("layer 99", "layer", (99,)), "decoder layer 99"),
+    ],
+    ids=str,
+)
+def test_a_part_that_the_model_does_not_have_is_refused_at_once(part, missing):
+    model = loaded(saved_pair("llama", "moc")[1])
+    before = state_of(model)
+    with pytest.raises(
+        ValueError, match=f"part is '{part.name}', and the model has no {missing}; expected a part of this"
+    ):
+        switched_off(model, [*added_parts(model), part]).__enter__()
+    assert state_of(model) == before
+
+
 def test_a_model_is_restored_when_the_work_fails():
     model = acting(loaded(saved_pair("llama", "moc")[1]))
     usual, state = logits(model), state_of(model)

@@ -31,13 +31,13 @@ def filled(options):
     return memory
 
 
-def tables_of(memory):
-    """Return the tables of a memory: every second n-gram of the text is known."""
+def tables_of(memory, step=2):
+    """Return the tables of a memory: every second n-gram of the text is known, or another share."""
     if memory.options.table == "hashed":
         return {}
     around = windows(IDS + 1, 3)
     keys = torch.cat([ngram_keys(around, order, MOST_TOKENS).flatten() for order in memory.options.orders]).unique()
-    known = keys[keys > 0][::2]
+    known = keys[keys > 0][::step]
     return {"ngrams": torch.cat([known, torch.full((40 - len(known),), MOST_TOKENS**3 - 1)])}
 
 
@@ -148,6 +148,20 @@ def test_tokens_that_were_added_behind_the_table_are_numbered_by_their_ids():
     assert not torch.equal(rows[0, 2], rows[2, 2])
 
 
+def test_the_longest_known_ngram_may_be_read_alone():
+    memory, every = filled({**EXACT, "match": "longest"}), filled(EXACT)
+    tables = tables_of(memory, step=1)
+    rows, longest = rows_of(every, IDS, tables), rows_of(memory, IDS, tables)
+    assert (rows[:, 2:] > 0).all() and torch.equal(longest[:, 2:, 0], torch.zeros_like(longest[:, 2:, 0]))
+    assert torch.equal(longest[..., 1], rows[..., 1]) and torch.equal(longest[:, :2], rows[:, :2])
+
+
+def test_rows_are_left_out_in_training_alone():
+    memory = filled({**HASHED, "row_dropout": 0.5, "kernel": 0})
+    assert torch.equal(run(memory.eval()), run(filled({**HASHED, "kernel": 0})))
+    assert not torch.equal(run(memory.train()), run(memory))
+
+
 def test_all_known_ngrams_have_one_row_in_the_control():
     memory, known = filled({**EXACT, "rows": 1}), filled(EXACT)
     tables = tables_of(known)
@@ -210,6 +224,8 @@ def test_the_memory_computes_what_qwen4_computes_with_the_same_rows():
         ({"table": "exact", "rows": 1009}, "hash_heads 8 and rows 1009; expected neither"),
         ({"known_ngrams": 3}, "table is 'hashed' and known_ngrams 3; expected 0"),
         ({"table": "exact", "known_ngrams": -1}, "known_ngrams -1; expected 0 or more"),
+        ({"row_dropout": 1.0}, "row_dropout is 1.0; expected a share from 0 to below 1"),
+        ({"match": "longest"}, "match is 'longest' and table 'hashed', where all n-grams have rows"),
         ({"kernel": -1}, "kernel is -1; expected a number of taps"),
     ],
 )

@@ -18,8 +18,6 @@ from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 from upscalers.runs.verify import comparison_bytes
 
-SKIP = CASES["skip"]
-
 
 def test_an_argument_that_the_model_takes_as_well_reaches_both(toy_model, monkeypatch):
     model = toy_model(CASES["beside-ffn"], "llama", acting=False)

@@ -7,7 +7,7 @@ from midus_hf.config.fetched_blocks import BankLayout, FetchedBlocks
 
 datasets = pytest.importorskip("datasets")
 
-from midus_hf.training.data.leaves import check_paths, leaf_sequences, tree_of_paths  # noqa: E402
+from midus_hf.training.data.leaves import checked_paths, leaf_sequences, paths_of, tree_of_paths  # noqa: E402
 
 EOS, T = 2, 5
 # The path of each text, and how many words it has; EOS makes one token more.
@@ -25,9 +25,8 @@ def rows(paths=None, **columns):
 
 
 def sequences(apart=False, depth=None):
-    return leaf_sequences(
-        rows(), tiny_tokenizer(), T, path_column="path", depth=depth, documents_apart=apart, vocab_size=128
-    )
+    paths = paths_of(rows(), "path")
+    return leaf_sequences(rows(), tiny_tokenizer(), T, paths=paths, depth=depth, documents_apart=apart, vocab_size=128)
 
 
 def expected(depth=2) -> list[tuple[list[int], list[list[int]]]]:
@@ -78,20 +77,14 @@ def test_the_tree_that_texts_name_is_one_tree():
 @pytest.mark.parametrize("path", [None, [], [1, -1], [1, 2, 3], [-2, 1]])
 def test_a_row_without_a_path_is_refused(path):
     with pytest.raises(ValueError, match=r"row 4 of the corpus has .* under 'path'; expected the node at each level"):
-        leaf_sequences(
-            rows([*(path for path, _ in ROWS[:3]), path, *(path for path, _ in ROWS[4:])]),
-            tiny_tokenizer(),
-            T,
-            path_column="path",
-            documents_apart=False,
-        )
+        paths_of(rows([*(path for path, _ in ROWS[:3]), path, *(path for path, _ in ROWS[4:])]), "path")
 
 
 def test_a_corpus_without_the_column_and_a_model_without_banks_are_refused():
     with pytest.raises(ValueError, match="the corpus has no column 'leaf', only text, path; set path_column"):
-        leaf_sequences(rows(), tiny_tokenizer(), T, path_column="leaf", documents_apart=False)
+        paths_of(rows(), "leaf")
     with pytest.raises(ValueError, match="path_column is 'path', but the model has no memory that fetches blocks"):
-        check_paths(rows(), {}, "path")
+        checked_paths(rows(), {}, "path")
 
 
 @pytest.mark.parametrize(
@@ -105,6 +98,6 @@ def test_a_corpus_without_the_column_and_a_model_without_banks_are_refused():
 )
 def test_paths_of_another_tree_are_refused(path, message):
     banks = {"hier-ffn": BankLayout("hier-ffn", (0,), FetchedBlocks(2, ({},) * 2))}
-    check_paths(rows([[-1, -1], [1, 2]] * 3), banks, "path")
+    checked_paths(rows([[-1, -1], [1, 2]] * 3), banks, "path")
     with pytest.raises(ValueError, match=message):
-        check_paths(rows([path] * 6), banks, "path")
+        checked_paths(rows([path] * 6), banks, "path")

@@ -81,6 +81,7 @@ def test_a_recipe_names_the_words_of_its_other_runs(name):
 
 
 def test_no_recipe_goes_unchecked():
+    assert SETTINGS.keys() == RUNS.keys()
     assert {file for file, _ in RUNS.values()} | {"demo", "hier-ffn"} == set(NAMES)
     recipe("demo")
 

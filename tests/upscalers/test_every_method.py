@@ -185,7 +185,7 @@ def test_strip_gives_every_file_of_the_base_back_byte_for_byte(made, tmp_path):
         assert foreign_files(folder) == []
 
 
-@of_each_method
+@of_all
 def test_what_was_trained_is_loaded_again_and_comes_off_by_the_config_alone(made, tmp_path):
     expected = computed(trained(made.output, tmp_path / "trained"))
     assert not torch.equal(expected, logits(made.base))

@@ -112,6 +112,18 @@ def test_a_record_that_is_not_json_is_refused(base, tmp_path):
         strip(model, tmp_path / "stripped")
 
 
+@pytest.mark.parametrize("text", ["5", "{}", '{"base": 5}', '{"base": {}}', "[]"])
+def test_a_record_without_a_base_is_as_good_as_none(base, tmp_path, text):
+    model = unverified(base, tmp_path / "out")
+    (model / "upscale.json").write_text(text)
+    assert inspect_checkpoint(model)["base"] in (None, "unknown: upscale.json is gone")
+    strip(model, tmp_path / "stripped")
+    assert same_tensors(tmp_path / "stripped", base)
+
+
+NEW_BEFORE, NEW_AFTER = {"previous": None, "next": 0, "sources": [0]}, {"previous": 2, "next": 3, "sources": [3]}
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
@@ -120,6 +132,10 @@ def test_a_record_that_is_not_json_is_refused(base, tmp_path):
         ({"base_config": []}, "config.json has a malformed plan"),
         ({"new_memories": [["x"]]}, r"config.json has a malformed plan \(.*new_memories is \[\['x'\]\], no list of names"),
         ({"plan": [{"base": 0}, {"base": 1}]}, "the plan in config.json has 2 layers from 2 of 4 base layers, the model 6"),
+        (
+            {"plan": [NEW_BEFORE, {"base": 0}, {"base": 1}, {"base": 2}, NEW_AFTER, {"base": 3}]},
+            r"the base lacks \d+ tensors that its config asks for",
+        ),
         ({"base_config": {"num_hidden_layers": 2**40}}, "has 6 layers from 4 of 1099511627776 base layers"),
     ],
 )  # fmt: skip
@@ -152,6 +168,10 @@ def test_inspect_tells_what_was_done(family, shared_base, tmp_path):
         assert row["parameters"] == sum(math.prod(tensors[name].shape) for name in names)
     assert inspected["parameters"]["total"] == sum(tensor.numel() for tensor in tensors.values())
     assert inspected["parameters"]["new"] == sum(row["parameters"] for row in inspected["layers"] if row["new"])
+    for path in model.iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    assert inspect_checkpoint(model) == {**inspected, "base": "unknown: upscale.json is gone", "code": None}
 
 
 WITHOUT_COUNT = (
@@ -194,6 +214,31 @@ def test_training_a_base_layer_is_found(family, shared_base, tmp_path):
         folder = tmp_path / f"trained-{with_record}"
         saved_again(tmp_path / "out", folder, [moved], with_record)
         assert stripped(folder, tmp_path / f"stripped-{with_record}") == expected
+
+
+@pytest.mark.parametrize("digest", ["", "0" * 64, 5, None, ["x"]])
+def test_a_digest_that_was_tampered_with_confirms_nothing(base, tmp_path, digest):
+    unverified(base, tmp_path / "out")
+    entry = config_of(tmp_path / "out")["upscale"]
+    edit_config(tmp_path / "out", upscale={**entry, "base_sha256": digest})
+    assert stripped(tmp_path / "out", tmp_path / "stripped") == (False, None)
+
+
+def test_a_record_of_other_tensors_counts_nothing(base, tmp_path):
+    unverified(base, tmp_path / "out")
+    saved_again(tmp_path / "out", tmp_path / "trained", ["model.layers.2."], with_record=True)
+    record = record_of(tmp_path / "trained")
+    record["base"]["tensor_sha256"]["norm.weight"] = "0" * 64
+    (tmp_path / "trained" / "upscale.json").write_text(json.dumps(record))
+    assert stripped(tmp_path / "trained", tmp_path / "stripped") == (False, None)
+
+
+def test_an_earlier_memory_that_was_trained_on_is_found(base, tmp_path):
+    once = unverified(base, tmp_path / "once", placement="1,4")
+    unverified(once, tmp_path / "twice", placement="0")
+    saved_again(tmp_path / "twice", tmp_path / "trained", ["model.layers.2.memory.value_bank"], with_record=True)
+    assert stripped(tmp_path / "trained", tmp_path / "stripped") == (False, 1)
+    assert stripped(tmp_path / "stripped", tmp_path / "stripped-twice") == (True, 0)
 
 
 def test_the_digest_is_of_the_weights_and_not_of_their_files(tmp_path):
@@ -323,10 +368,6 @@ def test_a_file_that_ends_early_is_an_error_and_leaving_stops_the_reading(base, 
             started.add(name)
         raise KeyboardInterrupt
     assert all(future.done() for future in started._futures.values())
-
-
-# Files of an upscaled model that stripping a stacked one does not bring back.
-DERIVED = ("README.md", "upscale.json")
 
 
 @pytest.mark.parametrize(

@@ -210,11 +210,12 @@ class TouchedRequest(ModelRequest):
     @cached_property
     def documents(self) -> dict[str, list[str]]:
         """Documents of each text, by the text's name, as training reads a corpus."""
-        from midus_hf.training.data.corpus import bars_on_terminals, read_corpus
+        from midus_hf.library_bars import data_bars_on_terminals
+        from midus_hf.training.data.corpus import read_corpus
 
         documents = {}
         for name, path in named_paths(self.text).items():
-            with bars_on_terminals():
+            with data_bars_on_terminals():
                 rows = read_corpus(path, key="text", text_column=self.column)[self.column]
             documents[name] = list(rows[: self.limit])
         return documents

@@ -35,6 +35,12 @@ class NgramOptions(MemoryOptions):
     )
     min_order: int = option(2, f"tokens of the shortest n-grams, from 1 to {LONGEST}")
     max_order: int = option(3, f"tokens of the longest n-grams, from 1 to {LONGEST}")
+    match: Literal["every", "longest"] = option(
+        "every", "rows of every order, or of the longest known n-gram alone; longest is for table exact"
+    )
+    row_dropout: float = option(
+        0.0, "share of the rows read that are left out at random in training, so that no n-gram carries a text alone"
+    )
     width: int = option(256, "features of the rows of one order")
     hash_heads: int = option(8, "rows per order, by different hashes, which share its width; not for table exact")
     rows: int = option(
@@ -138,6 +144,8 @@ def check_ngram_options(options: NgramOptions) -> None:
     ):
         if getattr(options, name) < 1:
             raise ValueError(f"{name} is {getattr(options, name)}; expected at least one {counted}.")
+    if not 0 <= options.row_dropout < 1:
+        raise ValueError(f"row_dropout is {options.row_dropout}; expected a share from 0 to below 1.")
     if options.kernel < 0:
         raise ValueError(f"kernel is {options.kernel}; expected a number of taps, or 0 for no convolution.")
     if min(options.known_tokens, options.known_ngrams) < 0:
@@ -152,6 +160,10 @@ def check_ngram_options(options: NgramOptions) -> None:
                 "how many rows there are. Leave both out."
             )
         return
+    if options.match == "longest":
+        raise ValueError(
+            "match is 'longest' and table 'hashed', where all n-grams have rows; expected table exact, or match every."
+        )
     if options.known_ngrams:
         raise ValueError(
             f"table is 'hashed' and known_ngrams {options.known_ngrams}; expected 0, since all n-grams have rows."

@@ -1,15 +1,15 @@
 """Texts of a corpus as rows of a `datasets.Dataset`: files of any kind, folders, repositories of datasets, the Hub."""
 
-import contextlib
 import glob
 import os
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from midus_hf.config.wording import first_line
 from midus_hf.model_names import check_hub_dataset
 
 if TYPE_CHECKING:
@@ -35,21 +35,6 @@ _SPLIT_WORDS = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-
-
-@contextlib.contextmanager
-def bars_on_terminals() -> Iterator[None]:
-    """Hide the progress bars of `datasets` inside the context where standard error is no terminal."""
-    import datasets
-
-    if sys.stderr.isatty() or datasets.are_progress_bars_disabled():
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()
 
 
 def read_corpus(
@@ -148,10 +133,10 @@ def _label(key: str, sources: str | Sequence[str]) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of what caused an error, or the error's type if there is no message."""
+    """Return the first line of what caused an error."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line(error)
 
 
 def _loaded(key: str, source: object, load: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

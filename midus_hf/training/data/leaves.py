@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from midus_hf.banks.block_reader import check_paths as check_paths_in_bank
+from midus_hf.banks.block_reader import check_paths
 from midus_hf.config.fetched_blocks import TREE_COLUMN, BankLayout
 from midus_hf.training.data.packing import Packer, packed_by, tokenised
 
@@ -20,7 +20,7 @@ def leaf_sequences(
     tokenizer: "PreTrainedTokenizerBase",
     sequence_length: int,
     *,
-    path_column: str,
+    paths: np.ndarray,
     depth: int | None = None,
     documents_apart: bool,
     text_column: str = "text",
@@ -33,16 +33,15 @@ def leaf_sequences(
     up with EOS on which no loss is computed: a leaf may have little text, and its blocks learn from no other text.
 
     Args:
-        path_column: Column with the node of each level that a text is in.
+        paths: Node of each level that a text is in, `[texts, p]`, as `paths_of` reads them.
         depth: Number of levels down to the deepest level that has blocks. Default: all levels.
 
     Returns:
         The columns of `packed_sequences`, `labels` `[T]`, and `memory_ids` `[p]`, the path of the leaf's first text.
 
     Raises:
-        ValueError: As `packed_sequences`, and if a text has no path.
+        ValueError: As `packed_sequences`.
     """
-    paths = paths_of(dataset, path_column)
     levels = paths[:, :depth]
     order = np.lexsort(levels.T[::-1])
     levels = levels[order]
@@ -92,26 +91,27 @@ def tree_of_paths(dataset: "Dataset", path_column: str) -> str | None:
     return trees[0]
 
 
-def check_paths(
+def checked_paths(
     dataset: "Dataset", banks: Mapping[str, BankLayout], path_column: str, text: str = "the corpus"
-) -> None:
-    """Check that a model has blocks for the paths of a corpus.
+) -> np.ndarray:
+    """Return the paths of a corpus as `paths_of` does, after a check that the model has blocks for them.
 
     Args:
         banks: Layouts of the banks from which texts fetch blocks, by the name of the memory.
         text: What messages call the corpus. Default: `"the corpus"`.
 
     Raises:
-        ValueError: If the model has no banks, or the paths do not fit the tree of its banks.
+        ValueError: As `paths_of`; if the model has no banks, or the paths do not fit the tree of its banks.
     """
     if not banks:
         raise ValueError(
             f"path_column is {path_column!r}, but the model has no memory that fetches blocks; leave it out, or upscale with one of "
             "the methods hier-ffn, hier-lora-qk, hier-lora-vo, hier-lora-ffn and hier-kv."
         )
-    paths = torch.from_numpy(paths_of(dataset, path_column))
+    paths = paths_of(dataset, path_column)
     for layout in banks.values():
-        check_paths_in_bank(paths, layout, f"column {path_column!r} of {text}")
+        check_paths(torch.from_numpy(paths), layout, f"column {path_column!r} of {text}")
+    return paths
 
 
 def _is_path(path: Any) -> bool:

@@ -9,8 +9,9 @@ from torch import nn
 from transformers import Trainer
 from trl import SFTTrainer
 
+from midus_hf.library_bars import data_bars_on_terminals
 from midus_hf.models.host import MemoryConfig
-from midus_hf.training.data.corpus import bars_on_terminals, read_corpus, say
+from midus_hf.training.data.corpus import read_corpus, say
 from midus_hf.training.data.packing import IGNORED_LABEL, packed_sequences
 from midus_hf.training.run import (
     Run,
@@ -96,7 +97,7 @@ def prepare(arguments: SftArguments) -> Run:
     tokenizer = load_tokenizer(arguments)
     banks: dict[str, Any] = model_config.memories().banks if isinstance(model_config, MemoryConfig) else {}
     reads_generic = any(layout.blocks.without_ids == "generic" for layout in banks.values())
-    with contextlib.ExitStack() as opened, bars_on_terminals():
+    with contextlib.ExitStack() as opened, data_bars_on_terminals():
         run = Run(arguments, opened)
         with arguments.main_process_first(desc="reading the chats"):
             examples, last_token = chat_examples(arguments, tokenizer, model_config.vocab_size)

@@ -22,8 +22,6 @@ GAINS = {"post_attention_layernorm", "post_feedforward_layernorm"}
 
 # What one step of AdamW with learning rate 1e-4 from zero gains may change in a logit; measured are 4e-5 to 4e-4.
 LARGEST_STEP = 1e-2
-# A step from zero projections that a norm follows moves logits by more than this share of their spread.
-JUMP = 0.5
 
 
 def new_model(base, output, method: str, **options):

@@ -8,7 +8,7 @@ import yaml
 from tiny import WINDOW
 
 from midus_hf.cli.upscale import RunRequest
-from tests.upscalers.checkpoints import config_of, read_tensors, same_bits, save_base
+from tests.upscalers.checkpoints import read_tensors, same_bits, save_base
 from tests.upscalers.dense.layers import layer, same_layers
 from tests.upscalers.dense.requests import FUSING, OUTPUT_NORMS, planned, tiny_config, upscaled, upscaled_config
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
@@ -159,10 +159,6 @@ REQUESTS = {
     "avg-deus": {"placement": "2,4,6,8"},
     "slices": {"options": SLICES},
 }
-
-
-def saved_types(folder):
-    return config_of(folder)["layer_types"]
 
 
 @pytest.mark.parametrize("implied", [False, True])

@@ -1,0 +1,156 @@
+"""Digests of what a result came from: the texts, the base, the code and the machine."""
+
+import hashlib
+import json
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from midus_hf.compare.options import Comparison
+from midus_hf.compare.runs import corpora_of
+from midus_hf.compare.variants import Variant
+from midus_hf.version import __version__
+
+# What an origin names, in the order of reports.
+KINDS = ("data", "base", "code", "machine")
+# A result with another digest of these is a result of something else, with which a comparison does not go on. The words are those of
+# messages.
+FIXED = {"data": "content of the corpus or of a text", "base": "content of the base"}
+
+# Folder that holds the packages whose code computes results.
+_ROOT = Path(__file__).parents[2]
+_PACKAGES = ("midus_hf", "upscalers")
+_WEIGHTS = (".safetensors", ".bin", ".gguf")
+_CHUNK_BYTES = 1 << 20
+
+
+class Inputs:
+    """Digests of the texts and the base of a comparison, each of which is read once.
+
+    Args:
+        comparison: The comparison, resolved by `plan`.
+    """
+
+    def __init__(self, comparison: Comparison):
+        self._comparison = comparison
+        self._digests: dict[str, str] = {}
+        self._base: str | None = None
+
+    def of(self, variant: Variant) -> dict[str, str]:
+        """Return the digests `data` and `base` of the runs of a variant, 64 hexadecimal digits each.
+
+        `data` covers the variant's corpus and all measured texts. A corpus of the Hub counts by its name alone.
+        """
+        if self._base is None:
+            self._base = base_digest(self._comparison.base)
+        paths = [*corpora_of(variant.train), *self._comparison.texts.values()]
+        data = hashlib.sha256("\n".join(map(self._digest, paths)).encode())
+        return {"data": data.hexdigest(), "base": self._base}
+
+    def _digest(self, path: str) -> str:
+        if path not in self._digests:
+            self._digests[path] = text_digest(path)
+        return self._digests[path]
+
+
+def text_digest(path: str) -> str:
+    """Return the SHA-256 of a file, or of a folder's files in sorted order; of a name that is no path, that of the name."""
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        return hashlib.sha256(path.encode()).hexdigest()
+    return _files_digest(folder, [folder] if folder.is_file() else folder.rglob("*"))
+
+
+def base_digest(base: str) -> str:
+    """Return the SHA-256 of a base's weights and config, which are fetched if the base is on the Hub."""
+    from upscalers.checkpoint.source import resolve_source
+
+    name = Path(base).expanduser()
+    if name.is_file():
+        return _files_digest(name, [name])
+    with resolve_source(base) as source:
+        files = [file for file in source.folder.iterdir() if file.suffix in _WEIGHTS or file.name == "config.json"]
+        return _files_digest(source.folder, files)
+
+
+def _files_digest(root: Path, files: Iterable[Path]) -> str:
+    """Return the SHA-256 of files and their names below a root, in sorted order. Other things than files are left out."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        if not file.is_file():
+            continue
+        name = file.relative_to(root).as_posix() if file != root else ""
+        digest.update(f"{name}:{file.stat().st_size}\n".encode())
+        with file.open("rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def code() -> dict[str, Any]:
+    """Return which code runs: its version, the SHA-256 of its sources, and the commit where it lies in a repository of git.
+
+    `changed` says whether sources differ from that commit.
+    """
+    root = _ROOT
+    sources = [file for package in _PACKAGES for file in (root / package).rglob("*") if file.suffix in (".py", ".c")]
+    named: dict[str, Any] = {"version": __version__, "sources": _files_digest(root, sources)}
+    if _git(root, "ls-files", "--error-unmatch", f"{_PACKAGES[0]}/__init__.py"):
+        named["commit"] = _git(root, "rev-parse", "HEAD")
+        named["changed"] = bool(_git(root, "status", "--porcelain", "--", *_PACKAGES))
+    return named
+
+
+def machine() -> dict[str, Any]:
+    """Return what the process computes on: processor, threads, versions of torch and transformers, and the device."""
+    import torch
+    import transformers
+
+    return {
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
+
+
+def short(kind: str, origin: Mapping[str, Any]) -> str:
+    """Return one part of an origin as a few words for a report; of digests, the first eight digits."""
+    value = origin.get(kind)
+    if value is None:
+        return "unknown"
+    if kind == "code":
+        commit = f" at {value['commit'][:8]}{' with changes' * value['changed']}" if value.get("commit") else ""
+        return f"{value['version']}{commit} ({value['sources'][:8]})"
+    if kind == "machine":
+        versions = f"torch {value['torch']}, transformers {value['transformers']}"
+        return f"{value['processor']}, {value['threads']} threads, {value['device']}, {versions}"
+    return str(value)[:8]
+
+
+def identity(kind: str, origin: Mapping[str, Any]) -> str:
+    """Return the text by which two results are of the same data, base, code or machine: of code, the digest of its sources."""
+    value = origin.get(kind)
+    return value["sources"] if kind == "code" and value is not None else json.dumps(value, sort_keys=True)
+
+
+def _git(root: Path, *words: str) -> str:
+    """Return what a command of git prints; nothing where git is not installed, or the command fails."""
+    try:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _processor() -> str:
+    """Return the name of the processor, where the system tells it."""
+    listed = Path("/proc/cpuinfo")
+    if listed.is_file():
+        for line in listed.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

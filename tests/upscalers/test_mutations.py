@@ -1,0 +1,178 @@
+"""Damaged checkpoints: each ends in a clear refusal, or in a result that computes what its base computes."""
+
+import itertools
+import json
+import random
+import re
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import by_default
+
+from tests.upscalers.checkpoints import SMALL_MEMORY, config_of, logits, same_tensors, save_base, unverified
+from upscalers.request.errors import RequestError, VerificationError
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
+
+VALUES = [
+    None, True, False, 0, 1, 2, 3, -1, 7, 2**31, 2**70, -(2**70), 0.5, -1.5, 1e300, float("nan"), float("inf"),
+    "", "x", "4", "x" * 5000, "\ud800", [], [1], ["x"], [None], [1, 2, 3, 4], {}, {"x": 1}, {"rope_type": "x"},
+    "F16", "I32", "F8_E4M3", "../x.safetensors", "x.bin",
+]  # fmt: skip
+ADDED_KEYS = [
+    "layer_types", "memory", "upscale", "auto_map", "quantization_config", "num_experts", "num_local_experts",
+    "text_config", "sliding_window_pattern", "mlp_only_layers", "no_rope_layers", "num_kv_shared_layers",
+    "rope_scaling", "torch_dtype", "partial_rotary_factor", "pretraining_tp", "is_decoder", "pruned_heads",
+    "model.layers.99.x", "model.layers.00.self_attn.q_proj.weight",
+]  # fmt: skip
+TEXTS = ["", "{", "[]", "null", "1" * 5000, '{"a":' * 5000, "\x00", '{"model_type": "llama"}', "NaN"]
+# Damage after which weights may be NaN, infinite or huge, so that what was upscaled may have other NaN than its base.
+WITHOUT_NUMBERS = "rms_norm_eps|bytes|bit"
+
+
+def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of everything inside nested lists and dictionaries."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [inner for key, each in items for inner in ((*path, key), *paths_in(each, (*path, key)))]
+
+
+def changed(document: Any, path: tuple[Any, ...], key: Any, value: Any) -> Any:
+    """A copy of a document with `key` set beside what stands at a path, or taken out where the value is `...`."""
+    document = parent = json.loads(json.dumps(document))
+    for each in path[:-1]:
+        parent = parent[each]
+    if value is ...:
+        del parent[key]
+    else:
+        parent[key] = value
+    return document
+
+
+def edit(document: Any, rng: random.Random) -> tuple[Any, str]:
+    """Set, remove or add something anywhere in a document, or replace all of it; and what was done."""
+    path, value = rng.choice(paths_in(document)), rng.choice([*VALUES, ..., ...])
+    added = isinstance(path[-1], str) and rng.random() < 0.2
+    key = rng.choice(ADDED_KEYS) if added else path[-1]
+    value = 1 if added and value is ... else value
+    if rng.random() < 0.05:
+        return None if value is ... else value, f"all is {value!r:.40}"
+    return changed(document, path, key, value), f"{path[:-1]} has {key} = {value!r:.40}"
+
+
+def damage_bytes(folder: Path, rng: random.Random) -> str:
+    path = rng.choice(sorted(folder.glob("*.safetensors")))
+    content = bytearray(path.read_bytes())
+    (length,) = struct.unpack("<Q", content[:8])
+    start = rng.randrange(8 + length, len(content) - 1024)
+    done = rng.choice(["a bit", "a bit of the header", "bytes", "the header's length"])
+    if done == "bytes":
+        size = rng.choice([2, 4, 64, 1024])
+        content[start : start + size] = rng.choice([b"\x00", b"\xff", b"\x7f", rng.randbytes(1)]) * size
+    elif done == "the header's length":
+        content[:8] = struct.pack("<Q", rng.choice([0, 1, 2, 8, len(content), 2**31, 2**62, 2**64 - 1]))
+    else:
+        content[start if done == "a bit" else rng.randrange(8 + length)] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+    return f"{done} of {path.name}"
+
+
+def damage_file(folder: Path, rng: random.Random) -> str:
+    path = rng.choice(sorted(file for file in folder.iterdir() if file.is_file()))
+    content = path.read_bytes()
+    done = rng.choice(["cut", "longer", "noise", "deleted", "a folder"])
+    path.unlink()
+    if done == "a folder":
+        path.mkdir()
+    elif done == "cut":
+        path.write_bytes(content[: rng.choice([0, 1, 7, 8, len(content) - 1, rng.randrange(len(content))])])
+    elif done != "deleted":
+        path.write_bytes((content if done == "longer" else b"") + rng.randbytes(rng.choice([3, 8, 1000])))
+    return f"{path.name} is {done}"
+
+
+def edit_header(folder: Path, rng: random.Random) -> str:
+    path = rng.choice(sorted(folder.glob("*.safetensors")))
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header, done = edit(json.loads(content[8 : 8 + length]), rng)
+    encoded = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + content[8 + length :])
+    return f"{path.name}: {done}"
+
+
+def edit_json(folder: Path, rng: random.Random, name: str = "*.json") -> str:
+    path = rng.choice(sorted(folder.glob(name)))
+    document, done = edit(json.loads(path.read_text()), rng)
+    path.write_text(json.dumps(document))
+    return f"{path.name}: {done}"
+
+
+def edit_config(folder: Path, rng: random.Random) -> str:
+    return edit_json(folder, rng, "config.json")
+
+
+def replace_config(folder: Path, rng: random.Random) -> str:
+    text = rng.choice(TEXTS)
+    (folder / "config.json").write_text(text)
+    return f"config is {text!r:.40}"
+
+
+DAMAGES = [damage_bytes, damage_file, edit_header, edit_json, edit_config, replace_config]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """A single-file and two sharded bases of different families."""
+    folder = tmp_path_factory.mktemp("sound")
+    return [
+        save_base(folder / "llama", "llama", max_shard_size="60KB", num_hidden_layers=2),
+        save_base(folder / "gemma3", "gemma3", num_hidden_layers=2),
+        save_base(folder / "qwen2", "qwen2", torch.bfloat16, max_shard_size="30KB", num_hidden_layers=2),
+    ]
+
+
+@pytest.mark.parametrize("seed", by_default(range(3), range(30)))
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_ends_in_a_refusal_or_in_a_result_equal_to_the_base(bases, tmp_path, damage, seed):
+    base, output = tmp_path / "base", tmp_path / "out"
+    for number, verify in itertools.product(range(len(bases)), (True, False)):
+        shutil.rmtree(base, ignore_errors=True)
+        shutil.copytree(bases[number], base)
+        done = damage(base, random.Random(f"{damage.__name__} {seed} {number}"))
+        request = {"options": {"n": 4, "k": 2}, "num_new_layers": 1, "verify": verify, "placement": "bottom-heavy"}
+        try:
+            upscale(base=base, method="midus-hml", output=output, **request)
+        except RequestError as error:
+            assert 0 < len(str(error)) < 6000, done
+        except VerificationError:
+            assert verify and re.search(WITHOUT_NUMBERS, done), done
+        else:
+            try:
+                expected = logits(base)
+            except Exception:
+                expected = None  # transformers cannot run this base at all, so there is nothing to be equal to
+            if expected is not None:
+                computed = logits(output)
+                assert ((expected == computed) | (expected.isnan() & computed.isnan())).all(), done
+            shutil.rmtree(output)
+        assert [path.name for path in tmp_path.iterdir()] == ["base"], done
+
+
+@pytest.mark.parametrize("cases", by_default([60], [60, 200]))
+def test_damage_to_the_entry_ends_in_a_result_or_a_refusal_of_strip(tmp_path, cases):
+    base = save_base(tmp_path / "base", num_hidden_layers=2)
+    model = unverified(base, tmp_path / "out", options=SMALL_MEMORY)
+    config = config_of(model)
+    entry = config["upscale"]
+    damaged = [path for path in paths_in(entry) if path[0] != "base_config" or path[-1] == "num_hidden_layers"]
+    for path, value in random.Random(0).sample(list(itertools.product(damaged, VALUES)), cases):
+        (model / "config.json").write_text(json.dumps({**config, "upscale": changed(entry, path, path[-1], value)}))
+        try:
+            strip(model, tmp_path / "stripped", overwrite=True)
+        except RequestError:
+            continue
+        assert same_tensors(tmp_path / "stripped", base), (path, value)
