@@ -95,13 +95,23 @@ AVG_DEUS = [
 ]  # fmt: skip
 LINEAR_COMBINATION = [
     ("llama", ["--set", "coefficients=half"], NO_MAPPING.format("'half'")),
+    ("llama", ["--set", "coefficients="], NO_MAPPING.format("None")),
+    ("llama", ["--set", "coefficients=[]"], NO_MAPPING.format(r"\[\]")),
+    ("llama", ["--set", "coefficients=[{previous: 1}, {}]"], NO_MAPPING.format(r"\[\{'previous': 1\}, \{\}\]")),
     ("llama", ["--set", "coefficients={}"], NO_MAPPING.format(r"\{\}")),
     ("llama", ["--set", "coefficients=[{previous: 1}, 2]"], NO_MAPPING.format(r"\[\{'previous': 1\}, 2\]")),
     ("llama", ["--set", "coefficients={prev: 1}"], NO_LAYER.format("'prev'")),
     ("llama", ["--set", "coefficients={true: 1}"], NO_LAYER.format(True)),
+    ("llama", ["--set", "coefficients={next*2: 1}"], NO_LAYER.format(r"'next\*2'")),
+    ("llama", ["--set", "coefficients={0.5: 1}"], NO_LAYER.format(0.5)),
     ("llama", ["--set", "coefficients={previous: half}"], NO_COEFFICIENT.format("previous", "'half'")),
+    ("llama", ["--set", "coefficients={0: true}"], NO_COEFFICIENT.format(0, True)),
+    ("llama", ["--set", "coefficients={next: null}"], NO_COEFFICIENT.format("next", None)),
     ("llama", ["--set", "coefficients=[{previous: 1}]"], MAPPINGS.format(1)),
+    ("llama", ["--set", "coefficients=[{next: 1}, {next: 1}, {next: 1}]"], MAPPINGS.format(3)),
     ("llama", ["--set", "coefficients={4: 1}"], WITHOUT.format(4, 2, "between base 1 and base 2")),
+    ("llama", ["--set", "coefficients={-1: 1}"], WITHOUT.format(-1, 2, "between base 1 and base 2")),
+    ("llama", ["--set", "coefficients={previous-2: 1}"], WITHOUT.format("previous-2", 2, "between base 1 and base 2")),
     ("llama", ["--set", "coefficients={next+1: 1}"], WITHOUT.format(r"next\+1", 4, "between base 2 and base 3")),
     ("llama", ["--placement", "0"], WITHOUT.format("previous", 0, "beside base 0")),
     ("llama", ["--placement", "4"], WITHOUT.format("next", 4, "beside base 3")),
@@ -112,17 +122,29 @@ LINEAR_COMBINATION = [
 ATTENUATED_COPY = [
     ("llama", ["--set", "scale=0.5"], NO_SCALE.format(0.5)),
     ("llama", ["--set", "scale={1: 0.5}"], NO_SCALE.format(r"\{1: 0.5\}")),
+    ("llama", ["--set", "scale=[down]"], NO_SCALE.format(r"\['down'\]")),
     ("llama", ["--set", "scale={down: half}"], "scale.down is 'half'; expected a finite number."),
+    ("llama", ["--set", "scale={down: false}"], "scale.down is False; expected a finite number."),
+    ("llama", ["--set", "scale={down:}"], "scale.down is None; expected a finite number."),
     ("llama", ["--set", "scale={o_proj: 0.5}"], NO_ROLE.format("o_proj", "Did you mean 'output_projection'")),
     ("llama", ["--set", "scale={mlp_output_norm: 0.5}"], NO_ROLE.format("mlp_output_norm", "Expected one of: attention_norm, down")),
     ("memory", ["--placement", "2"], MEMORY.format(2, 1)),
 ]  # fmt: skip
 SLICES = [
     ("llama", [], NO_SLICES.format("None")),
+    ("llama", ["--set", "slices=[]"], NO_SLICES.format(r"\[\]")),
+    ("llama", ["--set", "slices={layers: [0, 2]}"], NO_SLICES.format(r"\{'layers': \[0, 2\]\}")),
     ("llama", ["--set", "slices=[[0, 2]]"], NO_SLICE),
     ("llama", ["--set", "slices=[{}]"], NO_BOUNDS.format("None")),
     ("llama", ["--set", "slices=[{layers: 2}]"], NO_BOUNDS.format("2")),
-    ("llama", ["--set", "slices=[{layers: [0, 5]}]"], BOUNDS.format(r"\[0, 5\]")),
+    *(
+        ("llama", ["--set", f"slices=[{{layers: [{bounds}]}}]"], NO_BOUNDS.format(rf"\[{shown}\]"))
+        for bounds, shown in {"0, 2, 4": "0, 2, 4", "0, '2'": "0, '2'", "0, 2.0": "0, 2.0", "false, true": "False, True"}.items()
+    ),
+    *(
+        ("llama", ["--set", f"slices=[{{layers: [{bounds}]}}]"], BOUNDS.format(rf"\[{bounds}\]"))
+        for bounds in ("0, 5", "2, 2", "3, 1", "-1, 2")
+    ),
     ("llama", ["--set", "slices=[{layers: [0, 2], scale: 2}]"], f"the scale of a slice is 2; {NO_SCALE.partition('; ')[2]}"),
     ("llama", ["--set", "slices=[{layers: [0, 2], scale: {u: 2}}]"], f"the scale of a slice {NO_ROLE.format('u', '')}"),
     ("llama", ["--set", "slices=[{layers: [0, 4]}]"], UNCHANGED),
@@ -130,10 +152,13 @@ SLICES = [
     ("llama", ["--set", "slices=[{layers: [0, 3]}]", "--set", "trainable=new"], NOTHING_NEW),
     ("llama", ["--set", "slices=[{layers: [0, 3]}]", "--num-new-layers", "2"], SAID_BY_SLICES.format("num-new-layers", 2)),
     ("llama", ["--set", "slices=[{layers: [0, 3]}]", "--placement", "1"], SAID_BY_SLICES.format("placement", "'1'")),
+    ("llama", ["--set", "slices=[{layers: [0, 2], scale: {up: x}}]"], "the scale of a slice.up is 'x'; expected a finite number."),
     ("memory", ["--set", "slices=[{layers: [0, 6]}, {layers: [0, 2], scale: {up: 2}}]"], MEMORY.format(7, 1)),
 ]  # fmt: skip
 PRESETS = [
     ("llama", ["--set", "preset=relase"], "preset is 'relase'; expected one of: release."),
+    ("llama", ["--set", "preset=1"], "preset is 1; expected one of: release."),
+    ("llama", ["--set", "preset=[release]"], r"preset is \['release'\]; expected one of: release."),
 ]  # fmt: skip
 NO_PRESETS = [("llama", ["--set", "preset=release"], "method .* has no option 'preset'")]
 # By method: the base, arguments of the command, and a regular expression of what is said.
@@ -150,12 +175,19 @@ DENSE = {
 
 OPT_DEUS = [
     ("regularization=0", r"regularization is 0\.0; expected a number above 0\."),
+    ("regularization=-1", r"regularization is -1\.0; expected a number above 0\."),
+    ("tolerance=-1e-4", r"tolerance is -0\.0001; expected a number above 0\."),
     ("tolerance=0", r"tolerance is 0\.0; expected a number above 0\."),
     ("max_iterations=0", "max_iterations is 0; expected at least 1."),
     ("identity=zero_out_norm", "identity is 'zero_out_norm', but llama has no norm behind its projections"),
 ]  # fmt: skip
 LESA = [
     ("hidden_size=0", "hidden_size is 0; expected at least 1."),
+    ("epochs=0", "epochs is 0; expected at least 1."),
+    ("epochs=-3", "epochs is -3; expected at least 1."),
+    ("batch_size=0", "batch_size is 0; expected at least 1."),
+    ("learning_rate=.nan", r"learning_rate is nan; expected a number\."),
+    ("norm_weight=-1", r"norm_weight is -1\.0; expected 0 <= norm_weight <= 1\."),
     ("learning_rate=0", r"learning_rate is 0\.0; expected a number above 0\."),
     ("learning_rate=.inf", r"learning_rate is inf; expected a number\."),
     ("weight_decay=-0.1", r"weight_decay is -0\.1; expected 0 or more\."),
@@ -165,6 +197,8 @@ LESA = [
 RETRIEVAL = [
     ("k=0", "k is 0; expected 1 <= k <= "),
     ("temperature=0", "temperature is 0.0; expected a number above 0"),
+    ("temperature=-1.5", "temperature is -1.5; expected a number above 0"),
+    ("temperature=hot", "temperature is 'hot'; expected a number"),
 ]  # fmt: skip
 SUB_KEYS = [
     ("n=0", "n is 0; expected at least one sub-key per side"),
@@ -180,6 +214,11 @@ MOC = [
     ("k=0", "k is 0; expected 1 <= k <= 63, "),
     ("shared_chapters=64", r"shared_chapters is 64; expected fewer than chapters = 64, so that some are left for the router\."),
     ("shared_chapters=63", r"k is 4; expected 1 <= k <= 1, the chapters = 64 less shared_chapters = 63\."),
+    ("shared_chapters=-1", r"shared_chapters is -1; expected 0 or more\."),
+    ("first_chunk=0", "first_chunk is 0; expected 1 to chunk_size = 64, or null"),
+    ("share=every:0", "share is 'every:0'; expected all, none, or every:K"),
+    ("share=every:2x", "share is 'every:2x'; expected all, none, or every:K"),
+    ("chapters=9999", r"chapters is 9999, which does not divide memory_tokens = 4096; .* that do are 4096\."),
     ("chapters=5 k=1", r"chapters is 5, which does not divide memory_tokens = 4096; expected .* The nearest that do are 4, 8\."),
     ("heads=5", r"heads is 5, which does not divide hidden_size = 32; expected a divisor\. Set heads\."),
     ("bank_width=18", r"heads is 4, which does not divide bank_width = 18; expected a divisor\. Set heads\."),
@@ -196,6 +235,10 @@ MOC = [
     ("router_aux_loss_coef=-1", r"router_aux_loss_coef is -1(\.0)?; expected 0 or more\."),
     ("site=inserted", r"site is 'inserted'; expected one of: behind-attention, behind-layer\."),
 ]  # fmt: skip
+NO_PENALTY = (
+    "penalty_coef is 0.1 with {}; expected 0, since there are no smaller singular values that could cost something. Leave "
+    "penalty_coef out, or set scoring: tucker and rank: 2."
+)
 ULTRAMEM = [
     ("n=40000 share=ring:4", "n is 40000, key_pairs 1 and share 'ring:4', which make 6,400,000,000 slots; expected at most"),
     ("key_pairs=3000 n=64", "n is 64, key_pairs 3000 and share 'none', which make 36,864,000,000 slots; expected at most"),
@@ -206,6 +249,7 @@ ULTRAMEM = [
         for share in ("ring", "ring:0", "ring:-1", "Ring:2", "block:2")
     ),
     ("value_width=0", "value_width is 0; expected 1 or more."),
+    ("pre_value_width=-1", "pre_value_width is -1; expected 0 or more."),
     ("key_width=wide", "key_width is 'wide'; expected a number, or a fraction of the hidden size such as 3/16."),
     ("k=100 side_k=4", "k is 100; expected at most 16, the pairs of 4 rows and 4 columns that the first stage keeps."),
     ("side_k=9 n=8", "side_k is 9; expected 1 <= side_k <= 8, the keys of a set, or null."),
@@ -215,20 +259,29 @@ ULTRAMEM = [
     ("scoring=sum rank=1 n=8 k=4 side_k=3", "scoring is 'sum', which keeps k keys of each side, with k 4 and side_k 3"),
     ("zero=none", "zero is 'none', with which the new memory changes what the base computes; expected values or projection."),
     ("balance_coef=-1", "balance_coef is -1.0; expected 0 or more."),
-    ("rank=1 penalty_coef=0.1", "penalty_coef is 0.1 with rank 1, whose cores have one singular value; expected 0,"),
-    ("scoring=sum rank=1 penalty_coef=0.1", "penalty_coef is 0.1 with scoring 'sum', which has no core; expected"),
+    ("rank=1 penalty_coef=0.1", NO_PENALTY.format("rank 1, whose cores have one singular value")),
+    ("scoring=sum rank=1 penalty_coef=0.1", NO_PENALTY.format("scoring 'sum', which has no core")),
     ("site=behind-layer", "site is 'behind-layer'; expected one of: beside-ffn, skip."),
 ]  # fmt: skip
 MODA = [
     ("slots=4", "slots is 4; expected 3 or fewer, which is what the last of 4 layers can read, or 0 for all of them."),
     ("slots=3 layers=[1,3]", "slots is 3; expected 1 or fewer, which is what the last of 2 layers can read, or 0"),
     ("slots=-1", "slots is -1; expected 0 or more."),
+    ("slots=7 attention_slots=projected", "slots is 7; expected 6 or fewer, which is what the last of 4 layers can read, or 0"),
+    ("layers=late:1", "layers is 'late:1', which chooses layer 3 alone; expected two or more, for a layer reads"),
     ("layers=[2]", "layers is [2]; expected two or more, for a layer reads what another in front of it wrote."),
     ("layers=1", "layers is 1, which chooses layer 2 alone; expected two or more, for a layer reads what another in front of"),
     ("layers=[2,4]", "layers is [2, 4]; expected all, a number from 1 to 4, a share such as 0.25, early:N, middle:N or"),
     ("joining=joint", "joining is 'joint', with which the new slots change what the base computes; expected added or"),
-    ("attention_slots=reused", "attention_slots is 'reused' and joining is 'added', which adds values"),
-    ("attention_slots=none ffn_slots=false", "attention_slots is 'none' and ffn_slots is false; expected one of"),
+    (
+        "attention_slots=reused",
+        "attention_slots is 'reused' and joining is 'added', which adds values of earlier layers that are not zero to what the base "
+        "computes; expected attention_slots none or projected, or joining interpolated.",
+    ),
+    (
+        "attention_slots=none ffn_slots=false",
+        "attention_slots is 'none' and ffn_slots is false; expected one of them, for there is nothing to read.",
+    ),
     ("site=beside-ffn", "site is 'beside-ffn'; expected one of: inside-attention."),
 ]  # fmt: skip
 HIERARCHICAL = {

@@ -1,6 +1,7 @@
 """The numbers in new layers: means, linear combinations and scales, against formulas in float64, and numbers as people write them."""
 
 import re
+from fractions import Fraction
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tests.upscalers.checkpoints import load, read_tensors, same_bits, same_tens
 from tests.upscalers.dense.layers import coarsen, layer, same_layers
 from tests.upscalers.dense.requests import OUTPUT_NORMS, REQUESTS, settings, upscaled
 from upscalers.runs.upscale import upscale
+from upscalers.tensors.recipes import Combine
 
 # Families whose norms multiply by 1 + weight.
 UNIT_OFFSET = ("gemma2", "gemma3")
@@ -299,6 +301,40 @@ def test_every_method_keeps_float64_and_its_copies(method, tmp_path):
     assert all(tensor.dtype == torch.float64 for tensor in new.values())
     assert torch.equal(new["model.embed_tokens.weight"], old["model.embed_tokens.weight"])
     assert torch.equal(new["model.layers.0.mlp.up_proj.weight"], old["model.layers.0.mlp.up_proj.weight"])
+    if method != "lesa":  # which predicts in float32
+        assert not any(torch.equal(tensor, tensor.float().double()) for tensor in new.values() if tensor.any())
+
+
+def test_a_factor_is_applied_in_float64(native_family, tmp_path):
+    base = save_double(tmp_path / "base", native_family)
+    norm, unit = native_family in OUTPUT_NORMS, float(native_family in UNIT_OFFSET)
+    name = "post_feedforward_layernorm.weight" if norm else "mlp.down_proj.weight"
+    role = "mlp_output_norm" if norm else "down"
+    upscaled(base, tmp_path / "out", "attenuated-copy", placement="2", options={"scale": {role: 0.3}})
+    source = layer(read_tensors(base), 1)[name]
+    made = layer(read_tensors(tmp_path / "out"), 2)[name]
+    torch.testing.assert_close(made, (source + unit * norm) * 0.3 - unit * norm, rtol=0, atol=4e-16)
+
+
+def test_sums_are_those_of_exact_numbers(tmp_path):
+    base = save_double(tmp_path / "base")
+    coefficients = {0: 0.5, 1: 0.25, 3: -0.125}
+    upscaled(base, tmp_path / "out", "linear-combination", placement="2", options={"coefficients": coefficients})
+    old, name = read_tensors(base), "input_layernorm.weight"
+    for position, value in enumerate(layer(read_tensors(tmp_path / "out"), 2)[name].tolist()):
+        exact = sum(Fraction(layer(old, i)[name][position].item()) * Fraction(c) for i, c in coefficients.items())
+        assert abs(Fraction(value) - exact) <= Fraction(1, 2**52)
+
+
+def test_one_fine_source_is_enough():
+    sources = {"coarse": torch.tensor([1.0, 2.0]), "fine": torch.tensor([1e-12, 2e-12], dtype=torch.float64)}
+    exact = sources["coarse"].double() + sources["fine"]
+    made = Combine((2,), (("coarse", 1.0), ("fine", 1.0))).build(sources.__getitem__)
+    assert torch.equal(made, exact)
+    swapped = Combine((2,), (("fine", 1.0), ("coarse", 1.0)), 0.1).build(sources.__getitem__)
+    assert torch.equal(swapped, exact + 0.1)
+    narrow = Combine((2,), (("coarse", 0.1),)).build(lambda name: sources[name].bfloat16())
+    assert narrow.dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -144,6 +144,18 @@ def test_the_numbers_are_those_of_the_plans(shared_base, tmp_path):
         assert row["residual"] <= 1e-9 and row["iterations"] >= 1 and row["seconds"] >= 0
 
 
+def test_the_norm_ratio_of_gate_and_up_is_to_the_previous_layers_matrix(base, tmp_path):
+    """Not to what the output projection's plan left of it, which may be next to nothing."""
+    report, _ = fused(base, tmp_path / "out")
+    before, new = read_tensors(base), layer(read_tensors(tmp_path / "out"), 2)
+    rows = {row["tensor"]: row for row in report.measurements if row["layer"] == 2}
+    for role in ("gate", "up"):
+        name = f"mlp.{role}_proj.weight"
+        previous, following = (layer(before, index)[name].double() for index in (1, 2))
+        aligned = 2 * new[name].double() - following
+        assert rows[role]["norm_ratio"] == pytest.approx((aligned.norm() / previous.norm()).item(), rel=1e-3)
+
+
 def test_the_preset_of_the_release_gives_half_the_next_layer(tmp_path):
     base = save_base(
         tmp_path / "base", hidden_size=128, intermediate_size=256, num_attention_heads=8, num_key_value_heads=8
