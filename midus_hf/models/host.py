@@ -5,6 +5,7 @@ import importlib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -87,6 +88,10 @@ class MemoryConfig:
 class HostsMemory(InitialisesNarrowly, HostsBanks, NeedsLogSumExp):
     """Mixin for both a stack of layers and a language model that hosts memory."""
 
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.register_load_state_dict_pre_hook(_refuse_adapter_of_base)
+
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Do nothing: transformers would copy the code a second time, and set `auto_map` to the wrong module."""
@@ -115,8 +120,9 @@ class HostsMemory(InitialisesNarrowly, HostsBanks, NeedsLogSumExp):
         loading_info = super().load_adapter(*args, **kwargs)
         for adapter in set(model.peft_config) - before:
             names = _adapter_tensors(model).get(adapter, set())
+            loaded = names - set(loading_info.missing_keys)
             try:
-                _check_adapter_layers(model.config, adapter, names - set(loading_info.missing_keys), names)
+                _check_adapter_layers(model.config, adapter, loaded, names, model.peft_config[adapter])
             except ValueError:
                 _delete_adapter(model, adapter)
                 raise
@@ -169,7 +175,6 @@ class MemoryModel(HoldsBanks, HostsMemory):
     def __init__(self, config):
         super().__init__(config)
         register_targets(config.model_type)
-        self.register_load_state_dict_pre_hook(_refuse_adapter_of_base)
         memories = memories_of(config)
         taken_over: dict[int, tuple[Any, ...]] = {}
         for service in SERVICES.values():
@@ -275,7 +280,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def _refuse_adapter_of_base(
-    stack: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_of_torch: Any, **_more: Any
+    model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_of_torch: Any, **_more: Any
 ) -> None:
     """Refuse an adapter that was made for the base of an upscaled model, before the adapter's weights are loaded.
 
@@ -284,14 +289,20 @@ def _refuse_adapter_of_base(
     too, the adapter was made for the base.
 
     Raises:
-        ValueError: If the adapter numbers layers as in the base, and this stack of layers numbers them otherwise.
+        ValueError: If the adapter numbers layers as in the base, and this model numbers them otherwise.
     """
-    for adapter, names in _adapter_tensors(stack).items():
-        _check_adapter_layers(stack.config, adapter, {name for name in names if prefix + name in state_dict}, names)
+    for adapter, names in _adapter_tensors(model).items():
+        loaded = {name for name in names if prefix + name in state_dict}
+        _check_adapter_layers(model.config, adapter, loaded, names, getattr(model, "peft_config", {}).get(adapter))
 
 
-def _check_adapter_layers(config: Any, adapter: str, loaded: Iterable[str], names: Iterable[str]) -> None:
-    """Check that an adapter, whose targets match the tensors `names`, was not made for the base: that has fewer layers."""
+def _check_adapter_layers(
+    config: Any, adapter: str, loaded: Iterable[str], names: Iterable[str], adapter_config: Any
+) -> None:
+    """Check that an adapter, whose targets match the tensors `names`, was not made for the base, which has fewer layers.
+
+    Warn where its targets are in some layers alone, so that nothing but the name of the model that it was trained on can tell.
+    """
     text_config = config.get_text_config()
     record = getattr(text_config, "upscale", None)
     numbers: dict[int, int] = {}  # of each layer of the base where it occurs first
@@ -300,13 +311,22 @@ def _check_adapter_layers(config: Any, adapter: str, loaded: Iterable[str], name
             numbers.setdefault(layer["base"], number)
     has, lacks = _layers(loaded), _layers(set(names) - set(loaded))
     moved = [layer for layer in has if numbers.get(layer, layer) != layer]
-    if moved and has[-1] < len(numbers) and any(layer > has[-1] for layer in lacks):
+    if not moved or has[-1] >= len(numbers):
+        return
+    if any(layer > has[-1] for layer in lacks):
         raise ValueError(
             f"adapter {adapter!r} has weights for layers {has[0]} to {has[-1]} and none for {', '.join(map(str, lacks))}, "
             f"which its targets also match: it was made for the base of {len(numbers)} layers, and layer {moved[0]} of the "
             f"base is layer {numbers[moved[0]]} here. On this model of {text_config.num_hidden_layers} layers it would change the "
             "wrong ones. Expected an adapter that was trained on this model. Or let 'upscale adapter' write this one for "
             "this model."
+        )
+    trained_on = getattr(adapter_config, "base_model_name_or_path", None)
+    if trained_on and trained_on != config._name_or_path:
+        warnings.warn(
+            f"adapter {adapter!r} was trained on {trained_on!r} and changes layers {has[0]} to {has[-1]}. If that is the base of "
+            f"this model, these are the wrong layers: layer {moved[0]} of the base is layer {numbers[moved[0]]} here.",
+            stacklevel=2,
         )
 
 

@@ -1,5 +1,7 @@
 """An adapter that was made for the base of an upscaled model would find the wrong layers there, and is refused."""
 
+import re
+
 import pytest
 import torch
 from adapters.adapted_models import let_act, logits
@@ -48,7 +50,7 @@ def test_an_adapter_of_the_stack_of_the_base_is_refused_as_well(upscaled, tmp_pa
 
 
 @pytest.mark.parametrize("of", ["targets", "lora_config", "last layers"])
-def test_an_adapter_of_the_upscaled_model_is_loaded(of, upscaled, tmp_path):
+def test_an_adapter_of_the_upscaled_model_is_loaded(of, upscaled, tmp_path, recwarn):
     folder = upscaled("llama")
     model = AutoModelForCausalLM.from_pretrained(folder)
     configs = {
@@ -69,6 +71,24 @@ def test_an_adapter_of_the_upscaled_model_is_loaded(of, upscaled, tmp_path):
             assert torch.equal(logits(model), expected)
     finally:
         moved.rename(folder)
+    assert not [warning for warning in recwarn if "trained on" in str(warning.message)]
+
+
+@pytest.mark.parametrize("loader", ["peft", "transformers"])
+def test_an_adapter_of_some_layers_is_loaded_with_a_warning_where_it_was_trained_on_another_model(
+    loader, upscaled, tmp_path
+):
+    folder = upscaled("llama")
+    config = LoraConfig(**TARGETS, layers_to_transform=[0, 1])
+    save_adapter(AutoModelForCausalLM.from_pretrained(folder.parent / "base"), config, tmp_path / "adapter")
+    message = "changes layers 0 to 1. If that is the base of this model, these are the wrong layers: layer 1 of the base is layer 2"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.warns(UserWarning, match=re.escape(message)) as said:
+        if loader == "peft":
+            PeftModel.from_pretrained(model, tmp_path / "adapter")
+        else:
+            model.load_adapter(str(tmp_path / "adapter"))
+    assert len([each for each in said if "wrong layers" in str(each.message)]) == 1
 
 
 def test_a_second_adapter_is_judged_by_its_own_weights(upscaled, tmp_path):
