@@ -1,54 +1,152 @@
 """Parts of the commands that train: each makes one run, prints one line at its end, and sets the exit status."""
 
+import dataclasses
 import gc
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from midus_hf.cli.command_line import FAILED, WRONG_REQUEST, Ending, is_main_process
-from midus_hf.cli.options import argument
+from midus_hf.cli.options import argument, option
 
 Overrides = Annotated[
     list[str] | None,
-    argument("Keys that replace those of the file.", "KEY=VALUE", show_default=False),
+    argument("Keys that replace those of the recipe, or recipes.", "KEY=VALUE", show_default=False),
 ]
 
 
-def train_in_group(
-    arguments_class: type[Any], prepare: Callable[[Any], Any], path: str, overrides: Sequence[str]
-) -> None:
+Model = Annotated[str | None, option("The model to train; needed with texts.", "MODEL")]
+Output = Annotated[str | None, option("Folder to make; needed with texts.", "DIR")]
+
+# The key of the texts, by command, and keys for a short run on them.
+_TEXTS = {"train": "corpus", "sft": "dataset_name"}
+_LENGTH = {"train": "sequence_length", "sft": "max_length"}
+_SHORT_RUN = {"num_train_epochs": 3, "per_device_train_batch_size": 4}
+_RATES = {"new": {"learning_rate": 1e-3, "value_learning_rate": 1e-2}, "all": {"learning_rate": 1e-4}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """Words of a command that trains.
+
+    Args:
+        command: Name of the command: `train` or `sft`.
+        first: A recipe, or texts.
+        overrides: Words behind `first`, `key=value` or recipes.
+        model: Value of `--model`.
+        output: Value of `--output`.
+    """
+
+    command: str
+    first: str
+    overrides: Sequence[str]
+    model: str | None = None
+    output: str | None = None
+
+    def read(self, arguments_class: type[Any]) -> Any:
+        """Return the arguments of the run: those of the recipe, or keys for a short run on the texts, which one line names.
+
+        Raises:
+            ValueError: If the words are no request.
+        """
+        from midus_hf.cli.options import read_recipe
+        from midus_hf.config.yaml_options import apply_words, from_mapping
+
+        options = {"model_name_or_path": self.model, "output_dir": self.output}
+        words = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
+        if self.first.endswith((".yaml", ".yml")):
+            return read_recipe(arguments_class, self.first, [*words, *self.overrides])
+        self._refuse_other_kinds()
+        given = {word.partition("=")[0] for word in (*words, *self.overrides)}
+        for key, name in (("model_name_or_path", "model"), ("output_dir", "output")):
+            if key not in given:
+                raise ValueError(
+                    f"--{name} is missing: {self.first!r} is read as texts; run 'midus {self.command} {self.first} --model MODEL "
+                    "--output DIR', or give a recipe, a file that ends in .yaml."
+                )
+        chosen = {_LENGTH[self.command]: 256, **_SHORT_RUN, **self._rates()}
+        said = ", ".join(f"{key}={value:g}" for key, value in chosen.items() if key not in given)
+        if said and is_main_process():
+            print(f"for a short run: {said}; KEY=VALUE behind the texts replaces any", file=sys.stderr)
+        if "max_steps" in given:  # which the Trainer prefers to epochs
+            del chosen["num_train_epochs"]
+        values = {_TEXTS[self.command]: self.first, **chosen}
+        return from_mapping(arguments_class, apply_words(arguments_class, values, [*words, *self.overrides]))
+
+    def _refuse_other_kinds(self) -> None:
+        """Refuse a first word that is a model, a method or a word `key=value`, and say what takes it.
+
+        Raises:
+            ValueError: If it is one.
+        """
+        from midus_hf.cli.training.printed_config import recipes
+
+        path = Path(self.first)
+        usage = f"midus {self.command} TEXTS --model MODEL --output DIR"
+        if not path.exists() and "=" in self.first:
+            raise ValueError(
+                f"{self.first!r} stands first; expected a recipe or texts before it: '{usage} {self.first}'."
+            )
+        if (path / "config.json").is_file():
+            raise ValueError(
+                f"{self.first!r} is a model, and texts are expected; run 'midus {self.command} TEXTS --model {path}'."
+            )
+        if path.exists():
+            return
+        if self.first in recipes(self.command):
+            raise ValueError(
+                f"{self.first!r} is a recipe's name; run 'midus {self.command} --print-config {self.first} > recipe.yaml' and then "
+                f"'midus {self.command} recipe.yaml'."
+            )
+        import upscalers.methods  # noqa: F401  # which registers the methods
+        from upscalers.methods.contract import METHODS
+
+        if self.first in METHODS:
+            raise ValueError(
+                f"{self.first!r} is a method, by which 'upscale --method {self.first}' makes a model; then run '{usage}'."
+            )
+
+    def _rates(self) -> dict[str, float]:
+        """Return learning rates for a short run: those of new parts, or of a whole model."""
+        path, adapted = (
+            Path(self.model or "", "config.json"),
+            any(word.startswith("adapters") for word in self.overrides),
+        )
+        record = json.loads(path.read_text(encoding="utf-8")).get("upscale", {}) if path.is_file() else {}
+        return _RATES["new" if adapted or record.get("trainable") == "new" else "all"]
+
+
+def train_in_group(arguments_class: type[Any], prepare: Callable[[Any], Any], words: Words) -> None:
     """Read the arguments of a run, train, and print one line about the result.
 
     Args:
         arguments_class: The dataclass of the arguments.
         prepare: Makes a run of the arguments, whose `execute` returns a `TrainResult`.
-        path: The YAML file of arguments.
-        overrides: Words `key=value` that replace keys of the file.
+        words: Words of the command.
 
     Raises:
         Ending: If the request is wrong, or the run failed or was interrupted.
     """
     group_is_ours = not _is_in_process_group()
     # `_train` returns the ending, since a raised exception would keep the trainer alive.
-    ending = _train(arguments_class, prepare, path, overrides)
+    ending = _train(arguments_class, prepare, words)
     if group_is_ours:
         _leave_process_group()
     if ending is not None:
         raise ending
 
 
-def _train(
-    arguments_class: type[Any], prepare: Callable[[Any], Any], path: str, overrides: Sequence[str]
-) -> Ending | None:
-    from midus_hf.cli.options import read_recipe
+def _train(arguments_class: type[Any], prepare: Callable[[Any], Any], words: Words) -> Ending | None:
     from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.model_names import check_sources
     from midus_hf.training.callbacks import RunInterrupted
     from midus_hf.training.optim.finite import NotFiniteError
 
     try:
-        arguments = read_recipe(arguments_class, path, overrides)
+        arguments = words.read(arguments_class)
         check_sources(arguments.sources())
         with library_bars_on_terminals():
             run = prepare(arguments)

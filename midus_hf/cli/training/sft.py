@@ -6,7 +6,7 @@ from typing import Annotated
 
 from midus_hf.cli.command_line import WRONG_REQUEST, Ending, command_line, run_command
 from midus_hf.cli.options import argument
-from midus_hf.cli.training.command import Overrides, train_in_group
+from midus_hf.cli.training.command import Model, Output, Overrides, Words, train_in_group
 from midus_hf.cli.training.printed_config import print_config_option
 from midus_hf.config.wording import install_extra
 
@@ -24,8 +24,10 @@ app = command_line()
 
 @app.command()
 def midus_sft(
-    config: Annotated[str, argument("YAML file of keys; recipes are in configs/sft.", "CONFIG")],
+    config: Annotated[str, argument("Chats, or a YAML file of keys; recipes are in configs/sft.", "CHATS|CONFIG")],
     overrides: Overrides = None,
+    model: Model = None,
+    output: Output = None,
     print_config: Annotated[str | None, print_config_option("sft", _options)] = None,
 ) -> None:
     """Fine-tune a model on chats, with the loss of answers alone.
@@ -34,6 +36,7 @@ def midus_sft(
     TRL's sft has as well is named as there.
 
     \b
+    midus sft CHATS.jsonl --model MODEL --output TUNED
     midus sft --print-config midus-hml > recipe.yaml
     midus sft recipe.yaml model_name_or_path=MODEL dataset_name=CHATS.jsonl
     """
@@ -45,7 +48,7 @@ def midus_sft(
         )
     from midus_hf.training.sft.run import prepare
 
-    train_in_group(_options(), prepare, config, overrides or [])
+    train_in_group(_options(), prepare, Words("sft", config, overrides or [], model, output))
 
 
 main = partial(run_command, app, name="midus sft", raises=True)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import argument
-from midus_hf.cli.training.command import Overrides, train_in_group
+from midus_hf.cli.training.command import Model, Output, Overrides, Words, train_in_group
 from midus_hf.cli.training.printed_config import print_config_option
 
 
@@ -20,8 +20,10 @@ app = command_line()
 
 @app.command()
 def midus_train(
-    config: Annotated[str, argument("YAML file of keys; recipes are in configs/train.", "CONFIG")],
+    config: Annotated[str, argument("Texts, or a YAML file of keys; recipes are in configs/train.", "TEXTS|CONFIG")],
     overrides: Overrides = None,
+    model: Model = None,
+    output: Output = None,
     print_config: Annotated[str | None, print_config_option("train", _arguments)] = None,
 ) -> None:
     """Train a model on text: an upscaled model, any other model, or a new one from random weights.
@@ -31,12 +33,13 @@ def midus_train(
     meaning.
 
     \b
+    midus train TEXTS --model UPSCALED --output TRAINED
     midus train --print-config midus-hml > recipe.yaml
     midus train recipe.yaml model_name_or_path=UPSCALED corpus=TEXTS
     """
     from midus_hf.training.run import prepare
 
-    train_in_group(_arguments(), prepare, config, overrides or [])
+    train_in_group(_arguments(), prepare, Words("train", config, overrides or [], model, output))
 
 
 main = partial(run_command, app, name="midus train", raises=True)
