@@ -144,6 +144,18 @@ def print_measurements(measurements: list[dict[str, Any]]) -> None:
         RichConsole().print(table)
 
 
+def print_method_list(described: list[dict[str, Any]]) -> None:
+    """Print a line per method: its name, whether its model starts as the base, and its summary."""
+    starts = {"exact at the start": "exact", "no": "changed"}
+    for method in described:
+        start = starts.get(_starts_as(method), "changed*")
+        print(f"{method['name']:<20} {start:<9} {method['summary'].removesuffix(' (identity at start)')}")
+    print(
+        "\nexact: until it is trained, the model computes what the base computes; changed*: with --set identity=auto, too."
+    )
+    print("'upscale methods NAME' says a method's options, their defaults and the paper.")
+
+
 def print_methods(described: list[dict[str, Any]]) -> None:
     """Print methods and their options."""
     for method in described:

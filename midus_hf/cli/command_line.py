@@ -30,10 +30,13 @@ INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 def command_line(help: str | None = None, **settings: Any) -> typer.Typer:
     """Return an empty command line in the style of all commands.
 
-    `help` is the first text of the help; by default the docstring of the only command. `settings` are arguments of `typer.Typer`.
+    `help` is the first text of the help; by default the docstring of the only command, or of the callback. `settings` are arguments
+    of `typer.Typer`.
     """
     style: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
-    return typer.Typer(help=help, **{**style, **settings})
+    if help is not None:  # None itself would hide the docstring of a callback
+        settings["help"] = help
+    return typer.Typer(**{**style, **settings})
 
 
 class Ending(Exception):

@@ -31,14 +31,11 @@ class _Options:
     ] = None
     method: Annotated[str | None, option("See 'upscale methods'.", "NAME")] = None
     output: Annotated[str | None, option("Folder to make; needed unless --dry-run.", "DIR")] = None
-    num_new_layers: Annotated[
-        int | None, option("New layers to insert.  [default: half the base's, or near it]", "K")
-    ] = None
+    num_new_layers: Annotated[int | None, option("New layers.  [default: half the base's or so]", "K")] = None
     placement: Annotated[
         Any,
         option(
-            "distributed, top-heavy, bottom-heavy, llama-pro, whole-periods (keeps a pattern of sliding and full "
-            "attention), or indices in the result.  [default: the method's]",
+            "distributed, top-heavy, bottom-heavy, llama-pro, whole-periods, or indices in the result.  [default: the method's]",
             "POLICY|I,J,K",
             parser=str,
         ),
@@ -89,7 +86,11 @@ def run(
     json_: Json = False,
     version: Annotated[bool, flag("--version", "Print the version.")] = False,
 ) -> None:
-    """Upscale a pretrained checkpoint: add memory or depth. Most methods do not change what it computes."""
+    """Add memory or layers to a pretrained model. Until it is trained, the new model computes what the base computes.
+
+    \b
+    upscale --base HuggingFaceTB/SmolLM2-135M --method midus-hml --output OUT
+    """
     if context.invoked_subcommand is not None:
         return
     if not any(context.params.values()):
@@ -123,10 +124,10 @@ def methods(
     name: Annotated[str | None, argument("Only this one.  [default: all]", "NAME")] = None,
     json_: Json = False,
 ) -> None:
-    """List every method, its options, defaults and paper."""
+    """List the methods, or show the options, defaults and paper of one."""
     import upscalers.methods  # noqa: F401 - fills the table
     from midus_hf.config.options import describe_options
-    from upscalers.console import print_methods
+    from upscalers.console import print_method_list, print_methods
     from upscalers.methods.contract import METHODS, get_method, load_offered_methods
     from upscalers.record.provenance import paper_entry
 
@@ -144,7 +145,7 @@ def methods(
         }
         for method in ([get_method(name)] if name else [METHODS[known] for known in sorted(METHODS)])
     ]
-    show(described, json_, print_methods)
+    show(described, json_, print_methods if name else print_method_list)
 
 
 @app.command()

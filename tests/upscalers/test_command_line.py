@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from tests.upscalers.checkpoints import MEMORY_OPTIONS, file_digests, record_of, same_tensors
+from upscalers.methods.contract import METHODS
 from upscalers.request.errors import VerificationError
 from upscalers.runs.upscale import upscale
 
@@ -86,9 +87,22 @@ def test_methods_are_listed_with_options_defaults_and_paper(command):
     assert method["paper"] == {"title": "MIDUS: Memory-Infused Depth Up-Scaling", "reference": "arXiv:2512.13751"}
     assert {row["name"]: row["default"] for row in method["options"]} == {**MEMORY_OPTIONS, "n": 64, "k": 4}
     assert (method["identity"], method["trainable"], method["placement"]) == (True, "new", "distributed")
-    table = command("methods")
+    table = command("methods", "midus-hml")
     assert table.status == 0
     assert all(word in table.out for word in ("midus-hml", "--set n=64", "--set k=4", "arXiv:2512.13751"))
+
+
+def test_the_list_of_methods_has_a_line_each_that_says_how_the_model_starts(command):
+    lines = [line.split() for line in command("methods").out.splitlines()]
+    starts = {line[0]: line[1] for line in lines if line and line[0] in METHODS}
+    assert starts.keys() == METHODS.keys()
+    assert [starts[name] for name in ("midus-hml", "solar", "lesa")] == ["exact", "changed", "changed*"]
+
+
+def test_help_begins_with_what_upscale_does_and_an_example(command):
+    beginning = command("--help").out.partition("Options:")[0]
+    assert "Add memory or layers to a pretrained model." in beginning
+    assert "upscale --base HuggingFaceTB/SmolLM2-135M --method midus-hml --output OUT" in beginning
 
 
 @pytest.mark.parametrize(
