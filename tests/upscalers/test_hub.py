@@ -89,18 +89,32 @@ def test_what_cannot_be_downloaded_is_told_with_the_reason(base, hub, command, r
         refused(command(*DOWNLOADED), "'org/base' is no local folder, and the Hub cannot be reached", None)
 
 
-def test_a_model_pushed_from_python_brings_its_code(base, hub, tmp_path):
+WITHOUT_THE_PACKAGE = """
+import sys
+import torch
+sys.modules.update(midus_hf=None, upscalers=None)  # neither can be imported
+from transformers import AutoModelForCausalLM
+for repository in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(repository, dtype="auto", trust_remote_code=True).eval()
+    with torch.no_grad():
+        torch.save(model(torch.load("tokens.pt")).logits, f"{repository.partition('/')[2]}.pt")
+"""
+
+
+def test_a_model_pushed_from_python_brings_its_code_and_runs_without_the_package(base, hub, tmp_path):
     upscale(base=base, method="midus-hml", output=tmp_path / "out", options={"n": 8, "k": 2}, verify=False)
     model = load(tmp_path / "out")
     model.push_to_hub("me/pushed")
     model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="me/saved-and-pushed")
-    for name in ("me/pushed", "me/saved-and-pushed"):
+    names = ("me/pushed", "me/saved-and-pushed")
+    torch.save(prompt(), tmp_path / "tokens.pt")
+    done = run_python(WITHOUT_THE_PACKAGE, *names, folder=tmp_path, **client_environment(hub, tmp_path))
+    assert done.returncode == 0, done.stderr
+    for name in names:
         files = hub.repositories[name].files
         assert files["modeling_midus.py"] == (tmp_path / "out" / "modeling_midus.py").read_bytes()
         assert json.loads(files["config.json"])["auto_map"] == config_of(tmp_path / "out")["auto_map"]
-        loaded = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
-        with torch.no_grad():
-            assert torch.equal(loaded(prompt()).logits, logits(base))
+        assert torch.equal(torch.load(tmp_path / f"{name.partition('/')[2]}.pt"), logits(base))
 
 
 def test_a_model_pushed_from_python_brings_its_bank(base, hub, tmp_path):
