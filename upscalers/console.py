@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from midus_hf.version import __version__
+from upscalers.edits.checkpoint_edit import described
 from upscalers.record.report import ParameterCounts, UpscaleReport
 from upscalers.request.progress import Progress
 from upscalers.tensors.solver import summary_table
@@ -144,10 +145,10 @@ def print_measurements(measurements: list[dict[str, Any]]) -> None:
         RichConsole().print(table)
 
 
-def print_method_list(described: list[dict[str, Any]]) -> None:
+def print_method_list(methods: list[dict[str, Any]]) -> None:
     """Print a line per method: its name, whether its model starts as the base, and its summary."""
     starts = {"exact at the start": "exact", "no": "changed"}
-    for method in described:
+    for method in methods:
         start = starts.get(_starts_as(method), "changed*")
         print(f"{method['name']:<20} {start:<9} {method['summary'].removesuffix(' (identity at start)')}")
     print(
@@ -156,9 +157,9 @@ def print_method_list(described: list[dict[str, Any]]) -> None:
     print("'upscale methods NAME' says a method's options, their defaults and the paper.")
 
 
-def print_methods(described: list[dict[str, Any]]) -> None:
+def print_methods(methods: list[dict[str, Any]]) -> None:
     """Print methods and their options."""
-    for method in described:
+    for method in methods:
         table = _table(method["name"], method["summary"])
         _add(table, "identity", _starts_as(method))
         _add(table, "trains", _trains(method))
@@ -213,7 +214,7 @@ def print_inspection(inspection: dict[str, Any]) -> None:
     _add(table, "options", ", ".join(f"{key}={_yaml(value)}" for key, value in inspection["options"].items()))
     _add(table, "seed", str(inspection["seed"]))
     for edit in inspection.get("edits", []):
-        _add(table, "edited", ", ".join(f"{key} {_yaml(value)}" for key, value in edit.items()))
+        _add(table, "edited", described(edit))
     _add(
         table, "parameters", f"{inspection['parameters']['total']:,}, of them new {inspection['parameters']['new']:,}"
     )

@@ -159,7 +159,7 @@ def test_edits_are_told_and_recorded_and_all_else_comes_along(tmp_path, chapters
         assert (output / name).read_bytes() == (checkpoint / name).read_bytes()
     assert {file.name for file in output.iterdir()} == {file.name for file in checkpoint.iterdir()}
     assert inspect_checkpoint(output)["edits"] == edits and "edits" not in inspect_checkpoint(checkpoint)
-    assert "command zero, memories [chapters], chapters 1-2" in " ".join(command("inspect", output).out.split())
+    assert "edited zero of chapters, chapters 1-2" in " ".join(command("inspect", output).out.split())
     assert "edited: zero of chapters, chapters 1-2" in " ".join(chapters("list", output).out.split())
 
 
