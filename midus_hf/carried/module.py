@@ -26,7 +26,7 @@ from midus_hf.carried.sources import Edit, Name, SourceText, read_module
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.config.memory_entries import Memories
 from midus_hf.memory.memory_state import MemoryState
-from midus_hf.memory.needs import MIXINS, SERVICES, SITES
+from midus_hf.memory.needs import MIXINS, SERVICES, SITES, Service, Site
 from midus_hf.memory.registry import build_memory
 from midus_hf.version import __version__
 
@@ -71,9 +71,10 @@ def carried_module(config: Any) -> str:
     with torch.device("meta"):
         modules = [build_memory(entry.options, memories.sizes, 0, len(entry.layers)) for entry in memories.entries]
     hosted = list(zip(memories.entries, modules, strict=True))
+    registered: dict[str, type[Service] | type[Site]] = {**SERVICES, **SITES}
     parts = {
         name: part
-        for name, part in (*SERVICES.items(), *SITES.items())
+        for name, part in registered.items()
         if any(part.is_needed(entry, memory, memories.sizes) for entry, memory in hosted)
     }
     kinds = tuple(dict.fromkeys(f"{entry.type} memory ({entry.site})" for entry in memories.entries))

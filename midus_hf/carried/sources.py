@@ -122,13 +122,16 @@ def read_module(name: str, packages: frozenset[str]) -> "Module":
     """
     imported = importlib.import_module(name)
     loader: Any = imported.__loader__
-    return _taken_apart(imported, loader.get_source(imported.__name__) or "", packages)
+    source = loader.get_source(imported.__name__) or ""
+    read = _read.get((name, packages))
+    # Another module may have had the same name and source.
+    if read is None or read[0] is not imported or read[1] != source:
+        read = _read[name, packages] = (imported, source, Module(imported, source, packages))
+    return read[2]
 
 
-@cache
-def _taken_apart(imported: ModuleType, source: str, packages: frozenset[str]) -> "Module":
-    """Return a module by its source. The module is given too, since another module may have had the same name and source."""
-    return Module(imported, source, packages)
+# The last reading of each module, by its name and the packages, with what was read.
+_read: "dict[tuple[str, frozenset[str]], tuple[ModuleType, str, Module]]" = {}
 
 
 class Module:

@@ -16,25 +16,7 @@ from midus_hf.memory.registry import MemoryModule
 Part = TypeVar("Part")
 
 
-class NeededPart:
-    """A part that a model has only if one of its memories needs the part."""
-
-    #: Name under which the part is registered.
-    key: ClassVar[str]
-
-    @staticmethod
-    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether a memory needs the part.
-
-        Args:
-            entry: The memory's entry in the config.
-            memory: The memory's module in one layer.
-            sizes: Sizes of the model.
-        """
-        raise NotImplementedError
-
-
-class Service(NeededPart):
+class Service:
     """Service of a model to its memories: something that it makes in every pass for the memories that need it.
 
     Args:
@@ -43,6 +25,8 @@ class Service(NeededPart):
         hosted: The module of each memory in each layer, by name and layer; the name of an inserted memory is empty.
     """
 
+    #: Name under which the service is registered.
+    key: ClassVar[str]
     #: Whether layers are called with `MemoryInputs`.
     makes_inputs: ClassVar[bool] = True
 
@@ -51,7 +35,13 @@ class Service(NeededPart):
 
     @classmethod
     def is_needed(cls, entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether the memory names the service in its `context`."""
+        """Return whether a memory needs the service. Default: if the memory names the service in its `context`.
+
+        Args:
+            entry: The memory's entry in the config.
+            memory: The memory's module in one layer.
+            sizes: Sizes of the model.
+        """
         return cls.key in memory.context
 
     @staticmethod
@@ -103,7 +93,7 @@ class LayerCall(NamedTuple):
     rotation: Any
 
 
-class Site(NeededPart):
+class Site:
     """Memories at a site of one layer.
 
     Args:
@@ -112,6 +102,8 @@ class Site(NeededPart):
         memories: Memories of the model.
     """
 
+    #: Name under which the site is registered.
+    key: ClassVar[str]
     #: The site, as entries of a config name it.
     name: ClassVar[str]
 
@@ -120,7 +112,7 @@ class Site(NeededPart):
 
     @classmethod
     def is_needed(cls, entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether the memory is at the site."""
+        """Return whether a memory needs the site; arguments as of `Service.is_needed`. Default: if the memory is at the site."""
         return entry.site == cls.name
 
     @classmethod

@@ -46,15 +46,6 @@ def test_rows_grouped_by_block_give_what_they_give_alone():
     torch.testing.assert_close(block_by_block(**arguments), alone)
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch", "auto"])
-@pytest.mark.parametrize("rows", [1, 4])
-def test_without_blocks_each_row_has_its_own(rows, backend):
-    arguments = inputs(rows, num_blocks=rows)
-    actual = block_linear(arguments["inputs"], arguments["weights"], None, backend=backend)
-    expected = block_linear(arguments["inputs"], arguments["weights"], torch.arange(rows), backend="reference")
-    torch.testing.assert_close(actual, expected)
-
-
 def test_weights_take_the_dtype_of_inputs():
     arguments = inputs(dtype=torch.float32)
     assert (
@@ -70,10 +61,9 @@ def test_weights_take_the_dtype_of_inputs():
             r"inputs is \(2, 4\) and weights \(3, 6, 4\); expected \[batch, tokens, width\]",
         ),
         ({"weights": torch.zeros(3, 6, 5)}, r"weights \(3, 6, 5\); expected"),
-        ({"blocks": None}, r"weights has 3 blocks and blocks is None; expected one for each of the 5 rows\."),
         ({"blocks": torch.zeros(4, dtype=torch.int64)}, r"blocks is \(4,\); expected one for each of the 5 rows"),
     ],
-    ids=["inputs", "weights", "no blocks", "blocks"],
+    ids=["inputs", "weights", "blocks"],
 )
 def test_shapes_that_disagree_are_refused(change, message):
     with pytest.raises(ValueError, match=message):

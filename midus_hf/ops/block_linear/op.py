@@ -8,7 +8,7 @@ from midus_hf.ops.dispatch.choices import resolve
 
 
 def block_linear(
-    inputs: torch.Tensor, weights: torch.Tensor, blocks: torch.Tensor | None, *, backend: str = "auto"
+    inputs: torch.Tensor, weights: torch.Tensor, blocks: torch.Tensor, *, backend: str = "auto"
 ) -> torch.Tensor:
     """Multiply each row by the row's block, `out[b, t] = weights[blocks[b]] @ inputs[b, t]`.
 
@@ -18,7 +18,7 @@ def block_linear(
     Args:
         inputs: `[B, T, i]`, floating point.
         weights: `[U, o, i]`, the U blocks; cast to the dtype of `inputs`.
-        blocks: `[B]`, int64, the block of each row, from 0 to U - 1; None if row b has block b, so that U is B.
+        blocks: `[B]`, int64, the block of each row, from 0 to U - 1.
         backend: One of the choices of `OpChoices`; every backend uses matrix products. Default: `"auto"`.
 
     Returns:
@@ -33,25 +33,19 @@ def block_linear(
     weights = weights.to(inputs.dtype)
     if len(weights) == 1:
         return F.linear(inputs, weights[0])
-    if blocks is None:
-        return torch.bmm(inputs, weights.transpose(1, 2))
     on_cpu = inputs.device.type == "cpu" and not torch.compiler.is_compiling()
     if on_cpu and len(weights) < len(inputs):
         return block_by_block(inputs, weights, blocks)
     return torch.bmm(inputs, weights[blocks].transpose(1, 2))
 
 
-def _check_blocks(inputs: torch.Tensor, weights: torch.Tensor, blocks: torch.Tensor | None) -> None:
+def _check_blocks(inputs: torch.Tensor, weights: torch.Tensor, blocks: torch.Tensor) -> None:
     if inputs.dim() != 3 or weights.dim() != 3 or inputs.shape[-1] != weights.shape[-1]:
         raise ValueError(
             f"inputs is {tuple(inputs.shape)} and weights {tuple(weights.shape)}; expected [batch, tokens, width] and "
             "[blocks, outputs, width]."
         )
-    if blocks is None and len(weights) != len(inputs):
-        raise ValueError(
-            f"weights has {len(weights)} blocks and blocks is None; expected one for each of the {len(inputs)} rows."
-        )
-    if blocks is not None and blocks.shape != inputs.shape[:1]:
+    if blocks.shape != inputs.shape[:1]:
         raise ValueError(f"blocks is {tuple(blocks.shape)}; expected one for each of the {len(inputs)} rows.")
 
 
