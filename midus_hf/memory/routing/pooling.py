@@ -106,7 +106,8 @@ def pool_tokens(states: torch.Tensor, places: TokenPlaces) -> Pooled:
 def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> Pooled:
     """Return the mean over all tokens of each document, including later tokens, with the arguments of `pool_prompt`.
 
-    The documents of packed rows are counted, which waits for the device. A compiled graph cannot wait: it assumes one document per
+    The documents of packed rows are counted, which waits for the device, and read side by side, filled up to the longest: one long
+    document among many short ones costs as much as if all were long. A compiled graph cannot wait: it assumes one document per
     token.
     """
     batch, tokens, width = states.shape
