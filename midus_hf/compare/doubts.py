@@ -29,7 +29,7 @@ class Doubt:
     @property
     def sentence(self) -> str:
         """The reason with the variants that it concerns."""
-        return f"{self.reason}: {', '.join(f'{name} {words}'.strip() for name, words in self.variants.items())}."
+        return f"{self.reason}: {', '.join(f'{name} {detail}'.strip() for name, detail in self.variants.items())}."
 
 
 def doubts(findings: Findings) -> list[Doubt]:

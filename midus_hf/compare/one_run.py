@@ -6,29 +6,25 @@ was interrupted begins anew.
 
 import ctypes
 import dataclasses
-import gc
 import json
 import math
 import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_hf.compare.functions import teach
+from midus_hf.compare.making import certificate_of, free_memory, taught_model, trained_model, upscaled_model
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.origins import code, machine
 from midus_hf.compare.results import Measured, Point, Result, read_result, write_result
 from midus_hf.compare.runs import Run, base_run, window_keys
+from midus_hf.compare.stages import measure_stages
 from midus_hf.compare.variants import SHUFFLED, Variant, available_controls, wanted
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
-
-# File beside a trained model that certifies what training kept.
-CERTIFICATE_FILE = "certificate.json"
 
 _SET_PARENT_DEATH_SIGNAL = 1
 
@@ -51,7 +47,7 @@ def do(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> Result:
     """Do a run from its beginning, write its result beside its folder, and remove the folder with its models.
 
     Args:
-        run: The run.
+        run: Run of a variant of the comparison, or of the base.
         comparison: The comparison, resolved by `plan`.
         inputs: Digests of data and base, as `midus_hf.compare.origins.Inputs` returns them.
     """
@@ -64,11 +60,14 @@ def do(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> Result:
 def measure(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> Result:
     """Do a run from its beginning, and return its result; its models stay in its folder.
 
-    The models are `upscaled`, `trained` and `tuned`. Arguments are those of `do`.
+    The models are `upscaled`, `trained` and `tuned`. `do` has the same arguments.
     """
     folder = run.folder(comparison)
     shutil.rmtree(folder, ignore_errors=True)  # an interrupted run left it
-    if run.variant.is_base:
+    if comparison.stages:
+        folder.mkdir(parents=True)
+        result = measure_stages(run, comparison, folder)
+    elif run.variant.is_base:
         losses, tasks = _losses(comparison.base, run, comparison), _tasks(comparison.base, comparison)
         result = Result(run.variant.name, {}, 0, [Point(0, 0, None, losses)], tasks=tasks)
     else:
@@ -84,68 +83,48 @@ def measure(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> Resu
 
 def _trained_by_method(run: Run, comparison: Comparison, folder: Path) -> Result:
     """Upscale and train the model of a run, and return what was measured until the end of training."""
-    from midus_hf.training.arguments import TrainArguments
-    from midus_hf.training.run import train
-
     variant, model, measured = run.variant, comparison.base, dict[str, Any]()
     if variant.upscale is not None:
-        from upscalers.runs.upscale import upscale
-
         model = str(folder / "upscaled")
-        report = upscale(base=comparison.base, output=model, seed=run.seed, **variant.upscale)
-        difference = report.identity.max_abs_diff
-        config = json.loads((folder / "upscaled" / "config.json").read_text(encoding="utf-8"))
-        measured = {
-            "new_parameters": report.parameters.new,
-            "starts_at_base": None if difference is None else difference == 0.0,
-            "is_causal": config["upscale"].get("causal", True),
-            "controls": {} if variant.control is not None else available_controls(config),
-        }
-    outcome = train(from_mapping(TrainArguments, run.training_keys(comparison, model, folder / "trained")))
-    events = [json.loads(line) for line in (folder / "trained" / "log.jsonl").read_text("utf-8").splitlines()]
-    last = events[-1]
-    _free_memory()
+        made = upscaled_model(comparison.base, folder / "upscaled", run.seed, variant.upscale)
+        measured = made.measured
+        measured["controls"] = {} if variant.control is not None else available_controls(made.config)
+    trained = trained_model(run.training_keys(comparison, model, folder / "trained"))
     return Result(
         variant=variant.name,
         rate=dict(run.rate),
         seed=run.seed,
-        curve=curve(events, list(comparison.texts)),
+        curve=curve(trained.events, list(comparison.texts)),
         control=variant.control,
         control_of=variant.control_of,
-        trained_parameters=last["trained_parameters"],
-        tokens=outcome.tokens,
-        seconds=last["training_seconds"],
-        peak_memory_bytes=last["peak_memory_bytes"],
+        trained_parameters=trained.parameters,
+        tokens=trained.tokens,
+        seconds=trained.seconds,
+        peak_memory_bytes=trained.peak_memory_bytes,
         **measured,
     )
 
 
 def _trained_by_function(run: Run, comparison: Comparison, folder: Path) -> Result:
     """Let the function of a variant make the model of a run, and return what the Trainer measures of the base and of this model."""
-    from midus_hf.training.run import peak_memory_bytes
-
-    variant, trained = run.variant, folder / "trained"
-    assert variant.function is not None
-    started = time.perf_counter()
+    variant = run.variant
     keys = {**variant.train, **run.rate}
-    counts = teach(variant.name, variant.function, comparison.base, trained, run.seed, keys)
-    seconds, peak = time.perf_counter() - started, peak_memory_bytes()
-    _free_memory()
+    taught = taught_model(variant, comparison.base, folder / "trained", run.seed, keys)
     points = []
     if comparison.texts:
         start = _losses_of_trainer(comparison.base, run, comparison, folder / "start")
-        end = _losses_of_trainer(str(trained), run, comparison, folder / "end")
+        end = _losses_of_trainer(str(folder / "trained"), run, comparison, folder / "end")
         steps = finite_number(variant.train.get("max_steps")) or 1
-        points = [Point(0, 0, None, start), Point(int(steps), counts["tokens"], seconds, end)]
+        points = [Point(0, 0, None, start), Point(int(steps), taught.tokens, taught.seconds, end)]
     return Result(
         variant=variant.name,
         rate=dict(run.rate),
         seed=run.seed,
         curve=points,
-        trained_parameters=counts["trained_parameters"],
-        tokens=counts["tokens"],
-        seconds=seconds,
-        peak_memory_bytes=peak,
+        trained_parameters=taught.parameters,
+        tokens=taught.tokens,
+        seconds=taught.seconds,
+        peak_memory_bytes=taught.peak_memory_bytes,
     )
 
 
@@ -154,10 +133,8 @@ def _measured_afterwards(result: Result, run: Run, comparison: Comparison, folde
     variant, trained = run.variant, str(folder / "trained")
     base = read_result(base_run(comparison).folder(comparison))
     assert base is not None, "the base is measured first"
-    certificate = folder / "trained" / CERTIFICATE_FILE
     measured: dict[str, Any] = {"tasks_before": base.tasks, "tasks": _tasks(trained, comparison)}
-    if certificate.is_file():
-        measured["certificate"] = json.loads(certificate.read_text(encoding="utf-8"))
+    measured["certificate"] = certificate_of(folder / "trained")
     if variant.upscale is not None and not result.starts_at_base:
         model = str(folder / "upscaled")
         measured |= {"upscaled": _losses(model, run, comparison), "tasks_before": _tasks(model, comparison)}
@@ -187,7 +164,7 @@ def _fine_tune(trained: str, output: Path, run: Run, comparison: Comparison) -> 
     from midus_hf.training.sft.run import prepare
 
     prepare(from_mapping(SftArguments, run.fine_tuning_keys(trained, output))).execute()
-    _free_memory()
+    free_memory()
     return Measured(_losses(str(output), run, comparison), _tasks(str(output), comparison))
 
 
@@ -199,7 +176,7 @@ def _losses_of_trainer(model: str, run: Run, comparison: Comparison, output: Pat
     keys = run.training_keys(comparison, model, output)
     keys = {key: value for key, value in keys.items() if key not in ("adapters", "frozen")}
     losses = prepare(from_mapping(TrainArguments, {**keys, "trainable": "all"})).measure()
-    _free_memory()
+    free_memory()
     return losses
 
 
@@ -234,7 +211,7 @@ def _evaluate(model: str, comparison: Comparison, **keys: Any) -> dict[str, Any]
     settings = EvaluationSettings(**keys, trust_remote_code=comparison.trust_remote_code)
     with quiet_libraries():
         (measured,) = evaluate([model], settings, quiet=True)["models"]
-    _free_memory()
+    free_memory()
     return measured
 
 
@@ -251,15 +228,6 @@ def curve(events: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[Poi
             seconds = event["training_seconds"] if step else None
             points[step] = Point(step, tokens if step else 0, seconds, {**measured, **losses})
     return [points[step] for step in sorted(points)]
-
-
-def _free_memory() -> None:
-    """Free the memory of models that were measured, on GPUs too."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _end_with(parent: int) -> None:

@@ -40,6 +40,9 @@ def as_keys(rate: float | Mapping[str, float]) -> Rate:
 # Mappings of measured texts, by their keys.
 TEXT_KINDS = ("domain", "retention", "validation")
 
+# What names a stage's own validation text, behind the stage's name.
+_VALIDATION = "_validation"
+
 # Pattern of the names in each mapping, and a description of the characters allowed beside letters. Names of variants
 # become names of folders.
 _NAMES = {
@@ -47,8 +50,8 @@ _NAMES = {
         re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*"),
         "digits and the signs . _ + -, the first a letter or a digit",
     ),
-    # The names of texts become parts of keys in training logs: eval_NAME_loss.
-    **dict.fromkeys(TEXT_KINDS, (re.compile(r"[A-Za-z0-9_-]+"), "digits and the signs _ -")),
+    # The names of texts become parts of keys in training logs, eval_NAME_loss; stages name texts.
+    **dict.fromkeys(("stages", *TEXT_KINDS), (re.compile(r"[A-Za-z0-9_-]+"), "digits and the signs _ -")),
 }
 
 # Names of the null controls; `midus_hf.config.controls` explains them.
@@ -105,6 +108,12 @@ class VariantOptions:
         fine_tune: Keys of `midus sft`, or the path of a recipe, that replace the comparison's keys. Default: none.
         rates: Learning rates for this variant alone, in the form that `Comparison` takes. Default: the rates of the comparison.
         controls: Null controls for this variant alone, in the form that `Comparison` takes. Default: the comparison's null controls.
+        replay: Share of a stage's tokens, above 0 and below 1, that comes from the corpora of earlier stages, evenly. Default: none.
+        one_per_stage: Whether each stage trains a separate model from the base; a document is measured by the model of the stage
+            whose corpus is nearest to the document. Default: false.
+        upscale_each: Whether the model is upscaled again before each stage, which trains what is new alone. In values of options,
+            `{corpus}` is then the stage's corpus, and in keys of `train`, `{earlier}` the list of corpora of earlier stages; in the
+            first stage a key with `{earlier}` is left out. Default: false.
 
     Raises:
         ValueError: If a value lies outside its range or contradicts another.
@@ -116,10 +125,29 @@ class VariantOptions:
     fine_tune: dict[str, Any] | str | None = None
     rates: list[float | dict[str, float]] | None = None
     controls: list[str] | bool | None = None
+    replay: float | None = None
+    one_per_stage: bool = False
+    upscale_each: bool = False
+
+    @property
+    def in_stages(self) -> str | None:
+        """Name of a key that says how the variant learns stages; None if it learns them as any variant does."""
+        return next((name for name in ("replay", "one_per_stage", "upscale_each") if getattr(self, name)), None)
 
     def __post_init__(self) -> None:
         check_rates(self.rates)
         _check_controls(self.controls)
+        if self.replay is not None and not 0 < self.replay < 1:
+            raise ValueError(f"replay is {self.replay}; expected a share above 0 and below 1.")
+        if self.one_per_stage and (self.replay is not None or self.upscale_each):
+            raise ValueError(
+                "one_per_stage trains each stage from the base, and replay or upscale_each goes on from earlier stages; expected one "
+                "of them. Leave the other out."
+            )
+        if self.upscale_each and self.upscale is None:
+            raise ValueError(
+                "upscale_each is true, and upscale is not given; expected the keys to upscale with before each stage."
+            )
         if self.function is not None:
             if self.upscale is not None:
                 raise ValueError(
@@ -131,6 +159,21 @@ class VariantOptions:
                 raise ValueError(
                     f"function is {self.function!r}; expected a file and the name of a function in it, such as mine.py:teach."
                 )
+
+
+@dataclasses.dataclass(kw_only=True)
+class StageOptions:
+    """One of several domains that are learned one after the other.
+
+    Args:
+        corpus: File, folder or Hub id of the text that the stage trains on.
+        validation: Path of text like the corpus that is neither trained on nor in `text`; rates are chosen on it.
+        text: Path of held-out text like the corpus, on which learning and forgetting of the stage are measured.
+    """
+
+    corpus: str
+    validation: str
+    text: str
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -178,6 +221,9 @@ class Comparison:
         retention: Paths of texts outside the domain, by name; forgetting is measured on them. Default: none.
         validation: Paths of held-out texts that resemble the corpus and are not in `domain`, by name; the rate of each variant is
             chosen on them alone. Default: none, which is allowed if each variant has one rate.
+        stages: Options of `StageOptions` by name, in place of `train.corpus`, `domain` and `validation`: every variant learns the
+            stages in this order, each for `train.max_steps`. Default: none.
+        embedding_model: Folder or Hub id of the model that embeds documents for `one_per_stage`. Default: none.
         tasks: Options of `TaskOptions`. Default: none.
         rates: Learning rates; each variant is trained at each of them with the first seed, and at the one that ended best on
             `validation` with the other seeds. Instead of a number, a rate may be a mapping from several rate
@@ -202,6 +248,8 @@ class Comparison:
     domain: dict[str, str] = dataclasses.field(default_factory=dict)
     retention: dict[str, str] = dataclasses.field(default_factory=dict)
     validation: dict[str, str] = dataclasses.field(default_factory=dict)
+    stages: dict[str, StageOptions] = dataclasses.field(default_factory=dict)
+    embedding_model: str | None = None
     tasks: TaskOptions | None = None
     rates: list[float | dict[str, float]] | None = None
     seeds: list[int] = dataclasses.field(default_factory=lambda: [0, 1, 2])
@@ -216,6 +264,7 @@ class Comparison:
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty; expected one or more.")
         check_rates(self.rates)
+        self._read_stages()
         self._check_what_measures()
         if self.reference is not None and self.reference not in self.variants:
             raise ValueError(f"reference is {self.reference!r}; expected one of: {', '.join(self.variants)}.")
@@ -246,6 +295,44 @@ class Comparison:
             raise ValueError(f"evaluations is {self.evaluations}; expected a number above 0.")
         _check_controls(self.controls)
 
+    def _read_stages(self) -> None:
+        """Take the measured texts from the stages, and check that nothing else is given that stages do not have."""
+        single = [name for name, variant in self.variants.items() if variant.one_per_stage]
+        if self.stages:
+            domain = {name: stage.text for name, stage in self.stages.items()}
+            validation = {f"{name}{_VALIDATION}": stage.validation for name, stage in self.stages.items()}
+            foreign = {
+                "domain": self.domain not in ({}, domain),
+                "validation": self.validation not in ({}, validation),
+                "tasks": self.tasks is not None,
+                "fine_tune": self.fine_tune is not None,
+                "paper": self.paper is not None,
+                "controls": bool(self.controls) or any(variant.controls for variant in self.variants.values()),
+            }
+            for key, is_given in foreign.items():
+                if is_given:
+                    raise ValueError(
+                        f"{key} is given, and stages are too, which have no {key} beside them. "
+                        f"{'Set controls: false' if key == 'controls' else f'Leave {key} out'}."
+                    )
+            if len(self.stages) < 2:
+                raise ValueError(
+                    "stages has one stage; expected two or more. For one corpus, set train.corpus and domain."
+                )
+            self.domain, self.validation = domain, validation
+        else:
+            for name, variant in self.variants.items():
+                if variant.in_stages is not None:
+                    raise ValueError(
+                        f"variants.{name} has {variant.in_stages}, and there are no stages; give some, or leave it out."
+                    )
+        if (self.embedding_model is None) == bool(single):
+            raise ValueError(
+                f"variants.{single[0]} has one_per_stage, which needs embedding_model; give a model that embeds documents."
+                if single
+                else "embedding_model is given, and no variant has one_per_stage, which reads it; leave it out."
+            )
+
     def _check_what_measures(self) -> None:
         """Check that something measures learning, and that other text chooses the best of several rates."""
         if not (self.domain or self.tasks):
@@ -271,11 +358,15 @@ class Comparison:
 
     @property
     def texts(self) -> dict[str, str]:
-        """Paths of all measured texts by name: those of `domain`, of `retention` and of `validation`."""
+        """Paths of all measured texts by name: `domain`, then `retention`, then `validation`."""
         return {**self.domain, **self.retention, **self.validation}
 
     def label(self, text: str) -> str:
-        """Return the key of a measured text, such as `domain.plants`."""
+        """Return the key of a measured text, such as `domain.plants`, or `stages.plants.text` of a stage."""
+        if text in self.stages:
+            return f"stages.{text}.text"
+        if self.stages and text in self.validation:
+            return f"stages.{text.removesuffix(_VALIDATION)}.validation"
         kind = next(kind for kind in TEXT_KINDS if text in getattr(self, kind))
         return f"{kind}.{text}"
 

@@ -15,8 +15,8 @@ from midus_hf.version import __version__
 
 # What an origin names, in the order of reports.
 KINDS = ("data", "base", "code", "machine")
-# A result with another digest of these is a result of something else, with which a comparison does not go on. The words are those of
-# messages.
+# A result with another digest of these is a result of something else, with which a comparison does not go on. The values are
+# words of messages.
 FIXED = {"data": "content of the corpus or of a text", "base": "content of the base"}
 
 # Folder that holds the packages whose code computes results.
@@ -45,7 +45,7 @@ class Inputs:
         """
         if self._base is None:
             self._base = base_digest(self._comparison.base)
-        paths = [*corpora_of(variant.train), *self._comparison.texts.values()]
+        paths = [*corpora_of(variant, self._comparison), *self._comparison.texts.values()]
         data = hashlib.sha256("\n".join(map(self._digest, paths)).encode())
         return {"data": data.hexdigest(), "base": self._base}
 
@@ -137,10 +137,10 @@ def identity(kind: str, origin: Mapping[str, Any]) -> str:
     return value["sources"] if kind == "code" and value is not None else json.dumps(value, sort_keys=True)
 
 
-def _git(root: Path, *words: str) -> str:
+def _git(root: Path, *arguments: str) -> str:
     """Return what a command of git prints; nothing where git is not installed, or the command fails."""
     try:
-        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
     except OSError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -17,6 +17,7 @@ from midus_hf.compare.origins import KINDS
 from midus_hf.compare.results import Measured, Result, read_result
 from midus_hf.compare.running import repeats_of
 from midus_hf.compare.runs import searches_of, tokens_of
+from midus_hf.compare.stage_report import HOW_TO_READ, draw_stages, stage_tables, stages_as_json
 from midus_hf.compare.variants import Variant
 from midus_hf.look.page import Section, TableOfWords, write_page
 from midus_hf.look.pictures import as_png, new_figure
@@ -70,9 +71,9 @@ def variants_table(findings: Findings, short: bool = False) -> TableOfWords:
     head += [*(["forgotten"] if retention else []), *retention, *tasks]
     head += ["seconds", "tokens/s", "memory, GB", "starts at base"]
     head += ["certified"] if any(variant.is_certified for variant in findings.variants) else []
-    origins = {kind: words for kind in KINDS if (words := origin_words(findings, kind))}
+    origins = {kind: by_row for kind in KINDS if (by_row := origin_words(findings, kind))}
     for row in rows:
-        row |= {kind: words.get(row["variant"], "") for kind, words in origins.items()}
+        row |= {kind: by_row.get(row["variant"], "") for kind, by_row in origins.items()}
         row["doubts"] = ", ".join(_numbers_of_doubts(findings, row["variant"]))
     head += [*origins, "doubts"]
     head = [column for column in head if column in _SHORT or not short]
@@ -151,7 +152,7 @@ def differences_table(findings: Findings) -> TableOfWords:
 def doubts_table(findings: Findings) -> TableOfWords:
     """Return the table of reasons for which variants cannot be compared as they stand, numbered from 1."""
     rows = [
-        [str(number), doubt.reason, ", ".join(f"{name} {words}".strip() for name, words in doubt.variants.items())]
+        [str(number), doubt.reason, ", ".join(f"{name} {detail}".strip() for name, detail in doubt.variants.items())]
         for number, doubt in enumerate(doubts(findings), start=1)
     ]
     return TableOfWords("What to doubt", ["", "why", "variants"], rows)
@@ -206,6 +207,7 @@ def tables(findings: Findings, short: bool = False) -> list[TableOfWords]:
     """Return all tables of a report that have rows; the `short` ones are for a terminal."""
     failed = TableOfWords("Failed", ["run", "why"], [[name, why] for name, why in findings.failures.items()])
     all_tables = [variants_table(findings, short), doubts_table(findings), differences_table(findings)]
+    all_tables += stage_tables(findings) if findings.comparison.stages else []
     all_tables += [*paper_tables(findings), controls_table(findings), failed]
     return [table for table in all_tables if table.rows]
 
@@ -261,7 +263,7 @@ def planned(comparison: Comparison, variants: Sequence[Variant]) -> list[dict[st
     """
     records = []
     for variant in variants:
-        searches, tokens = searches_of(variant, comparison), tokens_of(variant)
+        searches, tokens = searches_of(variant, comparison), tokens_of(variant, len(comparison.stages) or 1)
         count = len(searches) + len(comparison.seeds) - 1
         done = [*searches, *repeats_of(variant, comparison)]
         records.append(
@@ -325,6 +327,7 @@ def as_json(findings: Findings, files: Sequence[Path]) -> dict[str, Any]:
         "differences": [asdict(one) for one in paired_differences(findings)],
         "doubts": [asdict(doubt) for doubt in doubts(findings)],
         "origin": dict(findings.base.origin),
+        "stages": stages_as_json(findings) if findings.comparison.stages else {},
         "failed": dict(findings.failures),
         "missing": findings.missing,
         "files": list(map(str, files)),
@@ -340,10 +343,13 @@ def write_report(root: Path, findings: Findings, results: Sequence[Result]) -> l
     pictures = {}
     if findings.variants and findings.comparison.domain and importlib.util.find_spec("matplotlib") is not None:
         pictures["Learning and forgetting"] = draw(findings)
+        if findings.comparison.stages:
+            pictures["Gains after each stage"] = draw_stages(findings)
+    how_to_read = HOW_TO_READ if findings.comparison.stages else _HOW_TO_READ
     runs, page = root / "runs.csv", root / "report.html"
     write_runs(runs, [findings.base, *results], list(findings.comparison.texts))
     section = Section(
-        "", [*sentences(findings), *filter(None, [shared_origin(findings)]), _HOW_TO_READ], tables(findings), pictures
+        "", [*sentences(findings), *filter(None, [shared_origin(findings)]), how_to_read], tables(findings), pictures
     )
     write_page(page, f"{names or 'Nothing yet'} on {findings.comparison.base}", [section])
     return [runs, page]

@@ -39,7 +39,9 @@ class Result:
     whether the upscaled model was verified to compute bit for bit what the base computes; None where nothing was upscaled or
     verified. `is_causal` says whether every token is computed without later tokens. `tokens` and `seconds` count training alone.
     `peak_memory_bytes` is what PyTorch allocated on a GPU, else the resident memory of the process, up to the end of training.
-    `certificate` is the content of the trained model's `certificate.json`; None without such a file. `request` has all keys that the
+    Of a comparison with stages, the curve has the start and a point after each stage, and `routed` is the share of each stage's
+    documents that were measured by the model of this stage, where stages have models of their own.
+    `certificate` is the content of the trained model's `certificate.json`; None without this file. `request` has all keys that the
     result depends on, and `origin` what they led to: digests of `data` and `base`, the `code` and the `machine`.
     """
 
@@ -64,6 +66,7 @@ class Result:
     seconds: float = 0.0
     peak_memory_bytes: int = 0
     certificate: Mapping[str, Any] | None = None
+    routed: Mapping[str, float] = dataclasses.field(default_factory=dict)
     request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     origin: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -60,7 +60,7 @@ def run_all(
 
 
 def check_finished(comparison: Comparison, variants: Sequence[Variant], inputs: Inputs) -> None:
-    """Check that results in the output are those of these runs, and of the same texts and base.
+    """Check that results in the output belong to these runs, and to the same texts and base.
 
     Raises:
         ValueError: If the folder has a result of another request.
@@ -204,7 +204,7 @@ def _check_same(runs: Sequence[Run], comparison: Comparison, inputs: Inputs) -> 
         changed = changed_keys(before.request, run.request(comparison))
         if not changed:
             now = inputs.of(run.variant)
-            changed = [words for kind, words in FIXED.items() if before.origin.get(kind) != now[kind]]
+            changed = [name for kind, name in FIXED.items() if before.origin.get(kind) != now[kind]]
         if changed:
             raise ValueError(
                 f"{run.name} was done with another {', '.join(changed)}; expected the same. Give the variant another name, choose "

@@ -9,7 +9,7 @@ from typing import Any
 
 from midus_hf.compare.functions import check_function, function_record
 from midus_hf.compare.options import Comparison, Rate, rate_name
-from midus_hf.compare.variants import BASE, Variant
+from midus_hf.compare.variants import BASE, Variant, with_corpora
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training.arguments import TrainArguments
@@ -60,6 +60,18 @@ class Run:
             keys["eval_steps"] = 1 if steps is None else _steps_between(int(steps), comparison.evaluations)
         return {**keys, "eval_text": comparison.texts, "eval_on_start": True}
 
+    def stage_keys(self, comparison: Comparison, stage: int, model: Path | str, output: Path) -> dict[str, Any]:
+        """Return the keys of `midus train` for one stage of this run, numbered from 0, with the stage's corpus."""
+        corpora = [one.corpus for one in comparison.stages.values()]
+        keys = with_corpora({**self.variant.train, **self.rate}, corpora[stage], corpora[:stage])
+        own = {
+            "corpus": corpora[stage],
+            "model_name_or_path": str(model),
+            "output_dir": str(output),
+            "seed": self.seed,
+        }
+        return {**keys, **own}
+
     def fine_tuning_keys(self, model: Path | str, output: Path) -> dict[str, Any]:
         """Return the keys of `midus sft` for this run, whose variant must be one that is fine-tuned."""
         assert self.variant.fine_tune is not None
@@ -69,11 +81,20 @@ class Run:
     def request(self, comparison: Comparison) -> dict[str, Any]:
         """Return everything that the result of the run depends on, as JSON holds it."""
         tuned, function = self.variant.fine_tune is not None, self.variant.function
+        if self.variant.is_base:
+            train = None
+        elif comparison.stages:
+            own = {name: getattr(self.variant, name) for name in ("replay", "one_per_stage", "upscale_each")}
+            train = {**self.variant.train, **self.rate, "seed": self.seed, **own}
+        else:
+            train = self.training_keys(comparison, "", Path())
         values = {
             "base": comparison.base,
             "upscale": self.variant.upscale,
             "function": None if function is None else function_record(function),
-            "train": None if self.variant.is_base else self.training_keys(comparison, "", Path()),
+            "train": train,
+            "stages": {name: stage.corpus for name, stage in comparison.stages.items()},
+            "embedding_model": comparison.embedding_model if self.variant.one_per_stage else None,
             "fine_tune": self.fine_tuning_keys("", Path()) if tuned else None,
             "texts": comparison.texts,
             "windows": window_keys(self.variant.train),
@@ -98,19 +119,21 @@ def runs_at(rate: Rate, variant: Variant, comparison: Comparison) -> list[Run]:
     return [Run(variant, rate, seed) for seed in comparison.seeds]
 
 
-def tokens_of(variant: Variant) -> int | None:
-    """Return how many tokens a run of a variant trains on; None where its keys give no number of steps."""
+def tokens_of(variant: Variant, num_stages: int = 1) -> int | None:
+    """Return how many tokens a run of a variant trains on in all stages; None where its keys give no number of steps."""
     keys = {"max_steps": -1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8, **variant.train}
     sizes = [finite_number(keys[name]) for name in keys if name in _SIZES]
     sizes.append(window_keys(variant.train)["sequence_length"])
     if None in sizes or min(size for size in sizes if size is not None) < 0:
         return None
-    return int(math.prod(size for size in sizes if size is not None))
+    return int(math.prod(size for size in sizes if size is not None)) * num_stages
 
 
-def corpora_of(train: Mapping[str, Any]) -> list[str]:
-    """Return the corpora in keys of `midus train`: paths, or ids on the Hub."""
-    corpus = train.get("corpus") or []
+def corpora_of(variant: Variant, comparison: Comparison) -> list[str]:
+    """Return the corpora that a variant trains on: paths, or ids on the Hub."""
+    if comparison.stages:
+        return [stage.corpus for stage in comparison.stages.values()]
+    corpus = variant.train.get("corpus") or []
     return [corpus] if isinstance(corpus, str) else list(corpus)
 
 
@@ -162,6 +185,8 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
         _check_keys(variant, comparison)
         if variant.function is not None:
             check_function(variant.name, variant.function)
+        if comparison.stages:
+            _check_stages(variant)
     if comparison.tasks is not None:
         from midus_hf.evaluation.harness import Tasks
         from midus_hf.evaluation.quiet import quiet_libraries
@@ -174,7 +199,7 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
 
 def _check_texts(comparison: Comparison, variants: Sequence[Variant]) -> None:
     """Check that all measured texts exist and differ, and that none of them is trained on."""
-    corpora = [(variant, corpus) for variant in variants for corpus in corpora_of(variant.train)]
+    corpora = [(variant, corpus) for variant in variants for corpus in corpora_of(variant, comparison)]
     named: dict[Path, str] = {}
     for name, path in comparison.texts.items():
         label, text = comparison.label(name), Path(path).expanduser()
@@ -191,14 +216,35 @@ def _check_texts(comparison: Comparison, variants: Sequence[Variant]) -> None:
                 )
 
 
+def _check_stages(variant: Variant) -> None:
+    """Check the keys of a variant that learns stages."""
+    if variant.train.get("path_column") is not None:
+        raise ValueError(
+            f"variants.{variant.name}.train.path_column is {variant.train['path_column']!r}; expected none, since stages are "
+            "measured without paths. Leave it out."
+        )
+    if tokens_of(variant) is None:
+        raise ValueError(
+            f"variants.{variant.name} has no max_steps, by which the tokens of a stage are counted; set train.max_steps."
+        )
+    if variant.replay is not None and variant.function is not None:
+        raise ValueError(
+            f"variants.{variant.name} has replay and a function; expected one of them, since the function reads the corpus itself."
+        )
+
+
 def _check_keys(variant: Variant, comparison: Comparison) -> None:
     """Check that `midus train`, and `midus sft` after it, accept the keys of every run of a variant."""
     for key in {key for rate in variant.rates for key in rate}:
         if key not in _RATES:
             raise ValueError(f"variants.{variant.name} has a rate {key!r}; expected one of: {', '.join(_RATES)}.")
     for run in searches_of(variant, comparison):
+        trainings = [
+            run.stage_keys(comparison, stage, "model", Path("trained")) for stage in range(len(comparison.stages))
+        ]
+        trainings = trainings or [run.training_keys(comparison, "model", Path("trained"))]
         commands: list[tuple[str, type[Any], dict[str, Any]]] = [
-            ("midus train", TrainArguments, run.training_keys(comparison, "model", Path("trained")))
+            ("midus train", TrainArguments, keys) for keys in trainings
         ]
         if variant.fine_tune is not None:
             from midus_hf.training.sft.arguments import SftArguments  # needs trl, which is an extra
@@ -233,7 +279,9 @@ def _check_windows(comparison: Comparison, variants: Sequence[Variant]) -> None:
         tokenizer = load_tokenizer(comparison.base, trust)
     for name, path in comparison.texts.items():
         documents = read_documents(path, windows["column"])
-        apart = windows["path_column"] is not None and has_column(path, windows["path_column"])
+        apart = bool(comparison.stages) or (
+            windows["path_column"] is not None and has_column(path, windows["path_column"])
+        )
         try:
             text_rows(name, documents, tokenizer, config, sequence_length=windows["sequence_length"], joined=not apart)
         except ValueError as error:

@@ -22,6 +22,9 @@ from midus_hf.config.yaml_options import read_mapping
 # Name of the base among runs: it is measured, and not trained.
 BASE = "base"
 
+# What stands for the corpus of a stage, and for the list of corpora of earlier stages, in keys of a variant.
+_CORPUS, _EARLIER = "{corpus}", "{earlier}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
@@ -31,6 +34,7 @@ class Variant:
     `control` and `control_of` are its two names. `controls` are the null controls to train beside the variant, true for all that
     its memory has. `trained_parameters` is None where only training knows. `fine_tune` are keys of `midus sft`, None where trained
     models are not fine-tuned. `function` is the file and name of the function that makes the trained model in place of `midus train`.
+    `replay`, `one_per_stage` and `upscale_each` say how the variant learns stages.
     """
 
     name: str
@@ -44,6 +48,9 @@ class Variant:
     fine_tune: Mapping[str, Any] | None = None
     control: str | None = None
     control_of: str | None = None
+    replay: float | None = None
+    one_per_stage: bool = False
+    upscale_each: bool = False
 
     @property
     def is_base(self) -> bool:
@@ -60,7 +67,7 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
     Raises:
         ValueError: If a key is unknown or set by the comparison itself, a file cannot be read, or a method refuses the base.
     """
-    shared = _keys("train", comparison.train, OWN_TRAINING_KEYS)
+    shared = _keys("train", comparison.train, _own_training_keys(comparison))
     tuning = None
     if comparison.fine_tune is not None:
         tuning = _keys("fine_tune", comparison.fine_tune, OWN_FINE_TUNING_KEYS)
@@ -81,12 +88,33 @@ def upscaled_sizes(base: str, keys: Mapping[str, Any]) -> tuple[int, int]:
     return counts.new, counts.trainable
 
 
+def with_corpora(value: Any, corpus: str, earlier: Sequence[str]) -> Any:
+    """Return keys in which `{corpus}` stands for the corpus of a stage, and `{earlier}` for the list of corpora of earlier stages.
+
+    A key whose value is `{earlier}` is left out where there are none.
+    """
+    if isinstance(value, Mapping):
+        kept = {key: one for key, one in value.items() if earlier or one != _EARLIER}
+        return {key: with_corpora(one, corpus, earlier) for key, one in kept.items()}
+    if value == _EARLIER:
+        return list(earlier)
+    return value.replace(_CORPUS, corpus) if isinstance(value, str) else value
+
+
+def _own_training_keys(comparison: Comparison) -> tuple[str, ...]:
+    """Return the keys of `midus train` that the comparison sets; stages set the corpus."""
+    return (*OWN_TRAINING_KEYS, *(("corpus",) if comparison.stages else ()))
+
+
 def _planned(
     name: str, comparison: Comparison, shared: Mapping[str, Any], tuning: Mapping[str, Any] | None
 ) -> Variant:
     """Return a variant, sized by dry runs; `shared` and `tuning` are the keys that all variants train and fine-tune with."""
     options = comparison.variants[name]
-    train: dict[str, Any] = {**shared, **_keys(f"variants.{name}.train", options.train, OWN_TRAINING_KEYS)}
+    train: dict[str, Any] = {
+        **shared,
+        **_keys(f"variants.{name}.train", options.train, _own_training_keys(comparison)),
+    }
     fine_tune = _keys(f"variants.{name}.fine_tune", options.fine_tune, OWN_FINE_TUNING_KEYS)
     if fine_tune and tuning is None:
         raise ValueError(
@@ -99,6 +127,9 @@ def _planned(
         fine_tune=None if tuning is None else {**tuning, **fine_tune},
         rates=comparison.rates_of(name),
         controls=comparison.controls if options.controls is None else options.controls,
+        replay=options.replay,
+        one_per_stage=options.one_per_stage,
+        upscale_each=options.upscale_each,
     )
     if options.function is not None:
         return dataclasses.replace(variant, function=options.function)
@@ -108,7 +139,8 @@ def _planned(
     keys = _keys(f"variants.{name}.upscale", options.upscale, OWN_UPSCALING_KEYS)
     _check_upscaling(name, keys)
     try:
-        new, trained = upscaled_sizes(comparison.base, keys)
+        first = next(iter(comparison.stages.values())).corpus if variant.upscale_each else ""
+        new, trained = upscaled_sizes(comparison.base, with_corpora(keys, first, []))
     except ValueError as error:
         raise ValueError(f"variants.{name}.upscale: {error}") from error
     return dataclasses.replace(variant, upscale=keys, new_parameters=new, trained_parameters=trained)

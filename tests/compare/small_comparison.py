@@ -47,9 +47,13 @@ def training(room: Path, **changes: Any) -> dict[str, Any]:
 
 def keys(room: Path, output: Path, variants: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """Return what a file would say of a comparison of one seed."""
-    train = training(room, **changes.pop("train", {}))
+    given = changes.pop("train", {})
+    train = training(room, **given)
     texts = {"domain": {"plants": str(room / "plants.txt")}, "retention": {"stars": str(room / "stars.txt")}}
     texts |= {"validation": {"herbs": str(room / "herbs.txt")}}
+    if "stages" in changes:  # which have corpora and texts of their own
+        train = {key: value for key, value in train.items() if key != "corpus" or key in given}
+        del texts["domain"], texts["validation"]
     arguments = {"base": str(room / "base"), "output_dir": str(output), "variants": variants, "train": train, **texts}
     return {**arguments, "seeds": [0], "evaluations": 2, **changes}
 

@@ -204,6 +204,11 @@ SESSIONS = {
             "sequence_length: 256": "sequence_length: 32",
             "plants-held-out.txt": "held-out.txt",
             "other-plants.txt": "addresses",
+            "corpus: plants/": "corpus: texts",
+            "other-stars.jsonl": "articles.jsonl",
+            "stars-held-out.jsonl": "facts.jsonl",
+            "corpus: stars.jsonl": "corpus: chats.jsonl",
+            "sentence-transformers/all-MiniLM-L6-v2": "bert",
             "wiki.txt": "others.jsonl",
             "code.txt": "code.jsonl",
             "limit: 200": "limit: 1",
@@ -218,7 +223,7 @@ SESSIONS = {
             "UPSCALED": "random-slots",
             "TRAINED": "frozen-addresses",
         },
-        files=("compare.yaml",),
+        files=("compare.yaml", "stages.yaml"),
     ),
     "docs/clusters.md": Session(
         replace={

@@ -1,0 +1,58 @@
+"""Documents and the stages that they are nearest to, by one centroid of embeddings per stage."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from midus_hf.topics.building import calibrate
+from midus_hf.topics.embedding import TextEmbedder
+from midus_hf.topics.memory_retriever import paths_near_topics
+from midus_hf.topics.tree import ClusterTree
+
+# Documents of a corpus, spread evenly over it, whose embeddings make the centroid of its stage.
+_MOST_DOCUMENTS = 1000
+
+
+class StageFinder:
+    """Finder of the stage whose corpus is nearest to a document.
+
+    Embeddings are of the first tokens of a document, as many as the embedding model reads.
+
+    Args:
+        embedding_model: Folder or Hub id of an encoder, as for trees of topics.
+        corpora: Documents of each stage's corpus, by the stage's name.
+        validation: Documents of each stage that are not in its corpus. The least similarity of documents that have a stage is
+            measured on them, as that of a tree of topics is: 95 of 100 stretches of each length reach it.
+    """
+
+    def __init__(
+        self, embedding_model: str, corpora: Mapping[str, Sequence[str]], validation: Mapping[str, Sequence[str]]
+    ):
+        self._embedder = TextEmbedder(embedding_model)
+        self._validation = validation
+        centroids = {name: self._embedder.embed(_spread(documents)).mean(0) for name, documents in corpora.items()}
+        self._centroids = {name: torch.nn.functional.normalize(row, dim=-1) for name, row in centroids.items()}
+
+    def embed(self, documents: Sequence[str]) -> torch.Tensor:
+        """Return the embeddings of documents, `[N, c]`."""
+        return self._embedder.embed(documents)
+
+    def stages_of(self, embeddings: torch.Tensor, num_stages: int) -> list[int]:
+        """Return the nearest of the first stages for each embedding; -1 where it is near to none of them."""
+        tree = self._tree(num_stages)
+        return paths_near_topics(tree, embeddings, tree.min_similarity)[:, 0].tolist()
+
+    def _tree(self, num_stages: int) -> ClusterTree:
+        """Return a tree with one topic per stage, whose least similarity is that of the stages' validation documents."""
+        names = list(self._centroids)[:num_stages]
+        rows = torch.stack([self._centroids[name] for name in names])
+        lacking = torch.full((max(0, 2 - len(names)), rows.shape[1]), torch.nan)  # a tree has two topics or more
+        tree = ClusterTree(2, [torch.cat([rows, lacking])])
+        calibrate(tree, [text for name in names for text in self._validation[name]], self._embedder.embed, seed=0)
+        return tree
+
+
+def _spread(documents: Sequence[str]) -> list[str]:
+    """Return at most `_MOST_DOCUMENTS` documents, spread evenly."""
+    count = min(len(documents), _MOST_DOCUMENTS)
+    return [documents[number * len(documents) // count] for number in range(count)]
