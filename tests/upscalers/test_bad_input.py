@@ -95,6 +95,7 @@ REQUESTS = [
     (["--base", "/no/such/folder"], "'/no/such/folder' is no folder, no .gguf file and no hub id; expected one of them"),
     (["--base", "no-such-folder"], "'no-such-folder' is no local folder, and the Hub cannot be reached .or HF_HUB_OFFLINE"),
     (["--base", "a--b"], "'a--b' is no local folder and no hub id"),
+    (["--base", __file__], r"test_bad_input\.py' is a file; expected a folder, .* Give the folder of the checkpoint"),
     (["--output", ""], "--output is ''; expected a value. Fill it in"),
     (["--push-to-hub", "me/my/model"], "push-to-hub is 'me/my/model'; expected a repository such as me/model"),
 ]  # fmt: skip
@@ -242,6 +243,7 @@ def test_inspect_and_strip_refuse_what_upscale_did_not_make(command, base, tmp_p
             {"head_dim": 16},
             "inner_residual adds the block's input of width 32 to an attention output of width 64; expected equal widths. Set output",
         ),
+        ("midus-hml", [], {"head_dim": 5}, "head_dim is 5; expected an even number, half for rows and half for columns"),
         ("midus-pkm", ["gate=head"], {}, "gate is 'head'; expected 'none' or 'token', since the heads' outputs are summed"),
         ("midus-linear", ["n=8"], {}, "method midus-linear has no option 'n'. Expected one of: k, query_norm, .*slots"),
     ],
@@ -255,6 +257,13 @@ def test_a_base_or_option_that_a_memory_has_no_widths_for_is_refused(
     chosen = [word for pair in options for word in ("--set", pair)]
     outcome = command("--base", tmp_path / "base", "--method", method, "--dry-run", *chosen)
     refused(outcome, message, ["base"])
+
+
+@pytest.mark.parametrize("method", ["midus-linear", "midus-hml"])
+def test_widths_that_one_memory_cannot_take_another_may(command, base, tmp_path, method):
+    (tmp_path / "config.json").write_bytes((base / "config.json").read_bytes())
+    edit_config(tmp_path, hidden_size=20, head_dim=8)
+    assert command("--base", tmp_path, "--method", method, "--dry-run").status == 0
 
 
 def test_a_pickle_is_not_loaded_even_beside_safetensors(command, tmp_path):

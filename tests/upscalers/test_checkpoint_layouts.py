@@ -1,6 +1,8 @@
 """Every layout that a checkpoint comes in, and every layout that it can be written in."""
 
 import json
+import os
+import resource
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from pairs import in_turn
 from safetensors.torch import save_file
 
 from tests.upscalers.checkpoints import (
+    config_of,
+    edit_config,
     file_digests,
     load,
     logits,
@@ -55,6 +59,48 @@ def test_the_sources_shards_do_not_matter_to_the_output(base, tmp_path):
     (backwards / "model.safetensors.index.json").write_text(json.dumps(index))
     with_memory(backwards, tmp_path / "from-backwards")
     assert same_tensors(tmp_path / "from-single", tmp_path / "from-backwards")
+
+
+def test_many_shards_need_few_open_files(tmp_path):
+    base = save_base(tmp_path / "base", num_hidden_layers=16, max_shard_size="1KB")
+    assert len(tensor_files(base)) > 100
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 80, allowed[1]))
+    try:
+        with_memory(base, tmp_path / "out", max_shard_size="1B", num_new_layers=2, verify=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
+    assert len(tensor_files(tmp_path / "out")) > 100
+    assert torch.equal(logits(base), logits(tmp_path / "out"))
+
+
+def test_a_single_file_goes_before_an_index_as_in_transformers_and_links_are_read(tmp_path):
+    base, linked = save_base(tmp_path / "base", max_shard_size="60KB"), tmp_path / "linked"
+    other = {name: tensor + 1 for name, tensor in read_tensors(base).items()}
+    save_file(other, base / "model.safetensors", {"format": "pt"})
+    linked.mkdir()
+    for path in base.iterdir():
+        (linked / path.name).symlink_to(path)
+    with_memory(linked, tmp_path / "out", verify=False)
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    assert torch.equal(logits(base), logits(tmp_path / "out"))
+
+
+def test_minimal_configs_mean_to_the_output_what_they_mean_to_the_base(family, tmp_path):
+    base = save_base(tmp_path / "base", family, num_hidden_layers=6)
+    keys = {"layer_types", "dtype", "transformers_version", "initializer_range", "architectures"}
+    edit_config(base, **dict.fromkeys(keys & config_of(base).keys(), ...))
+    with_memory(base, tmp_path / "out", placement="0,3,7", dtype="float32")
+    assert torch.equal(logits(base, torch.float32), logits(tmp_path / "out"))
+
+
+def test_biases_of_attention_travel_with_it(tmp_path):
+    base = save_base(tmp_path / "base", "qwen3", attention_bias=True)
+    with_memory(base, tmp_path / "out", placement="2")
+    old, new = read_tensors(base), read_tensors(tmp_path / "out")
+    bias = "model.layers.2.self_attn.q_proj.bias"
+    assert old[bias].any() and torch.equal(new[bias], old[bias])
+    assert "model.layers.2.self_attn.o_proj.bias" not in new
 
 
 @pytest.mark.parametrize("tied", [True, False])

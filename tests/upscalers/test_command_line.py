@@ -147,6 +147,10 @@ def test_the_summary_on_a_terminal_says_what_was_done(command, base, tmp_path):
         assert word in done.out
     planned = command("--base", base, "--method", "midus-hml", "--dry-run", *SMALL)
     assert "(none: dry run)" in planned.out
+    elsewhere = command("--base", base, "--method", "midus-hml", "--dry-run", "--output", tmp_path / "a" / "b", *SMALL)
+    assert elsewhere.status == 0 and not (tmp_path / "a").exists()
+    inside = command("--base", base, "--method", "midus-hml", "--dry-run", "--output", base, *SMALL)
+    assert inside.status == 2 and "lies inside the base" in inside.err
     named = command("--base", base / "config.json", "--method", "midus-hml", "--dry-run", *SMALL)
     assert named.status == 0 and "would write" in named.out
     assert "would write" in planned.out

@@ -93,6 +93,22 @@ def answers_within(limit: float, *arguments) -> bool:
     return any(seconds() < limit for _ in range(ATTEMPTS))
 
 
+STARTED_BY_A_LARGE_PROCESS = """
+import subprocess, sys
+held = bytearray(b"x") * 500_000_000
+code = "import sys; from midus_hf.cli.upscale import main; sys.exit(main())"
+subprocess.run([sys.executable, "-c", code, *sys.argv[1:]], check=True)
+"""
+
+
+def test_peak_memory_is_that_of_the_process_itself_whoever_started_it(tmp_path):
+    folder = write_config(tmp_path / "base", LLAMA_3_2_1B)
+    words = ("--base", folder, "--method", "midus-hml", "--dry-run", "--json")
+    done = run_python(STARTED_BY_A_LARGE_PROCESS, *words)
+    assert done.returncode == 0, done.stderr
+    assert 10_000_000 < json.loads(done.stdout)["peak_rss_bytes"] < 300_000_000
+
+
 def test_help_answers_at_once():
     assert answers_within(HELP_SECONDS, "--help")
 

@@ -225,6 +225,7 @@ STACKS = [
     *(("llama-pro", f"hier-lora-{kind}") for kind in ("vo", "ffn")),
     ("solar", "llama-pro"),
     ("llama-pro", "solar"),
+    ("midus-hml", "solar"),
     ("solar", "solar"),
 ]
 

@@ -7,6 +7,7 @@ import torch
 
 from tests.upscalers.checkpoints import (
     SMALL,
+    SMALL_MEMORY,
     config_of,
     load,
     logits,
@@ -305,6 +306,8 @@ def test_a_model_that_looks_at_later_tokens_says_so_wherever_it_is_met(command, 
         assert record["causal"] is False
     load(out).save_pretrained(tmp_path / "saved")
     assert load(tmp_path / "saved").config.upscale["causal"] is False
+    again = upscale(base=out, method="midus-hml", output=tmp_path / "again", options=SMALL_MEMORY, verify=False)
+    assert config_of(tmp_path / "again")["upscale"]["causal"] is False and again.num_layers == 6
     assert command("inspect", out, "--json").json()["causal"] is False
     assert "what a token gets depends on later tokens" in command("inspect", out).out
 

@@ -272,6 +272,11 @@ def test_metadata_that_cannot_be_read_is_warned_of_and_the_work_goes_on(metadata
     assert "its licence and languages are not carried over. Add them to README.md of the output." in warned
 
 
+def test_evaluation_results_that_hold_for_the_base_alone_do_not_matter(metadata_from):
+    metadata, _, warned = metadata_from("---\nlicense: mit\nlanguage: en\nmodel-index:\n- broken\n---\n")
+    assert (metadata["license"], metadata["language"], warned) == ("mit", "en", "")
+
+
 def test_several_licences_and_bases_stay_several_and_paths_are_no_bases(metadata_from):
     metadata, text, _ = metadata_from(
         "---\nlicense: [mit, apache-2.0]\nbase_model: [org/a, /tmp/checkpoint, org/b]\n---\n"

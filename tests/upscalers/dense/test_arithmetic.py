@@ -6,7 +6,15 @@ from fractions import Fraction
 import pytest
 import torch
 
-from tests.upscalers.checkpoints import load, read_tensors, same_bits, same_tensors, save_base, write_tensors
+from tests.upscalers.checkpoints import (
+    load,
+    read_tensors,
+    record_of,
+    same_bits,
+    same_tensors,
+    save_base,
+    write_tensors,
+)
 from tests.upscalers.dense.layers import coarsen, layer, same_layers
 from tests.upscalers.dense.requests import OUTPUT_NORMS, REQUESTS, settings, upscaled
 from upscalers.runs.upscale import upscale
@@ -198,6 +206,13 @@ def test_a_number_that_yaml_takes_for_text_is_a_number(base, tmp_path):
     upscaled(base, tmp_path / "text", "attenuated-copy", options={"scale": {"down": "5e-1"}})
     upscaled(base, tmp_path / "number", "attenuated-copy", options={"scale": {"down": 0.5}})
     assert same_tensors(tmp_path / "text", tmp_path / "number")
+
+
+@pytest.mark.parametrize("coefficients", [{0: 0.5, "next": 0.5}, [{0: 1.0}, {1: 0.25, "previous": "75e-2"}]])
+def test_recorded_coefficients_make_the_same_model_again(base, tmp_path, coefficients):
+    upscaled(base, tmp_path / "out", "linear-combination", options={"coefficients": coefficients})
+    upscaled(base, tmp_path / "again", "linear-combination", options=record_of(tmp_path / "out")["options"])
+    assert same_tensors(tmp_path / "out", tmp_path / "again")
 
 
 def test_a_card_and_a_table_tell_of_layers_that_were_only_left_out(command, base, tmp_path):

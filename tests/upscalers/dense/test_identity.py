@@ -127,6 +127,17 @@ def test_a_class_that_promises_identity_and_has_no_option_is_the_identity(
     assert torch.equal(logits(base), logits(tmp_path / "out"))
 
 
+def test_a_class_that_names_no_sources_takes_the_next_layer_and_behind_the_last_the_one_before(
+    registry, base, tmp_path
+):
+    register_method("plain-copies")(type("PlainCopies", (Copies,), {"identity": False}))
+    upscale(base=base, method="plain-copies", output=tmp_path / "out", placement=[2, 5])
+    old, new = read_tensors(base), read_tensors(tmp_path / "out")
+    name = "model.layers.{}.self_attn.q_proj.weight"
+    for index, source in {2: 2, 3: 2, 5: 3}.items():
+        assert torch.equal(new[name.format(index)], old[name.format(source)])
+
+
 def test_a_promise_that_its_recipes_do_not_keep_is_found_out(registry, base, tmp_path):
     whole = {
         "identity": True,

@@ -171,6 +171,18 @@ def test_the_config_lists_the_type_of_every_layer_also_where_the_base_only_impli
     assert upscaled_config(config, method, **REQUESTS[method])["layer_types"] == TYPES_OF_RESULTS[family, method]
 
 
+def test_the_layer_with_the_largest_coefficient_gives_the_attention_type():
+    config = tiny_config("gemma2")
+    for coefficients, sources in (
+        ({"previous": 0.75, "next": 0.25}, [(1, 2), (2, 3)]),
+        ({"previous": 0.25, "next": -0.75}, [(2, 1), (3, 2)]),
+        ({"previous": 0.5, "next": 0.5}, [(2, 1), (3, 2)]),
+        ({"previous": 0.3, "next": 0.3, 0: 0.4}, [(0, 2, 1), (0, 3, 2)]),
+    ):
+        plan = planned(config, "linear-combination", coefficients=coefficients)
+        assert [plan.layers[index].sources for index in plan.new_indices] == sources
+
+
 def test_a_neighbour_of_the_same_type_is_looked_for_among_the_layers_before_where_there_are_types():
     config = tiny_config("gemma3", **WITH_TYPES["gemma3"])
     plan = planned(config, "avg-deus", None, "3,5,7", neighbours="same_type")

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from upscalers.solvers.layer_predictor import (
     RowFile,
@@ -48,6 +49,16 @@ def test_each_epoch_sees_every_sample_once_in_an_order_of_its_own(rows, monkeypa
     assert all(sorted(epoch) == everything for epoch in epochs)
     assert len({tuple(epoch) for epoch in [*epochs, everything]}) == 4
     assert {len(batch) for batch in batches} == {16, 8}
+
+
+def test_weights_start_as_those_of_torchs_linear_layers():
+    predictor = new_predictor(600, 256, torch.Generator().manual_seed(0))
+    for linear in (module for module in predictor.modules() if isinstance(module, nn.Linear)):
+        bound = 1 / math.sqrt(linear.in_features)
+        for made in (linear.weight, linear.bias):
+            assert 0.95 * bound < made.abs().max() <= bound
+            assert made.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.15)
+            assert abs(made.mean().item()) < 0.15 * bound
 
 
 def test_a_prediction_is_made_row_by_row_from_the_layer_before_and_the_one_after(tmp_path):
