@@ -148,13 +148,17 @@ def print_measurements(measurements: list[dict[str, Any]]) -> None:
 def print_method_list(methods: list[dict[str, Any]]) -> None:
     """Print a line per method: its name, whether its model starts as the base, and its summary."""
     starts = {"exact at the start": "exact", "no": "changed"}
-    for method in methods:
-        start = starts.get(_starts_as(method), "changed*")
-        print(f"{method['name']:<20} {start:<9} {method['summary'].removesuffix(' (identity at start)')}")
-    print(
-        "\nexact: until it is trained, the model computes what the base computes; changed*: with --set identity=auto, too."
-    )
-    print("'upscale methods NAME' says a method's options, their defaults and the paper.")
+    lines = [
+        f"{method['name']:<20} {starts.get(_starts_as(method), 'changed*'):<9} "
+        f"{method['summary'].removesuffix(' (identity at start)')}"
+        for method in methods
+    ]
+    lines += [
+        "",
+        "exact: until it is trained, the model computes what the base computes; changed*: with --set identity=auto, too.",
+        "'upscale methods NAME' says a method's options, their defaults and the paper.",
+    ]
+    RichConsole().print(Text("\n".join(lines)), soft_wrap=True)
 
 
 def print_methods(methods: list[dict[str, Any]]) -> None:

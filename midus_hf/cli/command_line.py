@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, TextIO
 
@@ -48,7 +48,14 @@ class Ending(Exception):
         self.line = line
 
 
-def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, name: str, raises: bool = False) -> int:
+def run_command(
+    app: typer.Typer,
+    arguments: Sequence[str] | None = None,
+    *,
+    name: str,
+    raises: bool = False,
+    hints: Callable[[str], str] | None = None,
+) -> int:
     """Run a command line, and print one line that opens with the command's name if the work is not done.
 
     SIGTERM interrupts the work as Ctrl-C does, so that half-finished files are cleaned up. Every command understands
@@ -61,6 +68,7 @@ def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, nam
         name: The program's name, as the help shows it.
         raises: Whether unexpected errors are raised, for a traceback. Default: false, and then unexpected errors end with status
             1, but a `ValueError`, which means that the request is wrong, with status 2.
+        hints: Function that returns a sentence, with a space behind it, to follow a message about words, or nothing. Default: none.
 
     Returns:
         The exit status.
@@ -96,7 +104,8 @@ def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, nam
                     return 0
                 message = error.format_message()
                 stop = "" if message.endswith((".", "?")) else "."
-                status, line = WRONG_REQUEST, f"{message}{stop} See '{path} --help'."
+                hint = hints(message) if hints is not None else ""
+                status, line = WRONG_REQUEST, f"{message}{stop} {hint}See '{path} --help'."
             elif raises:
                 raise
             elif isinstance(error, ValueError):

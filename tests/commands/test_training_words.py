@@ -50,6 +50,15 @@ def test_the_options_replace_keys_of_a_recipe(tmp_path):
     assert (arguments.model_name_or_path, arguments.output_dir, arguments.max_steps) == ("other: one", "p", 3)
 
 
+def test_epochs_replace_the_steps_of_a_recipe_which_a_line_says(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("{corpus: c, model_name_or_path: m, output_dir: o, max_steps: 3}")
+    arguments = read(str(recipe), "num_train_epochs=2")
+    assert (arguments.max_steps, arguments.num_train_epochs) == (-1, 2)
+    assert capsys.readouterr().err == f"num_train_epochs replaces max_steps=3 of {recipe}\n"
+    assert read(str(recipe), "num_train_epochs=2", "max_steps=5").max_steps == 5
+
+
 def test_chats_are_fine_tuned_on_likewise(model, tmp_path):
     arguments = read("chats.jsonl", command="sft", kind=SftArguments, model=model, output=str(tmp_path / "out"))
     assert (arguments.dataset_name, arguments.max_length, arguments.learning_rate) == ("chats.jsonl", 256, 1e-3)
@@ -79,6 +88,10 @@ def test_a_folder_of_texts_trains_a_model(tmp_path, monkeypatch, capsys):
             "'llama-pro' is a method, by which 'upscale --method llama-pro' makes a model; then run 'midus",
         ),
         (["corpus=notes"], "'corpus=notes' stands first; expected a recipe or texts before it: 'midus train TEXTS"),
+        (
+            ["notes", "lr=1e-4", "--model", "m", "--output", "o"],
+            "config has no option 'lr'. Did you mean 'learning_rate' or",
+        ),
         (["absent.yaml"], "config is 'absent.yaml', which cannot be read"),
         (["nowhere/x.txt", "--model", "{model}", "--output", "o"], "corpus is 'nowhere/x.txt', which does not exist"),
     ],

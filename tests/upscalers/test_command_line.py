@@ -99,6 +99,32 @@ def test_the_list_of_methods_has_a_line_each_that_says_how_the_model_starts(comm
     assert [starts[name] for name in ("midus-hml", "solar", "lesa")] == ["exact", "changed", "changed*"]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--base", "{base}", "--method", "midus-hml", "--set", "layers=[1]"],
+            "Where its new layers go is said by --placement",
+        ),
+        (["--base", "{base}", "--method", "midus-hml", "--set", "seed=1"], "It is an option of the command: --seed."),
+        (["{base}", "midus-hml", "out"], "Run 'upscale --base BASE --method NAME --output DIR'. See"),
+        (
+            ["--base", "{base}", "--method", "midus-hml", "--k", "8"],
+            "Options of a method are given by --set, such as --set k=8.",
+        ),
+        (
+            ["--base", "{base}", "--method", "lora"],
+            "'lora' is unknown. Adapters are trained on the base itself: 'midus train",
+        ),
+        (["--base", "{base}", "--method", "nope"], "'nope' is unknown. Expected one of: attenuated-copy, avg-deus"),
+        (["--base", "{base}", "--method", "midus-hm"], "'midus-hm' is unknown. Did you mean 'midus-hml'"),
+    ],
+)
+def test_words_that_people_try_are_answered_with_what_to_type(words, message, command, base):
+    outcome = command(*[word.replace("{base}", str(base)) for word in words], "--dry-run")
+    assert (outcome.status, outcome.err.count("\n")) == (2, 1) and message in outcome.err
+
+
 def test_help_begins_with_what_upscale_does_and_an_example(command):
     beginning = command("--help").out.partition("Options:")[0]
     assert "Add memory or layers to a pretrained model." in beginning

@@ -261,7 +261,12 @@ def get_method(name: str) -> type[Method]:
     if name not in METHODS:
         load_offered_methods()
     if name not in METHODS:
-        raise RequestError(f"method {name!r} is unknown. {near_matches(name, sorted(METHODS))}")
+        hint = near_matches(name, sorted(METHODS))
+        if "lora" in name.lower().split("-") and name.partition("-")[0] != "hier":
+            hint = (
+                "Adapters are trained on the base itself: 'midus train TEXTS --model BASE --output DIR adapters={}'."
+            )
+        raise RequestError(f"method {name!r} is unknown. {hint}")
     return METHODS[name]
 
 

@@ -58,7 +58,7 @@ class Words:
         options = {"model_name_or_path": self.model, "output_dir": self.output}
         words = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
         if self.first.endswith((".yaml", ".yml")):
-            return read_recipe(arguments_class, self.first, [*words, *self.overrides])
+            return read_recipe(arguments_class, self.first, [*words, *self._with_epochs(), *self.overrides])
         self._refuse_other_kinds()
         given = {word.partition("=")[0] for word in (*words, *self.overrides)}
         for key, name in (("model_name_or_path", "model"), ("output_dir", "output")):
@@ -75,6 +75,18 @@ class Words:
             del chosen["num_train_epochs"]
         values = {_TEXTS[self.command]: self.first, **chosen}
         return from_mapping(arguments_class, apply_words(arguments_class, values, [*words, *self.overrides]))
+
+    def _with_epochs(self) -> list[str]:
+        """Return the word that takes `max_steps` of a recipe away where the words say `num_train_epochs`, and say so in a line."""
+        from midus_hf.config.yaml_options import read_mapping
+
+        keys = [word.partition("=")[0] for word in self.overrides]
+        steps = read_mapping(self.first).get("max_steps")
+        if "num_train_epochs" not in keys or "max_steps" in keys or steps is None:
+            return []
+        if is_main_process():
+            print(f"num_train_epochs replaces max_steps={steps} of {self.first}", file=sys.stderr)
+        return ["max_steps=-1"]
 
     def _refuse_other_kinds(self) -> None:
         """Refuse a first word that is a model, a method or a word `key=value`, and say what takes it.
