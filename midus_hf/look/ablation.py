@@ -61,7 +61,6 @@ def ablate(
     model: PreTrainedModel,
     texts: Sequence[TextRows],
     *,
-    parts: Sequence[Part] | None = None,
     batch_size: int = 4,
     progress: Callable[[int], None] | None = None,
 ) -> Ablation:
@@ -70,22 +69,20 @@ def ablate(
     Args:
         model: A model as in `added_parts`. It is in eval mode during the measurement.
         texts: Texts, as `text_rows` returns them.
-        parts: Parts to switch off one by one, such as `chapter_parts` returns. Default: the added parts.
         batch_size: Rows per forward pass. Default: 4.
         progress: Called with the number of tokens of each pass. Default: none.
 
     Raises:
         ValueError: For the reasons of `added_parts` and `read_rows`.
     """
-    added = added_parts(model)
-    single = added if parts is None else list(parts)
+    parts = added_parts(model)
 
     def losses_of_texts() -> dict[str, RowLosses]:
         return {text.name: read_rows(model, text, batch_size=batch_size, progress=progress) for text in texts}
 
     usual = losses_of_texts()
     effects = []
-    for part, off in [*((part, [part]) for part in single), (Part("all of them", "all", ()), added)]:
+    for part, off in [*((part, [part]) for part in parts), (Part("all of them", "all", ()), parts)]:
         with switched_off(model, off):
             changed = losses_of_texts()
         for text, losses in changed.items():

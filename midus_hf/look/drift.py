@@ -1,11 +1,11 @@
 """Drift: how far a model's predictions have moved from the predictions of its base."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from midus_hf.evaluation.text_rows import TextRows
 from midus_hf.look.effects import Effect, mean_with_error
@@ -18,32 +18,11 @@ LogitsOfBase = Callable[[TextRows], torch.Tensor]
 
 # Positions whose distributions are held in float32 at a time: 131 MB for each tensor, with a vocabulary of 128,000.
 _POSITIONS = 256
-# Number of tokens that are shown in front of a prediction.
-_CONTEXT = 8
 
 HOW_TO_READ = (
     "KL(base || model) tells how far the distribution over the next token moved from the base's, whatever the next token is; the "
     "change of loss is that of the token that came."
 )
-
-
-@dataclass(frozen=True)
-class MovedPrediction:
-    """A prediction that moved.
-
-    Args:
-        document: Number of the document.
-        before: Ids of the tokens before the predicted one, at most 8.
-        base_choice: Id of the token that the base finds likeliest.
-        choice: Id of the token that the model finds likeliest.
-        divergence: KL(base || model), in nats.
-    """
-
-    document: int
-    before: list[int]
-    base_choice: int
-    choice: int
-    divergence: float
 
 
 @dataclass(frozen=True)
@@ -58,7 +37,6 @@ class TextDrift:
         base_loss: Loss of the base, in nats per token.
         loss: Loss of the model, in nats per token.
         loss_effect: Difference `loss - base_loss`, with its standard error.
-        worst: Predictions that moved farthest, the farthest first; none that has not moved.
     """
 
     text: str
@@ -68,7 +46,6 @@ class TextDrift:
     base_loss: float
     loss: float
     loss_effect: Effect
-    worst: list[MovedPrediction] = field(repr=False)
 
 
 def base_within(model: PreTrainedModel) -> LogitsOfBase:
@@ -117,19 +94,17 @@ def drift(
     logits_of_base: LogitsOfBase,
     texts: Sequence[TextRows],
     *,
-    most_shown: int = 10,
     batch_size: int = 4,
     progress: Callable[[int], None] | None = None,
 ) -> list[TextDrift]:
     """Compare a model's predictions of texts with the predictions of its base.
 
-    Both distributions are computed by log-softmax in float32 at least, and sums are float64. Six numbers per prediction are kept.
+    Both distributions are computed by log-softmax in float32 at least, and sums are float64.
 
     Args:
         model: The model. It is in eval mode during the comparison.
         logits_of_base: Logits of the base, from `base_within` or `other_base`.
         texts: Texts, as `text_rows` returns them.
-        most_shown: Number of predictions per text that are kept. Default: 10.
         batch_size: Rows per forward pass. Default: 4.
         progress: Called with the number of tokens of each pass. Default: none.
 
@@ -138,14 +113,13 @@ def drift(
         RuntimeError: If a divergence or loss is not finite.
     """
     with evaluating(model):
-        return [_drift_on(model, logits_of_base, text, most_shown, batch_size, progress) for text in texts]
+        return [_drift_on(model, logits_of_base, text, batch_size, progress) for text in texts]
 
 
 def _drift_on(
     model: PreTrainedModel,
     logits_of_base: LogitsOfBase,
     text: TextRows,
-    most_shown: int,
     batch_size: int,
     progress: Callable[[int], None] | None,
 ) -> TextDrift:
@@ -155,7 +129,7 @@ def _drift_on(
         compared += _compared(batch.rows, logits, logits_of_base(replace(batch, paths=None)))
         if progress is not None:
             progress(batch.num_tokens)
-    sums_of_rows = torch.stack([columns[:4].sum(-1) for columns in compared])  # [R, 4]
+    sums_of_rows = torch.stack([columns.sum(-1) for columns in compared])  # [R, 4]
     if not sums_of_rows.isfinite().all():
         raise RuntimeError(f"a prediction of text {text.name!r} is not finite. The weights of a model are broken.")
     tokens = torch.tensor([len(row) - 1 for row in text.rows])
@@ -169,26 +143,11 @@ def _drift_on(
         base_loss.sum().item() / total,
         loss.sum().item() / total,
         mean_with_error(loss - base_loss, tokens),
-        _farthest(text, compared, most_shown),
     )
 
 
-def _farthest(text: TextRows, compared: Sequence[torch.Tensor], most: int) -> list[MovedPrediction]:
-    """Return the predictions that moved farthest, from the columns of `_compared`."""
-    places = [(number, position) for number, row in enumerate(text.rows) for position in range(len(row) - 1)]
-    best = torch.cat([columns[0] for columns in compared]).topk(min(most, len(places)))
-    moved = []
-    for divergence, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-        number, position = places[index]
-        before = text.rows[number][max(0, position + 1 - _CONTEXT) : position + 1].tolist()
-        base_choice, choice = compared[number][4:, position].int().tolist()
-        if divergence:
-            moved.append(MovedPrediction(text.documents[number], before, base_choice, choice, divergence))
-    return moved
-
-
 def _compared(rows: Sequence[torch.Tensor], logits: torch.Tensor, base_logits: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield per row, `[6, T - 1]`: divergence, whether the choice changed, base's loss, loss, base's choice, choice."""
+    """Yield per row, `[4, T - 1]`: divergence, whether the choice changed, base's loss, loss."""
     for row, own, base in zip(rows, logits, base_logits.to(logits.device), strict=True):
         targets = row[1:].to(own.device)
         parts = [
@@ -204,7 +163,7 @@ def _compared_at(own: torch.Tensor, base: torch.Tensor, targets: torch.Tensor) -
     divergence = (base_logs.exp() * (base_logs - logs)).sum(-1)
     choice, base_choice = logs.argmax(-1), base_logs.argmax(-1)
     losses = [-log.gather(-1, targets[:, None]).squeeze(-1) for log in (base_logs, logs)]
-    columns = (divergence, choice != base_choice, *losses, base_choice, choice)
+    columns = (divergence, choice != base_choice, *losses)
     return torch.stack([column.double() for column in columns])
 
 
@@ -220,34 +179,9 @@ def drift_rows(drifts: Sequence[TextDrift]) -> list[dict[str, Any]]:
     return rows
 
 
-def moved_rows(drifts: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Return a row per prediction that moved farthest, with the text in front and what base and model find likeliest."""
-
-    def text(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-
-    return [
-        {
-            "text": each.text,
-            "document": moved.document,
-            "divergence": moved.divergence,
-            "before": " ".join(text(moved.before).split()),
-            "base_choice": text([moved.base_choice]),
-            "choice": text([moved.choice]),
-        }
-        for each in drifts
-        for moved in each.worst
-    ]
-
-
-def drift_tables(drifts: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase) -> list[TableOfWords]:
-    """Return a table of the drift, with a row per text, and one of the predictions that moved farthest."""
+def drift_table(drifts: Sequence[TextDrift]) -> TableOfWords:
+    """Return a table of the drift, with a row per text."""
     columns = {"text": "{text}", "tokens": "{tokens:,}", "KL(base || model)": "{divergence:.5f}"}
     columns |= {"first choice changed": "{changed:.2%}", "loss of base": "{base_loss:.5f}", "of model": "{loss:.5f}"}
     columns["change"] = "{loss_effect:+.5f}"
-    moved = {"document": "{text} {document}", "KL": "{divergence:.3f}", "behind": "... {before}"}
-    moved |= {"base": "{base_choice!r}", "model": "{choice!r}"}
-    return [
-        table_of("How far predictions moved from the base's (nats per token)", map(vars, drifts), columns),
-        table_of("What moved farthest", moved_rows(drifts, tokenizer), moved),
-    ]
+    return table_of("How far predictions moved from the base's (nats per token)", map(vars, drifts), columns)

@@ -173,18 +173,16 @@ def _right_answer(name: str, task: Any, document: Any) -> str:
     return f"{task.config.target_delimiter}{target}"
 
 
-def heads_rows(model: str, importance: HeadImportance, signed: bool = False) -> list[dict[str, Any]]:
+def heads_rows(model: str, importance: HeadImportance) -> list[dict[str, Any]]:
     """Return a row per layer: the importance of each head, its mean and variance over heads (figure 4c), and the head that matters
     most.
 
     Args:
         model: Name of the model.
-        importance: Importance of its heads.
-        signed: Whether to use `signed` instead of `absolute`. Default: False.
+        importance: Importance of its heads, of which `absolute` is used.
     """
     rows = []
-    scores = importance.signed if signed else importance.absolute
-    for layer, base_layer, heads in zip(importance.layers, importance.base_layers, scores, strict=True):
+    for layer, base_layer, heads in zip(importance.layers, importance.base_layers, importance.absolute, strict=True):
         best = int(heads.argmax())
         measures = {"mean": heads.mean().item(), "variance": heads.var(correction=0).item(), "most": best}
         layers = {"model": model, "layer": layer, "base_layer": base_layer}

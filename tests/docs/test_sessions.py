@@ -193,7 +193,6 @@ SESSIONS = {
             "--base smollm2-135m ": "--base base ",
             "# and train it": "; cp -r smollm2-135m-moc another-moc",
             "20000": "64",
-            "--chapters 0-3": "--chapters 0-3 --max-tokens 64",
         },
         languages=("sh",),
     ),

@@ -9,7 +9,6 @@ from typing import Annotated
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.look.request import (
-    AblationRequest,
     DepthRequest,
     DriftRequest,
     HeadsRequest,
@@ -24,8 +23,8 @@ app = command_line("Look into a model: what its memories read and do, and what h
 # The questions, each with the options that it takes and its help. The function of the same name in `questions.py` answers each.
 QUESTIONS: dict[str, tuple[type[ModelRequest], str]] = {
     "usage": (TextRequest, "Show slots, chapters and blocks that texts use, and how evenly."),
-    "ablation": (AblationRequest, "Show the loss of texts without each part, or each chapter."),
-    "drift": (DriftRequest, "Show how far predictions moved from the base's, and where most."),
+    "ablation": (TextRequest, "Show the loss of texts without each part."),
+    "drift": (DriftRequest, "Show how far predictions moved from the base's."),
     "heads": (HeadsRequest, "Show how much each head matters for answers of tasks."),
     "depth": (DepthRequest, "Show what heads read of earlier layers (moda)."),
     "touched": (TouchedRequest, "Show where texts read a memory of known n-grams (engram)."),

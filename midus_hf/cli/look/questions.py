@@ -7,7 +7,6 @@ from typing import Any
 from tqdm import tqdm
 
 from midus_hf.cli.look.request import (
-    AblationRequest,
     DepthRequest,
     DriftRequest,
     HeadsRequest,
@@ -23,9 +22,8 @@ from midus_hf.look import heads as important_heads
 from midus_hf.look import touched as where_read
 from midus_hf.look import usage as used
 from midus_hf.look.page import Answer
-from midus_hf.look.parts import added_parts, chapter_parts
+from midus_hf.look.parts import added_parts
 from midus_hf.short_names import short_names
-from upscalers.edits.numbers import parse_numbers
 
 
 @contextlib.contextmanager
@@ -72,20 +70,11 @@ def usage(request: TextRequest) -> Answer:
 
 
 def ablation(request: TextRequest) -> Answer:
-    """Answer how the loss of each text changes without each added layer, memory and reading of the depth, or each chapter."""
+    """Answer how the loss of each text changes without each added layer, memory and reading of the depth."""
     model, _ = request.loaded
-    parts = added_parts(model)
-    chapters = request.chapters if isinstance(request, AblationRequest) else None
-    if chapters is not None:
-        parts = chapter_parts(model)
-        if chapters != "all":
-            most = max(part.chapter or 0 for part in parts)
-            chosen = parse_numbers(chapters, most + 1, "chapters")
-            parts = [part for part in parts if part.chapter in chosen]
-    with _token_bar("ablation", 2 + len(parts), request.text_rows) as progress:
-        measured = parts_lost.ablate(
-            model, request.text_rows, parts=parts, batch_size=request.batch_size, progress=progress
-        )
+    passes = 2 + len(added_parts(model))
+    with _token_bar("ablation", passes, request.text_rows) as progress:
+        measured = parts_lost.ablate(model, request.text_rows, batch_size=request.batch_size, progress=progress)
     rows = [effect.row() for effect in measured.effects]
     summary, head = _about(request, measured.losses)
     return Answer(
@@ -100,20 +89,19 @@ def ablation(request: TextRequest) -> Answer:
 
 
 def drift(request: DriftRequest) -> Answer:
-    """Answer how far predictions moved from the base's: divergence, first choices, loss, and the predictions that moved most."""
+    """Answer how far predictions moved from the base's: divergence, first choices and loss."""
     request.check_base()
     return _moved_predictions(request)
 
 
 def _moved_predictions(request: DriftRequest) -> Answer:
-    model, tokenizer = request.loaded
+    model, _ = request.loaded
     logits_of_base = _logits_of_base(request)
     with _token_bar("drift", 1, request.text_rows) as progress:
         drifts = moved.drift(
             model,
             logits_of_base,
             request.text_rows,
-            most_shown=request.top,
             batch_size=request.batch_size,
             progress=progress,
         )
@@ -123,8 +111,8 @@ def _moved_predictions(request: DriftRequest) -> Answer:
     return Answer(
         title="How far predictions moved",
         summary=f"{request.model} compared with {base}.",
-        report={**about, "rows": rows, "moved_farthest": moved.moved_rows(drifts, tokenizer)},
-        tables=moved.drift_tables(drifts, tokenizer),
+        report={**about, "rows": rows},
+        tables=[moved.drift_table(drifts)],
         how_to_read=moved.HOW_TO_READ,
         details=lambda: rows,
     )
@@ -211,7 +199,7 @@ def heads(request: HeadsRequest) -> Answer:
                 answers = list(important_heads.task_answers(loaded, tokenizer, tasks, request.limit))
                 with tqdm(desc=model, total=len(answers), unit=" answers", disable=None) as bar:
                     importance = important_heads.head_importance(loaded, answers, bar.update)
-                rows[label] = important_heads.heads_rows(label, importance, request.signed)
+                rows[label] = important_heads.heads_rows(label, importance)
                 title = f"{label}: {importance.answers:,} answers, {importance.loss:.3f} nats each"
                 tables.append(important_heads.heads_table(title, rows[label]))
     return Answer(

@@ -34,10 +34,8 @@ class ModelRequest:
         from midus_hf.evaluation.settings import check_dtype
 
         check_dtype(self.dtype)
-        for name in ("top", "limit"):
-            value = getattr(self, name, None)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1.")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit is {self.limit}; expected at least 1.")
 
     def load(self, name: str, label: str = "model") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
         """Load a model, in eval mode, and its tokenizer. Progress bars of libraries are shown on terminals only.
@@ -92,7 +90,6 @@ class HeadsRequest(ModelRequest):
     tasks: Annotated[str, option("Tasks of lm-eval, separated by commas.", "NAMES")]
     data: TaskData = None
     include_path: Annotated[str | None, option("Folder with more task files.", "DIR")] = None
-    signed: Annotated[bool, flag("--signed", "Signed sums in place of absolute values.")] = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,13 +219,6 @@ class TouchedRequest(ModelRequest):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AblationRequest(TextRequest):
-    """Options of the question what texts lose without parts of the model."""
-
-    chapters: Annotated[str | None, option("Ablate chapters: all, or such as 3,7-9.", "LIST")] = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DepthRequest(TextRequest):
     """Options of the question about what heads read of the depth."""
 
@@ -249,7 +239,6 @@ class DriftRequest(TextRequest):
     """Options of questions that compare the model with its base."""
 
     base: Annotated[str, option("Base to compare with; self: MODEL without added parts.", "MODEL")] = "self"
-    top: Annotated[int, option("How many predictions of each text to show.", "N")] = 10
 
     def check_base(self) -> None:
         """Check that `base` names a model, or that the model without its added parts is its base.
