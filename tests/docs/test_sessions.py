@@ -183,7 +183,6 @@ SESSIONS = {
         models={"trained": "midus-hml", "trained-moda": "moda"},
         names=lambda: {
             **load("trained"),
-            "moda": load("trained-moda")["model"],
             "documents": [document(20, 1)],
             "tokenizer": byte_tokenizer(),
         },
