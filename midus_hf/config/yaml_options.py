@@ -28,19 +28,19 @@ def read_config(cls: type[Options], path: str | Path, overrides: Iterable[str] =
     return from_mapping(cls, apply_words(cls, read_mapping(path), overrides))
 
 
-def apply_words(cls: type, values: dict[str, Any], words: Iterable[str]) -> dict[str, Any]:
+def apply_words(cls: type, values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """Return the values of a mapping as words of a command line change them, in order.
 
     Args:
         cls: The dataclass that the mapping will fill.
         values: Values of the dataclass's fields by name.
-        words: `key=value` or `outer.inner=value`, whose value is YAML, replaces a value, or adds a key to a mapping. The path of
+        overrides: `key=value` or `outer.inner=value`, whose value is YAML, replaces a value, or adds a key to a mapping. The path of
             another YAML file merges its mappings with those before.
 
     Raises:
         ValueError: If a file is missing or not a mapping, or an override cannot be applied.
     """
-    for word in words:
+    for word in overrides:
         if word.endswith((".yaml", ".yml")) and "=" not in word:
             values = _merged(values, read_mapping(word))
         else:

@@ -101,7 +101,7 @@ def switched_off(model: nn.Module, parts: Iterable[Part]) -> Iterator[None]:
         parts: Parts to switch off, as `added_parts` returns them.
 
     Raises:
-        ValueError: If the model has no such part, or parameters of heads that read the depth are offloaded.
+        ValueError: If the model lacks a part, or parameters of heads that read the depth are offloaded.
     """
     blocks, readers = layers_of(model), hosted_memories(model, AttendsToDepth)
     parts = list(parts)

@@ -9,7 +9,6 @@ import torch
 from tiny import prompt
 
 from midus_hf.ops.chapters.quantisation import dequantise_rows, quantise_rows
-from tests.docs.snippets import take
 from tests.upscalers.checkpoints import (
     config_of,
     edit_config,
@@ -37,8 +36,6 @@ from upscalers.edits import chapters as editing
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
-
-(SCRIPT,) = take("docs/chapters.md", "python")
 
 TWO = ("chapters", "chapters-2")
 ONE_ZERO = [None, *range(1, CHAPTERS)]
@@ -301,12 +298,3 @@ def test_a_rounded_model_computes_what_rounded_rows_give(tmp_path, edited):
     write_tensors(model, tensors)
     torch.testing.assert_close(logits(output), logits(model), rtol=1e-10, atol=1e-10)
     assert not torch.allclose(logits(model), usual)
-
-
-def test_the_script_of_the_page_changes_the_loss_while_it_lasts(tmp_path):
-    model = load(acting(tmp_path, chapters=8, memory_tokens=16))
-    defined = {"model": model, "tokens": prompt()}
-    with torch.no_grad():
-        usual = model(prompt(), labels=prompt()).loss
-        exec(compile(SCRIPT.text, SCRIPT.page, "exec"), defined)
-        assert defined["loss"] != usual == model(prompt(), labels=prompt()).loss
