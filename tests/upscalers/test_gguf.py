@@ -162,6 +162,15 @@ def test_the_result_computes_what_transformers_own_loading_computes(base, tmp_pa
     assert load(tmp_path / "out").dtype == torch.float32
 
 
+def test_nothing_is_left_beside_the_file_or_among_temporary_files(base, tmp_path, monkeypatch):
+    path, _ = base
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    with_memory(path, tmp_path / "out", verify=False)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
 def test_tokenizer_and_provenance_come_from_the_file(base, tmp_path):
     path, _ = base
     with_memory(path, tmp_path / "out", verify=False)

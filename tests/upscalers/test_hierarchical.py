@@ -55,6 +55,13 @@ def test_verification_fetches_the_last_block_of_each_level(tmp_path):
     assert path_of_last_leaf(load(tmp_path / "out").config) == (3 - 1, 3**2 - 1, 3**3 - 1)
 
 
+def test_the_dtype_of_a_bank_follows_the_output_and_carried_banks_keep_theirs(base, tmp_path):
+    upscale(base=base, method="hier-ffn", output=tmp_path / "once", options=SMALL, dtype="bfloat16", verify=False)
+    upscale(base=tmp_path / "once", method="hier-kv", output=tmp_path / "twice", options=SMALL, dtype="float32")
+    banks = load(tmp_path / "twice").banks
+    assert (banks.of("hier-ffn").dtype, banks.of("hier-kv").dtype) == (torch.bfloat16, torch.float32)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_config_says_what_the_memory_is(kind, base, tmp_path):
     upscale(base=base, method=kind, output=tmp_path / "out", options={**SMALL, "layers": [1, 3]}, verify=False)

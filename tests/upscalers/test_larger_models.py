@@ -132,6 +132,25 @@ def test_memory_with_values_changes_what_it_says_and_comes_back_from_a_save(cell
     assert result["base_confirmed"] is True
 
 
+@of_types
+def test_cached_steps_equal_one_pass_and_padding_changes_nothing_once_memory_has_values(cells, model_type):
+    model = loaded(cells(model_type, "moc")[1])
+    let_memory_act(model)
+    inputs = picture_with_text(model_type)
+    text = model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    extended = dict(inputs, input_ids=text[:, :-1], attention_mask=torch.ones_like(text[:, :-1]))
+    for name in {"mm_token_type_ids", "token_type_ids"} & inputs.keys():
+        extended[name] = torch.nn.functional.pad(inputs[name], (0, 5))
+    length = inputs["input_ids"].shape[1]
+    with torch.no_grad():
+        assert torch.equal(model(**extended).logits[:, length - 1 :].argmax(-1), text[:, length:])
+    ids = torch.arange(3, 13)[None]
+    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    plain = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
+    padded, mask = torch.nn.functional.pad(ids, (2, 0), value=0), (torch.arange(12) >= 2).long()[None]
+    assert torch.equal(model.generate(input_ids=padded, attention_mask=mask, **settings)[:, -4:], plain[:, -4:])
+
+
 def test_without_the_package_it_says_the_same(cells, tmp_path):
     _, upscaled = cells("gemma3", "moc")
     model = loaded(upscaled)

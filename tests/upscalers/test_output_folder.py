@@ -76,6 +76,14 @@ def test_an_existing_checkpoint_is_replaced_only_on_request(tmp_path):
     assert names(tmp_path / "out") == ["config.json"]
 
 
+def test_an_empty_folder_may_be_replaced_on_request(tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(RequestError, match="exists"):
+        OutputFolder(tmp_path / "out")
+    write(tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "config.json").read_text() == text("new")
+
+
 def test_what_is_no_checkpoint_is_never_replaced(tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").write_text("years")

@@ -127,6 +127,20 @@ def test_what_appears_in_the_old_output_while_the_work_goes_on_is_kept(base, tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
+def test_what_appears_where_nothing_was_is_kept(base, tmp_path, monkeypatch):
+    honest = Writing._verify
+
+    def meanwhile(self, *_):
+        project(tmp_path / "out")
+        return honest(self, *_)
+
+    monkeypatch.setattr(Writing, "_verify", meanwhile)
+    with pytest.raises(RequestError, match="out exists; pass --overwrite to replace it"):
+        unverified(base, tmp_path / "out")
+    assert (tmp_path / "out" / "notes.txt").read_text() == "notes.txt"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize("record", [None, "no JSON", '{"midus_hf": "0.1.0"}', "[]"])
 def test_a_checkpoint_of_somebody_else_is_left_untouched(tmp_path, record):
     output = save_base(tmp_path / "theirs")

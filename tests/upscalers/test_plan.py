@@ -1,5 +1,6 @@
 """The layer plan, and what a config says of single layers, which follows the plan."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +140,13 @@ def test_declared_lists_inside_mappings_and_lists_of_mappings_follow_as_well():
 def test_what_has_nothing_to_do_with_layers_is_kept_inside_mappings_too():
     rope = {"rope_type": "longrope", "long_factor": [1.0, 2.0, 3.0, 4.0], "short_factor": [1.0] * 4}
     record = {"plan": [{"base": 0}] * 4, "base_config": {"windows": [1, 2, 3, 4]}}
-    config = tiny_config("llama", rope_parameters=rope, id2label={"0": "a", "1": "b", "2": "c"}, upscale=record)
+    labels = {"0": "a", "1": "b", "2": "c"}
+    config = tiny_config("llama", rope_parameters=rope, id2label=labels, upscale=record, eos_token_id=[1, 2, 3, 4])
+    before = copy.deepcopy(config)
     result = followed(config, [1])
-    for key in ("rope_parameters", "id2label", "upscale"):
+    for key in ("rope_parameters", "id2label", "upscale", "eos_token_id"):
         assert result[key] == config[key]
+    assert config == before
 
 
 @pytest.mark.parametrize("numbers", [("0", "4"), ("0", "9"), ("9",)])

@@ -12,6 +12,7 @@ import torch
 
 from tests.upscalers.checkpoints import SMALL, logits, save_base
 from tests.upscalers.solvers.recording import Recorder
+from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
 
@@ -35,6 +36,14 @@ def test_every_stage_tells_of_all_its_steps(shared_base, tmp_path, method, verif
         assert progress.told_of("comparing with the base") == [1] * (4 + report.num_layers + 2)
     assert progress.names[progress.names.index("writing 1 shard") + 1 :] == expected
     assert sum(progress.told_of("waiting for the disk")) > report.bytes.written
+
+
+def test_every_stage_of_taking_out_tells_of_all_its_steps(shared_base, tmp_path):
+    upscale(base=shared_base(), method="llama-pro", output=tmp_path / "pro", verify=False)
+    progress = Recorder()
+    strip(tmp_path / "pro", tmp_path / "stripped", progress=progress)
+    check(progress)
+    assert progress.names == ["writing 1 shard", "waiting for the disk", "checking what was written"]
 
 
 def test_a_failure_ends_the_display(shared_base, tmp_path, monkeypatch):

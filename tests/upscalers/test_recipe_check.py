@@ -122,6 +122,25 @@ def test_a_tensor_of_a_memory_is_no_other_tensor_of_it(base, tmp_path, monkeypat
         upscale(base=tmp_path / "once", method="llama-pro", placement="5", dry_run=True)
 
 
+@pytest.mark.parametrize("request_", ["--dry-run", "--no-verify"])
+def test_the_command_fails_without_a_traceback(command, base, tmp_path, monkeypatch, request_):
+    spoil(monkeypatch, "llama-pro", lambda layers: layers[2].pop("mlp.up_proj.weight"))
+    done = command("--base", base, "--method", "llama-pro", "--output", tmp_path / "out", request_)
+    assert (done.status, done.out) == (1, "")
+    assert done.err == (
+        "upscale: failed: MethodError: method llama-pro, layer 2: there is no recipe for mlp.up_proj.weight; "
+        "expected one for each of 9 tensors.\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_head_that_the_result_unties_must_be_there(shared_base, monkeypatch):
+    config = get_method("solar").config
+    monkeypatch.setattr(get_method("solar"), "config", lambda *args: {**config(*args), "tie_word_embeddings": False})
+    with pytest.raises(MethodError, match=r"method solar, outside the layers: there is no recipe for lm_head\.weight"):
+        upscale(base=shared_base("gemma2"), method="solar", dry_run=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -9,7 +9,8 @@ from midus_hf.config.memories import MEMORY_TYPES
 from midus_hf.config.memories.headwise import HeadwiseOptions
 from midus_hf.config.memories.hierarchical import HierFFNOptions
 from midus_hf.config.memory_types import MemoryOptions
-from midus_hf.config.options import option
+from midus_hf.config.options import describe_options, option
+from midus_hf.config.wording import near_matches
 from tests.upscalers.checkpoints import SMALL_MEMORY, save_base
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
 from upscalers.methods.contract import METHODS, get_method, register_method
@@ -417,6 +418,19 @@ def test_what_is_no_list_of_numbers_is_refused_with_forms_that_are_accepted(valu
         parse_options(HierFFNOptions, {"sizes": value}, "method hier-ffn")
 
 
+def test_options_are_described_for_people():
+    described = {row["name"]: row for row in [*describe_options(Sample), *describe_options(Presets)]}
+    assert described["count"] == {"name": "count", "type": "a whole number", "default": 3, "help": "how many"}
+    assert (described["kind"]["type"], described["name"]["type"]) == ("a | b", "a string | null")
+    assert described["preset"]["help"] == "several options at once (fast: steps=1, rate=0.5)"
+    assert (described["scale"]["type"], described["scale"]["default"]) == ("a mapping", {"down": 0.5})
+
+
+def test_at_most_three_near_matches_are_named_the_nearest_first():
+    known = ["abcd--", "abcde-", "abcdef", "abcdex", "xyz"]
+    assert near_matches("abcdef", known) == "Did you mean 'abcdef' or 'abcdex' or 'abcde-'?"
+
+
 def test_each_memory_type_is_given_by_a_method():
     get_method("midus-hml")
     arguments = [
@@ -475,6 +489,8 @@ def test_a_preset_sets_several_options_and_given_ones_win():
         assert (chosen.steps, chosen.rate) == (1, 0.9)
     assert parse_options(Presets, {}, "method x").steps == 10
     assert parse_options(Presets, {"preset": None}, "method x").steps == 10
+    parse_options(Presets, {}, "method x").scale["down"] = 1.0  # a default that options do not share
+    assert parse_options(Presets, {}, "method x").scale == {"down": 0.5}
 
 
 def test_an_unknown_preset_is_refused():

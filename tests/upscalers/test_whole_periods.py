@@ -112,6 +112,33 @@ def test_new_layers_are_made_from_layers_of_their_phase(method):
     assert [plan.layers[index].sources for index in plan.new_indices] == SOURCES[method]
 
 
+def test_neighbours_of_the_same_type_are_those_of_the_phase():
+    config = family_config("gemma2", num_hidden_layers=8)
+    plans = [planned(config, "avg-deus", 4, "whole-periods", neighbours=kind) for kind in ("adjacent", "same_type")]
+    assert plans[0].layers == plans[1].layers
+
+
+def test_what_the_base_alone_says_of_its_layers_is_kept():
+    unused = family_config("qwen3", use_sliding_window=False, max_window_layers=28)
+    assert result(unused, "llama-pro")["max_window_layers"] == 28
+    pattern = family_config("gemma2", num_hidden_layers=6, layer_types=[S, S, F, S, S, F])
+    assert result(pattern, "llama-pro")["layer_types"] == [S, S, F, S, S, F, S, S, F]
+
+
+def test_a_memory_over_a_memory_keeps_the_phase(tmp_path):
+    base = save_base(tmp_path / "base", "gemma2", num_hidden_layers=6)
+    first = {"method": "midus-hml", "options": SMALL["midus-hml"], "output": tmp_path / "once"}
+    assert upscale(base=base, num_new_layers=2, placement="whole-periods", **first).new_layer_indices == [4, 5]
+    second = {"method": "midus-pkm", "options": SMALL["midus-pkm"], "output": tmp_path / "twice"}
+    upscale(base=tmp_path / "once", num_new_layers=4, placement="whole-periods", **second)
+    config = config_of(tmp_path / "twice")
+    assert config["layer_types"] == [S, F] * 6
+    # In front of the memory blocks 4 and 5, which have no output projection, the layers after them are copied.
+    assert config["upscale"]["new_layers"] == [2, 3, 8, 9]
+    assert [config["upscale"]["plan"][index]["sources"] for index in (2, 3, 8, 9)] == [[2], [3], [6], [7]]
+    assert torch.equal(logits(base), logits(tmp_path / "twice"))
+
+
 @pytest.mark.parametrize(
     ("method", "sources"), [("midus-hml", [[2], [3], [2], [3]]), ("llama-pro", [[0], [1], [0], [1]])], ids=str
 )
