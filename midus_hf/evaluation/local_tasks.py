@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from midus_hf.evaluation.knowledge_edits import EDIT_TASKS, edit_task
 from midus_hf.files.json_text import parse_json
 
 PREFIX = "midus_"
@@ -20,7 +21,7 @@ _FACTS = "facts"
 
 def local_task_names() -> list[str]:
     """Return the short names of the local tasks, such as `boolq`. lm-eval knows this task as `midus_boolq`."""
-    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+    return sorted([*(path.stem for path in _FOLDER.glob("*.yaml")), *EDIT_TASKS])
 
 
 def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
         name: Short name of the task.
         data: Folder that holds `NAME.jsonl`, with a row per question: `question`, `choices` and `gold`. A row of atomic numbers
             has the `name` and `number` of an element; a row of facts has a `question` and its `answers`, a list of texts, each
-            of which is right.
+            of which is right. Tasks of edited knowledge read the files that `midus_hf.evaluation.knowledge_edits` names.
 
     Returns:
         A task configuration that lm-eval accepts.
@@ -39,6 +40,8 @@ def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
         ValueError: If the folder does not hold the questions, or if a row of facts has no usable question and answers.
     """
     data = Path(data).resolve()
+    if name in EDIT_TASKS:
+        return edit_task(name, data, yaml.safe_load((_FOLDER / f"{_FACTS}.yaml").read_text(encoding="utf-8")))
     if not (data / f"{name}.jsonl").is_file():
         raise ValueError(
             f"{data} holds no {name}.jsonl; expected a row of JSON per question: question, choices, gold "

@@ -13,6 +13,7 @@ from evaluation.byte_models import byte_model, byte_tokenizer, save_byte_model, 
 from evaluation.questions import QUESTIONS, write_questions
 from transformers import AutoModelForCausalLM
 
+from midus_hf.evaluation.knowledge_edits import EDIT_TASKS
 from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
 
 pytest.importorskip("lm_eval")
@@ -45,8 +46,8 @@ def data(tmp_path_factory):
     return write_questions(tmp_path_factory.mktemp("questions"))
 
 
-def test_there_are_eight_local_tasks():
-    assert local_task_names() == sorted(QUESTIONS)
+def test_there_are_eight_local_tasks_and_six_of_edited_knowledge():
+    assert local_task_names() == sorted([*QUESTIONS, *EDIT_TASKS])
 
 
 def task_of(name, data):
@@ -250,7 +251,7 @@ def test_an_unknown_task_is_refused_with_near_matches(data, of_the_harness, monk
         own = TaskManager(include_defaults=False, include_path=str(folder))
         monkeypatch.setattr("midus_hf.evaluation.harness._own_tasks", lambda: own)
     with pytest.raises(
-        ValueError, match=r"task is 'piqqa'; expected atomic_numbers, .*piqa or a task of lm-eval\. .*'piqa'"
+        ValueError, match=r"task is 'piqqa'; expected atomic_numbers, .*piqa, .* or a task of lm-eval\. .*'piqa'"
     ):
         Tasks(["piqqa"], data=data)
     with pytest.raises(
