@@ -1,5 +1,6 @@
 """Texts that have paths are packed within the leaves of a tree, and their sequences come with these paths."""
 
+import numpy as np
 import pytest
 from training.tiny_run import tiny_tokenizer
 
@@ -38,7 +39,7 @@ def expected(depth=2) -> list[tuple[list[int], list[list[int]]]]:
         for number, _, count in texts:
             starts += [True] + [False] * count
             tokens += [int(word[1:]) for word in words(number, count)] + [EOS]
-        for begin in range(0, len(tokens), T):
+        for begin in range(0, len(tokens) - 1, T):
             made.append((texts[0][1], tokens[begin : begin + T], starts[begin : begin + T]))
     return made
 
@@ -65,6 +66,16 @@ def test_texts_of_a_leaf_may_be_kept_apart():
             position = 0 if start or index == 0 else position + 1
             positions.append(position)
         assert row["position_ids"] == positions
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("count", [T - 1, T, T + 1])
+def test_a_remainder_that_predicts_nothing_is_left_out(count, apart):
+    """One token behind a whole sequence, with whose labels a batch would have a loss that is not a number."""
+    text = datasets.Dataset.from_dict({"text": [" ".join(f"w{10 + n}" for n in range(count))]})
+    packed = leaf_sequences(text, tiny_tokenizer(), T, paths=np.array([[0, 1]]), documents_apart=apart)
+    assert len(packed) == (2 if count == T + 1 else 1)
+    assert all(any(label != -100 for label in labels[1:]) for labels in packed["labels"])
 
 
 def test_the_tree_that_texts_name_is_one_tree():

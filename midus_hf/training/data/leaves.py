@@ -30,7 +30,8 @@ def leaf_sequences(
 
     A leaf is a node of the deepest level that has blocks, so all texts of a leaf fetch the same blocks. Texts of a leaf
     are laid end to end in the order of the dataset and cut into sequences. The remainder becomes a sequence too, filled
-    up with EOS on which no loss is computed: a leaf may have little text, and its blocks learn from no other text.
+    up with EOS on which no loss is computed: a leaf may have little text, and its blocks learn from no other text. A remainder of
+    one token is left out, since nothing predicts it.
 
     Args:
         paths: Node of each level that a text is in, `[texts, p]`, as `paths_of` reads them.

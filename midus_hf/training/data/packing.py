@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 IGNORED_LABEL = -100
 
 # To be changed with whatever changes the sequences of a text, so that sequences in the cache are not taken for new ones.
-_PROCEDURE = "1"
+_PROCEDURE = "2"
 _TEXTS_A_BATCH = 1000
 _TEXTS_WORTH_A_PROCESS = 2000
 
@@ -153,7 +153,7 @@ class Packer:
         return names if self.fill is None else [*names, "memory_ids"]
 
     def _cut(self, packed: dict[str, list[Any]], is_end: bool = False) -> None:
-        """Cut as many sequences as there are tokens for; at the end of a leaf, a last one that is filled up."""
+        """Cut as many sequences as there are tokens for; at the end of a leaf, a filled up one that predicts a token."""
         length = self.sequence_length
         tokens = np.concatenate(self._pieces)
         starts = np.zeros(len(tokens), bool)
@@ -169,6 +169,8 @@ class Packer:
                 piece = np.concatenate([piece, np.full(missing, self.fill, np.int32)])
                 labels = np.concatenate([labels, np.full(missing, IGNORED_LABEL, np.int32)])
                 is_start = np.concatenate([is_start, np.arange(missing) == 0])
+            if missing and not (labels[1:] != IGNORED_LABEL).any():
+                continue  # a first token is not predicted, and the mean loss over no token is not a number
             packed["input_ids"].append(piece)
             if self.documents_apart:
                 index = np.arange(length)
