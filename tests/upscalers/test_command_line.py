@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from tests.upscalers.checkpoints import MEMORY_OPTIONS, file_digests, record_of, same_tensors
+from tests.upscalers.checkpoints import MEMORY_OPTIONS, file_digests, record_of, same_tensors, save_base
 from upscalers.methods.contract import METHODS
 from upscalers.request.errors import VerificationError
 from upscalers.runs.upscale import upscale
@@ -177,6 +177,10 @@ def test_the_summary_on_a_terminal_says_what_was_done(command, base, tmp_path):
     assert elsewhere.status == 0 and not (tmp_path / "a").exists()
     inside = command("--base", base, "--method", "midus-hml", "--dry-run", "--output", base, *SMALL)
     assert inside.status == 2 and "lies inside the base" in inside.err
+    bracketed = save_base(tmp_path / "x[/red]")
+    shown = command("--base", bracketed, "--method", "llama-pro", "--output", tmp_path / "a[b]c")
+    assert all(name in "".join(shown.out.split()) for name in ("x[/red]", "a[b]c"))  # long paths are folded
+    assert "[first, end]" in command("methods", "slices").out
     named = command("--base", base / "config.json", "--method", "midus-hml", "--dry-run", *SMALL)
     assert named.status == 0 and "would write" in named.out
     assert "would write" in planned.out

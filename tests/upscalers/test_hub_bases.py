@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.upscalers.checkpoints import read_tensors, record_of, same_tensors, save_base
 from tests.upscalers.hub_server import Repository, files_of
+from upscalers.request.errors import RequestError
 from upscalers.runs import upscale as run
 from upscalers.runs.upscale import upscale
 
@@ -99,6 +100,11 @@ def test_a_revision_that_cannot_be_is_refused(two_revisions, command, tmp_path, 
     assert message in done.err.splitlines()[-1]
     assert "Traceback" not in done.err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_revision_of_another_type_is_refused(bases):
+    with pytest.raises(RequestError, match="revision is 3; expected a branch, a tag or a commit of a hub repository"):
+        upscale(base=bases[0], method="midus-hml", dry_run=True, revision=3)
 
 
 def test_a_folder_with_an_at_in_its_name_is_a_folder(bases, command, tmp_path):

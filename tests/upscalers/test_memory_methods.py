@@ -19,7 +19,7 @@ from tests.upscalers.checkpoints import (
     with_memory,
 )
 from tests.upscalers.dense.requests import tiny_config, upscaled_config
-from tests.upscalers.methods import KINDS, SMALL_CHAPTERS, SMALL_TABLES
+from tests.upscalers.methods import KINDS, SMALL_CHAPTERS, SMALL_TABLES, trained
 from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.upscale import upscale
@@ -219,19 +219,21 @@ def test_tables_of_zeros_take_no_room_on_the_disk(base, tmp_path):
     )
 
 
-@pytest.mark.parametrize("kind", ["midus-pkm", "midus-linear", "midus-hml, output projection"])
-def test_a_block_that_keeps_the_output_projection_holds_it_and_the_norm_behind_it(family, tmp_path, kind):
+@pytest.mark.parametrize("kind", ["midus-hml", "midus-pkm", "midus-linear", "midus-hml, output projection"])
+def test_a_block_holds_the_attention_and_norm_of_the_next_layer_as_far_as_it_needs_them(family, tmp_path, kind):
     base = save_base(tmp_path / "base", family, **({} if family == "qwen2" else {"attention_bias": True}))
     upscale(base=base, output=tmp_path / "out", placement="1,5", **KINDS[kind])
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
-    wanted = {"self_attn.o_proj.weight", "input_layernorm.weight"}
-    wanted |= {"self_attn.o_proj.bias"} if family != "qwen2" else set()
-    wanted |= {"post_attention_layernorm.weight"} if family.startswith("gemma") else set()
+    projects, norm = kind != "midus-hml", family.startswith("gemma") and kind != "midus-hml"
+    wanted = {"self_attn.q_proj.weight", "input_layernorm.weight"}
+    wanted |= {"self_attn.o_proj.weight"} if projects else set()
+    wanted |= {"self_attn.o_proj.bias"} if projects and family != "qwen2" else set()
+    wanted |= {"post_attention_layernorm.weight"} if norm else set()
     for index, donor in ((1, 1), (5, 3)):
         names = [name for name in new if name.startswith(f"model.layers.{index}.")]
         copied = {name.removeprefix(f"model.layers.{index}.") for name in names if ".memory." not in name}
-        assert wanted <= copied
-        assert ("post_attention_layernorm.weight" in copied) == family.startswith("gemma")
+        assert wanted <= copied and any("o_proj" in name for name in copied) == projects
+        assert ("post_attention_layernorm.weight" in copied) == norm
         for name in copied:
             assert torch.equal(new[f"model.layers.{index}.{name}"], old[f"model.layers.{donor}.{name}"])
 
@@ -268,6 +270,32 @@ def test_where_the_neighbour_has_no_output_projection_the_attention_comes_from_f
         name = "self_attn.o_proj.weight"
         assert same_bits(new[f"model.layers.{index}.{name}"], old[f"model.layers.{donor}.{name}"])
     assert torch.equal(logits(shared_base(family)), logits(output))
+
+
+def test_a_block_whose_neighbour_is_a_block_takes_the_attention_of_that_block(family, shared_base, tmp_path):
+    with_memory(shared_base(family), tmp_path / "once", placement="0,5", verify=False)
+    once = trained(tmp_path / "once", tmp_path / "trained")
+    with_memory(once, tmp_path / "twice", placement="0,7", verify=False)
+    old, new = read_tensors(once), read_tensors(tmp_path / "twice")
+    for index, donor in ((0, 0), (7, 5)):
+        prefix = f"model.layers.{index}."
+        copied = [name.removeprefix(prefix) for name in new if name.startswith(prefix) and ".memory." not in name]
+        assert copied and not any("o_proj" in name or "mlp" in name for name in copied)
+        for name in copied:
+            assert same_bits(new[prefix + name], old[f"model.layers.{donor}.{name}"])
+    assert not new["model.layers.0.memory.value_bank"].any() and new["model.layers.1.memory.value_bank"].any()
+
+
+def test_strip_inspect_and_methods_tell_of_a_memory(command, base, tmp_path):
+    upscale(base=base, method="moc", output=tmp_path / "out", options=SMALL_CHAPTERS, verify=False)
+    assert [entry["type"] for entry in inspect_checkpoint(tmp_path / "out")["memory"]] == ["chapters"]
+    stripped = command("strip", tmp_path / "out", "--output", tmp_path / "stripped")
+    assert "took out memory chapters. Its weights are the base's" in " ".join(stripped.out.split())
+    assert "took out memory chapters" in " ".join(command("inspect", tmp_path / "stripped").out.split())
+    (method,) = command("methods", "moc", "--json").json()
+    defaults = {option["name"]: option["default"] for option in method["options"]}
+    assert (defaults["layers"], defaults["site"], defaults["routing"]) == (0.25, "behind-attention", "chunk")
+    assert method["identity"] is True and "Mixture of Chapters" in method["paper"]["title"]
 
 
 def test_a_base_without_any_output_projection_is_refused(base, tmp_path):

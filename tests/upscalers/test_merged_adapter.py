@@ -202,6 +202,12 @@ def test_what_is_no_plain_lora_of_the_base_is_refused(tmp_path, command, refused
     refused(outcome, message, None)
 
 
+def test_an_adapter_that_is_not_there_is_refused(base, command, refused):
+    words = ("--base", base, "--method", "llama-pro", "--output", "out", "--adapter")
+    refused(command(*words, "/no/such"), "adapter '/no/such' is no folder and no hub id; expected one of them", None)
+    refused(command(*words, "no-such"), "'no-such' is no local folder, and the Hub cannot be reached", None)
+
+
 def test_a_model_that_was_upscaled_takes_no_adapter(base, tmp_path, command, refused):
     upscale(base=base, method="llama-pro", output=tmp_path / "upscaled")
     adapter = save_adapter(tmp_path / "upscaled", tmp_path / "adapter")

@@ -203,6 +203,15 @@ def test_the_command_says_which_number_it_took_and_why(method, num_layers, tmp_p
     assert (query.status, query.err, query.out) == (0, "", done.out)
 
 
+@pytest.mark.parametrize(
+    "words", ["llama-pro --placement 1,4,7", "slices --set slices=[{layers:[0,3]}]"], ids=["listed", "slices"]
+)
+def test_layers_that_a_person_lists_are_not_remarked_on(words, tmp_path, command):
+    base = write_config(tmp_path / "base", LLAMA_3_2_1B)
+    done = command("--base", base, "--dry-run", "--method", *words.split())
+    assert (done.status, done.err) == (0, "")
+
+
 @pytest.mark.parametrize("text", ["1,4,7", " 1, 4 ,7 "])
 def test_an_explicit_list_is_taken_as_it_stands_and_needs_no_divisor(text):
     assert place(text, 16, None) == place(text, 94, 3) == [1, 4, 7]

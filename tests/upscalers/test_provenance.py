@@ -156,6 +156,32 @@ def test_the_model_card_holds_configuration_plan_counts_and_citation(command, tm
     assert "AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)" in body
 
 
+def test_the_config_names_the_memory_and_the_classes(family, shared_base, tmp_path):
+    report = with_memory(shared_base(family), tmp_path / "out")
+    config, before = config_of(tmp_path / "out"), config_of(shared_base(family))
+    assert config["memory"] == [{"type": "headwise", "site": "inserted", **MEMORY_OPTIONS, "layers": [1, 4]}]
+    assert (config["model_type"], config["num_hidden_layers"]) == (f"midus_{before['model_type']}", 6)
+    assert config["architectures"] == [f"Midus{before['architectures'][0]}"] == [type(load(tmp_path / "out")).__name__]
+    assert {"AutoConfig", "AutoModel", "AutoModelForCausalLM"} < set(config["auto_map"])
+    changed = {"model_type", "memory", "architectures", "num_hidden_layers", "layer_types", "auto_map", "upscale"}
+    if before.get("use_sliding_window"):
+        changed.add("max_window_layers")
+        assert config["max_window_layers"] == config["layer_types"].index("sliding_attention")
+    assert {k: v for k, v in config.items() if k not in changed} == {
+        k: v for k, v in before.items() if k not in changed
+    }
+    new = read_tensors(tmp_path / "out")
+    assert report.bytes.read == sum(tensor.nbytes for name, tensor in new.items() if ".memory." not in name)
+
+
+def test_the_fingerprint_of_the_base_follows_its_layout(tmp_path):
+    fingerprints = []
+    for name, changes in (("a", {}), ("b", {}), ("c", {"vocab_size": 130})):
+        with_memory(save_base(tmp_path / name, **changes), tmp_path / f"out-{name}")
+        fingerprints.append(record_of(tmp_path / f"out-{name}")["base"]["layout_sha256"])
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+
 def test_a_cast_is_written_into_the_config(tmp_path):
     base = save_base(tmp_path / "base")
     edit_config(base, torch_dtype="float32", dtype=...)
