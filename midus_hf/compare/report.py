@@ -121,7 +121,10 @@ def _measured_cells(findings: Findings, models: Sequence[Measured], tasks: Seque
 
 def metric_of(metrics: Mapping[str, float]) -> float | None:
     """Return the metric of a task that reports show, from 0 to 1: the first of acc_norm, acc and exact_match; None if it has none."""
-    return next((metrics[name] for name in _METRICS if name in metrics), None)
+    by_metric: dict[str, float] = {}
+    for name, value in metrics.items():  # of a metric behind several filters, the first counts
+        by_metric.setdefault(name.partition(",")[0], value)
+    return next((by_metric[name] for name in _METRICS if name in by_metric), None)
 
 
 def controls_table(findings: Findings) -> TableOfWords:

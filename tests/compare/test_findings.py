@@ -198,7 +198,13 @@ def test_fine_tuned_models_have_a_row_of_their_own():
 
 @pytest.mark.parametrize(
     ("metrics", "expected"),
-    [({"acc": 0.5, "acc_norm": 0.25}, 0.25), ({"acc": 0.5}, 0.5), ({"exact_match": 1.0}, 1.0), ({"ter": 3.0}, None), ({}, None)],
+    [
+        ({"acc": 0.5, "acc_norm": 0.25}, 0.25),
+        ({"acc": 0.5}, 0.5),
+        ({"exact_match,first-clause": 0.5, "exact_match,any": 1.0}, 0.5),
+        ({"ter": 3.0}, None),
+        ({}, None),
+    ],
     ids=str,
 )  # fmt: skip
 def test_which_metric_of_a_task_is_told(metrics, expected):
