@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 
 import pytest
@@ -19,6 +20,7 @@ from tests.upscalers.checkpoints import (
     with_memory,
     write_tensors,
 )
+from tests.upscalers.processes import run_python
 from upscalers.methods.contract import get_method
 from upscalers.methods.midus import MidusHml
 from upscalers.request.errors import RequestError, VerificationError
@@ -142,6 +144,26 @@ def test_a_container_may_have_less_memory_and_gets_back_what_files_take(tmp_path
     for limit, available in (("max", 4000 * 1024), ("9000000", 4000 * 1024), ("2000000", 700_000), ("1000000", 0)):
         write("sys/fs/cgroup/memory.max", f"{limit}\n")
         assert verify.available_bytes(tmp_path) == available
+
+
+LIMITED = """
+import resource
+from upscalers.runs.verify import available_bytes
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + 1_000_000_000,) * 2)
+before = available_bytes()
+held = bytearray(300_000_000)
+print(before, available_bytes())
+"""
+
+
+def test_a_limit_on_the_address_space_counts_with_what_is_taken_of_it(tmp_path):
+    assert verify.available_bytes(tmp_path) == os.sysconf("SC_PAGE_SIZE") * os.sysconf(
+        "SC_PHYS_PAGES"
+    )  # no limit known
+    done = run_python(LIMITED)
+    before, after = map(int, done.stdout.split())
+    assert 500_000_000 < before <= 1_000_000_000 and 290_000_000 < before - after < 310_000_000, done.stderr
 
 
 def test_memory_that_runs_out_after_all_is_said_and_leaves_nothing(tmp_path, monkeypatch):

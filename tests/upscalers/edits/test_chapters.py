@@ -288,6 +288,7 @@ def test_an_edited_checkpoint_is_the_model_that_was_edited_in_memory(tmp_path, e
 
 def test_a_rounded_model_computes_what_rounded_rows_give(tmp_path, edited):
     model = acting(tmp_path)
+    edit_config(model, memory=[{k: v for k, v in config_of(model)["memory"][0].items() if k != "bank_bits"}])
     for name in ("upscale.json", "README.md"):  # which training leaves out
         (model / name).unlink()
     output = edited("quantise", model, "--bits", 4)
