@@ -51,7 +51,6 @@ NO_MAPPING = "coefficients is {}; expected a mapping such as {{previous: 0.5, ne
 NO_LAYER = (
     "coefficients names the layer {}; expected the index of a base layer, or previous or next, such as previous-1."
 )
-NO_COEFFICIENT = "the coefficient of layer {} is {}; expected a finite number."
 MAPPINGS = "coefficients lists {} mappings for 2 new layers; expected one for each, or a single mapping for all."
 WITHOUT = (
     "coefficients names {} for new layer {}, which stands {}; expected base layers from 0 to 3. Choose another placement "
@@ -105,9 +104,6 @@ LINEAR_COMBINATION = [
     ("llama", ["--set", "coefficients={true: 1}"], NO_LAYER.format(True)),
     ("llama", ["--set", "coefficients={next*2: 1}"], NO_LAYER.format(r"'next\*2'")),
     ("llama", ["--set", "coefficients={0.5: 1}"], NO_LAYER.format(0.5)),
-    ("llama", ["--set", "coefficients={previous: half}"], NO_COEFFICIENT.format("previous", "'half'")),
-    ("llama", ["--set", "coefficients={0: true}"], NO_COEFFICIENT.format(0, True)),
-    ("llama", ["--set", "coefficients={next: null}"], NO_COEFFICIENT.format("next", None)),
     ("llama", ["--set", "coefficients=[{previous: 1}]"], MAPPINGS.format(1)),
     ("llama", ["--set", "coefficients=[{next: 1}, {next: 1}, {next: 1}]"], MAPPINGS.format(3)),
     ("llama", ["--set", "coefficients={4: 1}"], WITHOUT.format(4, 2, "between base 1 and base 2")),
@@ -124,10 +120,7 @@ ATTENUATED_COPY = [
     ("llama", ["--set", "scale=0.5"], NO_SCALE.format(0.5)),
     ("llama", ["--set", "scale={1: 0.5}"], NO_SCALE.format(r"\{1: 0.5\}")),
     ("llama", ["--set", "scale=[down]"], NO_SCALE.format(r"\['down'\]")),
-    ("llama", ["--set", "scale={down: half}"], "scale.down is 'half'; expected a finite number."),
-    ("llama", ["--set", "scale={down: false}"], "scale.down is False; expected a finite number."),
-    ("llama", ["--set", "scale={down:}"], "scale.down is None; expected a finite number."),
-    ("llama", ["--set", "scale={o_proj: 0.5}"], NO_ROLE.format("o_proj", "Did you mean 'output_projection'")),
+    ("llama", ["--set", "scale={quary: 0.5}"], NO_ROLE.format("quary", "Did you mean 'query'")),
     ("llama", ["--set", "scale={mlp_output_norm: 0.5}"], NO_ROLE.format("mlp_output_norm", "Expected one of: attention_norm, down")),
     ("memory", ["--placement", "2"], MEMORY.format(2, 1)),
 ]  # fmt: skip
@@ -153,7 +146,6 @@ SLICES = [
     ("llama", ["--set", "slices=[{layers: [0, 3]}]", "--set", "trainable=new"], NOTHING_NEW),
     ("llama", ["--set", "slices=[{layers: [0, 3]}]", "--num-new-layers", "2"], SAID_BY_SLICES.format("num-new-layers", 2)),
     ("llama", ["--set", "slices=[{layers: [0, 3]}]", "--placement", "1"], SAID_BY_SLICES.format("placement", "'1'")),
-    ("llama", ["--set", "slices=[{layers: [0, 2], scale: {up: x}}]"], "the scale of a slice.up is 'x'; expected a finite number."),
     ("memory", ["--set", "slices=[{layers: [0, 6]}, {layers: [0, 2], scale: {up: 2}}]"], MEMORY.format(7, 1)),
 ]  # fmt: skip
 PRESETS = [
