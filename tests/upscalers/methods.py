@@ -71,7 +71,7 @@ _OPTIONS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         },
     ),
     "engram": (
-        {"rows": 199, "width": 16, "hash_heads": 4},
+        {"rows": 199, "width": 16, "hash_heads": 4, "compress": False},  # bases of the table have no tokenizer
         {
             "": {},
             "no convolution": {"kernel": 0},

@@ -161,7 +161,12 @@ def test_config_record_and_inspect_say_what_was_made(made):
         (memory,) = made.config["memory"]
         named = {"name"} if memory["site"] != "inserted" else set()
         known = {"type", "site", "layers", *entry["options"]} | named
-        made_from = {"span", "corpus", "compress"}  # of one site alone, and of what engram is made from
+        made_from = {
+            "span",
+            "corpus",
+            "compress",
+            "min_documents",
+        }  # of one site alone, and of what engram is made from
         assert known - made_from <= memory.keys() <= known
         assert all(memory.get(key, value) == value for key, value in entry["options"].items() if key != "layers")
         assert entry.get("new_memories", []) == [memory[key] for key in named]
