@@ -390,14 +390,17 @@ def test_a_solver_that_stops_leaves_nothing(base, tmp_path, command, monkeypatch
     assert not any(tmp_path.iterdir())
 
 
-def test_the_same_bytes_come_of_any_number_of_threads_and_torchs_own_number_stays(base, tmp_path):
-    before = torch.get_num_threads()
+def test_solvers_compute_on_one_thread_and_torchs_own_number_stays(base, tmp_path, monkeypatch):
+    honest, seen, before = layer_predictor.train_predictor, set(), torch.get_num_threads()
+
+    def watched(*arguments, **options):
+        seen.add(torch.get_num_threads())
+        return honest(*arguments, **options)
+
+    monkeypatch.setattr(layer_predictor, "train_predictor", watched)
     try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            upscaled(base, tmp_path / f"threads-{threads}")
-            assert torch.get_num_threads() == threads
+        torch.set_num_threads(3)
+        upscaled(base, tmp_path / "out")
+        assert (seen, torch.get_num_threads()) == ({1}, 3)
     finally:
         torch.set_num_threads(before)
-    one, other = (read_tensors(tmp_path / f"threads-{threads}") for threads in (1, 3))
-    assert all(torch.equal(one[name], other[name]) for name in one)
