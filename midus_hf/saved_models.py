@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -17,6 +18,8 @@ from transformers import (
 )
 
 from midus_hf.config.wording import first_line
+from midus_hf.library_bars import library_bars_on_terminals
+from midus_hf.model_names import usable_device
 
 
 @contextlib.contextmanager
@@ -125,3 +128,27 @@ def check_whole(name: str, missing: list[str]) -> None:
             f"model is {name!r}, whose checkpoint lacks {len(missing)} of its tensors, such as {missing[0]}, which would be random; "
             "expected a whole checkpoint of a causal language model. Make it again."
         )
+
+
+def load_for_reading(
+    name: str, dtype: str, device: str | None, label: str = "model"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model, in eval mode, and its tokenizer. Progress bars of libraries are shown on terminals only.
+
+    Args:
+        name: Folder or hub id.
+        dtype: Name of a dtype, or `auto`.
+        device: Name of a device. Default: the best there is.
+        label: Name of the option that holds `name`, for the error. Default: `"model"`.
+
+    Raises:
+        ValueError: If the device cannot be used, the model cannot be loaded, or its checkpoint lacks tensors.
+    """
+    usable = usable_device(device)
+    unloaded = f"{label} is {name!r}, which cannot be loaded on {usable}"
+    with refusing(unloaded, OSError, RuntimeError, ValueError), library_bars_on_terminals():
+        tokenizer = load_tokenizer(name)
+        model, missing = load_model(name, dtype)
+        model.to(torch.device(usable))  # type: ignore[arg-type]  # transformers' wrapper hides the argument
+    check_whole(name, missing)
+    return model.eval(), tokenizer

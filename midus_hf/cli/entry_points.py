@@ -14,6 +14,7 @@ COMMANDS = {
     "train": "training.train",
     "sft": "training.sft",
     "eval": "evaluate",
+    "ask": "ask",
     "compare": "compare",
     "look": "look",
     "edit": "edit",

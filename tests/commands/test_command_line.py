@@ -19,6 +19,7 @@ MISSING_FILE = {
     "midus train": ["absent"],
     "midus sft": ["absent"],
     "midus eval": ["model", "--config", "absent"],
+    "midus ask": ["absent", "Why?"],
     "midus edit": ["list", "absent"],
     "midus flops": ["absent.json"],
     "midus cluster": ["report", "--tree", "absent"],
@@ -32,6 +33,7 @@ WORK = {
     "midus train": ("midus_hf.training.run.prepare", ["run.yaml"]),
     "midus sft": ("midus_hf.training.sft.run.prepare", ["sft.yaml"]),
     "midus eval": ("midus_hf.evaluation.evaluate.evaluate", ["model", "--text", "text.txt"]),
+    "midus ask": ("midus_hf.saved_models.load_for_reading", ["model", "Why?"]),
     "midus edit": ("upscalers.edits.listing.list_chapters", ["list", "model"]),
     "midus flops": ("upscalers.checkpoint.base_model.read_config_file", ["config.json"]),
     "midus cluster": ("midus_hf.topics.run.open_build", ["report", "--tree", "tree"]),
@@ -45,6 +47,7 @@ WITH_TRACEBACK = ("midus train", "midus sft")
 TEXT, MODEL = ["model", "--text", "text.txt"], "model"
 WITH_A_DEVICE = {
     "midus eval": TEXT,
+    "midus ask": [MODEL, "Why?"],
     "midus look usage": TEXT,
     "midus look depth": TEXT,
     "midus look ablation": TEXT,

@@ -38,29 +38,10 @@ class ModelRequest:
             raise ValueError(f"limit is {self.limit}; expected at least 1.")
 
     def load(self, name: str, label: str = "model") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-        """Load a model, in eval mode, and its tokenizer. Progress bars of libraries are shown on terminals only.
+        """Load a model and its tokenizer, as `midus_hf.saved_models.load_for_reading` does."""
+        from midus_hf.saved_models import load_for_reading
 
-        Args:
-            name: Folder or hub id.
-            label: Name of the option that holds `name`, for the error. Default: `"model"`.
-
-        Raises:
-            ValueError: If the device cannot be used, the model cannot be loaded, or its checkpoint lacks tensors.
-        """
-        import torch
-
-        from midus_hf.library_bars import library_bars_on_terminals
-        from midus_hf.model_names import usable_device
-        from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
-
-        device = usable_device(self.device)
-        unloaded = f"{label} is {name!r}, which cannot be loaded on {device}"
-        with refusing(unloaded, OSError, RuntimeError, ValueError), library_bars_on_terminals():
-            tokenizer = load_tokenizer(name)
-            model, missing = load_model(name, self.dtype)
-            model.to(torch.device(device))  # type: ignore[arg-type]  # transformers' wrapper hides the argument
-        check_whole(name, missing)
-        return model.eval(), tokenizer
+        return load_for_reading(name, self.dtype, self.device, label)
 
 
 def named_paths(texts: list[str]) -> dict[str, str]:

@@ -1,0 +1,87 @@
+"""The `midus ask` command."""
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+from midus_hf.cli.command_line import command_line, run_command
+from midus_hf.cli.options import Device, argument, flag, model_argument, option
+from midus_hf.model_names import check_model_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+app = command_line()
+
+
+@app.command()
+def midus_ask(
+    model: Annotated[str, model_argument("Folder or Hub id.", "MODEL")],
+    question: Annotated[str, argument("What to ask.", "QUESTION")],
+    plain: Annotated[bool, flag("--plain", "Continue QUESTION as text, without the chat template.")] = False,
+    max_new_tokens: Annotated[int, option("Most tokens of the answer.", "N")] = 256,
+    temperature: Annotated[float, option("Temperature of sampling; 0: the likeliest token each time.", "T")] = 0.0,
+    retriever: Annotated[str | None, option("Tree of topics.  [default: the model's own]", "TREE")] = None,
+    dtype: Annotated[str, option("auto, float32, bfloat16 or float16.", "NAME")] = "auto",
+    device: Device = None,
+) -> None:
+    """Ask a model, and print its answer as it is written.
+
+    A model with a bank fetches the blocks of the question's topic, which a line on standard error names.
+    """
+    from midus_hf.evaluation.settings import check_dtype
+
+    check_model_name("model", model)
+    check_dtype(dtype)
+    for name, value, least in (("max-new-tokens", max_new_tokens, 1), ("temperature", temperature, 0)):
+        if value < least:
+            raise ValueError(f"{name} is {value}; expected at least {least}.")
+    import torch
+    from transformers import TextStreamer
+
+    from midus_hf.saved_models import load_for_reading
+
+    loaded, tokenizer = load_for_reading(model, dtype, device)
+    if plain or tokenizer.chat_template is None:
+        inputs = tokenizer(question, return_tensors="pt")
+    else:
+        chat = [{"role": "user", "content": question}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if temperature:
+        sampling = {"do_sample": True, "temperature": temperature}
+    generate: Any = loaded.generate
+    with torch.no_grad():
+        generate(
+            **inputs.to(loaded.device),
+            **_fetched(loaded, model, question, retriever),
+            **sampling,
+            max_new_tokens=max_new_tokens,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        )
+
+
+def _fetched(loaded: "PreTrainedModel", name: str, question: str, tree: str | None) -> dict[str, Any]:
+    """Return the path of the question's topic as an argument of `generate`, and say which blocks are read; empty without a bank."""
+    from midus_hf.evaluation.fetching import fetches_blocks
+
+    if not fetches_blocks(loaded):
+        if tree is not None:
+            raise ValueError(f"retriever is {tree!r}, and this model fetches no blocks; leave it out.")
+        return {}
+    from midus_hf.library_bars import library_bars_on_terminals
+    from midus_hf.topics.memory_retriever import MemoryRetriever
+    from midus_hf.topics.tree import check_tree
+
+    with library_bars_on_terminals():
+        retriever = MemoryRetriever.load(tree or name, device=str(loaded.device))
+    check_tree(retriever.tree, loaded)
+    path = retriever.paths([question])
+    nodes = path[0].tolist()
+    blocks = ", ".join(f"{level}:{node}" for level, node in enumerate(nodes, start=1))
+    read = "no topic is near: the generic memory is read" if nodes[0] < 0 else f"blocks {blocks} are read"
+    print(read, file=sys.stderr)
+    return {"memory_ids": path.to(loaded.device)}
+
+
+main = partial(run_command, app, name="midus ask")

@@ -1,0 +1,88 @@
+"""`midus ask`: the answer of a model to one question, with the blocks that the question fetches."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from commands.installed import run_in_process
+from transformers import AutoModelForCausalLM
+
+from tests.training.tiny_run import document, letter_tokenizer, save_upscaled
+
+QUESTION = document(2, seed=0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_upscaled("llama", tmp_path_factory.mktemp("model"), tokenizer=letter_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def banked(tmp_path_factory):
+    return save_upscaled("llama", tmp_path_factory.mktemp("banked"), "hier-ffn", tokenizer=letter_tokenizer())
+
+
+@pytest.fixture
+def ask(monkeypatch, capsys):
+    """Return a function that runs the command, and returns its status, its output and its errors."""
+
+    def run(*words):
+        status = run_in_process("midus ask", [*map(str, words), "--max-new-tokens", "5"], monkeypatch)
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def answer_of(folder, text, **options):
+    tokenizer = letter_tokenizer()
+    ids = tokenizer(text, return_tensors="pt")
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    written = model.generate(**ids, max_new_tokens=5, do_sample=False, **options)
+    return tokenizer.decode(written[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_the_answer_is_what_the_model_writes(model, ask):
+    assert ask(model, QUESTION) == (0, answer_of(model, QUESTION) + "\n", "")
+
+
+def test_a_chat_template_frames_the_question_unless_it_is_plain(model, ask, tmp_path):
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = "w1 {{ messages[0]['content'] }} w2"
+    folder = tmp_path / "model"
+    folder.symlink_to(model)
+    framed = answer_of(model, f"w1 {QUESTION} w2")
+    before = {path.name: path.read_bytes() for path in model.glob("*token*")}
+    tokenizer.save_pretrained(model)
+    try:
+        assert ask(model, QUESTION)[1] == framed + "\n"
+        assert ask(model, QUESTION, "--plain")[1] == answer_of(model, QUESTION) + "\n"
+    finally:
+        for path in (*model.glob("*token*"), *model.glob("chat_template*")):
+            path.unlink()
+        for name, content in before.items():
+            (model / name).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [([1, 4], "blocks 1:1, 2:4 are read\n"), ([-1, -1], "no topic is near: the generic memory is read\n")],
+)
+def test_a_question_fetches_the_blocks_of_its_topic(path, line, banked, ask, monkeypatch):
+    retriever = SimpleNamespace(tree=None, paths=lambda texts: torch.tensor([path]))
+    monkeypatch.setattr("midus_hf.topics.memory_retriever.MemoryRetriever.load", lambda folder, device: retriever)
+    monkeypatch.setattr("midus_hf.topics.tree.check_tree", lambda tree, model: None)
+    expected = answer_of(banked, QUESTION, memory_ids=torch.tensor([path]))
+    assert ask(banked, QUESTION) == (0, expected + "\n", line)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--retriever", "tree"], "retriever is 'tree', and this model fetches no blocks; leave it out"),
+        (["--temperature", "-1"], "temperature is -1.0; expected at least 0"),
+        (["--dtype", "int8"], "dtype is 'int8'"),
+    ],
+)
+def test_what_it_refuses(words, message, model, ask):
+    status, out, err = ask(model, QUESTION, *words)
+    assert (status, out, err.count("\n")) == (2, "", 1) and message in err
