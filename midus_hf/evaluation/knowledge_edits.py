@@ -1,7 +1,7 @@
 """Local tasks of edited knowledge: did a model learn new facts, in other words too, and are facts nearby as they were?
 
-Files are those of the papers: `counterfact.json` (ROME, arXiv 2202.05262) and `zsre.json` (MEND's questions of zsRE, as in
-ROME), lists of objects. Each gives three tasks:
+The papers published the files: `counterfact.json` (ROME, arXiv 2202.05262) and `zsre.json` (MEND's questions of zsRE, as in
+ROME), lists of objects. Each file gives three tasks:
 
 | task | question | right |
 |---|---|---|

@@ -19,7 +19,7 @@ _FILE_TOO_LARGE = frozenset({errno.EFBIG, errno.EINVAL, errno.ENOSPC})
 class WholeFolder:
     """Folder that appears complete or not at all, even if the process is killed.
 
-    It is built beside its path, under a name of `unfinished_name`, and renamed when it is complete. What it replaces has such a
+    It is built beside its path, under a name of `unfinished_name`, and renamed when it is complete. What it replaces has a hidden
     name too for the moment between two renames; if the process is killed in that moment, the next run with the same output moves
     it back. A running process holds a lock on the unfinished folder. What a killed run left unfinished is locked by nobody, and
     the next run removes it.

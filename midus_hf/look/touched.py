@@ -31,7 +31,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Touched:
-    """What one memory reads of the documents of one text.
+    """Counts of the rows that one memory reads for the documents of one text.
 
     Args:
         tokens: `[N]`, int64, tokens of each document.
@@ -83,37 +83,37 @@ def touched(table: NgramTable, documents: Sequence[str], tokenizer: Any) -> Touc
 
 def touched_rows(
     texts: Mapping[str, Sequence[str]],
-    found: Mapping[tuple[str, str], Touched],
+    counts: Mapping[tuple[str, str], Touched],
     certificate: Mapping[str, Any] | None,
 ) -> list[Row]:
     """Return a row per text and memory.
 
     Args:
         texts: Documents by the name of their text.
-        found: What was read, by the names of text and memory.
+        counts: Counts by the names of text and memory.
         certificate: Certificate of the model, if there is one: a text is `certified` if the certificate has its digest.
     """
     known = {} if certificate is None else {text["sha256"]: text["name"] for text in certificate["texts"]}
     certified = {name: texts_digest(documents) in known for name, documents in texts.items()} if known else {}
     rows: list[Row] = []
-    for (text, memory), counts in found.items():
-        total = int(counts.tokens.sum())
+    for (text, memory), one in counts.items():
+        total = int(one.tokens.sum())
         rows.append(
             {
                 "text": text,
                 "memory": memory,
-                "documents": len(counts.tokens),
-                "untouched": int((counts.reading == 0).sum()),
+                "documents": len(one.tokens),
+                "untouched": int((one.reading == 0).sum()),
                 "tokens": total,
-                "reading": int(counts.reading.sum()) / total,
-                "differing": int((counts.tokens - counts.first).sum()) / total,
+                "reading": int(one.reading.sum()) / total,
+                "differing": int((one.tokens - one.first).sum()) / total,
                 "certified": "yes" if certified.get(text) and memory in (certificate or {})["memories"] else "no",
             }
         )
     return rows
 
 
-def document_rows(found: Mapping[tuple[str, str], Touched]) -> list[Row]:
+def document_rows(counts: Mapping[tuple[str, str], Touched]) -> list[Row]:
     """Return a row per text, memory and document: its number, tokens, how many read a row, and the first that does."""
     return [
         {
@@ -124,9 +124,9 @@ def document_rows(found: Mapping[tuple[str, str], Touched]) -> list[Row]:
             "reading": reading,
             "first": first if reading else None,
         }
-        for (text, memory), counts in found.items()
+        for (text, memory), one in counts.items()
         for number, (tokens, reading, first) in enumerate(
-            zip(counts.tokens.tolist(), counts.reading.tolist(), counts.first.tolist(), strict=True)
+            zip(one.tokens.tolist(), one.reading.tolist(), one.first.tolist(), strict=True)
         )
     ]
 

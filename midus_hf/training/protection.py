@@ -38,7 +38,7 @@ class Protected:
 
     Args:
         model: The model, before training; `requires_grad` says what trains. N-grams of the texts are taken out of its tables here.
-        tokenizer: Its tokenizer.
+        tokenizer: Tokenizer of the model, which makes tokens of the texts.
         texts: Documents of each protected source, by the source's name.
 
     Raises:
@@ -311,7 +311,7 @@ def check_certificate(certificate: Mapping[str, Any], folder: Path, tokenizer: A
     """Check that a certificate belongs to the weights and the tokenizer in a folder.
 
     Raises:
-        ValueError: If the table, the other tensors or the tokenizer are not those that were certified.
+        ValueError: If the table, the other tensors or the tokenizer differ from what was certified.
     """
     differs = [
         f"the table of memory {name!r}"

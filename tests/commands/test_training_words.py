@@ -5,7 +5,7 @@ import json
 import pytest
 from commands.installed import run_in_process
 
-from midus_hf.cli.training.command import Words
+from midus_hf.cli.training.command import Request
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.sft.arguments import SftArguments
 from tests.training.tiny_run import save_upscaled, write_corpus
@@ -19,7 +19,7 @@ def model(tmp_path):
 
 
 def read(first, *overrides, command="train", kind=TrainArguments, **options):
-    return Words(command, first, overrides, **options).read(kind)
+    return Request(command, first, overrides, **options).read(kind)
 
 
 def test_texts_get_keys_for_a_short_run_which_a_line_names(model, tmp_path, capsys):

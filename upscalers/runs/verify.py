@@ -109,8 +109,8 @@ def compare_models(
 
     Returns:
         What was compared with what, with the largest absolute difference between logits that are finite; and the KL divergence
-        from the base's next-token distribution to the result's, mean over tokens with finite logits, in nats; None if there is no
-        such token. If no logit of the base is finite, nothing was compared.
+        from the base's next-token distribution to the result's, mean over tokens with finite logits, in nats; None if no token
+        has them. If no logit of the base is finite, nothing was compared.
 
     Raises:
         RequestError: If transformers cannot run the base.
@@ -275,7 +275,7 @@ def _largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def _divergence(left: torch.Tensor, right: torch.Tensor) -> float | None:
-    """Return the KL divergence between next-token distributions, mean over tokens with finite logits; None without such a token."""
+    """Return the KL divergence between next-token distributions, mean over tokens with finite logits; None if there are none."""
 
     def of_rows(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         finite = first.isfinite().all(-1) & second.isfinite().all(-1)

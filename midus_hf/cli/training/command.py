@@ -29,8 +29,8 @@ _RATES = {"new": {"learning_rate": 1e-3, "value_learning_rate": 1e-2}, "all": {"
 
 
 @dataclasses.dataclass(frozen=True)
-class Words:
-    """Words of a command that trains.
+class Request:
+    """A request to a command that trains, in words.
 
     Args:
         command: Name of the command: `train` or `sft`.
@@ -47,7 +47,7 @@ class Words:
     output: str | None = None
 
     def read(self, arguments_class: type[Any]) -> Any:
-        """Return the arguments of the run: those of the recipe, or keys for a short run on the texts, which one line names.
+        """Return the arguments of the run: the keys of the recipe, or keys for a short run on the texts, which one line names.
 
         Raises:
             ValueError: If the words are no request.
@@ -56,25 +56,26 @@ class Words:
         from midus_hf.config.yaml_options import apply_words, from_mapping
 
         options = {"model_name_or_path": self.model, "output_dir": self.output}
-        words = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
+        overrides = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
         if self.first.endswith((".yaml", ".yml")):
-            return read_recipe(arguments_class, self.first, [*words, *self._with_epochs(), *self.overrides])
+            return read_recipe(arguments_class, self.first, [*overrides, *self._with_epochs(), *self.overrides])
         self._refuse_other_kinds()
-        given = {word.partition("=")[0] for word in (*words, *self.overrides)}
+        overrides += self.overrides
+        keys = {word.partition("=")[0] for word in overrides}
         for key, name in (("model_name_or_path", "model"), ("output_dir", "output")):
-            if key not in given:
+            if key not in keys:
                 raise ValueError(
                     f"--{name} is missing: {self.first!r} is read as texts; run 'midus {self.command} {self.first} --model MODEL "
                     "--output DIR', or give a recipe, a file that ends in .yaml."
                 )
         chosen = {_LENGTH[self.command]: 256, **_SHORT_RUN, **self._rates()}
-        said = ", ".join(f"{key}={value:g}" for key, value in chosen.items() if key not in given)
-        if said and is_main_process():
-            print(f"for a short run: {said}; KEY=VALUE behind the texts replaces any", file=sys.stderr)
-        if "max_steps" in given:  # which the Trainer prefers to epochs
+        unchanged = ", ".join(f"{key}={value:g}" for key, value in chosen.items() if key not in keys)
+        if unchanged and is_main_process():
+            print(f"for a short run: {unchanged}; KEY=VALUE behind the texts replaces any", file=sys.stderr)
+        if "max_steps" in keys:  # which the Trainer prefers to epochs
             del chosen["num_train_epochs"]
         values = {_TEXTS[self.command]: self.first, **chosen}
-        return from_mapping(arguments_class, apply_words(arguments_class, values, [*words, *self.overrides]))
+        return from_mapping(arguments_class, apply_words(arguments_class, values, overrides))
 
     def _with_epochs(self) -> list[str]:
         """Return the word that takes `max_steps` of a recipe away where the words say `num_train_epochs`, and say so in a line."""
@@ -122,7 +123,7 @@ class Words:
             )
 
     def _rates(self) -> dict[str, float]:
-        """Return learning rates for a short run: those of new parts, or of a whole model."""
+        """Return learning rates for a short run, which are higher for new parts than for a whole model."""
         path, adapted = (
             Path(self.model or "", "config.json"),
             any(word.startswith("adapters") for word in self.overrides),
@@ -131,34 +132,34 @@ class Words:
         return _RATES["new" if adapted or record.get("trainable") == "new" else "all"]
 
 
-def train_in_group(arguments_class: type[Any], prepare: Callable[[Any], Any], words: Words) -> None:
+def train_in_group(arguments_class: type[Any], prepare: Callable[[Any], Any], request: Request) -> None:
     """Read the arguments of a run, train, and print one line about the result.
 
     Args:
         arguments_class: The dataclass of the arguments.
         prepare: Makes a run of the arguments, whose `execute` returns a `TrainResult`.
-        words: Words of the command.
+        request: What the run is to do.
 
     Raises:
         Ending: If the request is wrong, or the run failed or was interrupted.
     """
     group_is_ours = not _is_in_process_group()
     # `_train` returns the ending, since a raised exception would keep the trainer alive.
-    ending = _train(arguments_class, prepare, words)
+    ending = _train(arguments_class, prepare, request)
     if group_is_ours:
         _leave_process_group()
     if ending is not None:
         raise ending
 
 
-def _train(arguments_class: type[Any], prepare: Callable[[Any], Any], words: Words) -> Ending | None:
+def _train(arguments_class: type[Any], prepare: Callable[[Any], Any], request: Request) -> Ending | None:
     from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.model_names import check_sources
     from midus_hf.training.callbacks import RunInterrupted
     from midus_hf.training.optim.finite import NotFiniteError
 
     try:
-        arguments = words.read(arguments_class)
+        arguments = request.read(arguments_class)
         check_sources(arguments.sources())
         with library_bars_on_terminals():
             run = prepare(arguments)
