@@ -13,6 +13,7 @@ from material.factbook import factbook
 from material.glosses import glosses
 from material.minilm import minilm
 from material.smollm2 import smollm2_135m, smollm2_gguf, tiny_llama
+from material.stages import stages
 
 # Each function fetches the material, unless that has been done, and returns the path.
 FETCH: dict[str, Callable[[], Path]] = {
@@ -33,4 +34,5 @@ FETCH: dict[str, Callable[[], Path]] = {
     "factbook": lambda: factbook().questions,
     "minilm": minilm,
     "glosses": glosses,
+    "stages": stages,
 }

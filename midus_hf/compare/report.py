@@ -295,9 +295,10 @@ def plan_table(comparison: Comparison, variants: Sequence[Variant]) -> TableOfWo
         rows.append([*cells, ", ".join(record["rates"]), tokens, f"{record['done']} of {record['runs']}"])
     counts = [record["tokens"] for record in records]
     on = "" if None in counts else f" on {sum(counts):,} tokens"
+    has_controls = any(variant.controls and variant.upscale is not None for variant in variants)
     title = (
         f"{sum(record['runs'] for record in records)} runs{on}: each rate with seed {comparison.seeds[0]}, the best rate with "
-        f"{len(comparison.seeds) - 1} more seeds; null controls are added at the end"
+        f"{len(comparison.seeds) - 1} more{'; null controls are added at the end' * has_controls}"
     )
     return TableOfWords(title, ["variant", "method", "new", "trains", "rates", "tokens", "runs done"], rows)
 

@@ -63,8 +63,13 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(run, config, tmp_path)
     }  # fmt: skip
     assert pro["trained_parameters"] > 0 and (full["method"], full["trained_parameters"]) == (None, None)
     table = run(config, "--dry-run").out
-    title = "7 runs on 1,792 tokens: each rate with seed 0, the best rate with 1 more seeds; null controls are added at the end"
-    assert title in " ".join(table.split()) and "0 of 3" in table and "as training says" in table
+    title = "7 runs on 1,792 tokens: each rate with seed 0, the best rate with 1 more"
+    assert (
+        title in " ".join(table.split())
+        and "null controls" not in table
+        and "0 of 3" in table
+        and "as training says" in table
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -94,6 +99,10 @@ def test_a_dry_run_refuses_results_of_other_texts(run, config, measured, room, m
     monkeypatch.setattr("midus_hf.compare.origins.text_digest", lambda path: f"another of {path}")
     done = run(config, "--dry-run")
     assert done.status == 2 and "base was done with another content of the corpus or of a text;" in done.err
+
+
+def test_a_dry_run_says_that_null_controls_follow(run, config):
+    assert "null controls are added at the end" in " ".join(run(config, "controls=true", "--dry-run").out.split())
 
 
 def test_words_after_the_file_win(run, config):

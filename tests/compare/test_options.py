@@ -1,5 +1,6 @@
 """What a comparison may be told: what is refused and in which words, and what a person says after the file."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -172,6 +173,16 @@ def test_a_key_cannot_be_set_within_a_file(config):
         read_config(Comparison, config, ["train=run.yaml", "train.max_steps=9"])
 
 
+PARTS = ("corpus", "validation", "text")
+
+
+def write_stage_part(room: Path, stage: str, part: str) -> Path:
+    """Write a text of a stage, of two documents, and return its path."""
+    path = room / f"{stage}-{part}.jsonl"
+    path.write_text(2 * (json.dumps({"text": f"{stage} grow. " * 40}) + "\n"))
+    return path
+
+
 RECIPES = sorted((Path(__file__).parents[2] / "configs" / "compare").glob("*.yaml"))
 assert RECIPES
 
@@ -191,9 +202,17 @@ def test_a_comparison_that_ships_is_planned_on_its_base(recipe, tmp_path):
     words += [f"{kind}.{name}={room / file}.txt" for kind, file in texts.items() for name in arguments.get(kind, {})]
     if "tasks" in arguments:
         words.append(f"tasks.data={write_questions(tmp_path / 'questions')}")
+    if "stages" in arguments:
+        words = [word for word in words if not word.startswith("train.corpus")]
+        words += [
+            f"stages.{name}.{part}={write_stage_part(room, name, part)}"
+            for name in arguments["stages"]
+            for part in PARTS
+        ]
+        words.append("embedding_model=bert")
     comparison, variants = plan(read_config(Comparison, recipe, words))
     check(comparison, variants)
     assert comparison.seeds and [variant.name for variant in variants] == list(comparison.variants)
     for variant in variants:
-        if variant.upscale is not None:
+        if variant.upscale is not None and not (variant.upscale_each or variant.name.endswith("-one-row")):
             assert variant.trained_parameters == pytest.approx(8_900_000, rel=0.3), variant.name

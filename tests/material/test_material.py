@@ -21,6 +21,7 @@ from material.glosses import TOPICS, glosses
 from material.minilm import minilm
 from material.registry import check_sha256
 from material.smollm2 import GGUF_SHA256, smollm2_135m, smollm2_gguf
+from material.stages import stages
 from midus_hf.evaluation import perplexity
 from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
 from midus_hf.topics.documents import read_documents
@@ -159,6 +160,19 @@ def test_glosses_have_a_topic_each():
     assert set(counts) == set(TOPICS) and len(TOPICS) == 26 and len(rows) > 80_000
     assert counts.most_common(2)[0][0] == "artifact" and counts["plant"] > 8_000
     assert {row["topic"] for row in rows if row["text"].startswith("poodle, ")} == {"animal"}
+
+
+def test_stages_have_parts_of_which_none_holds_a_text_of_another():
+    folder = stages()
+    assert {path.name for path in folder.iterdir()} == {"addresses", "factbook", "glosses", "elements"}
+    for stage in folder.iterdir():
+        parts = {}
+        for part in ("corpus", "validation", "text"):
+            lines = (stage / f"{part}.jsonl").read_text(encoding="utf-8").splitlines()
+            parts[part] = [json.loads(line)["text"] for line in lines]
+        assert len({text for texts in parts.values() for text in texts}) == sum(map(len, parts.values())), stage.name
+        assert 18_000 < sum(map(len, parts["corpus"])) < 230_000, stage.name
+        assert all(8_000 < sum(map(len, parts[part])) < 26_000 for part in ("validation", "text"))
 
 
 def test_elements_have_a_question_and_four_facts_each():

@@ -1,0 +1,81 @@
+"""Four domains to learn one after the other: of each a corpus, text to choose rates on and text to measure, which share no text."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from material.addresses import addresses
+from material.cache import cached_folder
+from material.elements import FACTS_FILE, elements
+from material.factbook import factbook
+from material.glosses import glosses
+
+_CHARACTERS = 1000
+_GLOSSES, _HELD_OUT_EVERY = 2400, 12
+_SENTENCES_OF_AN_ELEMENT = 4
+
+Parts = Mapping[str, Sequence[str]]
+"""The texts of `corpus`, `validation` and `text`."""
+
+
+def stages() -> Path:
+    """A folder with a folder for each of `addresses`, `factbook`, `glosses` and `elements`.
+
+    Each has `corpus.jsonl`, `validation.jsonl` and `text.jsonl`, JSON lines with a `text`. A corpus has at most 230,000 characters.
+    Of addresses and countries, the corpus has the first 1,000 characters, and of those that are held out the first 1,000 are text
+    and the next 1,000 validation. Of 2,400 glosses, one of 12 is text and one validation. Of the four sentences on an element, two
+    are corpus, one validation and one text.
+    """
+    return cached_folder("stages-1", _write)
+
+
+def _write(folder: Path) -> None:
+    for name, parts_of in _PARTS.items():
+        (folder / name).mkdir()
+        for part, texts in parts_of().items():
+            lines = [json.dumps({"text": text}) + "\n" for text in texts]
+            (folder / name / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def _of_folders(train: Path, held_out: Path) -> Parts:
+    corpus, others = (
+        [path.read_text(encoding="utf-8") for path in sorted(part.iterdir())] for part in (train, held_out)
+    )
+    long = [text for text in others if len(text) >= 2 * _CHARACTERS]
+    return {
+        "corpus": [text[:_CHARACTERS] for text in corpus],
+        "validation": [text[_CHARACTERS : 2 * _CHARACTERS] for text in long],
+        "text": [text[:_CHARACTERS] for text in long],
+    }
+
+
+def _of_glosses() -> Parts:
+    rows = _texts_of(glosses())
+    spread = [rows[number * len(rows) // _GLOSSES] for number in range(_GLOSSES)]
+    return {
+        "corpus": [text for number, text in enumerate(spread) if number % _HELD_OUT_EVERY > 1],
+        "validation": spread[1::_HELD_OUT_EVERY],
+        "text": spread[::_HELD_OUT_EVERY],
+    }
+
+
+def _of_elements() -> Parts:
+    """Of element n, sentence n modulo 4 is text and the next one validation, so that each wording is in every part."""
+    rows, parts = _texts_of(elements() / FACTS_FILE), dict[str, list[str]](corpus=[], validation=[], text=[])
+    for number, text in enumerate(rows):
+        element, sentence = divmod(number, _SENTENCES_OF_AN_ELEMENT)
+        part = {0: "text", 1: "validation"}.get((sentence - element) % _SENTENCES_OF_AN_ELEMENT, "corpus")
+        parts[part].append(text)
+    return parts
+
+
+def _texts_of(path: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+_PARTS: Mapping[str, Callable[[], Parts]] = {
+    "addresses": lambda: _of_folders(addresses().train, addresses().held_out),
+    "factbook": lambda: _of_folders(factbook().train, factbook().held_out),
+    "glosses": _of_glosses,
+    "elements": _of_elements,
+}
