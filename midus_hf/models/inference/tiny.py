@@ -16,6 +16,7 @@ from transformers import (
 # Sizes of a tiny model, by the names that config classes have for them. A type ignores the names that its config lacks.
 _SMALL: dict[str, Any] = {
     "vocab_size": 96,
+    "unpadded_vocab_size": 96,
     "hidden_size": 32,
     "num_hidden_layers": 4,
     "intermediate_size": 48,
@@ -100,7 +101,6 @@ _SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "mamba", "mamba", "attention"]},
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 3},
     "kimi_linear": {"layer_types": _HYBRID, "num_key_value_heads": 4, "linear_head_dim": 8, "linear_num_heads": 4},
-    "inkling2_text": {"unpadded_vocab_size": 96},
     "lfm2": {"full_attn_idxs": [3]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {
