@@ -415,3 +415,17 @@ def test_stacked_projections_are_fused_as_those_that_stand_apart(base_of, tmp_pa
             joined = torch.cat([parts[f"{name.partition('.')[0]}.{part}.weight"] for part in of])
             assert torch.equal(layer[f"{name}.weight"], joined), (index, name)
         assert torch.equal(layer["mlp.down_proj.weight"], parts["mlp.down_proj.weight"])
+
+
+def test_each_of_the_stacked_projections_is_predicted_on_its_own(base_of, tmp_path):
+    """Change the values of a base: nothing that is predicted of queries and keys may change."""
+    tensors = read_tensors(base_of("phi3"))
+    tiny_model("phi3").save_pretrained(tmp_path / "changed")
+    for name in (name for name in tensors if "qkv_proj" in name):
+        tensors[name][48:] *= 2
+    write_tensors(tmp_path / "changed", tensors)
+    for base, output in ((base_of("phi3"), "one"), (tmp_path / "changed", "other")):
+        upscale(base=base, method="lesa", output=tmp_path / output, options=OPTIONS["lesa"])
+    name = "model.layers.2.self_attn.qkv_proj.weight"
+    one, other = (read_tensors(tmp_path / output)[name] for output in ("one", "other"))
+    assert torch.equal(one[:48], other[:48]) and not torch.allclose(one[48:], other[48:])

@@ -16,12 +16,14 @@ from midus_hf.models.families import HEADS
 from midus_hf.models.inference.architecture import architecture_of
 from midus_hf.models.inference.proof import prove, with_more_heads
 from midus_hf.models.inference.tiny import tiny_model
+from midus_hf.training.optim.freezing import set_trainable
 from scripts.families import methods_on_the_page
 from tests.upscalers.checkpoints import (
     config_of,
     edit_config,
     file_digests,
     load,
+    same_bits,
     same_tensors,
 )
 from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES, SMALL_TREE, memory_ids, trained
@@ -141,6 +143,24 @@ def test_the_result_computes_and_generates_what_the_base_computes_and_is_strippe
     result = strip(made.output, tmp_path / "stripped")
     assert result["base_confirmed"] is True and result["differing_tensors"] == 0
     assert same_tensors(made.base, tmp_path / "stripped") and config_of(made.base) == config_of(tmp_path / "stripped")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [case for case in IN_TURN if not case[1].startswith("hier-")],  # whose blocks are no parameters
+)
+def test_two_steps_of_training_change_what_is_new_alone(model_type, method, make):
+    model = load(make(model_type, method).output)
+    new = (".memories.", ".memory_tables.", *(f".layers.{layer}." for layer in model.config.upscale["new_layers"]))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    set_trainable(model)
+    optimizer = torch.optim.AdamW([tensor for tensor in model.parameters() if tensor.requires_grad], lr=1e-2)
+    for _ in range(2):
+        model.train()(input_ids=tokens(), labels=tokens(), use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    changed = {name for name, tensor in model.state_dict().items() if not same_bits(tensor, before[name])}
+    assert changed and all(any(part in name for part in new) for name in changed)
 
 
 @of_all_methods
