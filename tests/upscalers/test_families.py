@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tiny import FAMILIES as TINY
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from midus_hf.config.memories import MEMORY_TYPES
 from midus_hf.models import FAMILIES as MODELS
 from upscalers.architecture.families import FAMILIES, family_of
 from upscalers.architecture.inferred import InferredFamily
@@ -125,14 +126,14 @@ def test_the_norm_in_front_of_attention_and_the_one_behind_it_are_told_apart():
 
 
 def entries_of_every_shape() -> list[dict[str, Any]]:
-    """An entry of each memory type for every combination of options that changes names or shapes."""
+    """An entry of each memory type without options, and for every combination of options that changes names or shapes."""
     norms, gates = ("none", "batch", "layer"), ("none", "token", "head")
     choices: dict[str, dict[str, tuple]] = {
         "headwise": {"n": (1, 5), "values": ("expanded", "shared", "own"), "output_projection": (False, True)},
         "product-key": {"n": (1, 5)},
         "linear": {"slots": (1, 7)},
     }
-    return [
+    return [{"type": name} for name in choices] + [
         {"type": name, "k": 1, **dict(zip((*own, "query_norm", "gate"), values, strict=True))}
         for name, own in choices.items()
         for values in itertools.product(*own.values(), norms, gates[: 3 if name == "headwise" else 2])
@@ -150,7 +151,7 @@ def saved_config(config: Any, folder: Path) -> Path:
 def test_blocks_have_the_tensors_of_the_real_classes(family, attention_bias, tmp_path):
     """One model holds a block of each entry; those of the family's layers that follow have none."""
     entries = entries_of_every_shape()
-    assert len(entries) == 2 * 3 * 2 * 9 + 2 * 6 + 2 * 6
+    assert len(entries) == 3 + 2 * 3 * 2 * 9 + 2 * 6 + 2 * 6
     layers = len(entries) + 1
     memory = [{**entry, "layers": [index]} for index, entry in enumerate(entries)]
     native = TINY[family].config(num_hidden_layers=layers, attention_bias=attention_bias)
@@ -165,7 +166,8 @@ def test_blocks_have_the_tensors_of_the_real_classes(family, attention_bias, tmp
     assert {name: tensor.shape for name, tensor in planned.tensors.items()} == real
     buffers = {name for name, _ in model.named_buffers()} & real.keys()
     assert planned.uncounted_names() - {"lm_head.weight"} == buffers
-    assert len(buffers) == 2 * sum(entry["query_norm"] == "batch" for entry in entries)
+    norms = [entry.get("query_norm", MEMORY_TYPES[entry["type"]]().query_norm) for entry in entries]
+    assert len(buffers) == 2 * norms.count("batch")
 
 
 @pytest.mark.parametrize(
