@@ -50,6 +50,16 @@ def upscaled_model(base: str, output: Path, seed: int, keys: Mapping[str, Any]) 
     return UpscaledModel(config, measured)
 
 
+def made_together(made: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a `Result` that several upscalings of one run give together, from the fields of each upscaling."""
+    starts = [one["starts_at_base"] for one in made]
+    return {
+        "new_parameters": sum(one["new_parameters"] for one in made),
+        "starts_at_base": False if False in starts else None if None in starts else True,
+        "is_causal": all(one["is_causal"] for one in made),
+    }
+
+
 def trained_model(keys: Mapping[str, Any]) -> TrainedModel:
     """Train a model with keys of `midus train`, and return what is known of the trained model."""
     from midus_hf.training.arguments import TrainArguments

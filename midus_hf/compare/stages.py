@@ -13,6 +13,7 @@ from midus_hf.compare.making import (
     TrainedModel,
     certificate_of,
     free_memory,
+    made_together,
     taught_model,
     trained_model,
     upscaled_model,
@@ -65,9 +66,7 @@ def _in_order(run: Run, comparison: Comparison, folder: Path) -> Result:
     if made:
         result = dataclasses.replace(
             result,
-            new_parameters=sum(one["new_parameters"] for one in made),
-            starts_at_base=all(one["starts_at_base"] for one in made),
-            is_causal=all(one["is_causal"] for one in made),
+            **made_together(made),
             upscaled=None if start is base.losses else start,
         )
     return dataclasses.replace(result, certificate=certificate_of(Path(model)))
@@ -139,14 +138,7 @@ def _one_per_stage(run: Run, comparison: Comparison, folder: Path) -> Result:
         points.append(_point(learned, _means(losses)))
     routed = {name: chosen[name].count(stage) / len(chosen[name]) for stage, name in enumerate(names)}
     result = dataclasses.replace(_result(run, points, learned), routed=routed)
-    if not made:
-        return result
-    return dataclasses.replace(
-        result,
-        new_parameters=sum(one["new_parameters"] for one in made),
-        starts_at_base=all(one["starts_at_base"] for one in made),
-        is_causal=all(one["is_causal"] for one in made),
-    )
+    return dataclasses.replace(result, **made_together(made)) if made else result
 
 
 def _texts_after(stage: int, comparison: Comparison) -> list[str]:

@@ -12,6 +12,7 @@ from compare.small_comparison import HEADWISE, Comparing, write_room
 from topics.tiny_bert import save_tiny_bert
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from midus_hf.compare.making import made_together
 from midus_hf.compare.nearest_stage import StageFinder
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.replay import write_replayed
@@ -105,6 +106,15 @@ def test_a_memory_is_added_once_and_learns_all_stages(room, tmp_path):
 def test_what_upscaling_lost_is_known(room, tmp_path):
     _, base, result = measured(room, tmp_path / "out", {"upscale": {"method": "solar"}})
     assert result.upscaled == result.start.losses != base.losses and result.starts_at_base is False
+
+
+@pytest.mark.parametrize(
+    ("starts", "together"), [([True, True], True), ([True, None], None), ([True, None, False], False)], ids=str
+)
+def test_what_was_not_compared_with_the_base_is_not_said_to_differ_from_it(starts, together):
+    made = [{"new_parameters": 2, "starts_at_base": start, "is_causal": start is not None} for start in starts]
+    expected = {"new_parameters": 2 * len(starts), "starts_at_base": together, "is_causal": None not in starts}
+    assert made_together(made) == expected
 
 
 def test_adapters_are_merged_after_each_stage(room, tmp_path):
