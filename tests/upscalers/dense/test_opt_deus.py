@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import re
 from functools import cache
 
@@ -113,6 +114,15 @@ LATE = (
     r"Sinkhorn did not converge for \w+ of new layers 2, 4: residual 0\.\d+ after 1 iterations, expected at most 0\.0001\. "
     r"Raise max_iterations, tolerance or regularization\."
 )
+
+
+def test_the_comparison_would_notice_another_definition(sharp_base):
+    """Expect other tensors from each option: the plans of these bases differ far beyond the tolerance."""
+    previous, following = (layer(read_tensors(sharp_base("gemma3")), index) for index in (1, 2))
+    blocks = [opt_deus_reference.block("gemma3", previous, following, Settings(**each)) for each in OPTIONS.values()]
+    blocks.append({name: (tensor.double() + following[name].double()) / 2 for name, tensor in previous.items()})
+    for one, other in itertools.combinations(blocks, 2):
+        assert max((one[name] - other[name]).abs().max() for name in one) > 1e-3
 
 
 def fused(base, output, verify=False, **options):
