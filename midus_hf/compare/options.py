@@ -40,6 +40,9 @@ def as_keys(rate: float | Mapping[str, float]) -> Rate:
 # Mappings of measured texts, by their keys.
 TEXT_KINDS = ("domain", "retention", "validation")
 
+# How often a run measures texts, by default.
+_EVALUATIONS = 5
+
 # What names a stage's own validation text, behind the stage's name.
 _VALIDATION = "_validation"
 
@@ -253,7 +256,7 @@ class Comparison:
     tasks: TaskOptions | None = None
     rates: list[float | dict[str, float]] | None = None
     seeds: list[int] = dataclasses.field(default_factory=lambda: [0, 1, 2])
-    evaluations: int = 5
+    evaluations: int = _EVALUATIONS
     controls: list[str] | bool = True
     reference: str | None = None
     trust_remote_code: bool = False
@@ -307,6 +310,7 @@ class Comparison:
                 "tasks": self.tasks is not None,
                 "fine_tune": self.fine_tune is not None,
                 "paper": self.paper is not None,
+                "evaluations": self.evaluations != _EVALUATIONS,
                 "controls": bool(self.controls) or any(variant.controls for variant in self.variants.values()),
             }
             for key, is_given in foreign.items():

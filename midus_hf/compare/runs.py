@@ -12,6 +12,7 @@ from midus_hf.compare.options import Comparison, Rate, rate_name
 from midus_hf.compare.variants import BASE, Variant, with_corpora
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
+from midus_hf.model_names import check_model_name
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.optim.rates import Rates
 
@@ -181,6 +182,8 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
     if output.exists() and not output.is_dir():
         raise ValueError(f"output_dir is {comparison.output_dir!r}, a file; expected a folder.")
     _check_texts(comparison, variants)
+    if comparison.embedding_model is not None:
+        check_model_name("embedding_model", comparison.embedding_model)
     for variant in variants:
         _check_keys(variant, comparison)
         if variant.function is not None:

@@ -55,7 +55,8 @@ def keys(room: Path, output: Path, variants: dict[str, Any], **changes: Any) -> 
         train = {key: value for key, value in train.items() if key != "corpus" or key in given}
         del texts["domain"], texts["validation"]
     arguments = {"base": str(room / "base"), "output_dir": str(output), "variants": variants, "train": train, **texts}
-    return {**arguments, "seeds": [0], "evaluations": 2, **changes}
+    evaluations = {} if "stages" in changes else {"evaluations": 2}
+    return {**arguments, "seeds": [0], **evaluations, **changes}
 
 
 class Comparing:

@@ -246,6 +246,7 @@ REFUSED = {
     "tasks": ({"tasks": {"names": ["piqa"]}}, f"tasks {BESIDE} tasks beside them."),
     "controls": ({"controls": True}, f"controls {BESIDE} controls beside them. Set controls: false."),
     "fine-tuning": ({"fine_tune": {}}, f"fine_tune {BESIDE} fine_tune beside them."),
+    "evaluations": ({"evaluations": 2}, f"evaluations {BESIDE} evaluations beside them. Leave evaluations out."),
     "one stage": ({"stages": {"x": GIVEN["stages"]["x"]}}, "stages has one stage; expected two or more."),
     "a stage called as a text": ({"retention": {"x": "x"}}, "domain and retention both have a text 'x'; expected a name of its own"),
     "a stage's name": ({"stages": {"x.y": GIVEN["stages"]["x"], "z": GIVEN["stages"]["y"]}}, "stages has 'x.y'; expected a name"),
@@ -290,6 +291,14 @@ def test_keys_that_stages_cannot_have_are_refused(room, tmp_path, monkeypatch, o
         comparing = staged(room, tmp_path / "out", {"a": options}, **changes)
         check(comparing.comparison, comparing.variants)
     assert str(refusal.value).startswith(message), refusal.value
+
+
+def test_an_embedding_model_that_is_not_there_is_refused_before_anything_runs(room, tmp_path):
+    comparing = staged(
+        room, tmp_path / "out", {"a": {"one_per_stage": True}}, embedding_model=str(tmp_path / "absent")
+    )
+    with pytest.raises(ValueError, match=r"embedding_model is '.*absent'"):
+        check(comparing.comparison, comparing.variants)
 
 
 def test_a_text_of_a_stage_that_another_stage_trains_on_is_refused(room, tmp_path):
