@@ -76,7 +76,8 @@ class Findings:
     """Findings of a comparison, which reports are written from.
 
     `variants` rise by their loss of the domain; without domain texts they are in the order of the comparison. `not_chosen` are names
-    of the rates, by variant, whose run with the first seed is not done or ended at no finite number. `failures` say why runs failed,
+    of the rates, by variant, whose run with the first seed is not done or ended at no finite number; variants without any result
+    are left out. `failures` say why runs failed,
     by name, and `missing` is the number of runs that are not done, of null controls too.
     """
 
@@ -109,7 +110,8 @@ def findings(
         one for name in comparison.variants if (one := _variant_findings(name, comparison, base, results)) is not None
     ]
     variants.sort(key=lambda variant: 0.0 if variant.domain_loss is None else variant.domain_loss.mean)
-    not_chosen = {name: _not_chosen(name, comparison, results) for name in comparison.variants}
+    begun = dict.fromkeys(result.variant for result in results if result.control is None)
+    not_chosen = {name: _not_chosen(name, comparison, results) for name in comparison.variants if name in begun}
     not_chosen = {name: rates for name, rates in not_chosen.items() if rates}
     return Findings(comparison, base, variants, not_chosen, failures, missing)
 

@@ -104,6 +104,7 @@ def test_a_rate_that_failed_or_ended_at_no_number_is_named():
     assert doubt.sentence == (
         "Rates that are not done or ended at no finite number, and were not chosen: full at 0.01 and 0.003."
     )
+    assert doubts(with_rates([1e-2, 1e-4], [])) == []  # runs that are not done are counted elsewhere
     one = with_rates([1e-2, 1e-4], [diverged])
     assert one.variants == [] and doubts(one)[-1].variants == {"full": "at 0.01 and 0.0001"}
 
