@@ -25,6 +25,10 @@ _FREE = re.compile(
 
 _SEQUENCES = "sequences_per_step"
 
+# What a card says of an upscaled model that computes what its base computes, before and after training.
+_EXACT_NOW = b"It computes exactly what the base computes until it is trained."
+_EXACT_BEFORE = b"Before training it computed exactly what its base computes."
+
 
 def open_output(arguments: Any) -> tuple[Path | None, Lock | None]:
     """Check that a run may write its output, lock and begin it, and return the checkpoint to resume from, and the lock.
@@ -139,7 +143,8 @@ def _check_same_run(record: Mapping[str, Any], checkpoint: Path) -> None:
 def add_training(card: bytes, arguments: MemoryArguments, steps: int, tokens: int, loss: float | None) -> bytes:
     """Append the section "Trained with" to a model card.
 
-    The card shows only the last part of local paths, since cards are made to be shared.
+    The card shows only the last part of local paths, since cards are made to be shared. What the card says of the model
+    before training is put in the past.
 
     Args:
         card: The `README.md` of the model that was trained, in UTF-8.
@@ -158,7 +163,7 @@ def add_training(card: bytes, arguments: MemoryArguments, steps: int, tokens: in
 ```yaml
 {keys}```
 """
-    return card.rstrip() + section.encode()
+    return card.rstrip().replace(_EXACT_NOW, _EXACT_BEFORE) + section.encode()
 
 
 def new_card(arguments: Any) -> bytes:

@@ -12,6 +12,7 @@ from midus_hf.files.checkpoint_files import TERMS
 from midus_hf.training import run as runs
 from midus_hf.training.output import add_training
 from midus_hf.training.run import prepare, train
+from upscalers.runs.upscale import upscale
 
 CARD = "---\ntags:\n- upscaled\n---\n\n# A model\n\nWhat it is: ü.\n\n"
 
@@ -83,6 +84,16 @@ def test_files_that_vanish_while_it_trains_are_carried_all_the_same(model, confi
 def test_a_loss_that_was_never_logged_is_not_made_up(tmp_path):
     card = add_training(b"# A model", tiny_config(tmp_path, tmp_path, tmp_path), steps=1, tokens=1_000, loss=None)
     assert "| 1 | 1,000 | not logged |" in card.decode()
+
+
+def test_a_trained_model_computes_no_longer_what_its_base_computes_and_its_card_says_so(upscaled, tmp_path):
+    base = upscaled("llama").parent / "base"
+    upscale(base=base, method="midus-hml", num_new_layers=1, options={"n": 2, "k": 1}, output=tmp_path / "model")
+    card = (tmp_path / "model" / "README.md").read_bytes()
+    trained = add_training(card, tiny_config(tmp_path, tmp_path, tmp_path), steps=1, tokens=1_000, loss=None)
+    assert b"It computes exactly what the base computes until it is trained." in card
+    assert b"until it is trained" not in trained
+    assert b"Before training it computed exactly what its base computes." in trained
 
 
 def test_of_a_model_on_the_hub_only_what_accompanies_it_is_fetched(tmp_path, monkeypatch):
