@@ -63,7 +63,7 @@ def _questions(rows_of: Callable[[dict[str, Any], str], Iterator[dict[str, Any]]
     """Return the questions of one kind as a dataset, a row each.
 
     Raises:
-        ValueError: If an edit lacks a key of its format.
+        ValueError: If an edit lacks a key of its format, or a value is of another format.
     """
     from datasets import Dataset
 
@@ -75,13 +75,18 @@ def _questions(rows_of: Callable[[dict[str, Any], str], Iterator[dict[str, Any]]
             raise ValueError(
                 f"edit {number} of the file has no usable {error}; expected the format of the authors."
             ) from error
+        except ValueError as error:
+            raise ValueError(f"edit {number} of the file: {error}") from error
     return Dataset.from_list(rows)
 
 
 def _counterfact(edit: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
     rewrite = edit["requested_rewrite"]
+    prompt = rewrite["prompt"]
+    if prompt.count("{}") != 1:
+        raise ValueError(f"prompt is {prompt!r}; expected one {{}}, for the subject. Correct it there.")
     prompts = {
-        "efficacy": [rewrite["prompt"].format(rewrite["subject"])],
+        "efficacy": [prompt.replace("{}", rewrite["subject"])],
         "paraphrase": edit["paraphrase_prompts"],
         "neighborhood": edit["neighborhood_prompts"],
     }
@@ -93,8 +98,11 @@ def _counterfact(edit: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
 def _zsre(edit: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
     if kind == "neighborhood":
         # The unrelated questions of zsRE are of Natural Questions, whose name stands in front in the file.
-        yield {"question": edit["loc"].removeprefix("nq question: ") + "?", "answers": [edit["loc_ans"]]}
+        question = edit["loc"].removeprefix("nq question: ").removesuffix("?")
+        yield {"question": f"{question}?", "answers": [edit["loc_ans"]]}
     else:
+        if isinstance(edit["answers"], str):
+            raise ValueError(f"answers is {edit['answers']!r}; expected a list. Put it in brackets.")
         yield {"question": edit["src" if kind == "efficacy" else "rephrase"], "answers": list(edit["answers"])}
 
 

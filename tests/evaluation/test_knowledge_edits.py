@@ -78,6 +78,11 @@ def test_answers_of_zsre_are_the_new_ones_and_those_of_the_other_question(data):
     assert answers == {"efficacy": ["Illinois Institute of Technology"], "neighborhood": ["Hugo Weaving"]}
 
 
+def test_an_unrelated_question_has_one_question_mark(tmp_path):
+    (tmp_path / "zsre.json").write_text(json.dumps([ZSRE[0] | {"loc": "nq question: who wrote emma?"}]))
+    assert task_of("zsre_neighborhood", tmp_path).test_docs()[0]["question"] == "who wrote emma?"
+
+
 def test_a_model_is_scored_on_all_of_them(data):
     scores = Tasks(list(EDIT_TASKS), data=data).run(byte_model("llama"), byte_tokenizer())
     assert {name: score["num_questions"] for name, score in scores.items()} == {
@@ -91,10 +96,20 @@ def test_a_model_is_scored_on_all_of_them(data):
     [
         ("counterfact_efficacy", None, r"holds no counterfact.json; expected the file of counterfact as its authors"),
         ("zsre_paraphrase", [{"src": "?", "answers": ["a"]}], "edit 0 of the file has no usable 'rephrase'; expected"),
+        (
+            "counterfact_paraphrase",
+            [COUNTERFACT[0] | {"requested_rewrite": COUNTERFACT[0]["requested_rewrite"] | {"prompt": "{} or {} is"}}],
+            r"edit 0 of the file: prompt is '\{\} or \{\} is'; expected one \{\}, for the subject. Correct it there.",
+        ),
+        (
+            "zsre_efficacy",
+            [ZSRE[0] | {"answers": "Illinois"}],
+            "edit 0 of the file: answers is 'Illinois'; expected a list. Put it in brackets.",
+        ),
     ],
 )
 def test_a_file_that_is_missing_or_of_another_format_is_refused(name, content, message, tmp_path):
     if content is not None:
-        (tmp_path / "zsre.json").write_text(json.dumps(content))
+        (tmp_path / f"{name.split('_')[0]}.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message):
         task_of(name, tmp_path)
