@@ -76,6 +76,11 @@ def test_rows_may_need_several_texts_that_have_the_ngram(spoken_base, corpus, tm
     assert tensors["model.memory_tables.ngram.0.ngrams"].tolist() == [5 + 2 * MOST_TOKENS]
 
 
+def test_a_line_says_how_many_ngrams_have_rows(spoken_base, corpus, command, tmp_path):
+    words = ["--set", "table=exact", "--set", f"corpus={corpus}", "--set", "width=8", "--dry-run"]
+    assert command("--base", spoken_base, "--method", "engram", *words).err == "3 n-grams of the corpus have rows\n"
+
+
 @pytest.fixture
 def taught(spoken_base, corpus, tmp_path):
     """Return a model with random rows for the n-grams of the corpus."""

@@ -105,6 +105,12 @@ class Engram(AttachedMemoryMethod):
             "The base has no tokenizer: tokens are numbered by their ids, so spellings of a word have different rows."
         ]
 
+    def remarks(self, base: BaseModel) -> list[str]:
+        remarks = super().remarks(base)
+        if self.options.corpus is None:
+            return remarks
+        return [*remarks, f"{len(self._ngrams(base)):,} n-grams of the corpus have rows"]
+
     def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
         entry = super().entry(base, plan)
         assert isinstance(entry.options, NgramOptions)
