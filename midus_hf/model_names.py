@@ -11,6 +11,7 @@ _EXPECTED_SOURCES = {
     "config_name": "a file, a folder or a Hub id",
     "corpus": "a file, a folder or a dataset id",
     "dataset_name": "a file, a folder or a dataset id",
+    "protect": "a file, a folder or a dataset id",
     "tokenizer_name": "a folder or a Hub id",
     "tree": "a tree of topics",
 }

@@ -75,6 +75,7 @@ def test_an_adapter_that_was_saved_beside_its_model_does_not_hide_the_model(tmp_
         ("corpus", "texts/of/mine", "a file, a folder or a dataset id"),
         ("corpus", "absent.jsonl", "a file, a folder or a dataset id"),
         ("dataset_name", "/absent", "a file, a folder or a dataset id"),
+        ("protect", "absent.txt", "a file, a folder or a dataset id"),
         ("tree", "absent", "a tree of topics"),
         ("eval_text.wiki", "absent", "a file or a folder of text"),
         ("config_name", "./absent", "a file, a folder or a Hub id"),
@@ -90,6 +91,7 @@ def test_a_path_that_is_not_there_is_told_by_its_key(key, name, expected, tmp_pa
 def test_what_is_there_or_may_be_on_the_hub_is_taken(tmp_path):
     (tmp_path / "text.txt").touch()
     check_sources([("corpus", str(tmp_path / "text.txt")), ("eval_text", str(tmp_path)), ("corpus", "owner/texts")])
+    check_sources([("protect", "owner/texts")])
 
 
 def test_of_two_mistakes_the_models_is_told_first(tmp_path):
