@@ -154,8 +154,9 @@ def test_touched_counts_what_differs(trained, texts, tmp_path, capsys):
     assert same.tolist() == [True] * first + [False] * (40 - first)
 
 
-def test_proving_computes_untouched_documents(trained, texts, capsys):
-    printed = answer(capsys, trained, "--text", texts / "protected", "--prove").out
+def test_proving_computes_untouched_documents(trained, texts, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(trained.parent))
+    printed = answer(capsys, f"~/{trained.name}", "--text", texts / "protected", "--prove").out
     assert "its certificate fits the folder. 2 untouched documents computed: their logits are the same" in printed
 
 

@@ -41,7 +41,7 @@ class ModelRequest:
         """Load a model and its tokenizer, as `midus_hf.saved_models.load_for_reading` does."""
         from midus_hf.saved_models import load_for_reading
 
-        return load_for_reading(name, self.dtype, self.device, label)
+        return load_for_reading(str(Path(name).expanduser()), self.dtype, self.device, label)
 
 
 def named_paths(texts: list[str]) -> dict[str, str]:
@@ -183,7 +183,8 @@ class TouchedRequest(ModelRequest):
         from huggingface_hub import snapshot_download
 
         check_model_name("model", self.model)
-        return Path(self.model) if Path(self.model).is_dir() else Path(snapshot_download(self.model))
+        path = Path(self.model).expanduser()
+        return path if path.is_dir() else Path(snapshot_download(self.model))
 
     @cached_property
     def documents(self) -> dict[str, list[str]]:
