@@ -50,14 +50,16 @@ def midus_compare(
     if dry_run:
         from midus_hf.compare.origins import Inputs
         from midus_hf.compare.report import plan_table, planned
-        from midus_hf.compare.running import check_finished
+        from midus_hf.compare.running import check_finished as check_all
 
-        check_finished(comparison, variants, Inputs(comparison))
+        check_all(comparison, variants, Inputs(comparison))
         plan_report = {"variants": planned(comparison, variants), "seeds": comparison.seeds}
         show(plan_report, json_, lambda _: show_tables([plan_table(comparison, variants)]), indent=2)
         return
-    from midus_hf.compare.running import run_all
+    from midus_hf.compare.running import check_finished, run_all
 
+    if report_only:  # also where base and texts are no longer
+        check_finished(comparison, variants, None)
     failures = {} if report_only else run_all(comparison, variants, jobs, gpus)
     _report(comparison, variants, failures, json_)
     if failures:

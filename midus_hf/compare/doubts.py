@@ -11,6 +11,8 @@ from midus_hf.compare.origins import KINDS, identity, short
 # Seeds below which a spread says little, the share by which sizes may differ, and the step of a search of rates.
 _ENOUGH_SEEDS = 3
 _SHARE = 0.1
+# Keys of `midus train` that change what the loss of a text is, beside the window.
+_READING = ("document_mask", "path_column", "text_column", "bf16", "fp16")
 _STEP = 3
 
 
@@ -63,6 +65,12 @@ def doubts(findings: Findings) -> list[Doubt]:
         "Not seen to start at the base, from which learned and forgotten are counted all the same": {
             variant.name: "" for variant in variants if variant.starts_elsewhere
         },
+        "Read texts or compute in different ways, so that losses are not of the same predictions": _ways(findings),
+        "Models are chosen for a document by the whole document, whose loss is then measured": {
+            name: ""
+            for name, options in findings.comparison.variants.items()
+            if options.one_per_stage and any(variant.name == name for variant in findings.variants)
+        },
         "Not causal, so that losses cannot be compared, since tokens are read before they are predicted": {
             variant.name: "" for variant in variants if not all(result.is_causal for result in variant.results)
         },
@@ -73,7 +81,10 @@ def doubts(findings: Findings) -> list[Doubt]:
 
 def origin_words(findings: Findings, kind: str) -> dict[str, str]:
     """Return what each variant was made with, where the base and the variants differ in this kind of origin; else nothing."""
-    rows = {"base": [findings.base], **{variant.name: variant.results for variant in findings.variants}}
+    rows = {
+        "base": [findings.base],
+        **{variant.name: [*variant.results, *variant.controls] for variant in findings.variants},
+    }
     if len({identity(kind, result.origin) for results in rows.values() for result in results}) <= 1:
         return {}
     return {
@@ -99,6 +110,16 @@ def _rates_beyond(findings: Findings, variant: VariantFindings) -> list[str]:
             further = value * _STEP if value == max(values) else value / _STEP
             beyond.append({**chosen, key: float(f"{further:.3g}")})
     return [rate_name(rate) for rate in beyond]
+
+
+def _ways(findings: Findings) -> dict[str, str]:
+    """Return the keys by which each variant reads texts and computes, where they differ among variants; else nothing."""
+    ways = {}
+    for variant in findings.variants:
+        train = variant.results[0].request.get("train") or {}
+        keys = [f"{key}={train[key]}" for key in _READING if train.get(key)]
+        ways[variant.name] = f"with {', '.join(keys)}" if keys else "by default"
+    return ways if len(set(ways.values())) > 1 else {}
 
 
 def _sizes(findings: Findings) -> dict[str, str]:

@@ -24,17 +24,18 @@ from midus_hf.compare.variants import SHUFFLED
 class VariantFindings:
     """Findings about one variant, at the rate that the validation texts chose, in nats per token.
 
-    `results` are those at this rate, one per seed, and `num_rates` counts the rates with results. `ends` are mean final losses of the
-    domain by seed. `learned_by_seed` is what the loss of the domain fell by, `forgotten_by_seed` what the loss of the retention texts
-    rose by, both counted from `origin`; they are empty without these texts. `advantages` say how far the loss of the domain ended
-    below that of each null control, over the seeds that both have; for `shuffled-addresses`, by how much it rises when the variant's
-    values are permuted.
+    `results` are those at this rate, one per seed, `controls` those of its null controls, and `num_rates` counts the rates with
+    results. `ends` are mean final losses of the domain by seed. `learned_by_seed` is what the loss of the domain fell by,
+    `forgotten_by_seed` what the loss of the retention texts rose by, both counted from `origin`; they are empty without these
+    texts. `advantages` say how far the loss of the domain ended below that of each null control, over the seeds that both have;
+    for `shuffled-addresses`, by how much it rises when the variant's values are permuted.
     """
 
     name: str
     rate: str
     num_rates: int
     results: Sequence[Result]
+    controls: Sequence[Result]
     ends: Mapping[int, float]
     learned_by_seed: Mapping[int, float]
     forgotten_by_seed: Mapping[int, float]
@@ -135,6 +136,7 @@ def _variant_findings(
         rate=rate,
         num_rates=len(rates),
         results=best,
+        controls=controls,
         ends=ends,
         learned_by_seed={result.seed: falls(result, base, domain)[-1] for result in best} if domain else {},
         forgotten_by_seed={result.seed: -falls(result, base, retention)[-1] for result in best} if retention else {},
@@ -219,11 +221,12 @@ def sentences(findings: Findings) -> list[str]:
 
 def _learned_most(findings: Findings) -> str:
     first, *others = findings.variants
-    base = mean_loss(findings.base.losses, list(findings.comparison.domain))
+    domain = list(findings.comparison.domain)
+    start = statistics.fmean(mean_loss(result.start.losses, domain) for result in first.results)
     sentence = f"{first.name} ends with the lowest loss of the domain, {with_spread(first.domain_loss)} nats per token"
     if others:
         sentence += f"; {others[0].name} follows with {with_spread(others[0].domain_loss)}"
-    sentence += f". The base has {base:.4f}."
+    sentence += f". {first.name} began with {start:.4f}."
     difference = paired(first.ends, others[0].ends) if others else None
     if difference is None or difference.half_interval is None:
         return sentence

@@ -8,6 +8,7 @@ of PEFT, to `output`, and returns `{"trained_parameters": N, "tokens": M}`.
 import ast
 import hashlib
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,9 @@ def _load(function: str) -> Callable[..., Any]:
     specification = importlib.util.spec_from_file_location("midus_compared_function", file)
     assert specification is not None and specification.loader is not None, "the file was checked"
     module = importlib.util.module_from_spec(specification)
+    # As for a script: what the file defines finds its module, and what lies beside the file can be imported.
+    sys.modules[specification.name] = module
+    sys.path.insert(0, str(file.absolute().parent))
     specification.loader.exec_module(module)
     loaded: Callable[..., Any] = getattr(module, name)
     return loaded

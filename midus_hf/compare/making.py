@@ -10,10 +10,9 @@ from typing import Any
 
 from midus_hf.compare.functions import teach
 from midus_hf.compare.variants import Variant
+from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
-
-# File beside a trained model that certifies what training kept.
-_CERTIFICATE_FILE = "certificate.json"
+from midus_hf.files.checkpoint_files import CERTIFICATE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +65,12 @@ def trained_model(keys: Mapping[str, Any]) -> TrainedModel:
     from midus_hf.training.run import train
 
     outcome = train(from_mapping(TrainArguments, keys))
+    steps = finite_number(keys.get("max_steps", -1))
+    if steps is not None and outcome.steps < steps:
+        raise ValueError(
+            f"training ended after {outcome.steps} of {steps:g} steps: the corpus has fewer sequences than a batch; expected more "
+            "text, or a smaller per_device_train_batch_size."
+        )
     log = Path(keys["output_dir"], "log.jsonl").read_text(encoding="utf-8")
     events = [json.loads(line) for line in log.splitlines()]
     last = events[-1]
@@ -92,7 +97,7 @@ def taught_model(variant: Variant, base: str, output: Path, seed: int, keys: Map
 
 def certificate_of(model: Path) -> dict[str, Any] | None:
     """Return the content of the certificate beside a trained model; None if there is none."""
-    file = model / _CERTIFICATE_FILE
+    file = model / CERTIFICATE
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 

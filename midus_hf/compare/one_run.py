@@ -64,6 +64,8 @@ def measure(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> Resu
     """
     folder = run.folder(comparison)
     shutil.rmtree(folder, ignore_errors=True)  # an interrupted run left it
+    # Read now: files that change while the run works do not belong to its result.
+    request, origin = run.request(comparison), {**inputs, "code": code(), "machine": machine()}
     if comparison.stages:
         folder.mkdir(parents=True)
         result = measure_stages(run, comparison, folder)
@@ -77,8 +79,10 @@ def measure(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> Resu
         else:
             result = _trained_by_function(run, comparison, folder)
         result = _measured_afterwards(result, run, comparison, folder)
-    origin = {**inputs, "code": code(), "machine": machine()}
-    return dataclasses.replace(result, request=run.request(comparison), origin=origin)
+    broken = [name for name, loss in result.losses.items() if not math.isfinite(loss)]
+    if broken:
+        raise ValueError(f"the loss of {broken[0]} ended at no finite number, {result.losses[broken[0]]}.")
+    return dataclasses.replace(result, request=request, origin=origin)
 
 
 def _trained_by_method(run: Run, comparison: Comparison, folder: Path) -> Result:

@@ -11,6 +11,7 @@ from typing import Any
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.runs import corpora_of
 from midus_hf.compare.variants import Variant
+from midus_hf.files.checkpoint_files import TOKENIZER, is_of
 from midus_hf.version import __version__
 
 # What an origin names, in the order of reports.
@@ -41,11 +42,15 @@ class Inputs:
     def of(self, variant: Variant) -> dict[str, str]:
         """Return the digests `data` and `base` of the runs of a variant, 64 hexadecimal digits each.
 
-        `data` covers the variant's corpus and all measured texts. A corpus of the Hub counts by its name alone.
+        `data` covers the variant's corpus, all measured texts, questions of tasks, chats, and the model that embeds texts. What is on
+        the Hub counts by its name alone.
         """
         if self._base is None:
             self._base = base_digest(self._comparison.base)
-        paths = [*corpora_of(variant, self._comparison), *self._comparison.texts.values()]
+        tasks, tuning = self._comparison.tasks, variant.fine_tune or {}
+        others = [] if tasks is None else [tasks.data, tasks.include_path]
+        others += [tuning.get("dataset_name"), self._comparison.embedding_model if variant.one_per_stage else None]
+        paths = [*corpora_of(variant, self._comparison), *self._comparison.texts.values(), *filter(None, others)]
         data = hashlib.sha256("\n".join(map(self._digest, paths)).encode())
         return {"data": data.hexdigest(), "base": self._base}
 
@@ -64,14 +69,18 @@ def text_digest(path: str) -> str:
 
 
 def base_digest(base: str) -> str:
-    """Return the SHA-256 of a base's weights and config, which are fetched if the base is on the Hub."""
+    """Return the SHA-256 of a base's weights, config and tokenizer, which are fetched if the base is on the Hub."""
     from upscalers.checkpoint.source import resolve_source
 
     name = Path(base).expanduser()
     if name.is_file():
         return _files_digest(name, [name])
     with resolve_source(base) as source:
-        files = [file for file in source.folder.iterdir() if file.suffix in _WEIGHTS or file.name == "config.json"]
+        files = [
+            file
+            for file in source.folder.iterdir()
+            if file.suffix in _WEIGHTS or file.name == "config.json" or is_of(file.name, TOKENIZER)
+        ]
         return _files_digest(source.folder, files)
 
 

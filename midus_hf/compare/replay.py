@@ -30,7 +30,8 @@ def write_replayed(
     """
     earlier = len(corpora) - 1
     counts = [int(share * tokens / earlier)] * earlier
-    counts.append(tokens - sum(counts))
+    # A token of each corpus may be lost at a cut; a sequence that is not whole is not trained on.
+    counts.append(tokens - sum(counts) + len(corpora))
     rows = []
     for number, (documents, count) in enumerate(zip(corpora, counts, strict=True)):
         left = count
@@ -38,7 +39,7 @@ def write_replayed(
             if left <= 1:
                 break
             if len(ids) + 1 > left:
-                text, ids = tokenizer.decode(ids[: left - 1]), ids[: left - 1]
+                text, ids = tokenizer.decode(ids[: left - 1], skip_special_tokens=True), ids[: left - 1]
             rows.append(text)
             left -= len(ids) + 1
     output.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows), encoding="utf-8")
@@ -53,5 +54,5 @@ def _in_random_order(
         shuffled = order.sample(documents, len(documents))
         for begin in range(0, len(shuffled), _TOKENS_IN_BATCHES_OF):
             texts = shuffled[begin : begin + _TOKENS_IN_BATCHES_OF]
-            ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            ids = tokenizer(texts, verbose=False)["input_ids"]
             yield from zip(texts, ids, strict=True)

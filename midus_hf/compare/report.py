@@ -59,9 +59,8 @@ def variants_table(findings: Findings, short: bool = False) -> TableOfWords:
     comparison = findings.comparison
     domain, retention = list(comparison.domain), list(comparison.retention)
     tasks = [] if comparison.tasks is None else comparison.tasks.names
-    rows = [
-        {"variant": "base", **_measured_cells(findings, [Measured(findings.base.losses, findings.base.tasks)], tasks)}
-    ]
+    base = Measured(_losses_of_base(findings), findings.base.tasks)
+    rows = [{"variant": "base", **_measured_cells(findings, [base], tasks)}]
     for variant in findings.variants:
         rows.append(_variant_cells(findings, variant, tasks))
         tuned = [result.tuned for result in variant.results if result.tuned is not None]
@@ -79,6 +78,16 @@ def variants_table(findings: Findings, short: bool = False) -> TableOfWords:
     head = [column for column in head if column in _SHORT or not short]
     cells = [[row.get(column, "") for column in head] for row in rows]
     return TableOfWords("What each learned and forgot", head, cells)
+
+
+def _losses_of_base(findings: Findings) -> Mapping[str, float]:
+    """Return the losses of the base as the Trainer measures the runs: the start of a run that starts at the base.
+
+    Without such a run, and in stages, which the Trainer does not measure, the losses are those of `midus eval`.
+    """
+    results = [result for variant in findings.variants for result in variant.results]
+    starts = [result.start.losses for result in results if result.curve and result.upscaled is None]
+    return findings.base.losses if findings.comparison.stages or not starts else starts[0]
 
 
 def _variant_cells(findings: Findings, variant: VariantFindings, tasks: Sequence[str]) -> dict[str, str]:
@@ -196,9 +205,11 @@ def paper_number(paper: PaperOptions, column: str, result: Result, tuned: bool =
         return None
     subject = paper.columns[column]
     if subject is None:
-        shares = [metric_of(measured.tasks.get(name or "", {})) for name in paper.columns.values()]
-        known = [100 * share for share in shares if share is not None]
-        return statistics.fmean(known) if known else None
+        tasks = [name for name in paper.columns.values() if name is not None and name not in measured.losses]
+        shares = [share for name in tasks if (share := metric_of(measured.tasks.get(name, {}))) is not None]
+        # A mean of fewer tasks than the paper's would be of something else.
+        is_whole = shares and all(name in measured.tasks for name in tasks)
+        return 100 * statistics.fmean(shares) if is_whole else None
     if subject in measured.losses:
         return math.exp(measured.losses[subject])
     metrics = measured.tasks.get(subject, {})

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -59,8 +60,8 @@ def run_all(
         return failures | _do(controls, comparison, inputs, places)
 
 
-def check_finished(comparison: Comparison, variants: Sequence[Variant], inputs: Inputs) -> None:
-    """Check that results in the output belong to these runs, and to the same texts and base.
+def check_finished(comparison: Comparison, variants: Sequence[Variant], inputs: Inputs | None) -> None:
+    """Check that results in the output belong to these runs and, if `inputs` are given, to the same texts and base.
 
     Raises:
         ValueError: If the folder has a result of another request.
@@ -114,7 +115,12 @@ def _results(runs: Sequence[Run], comparison: Comparison) -> list[Result]:
 
 def _do(runs: Sequence[Run], comparison: Comparison, inputs: Inputs, places: Sequence[str | None]) -> dict[str, str]:
     """Do the runs that have no result yet, one at a time on each device, and return why runs failed, by name."""
-    waiting = deque(run for run in runs if read_result(run.folder(comparison)) is None)
+    waiting = deque[Run]()
+    for run in runs:
+        if read_result(run.folder(comparison)) is None:
+            waiting.append(run)
+        else:  # a kill between the result and the removal of the models leaves them
+            shutil.rmtree(run.folder(comparison), ignore_errors=True)
     free = deque(places)
     working: dict[subprocess.Popen[str], tuple[Run, str | None, float]] = {}
     failures: dict[str, str] = {}
@@ -195,14 +201,14 @@ def _alone_in(output: Path) -> Iterator[None]:
             lock.release()
 
 
-def _check_same(runs: Sequence[Run], comparison: Comparison, inputs: Inputs) -> None:
+def _check_same(runs: Sequence[Run], comparison: Comparison, inputs: Inputs | None) -> None:
     """Raise a ValueError if a run has a result of another request, or of other texts or another base under the same names."""
     for run in runs:
         before = read_result(run.folder(comparison))
         if before is None:
             continue
         changed = changed_keys(before.request, run.request(comparison))
-        if not changed:
+        if not changed and inputs is not None:
             now = inputs.of(run.variant)
             changed = [name for kind, name in FIXED.items() if before.origin.get(kind) != now[kind]]
         if changed:

@@ -1,6 +1,7 @@
 """One run of a comparison, a variant at one rate with one seed: its name, its keys, and what is checked before it begins."""
 
 import dataclasses
+import filecmp
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,9 @@ from midus_hf.config.yaml_options import from_mapping
 from midus_hf.model_names import check_model_name
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.optim.rates import Rates
+
+# Every step trains on as many sequences: the smaller batch at the end of a corpus is left out.
+_WHOLE_BATCHES = {"dataloader_drop_last": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Run:
 
     def folder(self, comparison: Comparison) -> Path:
         """Return the folder of the run's models; its result and its log are beside it, as `FOLDER.json` and `FOLDER.log`."""
-        return Path(comparison.output_dir) / ("" if self.variant.is_base else "runs") / self.name
+        return Path(comparison.output_dir) / "runs" / self.name
 
     def training_keys(self, comparison: Comparison, model: Path | str, output: Path) -> dict[str, Any]:
         """Return the keys of `midus train` for this run.
@@ -42,6 +46,7 @@ class Run:
         not be measured otherwise.
         """
         keys = {
+            **_WHOLE_BATCHES,
             **self.variant.train,
             **self.rate,
             "model_name_or_path": str(model),
@@ -64,7 +69,7 @@ class Run:
     def stage_keys(self, comparison: Comparison, stage: int, model: Path | str, output: Path) -> dict[str, Any]:
         """Return the keys of `midus train` for one stage of this run, numbered from 0, with the stage's corpus."""
         corpora = [one.corpus for one in comparison.stages.values()]
-        keys = with_corpora({**self.variant.train, **self.rate}, corpora[stage], corpora[:stage])
+        keys = with_corpora({**_WHOLE_BATCHES, **self.variant.train, **self.rate}, corpora[stage], corpora[:stage])
         own = {
             "corpus": corpora[stage],
             "model_name_or_path": str(model),
@@ -202,21 +207,33 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
 
 def _check_texts(comparison: Comparison, variants: Sequence[Variant]) -> None:
     """Check that all measured texts exist and differ, and that none of them is trained on."""
-    corpora = [(variant, corpus) for variant in variants for corpus in corpora_of(variant, comparison)]
-    named: dict[Path, str] = {}
+    texts: dict[str, Path] = {}
     for name, path in comparison.texts.items():
         label, text = comparison.label(name), Path(path).expanduser()
         if not text.exists():
             raise ValueError(f"{label} is {path!r}, which does not exist; expected a file or a folder of text.")
-        before = named.setdefault(text.resolve(), label)
-        if before != label:
-            raise ValueError(f"{path!r} is given twice, as {before} and as {label}; expected texts that differ.")
-        for variant, corpus in corpora:
-            if Path(corpus).exists() and text.resolve().is_relative_to(Path(corpus).expanduser().resolve()):
+        for other, before in texts.items():
+            if _overlap(text, before):
                 raise ValueError(
-                    f"{label} is {path!r}, which {variant.name} trains on, since its corpus is {corpus!r}; expected text that no "
-                    "variant trains on."
+                    f"{label} is {path!r}, which shares text with {other}, {str(before)!r}; expected texts that differ."
                 )
+        texts[label] = text
+    for variant in variants:
+        for corpus in corpora_of(variant, comparison):
+            for label, text in texts.items():
+                if Path(corpus).expanduser().exists() and _overlap(text, Path(corpus).expanduser()):
+                    raise ValueError(
+                        f"{label} is {str(text)!r}, which {variant.name} trains on, since its corpus is {corpus!r}; expected text "
+                        "that no variant trains on."
+                    )
+
+
+def _overlap(first: Path, second: Path) -> bool:
+    """Return whether one of two paths lies in the other, or both are files with the same content."""
+    one, other = first.resolve(), second.resolve()
+    if one.is_relative_to(other) or other.is_relative_to(one):
+        return True
+    return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
 
 
 def _check_stages(variant: Variant) -> None:

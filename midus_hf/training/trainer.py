@@ -107,6 +107,14 @@ class TrainsMemory(AnyTrainer):
         with row_gradients(self.model) if self.sparse_values else contextlib.nullcontext():
             return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return the batches of a held-out text, all of them, whatever `dataloader_drop_last` leaves out of training."""
+        self.args.dataloader_drop_last, drops = False, self.args.dataloader_drop_last
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.args.dataloader_drop_last = drops
+
     def training_step(
         self, model: nn.Module, inputs: dict[str, torch.Tensor | Any], *args: Any, **kwargs: Any
     ) -> torch.Tensor:

@@ -31,6 +31,13 @@ CASES = {
         [*HML_3, *(result("full", [4.0, 4.25], [-1.0, -0.5], seed=seed, **SOLAR) for seed in SEEDS)],
         ["Not seen to start at the base, from which learned and forgotten are counted all the same: full."],
     ),
+    "other readings": (
+        [*HML_3, *(dataclasses.replace(one, request={"train": {"document_mask": True}}) for one in FULL_3)],
+        [
+            "Read texts or compute in different ways, so that losses are not of the same predictions: full with "
+            "document_mask=True, hml by default."
+        ],
+    ),
     "not causal": (
         [*(dataclasses.replace(one, is_causal=False) for one in HML_3), *FULL_3],
         ["Not causal, so that losses cannot be compared, since tokens are read before they are predicted: hml."],
@@ -151,6 +158,13 @@ def test_rows_of_another_origin_are_doubted_and_have_a_column(changes, words):
 
 def test_the_same_sources_at_another_commit_are_the_same_code():
     assert doubts(made_with(code={**origin()["code"], "commit": "e" * 40})) == []
+
+
+def test_null_controls_of_another_origin_are_doubted():
+    code = {"code": {"version": "1", "sources": "b" * 64}}
+    control = result("hml+one-row", [0.25, 0.25], control="one-row", control_of="hml", origin=code)
+    reasons = [doubt.reason for doubt in doubts(found([*HML_3, control], variants=["hml"]))]
+    assert reasons == ["Made with different code"]
 
 
 def test_rows_have_the_numbers_of_their_doubts():

@@ -70,13 +70,13 @@ def test_the_first_two_are_told_apart_by_their_seeds():
     moc = result("moc", [0.125])
     assert sentences(found([*HML, *FULL, moc], variants=["hml", "full", "moc"]))[0] == (
         "full ends with the lowest loss of the domain, 1.7500 ± 0.3536 nats per token; hml follows with 2.3750 ± 0.1768. "
-        "The base has 3.0000. With the same seeds these two differ by 0.6250 ± 1.5883 (95 %), which may be chance."
+        "full began with 3.0000. With the same seeds these two differ by 0.6250 ± 1.5883 (95 %), which may be chance."
     )
     alike = [result("hml", [0.25], [0.25], seed=seed) for seed in (0, 1)]
     better = [result("full", [0.5], [0.0], seed=seed) for seed in (0, 1)]
     words = "With the same seeds these two differ by 0.2500 ± 0.0000 (95 %), which is more than chance of seeds."
     assert sentences(found([*alike, *better]))[0].endswith(words)
-    assert sentences(found([HML[0], FULL[0]]))[0].endswith("hml follows with 2.5000. The base has 3.0000.")
+    assert sentences(found([HML[0], FULL[0]]))[0].endswith("hml follows with 2.5000. full began with 3.0000.")
 
 
 def test_several_texts_count_alike():

@@ -1,5 +1,7 @@
 """Variants that are a function of a person's own: a real one that trains a tiny base, and what is refused."""
 
+import shutil
+
 import pytest
 import torch
 from compare.small_comparison import STEPS, TOKENS_PER_STEP, Comparing, write_room
@@ -42,6 +44,26 @@ def room(tmp_path_factory):
     folder = write_room(tmp_path_factory.mktemp("room"))
     (folder / "mine.py").write_text(TEACH)
     return folder
+
+
+def test_a_folder_named_base_in_the_output_is_left_alone(room, tmp_path):
+    shutil.copytree(room / "base", tmp_path / "out" / "base")
+    comparing = Comparing(room, tmp_path / "out", {"full": {}}, base=str(tmp_path / "out" / "base"), controls=False)
+    comparing.measure_base()
+    assert (tmp_path / "out" / "base" / "config.json").is_file()
+
+
+def test_a_function_s_file_may_define_dataclasses_and_import_what_lies_beside_it(tmp_path):
+    (tmp_path / "beside.py").write_text("TOKENS = 3\n")
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\nimport dataclasses, pathlib, beside\n"
+        "@dataclasses.dataclass\nclass Counts:\n    tokens: int = beside.TOKENS\n"
+        "def teach(base, corpus, output, seed, keys):\n    pathlib.Path(output).mkdir()\n"
+        "    for name in ('config.json', 'tokenizer_config.json'):\n        pathlib.Path(output, name).write_text('{}')\n"
+        "    return {'trained_parameters': 1, 'tokens': Counts().tokens}\n"
+    )
+    counts = teach("mine", f"{tmp_path / 'mine.py'}:teach", "base", tmp_path / "out", 0, {"corpus": "none"})
+    assert counts == {"trained_parameters": 1, "tokens": 3}
 
 
 def test_a_function_is_measured_as_the_other_variants_are(room, tmp_path):

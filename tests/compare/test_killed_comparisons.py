@@ -30,7 +30,7 @@ def children(process: int) -> list[int]:
 def results(output: Path) -> dict[str, dict]:
     """Return what was found, without how long it took and what memory."""
     outcomes = {}
-    for path in [output / "base.json", *sorted(output.rglob("seed-*.json"))]:
+    for path in [output / "runs" / "base.json", *sorted(output.rglob("seed-*.json"))]:
         result = json.loads(path.read_text())
         for point in result["curve"]:
             del point["seconds"]
@@ -57,12 +57,12 @@ def test_a_killed_comparison_leaves_nothing_running_and_the_same_command_goes_on
     killed.wait()
     while Path(f"/proc/{run}/stat").exists() and ") Z" not in Path(f"/proc/{run}/stat").read_text():
         assert time.monotonic() < began + 300
-    assert set(results(tmp_path / "killed")) == {"base.json"}
+    assert set(results(tmp_path / "killed")) == {"runs/base.json"}
     again = start(words)
     assert again.communicate(timeout=300)[1].startswith("hml/0.01/seed-0: done (") and again.returncode == 0
     undisturbed = Comparing(room, tmp_path / "whole", variants, controls=["shuffled-addresses"])
     undisturbed.measure(undisturbed.runs()[0])
     assert results(tmp_path / "killed") == results(tmp_path / "whole")
-    names = {"base.json", "runs", "report.html", "runs.csv"}
+    names = {"runs", "report.html", "runs.csv"}
     assert {path.name for path in (tmp_path / "killed").iterdir()} == names
     assert {path.name for path in (tmp_path / "killed/runs/hml/0.01").iterdir()} == {"seed-0.json", "seed-0.log"}

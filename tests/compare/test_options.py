@@ -179,7 +179,7 @@ PARTS = ("corpus", "validation", "text")
 def write_stage_part(room: Path, stage: str, part: str) -> Path:
     """Write a text of a stage, of two documents, and return its path."""
     path = room / f"{stage}-{part}.jsonl"
-    path.write_text(2 * (json.dumps({"text": f"{stage} grow. " * 40}) + "\n"))
+    path.write_text(2 * (json.dumps({"text": f"{stage} grow by {part}. " * 40}) + "\n"))
     return path
 
 

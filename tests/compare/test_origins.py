@@ -47,6 +47,10 @@ def test_the_base_counts_by_its_weights_and_its_config(room):
     (base / "config.json").write_text(config + " ")
     assert base_digest(str(base)) != before
     (base / "config.json").write_text(config)
+    tokenizer = (base / "tokenizer_config.json").read_text()
+    (base / "tokenizer_config.json").write_text(tokenizer + " ")
+    assert base_digest(str(base)) != before
+    (base / "tokenizer_config.json").write_text(tokenizer)
 
 
 def test_each_text_is_read_once_for_all_variants(room, tmp_path, monkeypatch):

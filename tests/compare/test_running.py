@@ -345,6 +345,6 @@ def test_what_runs_print_goes_to_their_log_and_they_end_when_a_person_interrupts
     monkeypatch.setattr("midus_hf.compare.origins.base_digest", lambda base: f"digest of {base}")
     with pytest.raises(KeyboardInterrupt):
         run_all(comparison(tmp_path), [variant("a")])
-    assert (tmp_path / "out/base.log").read_text() == "printed\n" and capfd.readouterr().out == ""
+    assert (tmp_path / "out/runs/base.log").read_text() == "printed\n" and capfd.readouterr().out == ""
     with pytest.raises(ProcessLookupError):
         os.kill(int(number.read_text()), 0)

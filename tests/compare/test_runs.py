@@ -68,6 +68,7 @@ def test_tokens_are_told_before_a_run(train, tokens):
 def test_a_run_is_told_what_the_comparison_sets():
     comparison_keys = keys()
     assert comparison_keys == {
+        "dataloader_drop_last": True,
         "corpus": "corpus",
         "max_steps": 10,
         "eval_on_start": True,
