@@ -117,7 +117,12 @@ SESSIONS = {
         files=("",),
     ),
     "docs/train.md": Session(
-        replace={"configs/train/demo.yaml": SHORT_RUNS["configs/train/demo.yaml"], "FOLDER_OF_TEXTS": "texts"},
+        replace={
+            "configs/train/demo.yaml": SHORT_RUNS["configs/train/demo.yaml"],
+            "TEXTS": "texts",
+            "MODEL": "smollm2-135m-hml",
+            "DIR": f"trained {SHORT}",
+        },
         models={"smollm2-135m-hml": "midus-hml"},
         languages=("sh",),
     ),
