@@ -37,6 +37,25 @@ def test_a_whole_model_trains_more_slowly_and_adapters_do_not(tmp_path):
     assert read("notes", "adapters={r: 4}", model="m", output=str(tmp_path)).learning_rate == 1e-3
 
 
+@pytest.mark.parametrize(
+    ("word", "rate"),
+    [("trainable=auto", 1e-3), ("trainable=new", 1e-3), ("trainable=[value]", 1e-3), ("trainable=all", 1e-4)],
+)
+def test_a_word_for_the_model_or_for_what_trains_decides_the_rate(word, rate, model, capsys):
+    assert read("notes", f"model_name_or_path={model}", word, output="o").learning_rate == rate
+    assert f"learning_rate={rate:g}" in capsys.readouterr().err
+
+
+def test_keys_of_a_later_recipe_are_no_keys_that_were_chosen(model, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("{corpus: c, model_name_or_path: m, learning_rate: 0.5, sequence_length: 8, max_steps: 7}")
+    arguments = read("notes", str(recipe), model=model, output="o")
+    assert (arguments.corpus, arguments.model_name_or_path, arguments.learning_rate) == ("notes", model, 0.5)
+    assert capsys.readouterr().err == (
+        "for a short run: per_device_train_batch_size=4, value_learning_rate=0.01; KEY=VALUE behind the texts replaces any\n"
+    )
+
+
 def test_words_replace_the_keys(model, capsys):
     words = ["learning_rate=0.5", "max_steps=7", f"model_name_or_path={model}", "output_dir=o", "sequence_length=8"]
     arguments = read("notes", *words)
@@ -57,6 +76,18 @@ def test_epochs_replace_the_steps_of_a_recipe_which_a_line_says(tmp_path, capsys
     assert (arguments.max_steps, arguments.num_train_epochs) == (-1, 2)
     assert capsys.readouterr().err == f"num_train_epochs replaces max_steps=3 of {recipe}\n"
     assert read(str(recipe), "num_train_epochs=2", "max_steps=5").max_steps == 5
+
+
+def test_steps_of_a_recipe_behind_the_epochs_stay(tmp_path, capsys):
+    first, later, without = (tmp_path / name for name in ("first.yaml", "later.yaml", "without.yaml"))
+    first.write_text("{corpus: c, model_name_or_path: m, output_dir: o, max_steps: 3}")
+    later.write_text("max_steps: 5")
+    without.write_text("max_steps: -1")
+    assert read(str(first), "num_train_epochs=2", str(later)).max_steps == 5
+    assert read(str(first), str(without), "num_train_epochs=2").max_steps == -1
+    assert capsys.readouterr().err == ""
+    assert read(str(first), str(later), "num_train_epochs=2").max_steps == -1
+    assert capsys.readouterr().err == f"num_train_epochs replaces max_steps=5 of {later}\n"
 
 
 def test_chats_are_fine_tuned_on_likewise(model, tmp_path):
@@ -92,6 +123,16 @@ def test_a_folder_of_texts_trains_a_model(tmp_path, monkeypatch, capsys):
             ["notes", "lr=1e-4", "--model", "m", "--output", "o"],
             "config has no option 'lr'. Did you mean 'learning_rate' or",
         ),
+        (
+            ["notes", "corpus=other"],
+            "corpus is given twice, by 'notes' and 'corpus=other'; expected each key once. Leave",
+        ),
+        (
+            ["notes", "--model", "m", "model_name_or_path=n"],
+            "model_name_or_path is given twice, by --model and 'model_name_or_path=n'; expected each key once.",
+        ),
+        (["a.yaml", "--output", "o", "output_dir=p"], "output_dir is given twice, by --output and 'output_dir=p'"),
+        (["notes", "seed=1", "seed=2"], "seed is given twice, by 'seed=1' and 'seed=2'; expected each key once."),
         (["absent.yaml"], "config is 'absent.yaml', which cannot be read"),
         (["nowhere/x.txt", "--model", "{model}", "--output", "o"], "corpus is 'nowhere/x.txt', which does not exist"),
     ],

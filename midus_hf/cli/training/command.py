@@ -21,6 +21,7 @@ Overrides = Annotated[
 Model = Annotated[str | None, option("The model to train; needed with texts.", "MODEL")]
 Output = Annotated[str | None, option("Folder to make; needed with texts.", "DIR")]
 
+_RECIPES = (".yaml", ".yml")
 # The key of the texts, by command, and keys for a short run on them.
 _TEXTS = {"train": "corpus", "sft": "dataset_name"}
 _LENGTH = {"train": "sequence_length", "sft": "max_length"}
@@ -49,44 +50,79 @@ class Request:
     def read(self, arguments_class: type[Any]) -> Any:
         """Return the arguments of the run: the keys of the recipe, or keys for a short run on the texts, which one line names.
 
+        The options and the texts replace keys of every recipe.
+
         Raises:
             ValueError: If the words are no request.
         """
         from midus_hf.cli.options import read_recipe
         from midus_hf.config.yaml_options import apply_words, from_mapping
 
-        options = {"model_name_or_path": self.model, "output_dir": self.output}
-        overrides = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
-        if self.first.endswith((".yaml", ".yml")):
-            return read_recipe(arguments_class, self.first, [*overrides, *self._with_epochs(), *self.overrides])
+        values = {"model_name_or_path": self.model, "output_dir": self.output}
+        sources = {"model_name_or_path": "--model", "output_dir": "--output"}
+        if self.first.endswith(_RECIPES):
+            values = {key: value for key, value in values.items() if value is not None}
+            self._refuse_keys_given_twice({key: sources[key] for key in values})
+            last = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+            return read_recipe(arguments_class, self.first, [*self.overrides, *self._with_epochs(), *last])
         self._refuse_other_kinds()
-        overrides += self.overrides
-        keys = {word.partition("=")[0] for word in overrides}
+        texts = _TEXTS[self.command]
+        values = {key: value for key, value in {texts: self.first, **values}.items() if value is not None}
+        self._refuse_keys_given_twice({key: sources.get(key, repr(self.first)) for key in values})
+        given = apply_words(arguments_class, {}, self.overrides) | values
         for key, name in (("model_name_or_path", "model"), ("output_dir", "output")):
-            if key not in keys:
+            if key not in given:
                 raise ValueError(
                     f"--{name} is missing: {self.first!r} is read as texts; run 'midus {self.command} {self.first} --model MODEL "
                     "--output DIR', or give a recipe, a file that ends in .yaml."
                 )
-        chosen = {_LENGTH[self.command]: 256, **_SHORT_RUN, **self._rates()}
-        unchanged = ", ".join(f"{key}={value:g}" for key, value in chosen.items() if key not in keys)
+        chosen = {_LENGTH[self.command]: 256, **_SHORT_RUN, **_RATES["new" if _trains_new_parts(given) else "all"]}
+        if given.get("max_steps") not in (None, -1):  # which the Trainer prefers to epochs
+            del chosen["num_train_epochs"]
+        unchanged = ", ".join(f"{key}={value:g}" for key, value in chosen.items() if key not in given)
         if unchanged and is_main_process():
             print(f"for a short run: {unchanged}; KEY=VALUE behind the texts replaces any", file=sys.stderr)
-        if "max_steps" in keys:  # which the Trainer prefers to epochs
-            del chosen["num_train_epochs"]
-        values = {_TEXTS[self.command]: self.first, **chosen}
-        return from_mapping(arguments_class, apply_words(arguments_class, values, overrides))
+        return from_mapping(arguments_class, chosen | given)
+
+    def _refuse_keys_given_twice(self, sources: dict[str, str]) -> None:
+        """Refuse words that give a key again.
+
+        Args:
+            sources: What gives a value before the words, by key.
+
+        Raises:
+            ValueError: If a word gives a key that another word or one of `sources` gives.
+        """
+        sources = sources.copy()
+        for word in self.overrides:
+            key, equals, _ = word.partition("=")
+            if not equals:
+                continue
+            if key in sources:
+                raise ValueError(
+                    f"{key} is given twice, by {sources[key]} and {word!r}; expected each key once. Leave one out."
+                )
+            sources[key] = repr(word)
 
     def _with_epochs(self) -> list[str]:
-        """Return the word that takes `max_steps` of a recipe away where the words say `num_train_epochs`, and say so in a line."""
+        """Return the word that takes `max_steps` of recipes away where a word says `num_train_epochs`, and say so in a line.
+
+        A recipe behind that word keeps its `max_steps`.
+        """
         from midus_hf.config.yaml_options import read_mapping
 
         keys = [word.partition("=")[0] for word in self.overrides]
-        steps = read_mapping(self.first).get("max_steps")
-        if "num_train_epochs" not in keys or "max_steps" in keys or steps is None:
+        if "num_train_epochs" not in keys or "max_steps" in keys:
+            return []
+        behind = [word for word in self.overrides if word.endswith(_RECIPES) and "=" not in word]
+        recipes = {path: read_mapping(path) for path in (self.first, *behind)}
+        last = next((path for path in reversed(recipes) if "max_steps" in recipes[path]), None)
+        if last is None or recipes[last]["max_steps"] in (None, -1):
+            return []
+        if last in self.overrides[keys.index("num_train_epochs") :]:
             return []
         if is_main_process():
-            print(f"num_train_epochs replaces max_steps={steps} of {self.first}", file=sys.stderr)
+            print(f"num_train_epochs replaces max_steps={recipes[last]['max_steps']} of {last}", file=sys.stderr)
         return ["max_steps=-1"]
 
     def _refuse_other_kinds(self) -> None:
@@ -122,14 +158,18 @@ class Request:
                 f"{self.first!r} is a method, by which 'upscale --method {self.first}' makes a model; then run '{usage}'."
             )
 
-    def _rates(self) -> dict[str, float]:
-        """Return learning rates for a short run, which are higher for new parts than for a whole model."""
-        path, adapted = (
-            Path(self.model or "", "config.json"),
-            any(word.startswith("adapters") for word in self.overrides),
-        )
-        record = json.loads(path.read_text(encoding="utf-8")).get("upscale", {}) if path.is_file() else {}
-        return _RATES["new" if adapted or record.get("trainable") == "new" else "all"]
+
+def _trains_new_parts(keys: dict[str, Any]) -> bool:
+    """Return whether a run trains adapters or new parts of a model alone, which learn at higher rates than a whole model."""
+    if keys.get("adapters") is not None:
+        return True
+    trainable = keys.get("trainable", "auto")
+    if trainable == "auto":
+        config = Path(str(keys["model_name_or_path"]), "config.json").expanduser()
+        record = json.loads(config.read_text(encoding="utf-8")).get("upscale", {}) if config.is_file() else {}
+        trainable = record.get("trainable")
+    # A list of roles names tensors of added memories; a list of numbers may name layers of the base.
+    return trainable == "new" or (isinstance(trainable, list) and all(isinstance(part, str) for part in trainable))
 
 
 def train_in_group(arguments_class: type[Any], prepare: Callable[[Any], Any], request: Request) -> None:
