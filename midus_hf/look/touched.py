@@ -85,6 +85,7 @@ def touched_rows(
     texts: Mapping[str, Sequence[str]],
     counts: Mapping[tuple[str, str], Touched],
     certificate: Mapping[str, Any] | None,
+    is_whole: bool = True,
 ) -> list[Row]:
     """Return a row per text and memory.
 
@@ -92,9 +93,15 @@ def touched_rows(
         texts: Documents by the name of their text.
         counts: Counts by the names of text and memory.
         certificate: Certificate of the model, if there is one: a text is `certified` if the certificate has its digest.
+        is_whole: Whether the documents are all that the texts have. Default: true; otherwise no text is told to be certified.
     """
     known = {} if certificate is None else {text["sha256"]: text["name"] for text in certificate["texts"]}
     certified = {name: texts_digest(documents) in known for name, documents in texts.items()} if known else {}
+
+    def _certified(one: Touched, text: str, memory: str) -> str:
+        named = certificate is not None and memory in certificate["memories"]
+        return "yes" if named and certified.get(text) and not one.reading.any() else "no"
+
     rows: list[Row] = []
     for (text, memory), one in counts.items():
         total = int(one.tokens.sum())
@@ -105,9 +112,9 @@ def touched_rows(
                 "documents": len(one.tokens),
                 "untouched": int((one.reading == 0).sum()),
                 "tokens": total,
-                "reading": int(one.reading.sum()) / total,
-                "differing": int((one.tokens - one.first).sum()) / total,
-                "certified": "yes" if certified.get(text) and memory in (certificate or {})["memories"] else "no",
+                "reading": int(one.reading.sum()) / max(1, total),
+                "differing": int((one.tokens - one.first).sum()) / max(1, total),
+                "certified": _certified(one, text, memory) if is_whole else "-",
             }
         )
     return rows

@@ -54,6 +54,10 @@ class StopOnSignal(TrainerCallback):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let signals act at once again."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
@@ -71,7 +75,7 @@ class StopOnSignal(TrainerCallback):
                 # print is unsafe here: the signal may have interrupted another print.
                 os.write(2, b"\nStopping after this step, with a checkpoint; once more stops at once.\n")
         elif time.monotonic() - self._noted_at > _SECONDS_OF_ONE_REQUEST:
-            self.__exit__(None, None, None)
+            self.release()
             signal.raise_signal(number)
 
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -20,11 +20,22 @@ from tqdm import tqdm
 
 from midus_hf.config.memories.ngram import NgramOptions
 from midus_hf.config.memory_entries import ATTACHED, TABLES, Memories
-from midus_hf.files.checkpoint_files import CERTIFICATE
+from midus_hf.files.checkpoint_files import (
+    CARD_FILE,
+    CERTIFICATE,
+    CONFIG_FILE,
+    SINGLE_FILE,
+    TRAINED_FILE,
+    indexed_weights,
+)
+from midus_hf.files.whole_files import whole_file
 from midus_hf.models.parts import decoder_of
 from midus_hf.training.data.ngrams import TAKEN_OUT, NgramTable, known_ngrams
 
 _TOKENS_PER_PASS = 1024
+_HEADING = "## Protected texts\n"
+# Keys of a config that change when a model is only saved again.
+_OF_SAVING = ("transformers_version", "_name_or_path")
 
 _OTHER_MEMORY = (
     "protect needs memories whose rows are the n-grams of a corpus, and {name} ({type}) trains too, which chooses rows by hidden "
@@ -66,8 +77,26 @@ class Protected:
             for name, left in self.counts.items()
         )
 
-    def certify(self, model: Any, folder: Path) -> str:
-        """Compute the texts with and without the memories, write the certificate, and return the section of the model card.
+    def check_checkpoint(self, model: Any, checkpoint: Path) -> None:
+        """Check that a run which goes on from a checkpoint protects what it protected before.
+
+        Raises:
+            ValueError: If the tables of the checkpoint are not the tables of the model, which these texts gave.
+        """
+        tables = {name: tensor for name, tensor in model.named_buffers() if f"{TABLES}." in name}
+        path = checkpoint / TRAINED_FILE
+        if not path.is_file():
+            return
+        with safe_open(path, "pt") as file:
+            for name in tables.keys() & set(file.keys()):
+                if not torch.equal(file.get_tensor(name), tables[name].cpu()):
+                    raise ValueError(
+                        f"protect names other texts than the run had when it saved {checkpoint.name}; expected texts of the same "
+                        "content. Give them, or start a new run in another folder."
+                    )
+
+    def certify(self, model: Any, folder: Path) -> None:
+        """Compute the texts with and without the memories, and write the certificate and the section of the model card.
 
         Args:
             model: The trained model, with the dtypes in which it is saved.
@@ -78,15 +107,15 @@ class Protected:
         """
         texts = []
         for name, documents in self.texts.items():
-            tokens, differing = compare_texts(model, self._tokenizer, documents, list(self.counts))
-            if differing:
+            compared = compare_texts(model, self._tokenizer, documents, list(self.counts))
+            if compared.differing:
                 raise RuntimeError(
-                    f"{len(differing)} of the texts of {name}, the first of them text {differing[0]}, have other logits with the "
-                    "memories than without them; the model is not saved. This is a fault of midus_hf: please report it."
+                    f"{len(compared.differing)} of the texts of {name}, the first of them text {compared.differing[0]}, have other "
+                    "logits with the memories than without them; no certificate is written. This is a fault of midus_hf: please "
+                    "report it."
                 )
-            texts.append(
-                {"name": name, "documents": len(documents), "tokens": tokens, "sha256": texts_digest(documents)}
-            )
+            digest = texts_digest(documents)
+            texts.append({"name": name, "documents": len(documents), "tokens": compared.tokens, "sha256": digest})
         certificate = {
             "texts": texts,
             "memories": {
@@ -94,6 +123,7 @@ class Protected:
                 for name, counts in self.counts.items()
             },
             "base_sha256": tensors_digest(folder, partial(_is_of_none, memories=list(self.counts))),
+            "config_sha256": config_digest(folder),
             "tokenizer_sha256": tokenizer_digest(self._tokenizer),
             "computed": {
                 "dtype": str(model.dtype).removeprefix("torch."),
@@ -102,8 +132,14 @@ class Protected:
                 "transformers": transformers.__version__,
             },
         }
-        (folder / CERTIFICATE).write_text(json.dumps(certificate, indent=2) + "\n", encoding="utf-8")
-        return _section(certificate)
+        with whole_file(folder / CERTIFICATE) as unfinished:
+            unfinished.write_text(json.dumps(certificate, indent=2) + "\n", encoding="utf-8")
+        card = folder / CARD_FILE
+        if card.is_file():
+            with whole_file(card) as unfinished:
+                unfinished.write_text(
+                    without_section(card.read_text("utf-8")) + _section(certificate), encoding="utf-8"
+                )
 
 
 def _section(certificate: Mapping[str, Any]) -> str:
@@ -115,10 +151,9 @@ def _section(certificate: Mapping[str, Any]) -> str:
     lines = "\n".join(rows)
     return f"""
 
-## Protected texts
-
-No n-gram of these texts has a row in {", ".join(certificate["memories"])}: they have the logits, bit for bit, of the model without
-that memory. `{CERTIFICATE}` has all digests, and this repeats the comparison:
+{_HEADING}
+No n-gram of these texts has a row in {", ".join(certificate["memories"])}: read on their own, they have the logits, bit for bit,
+of the model without that memory. `{CERTIFICATE}` has all digests, and this repeats the comparison:
 
 ```sh
 midus look touched MODEL --text PROTECTED --prove
@@ -130,12 +165,29 @@ midus look touched MODEL --text PROTECTED --prove
 """
 
 
-def compare_texts(
-    model: Any, tokenizer: Any, documents: Sequence[str], memories: Sequence[str]
-) -> tuple[int, list[int]]:
-    """Return how many tokens documents have, and the numbers of those whose logits differ with and without memories.
+def without_section(card: str) -> str:
+    """Return a model card without its section on protected texts, which no longer holds once the model is trained again."""
+    before, heading, behind = card.partition(_HEADING)
+    if not heading:
+        return card
+    _, next_heading, rest = behind.partition("\n## ")
+    return before.rstrip() + (f"\n\n{next_heading.lstrip()}{rest}" if next_heading else "\n")
 
-    Logits are compared bit for bit, in passes of at most 1,024 tokens.
+
+class Compared(NamedTuple):
+    """Documents that were computed with and without memories.
+
+    Args:
+        tokens: Number of their tokens.
+        differing: Numbers of the documents whose logits differ.
+    """
+
+    tokens: int
+    differing: list[int]
+
+
+def compare_texts(model: Any, tokenizer: Any, documents: Sequence[str], memories: Sequence[str]) -> Compared:
+    """Compare the logits of documents, bit for bit, with and without memories, in passes of at most 1,024 tokens.
 
     Args:
         memories: Names of the attached memories that layers skip in one of the two passes.
@@ -147,17 +199,20 @@ def compare_texts(
     model.eval()
     with torch.no_grad():
         for number, document in enumerate(tqdm(documents, desc="comparing texts", unit=" texts", disable=None)):
-            ids = torch.tensor(tokenizer(document, verbose=False)["input_ids"], device=model.device)
+            ids = torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.int64, device=model.device)
             total += len(ids)
-            for part in ids.unsqueeze(0).split(length, 1):
-                logits = model(input_ids=part, use_cache=False).logits
-                with without_memories(model, memories):
-                    is_same = torch.equal(model(input_ids=part, use_cache=False).logits, logits)
-                if not is_same:
-                    differing.append(number)
-                    break
+            parts = ids.unsqueeze(0).split(length, 1) if len(ids) else ()
+            if not all(_has_same_logits(model, part, memories) for part in parts):
+                differing.append(number)
     model.train(was_training)
-    return total, differing
+    return Compared(total, differing)
+
+
+def _has_same_logits(model: Any, ids: torch.Tensor, memories: Sequence[str]) -> bool:
+    """Return whether tokens `[1, T]` have the same logits, bit for bit, with and without memories."""
+    logits = model(input_ids=ids, use_cache=False).logits
+    with without_memories(model, memories):
+        return torch.equal(model(input_ids=ids, use_cache=False).logits, logits)
 
 
 @contextlib.contextmanager
@@ -175,18 +230,40 @@ def without_memories(model: Any, memories: Sequence[str]) -> Iterator[None]:
 
 
 def exact_tables(memories: Memories, tensors: Mapping[str, torch.Tensor]) -> list[NgramTable]:
-    """Return the tables of all memories of known n-grams.
+    """Return the tables of all memories that read rows by known n-grams.
 
     Args:
         tensors: Tensors of the model's tables, by names that end as `model.memory_tables.ngram.0.ngrams` does.
+
+    Raises:
+        ValueError: If a table is not among the tensors.
     """
     tables = []
     for name, entry in memories.attached.items():
         options = entry.options
-        if isinstance(options, NgramOptions) and options.table == "exact":
+        if isinstance(options, NgramOptions) and options.table == "exact" and options.addressing == "content":
             own = {each.rpartition(".")[2]: tensor for each, tensor in tensors.items() if _is_table(each, name)}
+            if "ngrams" not in own:
+                raise ValueError(f"the weights lack the table of memory {name!r}; expected a whole checkpoint.")
             tables.append(NgramTable(name, options, own["ngrams"], own.get("token_numbers")))
     return tables
+
+
+def check_protectable(config: Any) -> None:
+    """Check that the model of a config has a memory of known n-grams.
+
+    Raises:
+        ValueError: If the model has none.
+    """
+    memories: Memories | None = config.memories() if hasattr(config, "memories") else None
+    entries = [] if memories is None else memories.entries
+    if not any(isinstance(entry.options, NgramOptions) for entry in entries):
+        if entries:
+            raise ValueError(_OTHER_MEMORY.format(name=entries[-1].name or "an inserted layer", type=entries[-1].type))
+        raise ValueError(
+            "protect is given, and the model has no memory of known n-grams; expected one that was upscaled with --method engram "
+            "--set table=exact --set corpus=TEXTS."
+        )
 
 
 def _trained_tables(model: Any) -> list[NgramTable]:
@@ -281,13 +358,21 @@ def tensors_digest(folder: Path, is_read: Callable[[str], bool]) -> str:
 
 def sorted_tensors(folder: Path, is_read: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and tensors of a saved model whose names a function accepts, in the order of names."""
+    shards = [SINGLE_FILE] if (folder / SINGLE_FILE).is_file() else sorted(indexed_weights(folder))
     with contextlib.ExitStack() as opened:
         file_of: dict[str, Any] = {}
-        for path in folder.glob("*.safetensors"):
-            file = opened.enter_context(safe_open(path, "pt"))
+        for shard in shards:
+            file = opened.enter_context(safe_open(folder / shard, "pt"))
             file_of |= dict.fromkeys(filter(is_read, file.keys()), file)
         for name in sorted(file_of):
             yield name, file_of[name].get_tensor(name)
+
+
+def config_digest(folder: Path) -> str:
+    """Return the SHA-256 of a saved model's config, without what changes when the model is only saved again."""
+    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    kept = {key: value for key, value in config.items() if key not in _OF_SAVING}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def read_certificate(folder: Path) -> dict[str, Any] | None:
@@ -299,11 +384,14 @@ def read_certificate(folder: Path) -> dict[str, Any] | None:
     path = folder / CERTIFICATE
     if not path.is_file():
         return None
+    known = {"texts", "memories", "base_sha256", "config_sha256", "tokenizer_sha256"}
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        assert {"texts", "memories", "base_sha256", "tokenizer_sha256"} <= values.keys()
-    except (ValueError, AssertionError, AttributeError):
-        raise ValueError(f"{path} is no certificate of midus train; remove it, or train with protect again.") from None
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        is_whole = known <= values.keys() and all("table_sha256" in entry for entry in values["memories"].values())
+    except (ValueError, AttributeError, TypeError):
+        is_whole = False
+    if not is_whole:
+        raise ValueError(f"{path} is no certificate of midus train; remove it, or train with protect again.")
     return values
 
 
@@ -321,6 +409,8 @@ def check_certificate(certificate: Mapping[str, Any], folder: Path, tokenizer: A
     beside = partial(_is_of_none, memories=list(certificate["memories"]))
     if tensors_digest(folder, beside) != certificate["base_sha256"]:
         differs.append("a tensor beside the memory")
+    if config_digest(folder) != certificate["config_sha256"]:
+        differs.append("the config")
     if tokenizer_digest(tokenizer) != certificate["tokenizer_sha256"]:
         differs.append("the tokenizer")
     if differs:

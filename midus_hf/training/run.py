@@ -6,7 +6,7 @@ import importlib.util
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,11 @@ from midus_hf import saved_models
 from midus_hf.banks.bank_description import grown_layouts
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.wording import install_extra
-from midus_hf.files.checkpoint_files import ACCOMPANYING, CONFIG_FILE, PARTIAL_MODEL, RUN_LOG
+from midus_hf.files.checkpoint_files import ACCOMPANYING, CERTIFICATE, CONFIG_FILE, PARTIAL_MODEL, RUN_LOG
 from midus_hf.files.whole_files import move_into_place
 from midus_hf.library_bars import data_bars_on_terminals, without_library_bars
 from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import refusing
-from midus_hf.short_names import short_names
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
 from midus_hf.training.blocks import use_tree
 from midus_hf.training.callbacks import RunInterrupted, StopOnSignal, TrainingLog
@@ -49,7 +48,7 @@ from midus_hf.training.output import (
     open_output,
 )
 from midus_hf.training.parallel import check_checkpoint, shares_parameters
-from midus_hf.training.protection import Protected
+from midus_hf.training.protection import Protected, check_protectable, without_section
 from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
 
 
@@ -179,6 +178,8 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(made_from, trust_remote_code=False)
     if arguments.config_name is not None and hasattr(config, "upscale"):
         del config.upscale  # it describes a base whose weights this model does not have
+    if arguments.protected:
+        check_protectable(config)
     if arguments.adapters is None:
         resolve_trainable(config, arguments.trainable)
     elif importlib.util.find_spec("peft") is None:
@@ -320,10 +321,21 @@ class Run:
         with arguments.main_process_first(desc="reading protected texts"):
             column = getattr(arguments, "text_column", "text")
             read = [read_corpus(each, text_column=column, key="protect")[column] for each in arguments.protected]
-            texts = dict(zip(short_names(arguments.protected), map(list, read), strict=True))
+            texts = dict(zip(_labels(arguments.protected), map(list, read), strict=True))
         self._protected = Protected(self.model, self.tokenizer, texts)
+        if self.checkpoint is not None:
+            self._protected.check_checkpoint(self.model, self.checkpoint)
         if arguments.process_index == 0:
             print(self._protected)
+
+    def _certify(self, protected: Protected, trainer: TrainsMemory, output: Path) -> None:
+        """Certify that the protected texts kept their logits. The model is saved already, so that a signal may end this at once."""
+        self._stop.release()
+        documents = sum(map(len, protected.texts.values()))
+        print(f"the model is saved; comparing {documents:,} protected texts with and without the memory", flush=True)
+        # Without the autocast of accelerate, so that texts are computed in the dtype of the saved model.
+        protected.certify(trainer.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False), output)
+        print(f"protected: {documents:,} texts have the same logits, bit for bit; {output / CERTIFICATE} says which")
 
     def execute(self) -> TrainResult:
         """Train, save the model, and return the result.
@@ -389,16 +401,17 @@ class Run:
                 (partial / "training_args.bin").unlink(missing_ok=True)
                 tokenizer.save_pretrained(partial)
                 files = dict(self._files)
-                section = "" if self._protected is None else self._protected.certify(model, partial)
                 if "README.md" in files:
-                    card = add_training(files["README.md"], arguments, result.steps, result.tokens, result.loss)
-                    files["README.md"] = card + section.encode()
+                    card = without_section(files["README.md"].decode("utf-8")).encode()
+                    files["README.md"] = add_training(card, arguments, result.steps, result.tokens, result.loss)
                 for name, content in files.items():
                     (partial / name).write_bytes(content)
                 move_into_place(partial, output, last=CONFIG_FILE)  # a folder without a config is no model
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+        if self._protected is not None and arguments.process_index == 0:
+            self._certify(self._protected, trainer, output)
         if pushes and arguments.process_index == 0:
             repository: Any = trainer.hub_model_id
             upload_folder(
@@ -414,6 +427,15 @@ def peak_memory_bytes() -> int:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _labels(sources: Sequence[str]) -> list[str]:
+    """Return the last part of each path or id, with a number behind it where several have the same."""
+    names = [Path(source).name for source in sources]
+    return [
+        f"{name} {names[:number].count(name) + 1}" if names.count(name) > 1 else name
+        for number, name in enumerate(names)
+    ]
 
 
 def _load_model(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, bytes]]:

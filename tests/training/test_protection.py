@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.look import main as look
+from midus_hf.config.memories.ngram import MOST_TOKENS
 from midus_hf.files.checkpoint_files import CERTIFICATE
 from midus_hf.training.data.ngrams import TAKEN_OUT
 from midus_hf.training.protection import compare_texts, read_certificate
@@ -85,6 +86,42 @@ def test_every_family_keeps_texts_without_known_ngrams(family, texts, tmp_path):
     assert differing == [1]
 
 
+def test_the_whole_of_a_long_text_is_compared(trained):
+    model = AutoModelForCausalLM.from_pretrained(trained)
+    row = int(model.get_parameter(MEMORY).abs().sum(1).argmax())
+    learned = model.get_buffer(TABLE)[row - 1].item()
+    words = []
+    while learned:
+        learned, number = divmod(learned, MOST_TOKENS)
+        words.insert(0, f"w{number - 1}")
+    documents = ["w9 " * 140, "w9 " * 140 + " ".join(words) + " w9" * 4, ""]
+    compared = compare_texts(model, tiny_tokenizer(), documents, ["ngram"])
+    assert compared.differing == [1] and compared.tokens == 140 + 140 + len(words) + 4
+
+
+def test_texts_that_did_not_keep_their_logits_are_not_certified(texts, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr("midus_hf.training.protection._take_out", lambda model, table, taken: 1)
+    with pytest.raises(RuntimeError, match="2 of the texts of protected, the first of them text 0, have other logits"):
+        train(run_of(texts, trained.parent / "model", tmp_path / "run"))
+    assert (tmp_path / "run" / "model.safetensors").is_file() and not (tmp_path / "run" / CERTIFICATE).exists()
+    assert "Protected texts" not in (tmp_path / "run" / "README.md").read_text()
+
+
+def test_a_model_that_is_trained_again_loses_the_section_of_its_card(texts, trained, tmp_path):
+    train(tiny_config(trained, texts / "corpus", tmp_path / "again", max_steps=1))
+    card = (tmp_path / "again" / "README.md").read_text()
+    assert "Protected texts" not in card and card.count("## Trained with") == 2
+    assert read_certificate(tmp_path / "again") is None
+    train(run_of(texts, trained, tmp_path / "protected_again", max_steps=1))
+    assert (tmp_path / "protected_again" / "README.md").read_text().count("## Protected texts") == 1
+
+
+def test_sources_of_one_name_are_told_apart(texts, trained, tmp_path):
+    protect = [str(texts / "protected"), str(shutil.copytree(texts / "protected", tmp_path / "more" / "protected"))]
+    train(run_of(texts, trained.parent / "model", tmp_path / "run", max_steps=1, protect=protect))
+    assert [text["name"] for text in read_certificate(tmp_path / "run")["texts"]] == ["protected 1", "protected 2"]
+
+
 def test_the_certificate_and_the_card_name_texts_and_digests(trained, texts):
     certificate = read_certificate(trained)
     (text,) = certificate["texts"]
@@ -120,6 +157,16 @@ def test_a_resumed_run_protects_the_same_texts(texts, trained, tmp_path):
     assert read_certificate(trained) == read_certificate(tmp_path / "run")
 
 
+def test_a_resumed_run_with_other_texts_is_refused(texts, trained, tmp_path):
+    model, protected = trained.parent / "model", shutil.copytree(texts / "protected", tmp_path / "protected")
+    train(run_of(texts, model, tmp_path / "run", save_steps=2, protect=str(protected)))
+    (protected / "001.txt").unlink()
+    with pytest.raises(ValueError, match="protect names other texts than the run had when it saved checkpoint-4"):
+        train(
+            run_of(texts, model, tmp_path / "run", save_steps=2, protect=str(protected), resume_from_checkpoint=True)
+        )
+
+
 def test_a_second_corpus_is_learned_while_the_first_is_protected(texts, trained, tmp_path):
     write_corpus(tmp_path / "more" / "corpus", documents=20, length=40)
     for number in range(6):
@@ -143,6 +190,8 @@ def test_touched_tells_from_ids_where_a_text_reads_rows(trained, texts, capsys):
     assert rows["protected"] | {"untouched": 2, "reading": 0, "certified": "yes"} == rows["protected"]
     assert rows["other.txt"] | {"untouched": 1, "differing": 0, "certified": "no"} == rows["other.txt"]
     assert 0 < rows["corpus"]["reading"] < rows["corpus"]["differing"] < 1
+    (row,) = json.loads(answer(capsys, trained, "--text", texts / "protected", "--limit", 1, "--json").out)["rows"]
+    assert row["certified"] == "-"
 
 
 def test_touched_counts_what_differs(trained, texts, tmp_path, capsys):
@@ -169,6 +218,7 @@ def test_proving_computes_untouched_documents(trained, texts, capsys, monkeypatc
             "does not fit the folder: a tensor beside the memory changed",
         ),
         (lambda folder: tiny_tokenizer(bos_token="<bos>", unk_token="w4").save_pretrained(folder), "the tokenizer"),
+        (lambda folder: edited(folder, rms_norm_eps=0.5), "does not fit the folder: the config changed"),
         (lambda folder: (folder / CERTIFICATE).write_text("[]"), "is no certificate of midus train; remove it"),
     ],
 )
@@ -177,6 +227,26 @@ def test_a_certificate_that_does_not_fit_is_refused(change, message, trained, te
     change(tmp_path / "model")
     assert look(["touched", str(tmp_path / "model"), "--text", str(texts / "protected")]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_files_that_are_not_the_model_s_are_not_read(trained, texts, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / "model")
+    shutil.copy(tmp_path / "model" / "model.safetensors", tmp_path / "model" / "zz.safetensors")
+    retrained(tmp_path / "model", TABLE)
+    assert look(["touched", str(tmp_path / "model"), "--text", str(texts / "protected")]) == 2
+    assert "the table of memory 'ngram' changed" in capsys.readouterr().err
+
+
+def test_rows_at_random_touch_every_text(texts, tmp_path, capsys):
+    model = engram(texts, tmp_path, addressing="random")
+    assert look(["touched", str(model), "--text", str(texts / "corpus")]) == 2
+    assert "has no memory of known n-grams" in capsys.readouterr().err
+
+
+def edited(folder, **changes):
+    """Change the config of a saved model."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def retrained(folder, name):
@@ -216,6 +286,11 @@ def test_what_it_refuses(changes, message, texts, trained, tmp_path):
         assert read_certificate(tmp_path / "run") is None
     else:
         assert message in refusal(texts, trained.parent / "model", tmp_path / "run", **changes)
+
+
+def test_a_model_without_a_memory_is_refused_with_what_to_upscale(texts, trained, tmp_path):
+    message = refusal(texts, trained.parent / "base", tmp_path / "run")
+    assert "protect is given, and the model has no memory of known n-grams; expected one that was upscaled" in message
 
 
 def test_an_empty_text_and_an_empty_table_are_refused(texts, trained, tmp_path):

@@ -165,15 +165,15 @@ def touched(request: TouchedRequest) -> Answer:
                 for document, reading in zip(request.documents[name], counts.reading.tolist(), strict=True)
                 if not reading
             ]
-            _, differing = compare_texts(model, tokenizer, documents, [memory])
-            if differing:
+            compared = compare_texts(model, tokenizer, documents, [memory])
+            if compared.differing:
                 raise RuntimeError(
-                    f"{len(differing)} untouched documents of {name} have other logits with memory {memory!r} than without it. This "
-                    "is a fault of midus_hf: please report it."
+                    f"{len(compared.differing)} untouched documents of {name} have other logits with memory {memory!r} than without "
+                    "it. This is a fault of midus_hf: please report it."
                 )
             proven += len(documents)
         summary += f" {proven:,} untouched documents computed: their logits are the same, bit for bit."
-    rows = where_read.touched_rows(request.documents, read, certificate)
+    rows = where_read.touched_rows(request.documents, read, certificate, is_whole=request.limit is None)
     return Answer(
         title="Where texts read a memory",
         summary=summary,
