@@ -300,10 +300,9 @@ def room(tmp_path_factory) -> Path:
     for name in ("texts", "held_out", "addresses", "questions/train"):
         write_corpus(folder / name, documents=12)
     (folder / "held-out.txt").write_text(document(60, 99))
-    for name in ("corpus", "others", "articles", "code", "chats", "facts"):
-        write_rows(
-            folder / f"{name}.jsonl", [{"text": document(20, seed), "topic": "ab"[seed % 2]} for seed in range(30)]
-        )
+    for number, name in enumerate(("corpus", "others", "articles", "code", "chats", "facts")):
+        seeds = range(30 * number, 30 * number + 30)
+        write_rows(folder / f"{name}.jsonl", [{"text": document(20, seed), "topic": "ab"[seed % 2]} for seed in seeds])
     chats = [{"prompt": document(4, seed), "completion": " " + document(4, seed + 99)} for seed in range(8)]
     write_rows(folder / "instructions.jsonl", chats)
     write_questions(folder / "questions")
