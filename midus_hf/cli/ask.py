@@ -1,11 +1,13 @@
 """The `midus ask` command."""
 
+import shlex
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Device, argument, flag, model_argument, option
+from midus_hf.cli.options import Device, argument, flag, option
 from midus_hf.model_names import check_model_name
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ app = command_line()
 
 @app.command()
 def midus_ask(
-    model: Annotated[str, model_argument("Folder or Hub id.", "MODEL")],
+    model: Annotated[str, argument("Folder or Hub id.", "MODEL")],
     question: Annotated[str, argument("What to ask.", "QUESTION")],
     plain: Annotated[bool, flag("--plain", "Continue QUESTION as text, without the chat template.")] = False,
     max_new_tokens: Annotated[int, option("Most tokens of the answer.", "N")] = 256,
@@ -31,7 +33,7 @@ def midus_ask(
     """
     from midus_hf.evaluation.settings import check_dtype
 
-    check_model_name("model", model)
+    _check_model(model, question)
     check_dtype(dtype)
     for name, value, least in (("max-new-tokens", max_new_tokens, 1), ("temperature", temperature, 0)):
         if value < least:
@@ -42,7 +44,10 @@ def midus_ask(
     from midus_hf.saved_models import load_for_reading
 
     loaded, tokenizer = load_for_reading(model, dtype, device)
-    if plain or tokenizer.chat_template is None:
+    if not plain and tokenizer.chat_template is None:
+        print("the model has no chat template: the question is continued as text", file=sys.stderr)
+        plain = True
+    if plain:
         inputs = tokenizer(question, return_tensors="pt")
     else:
         chat = [{"role": "user", "content": question}]
@@ -59,6 +64,23 @@ def midus_ask(
             max_new_tokens=max_new_tokens,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
+
+
+def _check_model(model: str, question: str) -> None:
+    """Check that the first word names a model.
+
+    Raises:
+        ValueError: As `check_model_name`. If the second word names a model instead, the message says that the model stands first.
+    """
+    try:
+        check_model_name("model", model)
+    except ValueError:
+        if (Path(question).expanduser() / "config.json").is_file():
+            raise ValueError(
+                f"model is {model!r} and the question {question!r}, which is a model; expected the model first. Run 'midus ask "
+                f"{shlex.join([question, model])}'."
+            ) from None
+        raise
 
 
 def _fetched(loaded: "PreTrainedModel", name: str, question: str, tree: str | None) -> dict[str, Any]:

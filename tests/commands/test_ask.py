@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from tests.training.tiny_run import document, letter_tokenizer, save_upscaled
 
 QUESTION = document(2, seed=0)
+AS_TEXT = "the model has no chat template: the question is continued as text\n"
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def answer_of(folder, text, **options):
 
 
 def test_the_answer_is_what_the_model_writes(model, ask):
-    assert ask(model, QUESTION) == (0, answer_of(model, QUESTION) + "\n", "")
+    assert ask(model, QUESTION) == (0, answer_of(model, QUESTION) + "\n", AS_TEXT)
 
 
 def test_a_chat_template_frames_the_question_unless_it_is_plain(model, ask, tmp_path):
@@ -54,8 +55,8 @@ def test_a_chat_template_frames_the_question_unless_it_is_plain(model, ask, tmp_
     before = {path.name: path.read_bytes() for path in model.glob("*token*")}
     tokenizer.save_pretrained(model)
     try:
-        assert ask(model, QUESTION)[1] == framed + "\n"
-        assert ask(model, QUESTION, "--plain")[1] == answer_of(model, QUESTION) + "\n"
+        assert ask(model, QUESTION) == (0, framed + "\n", "")
+        assert ask(model, QUESTION, "--plain") == (0, answer_of(model, QUESTION) + "\n", "")
     finally:
         for path in (*model.glob("*token*"), *model.glob("chat_template*")):
             path.unlink()
@@ -72,13 +73,13 @@ def test_a_question_fetches_the_blocks_of_its_topic(path, line, banked, ask, mon
     monkeypatch.setattr("midus_hf.topics.memory_retriever.MemoryRetriever.load", lambda folder, device: retriever)
     monkeypatch.setattr("midus_hf.topics.tree.check_tree", lambda tree, model: None)
     expected = answer_of(banked, QUESTION, memory_ids=torch.tensor([path]))
-    assert ask(banked, QUESTION) == (0, expected + "\n", line)
+    assert ask(banked, QUESTION) == (0, expected + "\n", AS_TEXT + line)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--retriever", "tree"], "retriever is 'tree', and this model fetches no blocks; leave it out"),
+        (["--plain", "--retriever", "tree"], "retriever is 'tree', and this model fetches no blocks; leave it out"),
         (["--temperature", "-1"], "temperature is -1.0; expected at least 0"),
         (["--dtype", "int8"], "dtype is 'int8'"),
     ],
@@ -86,3 +87,15 @@ def test_a_question_fetches_the_blocks_of_its_topic(path, line, banked, ask, mon
 def test_what_it_refuses(words, message, model, ask):
     status, out, err = ask(model, QUESTION, *words)
     assert (status, out, err.count("\n")) == (2, "", 1) and message in err
+
+
+def test_a_model_behind_the_question_is_told_to_stand_first(model, ask):
+    status, _, err = ask("What is iron?", model)
+    assert (
+        status == 2 and f"which is a model; expected the model first. Run 'midus ask {model} 'What is iron?''." in err
+    )
+
+
+def test_a_question_of_several_words_needs_quotes(model, ask):
+    status, _, err = ask(model, "What", "is", "iron?")
+    assert status == 2 and "(is iron?). Put the question in quotes. See" in err
