@@ -50,9 +50,4 @@ def _print_bank(listed: dict[str, Any]) -> None:
         console.print(f"all banks: a text fetches {listed['fetched']:,} of {listed['bank']:,} parameters")
 
 
-def _hint(message: str) -> str:
-    """Return what follows a message about a command that `midus bank` does not have."""
-    return "'midus edit delete' deletes blocks. " if message.startswith("No such command") else ""
-
-
-main = partial(run_command, app, name="midus bank", hints=_hint)
+main = partial(run_command, app, name="midus bank")

@@ -249,13 +249,4 @@ def _read_config_file(path: Path) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, by default with the words of `sys.argv`, and return the exit status."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # upscale checks the base itself
-    return run_command(app, arguments, name="upscale", hints=_hint)
-
-
-def _hint(message: str) -> str:
-    """Return what follows a message about words that upscale does not know."""
-    if message.startswith("No such command") and "Did you mean" not in message:
-        return "Run 'upscale --base BASE --method NAME --output DIR'. "
-    if message.startswith("No such option"):
-        return "Options of a method are given by --set, such as --set k=8. "
-    return ""
+    return run_command(app, arguments, name="upscale")

@@ -88,6 +88,8 @@ def test_steps_of_a_recipe_behind_the_epochs_stay(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     assert read(str(first), str(later), "num_train_epochs=2").max_steps == -1
     assert capsys.readouterr().err == f"num_train_epochs replaces max_steps=5 of {later}\n"
+    assert read("notes", str(later), "num_train_epochs=2", model="m", output="o").max_steps == -1
+    assert capsys.readouterr().err.startswith(f"num_train_epochs replaces max_steps=5 of {later}\n")
 
 
 def test_chats_are_fine_tuned_on_likewise(model, tmp_path):

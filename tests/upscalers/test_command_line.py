@@ -117,6 +117,7 @@ def test_the_list_of_methods_has_a_line_each_that_says_how_the_model_starts(comm
             "'lora' is unknown. Adapters are trained on the base itself: 'midus train",
         ),
         (["--base", "{base}", "--method", "nope"], "'nope' is unknown. Expected one of: attenuated-copy, avg-deus"),
+        (["--base", "{base}", "--method", "hml"], "'hml' is unknown. Did you mean 'midus-hml'?"),
         (["--base", "{base}", "--method", "midus-hm"], "'midus-hm' is unknown. Did you mean 'midus-hml'"),
     ],
 )

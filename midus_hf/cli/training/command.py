@@ -69,7 +69,7 @@ class Request:
         texts = _TEXTS[self.command]
         values = {key: value for key, value in {texts: self.first, **values}.items() if value is not None}
         self._refuse_keys_given_twice({key: sources.get(key, repr(self.first)) for key in values})
-        given = apply_words(arguments_class, {}, self.overrides) | values
+        given = apply_words(arguments_class, {}, [*self.overrides, *self._with_epochs()]) | values
         for key, name in (("model_name_or_path", "model"), ("output_dir", "output")):
             if key not in given:
                 raise ValueError(
@@ -114,8 +114,10 @@ class Request:
         keys = [word.partition("=")[0] for word in self.overrides]
         if "num_train_epochs" not in keys or "max_steps" in keys:
             return []
-        behind = [word for word in self.overrides if word.endswith(_RECIPES) and "=" not in word]
-        recipes = {path: read_mapping(path) for path in (self.first, *behind)}
+        paths = [word for word in self.overrides if word.endswith(_RECIPES) and "=" not in word]
+        if self.first.endswith(_RECIPES):
+            paths.insert(0, self.first)
+        recipes = {path: read_mapping(path) for path in paths}
         last = next((path for path in reversed(recipes) if "max_steps" in recipes[path]), None)
         if last is None or recipes[last]["max_steps"] in (None, -1):
             return []
@@ -170,6 +172,18 @@ def _trains_new_parts(keys: dict[str, Any]) -> bool:
         trainable = record.get("trainable")
     # A list of roles names tensors of added memories; a list of numbers may name layers of the base.
     return trainable == "new" or (isinstance(trainable, list) and all(isinstance(part, str) for part in trainable))
+
+
+def keys_of(options_class: Callable[[], type[Any]]) -> set[str]:
+    """Return the keys of the arguments of a command; none if a package that they need is missing.
+
+    Args:
+        options_class: Function that imports and returns the dataclass of the arguments.
+    """
+    try:
+        return {field.name for field in dataclasses.fields(options_class())}
+    except ModuleNotFoundError:
+        return set()
 
 
 def train_in_group(arguments_class: type[Any], prepare: Callable[[Any], Any], request: Request) -> None:
