@@ -83,7 +83,7 @@ def run_command(
         name: The program's name, as the help shows it.
         raises: Whether unexpected errors are raised, for a traceback. Default: false, and then unexpected errors end with status
             1, but a `ValueError`, which means that the request is wrong, with status 2.
-        keys: Function that returns the keys that words `KEY=VALUE` of the command may have. Default: it takes no such words.
+        keys: Function that returns the keys that words `KEY=VALUE` of the command may have. Default: the command takes no keys.
 
     Returns:
         The exit status.

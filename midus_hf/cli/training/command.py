@@ -69,20 +69,20 @@ class Request:
         texts = _TEXTS[self.command]
         values = {key: value for key, value in {texts: self.first, **values}.items() if value is not None}
         self._refuse_keys_given_twice({key: sources.get(key, repr(self.first)) for key in values})
-        given = apply_words(arguments_class, {}, [*self.overrides, *self._with_epochs()]) | values
+        written = apply_words(arguments_class, {}, [*self.overrides, *self._with_epochs()]) | values
         for key, name in (("model_name_or_path", "model"), ("output_dir", "output")):
-            if key not in given:
+            if key not in written:
                 raise ValueError(
                     f"--{name} is missing: {self.first!r} is read as texts; run 'midus {self.command} {self.first} --model MODEL "
                     "--output DIR', or give a recipe, a file that ends in .yaml."
                 )
-        chosen = {_LENGTH[self.command]: 256, **_SHORT_RUN, **_RATES["new" if _trains_new_parts(given) else "all"]}
-        if given.get("max_steps") not in (None, -1):  # which the Trainer prefers to epochs
+        chosen = {_LENGTH[self.command]: 256, **_SHORT_RUN, **_RATES["new" if _trains_new_parts(written) else "all"]}
+        if written.get("max_steps") not in (None, -1):  # which the Trainer prefers to epochs
             del chosen["num_train_epochs"]
-        unchanged = ", ".join(f"{key}={value:g}" for key, value in chosen.items() if key not in given)
+        unchanged = ", ".join(f"{key}={value:g}" for key, value in chosen.items() if key not in written)
         if unchanged and is_main_process():
             print(f"for a short run: {unchanged}; KEY=VALUE behind the texts replaces any", file=sys.stderr)
-        return from_mapping(arguments_class, chosen | given)
+        return from_mapping(arguments_class, chosen | written)
 
     def _refuse_keys_given_twice(self, sources: dict[str, str]) -> None:
         """Refuse words that give a key again.
