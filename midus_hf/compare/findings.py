@@ -24,9 +24,9 @@ from midus_hf.compare.variants import SHUFFLED
 class VariantFindings:
     """Findings about one variant, at the rate that the validation texts chose, in nats per token.
 
-    `results` are those at this rate, one per seed, `controls` those of its null controls, and `num_rates` counts the rates with
-    results. `ends` are mean final losses of the domain by seed. `learned_by_seed` is what the loss of the domain fell by,
-    `forgotten_by_seed` what the loss of the retention texts rose by, both counted from `origin`; they are empty without these
+    `results` are its results at this rate, one per seed, `controls` the results of its null controls, and `num_rates` counts the
+    rates with results. `ends` are mean final losses of the domain by seed. `learned_by_seed` is what the loss of the domain fell
+    by, `forgotten_by_seed` what the loss of the retention texts rose by, both counted from `origin`; they are empty without these
     texts. `advantages` say how far the loss of the domain ended below that of each null control, over the seeds that both have;
     for `shuffled-addresses`, by how much it rises when the variant's values are permuted.
     """

@@ -83,7 +83,7 @@ def variants_table(findings: Findings, short: bool = False) -> TableOfWords:
 def _losses_of_base(findings: Findings) -> Mapping[str, float]:
     """Return the losses of the base as the Trainer measures the runs: the start of a run that starts at the base.
 
-    Without such a run, and in stages, which the Trainer does not measure, the losses are those of `midus eval`.
+    In stages, which the Trainer does not measure, and if no run starts at the base, `midus eval` measured the losses.
     """
     results = [result for variant in findings.variants for result in variant.results]
     starts = [result.start.losses for result in results if result.curve and result.upscaled is None]

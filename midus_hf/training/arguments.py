@@ -47,9 +47,10 @@ class MemoryArguments(Rates):
             read. Needs `optim` `adamw_torch` or `adamw_torch_fused`, and one process. Default: false.
         generic_share: Share of the sequences with a path that read the generic memory instead of their path's blocks,
             drawn anew each epoch (hierarchical memories, section 4). Default: 1 / 17.
-        protect: Texts that keep their logits bit for bit, as `corpus`. Their n-grams are taken out of the tables of the memories
-            that train, which must be memories of known n-grams (`engram` with an exact table) and all that trains. The
-            texts are computed with and without the memories at the end, and `certificate.json` says which they are. Default: none.
+        protect: Texts that keep their logits bit for bit when they are read on their own, as `corpus`. Their n-grams are
+            taken out of the tables of the memories that train, which must be memories of known n-grams (`engram` with an
+            exact table) and all that trains. The texts are computed with and without the memories at the end, and
+            `certificate.json` says which they are. Default: none.
         eval_text: Held-out text as `corpus`, or a mapping from names to several texts, which `eval_strategy` measures as
             packed sequences: `eval_loss` in nats per token, and `eval_perplexity`. Default: none.
         bf16: Compute in bfloat16, with float32 masters of what trains; otherwise in float32. Default: true if the device

@@ -329,7 +329,7 @@ class Run:
             print(self._protected)
 
     def _certify(self, protected: Protected, trainer: TrainsMemory, output: Path) -> None:
-        """Certify that the protected texts kept their logits. The model is saved already, so that a signal may end this at once."""
+        """Write the certificate of the protected texts. The model is saved already, so that a signal may end this at once."""
         self._stop.release()
         documents = sum(map(len, protected.texts.values()))
         print(f"the model is saved; comparing {documents:,} protected texts with and without the memory", flush=True)
