@@ -85,15 +85,14 @@ class Request:
         return from_mapping(arguments_class, chosen | written)
 
     def _refuse_keys_given_twice(self, sources: dict[str, str]) -> None:
-        """Refuse words that give a key again.
+        """Refuse words that give a key which an option or the texts give. Of two words with one key, the later one counts.
 
         Args:
             sources: What gives a value before the words, by key.
 
         Raises:
-            ValueError: If a word gives a key that another word or one of `sources` gives.
+            ValueError: If a word gives a key that one of `sources` gives.
         """
-        sources = sources.copy()
         for word in self.overrides:
             key, equals, _ = word.partition("=")
             if not equals:
@@ -102,7 +101,6 @@ class Request:
                 raise ValueError(
                     f"{key} is given twice, by {sources[key]} and {word!r}; expected each key once. Leave one out."
                 )
-            sources[key] = repr(word)
 
     def _with_epochs(self) -> list[str]:
         """Return the word that takes `max_steps` of recipes away where a word says `num_train_epochs`, and say so in a line.

@@ -42,7 +42,7 @@ def keys_of_texts(
     """
     starts = range(0, len(texts), _TEXTS_AT_ONCE)
     for first in tqdm(starts, desc="reading n-grams", unit="k texts", disable=None, leave=False):
-        ids = tokenizer(list(texts[first : first + _TEXTS_AT_ONCE]))["input_ids"]
+        ids = tokenizer(list(texts[first : first + _TEXTS_AT_ONCE]), verbose=False)["input_ids"]
         lengths = torch.tensor([len(each) for each in ids])
         text = torch.arange(len(ids)).repeat_interleave(lengths)
         tokens = torch.tensor([token for each in ids for token in each], dtype=torch.int64)
