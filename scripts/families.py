@@ -96,6 +96,7 @@ REASONS = (
     ("is an encoder", "an encoder"),
     ("only within a larger model", "a language model that Transformers loads only within a larger model"),
     ("holds a language model", "a language model within a larger model, to be saved alone first"),
+    ("holds its language model otherwise", "a language model that is held otherwise than its own class holds it"),
     ("tiny", "no tiny model can be built for the proof"),
     ("base lacks", "a tiny checkpoint that lacks tensors of its config"),
     ("cannot run the base", "a tiny model that cannot run part by part"),
