@@ -192,14 +192,6 @@ SESSIONS = {
             "tokenizer": byte_tokenizer(),
         },
     ),
-    "docs/chapters.md": Session(
-        replace={
-            "--base smollm2-135m ": "--base base ",
-            "# and train it": "; cp -r smollm2-135m-moc another-moc",
-            "20000": "64",
-        },
-        languages=("sh",),
-    ),
     "docs/compare.md": Session(
         replace={
             **BASE,
@@ -259,8 +251,9 @@ SESSIONS = {
     ),
     **{
         f"docs/methods/{page}.md": Session(replace=TINY_LLAMA)
-        for page in ("README", "hierarchical", "midus", "moc", "moda", "ultramem-v2")
+        for page in ("README", "hierarchical", "midus", "moda", "ultramem-v2")
     },
+    "docs/methods/moc.md": Session(replace={**TINY_LLAMA, "20000": "64"}),
     "docs/methods/engram.md": Session(
         replace={
             **TINY_LLAMA,
