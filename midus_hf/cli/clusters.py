@@ -176,16 +176,23 @@ def report(
     corpus: Annotated[str | None, option("Where the corpus is now.  [default: where build read it]", "PATH")] = None,
     json_: Json = False,
 ) -> None:
-    """Report how large the nodes of a tree are, and which texts they hold."""
-    from midus_hf.topics.report import level_reports, level_table, node_reports, node_table, sample_texts
+    """Report how large the nodes of a tree are, and which words and texts they hold."""
+    from midus_hf.topics.report import (
+        SHOWN,
+        level_reports,
+        level_table,
+        node_reports,
+        node_table,
+        sample_texts,
+        topic_words,
+    )
     from midus_hf.topics.run import open_build
 
     built, stored, leaves = open_build(tree)
     largest = node_reports(built, leaves, stored.documents, level=level, most=nodes, samples=samples, seed=seed)
     sizes = level_reports(built, leaves)
-    texts = sample_texts(
-        corpus or stored.corpus, stored.column, [number for node in largest for number in node.samples]
-    )
+    numbers = [number for node in largest for number in [*node.samples, *node.read]]
+    texts = sample_texts(corpus or stored.corpus, stored.column, numbers)
     report_ = {
         "tree": str(tree),
         "fingerprint": built.fingerprint,
@@ -196,8 +203,13 @@ def report(
         "levels": [dataclasses.asdict(row) for row in sizes],
         "level": level,
         "nodes": [
-            {**dataclasses.asdict(row), "samples": [{"document": n, "text": texts.get(n)} for n in row.samples]}
-            for row in largest
+            {
+                "node": row.node,
+                "windows": row.windows,
+                "words": words,
+                "samples": [{"document": number, "text": texts.get(number, "")[:SHOWN]} for number in row.samples],
+            }
+            for row, words in zip(largest, topic_words(largest, texts), strict=True)
         ],
     }
 

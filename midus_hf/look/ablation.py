@@ -16,6 +16,9 @@ HOW_TO_READ = (
     "effects of single parts need not add up to the effect of all parts."
 )
 
+# Name of all added parts together among the parts.
+_ALL = "all of them"
+
 
 @dataclass(frozen=True)
 class PartEffect:
@@ -82,7 +85,7 @@ def ablate(
 
     usual = losses_of_texts()
     effects = []
-    for part, off in [*((part, [part]) for part in parts), (Part("all of them", "all", ()), parts)]:
+    for part, off in [*((part, [part]) for part in parts), (Part(_ALL, "all", ()), parts)]:
         with switched_off(model, off):
             changed = losses_of_texts()
         for text, losses in changed.items():
@@ -103,13 +106,23 @@ def ablation_table(ablation: Ablation) -> TableOfWords:
     return TableOfWords("Loss without a part, less loss as it is (nats per token)", ["without", *texts], rows)
 
 
+def ablation_finding(ablation: Ablation) -> str:
+    """Return in one sentence what all added parts do together, and which single part does most."""
+    together = [f"{row.effect:+.4f} on {row.text}" for row in ablation.effects if row.part == _ALL]
+    single = [row for row in ablation.effects if row.part != _ALL]
+    most = max(single, key=lambda row: abs(row.effect.difference))
+    return (
+        f"Without all that was added, the loss changes by {' and '.join(together)}; of single parts, {most.part} changes it most, "
+        f"by {most.effect:+.4f} on {most.text}."
+    )
+
+
 def ablation_panels(ablation: Ablation) -> dict[str, Panel]:
     """Return a panel per text with a bar per part: how much the loss grows without it."""
     panels = {}
     for text, loss in ablation.losses.items():
         rows = [row for row in ablation.effects if row.text == text]
         lengths = {row.part: (row.effect.difference, row.effect.standard_error or 0.0) for row in rows}
-        panels[f"{text}: loss {loss:.4f} as it is"] = bars(
-            lengths, "loss without it, less loss as it is (nats per token)"
-        )
+        x = "loss without the part, less loss as it is (nats per token)"
+        panels[f"{text}: loss {loss:.4f} as it is"] = bars(lengths, x, _ALL)
     return panels

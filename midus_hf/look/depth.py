@@ -264,6 +264,13 @@ def depth_rows(readings: Sequence[DepthReading]) -> list[dict[str, Any]]:
     ]
 
 
+def depth_finding(readings: Sequence[DepthReading]) -> str:
+    """Return in one sentence which layer reads most of the depth."""
+    shares = {reading.layer: reading.shares.sum(1).mean().item() for reading in readings}
+    layer = max(shares, key=lambda layer: shares[layer])
+    return f"Layer {layer} reads most of earlier layers: {shares[layer]:.1%}, the mean over its heads."
+
+
 def depth_table(readings: Sequence[DepthReading]) -> TableOfWords:
     """Return a table of what each layer reads of the depth and of the sequence, and of the slots that it reads most."""
     rows = []

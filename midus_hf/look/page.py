@@ -22,12 +22,18 @@ Row = Mapping[str, Any]
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{{ title }}</title>
 <style>
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 3rem auto; padding: 0 1rem; color: #1c1e21; }
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 3rem auto; padding: 0 1rem; color: #1c1e21; background: #fff; }
 table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; font-size: .85rem; }
 th, td { padding: .3rem .6rem; border-bottom: 1px solid #d8dbe0; text-align: right; vertical-align: top; }
-th:first-child, td:first-child { text-align: left; }
+th:first-child, td:first-child { text-align: left; white-space: nowrap; }
 img { max-width: 100%; }
 p { white-space: pre-wrap; overflow-wrap: anywhere; }
+@media (prefers-color-scheme: dark) {
+body { color: #e4e6ea; background: #121212; }
+th, td { border-color: #3a3d42; }
+img { filter: invert(.93) hue-rotate(180deg); }
+}
 </style>
 <h1>{{ title }}</h1>
 {% for section in sections %}
@@ -42,7 +48,7 @@ p { white-space: pre-wrap; overflow-wrap: anywhere; }
 <table><tr>{% for cell in table.head %}<th>{{ cell }}</th>{% endfor %}</tr>
 {%- for row in table.rows %}
 
-<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+<tr>{% for cell in row %}<td>{{ cell | replace(" ± ", "\u00a0±\u00a0") }}</td>{% endfor %}</tr>
 {%- endfor %}
 </table>
 {% endfor %}
@@ -113,10 +119,12 @@ class Answer:
     Args:
         title: Title of the answer on a page.
         summary: One sentence on what was read or compared.
+        finding: A sentence per line on what came out. Default: none.
         report: All numbers, as JSON holds them.
         tables: Tables of the answer. Tables without rows are not shown.
         how_to_read: Paragraph of a page on how the numbers are to be understood. Default: none.
         panels: Panels of the answer's picture, by their titles. Default: the answer has no picture.
+        one_scale: Whether all panels have the same axes. Default: false.
         details: Function that returns the rows of a CSV file. Default: the answer has none.
         sections: Answers of which this answer consists; each is a section of the page. Default: none.
     """
@@ -125,8 +133,10 @@ class Answer:
     summary: str
     report: dict[str, Any]
     tables: Sequence[TableOfWords]
+    finding: str = ""
     how_to_read: str = ""
     panels: Mapping[str, Panel] = field(default_factory=dict)
+    one_scale: bool = False
     details: Callable[[], Iterable[Row]] | None = None
     sections: "Sequence[Answer]" = ()
 
@@ -142,12 +152,12 @@ class Answer:
         if path.suffix == ".json":
             path.write_text(json.dumps(self.report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         elif path.suffix == ".html":
-            first = [Section(paragraphs=[self.summary])] if self.sections else []
+            first = [Section(paragraphs=[*self.finding.splitlines(), self.summary])] if self.sections else []
             write_page(path, self.title, [*first, *(answer._section() for answer in self.sections or [self])])
         elif path.suffix == ".csv" and self.details is not None:
             path.write_text(csv_text(self.details()), encoding="utf-8")
         elif path.suffix != ".csv" and self.panels:
-            draw_panels(self.panels).savefig(path, bbox_inches="tight")
+            draw_panels(self.panels, self.one_scale).savefig(path, bbox_inches="tight")
         else:
             lack = "CSV" if path.suffix == ".csv" else "picture"
             raise ValueError(
@@ -155,8 +165,9 @@ class Answer:
             )
 
     def _section(self) -> Section:
-        picture = {"Picture": as_png(draw_panels(self.panels))} if self.panels else {}
-        return Section(self.title, filter(None, [self.summary, self.how_to_read]), self.tables, picture)
+        picture = {"Picture": as_png(draw_panels(self.panels, self.one_scale))} if self.panels else {}
+        paragraphs = filter(None, [self.finding, self.summary, self.how_to_read])
+        return Section(self.title, paragraphs, self.tables, picture)
 
 
 def csv_text(rows: Iterable[Row]) -> str:

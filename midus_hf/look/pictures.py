@@ -23,13 +23,16 @@ def as_png(figure: Any) -> bytes:
     return stream.getvalue()
 
 
-def draw_panels(panels: Mapping[str, Panel], height: float = 3.6) -> Any:
-    """Return a figure of panels side by side, each under its title. The height is in inches."""
-    figure = new_figure(1 + 4 * len(panels), height)
-    for axes, (title, draw) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+def draw_panels(panels: Mapping[str, Panel], one_scale: bool = False) -> Any:
+    """Return a figure of panels side by side, each under its title; with `one_scale`, all have the axes of the first."""
+    figure = new_figure(1 + 4 * len(panels), 3.6)
+    rows = figure.subplots(1, len(panels), squeeze=False, sharex=one_scale, sharey=one_scale)
+    for axes, (title, draw) in zip(rows[0], panels.items(), strict=True):
         axes.set_title(title, fontsize=9)
         axes.tick_params(labelsize=7)
         draw(axes)
+        if one_scale:
+            axes.label_outer()
     return figure
 
 
@@ -40,21 +43,23 @@ def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str,
         for name, (xs, ys) in lines.items():
             axes.plot(xs, ys, linewidth=1.5, marker="." if len(xs) < 40 else "", label=name)
         axes.set(xlabel=x, ylabel=y, **axis)
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.legend(frameon=False, fontsize=7, ncols=1 + len(lines) // 8)
         axes.grid(alpha=0.25)
 
     return draw
 
 
-def bars(lengths: Mapping[str, tuple[float, float]], x: str) -> Panel:
-    """Return a panel of horizontal bars, each a length and its standard error by its name, the first on top."""
+def bars(lengths: Mapping[str, tuple[float, float]], x: str, total: str) -> Panel:
+    """Return a panel of horizontal bars, each a length and its standard error by its name, the first on top, the `total` grey."""
 
     def draw(axes: Any) -> None:
         values, errors = zip(*lengths.values(), strict=True)
-        axes.barh(list(lengths), values, xerr=errors, color="#c44e52", ecolor="#333333")
+        colors = ["#888888" if name == total else "#c44e52" for name in lengths]
+        axes.barh(list(lengths), values, xerr=errors, color=colors, ecolor="#333333")
         axes.axvline(0, color="#333333", linewidth=0.8)
-        axes.invert_yaxis()
-        axes.set_xlabel(x)
+        axes.set_ylim(len(lengths) - 0.4, -0.6)
+        axes.set_xlabel(f"{x}\nthin lines: ± one standard error over rows of the text", fontsize=8)
 
     return draw
 

@@ -178,6 +178,20 @@ def usage_table(rows: list[dict[str, Any]]) -> TableOfWords:
     return table_of("Slots, chapters and blocks used", rows, {**columns, **shares})
 
 
+def usage_finding(rows: list[dict[str, Any]]) -> str:
+    """Return in one sentence, of the rows of `usage_rows`, how much is used at least once, and how much the most used gets."""
+    used, most = [row["used"] for row in rows], max(rows, key=lambda row: row["largest"])
+    return (
+        f"Of each memory's slots, chapters or blocks, texts use {min(used):.0%} to {max(used):.0%}; the most used one gets "
+        f"{most['largest']:.1%} of what its head reads ({_labelled(most['memory'])}, {most['text']})."
+    )
+
+
+def _labelled(memory: str) -> str:
+    """Return the name of a memory, whose place is a layer's number, or of a level of a bank."""
+    return f"layer {memory}" if memory[0].isdigit() else memory
+
+
 def every_count(counts: Mapping[str, Counts]) -> Iterator[Row]:
     """Yield a row per text, memory, head and slot, chapter or block, also for slots that were never used."""
     for text, memories in counts.items():
@@ -190,13 +204,15 @@ def every_count(counts: Mapping[str, Counts]) -> Iterator[Row]:
 def usage_panels(counts: Mapping[str, Counts]) -> dict[str, Panel]:
     """Return a panel per text with a curve per memory: how often slots are used, in multiples of the mean, most used first."""
     panels = {}
+    highest = max(usage_curve(one)[0] for memories in counts.values() for one in memories.values())
+    ticks = [0, *(digit * 10**power for power in range(6) for digit in (1, 2, 5) if digit * 10**power <= highest)]
     for text, memories in counts.items():
         lines = {}
         for memory_name, one in memories.items():
             curve = usage_curve(one)
-            lines[memory_name] = ([rank / len(curve) for rank in range(1, len(curve) + 1)], curve)
+            lines[_labelled(memory_name)] = ([rank / len(curve) for rank in range(1, len(curve) + 1)], curve)
         x, y = "share of the slots, most used first", "uses, in multiples of the mean"
-        panels[text] = curves(lines, x, y, yscale="symlog")
+        panels[text] = curves(lines, x, y, yscale="symlog", yticks=ticks)
     return panels
 
 

@@ -1,5 +1,8 @@
-"""Report on a tree, and its tables: sizes of nodes, and sample documents of each topic."""
+"""Report on a tree, and its tables: sizes of nodes, and words and sample documents of each topic."""
 
+import math
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,8 +14,11 @@ from rich.text import Text
 from midus_hf.topics.documents import documents_of
 from midus_hf.topics.tree import ClusterTree
 
-# Number of characters of a sample document that are shown.
-_TEXT = 160
+# Number of characters of a sample document that are shown, and of a document that are read for words.
+SHOWN, _TEXT = 160, 2000
+# Number of documents of a node that are read for words, and of words that are shown.
+_READ, _WORDS = 100, 8
+_WORD = re.compile(r"[^\W\d_]{3,}")
 
 
 @dataclass(frozen=True)
@@ -43,12 +49,14 @@ class NodeReport:
     Args:
         node: Number of the node in its level.
         windows: Number of its windows.
-        samples: Numbers of randomly drawn documents of the node.
+        samples: Numbers of randomly drawn documents of the node, to be shown.
+        read: Numbers of more such documents, to be read for words.
     """
 
     node: int
     windows: int
     samples: list[int]
+    read: list[int]
 
 
 def level_reports(tree: ClusterTree, leaves: np.ndarray) -> list[LevelReport]:
@@ -96,8 +104,8 @@ def node_reports(
     for index in sorted(np.argsort(-sizes, kind="stable")[:most].tolist()):
         node = int(present[index])
         members = np.unique(documents[nodes == node])
-        drawn = np.random.default_rng([seed, level, node]).choice(members, min(samples, len(members)), replace=False)
-        reports.append(NodeReport(node, int(sizes[index]), sorted(drawn.tolist())))
+        drawn = np.random.default_rng([seed, level, node]).permutation(members).tolist()
+        reports.append(NodeReport(node, int(sizes[index]), sorted(drawn[:samples]), sorted(drawn[:_READ])))
     return reports
 
 
@@ -107,10 +115,27 @@ def sample_texts(corpus: str, column: str, numbers: Sequence[int]) -> dict[int, 
     texts: dict[int, str] = {}
     for document in documents_of(corpus, column) if wanted else ():
         if document.number in wanted:
-            texts[document.number] = " ".join(document.text[: 2 * _TEXT].split())[:_TEXT]
+            texts[document.number] = " ".join(document.text[:_TEXT].split())
             if len(texts) == len(wanted):
                 break
     return texts
+
+
+def topic_words(nodes: Sequence[NodeReport], texts: Mapping[int, str]) -> list[list[str]]:
+    """Return the words that set each node apart: those in many of its documents that are in few documents of the others."""
+    counts = [
+        Counter(word for number in node.read for word in set(_WORD.findall(texts.get(number, "").lower())))
+        for node in nodes
+    ]
+    everywhere, documents = sum(counts, Counter[str]()), sum(len(node.read) for node in nodes)
+    words = []
+    for node, own in zip(nodes, counts, strict=True):
+        shares = {word: count / len(node.read) for word, count in own.items()}
+        ratios = {word: share * documents / everywhere[word] for word, share in shares.items()}
+        # Squared, so that words of every text, which chance puts into some topics more than into others, weigh little.
+        weights = {word: shares[word] * math.log(ratio) ** 2 for word, ratio in ratios.items() if ratio > 1}
+        words.append(sorted(weights, key=lambda word: (-weights[word], word))[:_WORDS])
+    return words
 
 
 def level_table(levels: Sequence[LevelReport]) -> Table:
@@ -125,13 +150,15 @@ def level_table(levels: Sequence[LevelReport]) -> Table:
 
 
 def node_table(nodes: Sequence[NodeReport], level: int, texts: Mapping[int, str]) -> Table:
-    """Return a table with a row per report of `node_reports`, and a line for each sample document."""
+    """Return a table with a row per report of `node_reports`: words of the topic, and a line for each sample document."""
     table = _table(f"Nodes of level {level}")
     for name in ("node", "windows"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("documents")  # the only column that a narrow terminal may shrink
-    for node in nodes:
-        lines = Text("\n".join(texts.get(number, "") for number in node.samples), no_wrap=True, overflow="ellipsis")
+    table.add_column("words, and documents")  # the only column that a narrow terminal may shrink
+    for node, words in zip(nodes, topic_words(nodes, texts), strict=True):
+        lines = Text(no_wrap=True, overflow="ellipsis")
+        lines.append(" ".join(words), "bold")
+        lines.append("".join(f"\n{texts.get(number, '')[:SHOWN]}" for number in node.samples))
         table.add_row(str(node.node), f"{node.windows:,}", lines)
     return table
 

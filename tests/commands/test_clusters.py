@@ -127,6 +127,7 @@ def test_report_shows_levels_and_nodes(tree, capsys):
     report = json.loads(capsys.readouterr().out)
     assert (report["windows"], report["documents"], report["level"]) == (60, 60, 2)
     assert [level["nodes"] for level in report["levels"]] == [1, 3, 9]
+    assert all(isinstance(node["words"], list) for node in report["nodes"])
     assert len(report["nodes"]) == 2 and all(node["samples"][0]["text"].startswith("w") for node in report["nodes"])
 
 

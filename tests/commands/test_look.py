@@ -308,6 +308,10 @@ def test_one_page_joins_all_answers_and_checks_the_base_once(run, room, tmp_path
         "Loss without a part",
     )
     assert all(title in page for title in titles)
+    results = page.partition("<h2>")[0]
+    assert all(
+        words in results for words in ("slots, chapters or blocks", "Without all that was added", "likeliest at")
+    )
     assert page.count("data:image/png;base64,") == 2
     run(*words, tmp_path / "other.html", "--base", room.base)
     of_base = "compared with its base, which is the model without what was added"

@@ -11,11 +11,11 @@ from tiny import prompt, save_tiny_model, tiny_model
 from training.tiny_run import save_native
 
 from midus_hf.evaluation.text_rows import TextRows, read_rows
-from midus_hf.look.ablation import ablate, ablation_panels, ablation_table
+from midus_hf.look.ablation import ablate, ablation_finding, ablation_panels, ablation_table
 from midus_hf.look.drift import base_within, drift
 from midus_hf.look.effects import effect_between
 from midus_hf.look.parts import Part, added_parts, has_whole_base, switched_off
-from midus_hf.look.pictures import as_png, draw_panels
+from midus_hf.look.pictures import draw_panels
 from upscalers.runs.upscale import upscale
 
 TEXT = TextRows("text", [prompt(20, 1)[0], prompt(14, 1, seed=2)[0], prompt(9, 1, seed=3)[0]], [0, 1, 2])
@@ -204,4 +204,11 @@ def test_a_report_has_every_number():
     table = ablation_table(result)
     assert table.rows[0] == ["none", f"{result.losses['text']:.5f}"] and "±" in table.rows[1][1]
     assert table.rows[-1] == ["loss of the base's layers", f"{result.effects[2].loss:.5f}"]
-    assert as_png(draw_panels(ablation_panels(result))).startswith(b"\x89PNG")
+    both = ablate(model, [TEXT, TextRows("other", TEXT.rows[:2], TEXT.documents[:2])])
+    left, right = draw_panels(ablation_panels(both), one_scale=True).axes
+    assert left.get_xlim() == right.get_xlim() and "± one standard error" in left.get_xlabel()
+    finding = ablation_finding(both)
+    assert finding.startswith(
+        f"Without all that was added, the loss changes by {both.effects[4].effect:+.4f} on text and "
+    )
+    assert max(both.effects[:4], key=lambda row: abs(row.effect.difference)).part + " changes it most" in finding

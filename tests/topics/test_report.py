@@ -7,7 +7,15 @@ import pytest
 from rich.console import Console
 from topics.trees import random_tree
 
-from midus_hf.topics.report import level_reports, level_table, node_reports, node_table, sample_texts
+from midus_hf.topics.report import (
+    NodeReport,
+    level_reports,
+    level_table,
+    node_reports,
+    node_table,
+    sample_texts,
+    topic_words,
+)
 
 LEAVES = np.array([0, 0, 0, 1, 4, 4, 5, 5, 5, 5])
 DOCUMENTS = np.array([0, 0, 1, 2, 3, 4, 5, 5, 6, 7])
@@ -41,6 +49,13 @@ def test_sample_texts_are_the_beginnings_of_documents(corpus):
     assert sample_texts(corpus, "text", []) == {}
 
 
+def test_words_of_a_topic_are_those_that_others_have_less_of():
+    texts = {0: "The acid, an ACID of 3", 1: "the acid and salt", 2: "the ball game", 3: "the ball and salt"}
+    nodes = [NodeReport(0, 2, [], [0, 1]), NodeReport(5, 2, [], [2, 3])]
+    assert topic_words(nodes, texts) == [["acid"], ["ball", "game"]]
+    assert topic_words([NodeReport(0, 1, [], [9])], {}) == [[]]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -59,7 +74,7 @@ def test_tables_have_all_columns_on_a_narrow_terminal():
     nodes = node_reports(TREE, LEAVES, DOCUMENTS, samples=1)
     for table, words in (
         (level_table(level_reports(TREE, LEAVES)), ["level", "nodes", "empty", "median", "2.5"]),
-        (node_table(nodes, 1, dict.fromkeys(range(8), "a text " * 30)), ["node", "windows", "a text a", "…"]),
+        (node_table(nodes, 1, dict.fromkeys(range(3), "a text " * 30)), ["node", "windows", "words", "a text a", "…"]),
     ):
         console = Console(width=80, record=True, file=io.StringIO())
         console.print(table)

@@ -56,7 +56,7 @@ def _enter(question: str, request_class: type[ModelRequest], help: str) -> None:
             answer = getattr(questions, question)(request)
         show(answer.report, json_, lambda report: show_tables(answer.tables), indent=2)
         if not json_:
-            print(answer.summary)
+            print("\n".join(filter(None, [answer.summary, answer.finding])))
         for path in files:  # last, so that the answer is printed even if a file cannot be written
             answer.write(path)
 

@@ -1,6 +1,7 @@
 """The answers of `midus look`, a function per question."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -63,7 +64,9 @@ def usage(request: TextRequest) -> Answer:
         title="What texts use of the memories",
         summary=summary,
         report={**head, "rows": rows},
+        finding=used.usage_finding(rows),
         tables=[used.usage_table(rows)],
+        one_scale=True,
         panels=used.usage_panels(counts),
         details=lambda: used.every_count(counts),
     )
@@ -81,7 +84,9 @@ def ablation(request: TextRequest) -> Answer:
         title="What texts lose without parts of the model",
         summary=summary,
         report={**head, "all_of_them_is_the_base": measured.whole_base, "rows": rows},
+        finding=parts_lost.ablation_finding(measured),
         tables=[parts_lost.ablation_table(measured)],
+        one_scale=True,
         how_to_read=parts_lost.HOW_TO_READ,
         panels=parts_lost.ablation_panels(measured),
         details=lambda: rows,
@@ -112,6 +117,7 @@ def _moved_predictions(request: DriftRequest) -> Answer:
         title="How far predictions moved",
         summary=f"{request.model} compared with {base}.",
         report={**about, "rows": rows},
+        finding=moved.drift_finding(drifts),
         tables=[moved.drift_table(drifts)],
         how_to_read=moved.HOW_TO_READ,
         details=lambda: rows,
@@ -236,6 +242,7 @@ def depth(request: TextRequest) -> Answer:
         title="What heads read of the depth",
         summary=summary,
         report={**about, "rows": depth_read.depth_rows(readings)},
+        finding=depth_read.depth_finding(readings),
         tables=[depth_read.depth_table(readings)],
         how_to_read=depth_read.HOW_TO_READ,
         panels=depth_read.depth_panels(readings, head_map),
@@ -255,7 +262,8 @@ def page(request: DriftRequest) -> Answer:
     return Answer(
         title="Inside the model",
         summary=f"{request.model}, on {', '.join(request.documents)}.",
+        finding="\n".join(section.finding for section in sections.values()),
         report={name: section.report for name, section in sections.items()},
         tables=[table for section in sections.values() for table in section.tables],
-        sections=list(sections.values()),
+        sections=[dataclasses.replace(section, finding="") for section in sections.values()],
     )
