@@ -18,13 +18,21 @@ DOCS = Path(__file__).parents[2] / "docs"
 MODEL = "smollm2-135m-hml"
 
 
-# Blocks of Python of the pages whose scripts run here.
-SCRIPTS = {page: take(f"docs/{page}", "python") for page in ("trainer.md", "trl.md", "peft.md", "sft.md")}
+# A page, and a piece of a block of Python on the page, for each script that runs here.
+PIECES = {
+    "trainer": ("trainer.md", "def sequences"),
+    "trl": ("trainer.md", "SFTTrainer"),
+    "peft": ("trainer.md", "get_peft_model"),
+    "moved adapter": ("peft.md", "PeftModel"),
+    "sft": ("sft.md", "finetune"),
+}
+SCRIPTS = {name: take(f"docs/{page}", "python", having=piece) for name, (page, piece) in PIECES.items()}
 
 
-def script(page: str, number: int = 0) -> str:
-    """Return a block of Python of a page."""
-    return SCRIPTS[page][number].text
+def script(name: str) -> str:
+    """Return a script of the pages."""
+    (block,) = SCRIPTS[name]
+    return block.text
 
 
 @pytest.fixture
@@ -38,10 +46,10 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def run(page: str) -> dict:
-    """Run a page's script, and give what it defined."""
+def run(name: str) -> dict:
+    """Run a script of the pages, and give what it defined."""
     defined: dict = {"__name__": "__main__"}
-    exec(compile(script(page), page, "exec"), defined)
+    exec(compile(script(name), name, "exec"), defined)
     return defined
 
 
@@ -62,9 +70,9 @@ def check_rates(defined: dict) -> None:
     assert len({event["learning_rate"] for event in logged}) > 1
 
 
-@pytest.mark.parametrize(("page", "output"), [("trainer.md", "trained"), ("trl.md", "tuned-by-trl")])
-def test_new_layers_are_trained_and_saved(page, output, folder):
-    check_rates(run(page))
+@pytest.mark.parametrize(("name", "output"), [("trainer", "trained"), ("trl", "tuned-by-trl")])
+def test_new_layers_are_trained_and_saved(name, output, folder):
+    check_rates(run(name))
     before, after = weights(MODEL), weights(output)
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items() if not is_new(name))
@@ -77,7 +85,7 @@ def test_the_script_for_fine_tuning_trains_new_layers_and_saves_them(folder):
     config = folder / MODEL / "config.json"
     values = json.loads(config.read_text(encoding="utf-8"))
     config.write_text(json.dumps({**values, "max_position_embeddings": 2048}), encoding="utf-8")
-    result = run("sft.md")["result"]
+    result = run("sft")["result"]
     assert result.steps == 4
     before, after = weights(MODEL), weights("tuned")
     assert {is_new(name) for name in before if not torch.equal(before[name], after[name])} == {True}
@@ -86,13 +94,13 @@ def test_the_script_for_fine_tuning_trains_new_layers_and_saves_them(folder):
 def test_the_script_for_the_trainer_takes_dense_models_too(folder):
     (folder / MODEL).rename(folder / "with-memory")
     save_native("llama", folder / MODEL)
-    run("trainer.md")
+    run("trainer")
     before, after = weights(MODEL), weights("trained")
     assert {is_new(name) for name in before if not torch.equal(before[name], after[name])} == {True}
 
 
 def test_adapters_and_new_layers_are_trained_saved_and_merged(folder):
-    check_rates(run("peft.md"))
+    check_rates(run("peft"))
     before, merged = weights(MODEL), weights("merged")
     assert before.keys() == merged.keys()
     moved = {name for name, tensor in before.items() if not torch.equal(tensor, merged[name])}
@@ -111,25 +119,25 @@ def test_an_adapter_of_the_base_is_written_for_the_upscaled_model_as_the_page_sa
     (line,) = [line for line in (DOCS / "peft.md").read_text().splitlines() if line.startswith("upscale adapter")]
     assert upscale(line.split()[1:]) == 0
     prompt, defined = torch.tensor([[5, 7, 9]]), {}
-    exec(script("peft.md", 1), defined)
+    exec(script("moved adapter"), defined)
     with torch.no_grad():
         assert torch.equal(defined["model"].eval()(prompt).logits, adapted(prompt).logits)
 
 
-def test_pages_do_not_write_over_one_another():
+def test_scripts_do_not_write_over_one_another():
     written = re.compile(
         r'(?:TrainingArguments|SFTConfig)\(\s*"([^"]+)"|save_pretrained\("([^"]+)"\)|output="([^"]+)"'
     )
     owners: dict[str, str] = {}
-    for page in ("trainer.md", "trl.md", "peft.md", "sft.md"):
-        for groups in written.findall("".join(script(page))):
+    for name in SCRIPTS:
+        for groups in written.findall(script(name)):
             (folder,) = filter(None, groups)
-            assert owners.setdefault(folder, page) == page or folder == "runs", f"{page} writes {folder}"
+            assert owners.setdefault(folder, name) == name or folder == "runs", f"{name} writes {folder}"
 
 
-@pytest.mark.parametrize("page", ["trainer.md", "trl.md", "peft.md", "sft.md"])
-def test_scripts_are_short(page):
-    lines = [line for line in script(page).splitlines() if line.strip()]
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_are_short(name):
+    lines = [line for line in script(name).splitlines() if line.strip()]
     assert len(lines) <= 32
 
 

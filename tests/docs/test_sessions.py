@@ -135,12 +135,6 @@ SESSIONS = {
         replace={
             **BASE,
             "--max_steps 50": "--max_steps 2 --sequence_length 32 --use_cpu true --report_to none",
-        },
-        languages=("sh",),
-    ),
-    "docs/trl.md": Session(
-        replace={
-            **BASE,
             "chats.jsonl": "instructions.jsonl",
             "--max_length 1024 --bf16": "--max_length 64 --max_steps 2 --use_cpu true --report_to none",
         },
@@ -148,7 +142,6 @@ SESSIONS = {
     ),
     "docs/peft.md": Session(
         replace={
-            **BASE,
             "midus-hml.yaml": f"midus-hml.yaml model_name_or_path=upscaled output_dir=merged bf16=false {SHORT} "
             "corpus=texts corpus_name=null corpus_split=null",
         },

@@ -15,8 +15,13 @@ from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
 from tests.docs.snippets import take
 
-# Blocks of Python of the pages: with `MemoryTrainer`, and with a plain `Trainer`.
-(WITH_MEMORY_TRAINER, WITH_PLAIN_TRAINER) = take("docs/train.md", "python")
+# The block of the page that gives a plain `Trainer` its optimizer.
+(WITH_PLAIN_TRAINER,) = take("docs/trainer.md", "python", having="group_schedules")
+WITH_MEMORY_TRAINER = """
+set_trainable(model)
+trainer = MemoryTrainer(model, arguments, train_dataset=dataset, data_collator=collator)
+trainer.train()
+"""
 STEPS = 6
 
 
@@ -89,7 +94,7 @@ def check_rates(rates: dict[str, list[float]], maximum: float) -> None:
 
 
 class MemorySFTTrainer(TrainsMemory, SFTTrainer):
-    """The trainer of docs/trl.md."""
+    """The trainer of docs/trainer.md."""
 
 
 def state(model) -> dict[str, torch.Tensor]:
@@ -97,14 +102,14 @@ def state(model) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("block", "trainer_class"),
-    [(WITH_MEMORY_TRAINER, MemoryTrainer), (WITH_PLAIN_TRAINER, Trainer)],
+    ("script", "trainer_class"),
+    [(WITH_MEMORY_TRAINER, MemoryTrainer), (WITH_PLAIN_TRAINER.text, Trainer)],
     ids=["docs", "docs-plain"],
 )
-def test_what_is_said_for_trainer(family, upscaled, scene, monkeypatch, block, trainer_class):
-    settings = scene(upscaled(family))
+def test_what_is_said_for_trainer(family, upscaled, scene, monkeypatch, script, trainer_class):
+    settings = {**scene(upscaled(family)), "set_trainable": set_trainable, "MemoryTrainer": MemoryTrainer}
     before, rates = state(settings["model"]), watch_rates(monkeypatch)
-    exec(block.text, settings)
+    exec(script, settings)
     check_moved(before, settings["model"].state_dict())
     check_rates(rates, 1e-4 if trainer_class is Trainer else 1e-2)
     assert type(settings["trainer"]) is trainer_class
