@@ -21,7 +21,11 @@ from midus_hf.compare.stage_report import HOW_TO_READ, draw_stages, stage_tables
 from midus_hf.compare.variants import Variant
 from midus_hf.look.page import Section, TableOfWords, write_page
 from midus_hf.look.pictures import as_png, new_figure
+from upscalers.methods.contract import get_method
+from upscalers.request.options import parse_options
 
+# Options of methods that set sizes, which the report has by default too.
+_SIZES = ("n", "k", "slots", "chapters", "rows", "sizes", "layers")
 # Columns of the table of variants that a terminal has room for.
 _SHORT = ("variant", "rate", "trains", "domain loss", "learned", "forgotten", "doubts")
 _STAGES = {"trained": "after training", "tuned": "after fine-tuning"}
@@ -136,6 +140,27 @@ def metric_of(metrics: Mapping[str, float]) -> float | None:
     return next((by_metric[name] for name in _METRICS if name in by_metric), None)
 
 
+def made_table(findings: Findings) -> TableOfWords:
+    """Return the table of how each variant was made: the options that its recipe names, and the defaults of those that set sizes."""
+    rows = []
+    for variant in findings.variants:
+        request = variant.results[0].request
+        keys, train = request.get("upscale"), request.get("train") or {}
+        if keys is not None:
+            method = get_method(keys["method"])
+            known = method(
+                parse_options(method.options_class, keys.get("options") or {}, method.name)
+            ).recorded_options
+            sizes = {key: known[key] for key in _SIZES if known.get(key) is not None}
+            placement = f"{keys.get('num_new_layers', '')} {keys.get('placement') or method.default_placement or ''}"
+            made, options = [method.name, placement.strip()], {**sizes, **(keys.get("options") or {})}
+        else:
+            function, options = findings.comparison.variants[variant.name].function, train.get("adapters") or {}
+            made = [function or ("LoRA" if options else "the base"), ""]
+        rows.append([variant.name, *made, ", ".join(f"{key}={value}" for key, value in options.items())])
+    return TableOfWords("How each was made", ["variant", "method", "new layers, placement", "options"], rows)
+
+
 def controls_table(findings: Findings) -> TableOfWords:
     """Return the table of variants beside their null controls, which shows what addressing is worth."""
     rows = []
@@ -220,14 +245,18 @@ def paper_number(paper: PaperOptions, column: str, result: Result, tuned: bool =
 def tables(findings: Findings, short: bool = False) -> list[TableOfWords]:
     """Return all tables of a report that have rows; the `short` ones are for a terminal."""
     failed = TableOfWords("Failed", ["run", "why"], [[name, why] for name, why in findings.failures.items()])
-    all_tables = [variants_table(findings, short), doubts_table(findings), differences_table(findings)]
+    all_tables = [
+        variants_table(findings, short),
+        *([] if short else [made_table(findings)]),
+        differences_table(findings),
+    ]
     all_tables += stage_tables(findings) if findings.comparison.stages else []
-    all_tables += [*paper_tables(findings), controls_table(findings), failed]
+    all_tables += [*paper_tables(findings), controls_table(findings), doubts_table(findings), failed]
     return [table for table in all_tables if table.rows]
 
 
 def draw(findings: Findings) -> bytes:
-    """Draw learning against forgetting, a path of mean losses per variant with one standard deviation at its end, and return PNG.
+    """Draw learning against what happened to other texts, a path of mean losses per variant with deviations at its end, as PNG.
 
     Without retention texts, learning is drawn against tokens. Of variants that do not start at the base, the end alone is drawn. A
     ring marks variants whose models came with a certificate. The picture needs matplotlib.
@@ -238,6 +267,7 @@ def draw(findings: Findings) -> bytes:
     domain, retention = list(comparison.domain), list(comparison.retention)
     figure = new_figure(9.0, 5.5)
     axes = figure.subplots()
+    ring: dict[str, Any] = {"s": 160, "facecolors": "none", "linewidths": 1.5}
     colors = matplotlib.colormaps["tab20" if len(findings.variants) > 10 else "tab10"]
     for number, variant in enumerate(findings.variants):
         learned = _by_moment([falls(result, findings.base, domain) for result in variant.results])
@@ -248,17 +278,27 @@ def draw(findings: Findings) -> bytes:
         xs, ys = (learned, other) if retention else (other, learned)
         first = -1 if variant.starts_elsewhere else 0
         color = colors(number % colors.N)
-        label = f"{variant.name}{' (certified)' * variant.is_certified}"
-        axes.plot([x.mean for x in xs[first:]], [y.mean for y in ys[first:]], color=color, label=label)
+        axes.plot([x.mean for x in xs[first:]], [y.mean for y in ys[first:]], color=color, label=variant.name)
         if variant.is_certified:
-            axes.scatter(xs[-1].mean, ys[-1].mean, s=160, facecolors="none", edgecolors=color, linewidths=1.5)
+            axes.scatter(xs[-1].mean, ys[-1].mean, **ring, edgecolors=color)
         deviations = {"xerr": xs[-1].deviation, "yerr": ys[-1].deviation}
         axes.errorbar(xs[-1].mean, ys[-1].mean, **deviations, fmt="o", capsize=3, color=color)
-    axes.axhline(0.0, color="#888888", linewidth=0.8)
-    learning = "learned: nats per token by which the loss of the domain fell"
-    forgetting = "forgotten: nats by which\nthe loss outside it rose"
-    axes.set(xlabel=learning if retention else "tokens trained on", ylabel=forgetting if retention else learning)
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.axhline(0.0, color="#888888", linewidth=1.0, linestyle=":", zorder=0)
+    if any(variant.is_certified for variant in findings.variants):
+        axes.scatter([], [], **ring, edgecolors="#555555", label="with a certificate")
+    learning = "learned: what the loss of the domain fell by (nats per token)"
+    if retention:
+        axes.set(xlabel=learning, ylabel="change of the loss of other text (nats per token)")
+        axes.yaxis.set_major_formatter(lambda change, _: f"{change:+.3g}" if abs(change) > 1e-9 else "as the base")
+        for words, offset, side in (("forgotten ↑", 5, "bottom"), ("better than the base ↓", -5, "top")):
+            options = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "color": "#666666"}
+            axes.annotate(words, (1.0, 0.0), (0, offset), **options, ha="right", va=side, fontsize=9)
+    else:
+        axes.set(xlabel="tokens trained on", ylabel=learning)
+    axes.set_title(
+        "means over seeds; ends ± one standard deviation over seeds", fontsize=9, loc="left", color="#666666"
+    )
+    axes.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     return as_png(figure)
 
@@ -354,19 +394,20 @@ def write_report(root: Path, findings: Findings, results: Sequence[Result]) -> l
 
     The page has a picture if matplotlib is installed, and variants with results are measured on domain texts.
     """
-    names = ", ".join(variant.name for variant in findings.variants)
     pictures = {}
     if findings.variants and findings.comparison.domain and importlib.util.find_spec("matplotlib") is not None:
-        pictures["Learning and forgetting"] = draw(findings)
+        pictures["Learning, and the change of other text" if findings.comparison.retention else "Learning"] = draw(
+            findings
+        )
         if findings.comparison.stages:
             pictures["Gains after each stage"] = draw_stages(findings)
     how_to_read = HOW_TO_READ if findings.comparison.stages else _HOW_TO_READ
     runs, page = root / "runs.csv", root / "report.html"
     write_runs(runs, [findings.base, *results], list(findings.comparison.texts))
-    section = Section(
-        "", [*sentences(findings), *filter(None, [shared_origin(findings)]), how_to_read], tables(findings), pictures
-    )
-    write_page(page, f"{names or 'Nothing yet'} on {findings.comparison.base}", [section])
+    caveats = [how_to_read, *filter(None, [shared_origin(findings)])]
+    sections = [Section("", sentences(findings), pictures=pictures), Section("", tables=tables(findings))]
+    title = f"What variants of {Path(findings.comparison.base).name} learned and forgot"
+    write_page(page, title, [*sections, Section("How to read this", caveats)])
     return [runs, page]
 
 

@@ -23,7 +23,16 @@ from compare.made_results import (
 )
 
 from midus_hf.compare.findings import sentences
-from midus_hf.compare.report import as_json, draw, short_count, tables, variants_table, write_report, write_runs
+from midus_hf.compare.report import (
+    as_json,
+    draw,
+    made_table,
+    short_count,
+    tables,
+    variants_table,
+    write_report,
+    write_runs,
+)
 
 
 def test_variants_without_results_and_failures_are_told():
@@ -43,7 +52,7 @@ def test_where_no_run_is_done_the_report_says_so(tmp_path):
     assert sentences(one) == ["No run is done yet."]
     assert list(rows_of(variants_table(one))) == ["base"]
     assert [path.name for path in write_report(tmp_path, one, [])] == ["runs.csv", "report.html"]
-    assert "<h1>Nothing yet on base</h1>" in (tmp_path / "report.html").read_text()
+    assert "<h1>What variants of base learned and forgot</h1>" in (tmp_path / "report.html").read_text()
     report = as_json(one, [])
     assert (report["variants"], report["base"]["losses"]) == ([], {DOMAIN: 3.0, RETENTION: 2.0, VALIDATION: 4.0})
 
@@ -81,9 +90,9 @@ def test_the_page_needs_no_other_file_and_says_what_the_tables_say(tmp_path, mon
     else:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     runs = [*HML, *FULL, *FULL_SLOW, *NULL]
-    one = found(runs, failures={"a<b": "1 & 2"}, missing=1)
+    one = found(runs, failures={"a<b": "1 & 2"}, missing=1, base="/folder/of/a/base")
     assert [path.name for path in write_report(tmp_path, one, runs)] == ["runs.csv", "report.html"]
-    page = (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text().replace("\u00a0", " ")
     assert page.count("data:image/png;base64,") == has_matplotlib
     assert not re.findall(r"(?:src|href)=(?!\"data:)|@import|url\(|<script", page)
     for table in tables(one):
@@ -91,7 +100,23 @@ def test_the_page_needs_no_other_file_and_says_what_the_tables_say(tmp_path, mon
         for row in table.rows:
             assert "<tr>" + "".join(f"<td>{html.escape(word)}</td>" for word in row) + "</tr>" in page
     assert all(f"<p>{html.escape(sentence)}</p>" in page for sentence in sentences(one))
-    assert "<h1>full, hml on base</h1>" in page
+    assert "<h1>What variants of base learned and forgot</h1>" in page and "/folder" not in page
+    assert page.rindex("<table>") < page.index("A null control is the same memory"), "caveats stand below tables"
+
+
+def test_the_report_says_how_each_variant_was_made():
+    keys = {
+        "hml": {"upscale": {"method": "midus-hml", "num_new_layers": 10, "options": {"n": 32}}},
+        "pro": {"upscale": {"method": "llama-pro", "num_new_layers": 3, "placement": "1,2,3"}},
+        "lora": {"train": {"adapters": {"r": 8}}},
+        "full": {"train": {"trainable": "all"}},
+    }
+    results = [result(name, [0.1], request=request) for name, request in keys.items()]
+    rows = {row[0]: row[1:] for row in made_table(found(results, variants=keys)).rows}
+    assert rows == {
+        "hml": ["midus-hml", "10 distributed", "n=32, k=4"], "pro": ["llama-pro", "3 1,2,3", ""], "lora": ["LoRA", "", "r=8"],
+        "full": ["the base", "", ""],
+    }  # fmt: skip
 
 
 UPSCALED = {"starts_at_base": False, "upscaled": {DOMAIN: 7.0, RETENTION: 2.0, VALIDATION: 8.0}}
