@@ -1,12 +1,13 @@
 """The method engram: its layers, the numbers of its tokens, the n-grams of a corpus, and what it refuses."""
 
 import importlib.util
+import json
 import shutil
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from midus_hf.config.memories.ngram import MOST_TOKENS
 from midus_hf.memory.routing.token_places import TokenPlaces
@@ -74,6 +75,27 @@ def test_every_ngram_of_the_corpus_has_a_row_and_each_row_is_read(spoken_base, c
 def test_rows_may_need_several_texts_that_have_the_ngram(spoken_base, corpus, tmp_path):
     tensors = made(spoken_base, tmp_path, **EXACT, corpus=str(corpus), min_documents=2)
     assert tensors["model.memory_tables.ngram.0.ngrams"].tolist() == [5 + 2 * MOST_TOKENS]
+
+
+def test_each_name_of_a_corpus_has_one_row(spoken_base, tmp_path):
+    names = tmp_path / "names.jsonl"
+    names.write_text("".join(json.dumps({"text": name}) + "\n" for name in ("the cat", "cat", "dog the cat sat")))
+    options = {**EXACT, "min_order": 1, "corpus": str(names), "names": True}
+    tensors = made(spoken_base, tmp_path, **options)
+    # As numbers from 1: the, cat, sat are 2, 5, 7.
+    expected = [5, 5 + 2 * MOST_TOKENS, 7 + 5 * MOST_TOKENS + 2 * MOST_TOKENS**2]
+    assert tensors["model.memory_tables.ngram.0.ngrams"].tolist() == expected
+
+
+def test_special_tokens_are_no_part_of_a_name(spoken_base, tmp_path):
+    base = shutil.copytree(spoken_base, tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    framed = processors.TemplateProcessing(single="<unk> $A <unk>", special_tokens=[("<unk>", 0)])
+    tokenizer.backend_tokenizer.post_processor = framed
+    tokenizer.save_pretrained(base)
+    (tmp_path / "names.txt").write_text("the cat")
+    options = {**EXACT, "min_order": 1, "corpus": str(tmp_path / "names.txt"), "names": True}
+    assert made(base, tmp_path, **options)["model.memory_tables.ngram.0.ngrams"].tolist() == [5 + 2 * MOST_TOKENS]
 
 
 def test_a_line_says_how_many_ngrams_have_rows(spoken_base, corpus, command, tmp_path):
@@ -166,6 +188,7 @@ def test_spellings_are_apart_without_compression_and_without_a_tokenizer(spoken_
         ({"corpus": "x"}, "table is 'hashed' and corpus 'x'; expected a corpus for table exact"),
         ({"min_documents": 0}, "min_documents is 0; expected at least 1"),
         ({"min_documents": 2}, "min_documents is 2; expected at least 1, and a corpus for more"),
+        ({"names": True}, "names is true, and there is no corpus; expected a corpus of names"),
         ({"known_tokens": 5}, "known_tokens or known_ngrams is given; expected neither"),
         ({**EXACT, "corpus": "/nowhere"}, "corpus is '/nowhere'"),
     ],

@@ -166,6 +166,7 @@ def test_config_record_and_inspect_say_what_was_made(made):
             "corpus",
             "compress",
             "min_documents",
+            "names",
         }  # of one site alone, and of what engram is made from
         assert known - made_from <= memory.keys() <= known
         assert all(memory.get(key, value) == value for key, value in entry["options"].items() if key != "layers")

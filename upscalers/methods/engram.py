@@ -49,6 +49,14 @@ class Engram(AttachedMemoryMethod):
             option(1, "texts of the corpus that have an n-gram, at least, for it to have a row"),
         ),
         (
+            "names",
+            bool,
+            option(
+                False,
+                "whether each text of the corpus is a name, which has one row, at its end: the last n-gram alone, the longest",
+            ),
+        ),
+        (
             "compress",
             bool,
             option(True, "whether tokens of like text count as one: without case, accents and kinds of white space"),
@@ -82,6 +90,10 @@ class Engram(AttachedMemoryMethod):
         if self.options.min_documents < 1 or (self.options.min_documents > 1 and self.options.corpus is None):
             raise RequestError(
                 f"min_documents is {self.options.min_documents}; expected at least 1, and a corpus for more than 1."
+            )
+        if self.options.names and self.options.corpus is None:
+            raise RequestError(
+                "names is true, and there is no corpus; expected a corpus of names, one a text. Pass --set corpus=FILE."
             )
         if _vocabulary(base) >= MOST_TOKENS:
             raise RequestError(f"the base has {_vocabulary(base):,} tokens; expected fewer than {MOST_TOKENS:,}.")
@@ -148,16 +160,16 @@ class Engram(AttachedMemoryMethod):
         """Return the keys of the n-grams of the corpus, `[N]`, int64, ascending. The corpus is read once."""
         from midus_hf.library_bars import data_bars_on_terminals
         from midus_hf.training.data.corpus import read_corpus
-        from midus_hf.training.data.ngrams import keys_of_texts, known_ngrams
+        from midus_hf.training.data.ngrams import keys_of_texts, known_ngrams, last_ngrams
 
         if self._keys is None:
             with refusing_requests(), data_bars_on_terminals():
                 texts = read_corpus(self.options.corpus)["text"]
             options = self.memory_options(**{name: getattr(self.options, name) for name in ("min_order", "max_order")})
             numbers = self._token_numbers(base)
-            self._keys = known_ngrams(
-                keys_of_texts(texts, _tokenizer(base), options, numbers), self.options.min_documents
-            )
+            # A name stands inside of texts, where no special tokens are.
+            keys = keys_of_texts(texts, _tokenizer(base), options, numbers, special_tokens=not self.options.names)
+            self._keys = known_ngrams(last_ngrams(keys) if self.options.names else keys, self.options.min_documents)
             if not len(self._keys):
                 raise RequestError(
                     f"corpus {self.options.corpus} has no n-gram of {self.options.min_order} tokens or more that "

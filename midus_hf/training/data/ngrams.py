@@ -31,18 +31,24 @@ class TextKeys(NamedTuple):
 
 
 def keys_of_texts(
-    texts: Sequence[str], tokenizer: Any, options: NgramOptions, token_numbers: torch.Tensor | None = None
+    texts: Sequence[str],
+    tokenizer: Any,
+    options: NgramOptions,
+    token_numbers: torch.Tensor | None = None,
+    special_tokens: bool = True,
 ) -> Iterator[TextKeys]:
     """Yield the n-grams of texts, a thousand texts at a time; no n-gram reaches into another text.
 
     Args:
-        tokenizer: Tokenizer of the model, whose special tokens count as in training.
+        tokenizer: Tokenizer of the model.
         options: Options of the memory, which say the orders of n-grams.
         token_numbers: `[V]`, int64, numbers of tokens of like text. Default: tokens are numbered by their ids.
+        special_tokens: Whether texts have the tokenizer's special tokens, as in training. Default: true.
     """
     starts = range(0, len(texts), _TEXTS_AT_ONCE)
     for first in tqdm(starts, desc="reading n-grams", unit="k texts", disable=None, leave=False):
-        ids = tokenizer(list(texts[first : first + _TEXTS_AT_ONCE]), verbose=False)["input_ids"]
+        part = list(texts[first : first + _TEXTS_AT_ONCE])
+        ids = tokenizer(part, verbose=False, add_special_tokens=special_tokens)["input_ids"]
         lengths = torch.tensor([len(each) for each in ids])
         text = torch.arange(len(ids)).repeat_interleave(lengths)
         tokens = torch.tensor([token for each in ids for token in each], dtype=torch.int64)
@@ -62,6 +68,15 @@ def known_ngrams(texts: Iterator[TextKeys], least_texts: int = 1) -> torch.Tenso
         known, places = torch.cat([known, new]).unique(return_inverse=True)
         counts = torch.zeros_like(known).index_add(0, places, torch.cat([counts, in_texts]))
     return known[counts >= least_texts]
+
+
+def last_ngrams(texts: Iterator[TextKeys]) -> Iterator[TextKeys]:
+    """Yield texts with one n-gram each, the longest of those that end at the last token; all other keys are 0."""
+    for part in texts:
+        is_last = torch.cat([part.texts[1:] != part.texts[:-1], part.texts.new_ones(1, dtype=torch.bool)])  # [T]
+        longest = (part.keys > 0).sum(-1, keepdim=True) - 1  # [T, 1]
+        is_kept = is_last.unsqueeze(-1) & (longest == torch.arange(part.keys.shape[1]))
+        yield part._replace(keys=part.keys * is_kept)
 
 
 @dataclass(frozen=True)
