@@ -15,6 +15,8 @@ from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.run import build
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.training.run import train
+from upscalers.edits.banks import delete
+from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.runs.upscale import upscale
 
 pytest.importorskip("datatrove")
@@ -41,7 +43,9 @@ def documents(tmp_path):
     return str(folder)
 
 
-def test_documents_become_a_tree_paths_a_trained_bank_and_answers(documents, tmp_path):
+@pytest.fixture
+def taught(documents, tmp_path):
+    """Return the folders of the tree, of the documents with their paths, and of the model that learned them."""
     bert = str(save_tiny_bert(tmp_path / "bert"))
     tree, assigned = str(tmp_path / "tree"), str(tmp_path / "assigned")
     build(documents, embedding_model=bert, tokenizer=bert, output=Path(tree), options=OPTIONS)
@@ -65,11 +69,15 @@ def test_documents_become_a_tree_paths_a_trained_bank_and_answers(documents, tmp
         tree=tree,
     )
     train(config)
+    return tree, tmp_path / "assigned", tmp_path / "out"
 
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+
+def test_documents_become_a_tree_paths_a_trained_bank_and_answers(taught):
+    tree, _, output = taught
+    model = AutoModelForCausalLM.from_pretrained(output).eval()
     bank, fingerprint = model.banks.of("hier-ffn"), ClusterTree.load(tree).fingerprint
     assert bank.tree == fingerprint and bank.written(1)
-    retriever = MemoryRetriever.load(tmp_path / "out")  # the tree that lies beside the model
+    retriever = MemoryRetriever.load(output)  # the tree that lies beside the model
     assert retriever.tree.fingerprint == fingerprint
     prompts = [" ".join((topic * 3)[number : number + 14]) for number, topic in enumerate(TOPICS)]
     paths = retriever.paths(prompts)
@@ -77,3 +85,32 @@ def test_documents_become_a_tree_paths_a_trained_bank_and_answers(documents, tmp
     assert model.generate(**tokens, memory_ids=paths, max_new_tokens=2).shape == (2, tokens.input_ids.shape[1] + 2)
     assert paths[0].tolist() != paths[1].tolist()
     assert torch.equal(paths[:, 0], paths[:, 1] // 2)
+
+
+def test_a_document_is_forgotten_with_its_topic_which_learns_the_others_again(taught, tmp_path):
+    tree, assigned, output = taught
+    rows = [json.loads(line) for file in sorted(assigned.iterdir()) for line in file.read_text().splitlines()]
+    forgotten, *others = [row for row in rows if row["text"].strip()]
+    topic = forgotten["memory_ids"][0]
+    nodes = [f"1:{topic}", "1:generic"]  # some sequences of every topic train the generic memory
+    delete(EditRequest(output, tmp_path / "without"), nodes, subtree=True)
+    rest = tmp_path / "rest.jsonl"
+    rest.write_text("".join(json.dumps(row) + "\n" for row in others if row["memory_ids"][0] == topic))
+    keys = {"path_column": "memory_ids", "max_steps": 3, "tree": tree, "generic_share": 0.0}
+    train(tiny_config(tmp_path / "without", rest, tmp_path / "again", **keys))
+
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("out", "without", "again")]
+    elsewhere = next(row for row in others if row["memory_ids"][0] != topic)
+    of_topic, of_others = [
+        [
+            model(
+                **tiny_tokenizer()([row["text"]], return_tensors="pt"), memory_ids=torch.tensor([row["memory_ids"]])
+            ).logits
+            for model in models
+        ]
+        for row in (forgotten, elsewhere)
+    ]
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    assert torch.equal(of_topic[1], base(**tiny_tokenizer()([forgotten["text"]], return_tensors="pt")).logits)
+    assert not torch.equal(of_topic[2], of_topic[1])
+    assert torch.equal(of_others[0], of_others[1]) and torch.equal(of_others[0], of_others[2])
