@@ -180,7 +180,10 @@ class MemoryArguments(Rates):
         return [*((name, value) for name, value in named if value is not None), *texts, *protected]
 
     def recorded(self) -> dict[str, Any]:
-        """Return the keys that differ from their defaults, as YAML can hold them, without tokens of the hub."""
+        """Return the keys that differ from their defaults, as YAML can hold them, without tokens of the hub.
+
+        Strategies that follow from steps are left out, and steps of what is not done.
+        """
         values: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             default = field.default_factory() if callable(field.default_factory) else field.default
@@ -189,6 +192,11 @@ class MemoryArguments(Rates):
             is_default = value == default or (value is False and default is None)
             if field.name not in _DERIVED and not field.name.endswith("_token") and not is_default:
                 values[field.name] = value
+        for kind in ("save", "eval"):
+            if (strategy := values.get(f"{kind}_strategy")) in ("no", "steps"):
+                del values[f"{kind}_strategy"]
+                if strategy == "no":
+                    values.pop(f"{kind}_steps", None)
         return values
 
 

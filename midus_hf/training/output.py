@@ -8,8 +8,10 @@ from typing import Any
 
 import yaml
 from accelerate.utils import broadcast_object_list
+from transformers import TrainerState
 
 from midus_hf.config.wording import first_few
+from midus_hf.files.card_example import card_example
 from midus_hf.files.checkpoint_files import RUN_CONFIG, is_begun_run
 from midus_hf.files.locks import Lock, lock_or_warn
 from midus_hf.files.whole_files import whole_file
@@ -24,10 +26,6 @@ _FREE = re.compile(
 )
 
 _SEQUENCES = "sequences_per_step"
-
-# What a card says of an upscaled model that computes what its base computes, before and after training.
-_EXACT_NOW = b"It computes exactly what the base computes until it is trained."
-_EXACT_BEFORE = b"Before training it computed exactly what its base computes."
 
 
 def open_output(arguments: Any) -> tuple[Path | None, Lock | None]:
@@ -140,17 +138,17 @@ def _check_same_run(record: Mapping[str, Any], checkpoint: Path) -> None:
             )
 
 
-def add_training(card: bytes, arguments: MemoryArguments, steps: int, tokens: int, loss: float | None) -> bytes:
-    """Append the section "Trained with" to a model card.
+def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:
+    """Append the section "Trained with" to a model card: steps, losses, held-out texts before and after, and keys.
 
-    The card shows only the last part of local paths, since cards are made to be shared. What the card says of the model
-    before training is put in the past.
+    The card shows only the last part of local paths, since cards are made to be shared.
 
     Args:
         card: The `README.md` of the model that was trained, in UTF-8.
-        loss: Mean loss of the last log event; None if nothing was logged.
+        state: State of the Trainer at the end.
     """
-    final_loss = "not logged" if loss is None else f"{loss:.4f}"
+    losses = [event["loss"] for event in state.log_history if "loss" in event]
+    final_loss = f"{losses[-1]:.4f}" if losses else "not logged"
     keys = yaml.safe_dump(shareable(arguments.recorded()), sort_keys=False)
     section = f"""
 
@@ -158,15 +156,33 @@ def add_training(card: bytes, arguments: MemoryArguments, steps: int, tokens: in
 
 | steps | tokens | final loss |
 |---|---|---|
-| {steps:,} | {tokens:,} | {final_loss} |
-
+| {state.global_step:,} | {int(state.num_input_tokens_seen):,} | {final_loss} |
+{_held_out(arguments, state)}
 ```yaml
 {keys}```
 """
-    return card.rstrip().replace(_EXACT_NOW, _EXACT_BEFORE) + section.encode()
+    return card.rstrip() + section.encode()
 
 
-def new_card(arguments: Any) -> bytes:
+def _held_out(arguments: Any, state: TrainerState) -> str:
+    """Return a table of what held-out texts measured before the first step and of the saved model; empty if neither was measured."""
+    saved = state.best_global_step if arguments.load_best_model_at_end else state.global_step
+    rows = []
+    for name in arguments.eval_texts:
+        measured = f"eval_{name}_" if name else "eval_"
+        by_step = {event["step"]: event for event in state.log_history if f"{measured}loss" in event}
+        numbers = [
+            f"{by_step[step][measured + kind]:.4f}" if step in by_step else "not measured"
+            for kind in ("loss", "perplexity")
+            for step in (0, saved)
+        ]
+        if by_step.keys() & {0, saved}:
+            rows.append(f"| {name or 'held out'} | {' | '.join(numbers)} |\n")
+    head = "| text | loss before training | after | perplexity before | after |\n|---|---|---|---|---|\n"
+    return f"\n{head}{''.join(rows)}" if rows else ""
+
+
+def new_card(arguments: Any, model_type: str) -> bytes:
     """Return the card of a model made from a config, without the section on training; the card names no base."""
     metadata = yaml.safe_dump(
         {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["midus_hf"]}, sort_keys=False
@@ -179,5 +195,7 @@ def new_card(arguments: Any) -> bytes:
 
 Trained from the beginning: the weights were made at random by seed {arguments.seed}, for the config `{config}`. The
 model is based on no other.
+
+{chr(10).join(card_example(model_type, "AutoModelForCausalLM", writes=True))}
 """
     return text.encode()

@@ -403,7 +403,7 @@ class Run:
                 files = dict(self._files)
                 if "README.md" in files:
                     card = without_section(files["README.md"].decode("utf-8")).encode()
-                    files["README.md"] = add_training(card, arguments, result.steps, result.tokens, result.loss)
+                    files["README.md"] = add_training(card, arguments, trainer.state)
                 for name, content in files.items():
                     (partial / name).write_bytes(content)
                 move_into_place(partial, output, last=CONFIG_FILE)  # a folder without a config is no model
@@ -448,7 +448,7 @@ def _load_model(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedMod
     with refusing(_expected(arguments), OSError, ValueError, ImportError, SafetensorError):
         if source is None:
             made = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
-            return made, {"README.md": new_card(arguments)}
+            return made, {"README.md": new_card(arguments, config.model_type)}
         options = {"config": config, "attn_implementation": attention, "use_safetensors": True}
         model, missing = saved_models.load_model(source, **options)
     saved_models.check_whole(source, missing)

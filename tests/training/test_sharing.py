@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from training.tiny_run import tiny_config
+from training.tiny_run import document, give_held_out_losses, tiny_config
+from transformers import TrainerState
 
 from midus_hf.files.checkpoint_files import TERMS
 from midus_hf.training import run as runs
@@ -82,18 +83,50 @@ def test_files_that_vanish_while_it_trains_are_carried_all_the_same(model, confi
 
 
 def test_a_loss_that_was_never_logged_is_not_made_up(tmp_path):
-    card = add_training(b"# A model", tiny_config(tmp_path, tmp_path, tmp_path), steps=1, tokens=1_000, loss=None)
+    state = TrainerState(global_step=1, num_input_tokens_seen=1_000)
+    card = add_training(b"# A model", tiny_config(tmp_path, tmp_path, tmp_path), state)
     assert "| 1 | 1,000 | not logged |" in card.decode()
 
 
-def test_a_trained_model_computes_no_longer_what_its_base_computes_and_its_card_says_so(upscaled, tmp_path):
+@pytest.mark.parametrize("eval_text", ["held.txt", {"a": "held.txt", "b": "held.txt"}])
+def test_its_card_has_what_held_out_texts_measured_before_and_after(
+    model, config_for, tmp_path, monkeypatch, eval_text
+):
+    monkeypatch.chdir(tmp_path)
+    Path("held.txt").write_text(document(60, 1))
+    give_held_out_losses(monkeypatch, lambda step: 3.0 - step / 4)
+    for name, keys in (("both", {"eval_on_start": True}), ("after", {})):
+        train(config_for(name, model=model, max_steps=2, eval_text=eval_text, eval_steps=2, **keys))
+    both, after = (training_section(tmp_path / name) for name in ("both", "after"))
+    rows = ["held out"] if isinstance(eval_text, str) else ["a", "b"]
+    head = "| text | loss before training | after | perplexity before | after |\n|---|---|---|---|---|\n"
+    assert head + "".join(f"| {row} | 3.0000 | 2.5000 | 20.0855 | 12.1825 |\n" for row in rows) in both
+    assert f"| {rows[-1]} | not measured | 2.5000 | not measured | 12.1825 |\n" in after
+    assert "save_" not in both and "eval_strategy" not in both
+
+
+def test_the_loss_after_training_is_that_of_the_model_that_is_saved(tmp_path):
+    arguments = tiny_config(
+        tmp_path, tmp_path, tmp_path, eval_text="held.txt", eval_steps=1, save_steps=1, load_best_model_at_end=True
+    )
+    events = [{"step": step, "eval_loss": loss, "eval_perplexity": 9.0} for step, loss in enumerate((3.0, 2.0, 2.5))]
+    state = TrainerState(global_step=2, best_global_step=1, log_history=events)
+    assert "| held out | 3.0000 | 2.0000 |" in add_training(b"# A model", arguments, state).decode()
+
+
+def test_the_example_on_the_card_of_a_new_model_runs_as_pasted(corpus, upscaled, tmp_path, monkeypatch, capsys):
+    base = str(upscaled("llama").parent / "base")
+    train(tiny_config(None, corpus, tmp_path / "out", config_name=base, tokenizer_name=base, max_steps=1))
+    monkeypatch.chdir(tmp_path / "out")
+    exec(Path("README.md").read_text().split("```python\n")[1].split("```")[0], {})
+    assert len(capsys.readouterr().out.split("\n")[-2].split()) > 20
+
+
+def test_what_a_card_says_of_the_model_before_training_holds_of_the_trained_model(upscaled, tmp_path):
     base = upscaled("llama").parent / "base"
     upscale(base=base, method="midus-hml", num_new_layers=1, options={"n": 2, "k": 1}, output=tmp_path / "model")
-    card = (tmp_path / "model" / "README.md").read_bytes()
-    trained = add_training(card, tiny_config(tmp_path, tmp_path, tmp_path), steps=1, tokens=1_000, loss=None)
-    assert b"It computes exactly what the base computes until it is trained." in card
-    assert b"until it is trained" not in trained
-    assert b"Before training it computed exactly what its base computes." in trained
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "\nBefore any training it computes exactly what the base computes.\n" in card
 
 
 def test_of_a_model_on_the_hub_only_what_accompanies_it_is_fetched(tmp_path, monkeypatch):

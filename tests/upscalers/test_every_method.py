@@ -34,7 +34,7 @@ from upscalers.runs.upscale import upscale
 from upscalers.tensors.recipes import Fill
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-EXACT, OTHERWISE = "It computes exactly what the base computes", "It is not promised to compute what the base computes"
+EXACT, OTHERWISE = "Before any training it computes exactly", "before that it is not promised to compute"
 FAMILY_OF = dict(taking_turns(KINDS, NATIVE_FAMILIES))
 
 

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from midus_hf.config.memory_entries import Memories
+from midus_hf.files.card_example import card_example
 from midus_hf.files.checkpoint_files import CARD_FILE
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.hub import check_repo_id
@@ -24,18 +25,19 @@ _ADAPTERS = [
     "",
 ]
 
-# What the card says of the result before training, by whether the method promises identity and whether models were compared.
+# What the card says of the result, by whether the method promises identity and whether models were compared. Once the model is
+# trained, the card says the same, which holds of what it was.
 _BIRTH = {
-    (True, True): "It computes exactly what the base computes until it is trained.",
+    (True, True): "Before any training it computes exactly what the base computes.",
     (
         True,
         False,
-    ): "The method promises that it computes exactly what the base computes until it is trained; nothing was compared.",
-    (False, True): "It is not promised to compute what the base computes: it is meant to be trained first.",
+    ): "Before any training it computes exactly what the base computes, as the method promises; nothing was compared.",
+    (False, True): "It is meant to be trained: before that it is not promised to compute what the base computes.",
     (
         False,
         False,
-    ): "It is not promised to compute what the base computes, and nothing was compared: it is meant to be trained first.",
+    ): "It is meant to be trained: before that it is not promised to compute what the base computes; nothing was compared.",
 }
 
 
@@ -76,7 +78,7 @@ def model_card(
         compared: Whether the result was compared with the base.
     """
     base_name = base.label
-    needs_code = config["model_type"].startswith("midus_")
+    writes = auto_class == "AutoModelForCausalLM" and any((base.folder / name).is_file() for name in _TOKENIZERS)
     start = _BIRTH[method.promises_identity, compared]
     described = [plan.describe(index, memories) for index in range(plan.num_layers)]
     rows = [
@@ -93,7 +95,7 @@ def model_card(
             f"{base_name} ({plan.num_base_layers} layers) {_change(plan, memories)}: {method.summary}.",
             start,
             "",
-            *_usage(base, auto_class, needs_code, repository),
+            *card_example(config["model_type"], auto_class, writes, repository),
             "",
             *(["## Know before use", "", *(f"- {concern}" for concern in concerns), ""] if concerns else []),
             "## Parameters",
@@ -129,30 +131,6 @@ def model_card(
 
 # Files of which one lies in each folder with a tokenizer.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-
-
-def _usage(base: Source, auto_class: str, needs_code: bool, repository: str | None) -> list[str]:
-    """Return a block of Python that loads the model, and continues a text if the base has a tokenizer and reads text alone.
-
-    Transformers reads the config before the tokenizer, and asks about the code in the folder unless it is told.
-    """
-    path = "PATH" if repository is None else f'"{repository}"'
-    arguments = f"({path}, trust_remote_code=True)" if needs_code else f"({path})"
-    writes = auto_class == "AutoModelForCausalLM" and any((base.folder / name).is_file() for name in _TOKENIZERS)
-    continuing = [
-        f"tokenizer = AutoTokenizer.from_pretrained{arguments}",
-        'tokens = tokenizer("Once upon a time", return_tensors="pt").input_ids',
-        "print(tokenizer.decode(model.generate(tokens, max_new_tokens=20)[0]))",
-    ]
-    return [
-        "```python",
-        f"from transformers import {auto_class}" + (", AutoTokenizer" if writes else ""),
-        "",
-        *(['PATH = "."  # the folder that this file lies in'] if repository is None else []),
-        f"model = {auto_class}.from_pretrained{arguments}",
-        *(continuing if writes else []),
-        "```",
-    ]
 
 
 def _change(plan: Plan, memories: Memories) -> str:
