@@ -60,7 +60,7 @@ def main() -> None:
         models=dict(zip(("base", "upscaled", "trained"), [*before, *after], strict=True)),
         samples=dict(zip(("base", "upscaled", "trained"), samples, strict=True)),
         prompt=PROMPT,
-        log=trained / "log.jsonl",
+        log=trained / "trainer_state.json",
         upscale_record=json.loads((upscaled / "upscale.json").read_text(encoding="utf-8")),
         commands=commands,
         seconds=time.perf_counter() - started,

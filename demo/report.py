@@ -78,8 +78,8 @@ def _table(models: dict[str, dict], samples: dict[str, dict]) -> TableOfWords:
 
 
 def _loss_curve(log: Path) -> bytes:
-    events = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    events = [event for event in events if "loss" in event]
+    history = json.loads(log.read_text(encoding="utf-8"))["log_history"]
+    events = [event for event in history if "loss" in event]
     tokens = [event["num_input_tokens_seen"] / 1000 for event in events]
     losses = [event["loss"] for event in events]
     means = [sum(losses[max(0, i - _MEAN_OVER + 1) : i + 1]) / min(i + 1, _MEAN_OVER) for i in range(len(losses))]

@@ -71,12 +71,11 @@ def trained_model(keys: Mapping[str, Any]) -> TrainedModel:
             f"training ended after {outcome.steps} of {steps:g} steps: the corpus has fewer sequences than a batch; expected more "
             "text, or a smaller per_device_train_batch_size."
         )
-    log = Path(keys["output_dir"], "log.jsonl").read_text(encoding="utf-8")
-    events = [json.loads(line) for line in log.splitlines()]
-    last = events[-1]
+    last = outcome.log[-1]
+    seconds = [event["train_runtime"] for event in outcome.log if "train_runtime" in event]
     free_memory()
     return TrainedModel(
-        last["trained_parameters"], outcome.tokens, last["training_seconds"], last["peak_memory_bytes"], events
+        last["trained_parameters"], outcome.tokens, seconds[-1], last["peak_memory_bytes"], outcome.log
     )
 
 

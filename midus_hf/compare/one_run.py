@@ -222,15 +222,15 @@ def _evaluate(model: str, comparison: Comparison, **keys: Any) -> dict[str, Any]
 def curve(events: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[Point]:
     """Return the measurements in the events of a training log, ordered by step."""
     points: dict[int, Point] = {}
-    tokens = 0
+    tokens, seconds = 0, None
     for event in events:
+        seconds = event.get("train_runtime", seconds)
         tokens = event.get("num_input_tokens_seen", tokens)
         losses = {name: event[f"eval_{name}_loss"] for name in texts if f"eval_{name}_loss" in event}
         if losses:
             step = event["step"]
             measured = points[step].losses if step in points else {}  # the Trainer logs each text by itself
-            seconds = event["training_seconds"] if step else None
-            points[step] = Point(step, tokens if step else 0, seconds, {**measured, **losses})
+            points[step] = Point(step, tokens if step else 0, seconds if step else None, {**measured, **losses})
     return [points[step] for step in sorted(points)]
 
 

@@ -24,7 +24,7 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLED_FILE, PICKLED_INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
 RECORD_FILE, CARD_FILE = "upscale.json", "README.md"
 TEMPLATES_FOLDER = "additional_chat_templates"
-RUN_CONFIG, RUN_LOG = "train_config.yaml", "log.jsonl"
+RUN_CONFIG = "train_config.yaml"
 EVENTS_FOLDER = "runs"
 
 # Folder in which a run writes the trained model before it is moved into the output. The run owns everything in this
@@ -106,7 +106,7 @@ BANKS: Kind = tuple(f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, *T
 # Written by `Trainer.save_model` beside a model.
 ARGUMENTS: Kind = ("training_args.bin",)
 
-# Written by `Trainer.save_state` beside a model, and part of every checkpoint.
+# With the log of a run: written beside a model by training and by `Trainer.save_state`, and part of every checkpoint.
 STATE: Kind = (TRAINER_STATE,)
 
 # Written by PEFT instead of weights. A run merges adapters at its end, so only checkpoints have them.
@@ -124,13 +124,13 @@ RESUMED: Kind = (
     *(TRAINED_FILE, MANIFEST_FILE, *_STATES_OF_BLOCKS),
 )
 
-# Options and log of a run, written into its output by `midus train` and `midus sft`.
-RUN: Kind = (RUN_CONFIG, RUN_LOG)
+# Options of a run, written into its output by `midus train` and `midus sft`.
+RUN: Kind = (RUN_CONFIG,)
 
 # What a run says of the texts that it protected.
 CERTIFICATE = "certificate.json"
 
-# Unfinished options and logs that a killed run leaves behind.
+# Unfinished options that a killed run leaves behind.
 UNFINISHED_RUN: Kind = tuple(unfinished_name(name, "[0-9a-f]" * 8) for name in RUN)
 
 # Files that the hub adds to a repository, and that its client downloads with the rest.

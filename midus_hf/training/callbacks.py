@@ -1,18 +1,14 @@
-"""Callbacks of a run: an orderly stop by a signal, and the log file."""
+"""Callbacks of a run: an orderly stop by a signal, and events of the log where a run may go on."""
 
-import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
-from midus_hf.files.whole_files import whole_file
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds in which signals count as one, since launchers repeat a signal that the terminal already sent.
@@ -79,40 +75,12 @@ class StopOnSignal(TrainerCallback):
             signal.raise_signal(number)
 
 
-class TrainingLog(TrainerCallback):
-    """Callback that appends every log event to a file, one JSON object per line.
+class LogCheckpoints(TrainerCallback):
+    """Callback that logs also in steps that are saved or measured, and in the last.
 
-    Events also fall on the steps that save a checkpoint, and on the last step. A logged loss is the mean since the
-    previous event, so a resumed run, which continues the file, logs the same losses as an uninterrupted run.
-    `training_seconds` of an event is the wall time of training so far, up to the checkpoint for what came before a resumption.
+    A logged loss is the mean since the previous event, so a resumed run logs the same losses as an uninterrupted run.
     """
 
-    def __init__(self, path: str | os.PathLike):
-        self.path = Path(path)
-        self._began = self._seconds_before = 0.0
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.is_world_process_zero:
-            kept = [event for event in read_log(self.path) if event["step"] <= state.global_step]
-            with whole_file(self.path) as partial:
-                partial.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
-            self._began = time.perf_counter()
-            self._seconds_before = max((event.get("training_seconds", 0.0) for event in kept), default=0.0)
-
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if control.should_save or 0 < state.max_steps <= state.global_step:
+        if control.should_save or control.should_evaluate or 0 < state.max_steps <= state.global_step:
             control.should_log = True
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.is_world_process_zero:
-            seconds = round(self._seconds_before + time.perf_counter() - self._began, 3)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**state.log_history[-1], "training_seconds": seconds}) + "\n")
-
-
-def read_log(path: str | os.PathLike) -> list[dict]:
-    """Return the events of a `TrainingLog`, without a last line that was cut short; `[]` if the file does not exist."""
-    path = Path(path)
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]

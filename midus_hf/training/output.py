@@ -79,7 +79,7 @@ def _open_here(output: Path, arguments: Any) -> tuple[Path | None, Lock | None]:
 
 
 def close_output(arguments: Any, lock: Lock | None) -> None:
-    """Release the lock on the output of a run; take back the record of a run that ended before it trained anything."""
+    """Release the lock on the output of a run; take back the record of a run that left nothing else."""
     if lock is not None:
         lock.release()
     output = Path(arguments.output_dir)

@@ -28,14 +28,14 @@ from midus_hf import saved_models
 from midus_hf.banks.bank_description import grown_layouts
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.wording import install_extra
-from midus_hf.files.checkpoint_files import ACCOMPANYING, CERTIFICATE, CONFIG_FILE, PARTIAL_MODEL, RUN_LOG
+from midus_hf.files.checkpoint_files import ACCOMPANYING, CERTIFICATE, CONFIG_FILE, PARTIAL_MODEL, TRAINER_STATE
 from midus_hf.files.whole_files import move_into_place
 from midus_hf.library_bars import data_bars_on_terminals, without_library_bars
 from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import refusing
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
 from midus_hf.training.blocks import use_tree
-from midus_hf.training.callbacks import RunInterrupted, StopOnSignal, TrainingLog
+from midus_hf.training.callbacks import LogCheckpoints, RunInterrupted, StopOnSignal
 from midus_hf.training.data.corpus import read_corpus
 from midus_hf.training.data.leaves import checked_paths, leaf_sequences, tree_of_paths
 from midus_hf.training.data.packing import packed_sequences
@@ -61,19 +61,22 @@ class TrainResult:
         steps: Number of optimizer steps, including steps before a resumption.
         tokens: Number of tokens that all processes trained on, including tokens before a resumption.
         loss: Mean loss of the last log event; None if there was none.
+        log: Events of the Trainer's log (`log_history`), also those before a resumption. The last has the numbers of trained
+            parameters and of bytes that were allocated at most.
     """
 
     output: str
     steps: int
     tokens: int
     loss: float | None
+    log: list[dict[str, Any]]
 
 
 def train(arguments: TrainArguments) -> TrainResult:
     """Pretrain a model on text, from its weights or from the beginning.
 
     The function prints what trains, and writes to `arguments.output_dir` the trained model and its tokenizer,
-    checkpoints, `log.jsonl` and the arguments (`train_config.yaml`).
+    checkpoints, the Trainer's log (`trainer_state.json`) and the arguments (`train_config.yaml`).
 
     Raises:
         ValueError: If the arguments are wrong; nothing but caches of `datasets` has been written then.
@@ -313,7 +316,7 @@ class Run:
             )
         self._stop = StopOnSignal(trainer.largest)
         trainer.add_callback(self._stop)
-        trainer.add_callback(TrainingLog(Path(self.arguments.output_dir, RUN_LOG)))
+        trainer.add_callback(LogCheckpoints())
 
     def _protect(self) -> None:
         """Read the protected texts, and take their n-grams out of the tables that train."""
@@ -356,15 +359,16 @@ class Run:
                         self._stop.signal_number,
                     )
                 state: Any = self.trainer.state
+                trained = sum(whole_numel(each) for each in self.trainer.model.parameters() if each.requires_grad)
+                self.trainer.log({"trained_parameters": trained, "peak_memory_bytes": peak_memory_bytes()})
                 losses = [event["loss"] for event in state.log_history if "loss" in event]
                 result = TrainResult(
                     str(self.arguments.output_dir),
                     state.global_step,
                     int(state.num_input_tokens_seen),
                     losses[-1] if losses else None,
+                    state.log_history,
                 )
-                trained = sum(whole_numel(each) for each in self.trainer.model.parameters() if each.requires_grad)
-                self.trainer.log({"trained_parameters": trained, "peak_memory_bytes": peak_memory_bytes()})
                 self._save(self.trainer, self.tokenizer, result)
             return result
         finally:
@@ -399,6 +403,7 @@ class Run:
             trainer.save_model(str(partial))
             if arguments.process_index == 0:
                 (partial / "training_args.bin").unlink(missing_ok=True)
+                trainer.state.save_to_json(str(partial / TRAINER_STATE))
                 tokenizer.save_pretrained(partial)
                 files = dict(self._files)
                 if "README.md" in files:

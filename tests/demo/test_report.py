@@ -16,9 +16,9 @@ MEASURED = {
 
 @pytest.fixture
 def arguments(tmp_path):
-    log = tmp_path / "log.jsonl"
+    log = tmp_path / "trainer_state.json"
     events = [{"step": step, "loss": 4.0 - 0.1 * step, "num_input_tokens_seen": 1024 * step} for step in range(1, 15)]
-    log.write_text("".join(json.dumps(event) + "\n" for event in [*events, {"step": 14, "train_loss": 3.3}]))
+    log.write_text(json.dumps({"log_history": [*events, {"step": 14, "train_loss": 3.3}]}))
     slower = copy.deepcopy(MEASURED) | {"parameters": 143_409_088}
     slower["perplexity"]["seconds"] = 3.0
     trained = copy.deepcopy(slower)

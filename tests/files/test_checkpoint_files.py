@@ -57,11 +57,10 @@ OURS = {
     "block_states/0/.level-1.safetensors.midus-01234567.partial": False,
     "block_states/0/level-1.partial": False,
     "train_config.yaml": True,
-    "log.jsonl": True,
-    ".log.jsonl.midus-01234567.partial": False,
-    ".log.jsonl.midus-mine.partial": False,
-    ".log.jsonl.partial": False,
-    "log.jsonl.partial": False,
+    ".train_config.yaml.midus-01234567.partial": False,
+    ".train_config.yaml.midus-mine.partial": False,
+    ".train_config.yaml.partial": False,
+    "train_config.yaml.partial": False,
     "runs/events.out.tfevents.1": False,
     "runs/Nov21/events.out.tfevents.1": False,
     "runs/events": False,
@@ -86,7 +85,7 @@ def test_whose_a_file_is(name, tmp_path):
     [
         *(
             (name, True)
-            for name in ("train_config.yaml", "log.jsonl", ".log.jsonl.midus-01234567.partial", "checkpoint-12")
+            for name in ("train_config.yaml", ".train_config.yaml.midus-01234567.partial", "checkpoint-12")
         ),
         *((name, True) for name in ("runs", ".partial_model")),
         *((name, False) for name in ("config.json", "model.safetensors", "notes.txt", "checkpoint-x")),

@@ -1,5 +1,6 @@
 """What runs have left: their logs, their weights, and how two runs compare."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,14 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.callbacks import read_log
 from midus_hf.training.checkpoints import checkpoints_in
 from midus_hf.training.run import train
 
 # What events say that differs from run to run.
 OF_TIME = (
     *("train_runtime", "train_tokens_per_second", "train_samples_per_second", "train_steps_per_second"),
-    *("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "training_seconds"),
+    *("eval_runtime", "eval_samples_per_second", "eval_steps_per_second"),
 )
 
 # Files without which a folder holds no trained model.
@@ -24,8 +24,10 @@ MODEL = ("config.json", "model.safetensors")
 
 
 def events(output: Path, name: str = "loss") -> list[dict[str, Any]]:
-    """Return the events of a log that have a name."""
-    return [event for event in read_log(Path(output) / "log.jsonl") if name in event]
+    """Return the events of a run's log that have a name; of a run without a model, those up to its latest checkpoint."""
+    folder = output if Path(output, "trainer_state.json").exists() else next(iter(checkpoints_in(output).values()))
+    history = json.loads(Path(folder, "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    return [event for event in history if name in event]
 
 
 def logged(output: Path, name: str = "loss") -> list[Any]:

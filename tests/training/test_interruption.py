@@ -23,6 +23,11 @@ INTERRUPTER = Path(__file__).with_name("interrupted_rank.py")
 HINT = "Stopping after this step, with a checkpoint; once more stops at once."
 
 
+def saved_in(output: Path) -> list[Path]:
+    """Return the checkpoints of a run that is training."""
+    return list(output.glob("checkpoint-*/manifest.json"))
+
+
 def test_an_interrupted_run_resumes_exactly(config_for, tmp_path):
     options = {"gradient_accumulation_steps": 2, "max_steps": 12}
     train(config_for("whole", **options))
@@ -44,18 +49,18 @@ def test_a_signal_in_the_last_step_changes_nothing(config_for, tmp_path):
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_command_tells_how_to_go_on_and_has_no_traceback(number, status, words, tmp_path, capfd, keyboard):
-    log, ended = tmp_path / "out" / "log.jsonl", threading.Event()
+    ended = threading.Event()
 
-    def signal_after_first_event() -> None:
+    def signal_in_training() -> None:
         while not ended.wait(0.02):
-            if log.exists() and log.stat().st_size:
+            if saved_in(tmp_path / "out"):
                 os.kill(os.getpid(), number)
                 return
 
-    sender = threading.Thread(target=signal_after_first_event)
+    sender = threading.Thread(target=signal_in_training)
     sender.start()
     try:
-        assert main(words) == status
+        assert main([*words, "save_steps=1"]) == status
     finally:
         ended.set()
         sender.join()
@@ -116,7 +121,7 @@ def test_processes_of_a_launcher_stop_at_the_same_step(words, tmp_path):
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-            *("-m", "midus_hf", "train", *words),
+            *("-m", "midus_hf", "train", *words, "save_steps=1"),
         ],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -125,8 +130,8 @@ def test_processes_of_a_launcher_stop_at_the_same_step(words, tmp_path):
         # Shells start what runs in the background with SIGINT ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    log, deadline = tmp_path / "out" / "log.jsonl", time.monotonic() + 120
-    while not (log.exists() and log.stat().st_size):
+    deadline = time.monotonic() + 120
+    while not saved_in(tmp_path / "out"):
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)

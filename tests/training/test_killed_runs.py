@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from training.block_runs import bank_of
+from training.outcomes import events
 
 from midus_hf.banks.memory_bank import MemoryBank
-from midus_hf.training.callbacks import read_log
 from midus_hf.training.checkpoints import checkpoints_in, damage_of
 
 HELPER = Path(__file__).with_name("killed_runs.py")
@@ -109,10 +109,7 @@ def test_what_is_gone_on_with_after_kills_is_the_run_that_nobody_disturbed(runs,
     for step in (4, 6):
         assert_same_state(runs / name / f"checkpoint-{step}", runs / "whole" / f"checkpoint-{step}")
     assert set(complete_checkpoints(runs / name)) >= {4, 6}
-    losses = [
-        [(event["step"], event["loss"]) for event in read_log(runs / folder / "log.jsonl") if "loss" in event]
-        for folder in (name, "whole")
-    ]
+    losses = [[(event["step"], event["loss"]) for event in events(runs / folder)] for folder in (name, "whole")]
     assert losses[0] == losses[1] and len(losses[0]) == 6
     assert not list((runs / name).rglob("*.partial")) and not list((runs / name).rglob(".partial*"))
 

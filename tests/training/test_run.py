@@ -37,7 +37,7 @@ def test_a_resumed_run_reproduces_the_losses_and_the_weights_of_the_uninterrupte
     options = {"save_steps": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.01, "max_steps": 8}
     train(config_for("whole", family, **options))
     cut_off(prepare(config_for("parts", family, **options)), step=6)
-    assert logged(tmp_path / "parts", "step") == list(range(1, 6))
+    assert logged(tmp_path / "parts", "step") == list(range(1, 5))  # what came after the checkpoint is lost
     result = train(config_for("parts", family, resume_from_checkpoint=True, **options))
     assert [event["step"] for event in exact_log(tmp_path / "whole")] == list(range(1, 9))
     assert result.steps == 8 and result.tokens == 8 * 2 * 2 * 16

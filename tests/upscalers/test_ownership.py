@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from midus_hf.files.checkpoint_files import RUN_CONFIG, RUN_LOG
+from midus_hf.files.checkpoint_files import RUN_CONFIG
 from midus_hf.files.ownership import foreign_files
 from tests.upscalers.checkpoints import file_digests, load, save_base, unverified
 from tests.upscalers.test_provenance import tokenizer
@@ -101,12 +101,12 @@ def test_a_model_that_was_saved_again_or_downloaded_is_replaced(base, tmp_path):
     output = tmp_path / "saved"
     load(unverified(base, tmp_path / "out")).save_pretrained(output, max_shard_size="30KB")
     tokenizer().save_pretrained(output)
-    for name in ("training_args.bin", "trainer_state.json", ".gitattributes", RUN_CONFIG, RUN_LOG):
+    for name in ("training_args.bin", "trainer_state.json", ".gitattributes", RUN_CONFIG):
         (output / name).touch()
     (output / ".cache" / "huggingface" / "download").mkdir(parents=True)
     (output / ".cache" / "huggingface" / "download" / "config.json.metadata").touch()
     unverified(base, output, overwrite=True)
-    assert not (output / ".cache").exists() and not (output / RUN_LOG).exists()
+    assert not (output / ".cache").exists() and not (output / RUN_CONFIG).exists()
 
 
 def test_what_appears_in_the_old_output_while_the_work_goes_on_is_kept(base, tmp_path, monkeypatch):
