@@ -5,7 +5,7 @@ import json
 import pytest
 from commands.installed import run_in_process
 
-from midus_hf.cli.training.command import Request
+from midus_hf.cli.training.command import read_arguments
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.sft.arguments import SftArguments
 from tests.training.tiny_run import save_upscaled, write_corpus
@@ -19,7 +19,7 @@ def model(tmp_path):
 
 
 def read(first, *overrides, command="train", kind=TrainArguments, **options):
-    return Request(command, first, overrides, **options).read(kind)
+    return read_arguments(kind, command, first, overrides, **options)
 
 
 def test_texts_get_keys_for_a_short_run_which_a_line_names(model, tmp_path, capsys):
@@ -73,27 +73,13 @@ def test_of_two_words_with_one_key_the_later_one_counts(model):
     assert read("notes", "seed=1", "seed=2", model=model, output="o").seed == 2
 
 
-def test_epochs_replace_the_steps_of_a_recipe_which_a_line_says(tmp_path, capsys):
+def test_steps_of_a_recipe_count_before_epochs_which_a_line_says(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("{corpus: c, model_name_or_path: m, output_dir: o, max_steps: 3}")
-    arguments = read(str(recipe), "num_train_epochs=2")
-    assert (arguments.max_steps, arguments.num_train_epochs) == (-1, 2)
-    assert capsys.readouterr().err == f"num_train_epochs replaces max_steps=3 of {recipe}\n"
-    assert read(str(recipe), "num_train_epochs=2", "max_steps=5").max_steps == 5
-
-
-def test_steps_of_a_recipe_behind_the_epochs_stay(tmp_path, capsys):
-    first, later, without = (tmp_path / name for name in ("first.yaml", "later.yaml", "without.yaml"))
-    first.write_text("{corpus: c, model_name_or_path: m, output_dir: o, max_steps: 3}")
-    later.write_text("max_steps: 5")
-    without.write_text("max_steps: -1")
-    assert read(str(first), "num_train_epochs=2", str(later)).max_steps == 5
-    assert read(str(first), str(without), "num_train_epochs=2").max_steps == -1
-    assert capsys.readouterr().err == ""
-    assert read(str(first), str(later), "num_train_epochs=2").max_steps == -1
-    assert capsys.readouterr().err == f"num_train_epochs replaces max_steps=5 of {later}\n"
-    assert read("notes", str(later), "num_train_epochs=2", model="m", output="o").max_steps == -1
-    assert capsys.readouterr().err.startswith(f"num_train_epochs replaces max_steps=5 of {later}\n")
+    assert read(str(recipe), "num_train_epochs=2").max_steps == 3
+    assert capsys.readouterr().err == "max_steps=3 counts, and not num_train_epochs; max_steps=-1 lets epochs count\n"
+    arguments = read(str(recipe), "num_train_epochs=2", "max_steps=-1")
+    assert (arguments.max_steps, arguments.num_train_epochs, capsys.readouterr().err) == (-1, 2, "")
 
 
 def test_chats_are_fine_tuned_on_likewise(model, tmp_path):

@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from midus_hf.cli.command_line import FAILED, WRONG_REQUEST, Ending, is_main_process
-from midus_hf.cli.options import argument, option
+from midus_hf.cli.options import argument, option, read_recipe
+from midus_hf.cli.training.printed_config import recipes
+from midus_hf.config.yaml_options import apply_words, from_mapping
 
 Overrides = Annotated[
     list[str] | None,
     argument("Keys that replace those of the recipe, or recipes.", "KEY=VALUE", show_default=False),
 ]
-
-
 Model = Annotated[str | None, option("The model to train; needed with texts.", "MODEL")]
 Output = Annotated[str | None, option("Folder to make; needed with texts.", "DIR")]
 
-_RECIPES = (".yaml", ".yml")
 # The key of the texts, by command, and keys for a short run on them.
 _TEXTS = {"train": "corpus", "sft": "dataset_name"}
 _LENGTH = {"train": "sequence_length", "sft": "max_length"}
@@ -29,134 +28,101 @@ _SHORT_RUN = {"num_train_epochs": 3, "per_device_train_batch_size": 4}
 _RATES = {"new": {"learning_rate": 1e-3, "value_learning_rate": 1e-2}, "all": {"learning_rate": 1e-4}}
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A request to a command that trains, in words.
+def read_arguments(
+    arguments_class: type[Any],
+    command: str,
+    first: str,
+    words: Sequence[str],
+    model: str | None = None,
+    output: str | None = None,
+) -> Any:
+    """Return the arguments of a run: the keys of a recipe, or keys for a short run on texts, which one line names.
+
+    The options and the texts replace keys of every recipe.
 
     Args:
+        arguments_class: The dataclass of the arguments.
         command: Name of the command: `train` or `sft`.
         first: A recipe, or texts.
-        overrides: Words behind `first`, `key=value` or recipes.
+        words: Words behind `first`, `key=value` or recipes. Of two words with one key, the later one counts.
         model: Value of `--model`.
         output: Value of `--output`.
+
+    Raises:
+        ValueError: If the words are no request.
     """
-
-    command: str
-    first: str
-    overrides: Sequence[str]
-    model: str | None = None
-    output: str | None = None
-
-    def read(self, arguments_class: type[Any]) -> Any:
-        """Return the arguments of the run: the keys of the recipe, or keys for a short run on the texts, which one line names.
-
-        The options and the texts replace keys of every recipe.
-
-        Raises:
-            ValueError: If the words are no request.
-        """
-        from midus_hf.cli.options import read_recipe
-        from midus_hf.config.yaml_options import apply_words, from_mapping
-
-        values = {"model_name_or_path": self.model, "output_dir": self.output}
-        sources = {"model_name_or_path": "--model", "output_dir": "--output"}
-        if self.first.endswith(_RECIPES):
-            values = {key: value for key, value in values.items() if value is not None}
-            self._refuse_keys_given_twice({key: sources[key] for key in values})
-            last = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
-            return read_recipe(arguments_class, self.first, [*self.overrides, *self._with_epochs(), *last])
-        self._refuse_other_kinds()
-        texts = _TEXTS[self.command]
-        values = {key: value for key, value in {texts: self.first, **values}.items() if value is not None}
-        self._refuse_keys_given_twice({key: sources.get(key, repr(self.first)) for key in values})
-        written = apply_words(arguments_class, {}, [*self.overrides, *self._with_epochs()]) | values
-        for key, name in (("model_name_or_path", "model"), ("output_dir", "output")):
-            if key not in written:
-                raise ValueError(
-                    f"--{name} is missing: {self.first!r} is read as texts; run 'midus {self.command} {self.first} --model MODEL "
-                    "--output DIR', or give a recipe, a file that ends in .yaml."
-                )
-        chosen = {_LENGTH[self.command]: 256, **_SHORT_RUN, **_RATES["new" if _trains_new_parts(written) else "all"]}
-        if written.get("max_steps") not in (None, -1):  # which the Trainer prefers to epochs
-            del chosen["num_train_epochs"]
-        unchanged = ", ".join(f"{key}={value:g}" for key, value in chosen.items() if key not in written)
-        if unchanged and is_main_process():
-            print(f"for a short run: {unchanged}; KEY=VALUE behind the texts replaces any", file=sys.stderr)
-        return from_mapping(arguments_class, chosen | written)
-
-    def _refuse_keys_given_twice(self, sources: dict[str, str]) -> None:
-        """Refuse words that give a key which an option or the texts give. Of two words with one key, the later one counts.
-
-        Args:
-            sources: What gives a value before the words, by key.
-
-        Raises:
-            ValueError: If a word gives a key that one of `sources` gives.
-        """
-        for word in self.overrides:
-            key, equals, _ = word.partition("=")
-            if not equals:
-                continue
-            if key in sources:
-                raise ValueError(
-                    f"{key} is given twice, by {sources[key]} and {word!r}; expected each key once. Leave one out."
-                )
-
-    def _with_epochs(self) -> list[str]:
-        """Return the word that takes `max_steps` of recipes away where a word says `num_train_epochs`, and say so in a line.
-
-        A recipe behind that word keeps its `max_steps`.
-        """
-        from midus_hf.config.yaml_options import read_mapping
-
-        keys = [word.partition("=")[0] for word in self.overrides]
-        if "num_train_epochs" not in keys or "max_steps" in keys:
-            return []
-        paths = [word for word in self.overrides if word.endswith(_RECIPES) and "=" not in word]
-        if self.first.endswith(_RECIPES):
-            paths.insert(0, self.first)
-        recipes = {path: read_mapping(path) for path in paths}
-        last = next((path for path in reversed(recipes) if "max_steps" in recipes[path]), None)
-        if last is None or recipes[last]["max_steps"] in (None, -1):
-            return []
-        if last in self.overrides[keys.index("num_train_epochs") :]:
-            return []
-        if is_main_process():
-            print(f"num_train_epochs replaces max_steps={recipes[last]['max_steps']} of {last}", file=sys.stderr)
-        return ["max_steps=-1"]
-
-    def _refuse_other_kinds(self) -> None:
-        """Refuse a first word that is a model, a method or a word `key=value`, and say what takes it.
-
-        Raises:
-            ValueError: If it is one.
-        """
-        from midus_hf.cli.training.printed_config import recipes
-
-        path = Path(self.first)
-        usage = f"midus {self.command} TEXTS --model MODEL --output DIR"
-        if not path.exists() and "=" in self.first:
+    is_recipe = first.endswith((".yaml", ".yml"))
+    options = {"model_name_or_path": ("--model", model), "output_dir": ("--output", output)}
+    if not is_recipe:
+        _refuse_other_kinds(command, first)
+        options = {_TEXTS[command]: (repr(first), first), **options}
+    options = {key: (source, value) for key, (source, value) in options.items() if value is not None}
+    for word in words:
+        key, equals, _ = word.partition("=")
+        if equals and key in options:
             raise ValueError(
-                f"{self.first!r} stands first; expected a recipe or texts before it: '{usage} {self.first}'."
+                f"{key} is given twice, by {options[key][0]} and {word!r}; expected each key once. Leave one out."
             )
-        if (path / "config.json").is_file():
-            raise ValueError(
-                f"{self.first!r} is a model, and texts are expected; run 'midus {self.command} TEXTS --model {path}'."
-            )
-        if path.exists():
-            return
-        if self.first in recipes(self.command):
-            raise ValueError(
-                f"{self.first!r} is a recipe's name; run 'midus {self.command} --print-config {self.first} > recipe.yaml' and then "
-                f"'midus {self.command} recipe.yaml'."
-            )
-        import upscalers.methods  # noqa: F401  # which registers the methods
-        from upscalers.methods.contract import METHODS
+    values = {key: value for key, (_, value) in options.items()}
+    if is_recipe:
+        last = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+        arguments = read_recipe(arguments_class, first, [*words, *last])
+    else:
+        arguments = from_mapping(arguments_class, _short_run(arguments_class, command, first, words, values))
+    if arguments.max_steps > 0 and any(word.startswith("num_train_epochs=") for word in words) and is_main_process():
+        print(
+            f"max_steps={arguments.max_steps} counts, and not num_train_epochs; max_steps=-1 lets epochs count",
+            file=sys.stderr,
+        )
+    return arguments
 
-        if self.first in METHODS:
+
+def _short_run(
+    arguments_class: type[Any], command: str, first: str, words: Sequence[str], values: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the keys that words and options give, and keys for a short run where they give none."""
+    written = apply_words(arguments_class, {}, words) | values
+    for key, name in (("model_name_or_path", "model"), ("output_dir", "output")):
+        if key not in written:
             raise ValueError(
-                f"{self.first!r} is a method, by which 'upscale --method {self.first}' makes a model; then run '{usage}'."
+                f"--{name} is missing: {first!r} is read as texts; run 'midus {command} {first} --model MODEL --output DIR', or "
+                "give a recipe, a file that ends in .yaml."
             )
+    chosen = {_LENGTH[command]: 256, **_SHORT_RUN, **_RATES["new" if _trains_new_parts(written) else "all"]}
+    if written.get("max_steps") not in (None, -1):  # which the Trainer prefers to epochs
+        del chosen["num_train_epochs"]
+    unchanged = ", ".join(f"{key}={value:g}" for key, value in chosen.items() if key not in written)
+    if unchanged and is_main_process():
+        print(f"for a short run: {unchanged}; KEY=VALUE behind the texts replaces any", file=sys.stderr)
+    return chosen | written
+
+
+def _refuse_other_kinds(command: str, first: str) -> None:
+    """Refuse a first word that is a model, a method or a word `key=value`, and say what takes it.
+
+    Raises:
+        ValueError: If it is one.
+    """
+    path = Path(first)
+    usage = f"midus {command} TEXTS --model MODEL --output DIR"
+    if (path / "config.json").is_file():
+        raise ValueError(f"{first!r} is a model, and texts are expected; run 'midus {command} TEXTS --model {path}'.")
+    if path.exists():
+        return
+    if "=" in first:
+        raise ValueError(f"{first!r} stands first; expected a recipe or texts before it: '{usage} {first}'.")
+    if first in recipes(command):
+        raise ValueError(
+            f"{first!r} is a recipe's name; run 'midus {command} --print-config {first} > recipe.yaml' and then "
+            f"'midus {command} recipe.yaml'."
+        )
+    import upscalers.methods  # noqa: F401  # which registers the methods
+    from upscalers.methods.contract import METHODS
+
+    if first in METHODS:
+        raise ValueError(
+            f"{first!r} is a method, by which 'upscale --method {first}' makes a model; then run '{usage}'."
+        )
 
 
 def _trains_new_parts(keys: dict[str, Any]) -> bool:
@@ -184,34 +150,33 @@ def keys_of(options_class: Callable[[], type[Any]]) -> set[str]:
         return set()
 
 
-def train_in_group(arguments_class: type[Any], prepare: Callable[[Any], Any], request: Request) -> None:
+def train_in_group(prepare: Callable[[Any], Any], *request: Any) -> None:
     """Read the arguments of a run, train, and print one line about the result.
 
     Args:
-        arguments_class: The dataclass of the arguments.
         prepare: Makes a run of the arguments, whose `execute` returns a `TrainResult`.
-        request: What the run is to do.
+        request: What the run is to do: arguments of `read_arguments`.
 
     Raises:
         Ending: If the request is wrong, or the run failed or was interrupted.
     """
     group_is_ours = not _is_in_process_group()
     # `_train` returns the ending, since a raised exception would keep the trainer alive.
-    ending = _train(arguments_class, prepare, request)
+    ending = _train(prepare, request)
     if group_is_ours:
         _leave_process_group()
     if ending is not None:
         raise ending
 
 
-def _train(arguments_class: type[Any], prepare: Callable[[Any], Any], request: Request) -> Ending | None:
+def _train(prepare: Callable[[Any], Any], request: Sequence[Any]) -> Ending | None:
     from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.model_names import check_sources
     from midus_hf.training.callbacks import RunInterrupted
     from midus_hf.training.optim.finite import NotFiniteError
 
     try:
-        arguments = request.read(arguments_class)
+        arguments = read_arguments(*request)
         check_sources(arguments.sources())
         with library_bars_on_terminals():
             run = prepare(arguments)

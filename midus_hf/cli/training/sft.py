@@ -6,7 +6,7 @@ from typing import Annotated
 
 from midus_hf.cli.command_line import WRONG_REQUEST, Ending, command_line, run_command
 from midus_hf.cli.options import argument
-from midus_hf.cli.training.command import Model, Output, Overrides, Request, keys_of, train_in_group
+from midus_hf.cli.training.command import Model, Output, Overrides, keys_of, train_in_group
 from midus_hf.cli.training.printed_config import print_config_option
 from midus_hf.config.wording import install_extra
 
@@ -48,7 +48,7 @@ def midus_sft(
         )
     from midus_hf.training.sft.run import prepare
 
-    train_in_group(_options(), prepare, Request("sft", config, overrides or [], model, output))
+    train_in_group(prepare, _options(), "sft", config, overrides or [], model, output)
 
 
 main = partial(run_command, app, name="midus sft", raises=True, keys=lambda: keys_of(_options))
