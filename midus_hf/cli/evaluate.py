@@ -23,24 +23,21 @@ from midus_hf.cli.options import (
     show,
 )
 
-_REST = """\b
-Keys of --set and of the file, besides these options (docs/evaluate.md):
-  column           where rows of JSON and Parquet hold the text
-  include_path     folder with more task files
-  num_fewshot      worked examples before a question
-  path_column      where rows of the text hold the path to fetch blocks by
-"""
 app = command_line()
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Keys:
-    """Options that are keys of `EvaluationSettings` as well."""
+    """The keys of `EvaluationSettings` as options."""
 
     text: Annotated[str | None, option("File or folder to measure perplexity on.", "PATH")] = None
     tasks: Annotated[str | None, option("Tasks of lm-eval, separated by commas.", "NAMES")] = None
     data: TaskData = None
     limit: TaskLimit = None
+    include_path: Annotated[str | None, option("Folder with more task files.", "DIR")] = None
+    num_fewshot: Annotated[int | None, option("Worked examples before a question.", "N")] = None
+    column: Annotated[str | None, option("Column that holds the text.  [default: text]", "NAME")] = None
+    path_column: Annotated[str | None, option("Column with the path to fetch blocks by.", "NAME")] = None
     sequence_length: Annotated[int | None, option("Tokens per window of the text.  [default: 1024]", "N")] = None
     max_tokens: Annotated[int | None, option("Tokens of the text to predict.  [default: all]", "N")] = None
     retriever: Annotated[str | None, option("Tree of topics by which models fetch blocks.", "TREE")] = None
@@ -52,7 +49,7 @@ class _Keys:
     ] = None
 
 
-@app.command(epilog=_REST)
+@app.command()
 @sharing_options
 def midus_eval(
     models: Annotated[
@@ -61,7 +58,6 @@ def midus_eval(
     *,
     keys: _Keys,
     config: Annotated[str | None, option("YAML file of keys; options win.", "FILE")] = None,
-    set_: Annotated[list[str] | None, option("Set a key listed below; may be repeated.", "KEY=VALUE", "--set")] = None,
     verbose: Annotated[
         bool,
         typer.Option(
@@ -84,7 +80,7 @@ def midus_eval(
     passed = vars(keys)
     if keys.tasks is not None:
         passed["tasks"] = [name.strip() for name in keys.tasks.split(",") if name.strip()]
-    settings = read_settings(config, passed, set_ or [])
+    settings = read_settings(config, passed)
     if settings.text is not None:
         from midus_hf.topics.documents import describe_files
 

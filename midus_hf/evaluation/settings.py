@@ -1,16 +1,15 @@
 """Settings of an evaluation, from the command line or a YAML file."""
 
 import dataclasses
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from midus_hf.config.yaml_options import apply_words, from_mapping, read_mapping
+from midus_hf.config.yaml_options import from_mapping, read_mapping
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """Settings of an evaluation. `midus eval --set KEY=VALUE` sets a key, and the keys that are needed most are options as well.
+    """Settings of an evaluation: the options of `midus eval`, and the keys of its YAML file.
 
     Paths are relative to the current folder.
 
@@ -89,19 +88,16 @@ def check_dtype(dtype: str) -> None:
         raise ValueError(f"dtype is {dtype!r}; expected auto, float32, bfloat16 or float16.")
 
 
-def read_settings(
-    path: str | Path | None, overrides: dict[str, Any], settings: Iterable[str] = ()
-) -> EvaluationSettings:
+def read_settings(path: str | Path | None, overrides: dict[str, Any]) -> EvaluationSettings:
     """Read settings from a YAML file, and replace some of them.
 
     Args:
         path: YAML file that maps keys of `EvaluationSettings` to values. None: only the overrides count.
         overrides: Settings by key. A value that is not None replaces the file's value.
-        settings: Settings as words, as `apply_words` applies them. They win over `overrides`. Default: none.
 
     Raises:
         ValueError: If the file cannot be read, or has an unknown key or a value of the wrong type.
     """
     values = {} if path is None else read_mapping(path)
     values |= {key: value for key, value in overrides.items() if value is not None}
-    return from_mapping(EvaluationSettings, apply_words(EvaluationSettings, values, settings))
+    return from_mapping(EvaluationSettings, values)

@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import importlib
-import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import typer
 from midus_hf.cli import upscale
 from midus_hf.cli.entry_points import COMMANDS
 from midus_hf.compare.options import Comparison
-from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.sft.arguments import SftArguments
 
@@ -75,11 +73,6 @@ def mistakes(line: str) -> list[str]:
         if word.startswith("--") and name not in {*options, "--help", "--version", "--"}:
             results += [part for part in name.split("|") if part not in options]
     key_class = KEYS.get(words[1]) if words[0] == "midus" else None
-    if words[:2] == ["midus", "eval"]:
-        rest, key_class = (
-            [word for flag, word in itertools.pairwise(rest) if flag == "--set"],
-            EvaluationSettings,
-        )
     for word in rest if key_class is not None else ():
         key, equals, _ = word.partition("=")
         known = {field.name for field in dataclasses.fields(key_class)}
@@ -107,7 +100,6 @@ def test_commands_are_found_at_all():
         ("upscale stripe DIR --output DIR2", "no command 'stripe'"),
         ("midus look usage MODEL --signed", "--signed"),
         ("midus eval MODEL --stride 3", "--stride"),
-        ("midus eval MODEL --set limitt=3", "no key 'limitt'"),
         ("midus train recipe.yaml model=DIR", "no key 'model'"),
         ("upscale --base DIR --methode moc", "--methode"),
     ],

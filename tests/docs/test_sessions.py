@@ -230,7 +230,7 @@ SESSIONS = {
             "max_steps: 1000": "max_steps: 2\nsequence_length: 32\nbf16: false",
             "fullgraph=True": 'fullgraph=True, backend="eager"',
             "MODEL --text texts.jsonl --retriever": "outputs/hier --text corpus.jsonl --retriever",
-            "MODEL --text texts.jsonl --set": "outputs/hier --text assigned.jsonl --set",
+            "MODEL --text texts.jsonl --path": "outputs/hier --text assigned.jsonl --path",
             "MODEL": "outputs/hier",
             "TREE": "tree",
         },

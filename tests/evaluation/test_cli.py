@@ -151,7 +151,7 @@ def test_settings_come_from_a_file_and_options_override_it(room, tmp_path, capsy
 
 def test_text_is_read_from_the_column_that_is_named(room, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_bytes(json.dumps({"body": "ü" + TEXT}, ensure_ascii=False).encode())
-    words = ["--text", str(tmp_path), "--set", "column=body", "--sequence-length", "32"]
+    words = ["--text", str(tmp_path), "--column", "body", "--sequence-length", "32"]
     cli.main([str(room / "base"), *words, "--json"])
     measured = json.loads(capsys.readouterr().out)["models"][0]["perplexity"]
     assert measured["tokens"] == len(("ü" + TEXT).encode()) - 1
@@ -163,17 +163,7 @@ def test_help_is_plain_and_names_every_setting(capsys):
     assert "╭" not in printed
     named = {words[0] for line in printed.splitlines() if (words := line.split())}
     for field in dataclasses.fields(EvaluationSettings):
-        assert {f"--{field.name.replace('_', '-')}", field.name} & named, field.name
-
-
-def test_keys_are_set_by_words_which_win_over_options(room, tmp_path, capsys):
-    text = tmp_path / "text.txt"
-    text.write_text("w3 w4 w5 w6 w7 w8")
-    words = [str(room / "base"), "--text", str(text), "--sequence-length", "5", "--json"]
-    assert cli.main([*words, "--set", "sequence_length=4", "--set", "batch_size=2"]) == 0
-    assert json.loads(capsys.readouterr().out)["settings"]["sequence_length"] == 4
-    assert cli.main([*words, "--set", "limitt=2"]) == 2
-    assert "config has no option 'limitt'. Did you mean 'limit'" in capsys.readouterr().err
+        assert f"--{field.name.replace('_', '-')}" in named, field.name
 
 
 def refusal(capsys, *arguments) -> tuple[int, str]:
@@ -306,7 +296,7 @@ def write_task(folder, stop_at: int = 0, signal: str = "SIGINT", noisy: bool = F
         'test_split: test\noutput_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: [a, b]\ndoc_to_target: 0\n'
         f"process_results: !function helper.score\nmetric_list:\n{metrics}"
     )
-    return ["--tasks", "mine", "--set", f"include_path={folder}", "--device", "cpu"]
+    return ["--tasks", "mine", "--include-path", str(folder), "--device", "cpu"]
 
 
 @needs_harness

@@ -185,7 +185,7 @@ def test_the_command_measures_by_the_paths_that_rows_have_as_training_does(model
     words = [
         "--text",
         str(tmp_path / "texts.jsonl"),
-        *"--sequence-length 16 --json --set path_column=memory_ids".split(),
+        *"--sequence-length 16 --json --path-column memory_ids".split(),
     ]
     plain = save_byte_model("llama", tmp_path / "plain")
     main([str(model_folder), str(plain), *words])
@@ -236,5 +236,5 @@ def test_paths_in_another_tree_than_that_of_the_bank_are_refused_before_anything
         {"text": "b", "memory_ids": path},
     ]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main([str(model_folder), "--text", str(tmp_path / "texts.jsonl"), "--set", "path_column=memory_ids"]) == 2
+    assert main([str(model_folder), "--text", str(tmp_path / "texts.jsonl"), "--path-column", "memory_ids"]) == 2
     assert words in capsys.readouterr().err and not measured

@@ -28,15 +28,6 @@ def test_what_is_given_beside_a_file_wins(tmp_path):
     assert settings == EvaluationSettings(tasks=["piqa"], limit=7, batch_size=2)
 
 
-def test_words_are_those_of_other_commands(tmp_path):
-    (tmp_path / "b.yaml").write_text("limit: 9\n")
-    words = ["tasks=[boolq]", str(tmp_path / "b.yaml"), "batch_size=3"]
-    settings = read_settings(None, {"tasks": ["piqa"], "limit": 7}, words)
-    assert settings == EvaluationSettings(tasks=["boolq"], limit=9, batch_size=3)
-    with pytest.raises(ValueError, match="override is 'limit'; expected key=value"):
-        read_settings(None, {"tasks": ["piqa"]}, ["limit"])
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

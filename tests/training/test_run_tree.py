@@ -140,7 +140,7 @@ def test_measuring_and_asking_refuse_another_tree(made, tmp_path, capsys):
     with refused(re.escape(f"the retriever {words}")):
         check_tree(OTHER, model)
     text = ["--text", str(made / "other.jsonl"), "--sequence-length", "16"]
-    for paths in (["--retriever", str(tmp_path / "retriever")], ["--set", "path_column=memory_ids"]):
+    for paths in (["--retriever", str(tmp_path / "retriever")], ["--path-column", "memory_ids"]):
         assert midus_eval([str(made / "model"), *text, *paths]) == 2
         assert words in capsys.readouterr().err
 
