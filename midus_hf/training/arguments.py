@@ -100,6 +100,8 @@ class MemoryArguments(Rates):
             # The name before Transformers 5.24.
             self.gradient_checkpointing = self.activation_checkpointing
             self.gradient_checkpointing_kwargs = self.activation_checkpointing_kwargs
+        if isinstance(self.protect, str):
+            self.protect = [self.protect]
         Rates.__post_init__(self)
         self._check_keys()
         # A loss that is not finite ends the run, so the log must not leave it out of its means.
@@ -161,11 +163,6 @@ class MemoryArguments(Rates):
             self.trainable = "all"
 
     @property
-    def protected(self) -> list[str]:
-        """Sources of protected texts."""
-        return [self.protect] if isinstance(self.protect, str) else self.protect or []
-
-    @property
     def eval_texts(self) -> dict[str, str]:
         """Paths of the held-out texts by name; a single text is named `""`, and no text gives `{}`."""
         if self.eval_text is None:
@@ -174,10 +171,14 @@ class MemoryArguments(Rates):
 
     def sources(self) -> list[tuple[str, str]]:
         """Return all that the run reads: the name of each key, with its path or id of a model or dataset."""
-        named = [(name, getattr(self, name)) for name in ("model_name_or_path", "config_name", "tokenizer_name")]
-        texts = [(f"eval_text.{name}" if name else "eval_text", path) for name, path in self.eval_texts.items()]
-        protected = [("protect", source) for source in self.protected]
-        return [*((name, value) for name, value in named if value is not None), *texts, *protected]
+        sources: list[tuple[str, str]] = []
+        for key in _SOURCES:
+            value = getattr(self, key, None)
+            if isinstance(value, dict):
+                sources += [(f"{key}.{name}", path) for name, path in value.items()]
+            elif value is not None:
+                sources += [(key, path) for path in ([value] if isinstance(value, str) else value)]
+        return sources
 
     def recorded(self) -> dict[str, Any]:
         """Return the keys that differ from their defaults, as YAML can hold them, without tokens of the hub.
@@ -199,6 +200,12 @@ class MemoryArguments(Rates):
                     values.pop(f"{kind}_steps", None)
         return values
 
+
+# Keys that name what a run reads, here and in arguments that extend these.
+_SOURCES = (
+    *("corpus", "tree", "dataset_name", "model_name_or_path", "config_name", "tokenizer_name"),
+    *("eval_text", "protect"),
+)
 
 # Keys of the size of batches. Transformers takes 0 and fails when it first reads data.
 _BATCH_KEYS = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
@@ -260,16 +267,10 @@ class TrainArguments(MemoryArguments, TrainingArguments):
                 f"tree is {self.tree!r}, and path_column is not given; expected the column with the paths of documents. Leave "
                 "tree out, or give the column."
             )
-        if self.eval_strategy not in (None, "no") and self.eval_text is None:
-            raise ValueError(f"eval_strategy is {self.eval_strategy!r}, which needs eval_text; set both or neither.")
-        if self.eval_steps is not None and self.eval_text is None:
-            raise ValueError(f"eval_steps is {self.eval_steps}, which needs eval_text; set both or neither.")
+        for key in ("eval_strategy", "eval_steps"):
+            if getattr(self, key) not in (None, "no") and self.eval_text is None:
+                raise ValueError(f"{key} is {getattr(self, key)!r}, which needs eval_text; set both or neither.")
         super().__post_init__()
-
-    def sources(self) -> list[tuple[str, str]]:
-        corpora = [self.corpus] if isinstance(self.corpus, str) else self.corpus or []
-        trees = [] if self.tree is None else [("tree", self.tree)]
-        return [*(("corpus", corpus) for corpus in corpora), *trees, *super().sources()]
 
 
 def computes_bfloat16(use_cpu: bool = False) -> bool:

@@ -174,14 +174,12 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
             "from the beginning, set config_name and tokenizer_name."
         )
     path = Path(source).expanduser()
-    if arguments.config_name is not None and path.suffix == ".json" and not path.exists():
-        raise ValueError(f"config_name is {source!r}, which does not exist; give another file.")
     with refusing(_expected(arguments), OSError, ValueError):
         made_from = path if arguments.config_name is not None and path.exists() else source
         config = AutoConfig.from_pretrained(made_from, trust_remote_code=False)
     if arguments.config_name is not None and hasattr(config, "upscale"):
         del config.upscale  # it describes a base whose weights this model does not have
-    if arguments.protected:
+    if arguments.protect:
         check_protectable(config)
     if arguments.adapters is None:
         resolve_trainable(config, arguments.trainable)
@@ -304,7 +302,7 @@ class Run:
                 checkpoint.
         """
         self.tokenizer = tokenizer
-        if self.arguments.protected:
+        if self.arguments.protect:
             self._protect()
         trainer = self.trainer = trainer_class(self.model, self.arguments, **options)
         if self.checkpoint is not None:
@@ -323,8 +321,8 @@ class Run:
         arguments = self.arguments
         with arguments.main_process_first(desc="reading protected texts"):
             column = getattr(arguments, "text_column", "text")
-            read = [read_corpus(each, text_column=column, key="protect")[column] for each in arguments.protected]
-            texts = dict(zip(_labels(arguments.protected), map(list, read), strict=True))
+            read = [read_corpus(each, text_column=column, key="protect")[column] for each in arguments.protect]
+            texts = dict(zip(_labels(arguments.protect), map(list, read), strict=True))
         self._protected = Protected(self.model, self.tokenizer, texts)
         if self.checkpoint is not None:
             self._protected.check_checkpoint(self.model, self.checkpoint)

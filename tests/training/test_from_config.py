@@ -113,7 +113,10 @@ def test_listed_layers_alone_may_train(begun):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"config_name": "absent.json"}, r"config_name is 'absent\.json', which does not exist; give another file"),
+        (
+            {"config_name": "absent.json"},
+            r"config_name is 'absent\.json'; expected the file, folder or Hub id of a language model's config",
+        ),
         (
             {"config_name": "./absent"},
             r"config_name is '\./absent'; expected the file, folder or Hub id of a language",

@@ -55,7 +55,3 @@ class SftArguments(MemoryArguments, SFTConfig):
         if self.activation_checkpointing is None and self.gradient_checkpointing is None:
             self.activation_checkpointing = True
         super().__post_init__()
-
-    def sources(self) -> list[tuple[str, str]]:
-        assert self.dataset_name is not None
-        return [("dataset_name", self.dataset_name), *super().sources()]
