@@ -92,56 +92,44 @@ def prepare(arguments: TrainArguments) -> "Run":
     Raises:
         ValueError: If the arguments are wrong; nothing but caches of `datasets` has been written then.
     """
-    model_config = load_config(arguments)
-    check_sequence_length("sequence_length", arguments.sequence_length, model_config)
-    memories = model_config.memories() if isinstance(model_config, MemoryConfig) else None
-    if memories is not None and memories.reads_prompts:
-        raise ValueError(
-            "routing is 'prompt', and plain text has no prompts; expected chats, which midus sft trains on, or a model upscaled with "
-            "routing = 'chunk'."
-        )
-    folder = None
-    if arguments.tree is not None:
-        from midus_hf.topics.tree_files import folder_of_tree
+    with preparing(arguments, "sequence_length") as run:
+        memories = run.config.memories() if isinstance(run.config, MemoryConfig) else None
+        if memories is not None and memories.reads_prompts:
+            raise ValueError(
+                "routing is 'prompt', and plain text has no prompts; expected chats, which midus sft trains on, or a model upscaled "
+                "with routing = 'chunk'."
+            )
+        folder = None
+        if arguments.tree is not None:
+            from midus_hf.topics.tree_files import folder_of_tree
 
-        folder = folder_of_tree(Path(arguments.tree).expanduser())
-    banks: dict[str, BankLayout] = {} if memories is None else grown_layouts(memories.banks, folder)
-    tokenizer = load_tokenizer(arguments)
-    with contextlib.ExitStack() as opened, data_bars_on_terminals():
-        run = Run(arguments, opened)
+            folder = folder_of_tree(Path(arguments.tree).expanduser())
+        banks: dict[str, BankLayout] = {} if memories is None else grown_layouts(memories.banks, folder)
         with arguments.main_process_first(desc="reading the corpus"):
-            dataset, tree = _sequences("corpus", arguments.corpus, arguments, tokenizer, model_config, banks)
+            dataset, tree = _sequences("corpus", arguments.corpus, run, banks)
             held_out = {
-                name: _sequences(f"eval_text {name}".rstrip(), path, arguments, tokenizer, model_config, banks)[0]
+                name: _sequences(f"eval_text {name}".rstrip(), path, run, banks)[0]
                 for name, path in arguments.eval_texts.items()
             }
-        run.load_model(model_config)
+        run.load_model()
         use_tree(run.model, arguments.tree, tree)
         run.make_trainer(
             MemoryTrainer,
-            tokenizer,
             train_dataset=dataset,
             eval_dataset=held_out.get("", held_out) or None,
             data_collator=collate,
         )
-        opened.pop_all()
     return run
 
 
-def _sequences(
-    key: str,
-    corpus: Any,
-    arguments: TrainArguments,
-    tokenizer: PreTrainedTokenizerBase,
-    model_config: PreTrainedConfig,
-    banks: Mapping[str, BankLayout],
-) -> tuple[Any, str | None]:
+def _sequences(key: str, corpus: Any, run: "Run", banks: Mapping[str, BankLayout]) -> tuple[Any, str | None]:
     """Return the sequences of a text, and the fingerprint of the tree that its paths belong to, if they name it."""
+    arguments, tokenizer = run.arguments, run.tokenizer
     is_corpus, column = key == "corpus", arguments.path_column
     named = {"split": arguments.corpus_split, "name": arguments.corpus_name} if is_corpus else {}
     rows = read_corpus(corpus, key=key, text_column=arguments.text_column, **named)
     options: dict[str, Any] = {"documents_apart": arguments.document_mask, "text_column": arguments.text_column}
-    options["vocab_size"] = model_config.get_text_config().vocab_size
+    options["vocab_size"] = run.config.get_text_config().vocab_size
     if column is None or (not is_corpus and column not in rows.column_names):
         if is_corpus and any(layout.blocks.without_ids == "none" for layout in banks.values()):
             raise ValueError(
@@ -240,31 +228,43 @@ def load_tokenizer(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
         return saved_models.load_tokenizer(source)
 
 
-class Run:
-    """A run whose output is open and locked.
+@contextlib.contextmanager
+def preparing(arguments: MemoryArguments, length_key: str) -> Iterator["Run"]:
+    """Yield a run to load data and model into; close its output again if that fails.
 
     Args:
-        arguments: Arguments of the run.
-        opened: Gets what closes the output again, for a run whose preparation fails.
+        length_key: Key of the arguments with the length of sequences.
 
     Raises:
-        ValueError: As `open_output`.
+        ValueError: If the config, the tokenizer or the output is refused.
     """
+    run = Run(arguments, length_key)
+    try:
+        with data_bars_on_terminals():
+            yield run
+    except BaseException:
+        close_output(arguments, run._lock)
+        raise
+
+
+class Run:
+    """A run whose output is open and locked. Arguments are as in `preparing`."""
 
     model: Any
     trainer: Any
-    tokenizer: PreTrainedTokenizerBase
 
-    def __init__(self, arguments: Any, opened: contextlib.ExitStack):
+    def __init__(self, arguments: Any, length_key: str):
         self.arguments = arguments
+        self.config = load_config(arguments)
+        check_sequence_length(length_key, getattr(arguments, length_key), self.config)
+        self.tokenizer = load_tokenizer(arguments)
         self.checkpoint, self._lock = open_output(arguments)
-        opened.callback(close_output, arguments, self._lock)
         self._dtypes: dict[str, torch.dtype] = {}
         self._files: dict[str, bytes] = {}
         self._use_cache = True
         self._protected: Protected | None = None
 
-    def load_model(self, config: PreTrainedConfig) -> None:
+    def load_model(self) -> None:
         """Load or make the model, and set what trains, or put adapters on it.
 
         Raises:
@@ -273,7 +273,7 @@ class Run:
         arguments = self.arguments
         set_seed(arguments.seed)
         with _loaded_whole():
-            model, self._files = _load_model(arguments, config)
+            model, self._files = _load_model(arguments, self.config)
         self._use_cache = model.config.use_cache
         if arguments.adapters is None:
             self.model, report = model, str(set_trainable(model, arguments.trainable, arguments.frozen))
@@ -289,9 +289,7 @@ class Run:
             if self.checkpoint is not None:
                 print(f"going on from {self.checkpoint}")
 
-    def make_trainer(
-        self, trainer_class: Callable[..., TrainsMemory], tokenizer: PreTrainedTokenizerBase, **options: Any
-    ) -> None:
+    def make_trainer(self, trainer_class: Callable[..., TrainsMemory], **options: Any) -> None:
         """Make the Trainer, with the callbacks of a run.
 
         Args:
@@ -301,7 +299,6 @@ class Run:
             ValueError: If the class refuses the arguments, or the processes share parameters in another way than in the
                 checkpoint.
         """
-        self.tokenizer = tokenizer
         if self.arguments.protect:
             self._protect()
         trainer = self.trainer = trainer_class(self.model, self.arguments, **options)
@@ -367,7 +364,7 @@ class Run:
                     losses[-1] if losses else None,
                     state.log_history,
                 )
-                self._save(self.trainer, self.tokenizer, result)
+                self._save(self.trainer, result)
             return result
         finally:
             close_output(self.arguments, self._lock)
@@ -381,7 +378,7 @@ class Run:
             close_output(self.arguments, self._lock)
         return {name: metrics[f"eval_{name}_loss"] for name in self.arguments.eval_texts}
 
-    def _save(self, trainer: TrainsMemory, tokenizer: PreTrainedTokenizerBase, result: TrainResult) -> None:
+    def _save(self, trainer: TrainsMemory, result: TrainResult) -> None:
         """Save model and tokenizer whole, with the dtypes, cache setting and further files that the model came with."""
         arguments, model = self.arguments, self.model
         trainer.check_finite()
@@ -402,7 +399,7 @@ class Run:
             if arguments.process_index == 0:
                 (partial / "training_args.bin").unlink(missing_ok=True)
                 trainer.state.save_to_json(str(partial / TRAINER_STATE))
-                tokenizer.save_pretrained(partial)
+                self.tokenizer.save_pretrained(partial)
                 files = dict(self._files)
                 if "README.md" in files:
                     card = without_section(files["README.md"].decode("utf-8")).encode()

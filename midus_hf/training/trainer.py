@@ -26,7 +26,7 @@ from midus_hf.training.optim.freezing import has_adapters
 from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
 from midus_hf.training.optim.rates import Rates
 from midus_hf.training.optim.row_adamw import RowAdamW
-from midus_hf.training.optim.rows import check_sparse_values, clip_gradients, row_gradients, tables_with_rows
+from midus_hf.training.optim.rows import check_sparse_values, clip_gradients, row_gradients
 from midus_hf.training.parallel import (
     check_checkpoint,
     dtype_of_deepspeed,
@@ -263,7 +263,7 @@ class TrainsMemory(AnyTrainer):
 
     def _clipped(self, model: nn.Module, max_norm: float) -> torch.Tensor | None:
         """Clip gradients of which some are of rows or blocks, and return their norm; None if the Trainer can clip them all."""
-        if not self.blocks.banks and not tables_with_rows(model):
+        if not self.blocks.banks and not self.sparse_values:
             return None
         self.accelerator.unscale_gradients()
         return clip_gradients(model, self.blocks.leaves(), max_norm)

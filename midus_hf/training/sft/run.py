@@ -1,6 +1,5 @@
 """One run of supervised fine-tuning, from its arguments to the trained model."""
 
-import contextlib
 import copy
 from typing import Any
 
@@ -9,17 +8,10 @@ from torch import nn
 from transformers import Trainer
 from trl import SFTTrainer
 
-from midus_hf.library_bars import data_bars_on_terminals
 from midus_hf.models.host import MemoryConfig
 from midus_hf.training.data.corpus import read_corpus, say
 from midus_hf.training.data.packing import IGNORED_LABEL, packed_sequences
-from midus_hf.training.run import (
-    Run,
-    TrainResult,
-    check_sequence_length,
-    load_config,
-    load_tokenizer,
-)
+from midus_hf.training.run import Run, TrainResult, preparing
 from midus_hf.training.sft.arguments import SftArguments
 from midus_hf.training.sft.chats import chat_examples, has_loss
 from midus_hf.training.trainer import TrainsMemory
@@ -92,20 +84,15 @@ def prepare(arguments: SftArguments) -> Run:
     Raises:
         ValueError: If the arguments are wrong; nothing has been written then.
     """
-    model_config = load_config(arguments)
-    check_sequence_length("max_length", arguments.max_length or 0, model_config)
-    tokenizer = load_tokenizer(arguments)
-    banks: dict[str, Any] = model_config.memories().banks if isinstance(model_config, MemoryConfig) else {}
-    reads_generic = any(layout.blocks.without_ids == "generic" for layout in banks.values())
-    with contextlib.ExitStack() as opened, data_bars_on_terminals():
-        run = Run(arguments, opened)
+    with preparing(arguments, "max_length") as run:
+        banks: dict[str, Any] = run.config.memories().banks if isinstance(run.config, MemoryConfig) else {}
+        reads_generic = any(layout.blocks.without_ids == "generic" for layout in banks.values())
         with arguments.main_process_first(desc="reading the chats"):
-            examples, last_token = chat_examples(arguments, tokenizer, model_config.vocab_size)
+            examples, last_token = chat_examples(arguments, run.tokenizer, run.config.vocab_size)
             held_out = {
-                name: _held_out(f"eval_text {name}".rstrip(), path, arguments, tokenizer)
-                for name, path in arguments.eval_texts.items()
+                name: _held_out(f"eval_text {name}".rstrip(), path, run) for name, path in arguments.eval_texts.items()
             }
-        run.load_model(model_config)
+        run.load_model()
         if last_token is not None:
             _stop_at(run.model, last_token)
         trains = any(parameter.requires_grad for parameter in run.model.parameters())
@@ -116,10 +103,9 @@ def prepare(arguments: SftArguments) -> Run:
             )
         run.make_trainer(
             SftTrainer,
-            tokenizer,
             train_dataset=examples,
             eval_dataset=held_out.get("", held_out) or None,
-            processing_class=tokenizer,
+            processing_class=run.tokenizer,
         )
         lines = [_describe(run.trainer.train_dataset)]
         if banks:
@@ -130,14 +116,13 @@ def prepare(arguments: SftArguments) -> Run:
             )
         if arguments.process_index == 0:
             print(*lines, sep="\n")
-        opened.pop_all()
     return run
 
 
-def _held_out(key: str, path: str, arguments: SftArguments, tokenizer: Any) -> Any:
+def _held_out(key: str, path: str, run: Run) -> Any:
     """Return a held-out text as packed sequences."""
     rows = read_corpus(path, key=key)
-    return packed_sequences(rows, tokenizer, arguments.max_length or 0, key=key, documents_apart=False)
+    return packed_sequences(rows, run.tokenizer, run.arguments.max_length, key=key, documents_apart=False)
 
 
 def _describe(sequences: Any) -> str:
