@@ -37,7 +37,6 @@ _HINTS = {
     ("midus sft", "--dataset_name"): "Chats stand first: 'midus sft CHATS --model MODEL --output DIR'.",
     ("midus ask", "argument"): "Put the question in quotes.",
     ("midus look", "command"): "A question stands first: 'midus look QUESTION MODEL'.",
-    ("midus bank", "command"): "'midus edit delete' deletes blocks.",
 }
 _UNKNOWN = re.compile(r"(?:No such|Got unexpected extra) (option|command|argument)s?[ :('\"]+([^\s'\")]+)")
 

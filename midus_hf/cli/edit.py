@@ -20,11 +20,19 @@ app = command_line("Change what the memories of a checkpoint hold: chapters, or 
 
 @app.command("list")
 def list_(model: Model, memory: Memory = None, json_: Json = False) -> None:
-    """Show banks, their chapters, and the routers' biases."""
+    """Show chapters, and the routers' biases."""
     from upscalers.console import Console
     from upscalers.edits.listing import list_chapters, print_chapters
 
     show(list_chapters(model, memory, Console("midus edit")), json_, print_chapters)
+
+
+@app.command()
+def blocks(model: Model, memory: Memory = None, json_: Json = False) -> None:
+    """Show the levels of banks, how large their blocks are, and how many were written."""
+    from upscalers.edits.banks import list_banks
+
+    show(list_banks(model, memory), json_, _print_blocks)
 
 
 @app.command()
@@ -96,6 +104,31 @@ def _request(model: str, output: str, memory: str | None, overwrite: bool) -> "E
     from upscalers.edits.checkpoint_edit import EditRequest
 
     return EditRequest(model, output, memory, overwrite, Console("midus edit"))
+
+
+def _print_blocks(listed: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for bank in listed["banks"]:
+        table = Table("level", "nodes", "parameters of a block", "written", "deleted", "generic", "on the disk")
+        for level in bank["levels"]:
+            table.add_row(
+                str(level["level"]),
+                f"{level['nodes']:,}",
+                f"{level['parameters']:,}",
+                f"{len(level['written']):,}",
+                f"{len(level['deleted']):,}",
+                "written" if level["generic"] else "not written",
+                f"{level['bytes_on_disk'] / 1e6:,.1f} MB",
+            )
+        console.print(
+            f"{bank['memory']} ({bank['type']}): a text fetches {bank['fetched']:,} of {bank['bank']:,} parameters"
+        )
+        console.print(table)
+    if len(listed["banks"]) > 1:
+        console.print(f"all banks: a text fetches {listed['fetched']:,} of {listed['bank']:,} parameters")
 
 
 def _show_edit(result: dict[str, Any], json_: bool) -> None:

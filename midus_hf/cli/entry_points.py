@@ -18,7 +18,6 @@ COMMANDS = {
     "compare": "compare",
     "look": "look",
     "edit": "edit",
-    "bank": "bank",
     "cluster": "clusters",
     "flops": "flops",
 }

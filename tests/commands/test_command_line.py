@@ -23,7 +23,6 @@ MISSING_FILE = {
     "midus edit": ["list", "absent"],
     "midus flops": ["absent.json"],
     "midus cluster": ["report", "--tree", "absent"],
-    "midus bank": ["list", "absent"],
     "midus look": ["heads", "model", "--tasks", "piqa", "--data", "absent"],
     "midus compare": ["absent"],
 }
@@ -37,7 +36,6 @@ WORK = {
     "midus edit": ("upscalers.edits.listing.list_chapters", ["list", "model"]),
     "midus flops": ("upscalers.checkpoint.base_model.read_config_file", ["config.json"]),
     "midus cluster": ("midus_hf.topics.run.open_build", ["report", "--tree", "tree"]),
-    "midus bank": ("upscalers.edits.banks.list_banks", ["list", "model"]),
     "midus look": ("midus_hf.evaluation.harness.Tasks", ["heads", "model", "--tasks", "piqa", "--data", "."]),
     "midus compare": ("midus_hf.compare.running.run_all", ["compare.yaml"]),
 }
@@ -70,8 +68,8 @@ WITH_A_DEVICE = {
 }
 SUBCOMMANDS = (
     *(f"upscale {name}" for name in ("methods", "inspect", "strip", "adapter", "shuffle")),
-    *(f"midus bank {name}" for name in ("list",)),
     *(f"midus cluster {name}" for name in ("build", "assign", "report")),
+    "midus edit blocks",
 )
 
 
@@ -346,18 +344,18 @@ def test_a_process_that_a_command_forked_ends_at_sigterm_and_says_nothing(monkey
         raise RuntimeError
 
     ended: list[int] = []
-    function, words = WORK["midus bank"]
+    function, words = WORK["midus edit"]
     monkeypatch.setattr(function, work)
-    assert run_in_process("midus bank", words, monkeypatch) == 1
+    assert run_in_process("midus edit", words, monkeypatch) == 1
     assert [os.WTERMSIG(status) for status in ended] == [signal.SIGTERM] and capfd.readouterr().err.count("\n") == 1
 
 
 def test_sigterm_that_is_ignored_stays_ignored(monkeypatch):
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        function, words = WORK["midus bank"]
+        function, words = WORK["midus edit"]
         monkeypatch.setattr(function, lambda *_, **__: signal.raise_signal(signal.SIGTERM) or 1 / 0)
-        assert run_in_process("midus bank", words, monkeypatch) == 1
+        assert run_in_process("midus edit", words, monkeypatch) == 1
     finally:
         signal.signal(signal.SIGTERM, before)
 

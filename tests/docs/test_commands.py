@@ -95,7 +95,7 @@ def test_commands_are_found_at_all():
     ("line", "mistake"),
     [
         ("midus trian recipe.yaml", "no command 'trian'"),
-        ("midus bank delete DIR", "no command 'delete'"),
+        ("midus edit remove DIR", "no command 'remove'"),
         ("midus look usages MODEL", "no command 'usages'"),
         ("upscale stripe DIR --output DIR2", "no command 'stripe'"),
         ("midus look usage MODEL --signed", "--signed"),

@@ -1,4 +1,4 @@
-"""`midus bank list` and `midus edit delete`: blocks are listed and deleted, in every bank; all else stays the same bytes."""
+"""`midus edit blocks` and `midus edit delete`: blocks are listed and deleted, in every bank; all else stays the same bytes."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from tiny import prompt, save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.memory_bank import MemoryBank
-from midus_hf.cli import bank, edit
+from midus_hf.cli import edit
 from midus_hf.files.checkpoint_files import BLOCK_STATES
 from upscalers.edits.banks import delete
 from upscalers.edits.checkpoint_edit import EditRequest
@@ -37,15 +37,13 @@ def write_blocks(folder: Path, name: str = "hier-ffn") -> None:
 def run(*words, capsys) -> dict:
     """What the command prints as JSON."""
     capsys.readouterr()
-    command = edit.main if words[0] == "delete" else bank.main
-    assert command([*map(str, words), "--json"]) == 0
+    assert edit.main([*map(str, words), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def refusal(*words, capsys) -> str:
     """The one line that a wrong request ends with."""
-    command = edit.main if words[0] == "delete" else bank.main
-    assert command([*map(str, words)]) == 2
+    assert edit.main([*map(str, words)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
@@ -100,7 +98,7 @@ def files_with(folder: Path, record: torch.Tensor) -> set[str]:
 
 
 def test_banks_are_listed_each_with_its_levels_and_all_with_their_sums(upscaled, capsys):
-    listed = run("list", upscaled / "two", capsys=capsys)
+    listed = run("blocks", upscaled / "two", capsys=capsys)
     first, second = listed["banks"]
     assert [each["memory"] for each in listed["banks"]] == NAMES
     assert (first["fetched"], first["bank"]) == (4 * 3 * 32 * 6, 4 * 3 * 32 * (12 + 18))
@@ -111,11 +109,11 @@ def test_banks_are_listed_each_with_its_levels_and_all_with_their_sums(upscaled,
         one, two = each["levels"]
         assert (one["nodes"], one["written"], one["deleted"], one["generic"]) == (3, [0, 2], [], False)
         assert (two["nodes"], two["written"], two["deleted"], two["generic"]) == (9, [1, 7], [], True)
-    bank.main(["list", str(upscaled / "one")])
+    edit.main(["blocks", str(upscaled / "one")])
     assert "a text fetches 2,304 of 11,520 parameters" in capsys.readouterr().out
-    bank.main(["list", str(upscaled / "two")])
+    edit.main(["blocks", str(upscaled / "two")])
     assert f"all banks: a text fetches {listed['fetched']:,} of" in capsys.readouterr().out
-    only = run("list", upscaled / "two", "--memory", NAMES[1], capsys=capsys)
+    only = run("blocks", upscaled / "two", "--memory", NAMES[1], capsys=capsys)
     assert only["banks"] == [second]
 
 
@@ -209,7 +207,7 @@ def test_wrong_requests_exit_with_2_and_one_line(upscaled, tmp_path, capsys, wor
 def test_a_deletion_of_no_node_and_a_checkpoint_without_a_bank_are_refused(upscaled, tmp_path, capsys):
     with pytest.raises(RequestError, match="no node is named; expected one or more, each LEVEL:NODE, such as 2:52"):
         delete(EditRequest(upscaled / "one", tmp_path / "out"), [])
-    assert "has no memory that fetches blocks" in refusal("list", upscaled / "base", capsys=capsys)
+    assert "has no memory that fetches blocks" in refusal("blocks", upscaled / "base", capsys=capsys)
 
 
 def test_a_level_without_blocks_has_none_to_delete(upscaled, tmp_path, capsys):
