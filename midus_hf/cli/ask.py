@@ -85,19 +85,11 @@ def _check_model(model: str, question: str) -> None:
 
 def _fetched(loaded: "PreTrainedModel", name: str, question: str, tree: str | None) -> dict[str, Any]:
     """Return the path of the question's topic as an argument of `generate`, and say which blocks are read; empty without a bank."""
-    from midus_hf.evaluation.fetching import fetches_blocks
+    from midus_hf.evaluation.fetching import fetches_blocks, open_retriever
 
-    if not fetches_blocks(loaded):
-        if tree is not None:
-            raise ValueError(f"retriever is {tree!r}, and this model fetches no blocks; leave it out.")
+    retriever = open_retriever(loaded, tree or (name if fetches_blocks(loaded) else None))
+    if retriever is None:
         return {}
-    from midus_hf.library_bars import library_bars_on_terminals
-    from midus_hf.topics.memory_retriever import MemoryRetriever
-    from midus_hf.topics.tree import check_tree
-
-    with library_bars_on_terminals():
-        retriever = MemoryRetriever.load(tree or name, device=str(loaded.device))
-    check_tree(retriever.tree, loaded)
     path = retriever.paths([question])
     nodes = path[0].tolist()
     blocks = ", ".join(f"{level}:{node}" for level, node in enumerate(nodes, start=1))

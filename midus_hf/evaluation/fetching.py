@@ -3,10 +3,13 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from midus_hf.topics.memory_retriever import MemoryRetriever
 
 # A function that takes N texts and returns their paths in a tree of topics, `[N, p]`, int64.
 PathFinder = Callable[[Sequence[str]], torch.Tensor]
@@ -31,6 +34,26 @@ def fetching(model: nn.Module, path: Sequence[int]) -> Iterator[None]:
 def fetches_blocks(model: Any) -> bool:
     """Return whether the texts of a model fetch blocks."""
     return bool(getattr(model, "banks", None) and model.banks.layouts)
+
+
+def open_retriever(model: Any, tree: str | None) -> "MemoryRetriever | None":
+    """Return the retriever that finds the paths of texts in a tree, after a check that it is the model's; None without a tree.
+
+    Raises:
+        ValueError: If the model fetches no blocks, or the tree cannot be loaded or is another.
+    """
+    if tree is None:
+        return None
+    if not fetches_blocks(model):
+        raise ValueError(f"retriever is {tree!r}, and this model fetches no blocks; leave it out.")
+    from midus_hf.library_bars import library_bars_on_terminals
+    from midus_hf.topics.memory_retriever import MemoryRetriever
+    from midus_hf.topics.tree import check_tree
+
+    with library_bars_on_terminals():
+        retriever = MemoryRetriever.load(tree, device=str(model.device))
+    check_tree(retriever.tree, model)
+    return retriever
 
 
 def by_path(

@@ -39,8 +39,14 @@ from midus_hf.training.callbacks import LogCheckpoints, RunInterrupted, StopOnSi
 from midus_hf.training.data.corpus import read_corpus
 from midus_hf.training.data.leaves import checked_paths, leaf_sequences, tree_of_paths
 from midus_hf.training.data.packing import packed_sequences
-from midus_hf.training.optim.freezing import has_adapters, resolve_trainable, set_trainable
-from midus_hf.training.optim.tensors import hold_for_training, restore_dtypes, whole_numel
+from midus_hf.training.optim.freezing import (
+    has_adapters,
+    hold_for_training,
+    resolve_trainable,
+    restore_dtypes,
+    set_trainable,
+    whole_numel,
+)
 from midus_hf.training.output import (
     add_training,
     close_output,

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,6 @@ from midus_hf.training.checkpoints import (
     resumed_checkpoint,
     save_trained,
 )
-from midus_hf.training.optim.finite import error_of, first_not_finite, trained_tensors
 from midus_hf.training.optim.freezing import has_adapters
 from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
 from midus_hf.training.optim.rates import Rates
@@ -40,6 +40,47 @@ if TYPE_CHECKING:
     from transformers import Trainer as AnyTrainer
 else:
     AnyTrainer = object
+
+
+class NotFiniteError(FloatingPointError):
+    """Error of a run that reached numbers which are not finite, and ends without saving them."""
+
+
+def error_of(quantity: str, step: int) -> NotFiniteError:
+    """Return the error with which a run ends.
+
+    Args:
+        quantity: Beginning of the message, which says what is not finite: "loss is nan".
+    """
+    return NotFiniteError(
+        f"{quantity} at step {step}; expected a finite number. Lower the learning rates, and resume from a checkpoint before that "
+        "step."
+    )
+
+
+def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """Return "NAME holds nan" for the first tensor that holds a number which is not finite, or None.
+
+    Args:
+        tensors: Names and tensors, of any shapes and dtypes. Tensors that processes share may be the shares of this
+            process.
+    """
+    named = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    if not named or math.isfinite(nn.utils.get_total_norm([tensor for _, tensor in named], math.inf)):
+        return None
+    for name, tensor in named:
+        value = tensor.abs().max().item()  # NaN if any number is NaN
+        if not math.isfinite(value):
+            return f"{name} holds {value}"
+    return None
+
+
+def trained_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and tensor of each parameter that trains, or this process's share of the tensor."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            tensor: Any = getattr(parameter, "ds_tensor", parameter).detach()
+            yield name, tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class TrainsMemory(AnyTrainer):

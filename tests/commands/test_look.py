@@ -355,7 +355,7 @@ REFUSALS = [
         "usage DEPTH TEXT",
         "this midus_llama model has no memory that retrieves slots, reads chapters or fetches blocks;",
     ),
-    ("usage TRAINED TEXT --retriever TREE", "and the texts of this model fetch no blocks; leave it out."),
+    ("usage TRAINED TEXT --retriever TREE", "and this model fetches no blocks; leave it out."),
     ("heads BASE --tasks piqa --limit 0", "limit is 0; expected at least 1."),
     (
         "heads BASE --tasks midus_piqa",

@@ -1,4 +1,4 @@
-"""The rates that values and their transforms have in a run."""
+"""The rates that values have in a run."""
 
 import math
 
@@ -21,12 +21,3 @@ def test_values_follow_their_schedule(config_for, value_schedule, factor):
     assert main[2:] == pytest.approx([(1 + math.cos(math.pi * i / 18)) / 2 for i in range(18)])
     assert rates["values"] == pytest.approx([3e-2 * factor(step) * main[step] for step in range(20)])
     assert rates["keys"] == [3e-3] * 20
-
-
-@pytest.mark.parametrize("value_transforms", ["weights", "values"])
-def test_a_run_trains_the_transforms_as_it_is_told(config_for, value_transforms):
-    run = prepare(config_for(value_transforms=value_transforms))
-    transforms = {id(run.model.model.layers[layer].memory.value_transform) for layer in (1, 4)}
-    optimizer = run.trainer.create_optimizer()
-    (group,) = (g["name"] for g in optimizer.param_groups if transforms <= {id(p) for p in g["params"]})
-    assert group == {"weights": "decay", "values": "values"}[value_transforms]

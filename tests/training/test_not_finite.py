@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from midus_hf.cli.training.train import main
 from midus_hf.training.checkpoints import latest_whole as last_checkpoint
-from midus_hf.training.optim.finite import first_not_finite
 from midus_hf.training.run import prepare
-from midus_hf.training.trainer import MemoryTrainer
+from midus_hf.training.trainer import MemoryTrainer, first_not_finite
 
 
 def of_gradient(value):

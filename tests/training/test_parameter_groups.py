@@ -1,21 +1,19 @@
 """Groups of parameters, their rates and schedules, and the dtypes in which tensors are held while they train."""
 
 import dataclasses
-import math
 import re
 
 import pytest
 import torch
 from look.memory_models import memory_model
 from training.tiny_run import refused
-from transformers import AutoModelForCausalLM, TrainingArguments, get_cosine_schedule_with_warmup
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.training.arguments import MemoryArguments
-from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.optim.freezing import hold_for_training, restore_dtypes, set_trainable
 from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
 from midus_hf.training.optim.rates import Rates
-from midus_hf.training.optim.tensors import hold_for_training, restore_dtypes
 from midus_hf.training.trainer import MemoryTrainer
 from tests.memory.building import build
 
@@ -162,23 +160,6 @@ def test_a_frozen_model_is_refused():
         parameter_groups(torch.nn.Linear(2, 2).requires_grad_(False), Rates(learning_rate=1e-3))
 
 
-def test_scheduled_groups_follow_the_schedule_of_transformers_and_the_others_stay():
-    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    groups = [{"params": weights[:1], "course": "schedule"}, {"params": weights[1:], "course": "constant"}]
-    optimizer = torch.optim.AdamW(groups, lr=0.5)
-    reference_optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=0.5)
-    scheduler = group_schedules(optimizer, 20, warmup_steps=0.15)
-    reference = get_cosine_schedule_with_warmup(reference_optimizer, 3, 20)
-    rates = []
-    for _ in range(21):
-        rates.append(scheduler.get_last_lr())
-        assert rates[-1] == [reference.get_last_lr()[0], 0.5]
-        for stepped in (optimizer, reference_optimizer, scheduler, reference):
-            stepped.step()
-    scheduled = [rate for rate, _ in rates]
-    assert scheduled[0] == 0 and max(scheduled) == scheduled[3] == 0.5 and scheduled[20] == 0
-
-
 @pytest.mark.parametrize(
     ("ratio", "expected"),
     [
@@ -253,12 +234,6 @@ def test_the_schedule_of_mixture_of_chapters_warms_up_stays_and_falls_where_the_
     assert factors[0] == pytest.approx(0.1) and factors[249] < 1
     assert factors[250] == factors[8159] == factors[8160] == 1 and factors[8161] < 1
     assert factors[8880] == pytest.approx(0.55) and factors[9600] == pytest.approx(0.1)
-
-
-def test_a_cosine_can_end_above_zero():
-    factors = course(20, lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1})
-    assert factors[:3] == [0, 0.5, 1] and factors[20] == pytest.approx(0.1)
-    assert factors[2:] == pytest.approx([0.1 + 0.9 * (1 + math.cos(math.pi * i / 18)) / 2 for i in range(19)])
 
 
 def plateau(*courses: str):

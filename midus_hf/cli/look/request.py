@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,6 @@ from midus_hf.cli.options import Column, Device, TaskData, flag, model_argument,
 from midus_hf.model_names import check_model_name
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from midus_hf.evaluation.text_rows import TextRows
@@ -116,6 +114,7 @@ class TextRequest(ModelRequest):
         """The texts as rows of tokens, with paths if there is a retriever."""
         import torch
 
+        from midus_hf.evaluation.fetching import fetches_blocks, open_retriever
         from midus_hf.evaluation.text_rows import text_rows
 
         model, tokenizer = self.loaded
@@ -130,42 +129,21 @@ class TextRequest(ModelRequest):
             )
             for name, documents in self.documents.items()
         ]
-        find_paths = self._path_finder()
-        if find_paths is None:
+        retriever = open_retriever(model, self.retriever)
+        if retriever is None:
+            if fetches_blocks(model):
+                line = "texts fetch nothing from the model's bank; give --retriever with its tree of topics"
+                print(line, file=sys.stderr)
             return texts
         with_paths = []
         for text in texts:
             documents = self.documents[text.name]
             read = sorted(set(text.documents))
-            paths_read = find_paths([documents[number] for number in read])
+            paths_read = retriever.paths([documents[number] for number in read])
             paths = torch.zeros(len(documents), paths_read.shape[1], dtype=torch.int64)
             paths[read] = paths_read.cpu()
             with_paths.append(dataclasses.replace(text, paths=paths))
         return with_paths
-
-    def _path_finder(self) -> "Callable[[list[str]], torch.Tensor] | None":
-        """Return the function that finds the paths by which texts fetch blocks; None without a retriever."""
-        from midus_hf.evaluation.fetching import fetches_blocks
-
-        model, _ = self.loaded
-        fetches = fetches_blocks(model)
-        if self.retriever is None:
-            if fetches:
-                line = "texts fetch nothing from the model's bank; give --retriever with its tree of topics"
-                print(line, file=sys.stderr)
-            return None
-        if not fetches:
-            raise ValueError(
-                f"retriever is {self.retriever!r}, and the texts of this model fetch no blocks; leave it out."
-            )
-        from midus_hf.library_bars import library_bars_on_terminals
-        from midus_hf.topics.memory_retriever import MemoryRetriever
-        from midus_hf.topics.tree import check_tree
-
-        with library_bars_on_terminals():
-            retriever = MemoryRetriever.load(self.retriever, device=str(model.device))
-        check_tree(retriever.tree, model)
-        return retriever.paths
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -172,8 +172,6 @@ def train_in_group(prepare: Callable[[Any], Any], *request: Any) -> None:
 def _train(prepare: Callable[[Any], Any], request: Sequence[Any]) -> Ending | None:
     from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.model_names import check_sources
-    from midus_hf.training.callbacks import RunInterrupted
-    from midus_hf.training.optim.finite import NotFiniteError
 
     try:
         arguments = read_arguments(*request)
@@ -182,6 +180,9 @@ def _train(prepare: Callable[[Any], Any], request: Sequence[Any]) -> Ending | No
             run = prepare(arguments)
     except ValueError as error:
         return Ending(WRONG_REQUEST, str(error))
+    from midus_hf.training.callbacks import RunInterrupted
+    from midus_hf.training.trainer import NotFiniteError
+
     try:
         result = run.execute()
     except RunInterrupted as interrupted:

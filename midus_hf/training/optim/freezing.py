@@ -1,9 +1,10 @@
-"""Choice of the parameters that train: the layers added to the base, everything, layers by index, or tensors by role."""
+"""Choice of the parameters that train (what was added to the base, everything, layers or roles), and their dtypes meanwhile."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast, get_args
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -14,7 +15,6 @@ from midus_hf.memory.tables import DeclaredModule
 from midus_hf.models.fetching import Banks
 from midus_hf.models.parts import decoder_of
 from midus_hf.training.arguments import Trainable
-from midus_hf.training.optim.tensors import whole_numel
 
 _ROLES = get_args(TrainedRole)
 Resolved = Literal["new", "all"] | list[int] | list[TrainedRole]
@@ -256,3 +256,46 @@ def _record(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the record of `upscale` in the config; empty if `upscale` did not make the model."""
     record = getattr(config.get_text_config(), "upscale", None)
     return record if isinstance(record, dict) else {}
+
+
+def hold_for_training(model: PreTrainedModel, bf16: bool) -> dict[str, torch.dtype]:
+    """Cast every parameter to the dtype in which it is held while training.
+
+    Without `bf16`, everything is held in float32. With `bf16`, where autocast computes in bfloat16, parameters that
+    train are held in float32, since bfloat16 would lose most updates of a small rate to rounding; frozen parameters
+    keep their dtype. Running statistics of memories are held in float32 for the same reason.
+
+    Returns:
+        The previous dtypes, by name of the parameter or buffer, for `restore_dtypes`.
+    """
+    dtypes = {}
+    for name, parameter in model.named_parameters():
+        dtypes[name] = parameter.dtype
+        if not bf16 or parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    for name, buffer in _memory_buffers(model):
+        dtypes[name] = buffer.dtype
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.float()
+    return dtypes
+
+
+def restore_dtypes(model: PreTrainedModel, dtypes: dict[str, torch.dtype]) -> None:
+    """Cast everything back to the dtype that it had before `hold_for_training`. For frozen tensors this is exact."""
+    for name, tensor in (*model.named_parameters(), *_memory_buffers(model)):
+        tensor.data = tensor.data.to(dtypes[name])
+
+
+def _memory_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    """Return the buffers of memories with their full names."""
+    return [
+        (f"{prefix}.{name}", buffer)
+        for prefix, module in model.named_modules()
+        if isinstance(module, DeclaredModule)
+        for name, buffer in module.named_buffers()
+    ]
+
+
+def whole_numel(parameter: torch.Tensor) -> int:
+    """Return the number of elements of the parameter in all processes together."""
+    return getattr(parameter, "ds_numel", parameter.numel())
