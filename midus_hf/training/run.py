@@ -351,7 +351,7 @@ class Run:
         """
         try:
             with self._stop, without_library_bars():
-                self.trainer.train(self.checkpoint and str(self.checkpoint))
+                self.trainer.train_from(self.checkpoint)
                 if self._stop.signal_number:
                     step, folder = self.trainer.state.global_step, Path(self.arguments.output_dir)
                     raise RunInterrupted(

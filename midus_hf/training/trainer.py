@@ -139,6 +139,11 @@ class TrainsMemory(AnyTrainer):
         checkpoint = resumed_checkpoint(str(self.args.output_dir), resume_from_checkpoint)
         if checkpoint is not None:
             check_checkpoint(self, checkpoint)
+        return self.train_from(checkpoint, *args, **kwargs)
+
+    def train_from(self, checkpoint: Path | None, *args: Any, **kwargs: Any) -> Any:
+        """Train as `train` does, from a checkpoint that has been checked; None starts the run."""
+        if checkpoint is not None:
             state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
             if state.global_step >= state.max_steps > 0 and self.args.max_steps in (-1, state.max_steps):
                 self._load_from_checkpoint(str(checkpoint))
