@@ -119,7 +119,8 @@ def check_module(memory_type: str, cls: type[MemoryModule]) -> None:
     """Refuse a module that cannot hold the tensors of its type, or reads the weight of a linear layer that it should call.
 
     Raises:
-        ValueError: If a tensor has the name of an attribute of every memory or torch module, or the code reads such a weight.
+        ValueError: If a tensor has the name of an attribute of every memory or torch module, or the code reads the weight of a
+            linear layer.
     """
     names = [name for name, _ in sample_tensors(MEMORY_TYPES[memory_type])]
     of_instances = {"declared", "options", *vars(nn.Module())}

@@ -265,9 +265,6 @@ class Run:
         check_sequence_length(length_key, getattr(arguments, length_key), self.config)
         self.tokenizer = load_tokenizer(arguments)
         self.checkpoint, self._lock = open_output(arguments)
-        self._dtypes: dict[str, torch.dtype] = {}
-        self._files: dict[str, bytes] = {}
-        self._use_cache = True
         self._protected: Protected | None = None
 
     def load_model(self) -> None:

@@ -95,11 +95,6 @@ def ablation(request: TextRequest) -> Answer:
 
 def drift(request: DriftRequest) -> Answer:
     """Answer how far predictions moved from the base's: divergence, first choices and loss."""
-    request.check_base()
-    return _moved_predictions(request)
-
-
-def _moved_predictions(request: DriftRequest) -> Answer:
     model, _ = request.loaded
     logits_of_base = _logits_of_base(request)
     with _token_bar("drift", 1, request.text_rows) as progress:
@@ -251,13 +246,12 @@ def depth(request: TextRequest) -> Answer:
 
 def page(request: DriftRequest) -> Answer:
     """Answer every question that texts answer about the model: usage, ablation, drift and reading of the depth."""
-    request.check_base()
     model, _ = request.loaded
     answers: dict[str, Callable[[Any], Answer]] = {}
     for name, record, answer in (("usage", used.record_usage, usage), ("depth", depth_read.record_depth, depth)):
         with contextlib.suppress(ValueError), record(model):  # refused if the model has nothing of the kind
             answers[name] = answer
-    answers |= {"ablation": ablation, "drift": _moved_predictions}
+    answers |= {"ablation": ablation, "drift": drift}
     sections = {name: answer(request) for name, answer in answers.items()}
     return Answer(
         title="Inside the model",

@@ -200,12 +200,9 @@ class DriftRequest(TextRequest):
 
     base: Annotated[str, option("Base to compare with; self: MODEL without added parts.", "MODEL")] = "self"
 
-    def check_base(self) -> None:
-        """Check that `base` names a model, or that the model without its added parts is its base.
-
-        Raises:
-            ValueError: If `base` is no model, or the weights of the base have changed or are of an unknown base.
-        """
+    def check(self) -> None:
+        """Check what `TextRequest.check` checks, and that `base` names a model, or the model without added parts is its base."""
+        super().check()
         if self.base != "self":
             check_model_name("base", self.base)
             return

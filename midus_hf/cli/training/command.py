@@ -32,7 +32,7 @@ def read_arguments(
     arguments_class: type[Any],
     command: str,
     first: str,
-    words: Sequence[str],
+    overrides: Sequence[str],
     model: str | None = None,
     output: str | None = None,
 ) -> Any:
@@ -44,7 +44,7 @@ def read_arguments(
         arguments_class: The dataclass of the arguments.
         command: Name of the command: `train` or `sft`.
         first: A recipe, or texts.
-        words: Words behind `first`, `key=value` or recipes. Of two words with one key, the later one counts.
+        overrides: Words behind `first`, `key=value` or recipes. Of two words with one key, the later one counts.
         model: Value of `--model`.
         output: Value of `--output`.
 
@@ -57,7 +57,7 @@ def read_arguments(
         _refuse_other_kinds(command, first)
         options = {_TEXTS[command]: (repr(first), first), **options}
     options = {key: (source, value) for key, (source, value) in options.items() if value is not None}
-    for word in words:
+    for word in overrides:
         key, equals, _ = word.partition("=")
         if equals and key in options:
             raise ValueError(
@@ -66,10 +66,14 @@ def read_arguments(
     values = {key: value for key, (_, value) in options.items()}
     if is_recipe:
         last = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
-        arguments = read_recipe(arguments_class, first, [*words, *last])
+        arguments = read_recipe(arguments_class, first, [*overrides, *last])
     else:
-        arguments = from_mapping(arguments_class, _short_run(arguments_class, command, first, words, values))
-    if arguments.max_steps > 0 and any(word.startswith("num_train_epochs=") for word in words) and is_main_process():
+        arguments = from_mapping(arguments_class, _short_run(arguments_class, command, first, overrides, values))
+    if (
+        arguments.max_steps > 0
+        and any(word.startswith("num_train_epochs=") for word in overrides)
+        and is_main_process()
+    ):
         print(
             f"max_steps={arguments.max_steps} counts, and not num_train_epochs; max_steps=-1 lets epochs count",
             file=sys.stderr,
@@ -78,10 +82,10 @@ def read_arguments(
 
 
 def _short_run(
-    arguments_class: type[Any], command: str, first: str, words: Sequence[str], values: dict[str, Any]
+    arguments_class: type[Any], command: str, first: str, overrides: Sequence[str], values: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the keys that words and options give, and keys for a short run where they give none."""
-    written = apply_words(arguments_class, {}, words) | values
+    written = apply_words(arguments_class, {}, overrides) | values
     for key, name in (("model_name_or_path", "model"), ("output_dir", "output")):
         if key not in written:
             raise ValueError(
