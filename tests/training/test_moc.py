@@ -1,6 +1,5 @@
 """A few steps of midus train move what Mixture of Chapters read, and nothing that is frozen."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -99,15 +98,6 @@ def test_activation_checkpointing_gives_the_same_weights(made, run, tmp_path):
     for checkpointed in (False, True):
         run(made(routing="token"), str(checkpointed), activation_checkpointing=checkpointed)
     assert moved(tmp_path / "True", tmp_path / "False") == set()
-
-
-def test_the_config_keeps_its_entry(made, run, tmp_path):
-    model = made(routing="token", weighting="logit_bias")
-    run(model, max_steps=1)
-    before, after = (
-        json.loads((folder / "config.json").read_text())["memory"] for folder in (model, tmp_path / "out")
-    )
-    assert before == after
 
 
 def test_a_run_with_gradients_of_rows_moves_the_bank_as_a_dense_one_does(made, run, tmp_path):
