@@ -5,6 +5,7 @@ Every step is a command that a person would type; it is printed before it runs.
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import time
@@ -13,10 +14,13 @@ from pathlib import Path
 from demo import BIN, CONFIGS, run
 from demo.report import write_report
 from material.addresses import addresses
-from material.benchmarks import benchmarks
+from material.excerpts import address_excerpts, article_excerpts
 from material.registry import MaterialError
 from material.smollm2 import smollm2_135m
+from midus_hf.compare.origins import machine, short
 
+# What the run measures while it trains: text like the corpus, and text that tells what is forgotten.
+TEXTS = {"addresses": "held-out addresses, to be learned", "articles": "encyclopedia articles, to be kept"}
 PROMPT = "Fellow-citizens of the Senate and House of Representatives: I congratulate you on"
 
 
@@ -30,11 +34,12 @@ def main() -> None:
     output.mkdir(parents=True)
 
     try:
-        base, corpus, questions = smollm2_135m(), addresses(), benchmarks()
+        base, corpus = smollm2_135m(), addresses()
+        texts = {"addresses": address_excerpts(), "articles": article_excerpts()}
     except MaterialError as error:
         sys.exit(f"demo: {error}")
     upscaled, trained = output / "upscaled", output / "trained"
-    started = time.perf_counter()
+    started, load = time.perf_counter(), os.getloadavg()[0]
     commands: list[str] = []
 
     def step(*words: object) -> str:
@@ -43,14 +48,18 @@ def main() -> None:
         return printed
 
     def evaluate(*models: Path) -> list[dict]:
-        config = ["--config", CONFIGS / "eval" / "demo.yaml", "--text", corpus.held_out, "--data", questions]
-        return json.loads(step(BIN / "midus", "eval", *models, *config, "--json"))["models"]
+        windows = ["--sequence-length", "256", "--max-tokens", "8192", "--batch-size", "4"]
+        return json.loads(step(BIN / "midus", "eval", *models, "--text", corpus.held_out, *windows, "--json"))[
+            "models"
+        ]
 
     step(BIN / "upscale", "--config", CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled)
     before = evaluate(base, upscaled)
     steps = [f"max_steps={arguments.steps}"] if arguments.steps else []
     training = [CONFIGS / "train" / "demo.yaml", f"model_name_or_path={upscaled}"]
-    step(BIN / "midus", "train", *training, f"output_dir={trained}", f"corpus={corpus.train}", *steps)
+    measured = [f"eval_text={json.dumps({name: str(path) for name, path in texts.items()})}"]
+    measured += ["eval_on_start=true", "eval_steps=0.2"]
+    step(BIN / "midus", "train", *training, f"output_dir={trained}", f"corpus={corpus.train}", *measured, *steps)
     after = evaluate(trained)
     sample = [sys.executable, "-m", "demo.sample", "--prompt", PROMPT, base, upscaled, trained]
     samples = json.loads(step(*sample))
@@ -61,9 +70,11 @@ def main() -> None:
         samples=dict(zip(("base", "upscaled", "trained"), samples, strict=True)),
         prompt=PROMPT,
         log=trained / "trainer_state.json",
+        texts=TEXTS,
         upscale_record=json.loads((upscaled / "upscale.json").read_text(encoding="utf-8")),
         commands=commands,
         seconds=time.perf_counter() - started,
+        machine=f"{short('machine', {'machine': machine()})} (load before: {load:.1f} of {os.cpu_count()} CPUs)",
     )
     print(f"\n{table}\n\nreport: {output / 'report.html'}")
 

@@ -1,14 +1,15 @@
-"""The demo's table, and a report of one page with the loss curve."""
+"""The demo's tables, and a report of one page with the curves of losses."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from midus_hf.look.page import Section, TableOfWords, write_page
-from midus_hf.look.pictures import as_png, new_figure
+from midus_hf.look.pictures import as_png, curves, draw_panels
 
 _TITLE = "Head-wise memory in a pretrained model"
-_MEAN_OVER = 10
+_CURVES = "Losses while it trains"
 
 
 def write_report(
@@ -18,37 +19,55 @@ def write_report(
     samples: dict[str, dict[str, Any]],
     prompt: str,
     log: Path,
+    texts: Mapping[str, str],
     upscale_record: dict[str, Any],
     commands: list[str],
     seconds: float,
+    machine: str,
 ) -> str:
-    """Write `report.html`, `report.md`, `loss.png` and `results.json`, and return the table in Markdown."""
-    for measure in ("perplexity", "tasks"):
-        if _timeless(models["base"][measure]) != _timeless(models["upscaled"][measure]):
-            raise ValueError(
-                f"the upscaled model's {measure} differ from the base's; expected equality to the last digit."
-            )
-    table = _table(models, samples)
-    markdown = table.markdown()
-    curve = _loss_curve(log)
-    (folder / "loss.png").write_bytes(curve)
+    """Write `report.html`, `report.md`, `loss.png` and `results.json`, and return the tables in Markdown.
+
+    Args:
+        folder: Folder of the report.
+        models: What `midus eval` reports of each model, by its name.
+        samples: What each model writes behind the prompt, and how fast.
+        prompt: The prompt.
+        log: State of the Trainer, with its log.
+        texts: What each text that the run measured is, by its name among `eval_text`.
+        upscale_record: Content of `upscale.json`.
+        commands: The commands that were run.
+        seconds: How long all of them took.
+        machine: What they ran on, in words.
+    """
+    if _timeless(models["base"]["perplexity"]) != _timeless(models["upscaled"]["perplexity"]):
+        raise ValueError(
+            "the upscaled model's perplexity differs from the base's; expected equality to the last digit."
+        )
+    events = json.loads(log.read_text(encoding="utf-8"))["log_history"]
+    losses = {text: _losses(events, f"eval_{name}_loss") for name, text in texts.items()}
+    tables = [_models_table(models, samples), _texts_table(losses)]
+    markdown = "\n\n".join(table.markdown() for table in tables)
+    picture = _draw(_losses(events, "loss"), losses)
+    (folder / "loss.png").write_bytes(picture)
     new_layers = ", ".join(map(str, upscale_record["new_layers"]))
+    training = next(event["train_runtime"] for event in reversed(events) if "train_loss" in event)
     summary = (
         f"{len(upscale_record['new_layers'])} memory blocks were inserted at layers {new_layers}; "
         f"{upscale_record['parameters']['trainable']:,} of {upscale_record['parameters']['total']:,} parameters were "
-        f"trained. Everything below took {seconds / 60:.1f} minutes on this machine."
+        f"trained. Training, with what it measured, took {training / 60:.1f} minutes, everything below {seconds / 60:.1f}, on "
+        f"{machine}."
     )
     continued = [f"{name}: {sample['text'].strip()}" for name, sample in samples.items()]
     sections = [
-        Section("", [summary], [table], {"Training loss": curve}),
+        Section("", [summary], tables, {_CURVES: picture}),
         Section(f"Continuing “{prompt}”", continued),
         Section("Commands", ["\n".join(commands)]),
     ]
     write_page(folder / "report.html", _TITLE, sections)
     quoted = [f"**{name}**: {' '.join(sample['text'].split())}" for name, sample in samples.items()]
-    parts = [f"# {_TITLE}", summary, markdown, "![Training loss](loss.png)", *quoted]
+    parts = [f"# {_TITLE}", summary, markdown, f"![{_CURVES}](loss.png)", *quoted]
     (folder / "report.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    results = {"models": models, "samples": samples, "seconds": seconds}
+    results = {"models": models, "losses": losses, "samples": samples, "seconds": seconds, "machine": machine}
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     return markdown
 
@@ -57,18 +76,17 @@ def _timeless(measured: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in measured.items() if key not in ("seconds", "tokens_per_second")}
 
 
-def _table(models: dict[str, dict], samples: dict[str, dict]) -> TableOfWords:
-    tasks = list(next(iter(models.values()))["tasks"])
-    accuracies = [f"{task} accuracy" for task in tasks]
-    head = ["", "perplexity of held-out addresses", *accuracies, "parameters", "generated tokens/s"]
+def _losses(events: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
+    """Return the thousands of tokens that were trained on, and the loss, of each event with a key."""
+    return [(event["num_input_tokens_seen"] / 1000, event[key]) for event in events if key in event]
+
+
+def _models_table(models: dict[str, dict], samples: dict[str, dict]) -> TableOfWords:
+    head = ["", "perplexity of held-out addresses", "parameters", "generated tokens/s"]
     rows = [
         [
             name,
             f"{model['perplexity']['perplexity']:.4f}",
-            *(
-                f"{scores['acc_norm']:.3f} ± {scores['acc_norm_stderr']:.3f}"
-                for scores in map(model["tasks"].get, tasks)
-            ),
             f"{model['parameters'] / 1e6:.1f} M",
             f"{samples[name]['tokens_per_second']:.1f}",
         ]
@@ -77,19 +95,23 @@ def _table(models: dict[str, dict], samples: dict[str, dict]) -> TableOfWords:
     return TableOfWords("Before and after", head, rows)
 
 
-def _loss_curve(log: Path) -> bytes:
-    history = json.loads(log.read_text(encoding="utf-8"))["log_history"]
-    events = [event for event in history if "loss" in event]
-    tokens = [event["num_input_tokens_seen"] / 1000 for event in events]
-    losses = [event["loss"] for event in events]
-    means = [sum(losses[max(0, i - _MEAN_OVER + 1) : i + 1]) / min(i + 1, _MEAN_OVER) for i in range(len(losses))]
-    figure = new_figure(7.5, 3.6)
-    axes = figure.subplots()
-    axes.plot(tokens, losses, color="#9db7dd", linewidth=1, label="a step")
-    axes.plot(tokens, means, color="#2458a8", linewidth=2, label=f"mean of the last {_MEAN_OVER} steps")
-    axes.set_xlabel("thousand tokens")
-    axes.set_ylabel("training loss (nats per token)")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
-    return as_png(figure)
+def _texts_table(losses: Mapping[str, Sequence[tuple[float, float]]]) -> TableOfWords:
+    ends = {text: (points[0][1], points[-1][1]) for text, points in losses.items()}
+    rows = [[text, f"{start:.4f}", f"{end:.4f}", f"{end - start:+.4f}"] for text, (start, end) in ends.items()]
+    head = ["", "before training", "after", "change"]
+    return TableOfWords(
+        "Losses of texts that are not trained on, as the run measured them (nats per token)", head, rows
+    )
+
+
+def _draw(training: Sequence[tuple[float, float]], losses: Mapping[str, Sequence[tuple[float, float]]]) -> bytes:
+    def line(points: Sequence[tuple[float, float]], start: float = 0.0) -> tuple[list[float], list[float]]:
+        return [tokens for tokens, _ in points], [loss - start for _, loss in points]
+
+    changes = {text: line(points, points[0][1]) for text, points in losses.items()}
+    x = "thousand tokens trained on"
+    panels = {
+        "training text": curves({"mean since the point before": line(training)}, x, "loss (nats per token)"),
+        "texts that are not trained on: below 0 better, above 0 worse": curves(changes, x, "change of the loss"),
+    }
+    return as_png(draw_panels(panels))

@@ -27,8 +27,8 @@ def test_texts_get_keys_for_a_short_run_which_a_line_names(model, tmp_path, caps
     assert (arguments.corpus, arguments.model_name_or_path) == ("notes", model)
     assert (arguments.sequence_length, arguments.num_train_epochs, arguments.learning_rate) == (256, 3, 1e-3)
     assert capsys.readouterr().err == (
-        "for a short run: sequence_length=256, num_train_epochs=3, per_device_train_batch_size=4, learning_rate=0.001, "
-        "value_learning_rate=0.01; KEY=VALUE behind the texts replaces any\n"
+        "for a short run: sequence_length=256, num_train_epochs=3, per_device_train_batch_size=4, logging_steps=0.05, "
+        "learning_rate=0.001, value_learning_rate=0.01; KEY=VALUE behind the texts replaces any\n"
     )
 
 
@@ -52,7 +52,8 @@ def test_keys_of_a_later_recipe_are_no_keys_that_were_chosen(model, tmp_path, ca
     arguments = read("notes", str(recipe), model=model, output="o")
     assert (arguments.corpus, arguments.model_name_or_path, arguments.learning_rate) == ("notes", model, 0.5)
     assert capsys.readouterr().err == (
-        "for a short run: per_device_train_batch_size=4, value_learning_rate=0.01; KEY=VALUE behind the texts replaces any\n"
+        "for a short run: per_device_train_batch_size=4, logging_steps=0.05, value_learning_rate=0.01; KEY=VALUE behind the texts "
+        "replaces any\n"
     )
 
 

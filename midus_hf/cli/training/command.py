@@ -24,7 +24,7 @@ Output = Annotated[str | None, option("Folder to make; needed with texts.", "DIR
 # The key of the texts, by command, and keys for a short run on them.
 _TEXTS = {"train": "corpus", "sft": "dataset_name"}
 _LENGTH = {"train": "sequence_length", "sft": "max_length"}
-_SHORT_RUN = {"num_train_epochs": 3, "per_device_train_batch_size": 4}
+_SHORT_RUN = {"num_train_epochs": 3, "per_device_train_batch_size": 4, "logging_steps": 0.05}
 _RATES = {"new": {"learning_rate": 1e-3, "value_learning_rate": 1e-2}, "all": {"learning_rate": 1e-4}}
 
 
