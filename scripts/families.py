@@ -78,15 +78,6 @@ SETS = {
     "copies": ("llama-pro", "solar", "attenuated-copy", "slices"),
     "combinations": ("opt-deus", "avg-deus", "lesa", "linear-combination"),
 }
-#: The methods that show by working that a wiring is proven.
-SHOWN_BY = {
-    "beside-ffn": ("ultramem-v2", "hier-ffn"),
-    "skip": ("ultramem-v2",),
-    "behind-attention": ("moc",),
-    "behind-layer": ("moc", "moc†"),
-    "inserted": ("midus-hml",),
-    "depth-attention": ("moda",),
-}
 #: What begins a refusal, or stands in it, and what the page says of all such refusals.
 REASONS = (
     ("has its layers at ", "layers elsewhere than at `model.layers`"),
@@ -106,13 +97,12 @@ REASONS = (
 
 
 class Row(NamedTuple):
-    """A type, the wirings that are proven, and either the methods that work or why none does; of a larger type its language model.
+    """A type, and either the methods that work or why none does; of a larger type its language model.
 
     Methods carry the marks of the page: † at another site, ‡ between layers of one kind alone.
     """
 
     model_type: str
-    proven: tuple[str, ...]
     methods: tuple[str, ...]
     refusal: str = ""
     language_type: str = ""
@@ -121,11 +111,6 @@ class Row(NamedTuple):
     def reason(self) -> str:
         """The few words of the page for the refusal."""
         return next(reason for piece, reason in REASONS if piece in self.refusal)
-
-    @property
-    def shown_to_be_proven(self) -> tuple[str, ...]:
-        """The wirings that are proven as far as methods show."""
-        return tuple(wiring for wiring in WIRINGS if set(SHOWN_BY.get(wiring, (wiring,))) & set(self.methods))
 
 
 def shortened(methods: tuple[str, ...]) -> str:
@@ -175,13 +160,13 @@ def larger_row_of(model_type: str) -> Row:
             model = tiny_larger_model(model_type)
             model.save_pretrained(base)
         except Exception as error:  # models raise whatever their parts raise
-            return Row(model_type, (), (), _plain(error))
+            return Row(model_type, (), _plain(error))
         for method in TRIED_WITHIN:
             name, error = _tried(base, method, Path(folder))
             methods += [name] if name else []
             refusal = refusal or error
     language_type = model.config.get_text_config(decoder=True).model_type
-    return Row(model_type, (), tuple(methods), refusal, language_type)
+    return Row(model_type, tuple(methods), refusal, language_type)
 
 
 def _tried(base: Path, method: str, folder: Path) -> tuple[str, str]:
@@ -227,18 +212,18 @@ def row_of(model_type: str) -> Row:
     """Return the row of a type, after proofs of all wirings and a try of each method."""
     refusal = refusal_of(model_type)
     if refusal:
-        return Row(model_type, (), (), refusal)
-    proven = []
+        return Row(model_type, (), refusal)
+    is_proven = False
     for wiring in WIRINGS:
         try:
             prove(model_type, wiring)
-            proven.append(wiring)
+            is_proven = True
         except ValueError as error:
             refusal = refusal or _plain(error).removeprefix(f"{model_type}: ")
-    if proven:
+    if is_proven:
         refusal = ""  # a proven type that no method takes is refused for what its checkpoints are
     if model_type in FAMILIES:
-        return Row(model_type, tuple(proven), tuple(METHODS))
+        return Row(model_type, tuple(METHODS))
     methods = []
     with tempfile.TemporaryDirectory() as folder:
         tiny_model(model_type).save_pretrained(Path(folder) / "base")
@@ -247,7 +232,7 @@ def row_of(model_type: str) -> Row:
             name, error = _tried(Path(folder) / ("base-of-moda" if method == "moda" else "base"), method, Path(folder))
             methods += [name] if name else []
             refusal = refusal or error
-    return Row(model_type, tuple(proven), tuple(methods), refusal)
+    return Row(model_type, tuple(methods), refusal)
 
 
 def table_of(rows: list[Row]) -> str:
@@ -255,13 +240,10 @@ def table_of(rows: list[Row]) -> str:
     taken, refused = [row for row in rows if row.methods], [row for row in rows if not row.methods]
     deeper = [row for row in taken if any(method.startswith(DEEPER) for method in row.methods)]
     names = [method.rstrip("†‡") for row in taken for method in row.methods]
-    otherwise = [row for row in taken if set(row.proven) != set(row.shown_to_be_proven)]
     lines = [
         f"Methods take {len(taken)} of {len(rows)} causal types of Transformers {transformers.__version__}, and {len(deeper)} of "
         f"these with new layers; {len(refused)} types are refused. {len(names)} pairs of a type and a method work.",
         "",
-        "- The sites of the methods that take a type are proven, and behind-layer where moc takes it."
-        + "".join(f" Proven in `{row.model_type}`: {', '.join(row.proven)}." for row in otherwise),
         *(f"- *{name}* are {', '.join(SETS[name])}." for name in ("copies", "combinations")),
         "- †: with `site=behind-layer` (moc) or `site=skip` (ultramem-v2).",
         "- ‡: between layers of one kind, which `--placement` names.",

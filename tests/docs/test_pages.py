@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from training.tiny_run import NEW_LAYERS, document, save_native, save_upscaled, write_corpus
+from training.tiny_run import NEW_LAYERS, document, save_upscaled, write_corpus
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midus_hf.cli.upscale import main as upscale
@@ -20,8 +20,6 @@ MODEL = "smollm2-135m-hml"
 
 # A page, and a piece of a block of Python on the page, for each script that runs here.
 PIECES = {
-    "trainer": ("trainer.md", "def sequences"),
-    "trl": ("trainer.md", "SFTTrainer"),
     "peft": ("trainer.md", "get_peft_model"),
     "moved adapter": ("peft.md", "PeftModel"),
     "sft": ("sft.md", "finetune"),
@@ -70,17 +68,6 @@ def check_rates(defined: dict) -> None:
     assert len({event["learning_rate"] for event in logged}) > 1
 
 
-@pytest.mark.parametrize(("name", "output"), [("trainer", "trained"), ("trl", "tuned-by-trl")])
-def test_new_layers_are_trained_and_saved(name, output, folder):
-    check_rates(run(name))
-    before, after = weights(MODEL), weights(output)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items() if not is_new(name))
-    moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
-    assert {f"model.layers.{layer}.memory.value_bank" for layer in NEW_LAYERS} <= moved
-    assert AutoTokenizer.from_pretrained(output)("w5 w7")["input_ids"] == [5, 7]
-
-
 def test_the_script_for_fine_tuning_trains_new_layers_and_saves_them(folder):
     config = folder / MODEL / "config.json"
     values = json.loads(config.read_text(encoding="utf-8"))
@@ -88,14 +75,6 @@ def test_the_script_for_fine_tuning_trains_new_layers_and_saves_them(folder):
     result = run("sft")["result"]
     assert result.steps == 4
     before, after = weights(MODEL), weights("tuned")
-    assert {is_new(name) for name in before if not torch.equal(before[name], after[name])} == {True}
-
-
-def test_the_script_for_the_trainer_takes_dense_models_too(folder):
-    (folder / MODEL).rename(folder / "with-memory")
-    save_native("llama", folder / MODEL)
-    run("trainer")
-    before, after = weights(MODEL), weights("trained")
     assert {is_new(name) for name in before if not torch.equal(before[name], after[name])} == {True}
 
 

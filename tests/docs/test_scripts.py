@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from training.tiny_run import NEW_LAYERS, save_upscaled, tiny_tokenizer, write_corpus
+from training.tiny_run import NEW_LAYERS, save_native, save_upscaled, tiny_tokenizer, write_corpus
 from transformers import AutoModelForCausalLM
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 @pytest.fixture
-def model(tmp_path):
-    """Save a small upscaled model with a tokenizer in the working directory's folder `upscaled`."""
-    folder = save_upscaled("llama", tmp_path)
+def model(tmp_path, request):
+    """Save a small upscaled model with a tokenizer in the working directory's folder `upscaled`; a test may ask for a dense one."""
+    is_dense = getattr(request, "param", "") == "dense"
+    folder = save_native("llama", tmp_path / "upscaled") if is_dense else save_upscaled("llama", tmp_path)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
@@ -44,7 +45,8 @@ def moved(before, after) -> set[str]:
     return {name for name in first if not torch.equal(first[name], second[name])}
 
 
-def test_the_script_for_pretraining_trains_the_added_layers_alone(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("model", ["with memory", "dense"], indirect=True)
+def test_the_script_for_pretraining_trains_the_added_layers_alone(model, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
     corpus = write_corpus(tmp_path / "texts")
     assert list(corpus.glob("*.txt")), "what the script's pattern names"
@@ -52,7 +54,8 @@ def test_the_script_for_pretraining_trains_the_added_layers_alone(model, tmp_pat
     run("train_cpt.py", model, monkeypatch, **sizes)
     changed = moved(model, tmp_path / "trained")
     assert changed and all(any(f"layers.{layer}." in name for layer in NEW_LAYERS) for name in changed)
-    assert any(name.endswith("memory.value_bank") for name in changed)
+    is_dense = "dense" in request.node.name
+    assert is_dense or any(name.endswith("memory.value_bank") for name in changed)
 
 
 def test_the_script_for_chats_fine_tunes_the_whole_model(model, tmp_path, monkeypatch):

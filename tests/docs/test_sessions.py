@@ -42,7 +42,6 @@ SHORT_RUNS = {
 }
 # Keys that every recipe of `midus train` needs, behind which a page shows some other keys.
 EVERY_RUN = {"model_name_or_path": "base", "output_dir": "out", "corpus": "texts"}
-SHORT_TREE = "--branching 3 --levels 2 --samples 20 --output tree"
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ SESSIONS = {
         },
     ),
     "docs/families.md": Session(replace={"Qwen/Qwen3-30B-A3B": "tiny-qwen3-moe"}),
-    "docs/flops.md": Session(replace={"FOLDER_OR_HUB_ID": "base"}),
+    "docs/benchmarks.md": Session(replace={"FOLDER_OR_HUB_ID": "base"}),
     "docs/look-inside.md": Session(
         replace={
             "addresses=...": "addresses=addresses/",
@@ -213,19 +212,12 @@ SESSIONS = {
         },
         files=("compare.yaml", "stages.yaml"),
     ),
-    "docs/clusters.md": Session(
-        replace={
-            "sentence-transformers/all-MiniLM-L6-v2": "bert",
-            "--tokenizer smollm2-135m --output tree": f"--tokenizer base {SHORT_TREE}",
-            "--levels 3": "--levels 2 --branching 3 --samples 20",
-            "tasks=100": "tasks=1",
-        },
-        names=datatrove_names,
-    ),
     "docs/banks.md": Session(
         replace={
             **BASE,
             "sentence-transformers/all-MiniLM-L6-v2": "bert",
+            "--levels 3": "--levels 2 --branching 3 --samples 20",
+            "tasks=100": "tasks=1",
             "--method hier-ffn": "--method hier-ffn --set sizes=4,3,2,0",
             "max_steps: 1000": "max_steps: 2\nsequence_length: 32\nbf16: false",
             "fullgraph=True": 'fullgraph=True, backend="eager"',
@@ -237,6 +229,7 @@ SESSIONS = {
         files=("recipe.yaml",),
         names=lambda: {
             "AutoModelForCausalLM": AutoModelForCausalLM,
+            **datatrove_names(),
             "tokenizer": byte_tokenizer(),
             "torch": torch,
             "input_ids": torch.arange(3, 27).view(2, 12),
@@ -268,7 +261,7 @@ SESSIONS = {
 }
 
 # A model is loaded where this package is not imported: in a process of its own.
-(SHARED,) = take("docs/share.md", "python")
+(SHARED,) = take("docs/serve.md", "python", having="trust_remote_code")
 BLOCKS = {page: take(page, *session.languages, without=session.elsewhere) for page, session in SESSIONS.items()}
 
 

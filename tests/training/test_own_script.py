@@ -15,13 +15,11 @@ from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
 from tests.docs.snippets import take
 
-# The block of the page that gives a plain `Trainer` its optimizer.
-(WITH_PLAIN_TRAINER,) = take("docs/trainer.md", "python", having="group_schedules")
-WITH_MEMORY_TRAINER = """
-set_trainable(model)
-trainer = MemoryTrainer(model, arguments, train_dataset=dataset, data_collator=collator)
-trainer.train()
-"""
+# Blocks of Python of the page: with `MemoryTrainer`, with a plain `Trainer`, and with a trainer of TRL.
+(WITH_MEMORY_TRAINER,), (WITH_PLAIN_TRAINER,), (WITH_TRL,) = (
+    take("docs/trainer.md", "python", having=piece)
+    for piece in ("MemoryTrainer, set_trainable\n\n", "group_schedules", "SFTTrainer")
+)
 STEPS = 6
 
 
@@ -94,7 +92,7 @@ def check_rates(rates: dict[str, list[float]], maximum: float) -> None:
 
 
 class MemorySFTTrainer(TrainsMemory, SFTTrainer):
-    """The trainer of docs/trainer.md."""
+    """TRL's trainer with the parameter groups and rates of a memory model."""
 
 
 def state(model) -> dict[str, torch.Tensor]:
@@ -102,14 +100,14 @@ def state(model) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("script", "trainer_class"),
-    [(WITH_MEMORY_TRAINER, MemoryTrainer), (WITH_PLAIN_TRAINER.text, Trainer)],
+    ("block", "trainer_class"),
+    [(WITH_MEMORY_TRAINER, MemoryTrainer), (WITH_PLAIN_TRAINER, Trainer)],
     ids=["docs", "docs-plain"],
 )
-def test_what_is_said_for_trainer(family, upscaled, scene, monkeypatch, script, trainer_class):
-    settings = {**scene(upscaled(family)), "set_trainable": set_trainable, "MemoryTrainer": MemoryTrainer}
+def test_what_is_said_for_trainer(family, upscaled, scene, monkeypatch, block, trainer_class):
+    settings = scene(upscaled(family))
     before, rates = state(settings["model"]), watch_rates(monkeypatch)
-    exec(script, settings)
+    exec(block.text, settings)
     check_moved(before, settings["model"].state_dict())
     check_rates(rates, 1e-4 if trainer_class is Trainer else 1e-2)
     assert type(settings["trainer"]) is trainer_class
@@ -119,14 +117,7 @@ def test_what_is_said_for_trainer(family, upscaled, scene, monkeypatch, script, 
 def test_a_trainer_of_trl_trains_the_new_layers_alone(upscaled, scene, monkeypatch, packing):
     settings = scene(upscaled("llama"), SFTConfig, max_length=16, packing=packing)
     before, rates = state(settings["model"]), watch_rates(monkeypatch)
-    set_trainable(settings["model"])
-    trainer = MemorySFTTrainer(
-        settings["model"],
-        settings["arguments"],
-        train_dataset=settings["texts"],
-        processing_class=settings["tokenizer"],
-    )
-    trainer.train()
+    exec(WITH_TRL.text, {**settings, "dataset": settings["texts"], "__name__": "script"})
     check_moved(before, settings["model"].state_dict())
     check_rates(rates, 1e-2)
 
