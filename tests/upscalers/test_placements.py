@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.upscalers.dense.requests import planned, tiny_config
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 from upscalers.methods.contract import METHODS, get_method
-from upscalers.plan.placements import PLACEMENTS, default_remark, place
+from upscalers.plan.placements import PLACEMENTS, place
 from upscalers.plan.plan import Base, New, insertion_plan
 from upscalers.request.errors import RequestError
 
@@ -77,15 +77,9 @@ def test_a_policy_places_layers_as_it_is_defined_or_refuses(policy, num_layers, 
 
 
 @given(POLICIES, st.integers(2, 60))
-def test_by_default_it_is_the_largest_number_up_to_half_that_fits_and_the_remark_says_so(policy, num_layers):
+def test_by_default_it_is_the_largest_number_up_to_half_that_fits(policy, num_layers):
     number = max(number for number in range(1, num_layers // 2 + 1) if DEFINED[policy][0](num_layers, number))
     assert place(policy, num_layers, None) == place(policy, num_layers, number)
-    remark = default_remark(policy, num_layers, number)
-    if 2 * number == num_layers:
-        assert remark is None
-    else:
-        assert remark.startswith(f"num-new-layers is {number}, by default of placement {policy}: the largest ")
-        assert f"of the {num_layers} base layers" in remark
 
 
 @pytest.mark.parametrize("sizes", WHOLE_PERIODS, ids=str)
@@ -127,11 +121,6 @@ def test_by_default_periods_come_nearest_to_half_the_layers_and_those_of_one_lay
         number = min(valid, key=lambda number: (abs(2 * number - num_layers), number))
         by_default = place("whole-periods", num_layers, None, period)
         assert by_default == place("whole-periods", num_layers, number, period)
-        remark = default_remark("whole-periods", num_layers, number, period)
-        assert (remark is None) == (2 * number == num_layers)
-        if remark:
-            assert remark.startswith(f"num-new-layers is {number}, by default of placement whole-periods: the ")
-            assert f"half of the {num_layers} base layers" in remark
     for number in range(1, num_layers + 1):
         if num_layers % number == 0:
             assert place("whole-periods", num_layers, number) == place("distributed", num_layers, number)
@@ -173,43 +162,13 @@ def test_solar_stacks_two_copies_that_each_leave_as_many_layers_out(num_layers, 
 
 
 @pytest.mark.parametrize(("config", "number"), [(LLAMA_3_2_1B, 8), (LLAMA_3_1_8B, 16)])
-def test_the_papers_models_have_the_papers_numbers_and_no_remark(config, number, tmp_path, command):
+def test_the_papers_models_have_the_papers_numbers(config, number, tmp_path, command):
     base = write_config(tmp_path / "base", config)
     for method, placement in (("solar", None), *(("midus-hml", placement) for placement in PLACEMENTS)):
         arguments = ["--placement", placement] if placement else []
         done = command("--base", base, "--method", method, "--dry-run", "--json", *arguments)
         assert (done.status, done.err) == (0, "")
         assert len(done.json()["new_layer_indices"]) == number
-
-
-REMARKS = {
-    ("midus-hml", 15): "num-new-layers is 5, by default of placement distributed: the largest divisor of the 15 base layers "
-    "that is at most half of them. Pass --num-new-layers or another --placement for another number.",
-    ("opt-deus", 15): "num-new-layers is 7, by default of placement top-heavy: the largest number up to half of the 15 base "
-    "layers that it takes. Pass --num-new-layers or another --placement for another number.",
-    ("solar", 30): "num-new-layers is 16, by default of solar: the number nearest to half of the 30 base layers, the larger "
-    "of two, that leaves as many layers out of each of its two stacks. Pass --num-new-layers for another.",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("method", "num_layers"), REMARKS)
-def test_the_command_says_which_number_it_took_and_why(method, num_layers, tmp_path, command):
-    base = write_config(tmp_path / "base", {**LLAMA_3_2_1B, "num_hidden_layers": num_layers})
-    remark = REMARKS[method, num_layers]
-    done = command("--base", base, "--method", method, "--dry-run")
-    assert (done.status, done.err) == (0, f"{remark}\n")
-    number = remark.split(",")[0].split()[-1]
-    query = command("--base", base, "--method", method, "--dry-run", "--num-new-layers", number)
-    assert (query.status, query.err, query.out) == (0, "", done.out)
-
-
-@pytest.mark.parametrize(
-    "words", ["llama-pro --placement 1,4,7", "slices --set slices=[{layers:[0,3]}]"], ids=["listed", "slices"]
-)
-def test_layers_that_a_person_lists_are_not_remarked_on(words, tmp_path, command):
-    base = write_config(tmp_path / "base", LLAMA_3_2_1B)
-    done = command("--base", base, "--dry-run", "--method", *words.split())
-    assert (done.status, done.err) == (0, "")
 
 
 @pytest.mark.parametrize("text", ["1,4,7", " 1, 4 ,7 "])

@@ -39,10 +39,6 @@ MEMORY = (
     "new layer {} would be made from base layer {}, which is a memory block; expected a layer with a feed-forward "
     "network. Choose other layers or another placement."
 )
-MIXED = (
-    "new layers 2, 4 fuse sliding and full attention, whose rotary embeddings and windows may differ. {} It is an error "
-    "since strict is set."
-)
 OF_ITS_TYPE = (
     r"new layer 1 stands before base layer 1 \(full_attention\), and no layer before it attends like it; expected one, "
     "since neighbours is 'same_type'. Choose another placement, or neighbours=adjacent."
@@ -87,7 +83,6 @@ AVG_DEUS = [
     ("llama", ["--placement", "0,3"], ONE_SIDE.format(0, "before")),
     ("llama", ["--placement", "llama-pro"], ONE_SIDE.format(5, "after")),
     ("llama", ["--placement", "bottom-heavy"], ONE_SIDE.format(0, "before")),
-    ("gemma2", ["--set", "strict=true"], MIXED.format("Pass neighbours=same_type to avoid it.")),
     ("gemma2", ["--placement", "1", "--set", "neighbours=same_type"], OF_ITS_TYPE),
     ("memory", ["--placement", "1"], MEMORY.format(1, 1)),
     ("memory", ["--placement", "2"], MEMORY.format(2, 1)),
@@ -113,7 +108,6 @@ LINEAR_COMBINATION = [
     ("llama", ["--placement", "0"], WITHOUT.format("previous", 0, "beside base 0")),
     ("llama", ["--placement", "4"], WITHOUT.format("next", 4, "beside base 3")),
     ("llama", ["--set", "identity=zero_out_norm"], NO_NORMS),
-    ("gemma2", ["--set", "strict=true"], MIXED.format("Name layers of one type in coefficients.")),
     ("memory", ["--placement", "3", "--set", "coefficients={4: 1}"], MEMORY.format(3, 4)),
 ]  # fmt: skip
 ATTENUATED_COPY = [

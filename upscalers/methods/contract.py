@@ -10,7 +10,7 @@ from midus_hf.config.wording import near_matches
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.layer_config import follow_plan
-from upscalers.plan.placements import default_remark, in_whole_periods, place
+from upscalers.plan.placements import in_whole_periods, place
 from upscalers.plan.plan import Base, New, Plan, insertion_plan
 from upscalers.request.errors import RequestError
 from upscalers.tensors.layer_blocks import block_recipes
@@ -134,7 +134,8 @@ class Method(ABC):
                 that the placement allows.
             placement: Name of a placement policy, or indices joined by commas. None stands for the method's default.
         """
-        policy = self._policy(placement)
+        policy = self.default_placement if placement is None else placement
+        assert policy is not None, "a method without a placement plans for itself"
         period = base.family.period_of(base.config)
         indices = place(policy, base.family.num_leading_layers(base.config), num_new_layers, period)
         phases = period if period is not None and in_whole_periods(policy) else 1
@@ -144,16 +145,6 @@ class Method(ABC):
             assert isinstance(layer, New)
             layers[index] = replace(layer, sources=self.sources(base, layer, index, number))
         return Plan(tuple(layers), base.num_layers)
-
-    def _policy(self, placement: str | None) -> str:
-        assert self.default_placement is not None, "a method without a placement plans for itself"
-        return self.default_placement if placement is None else placement
-
-    def default_remark(self, base: BaseModel, plan: Plan, placement: str | None) -> str | None:
-        """Return why `plan`, made without a number of new layers, has not half as many as the base has layers; None if it has."""
-        period = base.family.period_of(base.config)
-        leading = base.family.num_leading_layers(base.config)
-        return default_remark(self._policy(placement), leading, len(plan.new_indices), period)
 
     def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
         """Return the base layers that a new layer is made from. The first provides the attention and its type.

@@ -36,7 +36,6 @@ class FusionOptions:
         "adjacent fuses the base layers on both sides; same_type looks further back where the one before attends "
         "otherwise (sliding or full) than the one after",
     )
-    strict: bool = option(False, "fail where otherwise a warning is given")
 
 
 class DenseMethod(Method):
@@ -181,8 +180,7 @@ class FusionMethod(DenseMethod):
         return both_neighbours(base, layer, index, self.options.neighbours == "same_type")
 
     def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
-        concerns = mixed_types_concern(base, plan, "Pass neighbours=same_type to avoid it.")
-        return strict_or_warnings(concerns, self.options.strict)
+        return mixed_types_concern(base, plan, "Pass neighbours=same_type to avoid it.")
 
 
 class MatrixMethod(FusionMethod):
@@ -263,17 +261,6 @@ def mixed_types_concern(base: BaseModel, plan: Plan, remedy: str) -> list[str]:
     return [
         f"new layer{'s' * (len(mixed) > 1)} {', '.join(map(str, mixed))} fuse{'s' * (len(mixed) == 1)} {difference}. {remedy}"
     ]
-
-
-def strict_or_warnings(concerns: list[str], strict: bool) -> list[str]:
-    """Return the concerns unchanged, or refuse the first one if `strict`.
-
-    Raises:
-        RequestError: If `strict`, and there is a concern.
-    """
-    if concerns and strict:
-        raise RequestError(f"{concerns[0]} It is an error since strict is set.")
-    return concerns
 
 
 def combination(base: BaseModel, name: str, tensor: LayerTensor, terms: Sequence[tuple[int, float]]) -> Recipe:

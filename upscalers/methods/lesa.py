@@ -11,7 +11,7 @@ from midus_hf.model_names import usable_device
 from upscalers.architecture.family import LayerTensor, Projection, projections_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import LESA, register_method
-from upscalers.methods.dense_block import FusionOptions, MatrixMethod, mean, strict_or_warnings
+from upscalers.methods.dense_block import FusionOptions, MatrixMethod, mean
 from upscalers.plan.plan import New, Plan
 from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Copy, Recipe, tensor_seed
@@ -148,7 +148,7 @@ class Lesa(MatrixMethod):
                 f"({unrelated}), so that the upscaled model begins far from the base. Lower norm_weight, down to 0, or pass "
                 "identity=auto."
             )
-        return strict_or_warnings(concerns, self.options.strict)
+        return concerns
 
 
 def _worst(measurements: Sequence[Measurement], key: str) -> str:

@@ -14,7 +14,6 @@ from upscalers.methods.dense_block import (
     IdentityInit,
     combination,
     mixed_types_concern,
-    strict_or_warnings,
     whole_layer,
 )
 from upscalers.plan.plan import New, Plan
@@ -35,7 +34,6 @@ class LinearCombinationOptions:
         type="a mapping or a list of mappings",
     )
     identity: IdentityInit = option("none", IDENTITY_HELP)
-    strict: bool = option(False, "fail where otherwise a warning is given")
 
     def __post_init__(self) -> None:
         mappings = self.coefficients if isinstance(self.coefficients, list) else [self.coefficients]
@@ -112,8 +110,7 @@ class LinearCombination(DenseMethod):
         )
 
     def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
-        concerns = mixed_types_concern(base, plan, "Name layers of one type in coefficients.")
-        return strict_or_warnings(concerns, self.options.strict)
+        return mixed_types_concern(base, plan, "Name layers of one type in coefficients.")
 
     def tensor_recipe(self, base: BaseModel, layer: New, name: str, tensor: LayerTensor) -> Recipe:
         return combination(base, name, tensor, list(zip(layer.sources, layer.coefficients, strict=True)))

@@ -145,9 +145,6 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         layers = tuple(map(Base, range(base.num_layers)))
         return Plan(layers, base.num_layers, (base.memories.free_name(self.memory_options.type),))
 
-    def default_remark(self, base: BaseModel, plan: Plan, placement: str | None) -> str | None:
-        return None
-
     def placement_request(self, plan: Plan) -> dict[str, Any]:
         return {}
 

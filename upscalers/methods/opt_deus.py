@@ -19,7 +19,6 @@ from upscalers.methods.dense_block import (
     IdentityInit,
     MatrixMethod,
     mean,
-    strict_or_warnings,
 )
 from upscalers.plan.plan import New
 from upscalers.request.errors import RequestError, refusing_requests
@@ -132,7 +131,7 @@ class OptDeus(MatrixMethod):
                 f"matched rows keep little of their norm ({listed}): they have no counterparts, so that what is fused is near "
                 "half the next layer's. solver=hungarian keeps it."
             )
-        return strict_or_warnings(concerns, self.options.strict)
+        return concerns
 
 
 class BlockFusion(Solver):

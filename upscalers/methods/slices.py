@@ -188,9 +188,6 @@ class Slices(DenseMethod):
             raise RequestError("trainable is 'new', but the slices repeat and scale nothing; expected 'all'.")
         return plan
 
-    def default_remark(self, base: BaseModel, plan: Plan, placement: str | None) -> str | None:
-        return None
-
     def pattern_remedy(self, base: BaseModel, plan: Plan) -> str:
         period = base.family.period_of(base.config) or 1
         if period == 1:

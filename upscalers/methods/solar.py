@@ -46,15 +46,6 @@ class Solar(DenseMethod):
         order = [*range(layers - left_out), *range(left_out, layers)]
         return Plan(tuple(map(Base, order)), layers)
 
-    def default_remark(self, base: BaseModel, plan: Plan, placement: str | None) -> str | None:
-        number = len(plan.new_indices)
-        if 2 * number == base.num_layers:
-            return None
-        return (
-            f"num-new-layers is {number}, by default of solar: the number nearest to half of the {base.num_layers} base layers, "
-            "the larger of two, that leaves as many layers out of each of its two stacks. Pass --num-new-layers for another."
-        )
-
     def pattern_remedy(self, base: BaseModel, plan: Plan) -> str:
         period, layers = base.family.period_of(base.config) or 1, base.num_layers
         fitting = [count for count in range(2 - layers % 2, layers - 1, 2) if count % period == 0]

@@ -15,7 +15,6 @@ class Placement:
     Args:
         policy: Function `(L, K, p) -> K ascending indices`, where p is the period of the base's attention types, or None
             if they do not repeat. It raises `RequestError` if it cannot place that many layers.
-        default: Description of the default number, for messages; `{num_layers}` and `{period}` are filled in.
         preferred: Function `(L, p) -> numbers of new layers`, the best first. The first number that the policy accepts is
             the default. Default: from half of the layers down to 1.
         whole_periods: Whether new layers come in whole periods, each new layer made from layers of the same phase.
@@ -23,7 +22,6 @@ class Placement:
     """
 
     policy: Callable[[int, int, int | None], list[int]]
-    default: str = "the largest number up to half of the {num_layers} base layers that it takes"
     preferred: Callable[[int, int | None], Iterable[int]] = lambda num_layers, period: range(num_layers // 2, 0, -1)
     whole_periods: bool = False
 
@@ -67,20 +65,6 @@ def place(placement: str, num_layers: int, num_new_layers: int | None, period: i
 def in_whole_periods(placement: str) -> bool:
     """Return whether a placement of this name places whole periods."""
     return placement in PLACEMENTS and PLACEMENTS[placement].whole_periods
-
-
-def default_remark(placement: str, num_layers: int, num_new_layers: int, period: int | None = 1) -> str | None:
-    """Return why a policy's default number of new layers is not half of the base layers; None if it is, or for a list.
-
-    Arguments are as in `place`; `num_new_layers` is the number that the policy chose.
-    """
-    if placement not in PLACEMENTS or 2 * num_new_layers == num_layers:
-        return None
-    reason = PLACEMENTS[placement].default.format(num_layers=num_layers, period=period)
-    return (
-        f"num-new-layers is {num_new_layers}, by default of placement {placement}: {reason}. "
-        "Pass --num-new-layers or another --placement for another number."
-    )
 
 
 def _by_default(placement: Placement, num_layers: int, period: int | None) -> list[int]:
@@ -176,16 +160,10 @@ def _nearest(valid: range, number: int) -> list[int]:
     return sorted(sorted(valid, key=lambda count: abs(count - number))[:2])
 
 
-_LARGEST_DIVISOR = "the largest divisor of the {num_layers} base layers that is at most half of them"
 PLACEMENTS = {
-    "distributed": Placement(distributed, _LARGEST_DIVISOR),
-    "llama-pro": Placement(llama_pro, _LARGEST_DIVISOR),
+    "distributed": Placement(distributed),
+    "llama-pro": Placement(llama_pro),
     "top-heavy": Placement(top_heavy),
     "bottom-heavy": Placement(bottom_heavy),
-    "whole-periods": Placement(
-        whole_periods,
-        "the number nearest to half of the {num_layers} base layers that is made of whole periods of {period}",
-        _multiples_nearest_to_half,
-        whole_periods=True,
-    ),
+    "whole-periods": Placement(whole_periods, _multiples_nearest_to_half, whole_periods=True),
 }

@@ -139,9 +139,6 @@ def upscale(
                 f"the base holds {len(unknown)} tensors its architecture does not have; they are carried along."
             )
         job = Job(chosen, opened, source, _planned(chosen, opened, num_new_layers, placement), seed, dtype, lora)
-        remark = None if num_new_layers is not None else chosen.default_remark(opened, job.plan, placement)
-        if remark:
-            progress.note(remark)
         if opened.larger is not None:
             progress.note(
                 f"the base is a {opened.larger.config['model_type']} model. Its language model ({opened.config['model_type']}) is "

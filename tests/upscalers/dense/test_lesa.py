@@ -317,7 +317,6 @@ def test_layers_are_not_made_from_what_is_not_finite(method, rest, value, tmp_pa
     refused(command("--base", base, *method, *rest, "--output", tmp_path / "out"), message, ["base"])
 
 
-STRICT = "It is an error since strict is set."
 WARNED = {
     "collapse": (
         ["norm_weight=0"],
@@ -337,8 +336,8 @@ WARNED = {
 
 
 @pytest.mark.parametrize(("settings", "measured", "limit", "message"), WARNED.values(), ids=WARNED)
-def test_bad_predictions_are_warned_of_with_the_worst_layer_of_each_matrix_and_refused_under_strict(
-    settings, measured, limit, message, base, tmp_path, command, refused
+def test_bad_predictions_are_warned_of_with_the_worst_layer_of_each_matrix(
+    settings, measured, limit, message, base, tmp_path, command
 ):
     """The tiny base's layers are random, so that there is nothing to predict."""
     usual = ("--base", base, *request(*settings), "--no-verify")
@@ -349,21 +348,16 @@ def test_bad_predictions_are_warned_of_with_the_worst_layer_of_each_matrix_and_r
     for role in {row["tensor"] for row in rows}:
         worst = min(row[measured] for row in rows if row["tensor"] == role)
         assert (f"{role} {worst:.2g}" in warning) == (worst < limit)
-    strict = (*usual, "--set", "strict=true")
-    refused(command(*strict, "--output", tmp_path / "strict"), f"{message} {STRICT}", ["out"])
     if measured == "cosine_to_mean":
-        assert command(*strict, "--set", "identity=auto", "--output", tmp_path / "identity").status == 0
+        done = command(*usual, "--set", "identity=auto", "--output", tmp_path / "identity")
+        assert done.status == 0 and not re.search(message, done.err)
 
 
-def test_directions_under_the_guard_are_counted_in_a_warning_and_refused_under_strict(
-    narrow, tmp_path, command, refused
-):
+def test_directions_under_the_guard_are_counted_in_a_warning(narrow, tmp_path, command):
     guarded = "the base's layers do not span all directions: query 5, gate 3 singular values lie under the guard and are left out."
     usual = ("--base", narrow, "--no-verify", *request("norm_weight=1", "epochs=3"))
     done = command(*usual, "--output", tmp_path / "out")
     assert done.status == 0 and f"upscale: warning: {guarded}" in done.err.splitlines()
-    strict = command(*usual, "--set", "strict=true", "--output", tmp_path / "strict")
-    refused(strict, f"{guarded} {STRICT}", ["base", "out"])
 
 
 STOPS = {

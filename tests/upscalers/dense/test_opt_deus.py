@@ -16,7 +16,6 @@ from tests.upscalers.dense.layers import layer
 from tests.upscalers.dense.opt_deus_reference import PRE_NORM, Settings
 from tests.upscalers.solvers import sinkhorn_loop
 from tests.upscalers.solvers.recording import Recorder
-from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.upscale import upscale
 from upscalers.tensors.solver import summary_table
@@ -190,15 +189,12 @@ def test_the_preset_of_the_release_gives_half_the_next_layer(tmp_path):
     }  # fmt: skip
 
 
-def test_rows_without_counterparts_are_warned_of(base, tmp_path, command, refused):
+def test_rows_without_counterparts_are_warned_of(base, tmp_path):
     report, recorder = fused(base, tmp_path / "out")
     assert len(recorder.warnings) == 1 and re.fullmatch(WEAK, recorder.warnings[0])
     for role in SOLVED:
         weakest = min(row["norm_ratio"] for row in report.measurements if row["tensor"] == role)
         assert (f"{role} {weakest:.2g}" in recorder.warnings[0]) == (weakest < 0.3), role
-    strict = ("--base", base, "--method", "opt-deus", "--no-verify", "--set", "strict=true")
-    outcome = command(*strict, "--output", tmp_path / "strict")
-    refused(outcome, f"{WEAK} It is an error since strict is set.", ["out"])
 
 
 @pytest.mark.parametrize(
@@ -207,7 +203,7 @@ def test_rows_without_counterparts_are_warned_of(base, tmp_path, command, refuse
     ids=str,
 )
 def test_what_keeps_the_norm_is_not_warned_of(options, base, tmp_path):
-    _, recorder = fused(base, tmp_path / "out", max_iterations=2000, tolerance=1.9, strict=True, **options)
+    _, recorder = fused(base, tmp_path / "out", max_iterations=2000, tolerance=1.9, **options)
     assert recorder.warnings == []
 
 
@@ -217,8 +213,6 @@ def test_transport_that_does_not_converge_is_warned_of_with_its_residual(base, t
     assert len(late) > 1 and all(re.fullmatch(LATE, warning) for warning in late)
     residuals = [row["residual"] for row in report.measurements if row["tensor"] == "value"]
     assert f"residual {max(residuals):.2g} after" in next(row for row in late if "for value" in row)
-    with pytest.raises(RequestError, match=rf"{LATE} It is an error since strict is set\."):
-        fused(base, tmp_path / "third", max_iterations=1, strict=True)
 
 
 @pytest.mark.parametrize(
