@@ -55,11 +55,10 @@ def count_parameters(config: dict[str, Any]) -> dict[str, int]:
     """
     from midus_hf.config.flops.rules import values_read
     from upscalers.architecture.families import family_of
-    from upscalers.architecture.layer_tensors import Described
 
-    described = Described(family_of(config), config)
-    memories, sizes = described.memories, described.sizes
-    shapes = [*described.outer.values(), *(tensor.shape for layer in described.layers for tensor in layer.values())]
+    layout = family_of(config).layout(config)
+    memories, sizes = layout.memories, layout.sizes
+    shapes = [*layout.outer.values(), *(tensor.shape for layer in layout.layers for tensor in layer.values())]
     numbers = {"value": 0, "buffer": 0, "rest": 0}
     read = 0
     for entry in memories.entries:
@@ -72,9 +71,7 @@ def count_parameters(config: dict[str, Any]) -> dict[str, int]:
         per_token = values_read(entry.options, sizes)
         read += num_values if per_token is None else per_token * len(entry.layers)
     backbone = sum(map(math.prod, shapes)) - sum(numbers.values())
-    embeddings = sum(
-        math.prod(described.outer.get(f"{name}.weight", (0,))) for name in ("model.embed_tokens", "lm_head")
-    )
+    embeddings = sum(math.prod(layout.outer.get(f"{name}.weight", (0,))) for name in ("model.embed_tokens", "lm_head"))
     total, activated = backbone + numbers["value"] + numbers["rest"], backbone + numbers["rest"] + read
     return {
         "total": total,

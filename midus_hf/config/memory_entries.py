@@ -149,14 +149,6 @@ class Memories:
             for tensor_name, tensor in shared.tensors.items()
         }
 
-    def buffers(self, layer: int) -> set[str]:
-        """Return the names of the buffers among `layer_tensors`."""
-        return {name for name, tensor in self.layer_tensors(layer).items() if tensor.role == "buffer"}
-
-    def table_buffers(self) -> set[str]:
-        """Return the names of the buffers among `table_tensors`."""
-        return {name for name, tensor in self.table_tensors().items() if tensor.role == "buffer"}
-
     def free_name(self, memory_type: str) -> str:
         """Return an unused name for one more attached memory: its type, or its type and a number if the type is taken."""
         names = (memory_type, *(f"{memory_type}-{number}" for number in range(2, len(self.attached) + 3)))

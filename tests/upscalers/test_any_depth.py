@@ -369,7 +369,7 @@ def test_settings_but_the_index_and_the_number_of_layers_are_compared():
 )
 def test_the_order_of_stacked_projections_is_read_from_what_the_layer_computes(model_type, name, expected, base_of):
     base = open_base(base_of(model_type))
-    layers = [base.family.layer_tensors(base.config, layer) for layer in range(base.num_layers)]
+    layers = base.layout.backbone_layers
     stacked = [tensors[name].parts for tensors in layers if name in tensors]
     assert stacked and all(parts == tuple(expected) for parts in stacked)
 

@@ -67,11 +67,12 @@ def by_transformers(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]],
 def by_the_table(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], list[str] | None]:
     """The same from `families.py`."""
     family = family_of(config)
-    tensors = dict(family.outer_tensors(config))
-    for layer in range(config["num_hidden_layers"]):
-        for name, tensor in family.layer_tensors(config).items():
+    layout = family.layout(config)
+    tensors = dict(layout.outer)
+    for layer, of_layer in enumerate(layout.layers):
+        for name, tensor in of_layer.items():
             tensors[f"model.layers.{layer}.{name}"] = tensor.shape
-    return tensors, family.resolved_layer_types(config)
+    return tensors, layout.layer_types
 
 
 @pytest.mark.parametrize(("biased", "tied"), [(None, None), *itertools.product([True, False], repeat=2)])
@@ -107,7 +108,7 @@ def test_whatever_a_config_says_it_implies_what_transformers_implies(config):
 
 def test_the_norm_in_front_of_attention_and_the_one_behind_it_are_told_apart():
     roles = {
-        model_type: {name: tensor.role for name, tensor in family.layer_tensors({**SIZES, "head_dim": 8}).items()}
+        model_type: {name: tensor.role for name, tensor in family.layout({**SIZES, "head_dim": 8}).layers[0].items()}
         for model_type, family in FAMILIES.items()
     }
     for model_type in ("llama", "qwen2", "qwen3", "mistral"):

@@ -81,7 +81,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 def followed(config: dict[str, Any], indices: list[int]) -> dict[str, Any]:
     """The config after new layers are inserted at `indices`."""
-    base = BaseModel(Path(), config, family_of(config), {})
+    base = BaseModel(Path(), config, family_of(config), family_of(config).layout(config), {})
     method = MidusHml(HeadwiseOptions())
     return follow_plan(base, method.plan(base, None, ",".join(map(str, indices))))
 

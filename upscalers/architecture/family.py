@@ -4,15 +4,15 @@ A name such as `post_attention_layernorm` means different things in different fa
 therefore looked up here and never guessed from the tensor's name.
 """
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from midus_hf.config.backbone import Backbone, FamilyTraits, read_backbone
+from midus_hf.config.memory_entries import NO_MEMORIES, Memories, base_digest, inserted_options, read_memories
+from midus_hf.config.memory_types import InsertedOptions
 from midus_hf.config.model_sizes import ModelSizes
-from upscalers.request.errors import RequestError
+from upscalers.request.errors import RequestError, refusing_requests
 
 Config = dict[str, Any]
 Shape = tuple[int, ...]
@@ -83,10 +83,51 @@ def projections_of(tensors: Mapping[str, LayerTensor]) -> list[Projection]:
     return [projection for projection in projections if projection.role in MATRIX_ROLES]
 
 
-@cache
-def _read_backbone(native: str) -> Backbone:
-    """Return sizes and biases of a config without memories, in JSON."""
-    return read_backbone(json.loads(native))
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What the raw config of a model says of its layers, tensors and memories. Nobody may change the values.
+
+    Args:
+        sizes: Sizes that memories are built for.
+        backbone_layers: Roles and shapes of each layer's tensors without memories, by their name within the layer.
+        outer: Shapes of the tensors outside the layers, by full name, tables that layers share included.
+        tied: Shapes, by full name, of tensors that a checkpoint may hold although they only repeat others.
+        layer_types: Type of each layer, listed in the config or implied by the family; None if there are no types.
+        implies_types: Whether the layers have the types that the family implies from their index. Default: False.
+        period: p, the number of layers after which the attention types repeat, counted from the first layer: 1 where a layer
+            of any type may stand anywhere, or where all types are alike; None where the listed types do not repeat. Default: 1.
+        per_layer_values: Values that describe single layers and that the config leaves out or may leave out, by key.
+        layer_kinds: What the config says of each layer, such as its attention type; None if the config says nothing.
+        norms_behind: Whether a norm follows the attention and the feed-forward network of each layer.
+        num_leading_layers: Number of leading layers of which no later layer takes keys and values. A new layer among or
+            directly behind these leaves unchanged which layer gives its keys and values to others.
+        expert_layers: Indices of the layers whose feed-forward network is a mixture of experts. Default: none.
+        buffers: Full names of the tensors that a checkpoint holds and that are no parameters. Default: none.
+        is_converted: Whether transformers converts tensors of the model when it loads a checkpoint. Default: False.
+        settings: Values of the modules of each layer that are no tensors, as far as they are known. Default: unknown.
+        memories: Memories that the config lists. Default: none.
+        integers: Dtype of each tensor that a memory stores as integers, by full name. Default: none.
+        layers: Roles and shapes of each layer's tensors, memories' included, by their name within the layer. Default: none.
+    """
+
+    sizes: ModelSizes
+    backbone_layers: list[dict[str, LayerTensor]]
+    outer: dict[str, Shape]
+    tied: dict[str, Shape]
+    layer_types: list[str] | None
+    implies_types: bool = False
+    period: int | None = 1
+    per_layer_values: Config
+    layer_kinds: list[str] | None
+    norms_behind: bool
+    num_leading_layers: int
+    expert_layers: frozenset[int] = frozenset()
+    buffers: frozenset[str] = frozenset()
+    is_converted: bool = False
+    settings: tuple[dict[str, Any], ...] = ()
+    memories: Memories = NO_MEMORIES
+    integers: dict[str, str] = field(default_factory=dict)
+    layers: list[dict[str, LayerTensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,122 +152,107 @@ class Family(FamilyTraits):
     period: Callable[[Config], int] = lambda config: 1
     implying: Callable[[list[str]], Config] = lambda layer_types: {}
 
-    #: Whether a layer may be of another kind than its neighbours by its index alone, which no list in the config says.
-    layers_may_follow_from_indices: ClassVar[bool] = False
+    #: Whether the family is read from the model that transformers builds. A layer may then be of another kind than its
+    #: neighbours by its index alone, which no list in the config says, and memories are to be proven.
+    is_inferred: ClassVar[bool] = False
 
-    @property
-    def hosts_memory(self) -> bool:
-        """True if there are classes of this family that host memory."""
-        return self.class_name is not None
-
-    def backbone(self, config: Config) -> Backbone:
-        """Return the sizes and biases that a config says, with the family's defaults for keys that the config leaves out.
+    def layout(self, config: Config) -> Layout:
+        """Return what the raw config of a model says, with its memories.
 
         Raises:
-            RequestError: If a size is missing or not a positive integer.
+            RequestError: If a size is missing or wrong, or if the `memory` list is malformed or does not fit the model.
+        """
+        backbone = self.backbone(config)
+        if config.get("memory") in (None, []):
+            return replace(backbone, layers=backbone.backbone_layers)
+        with refusing_requests():
+            memories = read_memories(config["memory"], backbone.sizes, base_digest(config.get("upscale")))
+            declared = {f"model.{name}": tensor for name, tensor in memories.table_tensors().items()}
+        tables = {name: tensor.shape for name, tensor in declared.items()}
+        layers, inserted = [], memories.inserted
+        for layer, tensors in enumerate(backbone.backbone_layers):
+            if layer in inserted:
+                roles = kept_roles(inserted_options(inserted[layer]))
+                tensors = {name: tensor for name, tensor in tensors.items() if tensor.role in roles}
+            own = memories.layer_tensors(layer)
+            declared |= {f"model.layers.{layer}.{name}": tensor for name, tensor in own.items()}
+            layers.append(tensors | {name: LayerTensor("memory", tensor.shape) for name, tensor in own.items()})
+        return replace(
+            backbone,
+            memories=memories,
+            layers=layers,
+            outer=backbone.outer | tables,
+            buffers=backbone.buffers | {name for name, tensor in declared.items() if tensor.role == "buffer"},
+            integers={name: tensor.dtype for name, tensor in declared.items() if tensor.dtype},
+        )
+
+    def backbone(self, config: Config) -> Layout:
+        """Return what the raw config of a model says, without its memories.
+
+        Raises:
+            RequestError: If a size is missing or not a positive integer, or if `layer_types` is no list of names.
         """
         native = {key: value for key, value in config.items() if key not in OF_UPSCALING}
         try:
-            return _read_backbone(json.dumps({**native, "model_type": self.model_type}, sort_keys=True))
+            backbone = read_backbone({**native, "model_type": self.model_type})
         except ValueError as error:
             raise RequestError(f"{error} Repair config.json of the base.") from None
-
-    def sizes(self, config: Config) -> ModelSizes:
-        """Return the sizes that memories are built for."""
-        return self.backbone(config).sizes
-
-    def resolved_layer_types(self, config: Config) -> list[str] | None:
-        """Return the type of each layer, listed in the config or implied by the family; None if the family has no types.
-
-        Raises:
-            RequestError: If `layer_types` in the config is no list of names.
-        """
-        if self.layer_types is None:
-            return None
-        listed = config.get("layer_types")
-        if listed is None:
-            return self.layer_types(config)
-        if not isinstance(listed, list) or not all(isinstance(layer_type, str) for layer_type in listed):
+        hidden, vocabulary = backbone.sizes.hidden_size, backbone.vocabulary
+        outer: dict[str, Shape] = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
+        head: dict[str, Shape] = {"lm_head.weight": (vocabulary, hidden)}
+        implied = None if self.layer_types is None else self.layer_types(config)
+        types = implied if implied is None or config.get("layer_types") is None else config["layer_types"]
+        if types is not None and not (
+            isinstance(types, list) and all(isinstance(layer_type, str) for layer_type in types)
+        ):
             raise RequestError(
-                f"config.json has layer_types = {listed!r}; expected a list of names, one per layer. "
+                f"config.json has layer_types = {types!r}; expected a list of names, one per layer. "
                 "Repair the base checkpoint."
             )
-        return listed
-
-    def per_layer_values(self, config: Config) -> Config:
-        """Return the values of the config that describe single layers and that the config may leave out, by key."""
-        layer_types = self.resolved_layer_types(config)
-        return {} if layer_types is None else {"layer_types": layer_types}
-
-    def layer_kinds(self, config: Config) -> list[str] | None:
-        """Return what the config says of each layer, such as the layer's attention type; None if the config says nothing."""
-        return self.resolved_layer_types(config)
-
-    def norms_behind(self, config: Config) -> bool:
-        """Return whether a norm follows the attention and the feed-forward network of each layer."""
-        return self.output_norms
-
-    def expert_layers(self, config: Config) -> frozenset[int]:
-        """Return the indices of the layers whose feed-forward network is a mixture of experts."""
-        return frozenset()
-
-    def layer_that_changes(self, config: Config, new_config: Config, sources: list[int]) -> str | None:
-        """Return which layer computes otherwise than its source by its index alone, and what differs; None if none does.
-
-        Args:
-            config: Raw config of a model.
-            new_config: Raw config of a model that is made from its layers.
-            sources: For each layer of the new model, the layer of the first model that it is made from.
-        """
-        return None
-
-    def period_of(self, config: Config) -> int | None:
-        """Return p, the number of layers after which the attention types repeat, counted from the first layer.
-
-        The period is 1 where a layer of any type may stand anywhere, or where all types are alike. It is None where
-        the types that the config lists do not repeat.
-        """
-        types = self.resolved_layer_types(config)
-        if types is None or self.layer_types is None:
-            return 1
-        if types == self.layer_types(config):
-            return self.period(config)
-        repeated = (
-            period
-            for period in range(1, len(types) // 2 + 1)
-            if all(types[layer] == types[layer - period] for layer in range(period, len(types)))
+        period: int | None = 1
+        if types is not None:
+            repeated = (
+                period
+                for period in range(1, len(types) // 2 + 1)
+                if all(types[layer] == types[layer - period] for layer in range(period, len(types)))
+            )
+            period = self.period(config) if types == implied else next(repeated, None)
+        return Layout(
+            sizes=backbone.sizes,
+            backbone_layers=[self._layer_tensors(backbone)] * backbone.sizes.num_layers,
+            outer=outer if backbone.tied else {**outer, **head},
+            tied=head if backbone.tied else {},
+            layer_types=types,
+            implies_types=types is not None and types == implied,
+            period=period,
+            per_layer_values={} if types is None else {"layer_types": types},
+            layer_kinds=types,
+            norms_behind=self.output_norms,
+            num_leading_layers=backbone.sizes.num_layers,
         )
-        return next(repeated, None)
 
-    def layer_tensors(self, config: Config, layer: int = 0) -> dict[str, LayerTensor]:
-        """Return roles and shapes of the tensors of one decoder layer, by their name within the layer.
-
-        Args:
-            config: Raw config of the model.
-            layer: Index of the layer, which matters only where layers differ. Default: 0.
-        """
-        backbone = self.backbone(config)
+    def _layer_tensors(self, backbone: Backbone) -> dict[str, LayerTensor]:
+        """Return roles and shapes of the tensors of one decoder layer, by their name within the layer."""
         hidden, inner, d = backbone.sizes.hidden_size, backbone.sizes.intermediate_size, backbone.sizes.head_dim
         query_width, key_width = backbone.query_width, backbone.key_width
         offset = 1.0 if self.unit_offset_norms else 0.0
         tensors: dict[str, LayerTensor] = {}
-
-        def linear(name: str, role: str, out_width: int, in_width: int, bias: bool) -> None:
+        for name, role, out_width, in_width, bias in (
+            ("self_attn.q_proj", "query", query_width, hidden, backbone.attention_bias),
+            ("self_attn.k_proj", "key", key_width, hidden, backbone.attention_bias),
+            ("self_attn.v_proj", "value", key_width, hidden, backbone.attention_bias),
+            ("self_attn.o_proj", "output_projection", hidden, query_width, backbone.output_bias),
+            ("mlp.gate_proj", "gate", inner, hidden, backbone.mlp_bias),
+            ("mlp.up_proj", "up", inner, hidden, backbone.mlp_bias),
+            ("mlp.down_proj", "down", hidden, inner, backbone.mlp_bias),
+        ):
+            if name == "mlp.gate_proj" and self.query_key_norm:
+                whole = self.query_key_norm == "whole"
+                tensors["self_attn.q_norm.weight"] = LayerTensor("query_norm", (query_width if whole else d,), offset)
+                tensors["self_attn.k_norm.weight"] = LayerTensor("key_norm", (key_width if whole else d,), offset)
             tensors[f"{name}.weight"] = LayerTensor(role, (out_width, in_width))
             if bias:
                 tensors[f"{name}.bias"] = LayerTensor(role, (out_width,))
-
-        linear("self_attn.q_proj", "query", query_width, hidden, backbone.attention_bias)
-        linear("self_attn.k_proj", "key", key_width, hidden, backbone.attention_bias)
-        linear("self_attn.v_proj", "value", key_width, hidden, backbone.attention_bias)
-        linear("self_attn.o_proj", "output_projection", hidden, query_width, backbone.output_bias)
-        if self.query_key_norm:
-            whole = self.query_key_norm == "whole"
-            tensors["self_attn.q_norm.weight"] = LayerTensor("query_norm", (query_width if whole else d,), offset)
-            tensors["self_attn.k_norm.weight"] = LayerTensor("key_norm", (key_width if whole else d,), offset)
-        linear("mlp.gate_proj", "gate", inner, hidden, backbone.mlp_bias)
-        linear("mlp.up_proj", "up", inner, hidden, backbone.mlp_bias)
-        linear("mlp.down_proj", "down", hidden, inner, backbone.mlp_bias)
         norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
         if self.output_norms:
             norms = {
@@ -241,26 +267,6 @@ class Family(FamilyTraits):
             tensors[f"{name}.weight"] = LayerTensor(role, (hidden,), offset)
         return tensors
 
-    def layers(self, config: Config) -> list[dict[str, LayerTensor]]:
-        """Return roles and shapes of the tensors of every layer, read from the config once; nobody may change them."""
-        return [self.layer_tensors(config)] * config["num_hidden_layers"]
-
-    def outer_tensors(self, config: Config) -> dict[str, Shape]:
-        """Return the shapes of the tensors outside the layers, by full name."""
-        backbone = self.backbone(config)
-        hidden, vocabulary = backbone.sizes.hidden_size, backbone.vocabulary
-        tensors: dict[str, Shape] = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
-        return tensors if backbone.tied else {**tensors, "lm_head.weight": (vocabulary, hidden)}
-
-    def tied_tensors(self, config: Config) -> dict[str, Shape]:
-        """Return the shapes, by full name, of tensors that a checkpoint may hold although they only repeat others."""
-        backbone = self.backbone(config)
-        return {"lm_head.weight": (backbone.vocabulary, backbone.sizes.hidden_size)} if backbone.tied else {}
-
-    def is_converted(self, config: Config) -> bool:
-        """Return whether transformers converts tensors of the model when it loads a checkpoint."""
-        return False
-
     def prove(self, site: str, memory_type: str) -> None:
         """Prove that a memory of a type is wired right at a site of the family's layers.
 
@@ -268,27 +274,22 @@ class Family(FamilyTraits):
             RequestError: If the memory is not wired right, or the site cannot be proven.
         """
 
-    def remarks(self) -> list[str]:
-        """Return what a person should know of how the family was checked for memories."""
-        return []
-
-    def blocks_by_layer(self, config: Config) -> dict[str, int]:
-        """Return the dimension along which a tensor outside the layers holds one equal block for each layer, by full name.
+    def blocks_by_layer(self, outer: Iterable[str]) -> dict[str, int]:
+        """Return which of the tensors outside the layers, by full name, hold one equal block for each layer, along which dimension.
 
         An example are embeddings per layer, which stand side by side as columns of one tensor.
         """
         return {}
 
-    def num_leading_layers(self, config: Config) -> int:
-        """Return the number of leading layers of which no later layer takes keys and values.
 
-        A new layer among or directly behind these leaves unchanged which layer gives its keys and values to others.
-        """
-        return positive(config, "num_hidden_layers")
+def kept_roles(options: InsertedOptions) -> frozenset[str]:
+    """Return the roles of the layer tensors that a block with this memory keeps."""
+    return ATTENTION_ROLES | ATTENTION_OUTPUT_ROLES if options.keeps_output_projection else ATTENTION_ROLES
 
-    def buffers(self, config: Config) -> frozenset[str]:
-        """Return the full names of the tensors that a checkpoint holds and that are no parameters."""
-        return frozenset()
+
+def is_embedding(name: str) -> bool:
+    """Return whether a tensor outside the layers, by its full name, stands in front of the layers."""
+    return "embed" in name
 
 
 # Roles of the norms, whose gain is 1 + weight in families with `unit_offset_norms`.

@@ -5,15 +5,13 @@ Building it imports torch and transformers, which takes seconds, and takes no me
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.config.model_sizes import ModelSizes
-from upscalers.architecture.family import OF_UPSCALING, Config, Family, LayerTensor, Shape
+from upscalers.architecture.family import OF_UPSCALING, Config, Family, LayerTensor, Layout, Shape
 from upscalers.architecture.per_layer import PER_LAYER_KEYS, SHARED_LAYERS_KEY, per_layer_lists
 from upscalers.request.errors import RequestError, one_line
 
@@ -28,86 +26,18 @@ _PLAIN = (bool, int, float, str, type(None))
 _LAYERS = "model.layers."
 
 
-@dataclass(frozen=True, kw_only=True)
 class InferredFamily(Family):
     """A family that is read from the built model."""
 
-    layers_may_follow_from_indices = True
+    is_inferred = True
 
-    def sizes(self, config: Config) -> ModelSizes:
-        return read_model(config).sizes
+    def backbone(self, config: Config) -> Layout:
+        native = {key: value for key, value in config.items() if key not in OF_UPSCALING}
+        native["model_type"] = self.model_type
+        return _built(json.dumps(native, sort_keys=True))
 
-    def resolved_layer_types(self, config: Config) -> list[str] | None:
-        return read_model(config).layer_types
-
-    def period_of(self, config: Config) -> int | None:
-        return 1
-
-    def per_layer_values(self, config: Config) -> Config:
-        model = read_model(config)
-        stated = {model.names.get(key, key) for key, value in config.items() if value is not None}
-        return {key: values for key, values in model.lists.items() if key not in stated}
-
-    def layer_kinds(self, config: Config) -> list[str] | None:
-        lists = [
-            [str(value) if key == "layer_types" else f"{key} {value}" for value in values]
-            for key, values in read_model(config).lists.items()
-            if key in PER_LAYER_KEYS
-        ]
-        return [", ".join(values) for values in zip(*lists, strict=True)] if lists else None
-
-    def norms_behind(self, config: Config) -> bool:
-        layers = [self.layer_tensors(config, layer).values() for layer in range(config["num_hidden_layers"])]
-        return all(
-            norm in {tensor.role for tensor in tensors}
-            and all(tensor.offset is not None for tensor in tensors if tensor.role == norm)
-            for tensors in layers
-            for norm in ("attention_output_norm", "mlp_output_norm")
-        )
-
-    def expert_layers(self, config: Config) -> frozenset[int]:
-        return frozenset(index for index, roles in enumerate(read_model(config).roles) if roles.has_experts)
-
-    def layer_that_changes(self, config: Config, new_config: Config, sources: list[int]) -> str | None:
-        before, after = (read_model(each).settings for each in (config, new_config))
-        return change_of_settings(before, after, sources)
-
-    def layer_tensors(self, config: Config, layer: int = 0) -> dict[str, LayerTensor]:
-        return read_model(config).layers[layer]
-
-    def layers(self, config: Config) -> list[dict[str, LayerTensor]]:
-        return read_model(config).layers
-
-    def outer_tensors(self, config: Config) -> dict[str, Shape]:
-        return {name: shape for name, shape in read_model(config).tensors.items() if not name.startswith(_LAYERS)}
-
-    def tied_tensors(self, config: Config) -> dict[str, Shape]:
-        return dict(read_model(config).tied)
-
-    def blocks_by_layer(self, config: Config) -> dict[str, int]:
-        held = self.outer_tensors(config)
-        return {name: dim for name, dim in _blocks_by_layer(self.model_type).items() if name in held}
-
-    def num_leading_layers(self, config: Config) -> int:
-        model = read_model(config)
-        first_shared = len(model.layers) - model.num_shared_layers
-        types = model.layer_types or [""] * len(model.layers)
-        givers = (
-            max(layer for layer in range(first_shared) if types[layer] == each) for each in {*types[first_shared:]}
-        )
-        return min(givers, default=len(types))
-
-    def buffers(self, config: Config) -> frozenset[str]:
-        return read_model(config).buffers
-
-    def is_converted(self, config: Config) -> bool:
-        return read_model(config).is_converted
-
-    def remarks(self) -> list[str]:
-        return [
-            f"{self.model_type} was read from the model that transformers builds, and proven on a tiny random model: equal bits at "
-            "birth, bits equal to a base that states what the memory computes, gradients, cached steps."
-        ]
+    def blocks_by_layer(self, outer: Iterable[str]) -> dict[str, int]:
+        return {name: dim for name, dim in _blocks_by_layer(self.model_type).items() if name in outer}
 
     def prove(self, site: str, memory_type: str) -> None:
         from midus_hf.models.inference.proof import prove, wirings_of
@@ -120,33 +50,6 @@ class InferredFamily(Family):
                 f"model_type {self.model_type!r} takes no memory of type {memory_type!r} at the site {site!r} (its proof on a tiny "
                 f"model: {one_line(error).rstrip('.')})."
             ) from None
-
-
-@dataclass(frozen=True)
-class _Built:
-    """Tensors and sizes of the model on the meta device; only tensors that a checkpoint holds, by full name.
-
-    Args:
-        tied: Shape of each tensor that only repeats another.
-        num_shared_layers: Number of last layers that take keys and values of earlier layers of their type.
-        lists: Lists of the config that have a value for each layer, or that hold indices of layers, by key.
-        names: Names of config values that have a second name, by the second name.
-        settings: Values of the modules of each layer that are no tensors, such as the size of a window.
-        is_converted: Whether transformers converts tensors when it loads a checkpoint, so that a model holds others.
-    """
-
-    sizes: ModelSizes
-    tensors: dict[str, Shape]
-    layers: list[dict[str, LayerTensor]]
-    tied: dict[str, Shape]
-    buffers: frozenset[str]
-    layer_types: list[str] | None
-    num_shared_layers: int
-    lists: Config
-    names: dict[str, str]
-    roles: "list[LayerRoles]"
-    settings: list[Settings]
-    is_converted: bool
 
 
 def inferred_family(model_type: str) -> InferredFamily:
@@ -171,13 +74,6 @@ def inferred_family(model_type: str) -> InferredFamily:
         raise RequestError(f"model_type {model_type!r} is not supported: {one_line(error)}") from None
     class_name = architecture.causal_lm.__name__.removesuffix("ForCausalLM")
     return InferredFamily(model_type=model_type, class_name=class_name)
-
-
-def read_model(config: Config) -> "_Built":
-    """Return what is read from the model of a config, without its memories, that transformers builds."""
-    native = {key: value for key, value in config.items() if key not in OF_UPSCALING}
-    native["model_type"] = str(native["model_type"]).removeprefix(MEMORY_PREFIX)
-    return _built(json.dumps(native, sort_keys=True))
 
 
 def model_on_meta(native: str, classes: Mapping[Any, Any]) -> Any:
@@ -208,7 +104,7 @@ def model_on_meta(native: str, classes: Mapping[Any, Any]) -> Any:
 
 
 @cache
-def _built(native: str) -> _Built:
+def _built(native: str) -> Layout:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -220,6 +116,7 @@ def _built(native: str) -> _Built:
     held = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(held.items())}
     tied = {name: tuple(tensor.shape) for name, tensor in held.items() if first[id(tensor)] != name}
+    # Only tensors that a checkpoint holds.
     stored = revert_weight_conversion(model, {name: tensor for name, tensor in held.items() if name not in tied})
     own = dict(model.named_parameters())
     stored_parameters = revert_weight_conversion(model, {name: held[name] for name in own if name not in tied})
@@ -229,20 +126,42 @@ def _built(native: str) -> _Built:
     names = {name: held_names.get(id(tensor), name) for name, tensor in stored.items()}
     parts = architecture_of(config.model_type).layers
     roles = [read_roles(config.model_type, layer, parts[type(layer)]) for layer in model.model.layers]
-    shares = vars(config).get(SHARED_LAYERS_KEY) or 0
-    return _Built(
+    layers = [_layer_tensors(index, layer, tensors, names, buffers) for index, layer in enumerate(roles)]
+    lists = per_layer_lists(vars(config), config.num_hidden_layers)
+    stated = {config.attribute_map.get(key, key) for key, value in json.loads(native).items() if value is not None}
+    kinds = [
+        [str(value) if key == "layer_types" else f"{key} {value}" for value in values]
+        for key, values in lists.items()
+        if key in PER_LAYER_KEYS
+    ]
+    num_shared = (
+        vars(config).get(SHARED_LAYERS_KEY) or 0
+    )  # last layers that take keys and values of earlier ones of their type
+    types = vars(config).get("layer_types")
+    types_or_blank, first_shared = types or [""] * len(layers), len(layers) - num_shared
+    givers = (
+        max((layer for layer in range(first_shared) if types_or_blank[layer] == each), default=first_shared)
+        for each in {*types_or_blank[first_shared:]}
+    )
+    return Layout(
         sizes=ModelSizes.of(config),
-        tensors=tensors,
-        layers=[_layer_tensors(index, layer, tensors, names, buffers) for index, layer in enumerate(roles)],
+        backbone_layers=layers,
+        outer={name: shape for name, shape in tensors.items() if not name.startswith(_LAYERS)},
         tied=tied,
+        layer_types=types,
+        per_layer_values={key: values for key, values in lists.items() if key not in stated},
+        layer_kinds=[", ".join(values) for values in zip(*kinds, strict=True)] if kinds else None,
+        norms_behind=all(
+            norm in {tensor.role for tensor in of_layer.values()}
+            and all(tensor.offset is not None for tensor in of_layer.values() if tensor.role == norm)
+            for of_layer in layers
+            for norm in ("attention_output_norm", "mlp_output_norm")
+        ),
+        num_leading_layers=min(givers, default=len(layers)),
+        expert_layers=frozenset(index for index, of_layer in enumerate(roles) if of_layer.has_experts),
         buffers=buffers,
-        layer_types=vars(config).get("layer_types"),
-        num_shared_layers=shares,
-        lists=per_layer_lists(vars(config), config.num_hidden_layers),
-        names=dict(config.attribute_map),
-        roles=roles,
-        settings=[settings_of(layer, shares) for layer in model.model.layers],
         is_converted=stored.keys() != held.keys() - tied.keys(),
+        settings=tuple(settings_of(layer, num_shared) for layer in model.model.layers),
     )
 
 

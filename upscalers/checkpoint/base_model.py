@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from midus_hf.config.memory_entries import Memories
-from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.ownership import has_config_entry
 from upscalers.architecture.families import check_readable, family_of
-from upscalers.architecture.family import Config, Family, LayerTensor, Shape
-from upscalers.architecture.layer_tensors import Described, is_embedding
+from upscalers.architecture.family import Config, Family, Layout, Shape, is_embedding
 from upscalers.checkpoint.larger_model import LargerModel, larger_model_of
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.quantised_weights import names_of_packed, names_of_parts, with_products
@@ -45,6 +42,7 @@ class BaseModel:
         folder: Folder of the checkpoint.
         config: The raw `config.json`; for a larger model, the config of the language model within it.
         family: The family that the language model belongs to.
+        layout: What the config says of layers, tensors and memories.
         tensors: Every tensor, by full name. If the folder has no weights, the tensors are planned from the config and
             have no files. Tensors of a language model within a larger one have the names that they would have alone.
         unexpected: Names of stored tensors that the architecture does not have; they are copied to the result.
@@ -54,6 +52,7 @@ class BaseModel:
     folder: Path
     config: Config
     family: Family
+    layout: Layout
     tensors: dict[str, StoredTensor]
     unexpected: tuple[str, ...] = ()
     larger: LargerModel | None = None
@@ -89,22 +88,8 @@ class BaseModel:
         return names_of_packed(self.tensors)
 
     @cached_property
-    def described(self) -> Described:
-        """Description of the model by its config."""
-        return Described(self.family, self.config)
-
-    @property
-    def memories(self) -> Memories:
-        """The memories that earlier upscalings gave the model."""
-        return self.described.memories
-
-    @property
-    def sizes(self) -> ModelSizes:
-        """Sizes that memories are built for."""
-        return self.described.sizes
-
-    @cached_property
-    def _names_by_layer(self) -> list[dict[str, str]]:
+    def layer_names(self) -> list[dict[str, str]]:
+        """Full names of each layer's tensors, by their name within the layer."""
         layers: list[dict[str, str]] = [{} for _ in range(self.num_layers)]
         for name in self.tensors:
             match = _LAYER_KEY.match(name)
@@ -112,13 +97,9 @@ class BaseModel:
                 layers[int(match["layer"])][match["rest"]] = name
         return layers
 
-    def layer_names(self, layer: int) -> dict[str, str]:
-        """Return the full names of a layer's tensors, by their name within the layer."""
-        return self._names_by_layer[layer]
-
     def outer_names(self) -> Iterator[str]:
         """Return the names of the tensors that belong to no layer, in the order in which they are stored."""
-        own = {name for layer in self._names_by_layer for name in layer.values()}
+        own = {name for layer in self.layer_names for name in layer.values()}
         return (name for name in self.tensors if name not in own)
 
     def outer_name(self, name: str, num_layers: int) -> str:
@@ -137,7 +118,7 @@ class BaseModel:
 
     def blocks_by_layer(self) -> dict[str, int]:
         """Return the dimension along which a tensor outside the layers has one block per layer, by the tensor's full name."""
-        blocks = self.family.blocks_by_layer(self.config)
+        blocks = self.family.blocks_by_layer(self.layout.outer)
         return {self.prefix + name.removeprefix(_PREFIX): dim for name, dim in blocks.items()}
 
     @cached_property
@@ -150,21 +131,14 @@ class BaseModel:
         embedding = f"{self.prefix}embed_tokens.weight"
         return frozenset(
             name
-            for name in self.family.tied_tensors(self.config)
+            for name in self.layout.tied
             if name in self.tensors and holds_the_same(self.tensors[name], self.tensors[embedding])
         )
 
     def uncounted_names(self) -> set[str]:
         """Return the names of tensors that do not count as parameters: tied heads, buffers, and unexpected tensors."""
-        layers = range(self.num_layers)
-        buffers = {self.new_name(layer, name) for layer in layers for name in self.memories.buffers(layer)}
-        buffers |= {self.prefix + name for name in self.memories.table_buffers()}
-        buffers |= {self.prefix + name.removeprefix("model.") for name in self.family.buffers(self.config)}
+        buffers = {self.prefix + name.removeprefix(_PREFIX) for name in self.layout.buffers}
         return {*self.repeated_names, *self.unexpected, *buffers}
-
-    def layer_tensors(self, layer: int) -> dict[str, LayerTensor]:
-        """Return roles and shapes of a layer's tensors, by their name within the layer."""
-        return self.described.layers[layer]
 
     @property
     def auto_class(self) -> str:
@@ -275,8 +249,12 @@ def open_base(
             "the base holds a PEFT adapter (adapter_config.json), which transformers would add when it loads the result; "
             "expected a model alone. Merge the adapter by giving its folder as --adapter, or remove the file."
         )
-    described = Described(family, config)
-    expected, integers = _expected_tensors(described), _stored_as_integers(described.memories, layers)
+    layout = family.layout(config)
+    expected = {name: shape for name, shape in layout.outer.items() if is_embedding(name)}
+    for layer, tensors in enumerate(layout.layers):
+        expected |= {f"{_PREFIX}layers.{layer}.{name}": tensor.shape for name, tensor in tensors.items()}
+    expected |= layout.outer
+    integers = layout.integers
     stored = stored_tensors(folder, needs_weights) if gguf is None else gguf
     if stored is not None:
         stored = with_products(stored, config)
@@ -288,7 +266,7 @@ def open_base(
     if stored is None:
         dtype = SAFETENSORS_NAMES.get(str(dtype).removeprefix("torch."), "F32")
         planned = {name: StoredTensor(dtype, shape) for name, shape in expected.items()}
-        return _with(described, BaseModel(folder, config, family, planned, larger=larger))
+        return BaseModel(folder, config, family, layout, planned, larger=larger)
 
     if larger is not None:
         stored = {larger.spelling.language_name(name): tensor for name, tensor in stored.items()}
@@ -301,7 +279,7 @@ def open_base(
             f"the base lacks {len(missing)} tensors that its config asks for, such as {', '.join(missing[:_LISTED])}. "
             "Download or save it again, or correct config.json."
         )
-    expected |= {name: shape for name, shape in family.tied_tensors(config).items() if name in stored}
+    expected |= {name: shape for name, shape in layout.tied.items() if name in stored}
     for name, shape in expected.items():
         if stored[name].shape != shape:
             raise RequestError(
@@ -332,18 +310,12 @@ def open_base(
             "Weights and config.json do not belong together."
         )
     if adapter is not None:
-        stored = _merged(adapter, stored, family, config)
-    return _with(described, BaseModel(folder, config, family, stored, unexpected, larger))
-
-
-def _with(described: Described, model: BaseModel) -> BaseModel:
-    """Return the model, which then does not read its config again."""
-    vars(model)["described"] = described
-    return model
+        stored = _merged(adapter, stored, layout, config)
+    return BaseModel(folder, config, family, layout, stored, unexpected, larger)
 
 
 def _merged(
-    adapter: Adapter, stored: dict[str, StoredTensor], family: Family, config: Config
+    adapter: Adapter, stored: dict[str, StoredTensor], layout: Layout, config: Config
 ) -> dict[str, StoredTensor]:
     """Return a base's tensors with an adapter's changes."""
     if has_config_entry(config):
@@ -351,14 +323,14 @@ def _merged(
             f"adapter {adapter.name!r} would be merged into a model that `upscale` made, whose layers may have other numbers; "
             "expected the base that the adapter was made for. Merge the adapter when you upscale that base."
         )
-    if family.is_converted(config):
+    if layout.is_converted:
         raise RequestError(
-            f"adapter {adapter.name!r} would be merged into a {family.model_type!r} model, whose tensors transformers converts when "
-            "it loads them; expected a type whose tensors stay as they are. Merge the adapter with PEFT first."
+            f"adapter {adapter.name!r} would be merged into a {config['model_type']!r} model, whose tensors transformers converts "
+            "when it loads them; expected a type whose tensors stay as they are. Merge the adapter with PEFT first."
         )
     prefix = _PREFIX if any(name.startswith(_PREFIX) for name in stored) else ""
     changed = adapter.merged(stored, prefix)
-    tied = next((name for name in family.tied_tensors(config) if name in stored), None)
+    tied = next((name for name in layout.tied if name in stored), None)
     embedding = f"{prefix}embed_tokens.weight"
     if tied is not None and any(changed[name] is not stored[name] for name in (embedding, tied)):
         raise RequestError(
@@ -366,24 +338,3 @@ def _merged(
             "of them. Merge the adapter with PEFT first."
         )
     return changed
-
-
-def _expected_tensors(described: Described) -> dict[str, tuple[int, ...]]:
-    outer = described.outer
-    expected = {name: shape for name, shape in outer.items() if is_embedding(name)}
-    last = [name for name in outer if name not in expected]
-    for layer, tensors in enumerate(described.layers):
-        expected |= {f"model.layers.{layer}.{name}": tensor.shape for name, tensor in tensors.items()}
-    return {**expected, **{name: outer[name] for name in last}}
-
-
-def _stored_as_integers(memories: Memories, num_layers: int) -> dict[str, str]:
-    """Return the dtype of each tensor that a memory stores as integers, by full name."""
-    if not memories.entries:
-        return {}
-    tensors = {f"{_PREFIX}{name}": tensor for name, tensor in memories.table_tensors().items()}
-    for layer in range(num_layers):
-        tensors |= {
-            f"{_PREFIX}layers.{layer}.{name}": tensor for name, tensor in memories.layer_tensors(layer).items()
-        }
-    return {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype}

@@ -47,7 +47,7 @@ def open_gguf(path: Path, folder: Path) -> dict[str, StoredTensor]:
     with _readable(path), _as_one_file(path) as tensors_of_file:
         config = AutoConfig.from_pretrained(**source)
         values = config.to_dict()
-        if family_of(values).is_converted(values):
+        if family_of(values).layout(values).is_converted:
             raise _put_together(path, f"transformers converts tensors of {values['model_type']!r} when it loads them")
         described = _Described.of(config, path)
         described.check_tensors(tensors_of_file)

@@ -61,7 +61,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
                 deleted[name] = [node for node in chosen if bank.is_written(*node)]
         if not deleted:
             raise refusals[0]
-        memories = open_base(source.folder, needs_weights=False).memories
+        memories = open_base(source.folder, needs_weights=False).layout.memories
         folder = OutputFolder(request.output, source.folder, request.overwrite)
         files = _files_beside_banks(source.folder)
         folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.banks))
@@ -192,7 +192,7 @@ def find_layouts(folder: Path, memory: str | None = None) -> dict[str, BankLayou
     Raises:
         RequestError: If the model has no memory that fetches blocks, or none of this name.
     """
-    banks = open_base(folder, needs_weights=False).memories.banks
+    banks = open_base(folder, needs_weights=False).layout.memories.banks
     if not banks:
         raise RequestError(
             f"{folder} has no memory that fetches blocks; expected a checkpoint that upscale made with one."

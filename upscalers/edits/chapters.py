@@ -69,7 +69,7 @@ class ChapterMemory:
     @cached_property
     def banks(self) -> tuple[Bank, ...]:
         """Banks of the memory; if layers do not share banks, each layer has one."""
-        tables = self.model.memories.tables(self.name)
+        tables = self.model.layout.memories.tables(self.name)
         if tables:
             shared = f"{self.model.prefix}{TABLES}.{self.name}"
             return tuple(self._bank(table.layers, f"{shared}.{number}.") for number, table in enumerate(tables))
@@ -104,7 +104,7 @@ def find_memories(model: BaseModel, name: str | None = None) -> list[ChapterMemo
     """
     memories = {
         name: ChapterMemory(model, entry, entry.options)
-        for name, entry in model.memories.attached.items()
+        for name, entry in model.layout.memories.attached.items()
         if isinstance(entry.options, ChaptersOptions)
     }
     if not memories:
@@ -239,7 +239,7 @@ def quantise(request: EditRequest, bits: int = 8) -> dict[str, Any]:
             )
         options = dataclasses.replace(memory.options, bank_bits=cast(Literal[8, 4], bits))
         with refusing_requests():
-            check_fit(options, model.memories.sizes)
+            check_fit(options, model.layout.memories.sizes)
         tensors = {bank.rows[0]: _rounded(memory, bank.rows[0], bits) for bank in memory.banks}
         return Decided([memory.name], tensors, {"bits": bits}, {"bank_bits": bits})
 

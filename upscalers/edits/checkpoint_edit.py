@@ -92,7 +92,7 @@ def edit_checkpoint(command: str, request: EditRequest, decide: Callable[[BaseMo
         edit = {**result, "version": importlib.metadata.version("midus-hf")}
         shards = edited_shards(opened, decided.tensors)
         num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
-        banks = opened.memories.banks
+        banks = opened.layout.memories.banks
         folder = OutputFolder(request.output, source.folder, request.overwrite)
         folder.check_space(num_bytes + bytes_of_banks(source.folder, banks))
         with folder as partial, shown(progress):

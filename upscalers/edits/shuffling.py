@@ -61,15 +61,16 @@ def shuffle(
 
 def _tables(model: BaseModel) -> Iterator[tuple[str, str]]:
     """Yield the full name of each table of values with several rows, and the name of its memory."""
-    for entry in model.memories.entries:
+    for entry in model.layout.memories.entries:
         memory = entry.name or entry.type
         within = f"{ATTACHED}.{entry.name}" if entry.is_attached else INSERTED
         owners = [
-            (model.new_name(layer, within), entry.tensors_at(layer, model.memories.sizes)) for layer in entry.layers
+            (model.new_name(layer, within), entry.tensors_at(layer, model.layout.memories.sizes))
+            for layer in entry.layers
         ]
         if entry.is_attached:
             shared = f"{model.prefix}{TABLES}.{entry.name}"
-            tables = enumerate(model.memories.tables(entry.name))
+            tables = enumerate(model.layout.memories.tables(entry.name))
             owners += [(f"{shared}.{number}", table.tensors) for number, table in tables]
         for owner, tensors in owners:
             for name, tensor in tensors.items():

@@ -67,10 +67,11 @@ class Method(ABC):
     #: The paper of the method; None for a common practice without a paper.
     paper: ClassVar[Paper | None]
     options_class: ClassVar[type] = NoOptions
-    #: Whether, with the default options, the upscaled model computes exactly what the base computes.
-    identity: ClassVar[bool]
-    #: The part of the model that the paper trains after upscaling.
-    trainable: ClassVar[Literal["new", "all"]] = "new"
+    #: Whether the upscaled model computes exactly what the base computes: of the class, with the default options; of a method,
+    #: with its own.
+    identity: bool
+    #: The part of the model that is trained after upscaling, likewise.
+    trainable: Literal["new", "all"] = "new"
     #: Placement used if none is requested; None for a method that orders the layers itself, or adds none.
     default_placement: ClassVar[str | None] = "distributed"
     #: Whether the upscaled model is deeper than the base.
@@ -97,16 +98,6 @@ class Method(ABC):
         """The options by name, as records of the upscaling have them, which reveal no folders."""
         return asdict(self.options)
 
-    @property
-    def promises_identity(self) -> bool:
-        """True if, with these options, the upscaled model computes exactly what the base computes."""
-        return self.identity
-
-    @property
-    def trained(self) -> Literal["new", "all"]:
-        """The part of the model that is trained after upscaling, with these options."""
-        return self.trainable
-
     def check(self, base: BaseModel) -> None:  # noqa: B027 - most methods take any base
         """Refuse a base that the method cannot upscale.
 
@@ -115,7 +106,7 @@ class Method(ABC):
         """
 
     def remarks(self, base: BaseModel) -> list[str]:
-        """Return what a person should know of how the base's type was checked."""
+        """Return what a person should know of how the base was checked or read, and cannot see in the result."""
         return []
 
     def check_machine(self) -> None:  # noqa: B027 - most methods need nothing special
@@ -136,8 +127,8 @@ class Method(ABC):
         """
         policy = self.default_placement if placement is None else placement
         assert policy is not None, "a method without a placement plans for itself"
-        period = base.family.period_of(base.config)
-        indices = place(policy, base.family.num_leading_layers(base.config), num_new_layers, period)
+        period = base.layout.period
+        indices = place(policy, base.layout.num_leading_layers, num_new_layers, period)
         phases = period if period is not None and in_whole_periods(policy) else 1
         layers = list(insertion_plan(base.num_layers, indices, phases).layers)
         for number, index in enumerate(indices):
@@ -204,7 +195,7 @@ class Method(ABC):
     @staticmethod
     def copied_layer(base: BaseModel, layer: int) -> dict[str, Recipe]:
         """Return recipes that copy a base layer unchanged."""
-        return {name: Copy(base.tensors[source].shape, source) for name, source in base.layer_names(layer).items()}
+        return {name: Copy(base.tensors[source].shape, source) for name, source in base.layer_names[layer].items()}
 
     def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
         """Return a recipe for each tensor of the new layer `index`, by its name within the layer.

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from midus_hf.config.options import option
 from upscalers.architecture.family import MATRIX_ROLES, NEEDED_MATRICES, LayerTensor, projections_of
@@ -41,6 +41,12 @@ class FusionOptions:
 class DenseMethod(Method):
     """Method that inserts blocks of the family's own classes, so that the result is saved as the native architecture."""
 
+    def __init__(self, options: Any):
+        super().__init__(options)
+        # A method without the option promises identity if its class does.
+        self.identity_init: IdentityInit = getattr(options, "identity", "auto" if self.identity else "none")
+        self.identity = self.identity_init != "none"
+
     @classmethod
     def check_declaration(cls, name: str) -> None:
         super().check_declaration(name)
@@ -52,18 +58,9 @@ class DenseMethod(Method):
                 f"{'auto, zero_out_proj or zero_out_norm' if cls.identity else 'none'}. Change one of the two."
             )
 
-    @property
-    def identity_init(self) -> IdentityInit:
-        """The option `identity`; for a method without the option, `"auto"` if the class promises identity, else `"none"`."""
-        return getattr(self.options, "identity", "auto" if self.identity else "none")
-
-    @property
-    def promises_identity(self) -> bool:
-        return self.identity_init != "none"
-
     def check(self, base: BaseModel) -> None:
         super().check(base)
-        if self.identity_init == "zero_out_norm" and not base.family.norms_behind(base.config):
+        if self.identity_init == "zero_out_norm" and not base.layout.norms_behind:
             raise RequestError(
                 f"identity is 'zero_out_norm', but {base.family.model_type} has no norm behind its projections; expected "
                 "'zero_out_proj' or 'auto'."
@@ -83,8 +80,8 @@ class DenseMethod(Method):
             RequestError: If a layer lacks projections that the method needs or that the identity fills, or if layers that are
                 combined have other tensors than one another, or experts.
         """
-        first, *others = (base.described.backbone_layers[source] for source in sources)
-        experts = [source for source in sources if source in base.family.expert_layers(base.config)]
+        first, *others = (base.layout.backbone_layers[source] for source in sources)
+        experts = [source for source in sources if source in base.layout.expert_layers]
         if experts and others:
             raise RequestError(
                 f"{layer} would be made from base layer {experts[0]}, whose feed-forward network is a mixture of experts; "
@@ -130,7 +127,7 @@ class DenseMethod(Method):
         """
         if self.identity_init == "none":
             return frozenset()
-        behind = base.family.norms_behind(base.config)
+        behind = base.layout.norms_behind
         if self.identity_init == "zero_out_norm" or (self.identity_init == "auto" and behind):
             return frozenset({"attention_output_norm", "mlp_output_norm"})
         return frozenset({"output_projection", "down"})
@@ -144,12 +141,12 @@ class DenseMethod(Method):
             else Fill(tensor.shape, 1.0)
             if filled and tensor.role == "layer_scalar"
             else self.tensor_recipe(base, layer, name, tensor)
-            for name, tensor in base.described.backbone_layers[layer.sources[0]].items()
+            for name, tensor in base.layout.backbone_layers[layer.sources[0]].items()
         }
 
     def tensor_recipe(self, base: BaseModel, layer: New, name: str, tensor: LayerTensor) -> Recipe:
         """Return the recipe of a tensor of a new layer that the identity does not fill. By default, copy the first source."""
-        source = base.layer_names(layer.sources[0])[name]
+        source = base.layer_names[layer.sources[0]][name]
         return Copy(base.tensors[source].shape, source)
 
 
@@ -159,7 +156,7 @@ def whole_layer(base: BaseModel, layer: int, index: int) -> int:
     Raises:
         RequestError: If the base layer is a memory block, which has no feed-forward network.
     """
-    if layer in base.memories.inserted:
+    if layer in base.layout.memories.inserted:
         raise RequestError(
             f"new layer {index} would be made from base layer {layer}, which is a memory block; expected a layer with a "
             "feed-forward network. Choose other layers or another placement."
@@ -191,7 +188,7 @@ class MatrixMethod(FusionMethod):
 
     def check_sources(self, base: BaseModel, sources: Sequence[int], layer: str) -> None:
         super().check_sources(base, sources, layer)
-        projections = projections_of(base.described.backbone_layers[sources[0]])
+        projections = projections_of(base.layout.backbone_layers[sources[0]])
         for role in MATRIX_ROLES:
             weights = [each.name for each in projections if each.role == role and each.name.endswith(".weight")]
             if len(weights) > 1:
@@ -229,11 +226,11 @@ def both_neighbours(base: BaseModel, layer: New, index: int, same_type: bool) ->
             f"new layer {index} has no base layer {side} it; expected one on each side, since both are fused. {remedy}"
         )
     following = whole_layer(base, layer.next, index)
-    types = base.family.layer_kinds(base.config)
+    types = base.layout.layer_kinds
     if not same_type or types is None:
         return following, whole_layer(base, layer.previous, index)
     for candidate in range(layer.previous, -1, -1):
-        if types[candidate] == types[following] and candidate not in base.memories.inserted:
+        if types[candidate] == types[following] and candidate not in base.layout.memories.inserted:
             return following, candidate
     raise RequestError(
         f"new layer {index} stands before base layer {following} ({types[following]}), and no layer before it attends like "
@@ -246,8 +243,7 @@ def mixed_types_concern(base: BaseModel, plan: Plan, remedy: str) -> list[str]:
 
     The sentence `remedy` says what helps, and ends the warning.
     """
-    config = base.config
-    kinds = base.family.layer_kinds(config) or [""] * base.num_layers
+    kinds = base.layout.layer_kinds or [""] * base.num_layers
     mixed = {
         index: sorted({kinds[source] for source in layer.sources})
         for index, layer in enumerate(plan.layers)
@@ -256,7 +252,7 @@ def mixed_types_concern(base: BaseModel, plan: Plan, remedy: str) -> list[str]:
     if not mixed:
         return []
     difference = "sliding and full attention, whose rotary embeddings and windows may differ"
-    if kinds != base.family.resolved_layer_types(config):
+    if kinds != base.layout.layer_types:
         difference = f"layers that the config describes differently ({' and '.join(next(iter(mixed.values())))})"
     return [
         f"new layer{'s' * (len(mixed) > 1)} {', '.join(map(str, mixed))} fuse{'s' * (len(mixed) == 1)} {difference}. {remedy}"
@@ -278,7 +274,7 @@ def combination(base: BaseModel, name: str, tensor: LayerTensor, terms: Sequence
     Raises:
         RequestError: If the coefficients do not add up to 1, and the tensor is the weight of a norm whose gain is unknown.
     """
-    sources = tuple((base.layer_names(layer)[name], coefficient) for layer, coefficient in terms)
+    sources = tuple((base.layer_names[layer][name], coefficient) for layer, coefficient in terms)
     source, shape = sources[0][0], base.tensors[sources[0][0]].shape
     if tensor.role == "buffer":
         return Copy(shape, source)

@@ -78,7 +78,7 @@ class Lesa(MatrixMethod):
             raise RequestError(
                 f"the base has {base.num_layers} layers; lesa needs at least 3, to learn a layer from the two around it."
             )
-        for layer in sorted(base.memories.inserted):
+        for layer in sorted(base.layout.memories.inserted):
             raise RequestError(
                 f"base layer {layer} is a memory block; lesa learns from all layers, and expected each to have a feed-forward "
                 "network. Upscale the base without memory first."
@@ -102,7 +102,7 @@ class Lesa(MatrixMethod):
             for index, layer in enumerate(plan.layers)
             if isinstance(layer, New)
         }
-        tensors = base.family.layer_tensors(base.config)
+        tensors = base.layout.backbone_layers[0]
         matrices = [
             matrix
             for matrix in projections_of(tensors)
@@ -121,7 +121,7 @@ class Lesa(MatrixMethod):
             return mean(base, name, tensor, layer.sources)
         following, previous = layer.sources
         donor = {"layer0": 0, "previous": previous, "next": following}[self.options.norm_init]
-        source = base.layer_names(donor)[name]
+        source = base.layer_names[donor][name]
         return Copy(base.tensors[source].shape, source)
 
     def review(self, measurements: Sequence[Measurement]) -> list[str]:
@@ -142,7 +142,7 @@ class Lesa(MatrixMethod):
             [row for row in measurements if row["norm_ratio"] >= _COLLAPSED and row["cosine_to_mean"] < _UNRELATED],
             "cosine_to_mean",
         )
-        if unrelated and not self.promises_identity:
+        if unrelated and not self.identity:
             concerns.append(
                 f"predictions have a norm but no direction: their cosine to their neighbours' mean is below {_UNRELATED} "
                 f"({unrelated}), so that the upscaled model begins far from the base. Lower norm_weight, down to 0, or pass "
@@ -183,7 +183,7 @@ class MatrixPrediction(Solver):
         options: LesaOptions,
     ):
         super().__init__(matrix.role)
-        self._sources = [base.layer_names(layer)[matrix.name] for layer in range(base.num_layers)]
+        self._sources = [base.layer_names[layer][matrix.name] for layer in range(base.num_layers)]
         self._gaps, self._options = gaps, options
         self._seed = tensor_seed(seed, f"lesa:{matrix.key}")
         self._out, self._in = matrix.shape

@@ -10,8 +10,7 @@ from midus_hf.config.memory_entries import ATTACHED, INSERTED, TABLES, MemoryEnt
 from midus_hf.config.memory_types import InsertedOptions, MemoryOptions, Site, check_fit, layer_projections
 from midus_hf.config.options import option
 from upscalers.architecture.families import FAMILIES, MEMORY_PREFIX
-from upscalers.architecture.family import Config
-from upscalers.architecture.layer_tensors import kept_roles
+from upscalers.architecture.family import Config, kept_roles
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import METHODS, MIDUS, Method
 from upscalers.plan.plan import Base, New, Plan
@@ -26,10 +25,10 @@ class HostedMemoryMethod(Method):
 
     def check(self, base: BaseModel) -> None:
         super().check(base)
-        if not base.family.hosts_memory:
+        if base.family.class_name is None:
             raise RequestError(
                 f"model_type is {base.family.model_type!r}, which cannot host memory; expected one of: "
-                f"{', '.join(name for name, family in FAMILIES.items() if family.hosts_memory)}. Dense methods take it."
+                f"{', '.join(name for name, family in FAMILIES.items() if family.class_name)}. Dense methods take it."
             )
         if base.larger is not None:
             base.larger.check_hosts()
@@ -51,6 +50,8 @@ class HostedMemoryMethod(Method):
         Raises:
             RequestError: If the proof fails.
         """
+        if not base.family.is_inferred:
+            return
         memory_type = dict(self.positions())[site]
         try:
             base.family.prove(site, memory_type)
@@ -62,7 +63,12 @@ class HostedMemoryMethod(Method):
             ) from None
 
     def remarks(self, base: BaseModel) -> list[str]:
-        return base.family.remarks()
+        if not base.family.is_inferred:
+            return []
+        return [
+            f"{base.family.model_type} was read from the model that transformers builds, and proven on a tiny random model: equal "
+            "bits at birth, bits equal to a base that states what the memory computes, gradients, cached steps."
+        ]
 
     @abstractmethod
     def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
@@ -120,7 +126,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     def check(self, base: BaseModel) -> None:
         super().check(base)
         with refusing_requests():
-            check_fit(self._memory(), base.sizes)
+            check_fit(self._memory(), base.layout.sizes)
         sites = _attached_sites(self.memory_options)
         if self.options.site not in sites:
             raise RequestError(f"site is {self.options.site!r}; expected one of: {', '.join(sites)}.")
@@ -143,7 +149,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
                     "--set layers=... instead."
                 )
         layers = tuple(map(Base, range(base.num_layers)))
-        return Plan(layers, base.num_layers, (base.memories.free_name(self.memory_options.type),))
+        return Plan(layers, base.num_layers, (base.layout.memories.free_name(self.memory_options.type),))
 
     def placement_request(self, plan: Plan) -> dict[str, Any]:
         return {}
@@ -188,13 +194,13 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     def _projections(self, base: BaseModel) -> dict[str, tuple[int, int]]:
         """Return the widths of the projections that a layer must have, by role; none for a memory outside of parts of layers."""
         inside = self.options.site.startswith("inside-")
-        return layer_projections(self._memory(), base.sizes) if inside else {}
+        return layer_projections(self._memory(), base.layout.sizes) if inside else {}
 
     def _hosting_layers(self, base: BaseModel) -> list[int]:
         """Return the layers that can have the memory: for a memory inside a part, those whose projections are as wide as needed."""
         widths, hosting = self._projections(base), []
         for layer in _own_layers(base):
-            tensors = base.described.backbone_layers[layer].values()
+            tensors = base.layout.backbone_layers[layer].values()
             matrices = {(tensor.role, tensor.shape) for tensor in tensors}
             if all((role, (outputs, inputs)) in matrices for role, (inputs, outputs) in widths.items()):
                 hosting.append(layer)
@@ -220,7 +226,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
 
     def recipes(self, base: BaseModel, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
         recipes, entry = super().recipes(base, plan, seed), self.entry(base, plan)
-        sizes = base.sizes
+        sizes = base.layout.sizes
         for layer in entry.layers:
             for name, tensor in entry.tensors_at(layer, sizes).items():
                 name = f"{ATTACHED}.{entry.name}.{name}"
@@ -230,7 +236,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     def outer_recipes(self, base: BaseModel, plan: Plan, seed: int) -> dict[str, Recipe]:
         recipes, entry = super().outer_recipes(base, plan, seed), self.entry(base, plan)
         with refusing_requests():
-            tables = entry.options.tables(base.sizes, entry.layers)
+            tables = entry.options.tables(base.layout.sizes, entry.layers)
         for number, shared in enumerate(tables):
             for name, tensor in shared.tensors.items():
                 name = f"{base.prefix}{TABLES}.{entry.name}.{number}.{name}"
@@ -246,7 +252,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
 
 def _own_layers(base: BaseModel) -> list[int]:
     """Return the layers that have a feed-forward network: all but the layers that were inserted for a memory."""
-    return [layer for layer in range(base.num_layers) if layer not in base.memories.inserted]
+    return [layer for layer in range(base.num_layers) if layer not in base.layout.memories.inserted]
 
 
 def _attached_sites(memory_options: type[MemoryOptions]) -> list[Site]:
@@ -290,7 +296,7 @@ class InsertedMemoryMethod(HostedMemoryMethod):
     def check(self, base: BaseModel) -> None:
         super().check(base)
         with refusing_requests():
-            check_fit(self.options, base.sizes)
+            check_fit(self.options, base.layout.sizes)
         self.check_proven(base, "inserted")
 
     @classmethod
@@ -302,14 +308,14 @@ class InsertedMemoryMethod(HostedMemoryMethod):
 
         Memory blocks of an earlier upscaling may lack some of these tensors.
         """
-        roles = ({tensor.role for tensor in tensors.values()} for tensors in base.described.backbone_layers)
+        roles = ({tensor.role for tensor in tensors.values()} for tensors in base.layout.backbone_layers)
         wanted = next((of_layer & kept_roles(self.options) for of_layer in roles if "query" in of_layer), {"query"})
         period, following = layer.period, layer.next
         if following is None:
             assert layer.previous is not None
             following = layer.previous + period
         for source in (*range(following, base.num_layers, period), *range(following - period, -1, -period)):
-            if wanted <= {tensor.role for tensor in base.layer_tensors(source).values()}:
+            if wanted <= {tensor.role for tensor in base.layout.layers[source].values()}:
                 return (source,)
         raise RequestError(
             f"new layer {index} needs an attention with an output projection, which no layer of the base has; expected one "
@@ -321,13 +327,13 @@ class InsertedMemoryMethod(HostedMemoryMethod):
 
     def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
         donor, roles = layer.sources[0], kept_roles(self.options)
-        sources = base.layer_names(donor)
+        sources = base.layer_names[donor]
         recipes: dict[str, Recipe] = {
             name: Copy(tensor.shape, sources[name])
-            for name, tensor in base.layer_tensors(donor).items()
+            for name, tensor in base.layout.layers[donor].items()
             if tensor.role in roles
         }
-        for name, tensor in self.options.tensors(base.sizes).items():
+        for name, tensor in self.options.tensors(base.layout.sizes).items():
             name = f"{INSERTED}.{name}"
             recipes[name] = initialised(tensor, base.new_name(index, name), seed)
         return recipes

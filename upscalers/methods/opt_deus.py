@@ -151,9 +151,9 @@ class BlockFusion(Solver):
     def __init__(self, base: BaseModel, layer: New, index: int, filled: frozenset[str], options: OptDeusOptions):
         super().__init__(f"layer {index}")
         self._index, self._filled, self._options = index, filled, options
-        self._next, self._previous = (base.layer_names(source) for source in layer.sources)
-        self._tensors = base.described.backbone_layers[layer.sources[0]]
-        self._head_dim = base.sizes.head_dim
+        self._next, self._previous = (base.layer_names[source] for source in layer.sources)
+        self._tensors = base.layout.backbone_layers[layer.sources[0]]
+        self._head_dim = base.layout.sizes.head_dim
         projections = projections_of(self._tensors)
         self._weights = {each.role: each for each in projections if each.name.endswith(".weight")}
         self._biases = {

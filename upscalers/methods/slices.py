@@ -39,7 +39,7 @@ def read_scale(scale: Any, subject: str) -> dict[str, float]:
 
 def _roles(base: BaseModel) -> set[str]:
     """Return the roles that tensors of the base's layers have."""
-    layers = (base.described.backbone_layers[layer] for layer in range(base.num_layers))
+    layers = (base.layout.backbone_layers[layer] for layer in range(base.num_layers))
     return {tensor.role for tensors in layers for tensor in tensors.values()}
 
 
@@ -84,7 +84,7 @@ def scaled_layer(base: BaseModel, layer: int, scale: Mapping[str, float]) -> dic
     """Return recipes for a base layer with each tensor times the factor of its role; norms are scaled by their gains."""
     return {
         name: combination(base, name, tensor, [(layer, scale.get(tensor.role, scale.get(OTHERS, 1.0)))])
-        for name, tensor in base.described.backbone_layers[layer].items()
+        for name, tensor in base.layout.backbone_layers[layer].items()
     }
 
 
@@ -147,9 +147,9 @@ class Slices(DenseMethod):
     trainable = "all"
     default_placement = None
 
-    @property
-    def trained(self) -> Literal["new", "all"]:
-        return self.options.trainable
+    def __init__(self, options: SlicesOptions):
+        super().__init__(options)
+        self.trainable = options.trainable
 
     def check(self, base: BaseModel) -> None:
         super().check(base)
@@ -189,7 +189,7 @@ class Slices(DenseMethod):
         return plan
 
     def pattern_remedy(self, base: BaseModel, plan: Plan) -> str:
-        period = base.family.period_of(base.config) or 1
+        period = base.layout.period or 1
         if period == 1:
             return "Slices keep the pattern where no sliding layer stands before a full one."
         return f"Slices keep the pattern where every layer moves by a multiple of {period}."
@@ -244,7 +244,7 @@ class AttenuatedCopy(DenseMethod):
         """Return the factors by role."""
         if self.options.scale is not None:
             return self.options.scale
-        if base.family.norms_behind(base.config):
+        if base.layout.norms_behind:
             roles = ("attention_output_norm", "mlp_output_norm", "per_layer_output_norm")
         else:
             roles = ("output_projection", "down", "per_layer_projection")

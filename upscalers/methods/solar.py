@@ -47,7 +47,7 @@ class Solar(DenseMethod):
         return Plan(tuple(map(Base, order)), layers)
 
     def pattern_remedy(self, base: BaseModel, plan: Plan) -> str:
-        period, layers = base.family.period_of(base.config) or 1, base.num_layers
+        period, layers = base.layout.period or 1, base.num_layers
         fitting = [count for count in range(2 - layers % 2, layers - 1, 2) if count % period == 0]
         if period == 1 or not fitting:
             return "No number of new layers keeps the pattern; a method that inserts layers can."

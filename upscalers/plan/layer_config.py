@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from midus_hf.config.memory_entries import MemoryEntry
-from upscalers.architecture.family import Config
+from upscalers.architecture.family import Config, Family
 from upscalers.architecture.per_layer import (
     LAYER_INDEX_KEYS,
     LEADING_LAYERS_KEYS,
@@ -15,7 +15,6 @@ from upscalers.architecture.per_layer import (
     PER_LAYER_MAPPING_KEYS,
 )
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.plan.attention_pattern import implying_its_types, keeps_pattern
 from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import RequestError
 
@@ -44,12 +43,38 @@ def follow_plan(base: BaseModel, plan: Plan) -> Config:
     """
     config = copy.deepcopy(base.config)
     unchanged = plan.sources == list(range(base.num_layers))
-    config |= copy.deepcopy(base.family.per_layer_values(config))
+    config |= copy.deepcopy(base.layout.per_layer_values)
     followed = config if unchanged else _Followed(plan).mapping(config, "")
-    for values, entry in zip(followed.get("memory") or [], base.memories.entries, strict=True):
+    for values, entry in zip(followed.get("memory") or [], base.layout.memories.entries, strict=True):
         values |= _followed_layers(base, plan, entry)
     followed["num_hidden_layers"] = plan.num_layers
-    return implying_its_types(base.family, followed) if keeps_pattern(base) else followed
+    if base.layout.implies_types and _implied(base.family, followed) != followed["layer_types"]:
+        implying = {**followed, **base.family.implying(followed["layer_types"])}
+        return implying if _implied(base.family, implying) == followed["layer_types"] else followed
+    return followed
+
+
+def _implied(family: Family, config: Config) -> list[str] | None:
+    """Return the attention types that follow from the index of layers; None for a family without types."""
+    return None if family.layer_types is None else family.layer_types(config)
+
+
+def pattern_concern(base: BaseModel, config: Config) -> str | None:
+    """Return a warning if a runtime that derives attention types from the index would misread the result, else None.
+
+    A model with memory has a model type that no runtime of this kind reads, so the result needs no warning.
+    """
+    if config["model_type"] != base.family.model_type or not base.layout.implies_types:
+        return None
+    listed, implied = config["layer_types"], _implied(base.family, config) or []
+    num_moved = sum(one != other for one, other in zip(listed, implied, strict=True))
+    if not num_moved:
+        return None
+    return (
+        f"{num_moved} of {len(listed)} layers attend otherwise (sliding or full) than {base.family.model_type} implies by their "
+        "index. transformers reads layer_types and is right; runtimes that go by the index, such as llama.cpp, compute another "
+        "function."
+    )
 
 
 def _followed_layers(base: BaseModel, plan: Plan, entry: MemoryEntry) -> dict[str, list[int]]:
@@ -60,7 +85,7 @@ def _followed_layers(base: BaseModel, plan: Plan, entry: MemoryEntry) -> dict[st
         if isinstance(layer, Base) and layer.index in entry.layers
     ]
     if [layer for _, layer in taken] != list(entry.layers) and entry.is_attached:
-        if entry.into or base.memories.tables(entry.name) or entry.options.attends:
+        if entry.into or base.layout.memories.tables(entry.name) or entry.options.attends:
             raise RequestError(
                 f"memory {entry.name!r} ties layers {', '.join(map(str, entry.layers))} together, and the plan repeats or leaves out "
                 "some of them; expected each once. Choose a method that inserts layers."

@@ -79,7 +79,7 @@ def model_card(
     """
     base_name = base.label
     writes = auto_class == "AutoModelForCausalLM" and any((base.folder / name).is_file() for name in _TOKENIZERS)
-    start = _BIRTH[method.promises_identity, compared]
+    start = _BIRTH[method.identity, compared]
     described = [plan.describe(index, memories) for index in range(plan.num_layers)]
     rows = [
         f"| **{index}** | **{description}** |" if index in plan.new_indices else f"| {index} | {description} |"

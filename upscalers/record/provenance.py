@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from midus_hf.config.memory_entries import BASE_DIGEST, Memories
+from midus_hf.config.memory_entries import BASE_DIGEST
 from midus_hf.files.checkpoint_files import RECORD_FILE
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.ownership import CONFIG_KEY, LANGUAGE_KEY, has_config_entry, language_entry
@@ -23,7 +23,7 @@ LARGER_KEY = "larger_base_config"
 EDITS_KEY = "edits"
 
 
-def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int, memories: Memories) -> Config:
+def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int, reads_ahead: bool) -> Config:
     """Return the config entry of an upscaled model, which says what training trains and how `strip` restores the base.
 
     The entry stays with the model when the model is saved after training, unlike `upscale.json`. If a memory of the
@@ -35,14 +35,14 @@ def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int, memorie
         base: The base checkpoint.
         plan: The layer plan.
         seed: Seed of everything random.
-        memories: Memories of the upscaled model.
+        reads_ahead: Whether a memory of the upscaled model looks at later tokens.
     """
     return {
         "method": method.name,
         "new_layers": plan.new_indices,
         **({"new_memories": list(plan.new_memories)} if plan.new_memories else {}),
-        "trainable": method.trained,
-        **({"causal": False} if memories.reads_ahead else {}),
+        "trainable": method.trainable,
+        **({"causal": False} if reads_ahead else {}),
         "plan": plan.to_list(),
         "options": method.recorded_options,
         "seed": seed,
@@ -149,7 +149,7 @@ def read_plan(entry: Config, model: BaseModel) -> Plan:
         raise RequestError(
             f"config.json has a malformed plan ({error!r}). Restore the config that upscale wrote."
         ) from None
-    absent = set(plan.new_memories) - model.memories.attached.keys()
+    absent = set(plan.new_memories) - model.layout.memories.attached.keys()
     if absent:
         raise RequestError(
             f"config.json has no memory {min(map(str, absent))!r}, which upscale.new_memories names; expected it there. Restore the "

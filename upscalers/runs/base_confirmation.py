@@ -62,7 +62,7 @@ def base_tensors(model: BaseModel, plan: Plan) -> list[OutputTensor]:
     ]
     layers: dict[int, list[OutputTensor]] = {}
     for layer, index in plan.kept_indices.items():
-        names = model.layer_names(index)
+        names = model.layer_names[index]
         layers[layer] = [
             carried(model.new_name(layer, key), source)
             for key, source in names.items()

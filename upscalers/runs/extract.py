@@ -59,11 +59,11 @@ def extract(
         ]
         num_bytes = sum(tensor.num_bytes for tensor in tensors)
         folder = OutputFolder(output, source.folder, overwrite)
-        folder.check_space(num_bytes + bytes_of_banks(source.folder, opened.memories.banks))
+        folder.check_space(num_bytes + bytes_of_banks(source.folder, opened.layout.memories.banks))
         shards = split_shards(tensors, _SHARD_BYTES)
         with folder as partial, shown(progress):
             written = CheckpointWriter(opened.tensors, scan=False, progress=progress).write(partial, shards)
-            carry_banks(source.folder, partial, opened.memories.banks)
+            carry_banks(source.folder, partial, opened.layout.memories.banks)
             config = _config(opened)
             write_part(source.folder, partial, config)
             folder.commit()

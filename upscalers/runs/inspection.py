@@ -44,17 +44,17 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             {
                 "index": index,
                 "new": index in plan.new_indices,
-                "from": plan.describe(index, opened.memories),
+                "from": plan.describe(index, opened.layout.memories),
                 "parameters": sum(
                     math.prod(opened.tensors[name].shape)
-                    for name in opened.layer_names(index).values()
+                    for name in opened.layer_names[index].values()
                     if name not in uncounted
                 ),
             }
             for index in range(plan.num_layers)
         ]
         base = record.get("base")
-        banks = list(opened.memories.banks.values())
+        banks = list(opened.layout.memories.banks.values())
         return {
             "model": str(model),
             "method": entry["method"],

@@ -5,17 +5,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from midus_hf.config.fetched_blocks import BankLayout
-from midus_hf.config.memory_entries import Memories
 from midus_hf.files.ownership import CONFIG_KEY
-from upscalers.architecture.family import Config
-from upscalers.architecture.layer_tensors import memories_of
+from upscalers.architecture.family import Config, Layout
+from upscalers.architecture.inferred import change_of_settings
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import INTEGERS, ITEM_BYTES, SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor
 from upscalers.checkpoint.source import Source
 from upscalers.methods.contract import Method
-from upscalers.plan.attention_pattern import pattern_concern
-from upscalers.plan.layer_config import followed_quantization
+from upscalers.plan.layer_config import followed_quantization, pattern_concern
 from upscalers.plan.plan import Base, Plan
 from upscalers.record.provenance import config_entry
 from upscalers.record.report import ParameterCounts
@@ -55,26 +53,29 @@ class Job:
     adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
+        base, after = self.base, self.layout
         try:
-            check_recipes(self.method.name, self.base, self.plan, self.config, self.layers, self._outer)
+            check_recipes(self.method.name, base, self.plan, self.config, after, self.layers, self.outer)
         except MethodError as error:
-            if not self.base.family.layers_may_follow_from_indices:
+            if not base.family.is_inferred:
                 raise
             raise RequestError(
-                f"the layers of {self.base.family.model_type!r} differ, and a new layer gets another kind than its source has "
+                f"the layers of {base.family.model_type!r} differ, and a new layer gets another kind than its source has "
                 f"({one_line(error)}). {self._remedy}"
             ) from None
-        change = self.base.family.layer_that_changes(self.base.config, self.config, self.plan.sources)
+        if not base.family.is_inferred:
+            return
+        change = change_of_settings(base.layout.settings, after.settings, self.plan.sources)
         if change:
             raise RequestError(
-                f"layers of {self.base.family.model_type!r} compute otherwise at another index or among more layers: {change}. "
+                f"layers of {base.family.model_type!r} compute otherwise at another index or among more layers: {change}. "
                 f"{self._remedy}"
             )
 
     @property
     def _remedy(self) -> str:
         """A sentence that says which layers or methods the base's family takes."""
-        leading = self.base.family.num_leading_layers(self.base.config)
+        leading = self.base.layout.num_leading_layers
         if leading == self.base.num_layers or not self.method.adds_layers:
             return "Choose a method that adds no layer."
         return (
@@ -86,19 +87,19 @@ class Job:
     def config(self) -> Config:
         """The raw config of the upscaled model, as far as the config is known before anything is written."""
         config = self.method.config(self.base, self.plan)
-        memories = memories_of(self.base.family, config)
+        reads_ahead = self.base.family.layout(config).memories.reads_ahead
         if self.base.parts:
             config["quantization_config"] = followed_quantization(config, self.plan, self._new_modules)
-        config[CONFIG_KEY] = config_entry(self.method, self.base, self.plan, self.seed, memories)
+        config[CONFIG_KEY] = config_entry(self.method, self.base, self.plan, self.seed, reads_ahead)
         if self.dtype != "auto":
             config.pop("torch_dtype", None)
             config["dtype"] = self.dtype
         return config
 
     @cached_property
-    def _memories(self) -> Memories:
-        """Memories of the upscaled model."""
-        return memories_of(self.base.family, self.config)
+    def layout(self) -> Layout:
+        """What the config says of the upscaled model."""
+        return self.base.family.layout(self.config)
 
     @property
     def _new_modules(self) -> list[str]:
@@ -111,16 +112,19 @@ class Job:
             if isinstance(self.plan.layers[index], Base) and not isinstance(recipe, Copy)
         ]
         made += [
-            name.removeprefix(self.base.prefix) for name, recipe in self._outer.items() if not isinstance(recipe, Copy)
+            name.removeprefix(self.base.prefix) for name, recipe in self.outer.items() if not isinstance(recipe, Copy)
         ]
         return [*new, *(f"model.{name.rpartition('.')[0]}" for name in made)]
 
     @cached_property
     def concerns(self) -> list[str]:
         """Facts that a person should know about the result, before the work begins and whenever the model is used."""
-        remedy = self.method.pattern_remedy(self.base, self.plan)
-        pattern = pattern_concern(self.base, self.config, remedy)
-        return [*self.method.concerns(self.base, self.plan), *([] if pattern is None else [pattern])]
+        concerns, pattern = self.method.concerns(self.base, self.plan), pattern_concern(self.base, self.config)
+        return (
+            concerns
+            if pattern is None
+            else [*concerns, f"{pattern} {self.method.pattern_remedy(self.base, self.plan)}"]
+        )
 
     @cached_property
     def layers(self) -> list[dict[str, Recipe]]:
@@ -128,13 +132,36 @@ class Job:
         return self.method.recipes(self.base, self.plan, self.seed)
 
     @cached_property
-    def _outer(self) -> dict[str, Recipe]:
+    def outer(self) -> dict[str, Recipe]:
+        """Recipes of the tensors outside the layers, by full name."""
         return self.method.outer_recipes(self.base, self.plan, self.seed)
 
     @cached_property
-    def tensors(self) -> list[OutputTensor]:
-        """Every tensor that is written, in the order of the files."""
-        # Layers of the base carry the parts of a packed weight along; new layers have the weight itself.
+    def made(self) -> list[OutputTensor]:
+        """Every tensor of the upscaled model, as the model reads it, in the order of the files."""
+        base, sources = self.base, self.plan.sources
+        outer = []
+        for name, recipe in self.outer.items():
+            if isinstance(recipe, Copy | LayerBlocks):
+                dtype = self._carried(recipe.source)
+            else:
+                dtype = INTEGERS if isinstance(recipe, Integers) else self.cast(base.dtype)
+            outer.append(OutputTensor(name, recipe, dtype))
+        layers = []
+        for index, recipes in enumerate(self.layers):
+            is_kept, names = isinstance(self.plan.layers[index], Base), base.layer_names[sources[index]]
+            for name, recipe in recipes.items():
+                if isinstance(recipe, Copy) and is_kept:
+                    dtype = self._carried(recipe.source)
+                else:  # new layers are trained, and no weight in FP8 can be
+                    source = recipe.source if isinstance(recipe, Copy) else names.get(name)
+                    dtype = self.cast(base.dtype if source is None else base.tensors[source].dtype)
+                layers.append(OutputTensor(base.new_name(index, name), recipe, dtype))
+        return in_file_order(outer, layers)
+
+    @property
+    def written(self) -> list[OutputTensor]:
+        """The tensors of `made` that are written: where layers of the base carry the parts of a packed weight, not the weight."""
         in_parts = {
             self.base.new_name(index, name)
             for index, recipes in enumerate(self.layers)
@@ -143,40 +170,9 @@ class Job:
             and isinstance(recipe, Copy)
             and recipe.source in self.base.packed
         }
-        return [tensor for tensor in self._made if tensor.name not in in_parts]
+        return [tensor for tensor in self.made if tensor.name not in in_parts]
 
-    @cached_property
-    def _made(self) -> list[OutputTensor]:
-        """Every tensor of the upscaled model, as the model reads it."""
-        outer = [
-            OutputTensor(
-                name,
-                recipe,
-                self._dtype_of_copy(recipe.source)
-                if isinstance(recipe, Copy | LayerBlocks)
-                else INTEGERS
-                if isinstance(recipe, Integers)
-                else self.cast(self.base.dtype),
-            )
-            for name, recipe in self._outer.items()
-        ]
-        layers = [
-            OutputTensor(self.base.new_name(index, name), recipe, self._dtype_of(index, name, recipe))
-            for index, recipes in enumerate(self.layers)
-            for name, recipe in recipes.items()
-        ]
-        return in_file_order(outer, layers)
-
-    def _dtype_of(self, index: int, name: str, recipe: Recipe) -> str:
-        """Return the dtype of a tensor in the output: a copy's from its source, any other's from its layer's source."""
-        if isinstance(recipe, Copy) and isinstance(self.plan.layers[index], Base):
-            return self._dtype_of_copy(recipe.source)
-        if isinstance(recipe, Copy):  # new layers are trained, and no weight in FP8 can be
-            return self.cast(self.base.tensors[recipe.source].dtype)
-        source = self.base.layer_names(self.plan.sources[index]).get(name)
-        return self.cast(self.base.dtype if source is None else self.base.tensors[source].dtype)
-
-    def _dtype_of_copy(self, source: str) -> str:
+    def _carried(self, source: str) -> str:
         """Return the dtype of a tensor that is carried along from the base: quantised weights and their scales keep theirs."""
         stored = self.base.tensors[source].as_stored.dtype
         return stored if source in self.base.parts else self.cast(stored)
@@ -187,23 +183,17 @@ class Job:
 
     def counts(self) -> ParameterCounts:
         """Return the numbers of parameters, without buffers."""
-        uncounted, memories = self.base.uncounted_names(), self._memories
+        uncounted = self.base.uncounted_names()
         base = sum(math.prod(tensor.shape) for name, tensor in self.base.tensors.items() if name not in uncounted)
-        layers = range(self.plan.num_layers)
-        buffers = {self.base.new_name(layer, name) for layer in layers for name in memories.buffers(layer)}
-        buffers |= {self.base.prefix + name for name in memories.table_buffers()}
-        total = sum(
-            math.prod(tensor.recipe.shape)
-            for tensor in self._made
-            if tensor.name not in buffers
-            and not (isinstance(tensor.recipe, Copy) and tensor.recipe.source in uncounted)
-        )
-        new = sum(
-            math.prod(tensor.recipe.shape)
-            for tensor in self._made
-            if tensor.name not in buffers and self.plan.owns(tensor.name)
-        )
-        trainable = new if self.method.trained == "new" else total
+        buffers = {self.base.prefix + name.removeprefix("model.") for name in self.layout.buffers}
+        total = new = 0
+        for tensor in self.made:
+            if tensor.name in buffers:
+                continue
+            size = math.prod(tensor.recipe.shape)
+            total += 0 if isinstance(tensor.recipe, Copy) and tensor.recipe.source in uncounted else size
+            new += size if self.plan.owns(tensor.name) else 0
+        trainable = new if self.method.trainable == "new" else total
         if not self.new_banks:
             return ParameterCounts(base, new, total, trainable)
         fetched, bank = (
@@ -214,12 +204,12 @@ class Job:
     @cached_property
     def new_banks(self) -> dict[str, BankLayout]:
         """Layout of each bank that the upscaled model has and the base does not, by the name of its memory."""
-        banks = self._memories.banks
+        banks = self.layout.memories.banks
         return {name: layout for name, layout in banks.items() if name in self.plan.new_memories}
 
     def scratch_bytes(self) -> int:
         """Return the bytes of disk that solvers need while they work."""
-        solvers = {part.solver for tensor in self.tensors for part in solved_parts(tensor.recipe)}
+        solvers = {part.solver for tensor in self.made for part in solved_parts(tensor.recipe)}
         return sum(solver.scratch_bytes for solver in solvers)
 
     def check_memory(self, progress: Progress) -> None:
@@ -240,13 +230,13 @@ class Job:
         dtype = self.cast(self.base.dtype)
         new = {
             tensor.name: StoredTensor(dtype if tensor.dtype.startswith("F8") else tensor.dtype, tensor.recipe.shape)
-            for tensor in self._made
+            for tensor in self.made
         }
         needed = comparison_bytes(self.base.tensors, new, self.base.config, dtype)
-        if self.base.family.is_converted(self.base.config):
+        if self.base.layout.is_converted:
             needed += sum(tensor.num_bytes for tensor in new.values())  # such a model is not streamed
         # The blocks of one path: drawn in float32, then cast, then kept.
-        banks = self._memories.banks
+        banks = self.layout.memories.banks
         needed += sum(layout.fetched for layout in banks.values()) * (ITEM_BYTES["F32"] + 2 * ITEM_BYTES[dtype])
         free = available_bytes()
         if needed > free:

@@ -19,7 +19,7 @@ def write_part(source: Path, partial: Path, config: Config) -> None:
     """
     copy_travelling_files(source, partial)
     write_config(partial, config)
-    tie_banks(partial, open_base(partial).memories.banks)
+    tie_banks(partial, open_base(partial).layout.memories.banks)
     if str(config.get("model_type")).startswith(MEMORY_PREFIX):
         write_code_of(partial)
 

@@ -74,7 +74,7 @@ def strip(
         record = read_record(source.folder) or {}
         shards = _base_shards(tensors, record)
         folder = OutputFolder(output, source.folder, overwrite)
-        kept = {name: bank for name, bank in opened.memories.banks.items() if name not in plan.new_memories}
+        kept = {name: bank for name, bank in opened.layout.memories.banks.items() if name not in plan.new_memories}
         folder.check_space(sum(tensor.num_bytes for tensor in tensors) + bytes_of_banks(source.folder, kept))
         digested = TensorDigests(opened.tensors, digested_names(opened, tensors) if DIGEST_KEY in entry else {})
         with folder as partial, shown(progress), digested as digests:

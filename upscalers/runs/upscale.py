@@ -148,7 +148,7 @@ def upscale(
             progress.note(remark)
         for concern in job.concerns:
             progress.warn(concern)
-        counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.tensors)
+        counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.written)
         scratch_bytes = job.scratch_bytes()
         outcome: dict[str, Any] = {
             "bytes": Bytes(0, num_bytes),
@@ -161,7 +161,7 @@ def upscale(
                 progress.warn(concern)
         if not dry_run:
             folder = OutputFolder(str(output), source.folder, overwrite)
-            carried = bytes_of_banks(source.folder, opened.memories.banks)
+            carried = bytes_of_banks(source.folder, opened.layout.memories.banks)
             folder.check_space(num_bytes + carried + scratch_bytes + _SPARE_BYTES)
             with shown(progress):
                 if verify:
@@ -182,7 +182,7 @@ def upscale(
         seconds=time.perf_counter() - started,
         peak_rss_bytes=_peak_rss_bytes(),
         peak_disk_bytes=disk_bytes,
-        promises_identity=chosen.promises_identity,
+        promises_identity=chosen.identity,
         renumbers_layers=job.plan.renumbers,
         **outcome,
     )

@@ -126,7 +126,7 @@ def compare_models(
     counterparts = _counterparts(plan)
 
     new_streams: list[torch.Tensor] = []
-    replays = [] if identity or not base.family.layers_may_follow_from_indices else _replays(plan)
+    replays = [] if identity or not base.family.is_inferred else _replays(plan)
 
     def remember(number: int, hidden: torch.Tensor) -> None:
         if identity:
@@ -252,7 +252,7 @@ def _compare_layers(
 
 def _running(base: BaseModel, folder: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> RunningModel:
     """Return a model of the base's family that runs; streamed, unless transformers converts its tensors."""
-    if base.family.is_converted(base.config):
+    if base.layout.is_converted:
         return LoadedModel(folder, dtype)
     return StreamedModel(folder, tensors, dtype)
 

@@ -9,7 +9,6 @@ from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.files.ownership import CONFIG_KEY
 from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
-from upscalers.architecture.layer_tensors import memories_of
 from upscalers.checkpoint.banks import carry_banks, create_banks, tie_banks
 from upscalers.checkpoint.base_model import write_config
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
@@ -60,7 +59,7 @@ class Writing:
             VerificationError: If the result does not do what the method promises; nothing of the result is left.
         """
         job, progress = self.job, self.progress
-        shards = split_shards(job.tensors, self.max_shard_bytes)
+        shards = split_shards(job.written, self.max_shard_bytes)
         # If base layers were dropped, `strip` refuses, so that no digest is needed to confirm what it writes.
         recorded = not job.plan.dropped_layers
         digested = TensorDigests(job.base.tensors, weight_names(job.base) if recorded else {})
@@ -101,12 +100,12 @@ class Writing:
         job = self.job
         if job.new_banks:
             create_banks(partial, job.new_banks, TORCH_NAMES[job.cast(job.base.dtype)], job.seed)
-        carry_banks(job.base.folder, partial, job.base.memories.banks)
+        carry_banks(job.base.folder, partial, job.base.layout.memories.banks)
         self._tie_banks(partial, job.config)
 
     def _tie_banks(self, partial: Path, config: Config) -> None:
         """Update the descriptions of banks: their layers, which may have moved, and the base's digest, if the config has one."""
-        tie_banks(partial, memories_of(self.job.base.family, config).banks)
+        tie_banks(partial, self.job.base.family.layout(config).memories.banks)
 
     def _write_siblings(self, partial: Path, config: Config) -> dict[str, Any]:
         """Write the files beside the weights, and return what `strip` must know to undo changes to them."""
@@ -138,7 +137,7 @@ class Writing:
         files = {name: tensor for file in shards for name, tensor in read_header(partial / file).items()}
         tensors = with_products(job.base.by_name(files), config)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in names_of_parts(tensors)}
-        dtype, promised = job.cast(job.base.dtype), job.method.promises_identity
+        dtype, promised = job.cast(job.base.dtype), job.method.identity
         return compare_models(job.base, partial, tensors, job.plan, dtype, promised, self.progress)
 
     def _write_provenance(
@@ -167,7 +166,7 @@ class Writing:
             job.source,
             job.plan,
             config,
-            memories_of(job.base.family, config),
+            job.layout.memories,
             counts,
             request,
             job.concerns,
@@ -188,7 +187,7 @@ class Writing:
                 "base": base_record(job.base, job.source.label, job.source.revision, digests, job.adapter),
                 "parameters": vars(counts),
                 "identity": vars(outcome["identity"]),
-                "promises_identity": job.method.promises_identity,
+                "promises_identity": job.method.identity,
                 "kl_divergence": outcome["kl_divergence"],
                 "measurements": outcome["measurements"],
                 "paper": paper_entry(job.method),

@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from upscalers.architecture.families import family_of
-from upscalers.architecture.family import Config, LayerTensor
-from upscalers.architecture.layer_tensors import Described
+from upscalers.architecture.family import Config, LayerTensor, Layout
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.plan import Plan
 from upscalers.request.errors import MethodError
@@ -19,9 +17,15 @@ _LISTED = 3
 
 
 def check_recipes(
-    method: str, base: BaseModel, plan: Plan, config: Config, layers: Sequence[Recipes], outer: Recipes
+    method: str,
+    base: BaseModel,
+    plan: Plan,
+    config: Config,
+    layout: Layout,
+    layers: Sequence[Recipes],
+    outer: Recipes,
 ) -> None:
-    """Compare recipes with the tensors that the family's table expects of the new config.
+    """Compare recipes with the tensors that the new config implies.
 
     Every tensor must have a recipe of the right shape, and a tensor that is copied or combined must have the same role
     in the base as in the result. Copies of tensors that the architecture does not have are accepted.
@@ -31,6 +35,7 @@ def check_recipes(
         base: The base checkpoint.
         plan: The method's layer plan.
         config: The raw config of the result.
+        layout: What the config says.
         layers: For each output layer, recipes by the name within the layer.
         outer: Recipes of the tensors outside the layers, by full name.
 
@@ -46,12 +51,11 @@ def check_recipes(
             raise MethodError(
                 f"method {method} gives {subject} {number}; expected {plan.num_layers}, as many as its plan has."
             )
-    family, origins = family_of(config), _origins(base, plan.num_layers)
-    described = Described(family, config)
-    for index, (recipes, expected) in enumerate(zip(layers, described.layers, strict=True)):
+    origins = _origins(base, plan.num_layers)
+    for index, (recipes, expected) in enumerate(zip(layers, layout.layers, strict=True)):
         _check_part(f"method {method}, layer {index}", base, origins, expected, recipes)
-    tensors = {name if base.prefix else name.removeprefix("model."): shape for name, shape in described.outer.items()}
-    tensors |= {name: shape for name, shape in family.tied_tensors(config).items() if name in outer}
+    tensors = {name if base.prefix else name.removeprefix("model."): shape for name, shape in layout.outer.items()}
+    tensors |= {name: shape for name, shape in layout.tied.items() if name in outer}
     expected = {name: LayerTensor(name, shape) for name, shape in tensors.items()}
     _check_part(f"method {method}, outside the layers", base, origins, expected, outer)
 
@@ -62,8 +66,8 @@ def _origins(base: BaseModel, num_layers: int) -> dict[str, tuple[str, str | Non
         name: (base.outer_name(name, num_layers), name) for name in base.outer_names()
     }
     for layer in range(base.num_layers):
-        tensors = base.layer_tensors(layer)
-        for name, full_name in base.layer_names(layer).items():
+        tensors = base.layout.layers[layer]
+        for name, full_name in base.layer_names[layer].items():
             origins[full_name] = (name, tensors[name].role if name in tensors else None)
     return origins
 

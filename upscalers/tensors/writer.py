@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from midus_hf.files.checkpoint_files import INDEX_FILE, SINGLE_FILE
-from upscalers.architecture.layer_tensors import is_embedding
+from upscalers.architecture.family import is_embedding
 from upscalers.checkpoint.computed_tensor import ComputedTensor
 from upscalers.checkpoint.safetensors_format import (
     INTEGER_NAMES,

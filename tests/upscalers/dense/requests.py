@@ -50,6 +50,12 @@ def settings(method: str) -> list[str]:
     return [word for key, value in options.items() for word in ("--set", f"{key}={json.dumps(value)}")]
 
 
+def known(config: dict[str, Any]) -> BaseModel:
+    """A base of which only the config is known."""
+    family = family_of(config)
+    return BaseModel(Path(), config, family, family.layout(config), {})
+
+
 def planned(
     config: dict[str, Any],
     method: str,
@@ -59,7 +65,7 @@ def planned(
 ) -> Plan:
     """The method's plan for a base of which only the config is known."""
     chosen = get_method(method)
-    base = BaseModel(Path(), config, family_of(config), {})
+    base = known(config)
     return chosen(parse_options(chosen.options_class, options, method)).plan(base, num_new_layers, placement)
 
 
@@ -72,7 +78,7 @@ def upscaled_config(
 ) -> dict[str, Any]:
     """The raw config of the upscaled model, from that of the base."""
     chosen = get_method(method)
-    base = BaseModel(Path(), config, family_of(config), {})
+    base = known(config)
     made = chosen(parse_options(chosen.options_class, options or {}, method))
     return made.config(base, made.plan(base, num_new_layers, placement))
 

@@ -52,14 +52,16 @@ class Recorder(Progress):
 class MemoryBase(BaseModel):
     """A base without files: a solver asks it only for names."""
 
-    def layer_names(self, layer: int) -> dict[str, str]:
-        return {name: f"{layer}.{name}" for name in self.family.layer_tensors(self.config)}
+    @property
+    def layer_names(self) -> list[dict[str, str]]:
+        return [{name: f"{layer}.{name}" for name in tensors} for layer, tensors in enumerate(self.layout.layers)]
 
 
 def memory_base(num_layers: int = 2, **config: Any) -> MemoryBase:
     """A Llama of which there is no more than its config."""
     raw = {"model_type": "llama", "vocab_size": 16, "num_hidden_layers": num_layers, **config}
-    return MemoryBase(Path(), raw, family_of(raw), {})
+    family = family_of(raw)
+    return MemoryBase(Path(), raw, family, family.layout(raw), {})
 
 
 def solved(solver: Solver, scratch: Path, read) -> dict[str, torch.Tensor]:
