@@ -73,17 +73,16 @@ NEAREST = {
 
 # Tests in `tests/upscalers` by the name of the file they judge, the nearest first: `test_NAME.py`, or a folder.
 NEAREST_TO_UPSCALERS = {
-    "attention_pattern": "whole_periods placements",
     "base_model": "bad_input pickled_base checkpoint_layouts families gguf",
     "content_digest": "strip",
     "errors": "refusals bad_input command_line hub",
     "families": "families fp8_bases plan dense/layer_tables",
+    "family": "families dry_run plan",
     "gguf": "gguf",
     "hub": "hub",
     "inspection": "strip dense/opt_deus command_line every_method",
     "job": "recipe_check verification ownership hub command_line every_method",
-    "layer_config": "plan families dense/layer_tables any_depth",
-    "layer_tensors": "dry_run families",
+    "layer_config": "whole_periods plan families dense/layer_tables any_depth",
     "contract": "refusals placements recipe_check dense/identity",
     "model_card": "provenance strip",
     "options": "refusals command_line",

@@ -114,7 +114,8 @@ def run(
         report = upscale(**arguments, progress=Console())
     except PushError as error:
         report, ending = error.report, Ending(INTERRUPTED if error.interrupted else FAILED, str(error))
-    show(report.to_dict(), json_, lambda _: print_report(report, dry_run=bool(arguments.get("dry_run"))))
+    dry_run = bool(arguments.get("dry_run"))
+    show(report.to_dict() if json_ else report, json_, lambda report: print_report(report, dry_run))
     if ending is not None:
         raise ending
 

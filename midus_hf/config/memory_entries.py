@@ -254,17 +254,6 @@ def check_entry(values: Any) -> None:
 
 def check_memories(memories: Memories) -> None:
     """Refuse memories that do not go together: if layers or names are taken twice, or banks have several trees."""
-    _check_layers(memories)
-    for name in memories.attached:
-        _check_tables(name, memories.tables(name))
-    _check_banks(memories.banks)
-    names = [entry.name for entry in memories.entries if entry.is_attached]
-    repeated = [name for name in names if names.count(name) > 1]
-    if repeated:
-        raise ValueError(f"two memories have the name {repeated[0]!r}; expected a separate name for each.")
-
-
-def _check_layers(memories: Memories) -> None:
     inserted: set[int] = set()
     for entry in memories.entries:
         if not entry.is_attached:
@@ -273,24 +262,28 @@ def _check_layers(memories: Memories) -> None:
                 raise ValueError(f"layer {min(twice)} holds two inserted memories; expected at most one.")
             inserted |= set(entry.layers)
     attends: dict[int, str] = {}
-    for entry in memories.attached.values():
+    for name, entry in memories.attached.items():
         for layer in entry.layers if entry.options.attends else ():
             if layer in attends:
                 raise ValueError(
-                    f"memories {attends[layer]!r} and {entry.name!r} both attend in the place of layer {layer}'s own attention; "
+                    f"memories {attends[layer]!r} and {name!r} both attend in the place of layer {layer}'s own attention; "
                     "expected at most one. Give them other layers."
                 )
-            attends[layer] = entry.name
+            attends[layer] = name
         own = inserted & {*entry.layers, *entry.into}
         if own:
             raise ValueError(
-                f"memory {entry.name!r} is attached to layer {min(own)}, which was inserted for a memory; expected layers of the "
+                f"memory {name!r} is attached to layer {min(own)}, which was inserted for a memory; expected layers of the "
                 "base, which have a feed-forward network."
             )
-
-
-def _check_banks(banks: Mapping[str, BankLayout]) -> None:
-    trees = {name: (layout.blocks.branching, layout.num_levels) for name, layout in banks.items()}
+        readers = [layer for shared in memories.tables(name) for layer in shared.layers]
+        twice = {layer for layer in readers if readers.count(layer) > 1}
+        if twice:
+            raise ValueError(
+                f"layer {min(twice)} reads two shared tables of memory {name!r}; expected at most one. Declare one that is as long "
+                "as both, of which layers read stretches."
+            )
+    trees = {name: (layout.blocks.branching, layout.num_levels) for name, layout in memories.banks.items()}
     for name, tree in trees.items():
         first, expected = next(iter(trees.items()))
         if tree != expected:
@@ -298,16 +291,10 @@ def _check_banks(banks: Mapping[str, BankLayout]) -> None:
                 f"memory {name!r} fetches blocks by a tree of branching {tree[0]} and {tree[1]} levels, and {first!r} by one of "
                 f"branching {expected[0]} and {expected[1]} levels; expected one tree, by whose nodes a text fetches from both."
             )
-
-
-def _check_tables(name: str, tables: tuple[SharedTables, ...]) -> None:
-    readers = [layer for shared in tables for layer in shared.layers]
-    twice = [layer for layer in readers if readers.count(layer) > 1]
-    if twice:
-        raise ValueError(
-            f"layer {twice[0]} reads two shared tables of memory {name!r}; expected at most one. Declare one that is as long as "
-            "both, of which layers read stretches."
-        )
+    names = [entry.name for entry in memories.entries if entry.is_attached]
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise ValueError(f"two memories have the name {repeated[0]!r}; expected a separate name for each.")
 
 
 def check_place(options: MemoryOptions, values: Mapping[str, Any], name: Any, sizes: ModelSizes) -> None:

@@ -166,7 +166,7 @@ def test_blocks_have_the_tensors_of_the_real_classes(family, attention_bias, tmp
     planned = open_base(saved_config(config, tmp_path / "base"), needs_weights=False)
     assert {name: tensor.shape for name, tensor in planned.tensors.items()} == real
     buffers = {name for name, _ in model.named_buffers()} & real.keys()
-    assert planned.uncounted_names() - {"lm_head.weight"} == buffers
+    assert planned.uncounted_names - {"lm_head.weight"} == buffers
     norms = [entry.get("query_norm", MEMORY_TYPES[entry["type"]]().query_norm) for entry in entries]
     assert len(buffers) == 2 * norms.count("batch")
 

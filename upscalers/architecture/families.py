@@ -4,7 +4,7 @@ Everything in the table is read from the raw `config.json`, so planning an upsca
 transformers.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from midus_hf.config.backbone import FAMILY_TRAITS, MEMORY_PREFIX
 from midus_hf.config.plugins import load_offered
@@ -101,58 +101,6 @@ def family_of(config: Config) -> Family:
             load_offered("upscalers.families")
     if native_type not in FAMILIES:
         return inferred_family(native_type)
-    _check_known(config, model_type)
-    return FAMILIES[native_type]
-
-
-def check_readable(config: Config) -> None:
-    """Refuse a model whose weights are quantised, or that brings code of its publisher.
-
-    Raises:
-        RequestError: If the config says so.
-    """
-    native_type = str(config.get("model_type")).removeprefix(MEMORY_PREFIX)
-    carried = has_packed_experts(config) or (has_block_scales(config) and native_type in FAMILIES)
-    quantization = config.get("quantization_config")
-    if quantization and not carried:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
-        raise RequestError(
-            f"the base is quantised (quantization_config: {method}); expected float32, float16 or bfloat16 weights, or "
-            f"FP8 with a scale per block in one of: {', '.join(FAMILIES)}; or MXFP4 in gpt_oss. Start from the unquantised "
-            "checkpoint."
-        )
-    if config.get("auto_map") and not str(config.get("model_type")).startswith(MEMORY_PREFIX):
-        raise RequestError(
-            "the base brings code of its own (auto_map in config.json), which is never run; expected a native checkpoint. "
-            "If its weights are those of the native class, remove auto_map from config.json."
-        )
-
-
-def has_block_scales(config: Config) -> bool:
-    """Return whether a config says that weights are FP8 with scales per block, in the form that `upscale` reads."""
-    quantization = config.get("quantization_config")
-    return (
-        isinstance(quantization, dict)
-        and quantization.get("quant_method") == "fp8"
-        and bool(quantization.get("weight_block_size"))
-        and quantization.get("activation_scheme", "dynamic") == "dynamic"
-        and quantization.get("scale_fmt", "float") in ("float", None)
-        and not quantization.get("modules_to_convert")
-    )
-
-
-def has_packed_experts(config: Config) -> bool:
-    """Return whether a config says that experts are in MXFP4, as gpt-oss stores them."""
-    quantization = config.get("quantization_config")
-    return (
-        isinstance(quantization, dict)
-        and quantization.get("quant_method") == "mxfp4"
-        and str(config.get("model_type")).endswith("gpt_oss")
-    )
-
-
-def _check_known(config: Config, model_type: str) -> None:
-    """Refuse a model of a known family with parts that the family's table does not describe."""
     experts = next((key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)), None)
     if experts or model_type.endswith("_moe") or model_type == "mixtral":
         raise RequestError(
@@ -169,3 +117,43 @@ def _check_known(config: Config, model_type: str) -> None:
                 f"the base predicts several tokens ahead ({key} = {config[key]}); expected a model without such layers. "
                 "Save its decoder as a checkpoint of its own first."
             )
+    return FAMILIES[native_type]
+
+
+def check_readable(config: Config) -> None:
+    """Refuse a model whose weights are quantised, or that brings code of its publisher.
+
+    Raises:
+        RequestError: If the config says so.
+    """
+    native_type = str(config.get("model_type")).removeprefix(MEMORY_PREFIX)
+    quantization, form = config.get("quantization_config"), quantised_form(config)
+    if quantization and not (form == "mxfp4" or (form == "fp8" and native_type in FAMILIES)):
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+        raise RequestError(
+            f"the base is quantised (quantization_config: {method}); expected float32, float16 or bfloat16 weights, or "
+            f"FP8 with a scale per block in one of: {', '.join(FAMILIES)}; or MXFP4 in gpt_oss. Start from the unquantised "
+            "checkpoint."
+        )
+    if config.get("auto_map") and not str(config.get("model_type")).startswith(MEMORY_PREFIX):
+        raise RequestError(
+            "the base brings code of its own (auto_map in config.json), which is never run; expected a native checkpoint. "
+            "If its weights are those of the native class, remove auto_map from config.json."
+        )
+
+
+def quantised_form(config: Config) -> Literal["fp8", "mxfp4"] | None:
+    """Return the form of quantised weights that `upscale` reads: FP8 with scales per block, or experts of gpt-oss in MXFP4."""
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        return None
+    if quantization.get("quant_method") == "mxfp4" and str(config.get("model_type")).endswith("gpt_oss"):
+        return "mxfp4"
+    is_read = (
+        quantization.get("quant_method") == "fp8"
+        and quantization.get("weight_block_size")
+        and quantization.get("activation_scheme", "dynamic") == "dynamic"
+        and quantization.get("scale_fmt", "float") in ("float", None)
+        and not quantization.get("modules_to_convert")
+    )
+    return "fp8" if is_read else None

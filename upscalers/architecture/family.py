@@ -4,9 +4,9 @@ A name such as `post_attention_layernorm` means different things in different fa
 therefore looked up here and never guessed from the tensor's name.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from midus_hf.config.backbone import Backbone, FamilyTraits, read_backbone
 from midus_hf.config.memory_entries import NO_MEMORIES, Memories, base_digest, inserted_options, read_memories
@@ -152,10 +152,6 @@ class Family(FamilyTraits):
     period: Callable[[Config], int] = lambda config: 1
     implying: Callable[[list[str]], Config] = lambda layer_types: {}
 
-    #: Whether the family is read from the model that transformers builds. A layer may then be of another kind than its
-    #: neighbours by its index alone, which no list in the config says, and memories are to be proven.
-    is_inferred: ClassVar[bool] = False
-
     def layout(self, config: Config) -> Layout:
         """Return what the raw config of a model says, with its memories.
 
@@ -266,20 +262,6 @@ class Family(FamilyTraits):
         for name, role in norms.items():
             tensors[f"{name}.weight"] = LayerTensor(role, (hidden,), offset)
         return tensors
-
-    def prove(self, site: str, memory_type: str) -> None:
-        """Prove that a memory of a type is wired right at a site of the family's layers.
-
-        Raises:
-            RequestError: If the memory is not wired right, or the site cannot be proven.
-        """
-
-    def blocks_by_layer(self, outer: Iterable[str]) -> dict[str, int]:
-        """Return which of the tensors outside the layers, by full name, hold one equal block for each layer, along which dimension.
-
-        An example are embeddings per layer, which stand side by side as columns of one tensor.
-        """
-        return {}
 
 
 def kept_roles(options: InsertedOptions) -> frozenset[str]:

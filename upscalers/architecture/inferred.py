@@ -27,9 +27,10 @@ _LAYERS = "model.layers."
 
 
 class InferredFamily(Family):
-    """A family that is read from the built model."""
+    """A family that is read from the model that transformers builds.
 
-    is_inferred = True
+    A layer may be of another kind than its neighbours by its index alone, which no list in the config says.
+    """
 
     def backbone(self, config: Config) -> Layout:
         native = {key: value for key, value in config.items() if key not in OF_UPSCALING}
@@ -37,9 +38,18 @@ class InferredFamily(Family):
         return _built(json.dumps(native, sort_keys=True))
 
     def blocks_by_layer(self, outer: Iterable[str]) -> dict[str, int]:
+        """Return which of the tensors outside the layers, by full name, hold one equal block for each layer, along which dimension.
+
+        An example are embeddings per layer, which stand side by side as columns of one tensor.
+        """
         return {name: dim for name, dim in _blocks_by_layer(self.model_type).items() if name in outer}
 
     def prove(self, site: str, memory_type: str) -> None:
+        """Prove that a memory of a type is wired right at a site of the family's layers.
+
+        Raises:
+            RequestError: If the memory is not wired right, or the site cannot be proven.
+        """
         from midus_hf.models.inference.proof import prove, wirings_of
 
         try:
@@ -222,7 +232,7 @@ def change_of_settings(before: Sequence[Settings], after: Sequence[Settings], so
     The index of a layer and the number of layers, which differ by right, are not compared. `sources` has the layer that
     each layer of the new model is made from.
     """
-    for index, source in enumerate(sources):
+    for index, source in enumerate(sources if before else ()):
         for name in sorted(before[source].keys() | after[index].keys()):
             pair = before[source].get(name), after[index].get(name)
             if pair[0] != pair[1] and pair not in ((source, index), (len(before), len(after))):

@@ -14,7 +14,7 @@ from upscalers.architecture.families import check_readable, family_of
 from upscalers.architecture.family import Config, Family, Layout, Shape, is_embedding
 from upscalers.checkpoint.larger_model import LargerModel, larger_model_of
 from upscalers.checkpoint.merged_adapter import Adapter
-from upscalers.checkpoint.quantised_weights import names_of_packed, names_of_parts, with_products
+from upscalers.checkpoint.quantised_weights import with_products
 from upscalers.checkpoint.safetensors_format import (
     INTEGER_NAMES,
     SAFETENSORS_NAMES,
@@ -47,6 +47,8 @@ class BaseModel:
             have no files. Tensors of a language model within a larger one have the names that they would have alone.
         unexpected: Names of stored tensors that the architecture does not have; they are copied to the result.
         larger: The larger model that the language model is a part of; None if the language model stands alone.
+        parts: Names of stored tensors that are parts of quantised weights, such as scales; they are among the unexpected tensors.
+        packed: Names of weights that are stored as parts alone, so that whoever carries the parts along carries them.
     """
 
     folder: Path
@@ -56,6 +58,8 @@ class BaseModel:
     tensors: dict[str, StoredTensor]
     unexpected: tuple[str, ...] = ()
     larger: LargerModel | None = None
+    parts: frozenset[str] = frozenset()
+    packed: frozenset[str] = frozenset()
 
     @property
     def num_layers(self) -> int:
@@ -76,16 +80,6 @@ class BaseModel:
     def dtype(self) -> str:
         """The dtype of most weights by bytes, as safetensors names it."""
         return dtype_of_most(self.tensors.values())
-
-    @cached_property
-    def parts(self) -> frozenset[str]:
-        """Names of stored tensors that are parts of quantised weights, such as scales; they are among the unexpected tensors."""
-        return names_of_parts(self.tensors)
-
-    @cached_property
-    def packed(self) -> frozenset[str]:
-        """Names of weights that are stored as parts alone, so that whoever carries the parts along carries them."""
-        return names_of_packed(self.tensors)
 
     @cached_property
     def layer_names(self) -> list[dict[str, str]]:
@@ -116,11 +110,6 @@ class BaseModel:
             return name
         return self.new_name(int(match["layer"]) - self.num_layers + num_layers, match["rest"])
 
-    def blocks_by_layer(self) -> dict[str, int]:
-        """Return the dimension along which a tensor outside the layers has one block per layer, by the tensor's full name."""
-        blocks = self.family.blocks_by_layer(self.layout.outer)
-        return {self.prefix + name.removeprefix(_PREFIX): dim for name, dim in blocks.items()}
-
     @cached_property
     def repeated_names(self) -> frozenset[str]:
         """Names of tensors that only repeat others: a stored head that is tied to the embedding and equals its bytes.
@@ -135,8 +124,9 @@ class BaseModel:
             if name in self.tensors and holds_the_same(self.tensors[name], self.tensors[embedding])
         )
 
+    @cached_property
     def uncounted_names(self) -> set[str]:
-        """Return the names of tensors that do not count as parameters: tied heads, buffers, and unexpected tensors."""
+        """Names of tensors that do not count as parameters: tied heads, buffers, and unexpected tensors."""
         buffers = {self.prefix + name.removeprefix(_PREFIX) for name in self.layout.buffers}
         return {*self.repeated_names, *self.unexpected, *buffers}
 
@@ -256,8 +246,6 @@ def open_base(
     expected |= layout.outer
     integers = layout.integers
     stored = stored_tensors(folder, needs_weights) if gguf is None else gguf
-    if stored is not None:
-        stored = with_products(stored, config)
     carried: dict[str, Shape] = {}
     if larger is not None:
         larger = larger.spelled_as(stored or ())
@@ -270,6 +258,7 @@ def open_base(
 
     if larger is not None:
         stored = {larger.spelling.language_name(name): tensor for name, tensor in stored.items()}
+    stored, parts, packed = with_products(stored, config)
     if not any(name.startswith(_PREFIX) for name in stored):
         expected = {name.removeprefix(_PREFIX): shape for name, shape in expected.items()}
         integers = {name.removeprefix(_PREFIX): dtype for name, dtype in integers.items()}
@@ -311,7 +300,7 @@ def open_base(
         )
     if adapter is not None:
         stored = _merged(adapter, stored, layout, config)
-    return BaseModel(folder, config, family, layout, stored, unexpected, larger)
+    return BaseModel(folder, config, family, layout, stored, unexpected, larger, parts, packed)
 
 
 def _merged(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from upscalers.architecture.families import has_block_scales, has_packed_experts
+from upscalers.architecture.families import quantised_form
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.computed_tensor import FP8_NAMES, ComputedTensor, read_tensor
 from upscalers.checkpoint.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor
@@ -78,18 +78,30 @@ class PackedTensor(ComputedTensor):
         return product.to(dtype).transpose(1, 2).contiguous()
 
 
-def with_products(stored: Mapping[str, StoredTensor], config: Config) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint with quantised weights as they are read; their stored parts are there too.
+def with_products(
+    stored: Mapping[str, StoredTensor], config: Config
+) -> tuple[dict[str, StoredTensor], frozenset[str], frozenset[str]]:
+    """Return the tensors of a checkpoint with quantised weights as they are read, and which of them are stored otherwise.
+
+    Returns:
+        The tensors by name, the stored parts of weights among them; the names of parts, but for weights under their own names; and
+        the names of weights that are not stored under these names, but as parts.
 
     Raises:
         RequestError: If a quantised weight has no scales, or scales that do not divide it into blocks.
     """
-    if has_packed_experts(config):
-        return {**stored, **_packed(stored, config)}
-    if not has_block_scales(config):
-        return dict(stored)
+    form = quantised_form(config)
+    if form == "mxfp4":
+        packed = _packed(stored, config)
+        return (
+            {**stored, **packed},
+            frozenset(name + part for name in packed for part in (_BLOCKS, _EXPONENTS)),
+            frozenset(packed),
+        )
+    tensors, parts = dict(stored), set()
+    if form is None:
+        return tensors, frozenset(), frozenset()
     dtype = _dtype(config)
-    tensors = dict(stored)
     for name, weight in stored.items():
         if weight.dtype not in FP8_NAMES:
             continue
@@ -104,7 +116,8 @@ def with_products(stored: Mapping[str, StoredTensor], config: Config) -> dict[st
                 f"equal blocks of {list(weight.shape)}. Start from the unquantised checkpoint."
             )
         tensors[name] = ScaledTensor(dtype, weight.shape, None, 0, weight, scales)
-    return tensors
+        parts.add(name + SUFFIX)
+    return tensors, frozenset(parts), frozenset()
 
 
 def _packed(stored: Mapping[str, StoredTensor], config: Config) -> dict[str, StoredTensor]:
@@ -128,15 +141,3 @@ def _packed(stored: Mapping[str, StoredTensor], config: Config) -> dict[str, Sto
 def _dtype(config: Config) -> str:
     name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     return SAFETENSORS_NAMES.get(name, "BF16")
-
-
-def names_of_parts(tensors: Mapping[str, StoredTensor]) -> frozenset[str]:
-    """Return the names of the stored tensors that are parts of quantised weights, but for weights under their own names."""
-    parts = {name + SUFFIX for name, tensor in tensors.items() if isinstance(tensor, ScaledTensor)}
-    packed = names_of_packed(tensors)
-    return frozenset({*parts, *(name + part for name in packed for part in (_BLOCKS, _EXPONENTS))})
-
-
-def names_of_packed(tensors: Mapping[str, StoredTensor]) -> frozenset[str]:
-    """Return the names of the weights that are not stored under these names, but as parts."""
-    return frozenset(name for name, tensor in tensors.items() if isinstance(tensor, PackedTensor))

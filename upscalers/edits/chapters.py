@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,6 @@ from midus_hf.config.memory_entries import ATTACHED, TABLES, MemoryEntry
 from midus_hf.config.memory_types import check_fit
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.edits.checkpoint_edit import Decided, EditRequest, edit_checkpoint
-from upscalers.edits.numbers import parse_numbers, written
 from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Recipe, RowRange, Rows
 from upscalers.tensors.writer import OutputTensor
@@ -28,6 +28,7 @@ Origins = Sequence[int | None]
 # Dtype of integer rows, as safetensors names it, by the number of bits.
 _STORED_INTEGERS = {8: "I8", 4: "U8"}
 _ROWS_AT_ONCE = 1 << 12
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -272,3 +273,39 @@ class _Rounded(Recipe):
 
         part = ("integers", "scales").index(self.part)
         return torch.cat([quantise_rows(rows, self.bits)[part] for rows in read(self.source).split(_ROWS_AT_ONCE)])
+
+
+def parse_numbers(text: str, num_chapters: int) -> tuple[int, ...]:
+    """Return the numbers in a list of numbers and ranges of chapters, in the order in which they are named.
+
+    Args:
+        text: A list such as `"3,7-9"`, which stands for 3, 7, 8 and 9.
+        num_chapters: C, the number of chapters.
+
+    Raises:
+        RequestError: If the text is no list of this form, names a number twice, or names a number of C or more.
+    """
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first:
+            raise RequestError(f"chapters is {text!r}; expected numbers and ranges such as 3,7-9.")
+        if last >= num_chapters:
+            raise RequestError(f"chapters is {text!r}; expected numbers from 0 to {num_chapters - 1}, the model's.")
+        numbers += range(first, last + 1)
+    if len(set(numbers)) < len(numbers):
+        twice = next(number for number in numbers if numbers.count(number) > 1)
+        raise RequestError(f"chapters is {text!r}, which names {twice} twice; expected each once.")
+    return tuple(numbers)
+
+
+def written(numbers: Sequence[int]) -> str:
+    """Return numbers in the form that `parse_numbers` reads, with successive numbers as ranges."""
+    ranges: list[tuple[int, int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], number)
+        else:
+            ranges.append((number, number))
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

@@ -16,8 +16,7 @@ from upscalers.checkpoint.base_model import BaseModel, open_base, read_config, w
 from upscalers.checkpoint.source import copy_travelling_files, resolve_source
 from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan, read_record, write_record
 from upscalers.request.progress import Progress, shown
-from upscalers.runs.output_folder import OutputFolder
-from upscalers.runs.siblings import write_code_of
+from upscalers.runs.output_folder import OutputFolder, write_code_of
 from upscalers.tensors.recipes import Copy
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor
 

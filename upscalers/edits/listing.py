@@ -14,9 +14,8 @@ from rich.text import Text
 from midus_hf.files.ownership import CONFIG_KEY, has_config_entry
 from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.source import resolve_source
-from upscalers.edits.chapters import Bank, ChapterMemory, find_memories
+from upscalers.edits.chapters import Bank, ChapterMemory, find_memories, written
 from upscalers.edits.checkpoint_edit import described
-from upscalers.edits.numbers import written
 from upscalers.record.provenance import EDITS_KEY
 from upscalers.request.progress import Progress, shown
 

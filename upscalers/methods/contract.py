@@ -10,7 +10,7 @@ from midus_hf.config.wording import near_matches
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.layer_config import follow_plan
-from upscalers.plan.placements import in_whole_periods, place
+from upscalers.plan.placements import WHOLE_PERIODS, place
 from upscalers.plan.plan import Base, New, Plan, insertion_plan
 from upscalers.request.errors import RequestError
 from upscalers.tensors.layer_blocks import block_recipes
@@ -129,7 +129,7 @@ class Method(ABC):
         assert policy is not None, "a method without a placement plans for itself"
         period = base.layout.period
         indices = place(policy, base.layout.num_leading_layers, num_new_layers, period)
-        phases = period if period is not None and in_whole_periods(policy) else 1
+        phases = period if period is not None and policy == WHOLE_PERIODS else 1
         layers = list(insertion_plan(base.num_layers, indices, phases).layers)
         for number, index in enumerate(indices):
             layer = layers[index]
@@ -153,7 +153,7 @@ class Method(ABC):
     def placement_request(self, plan: Plan) -> dict[str, Any]:
         """Return the arguments of a request, such as `placement`, by which a method makes this plan again."""
         if plan.in_whole_periods:
-            return {"placement": "whole-periods", "num_new_layers": len(plan.new_indices)}
+            return {"placement": WHOLE_PERIODS, "num_new_layers": len(plan.new_indices)}
         return {"placement": plan.new_indices}
 
     def pattern_remedy(self, base: BaseModel, plan: Plan) -> str:

@@ -11,6 +11,7 @@ from midus_hf.config.memory_types import InsertedOptions, MemoryOptions, Site, c
 from midus_hf.config.options import option
 from upscalers.architecture.families import FAMILIES, MEMORY_PREFIX
 from upscalers.architecture.family import Config, kept_roles
+from upscalers.architecture.inferred import InferredFamily
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import METHODS, MIDUS, Method
 from upscalers.plan.plan import Base, New, Plan
@@ -50,7 +51,7 @@ class HostedMemoryMethod(Method):
         Raises:
             RequestError: If the proof fails.
         """
-        if not base.family.is_inferred:
+        if not isinstance(base.family, InferredFamily):
             return
         memory_type = dict(self.positions())[site]
         try:
@@ -63,7 +64,7 @@ class HostedMemoryMethod(Method):
             ) from None
 
     def remarks(self, base: BaseModel) -> list[str]:
-        if not base.family.is_inferred:
+        if not isinstance(base.family, InferredFamily):
             return []
         return [
             f"{base.family.model_type} was read from the model that transformers builds, and proven on a tiny random model: equal "
@@ -90,7 +91,8 @@ def _methods_taking(base: BaseModel) -> list[str]:
 
 def _is_proven(base: BaseModel, position: tuple[Site, str]) -> bool:
     try:
-        base.family.prove(*position)
+        if isinstance(base.family, InferredFamily):
+            base.family.prove(*position)
     except RequestError:
         return False
     return True

@@ -144,7 +144,7 @@ class Slices(DenseMethod):
     paper = None
     options_class = SlicesOptions
     identity = False
-    trainable = "all"
+    trainable: Literal["new", "all"] = "all"
     default_placement = None
 
     def __init__(self, options: SlicesOptions):

@@ -1,29 +1,13 @@
 """Placement policies: the indices of the new layers in the upscaled model (MIDUS, appendix D)."""
 
 import contextlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 from midus_hf.config.wording import near_matches
 from upscalers.request.errors import RequestError
 
-
-@dataclass(frozen=True)
-class Placement:
-    """A policy, and the number of new layers that the policy has by default.
-
-    Args:
-        policy: Function `(L, K, p) -> K ascending indices`, where p is the period of the base's attention types, or None
-            if they do not repeat. It raises `RequestError` if it cannot place that many layers.
-        preferred: Function `(L, p) -> numbers of new layers`, the best first. The first number that the policy accepts is
-            the default. Default: from half of the layers down to 1.
-        whole_periods: Whether new layers come in whole periods, each new layer made from layers of the same phase.
-            Default: False.
-    """
-
-    policy: Callable[[int, int, int | None], list[int]]
-    preferred: Callable[[int, int | None], Iterable[int]] = lambda num_layers, period: range(num_layers // 2, 0, -1)
-    whole_periods: bool = False
+# The policy whose new layers come in whole periods, each made from layers of the same phase.
+WHOLE_PERIODS = "whole-periods"
 
 
 def place(placement: str, num_layers: int, num_new_layers: int | None, period: int | None = 1) -> list[int]:
@@ -55,26 +39,21 @@ def place(placement: str, num_layers: int, num_new_layers: int | None, period: i
         raise RequestError(
             f"placement {placement!r} is unknown. {near_matches(placement, [*PLACEMENTS, 'indices such as 3,7,11'])}"
         )
-    if num_new_layers is None:
-        return _by_default(PLACEMENTS[placement], num_layers, period)
-    if num_new_layers < 1:
-        raise RequestError(f"num-new-layers is {num_new_layers}; expected at least 1.")
-    return PLACEMENTS[placement].policy(num_layers, num_new_layers, period)
-
-
-def in_whole_periods(placement: str) -> bool:
-    """Return whether a placement of this name places whole periods."""
-    return placement in PLACEMENTS and PLACEMENTS[placement].whole_periods
-
-
-def _by_default(placement: Placement, num_layers: int, period: int | None) -> list[int]:
+    policy = PLACEMENTS[placement]
+    if num_new_layers is not None:
+        if num_new_layers < 1:
+            raise RequestError(f"num-new-layers is {num_new_layers}; expected at least 1.")
+        return policy(num_layers, num_new_layers, period)
     if num_layers < 2:
         raise RequestError("the base has 1 layer, and half of it is none; expected a number. Pass --num-new-layers.")
-    preferred = list(placement.preferred(num_layers, period))
-    for number in preferred:
+    numbers: Sequence[int] = range(num_layers // 2, 0, -1)
+    if placement == WHOLE_PERIODS:  # the multiple nearest to half
+        multiples = range(period or 1, max(num_layers, period or 1) + 1, period or 1)
+        numbers = sorted(multiples, key=lambda number: (abs(2 * number - num_layers), number))
+    for number in numbers:
         with contextlib.suppress(RequestError):
-            return placement.policy(num_layers, number, period)
-    return placement.policy(num_layers, preferred[0], period)  # which is refused with the reason
+            return policy(num_layers, number, period)
+    return policy(num_layers, numbers[0], period)  # which is refused with the reason
 
 
 def _stride(name: str, num_layers: int, num_new_layers: int) -> int:
@@ -119,13 +98,6 @@ def bottom_heavy(num_layers: int, num_new_layers: int, _period: int | None = 1) 
     return [2 * index for index in range(num_new_layers)]
 
 
-def _multiples_nearest_to_half(num_layers: int, period: int | None) -> Iterable[int]:
-    step = period or 1
-    return sorted(
-        range(step, max(num_layers, step) + 1, step), key=lambda number: (abs(2 * number - num_layers), number)
-    )
-
-
 def whole_periods(num_layers: int, num_new_layers: int, period: int | None = 1) -> list[int]:
     """Place p new layers in a row before the last period of each of K / p groups of periods of about equal size.
 
@@ -160,10 +132,12 @@ def _nearest(valid: range, number: int) -> list[int]:
     return sorted(sorted(valid, key=lambda count: abs(count - number))[:2])
 
 
-PLACEMENTS = {
-    "distributed": Placement(distributed),
-    "llama-pro": Placement(llama_pro),
-    "top-heavy": Placement(top_heavy),
-    "bottom-heavy": Placement(bottom_heavy),
-    "whole-periods": Placement(whole_periods, _multiples_nearest_to_half, whole_periods=True),
+# Functions `(L, K, p) -> K ascending indices`, where p is the period of the base's attention types, or None if they do not repeat.
+# They raise `RequestError` if they cannot place that many layers.
+PLACEMENTS: dict[str, Callable[[int, int, int | None], list[int]]] = {
+    "distributed": distributed,
+    "llama-pro": llama_pro,
+    "top-heavy": top_heavy,
+    "bottom-heavy": bottom_heavy,
+    WHOLE_PERIODS: whole_periods,
 }

@@ -13,8 +13,7 @@ from upscalers.checkpoint.source import resolve_source
 from upscalers.record.provenance import DIGEST_KEY, LARGER_KEY
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress, shown
-from upscalers.runs.output_folder import OutputFolder
-from upscalers.runs.siblings import write_part
+from upscalers.runs.output_folder import OutputFolder, write_part
 from upscalers.tensors.recipes import Copy
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.files.ownership import STRIPPED_KEY, has_config_entry
-from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
+from upscalers.checkpoint.base_model import open_base, read_config
 from upscalers.checkpoint.source import resolve_source
 from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan, read_record
 
@@ -34,22 +34,28 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
         config = read_config(source.folder)
         record = read_record(source.folder) or {}
         stripped = {STRIPPED_KEY: record[STRIPPED_KEY]} if isinstance(record.get(STRIPPED_KEY), dict) else {}
-        if stripped and not has_config_entry(config):
-            return {**_plain(str(model), open_base(source.folder, needs_weights=False)), **stripped}
-        entry = read_config_entry(config, source.folder)
+        is_plain = bool(stripped) and not has_config_entry(config)
+        entry = {} if is_plain else read_config_entry(config, source.folder)
         opened = open_base(source.folder, needs_weights=False)
+        counts = {
+            name: math.prod(tensor.shape)
+            for name, tensor in opened.tensors.items()
+            if name not in opened.uncounted_names
+        }
+        if is_plain:
+            described = {
+                "model": str(model),
+                "model_type": opened.config["model_type"],
+                "num_layers": opened.num_layers,
+            }
+            return {**described, "parameters": {"total": sum(counts.values())}, **stripped}
         plan = read_plan(entry, opened)
-        uncounted = opened.uncounted_names()
         layers = [
             {
                 "index": index,
                 "new": index in plan.new_indices,
                 "from": plan.describe(index, opened.layout.memories),
-                "parameters": sum(
-                    math.prod(opened.tensors[name].shape)
-                    for name in opened.layer_names[index].values()
-                    if name not in uncounted
-                ),
+                "parameters": sum(counts.get(name, 0) for name in opened.layer_names[index].values()),
             }
             for index in range(plan.num_layers)
         ]
@@ -66,12 +72,8 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             "model_type": opened.config["model_type"],
             "memory": opened.config.get("memory") or [],
             "parameters": {
-                "total": _num_parameters(opened),
-                "new": sum(
-                    math.prod(tensor.shape)
-                    for name, tensor in opened.tensors.items()
-                    if name not in uncounted and plan.owns(name)
-                ),
+                "total": sum(counts.values()),
+                "new": sum(count for name, count in counts.items() if plan.owns(name)),
                 **(
                     {"fetched": sum(bank.fetched for bank in banks), "bank": sum(bank.bank for bank in banks)}
                     if banks
@@ -90,20 +92,6 @@ _UNKNOWN_BASE = {
     False: "unknown: upscale.json is gone",
     True: "unknown: strip does not restore the record of the base",
 }
-
-
-def _plain(name: str, model: BaseModel) -> dict[str, Any]:
-    return {
-        "model": name,
-        "model_type": model.config["model_type"],
-        "num_layers": model.num_layers,
-        "parameters": {"total": _num_parameters(model)},
-    }
-
-
-def _num_parameters(model: BaseModel) -> int:
-    uncounted = model.uncounted_names()
-    return sum(math.prod(tensor.shape) for name, tensor in model.tensors.items() if name not in uncounted)
 
 
 def inspect_code(folder: Path) -> dict[str, Any] | None:

@@ -1,13 +1,9 @@
 """One upscaling that was decided on: its config, tensors, parameter counts, and the check of the result."""
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
 
-from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.files.ownership import CONFIG_KEY
-from upscalers.architecture.family import Config, Layout
-from upscalers.architecture.inferred import change_of_settings
+from upscalers.architecture.inferred import InferredFamily, change_of_settings
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import INTEGERS, ITEM_BYTES, SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor
@@ -26,7 +22,6 @@ from upscalers.tensors.solver import solved_parts
 from upscalers.tensors.writer import OutputTensor, in_file_order
 
 
-@dataclass(frozen=True)
 class Job:
     """Everything that is decided before the first byte is written.
 
@@ -39,138 +34,93 @@ class Job:
         dtype: Name of the output's dtype in torch; `"auto"` keeps the base's.
         adapter: The LoRA that is merged into the base. Default: None.
 
+    Attributes:
+        config: The raw config of the upscaled model, as far as the config is known before anything is written.
+        layout: What the config says of the upscaled model.
+        made: Every tensor of the upscaled model, as the model reads it, in the order of the files.
+        written: The tensors of `made` that are written: layers of the base carry the parts of a packed weight, not the weight.
+        concerns: Facts that a person should know about the result, before the work begins and whenever the model is used.
+        new_banks: Layout of each bank that the upscaled model has and the base does not, by the name of its memory.
+
     Raises:
         MethodError: If the method breaks its contract.
         RequestError: If new layers do not fit among the base's layers.
     """
 
-    method: Method
-    base: BaseModel
-    source: Source
-    plan: Plan
-    seed: int
-    dtype: str
-    adapter: Adapter | None = None
+    def __init__(
+        self,
+        method: Method,
+        base: BaseModel,
+        source: Source,
+        plan: Plan,
+        seed: int,
+        dtype: str,
+        adapter: Adapter | None = None,
+    ):
+        self.method, self.base, self.source, self.plan = method, base, source, plan
+        self.seed, self.dtype, self.adapter = seed, dtype, adapter
+        self.config = method.config(base, plan)
+        layers, outer = method.recipes(base, plan, seed), method.outer_recipes(base, plan, seed)
+        reads_ahead = base.family.layout(self.config).memories.reads_ahead
+        if base.parts:
+            modules = _new_modules(base, plan, layers, outer)
+            self.config["quantization_config"] = followed_quantization(self.config, plan, modules)
+        self.config[CONFIG_KEY] = config_entry(method, base, plan, seed, reads_ahead)
+        if dtype != "auto":
+            self.config.pop("torch_dtype", None)
+            self.config["dtype"] = dtype
+        self.layout = base.family.layout(self.config)
+        self._check(layers, outer)
 
-    def __post_init__(self) -> None:
-        base, after = self.base, self.layout
-        try:
-            check_recipes(self.method.name, base, self.plan, self.config, after, self.layers, self.outer)
-        except MethodError as error:
-            if not base.family.is_inferred:
-                raise
-            raise RequestError(
-                f"the layers of {base.family.model_type!r} differ, and a new layer gets another kind than its source has "
-                f"({one_line(error)}). {self._remedy}"
-            ) from None
-        if not base.family.is_inferred:
-            return
-        change = change_of_settings(base.layout.settings, after.settings, self.plan.sources)
-        if change:
-            raise RequestError(
-                f"layers of {base.family.model_type!r} compute otherwise at another index or among more layers: {change}. "
-                f"{self._remedy}"
-            )
-
-    @property
-    def _remedy(self) -> str:
-        """A sentence that says which layers or methods the base's family takes."""
-        leading = self.base.layout.num_leading_layers
-        if leading == self.base.num_layers or not self.method.adds_layers:
-            return "Choose a method that adds no layer."
-        return (
-            f"Choose a --placement of new layers in front of base layer {leading}, which gives its keys and values to later "
-            "layers, or a method that adds no layer."
-        )
-
-    @cached_property
-    def config(self) -> Config:
-        """The raw config of the upscaled model, as far as the config is known before anything is written."""
-        config = self.method.config(self.base, self.plan)
-        reads_ahead = self.base.family.layout(config).memories.reads_ahead
-        if self.base.parts:
-            config["quantization_config"] = followed_quantization(config, self.plan, self._new_modules)
-        config[CONFIG_KEY] = config_entry(self.method, self.base, self.plan, self.seed, reads_ahead)
-        if self.dtype != "auto":
-            config.pop("torch_dtype", None)
-            config["dtype"] = self.dtype
-        return config
-
-    @cached_property
-    def layout(self) -> Layout:
-        """What the config says of the upscaled model."""
-        return self.base.family.layout(self.config)
-
-    @property
-    def _new_modules(self) -> list[str]:
-        """Paths of modules that the upscaling adds: new layers, and parts of other layers that only the result has."""
-        new = [f"model.layers.{index}" for index, layer in enumerate(self.plan.layers) if not isinstance(layer, Base)]
-        made = [
-            f"layers.{index}.{name}"
-            for index, recipes in enumerate(self.layers)
-            for name, recipe in recipes.items()
-            if isinstance(self.plan.layers[index], Base) and not isinstance(recipe, Copy)
-        ]
-        made += [
-            name.removeprefix(self.base.prefix) for name, recipe in self.outer.items() if not isinstance(recipe, Copy)
-        ]
-        return [*new, *(f"model.{name.rpartition('.')[0]}" for name in made)]
-
-    @cached_property
-    def concerns(self) -> list[str]:
-        """Facts that a person should know about the result, before the work begins and whenever the model is used."""
-        concerns, pattern = self.method.concerns(self.base, self.plan), pattern_concern(self.base, self.config)
-        return (
-            concerns
-            if pattern is None
-            else [*concerns, f"{pattern} {self.method.pattern_remedy(self.base, self.plan)}"]
-        )
-
-    @cached_property
-    def layers(self) -> list[dict[str, Recipe]]:
-        """Recipes of each layer's tensors, by their name within the layer."""
-        return self.method.recipes(self.base, self.plan, self.seed)
-
-    @cached_property
-    def outer(self) -> dict[str, Recipe]:
-        """Recipes of the tensors outside the layers, by full name."""
-        return self.method.outer_recipes(self.base, self.plan, self.seed)
-
-    @cached_property
-    def made(self) -> list[OutputTensor]:
-        """Every tensor of the upscaled model, as the model reads it, in the order of the files."""
-        base, sources = self.base, self.plan.sources
-        outer = []
-        for name, recipe in self.outer.items():
+        made_outer, made_layers, in_parts = [], [], set()
+        for name, recipe in outer.items():
             if isinstance(recipe, Copy | LayerBlocks):
-                dtype = self._carried(recipe.source)
+                new_dtype = self._carried(recipe.source)
             else:
-                dtype = INTEGERS if isinstance(recipe, Integers) else self.cast(base.dtype)
-            outer.append(OutputTensor(name, recipe, dtype))
-        layers = []
-        for index, recipes in enumerate(self.layers):
-            is_kept, names = isinstance(self.plan.layers[index], Base), base.layer_names[sources[index]]
-            for name, recipe in recipes.items():
-                if isinstance(recipe, Copy) and is_kept:
-                    dtype = self._carried(recipe.source)
+                new_dtype = INTEGERS if isinstance(recipe, Integers) else self.cast(base.dtype)
+            made_outer.append(OutputTensor(name, recipe, new_dtype))
+        for index, (layer, origin) in enumerate(zip(plan.layers, plan.sources, strict=True)):
+            for name, recipe in layers[index].items():
+                full_name = base.new_name(index, name)
+                if isinstance(layer, Base) and isinstance(recipe, Copy):
+                    new_dtype = self._carried(recipe.source)
+                    if recipe.source in base.packed:
+                        in_parts.add(full_name)
                 else:  # new layers are trained, and no weight in FP8 can be
-                    source = recipe.source if isinstance(recipe, Copy) else names.get(name)
-                    dtype = self.cast(base.dtype if source is None else base.tensors[source].dtype)
-                layers.append(OutputTensor(base.new_name(index, name), recipe, dtype))
-        return in_file_order(outer, layers)
+                    like = recipe.source if isinstance(recipe, Copy) else base.layer_names[origin].get(name)
+                    new_dtype = self.cast(base.dtype if like is None else base.tensors[like].dtype)
+                made_layers.append(OutputTensor(full_name, recipe, new_dtype))
+        self.made = in_file_order(made_outer, made_layers)
+        self.written = [tensor for tensor in self.made if tensor.name not in in_parts]
+        self.concerns, pattern = method.concerns(base, plan), pattern_concern(base, self.config)
+        if pattern is not None:
+            self.concerns = [*self.concerns, f"{pattern} {method.pattern_remedy(base, plan)}"]
+        banks = self.layout.memories.banks
+        self.new_banks = {name: layout for name, layout in banks.items() if name in plan.new_memories}
 
-    @property
-    def written(self) -> list[OutputTensor]:
-        """The tensors of `made` that are written: where layers of the base carry the parts of a packed weight, not the weight."""
-        in_parts = {
-            self.base.new_name(index, name)
-            for index, recipes in enumerate(self.layers)
-            for name, recipe in recipes.items()
-            if isinstance(self.plan.layers[index], Base)
-            and isinstance(recipe, Copy)
-            and recipe.source in self.base.packed
-        }
-        return [tensor for tensor in self.made if tensor.name not in in_parts]
+    def _check(self, layers: list[dict[str, Recipe]], outer: dict[str, Recipe]) -> None:
+        base, method, change = self.base, self.method, None
+        try:
+            check_recipes(method.name, base, self.plan, self.config, self.layout, layers, outer)
+        except MethodError as error:
+            if not isinstance(base.family, InferredFamily):
+                raise
+            difference = (
+                f"the layers of {base.family.model_type!r} differ, and a new layer gets another kind than its source has "
+                f"({one_line(error)})"
+            )
+        else:
+            change = change_of_settings(base.layout.settings, self.layout.settings, self.plan.sources)
+            if change is None:
+                return
+            difference = f"layers of {base.family.model_type!r} compute otherwise at another index or among more layers: {change}"
+        leading, remedy = base.layout.num_leading_layers, "Choose a method that adds no layer."
+        if leading < base.num_layers and method.adds_layers:
+            remedy = (
+                f"Choose a --placement of new layers in front of base layer {leading}, which gives its keys and values to later "
+                "layers, or a method that adds no layer."
+            )
+        raise RequestError(f"{difference}. {remedy}")
 
     def _carried(self, source: str) -> str:
         """Return the dtype of a tensor that is carried along from the base: quantised weights and their scales keep theirs."""
@@ -183,7 +133,7 @@ class Job:
 
     def counts(self) -> ParameterCounts:
         """Return the numbers of parameters, without buffers."""
-        uncounted = self.base.uncounted_names()
+        uncounted = self.base.uncounted_names
         base = sum(math.prod(tensor.shape) for name, tensor in self.base.tensors.items() if name not in uncounted)
         buffers = {self.base.prefix + name.removeprefix("model.") for name in self.layout.buffers}
         total = new = 0
@@ -200,12 +150,6 @@ class Job:
             sum(getattr(layout, name) for layout in self.new_banks.values()) for name in ("fetched", "bank")
         )
         return ParameterCounts(base, new, total, trainable + bank, fetched, bank)
-
-    @cached_property
-    def new_banks(self) -> dict[str, BankLayout]:
-        """Layout of each bank that the upscaled model has and the base does not, by the name of its memory."""
-        banks = self.layout.memories.banks
-        return {name: layout for name, layout in banks.items() if name in self.plan.new_memories}
 
     def scratch_bytes(self) -> int:
         """Return the bytes of disk that solvers need while they work."""
@@ -244,3 +188,16 @@ class Job:
                 f"comparing both models layer by layer takes {needed / 1e9:.2f} GB of memory, but {free / 1e9:.2f} GB is free. Make "
                 "room, or pass --no-verify."
             )
+
+
+def _new_modules(base: BaseModel, plan: Plan, layers: list[dict[str, Recipe]], outer: dict[str, Recipe]) -> list[str]:
+    """Return the paths of modules that the upscaling adds: new layers, and parts of other layers that only the result has."""
+    new = [f"model.layers.{index}" for index, layer in enumerate(plan.layers) if not isinstance(layer, Base)]
+    made = [
+        f"layers.{index}.{name}"
+        for index, recipes in enumerate(layers)
+        for name, recipe in recipes.items()
+        if isinstance(plan.layers[index], Base) and not isinstance(recipe, Copy)
+    ]
+    made += [name.removeprefix(base.prefix) for name, recipe in outer.items() if not isinstance(recipe, Copy)]
+    return [*new, *(f"model.{name.rpartition('.')[0]}" for name in made)]

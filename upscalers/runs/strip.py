@@ -25,8 +25,7 @@ from upscalers.record.provenance import (
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress, shown
 from upscalers.runs.base_confirmation import base_tensors, compare_with_base, digested_names
-from upscalers.runs.output_folder import OutputFolder
-from upscalers.runs.siblings import write_part
+from upscalers.runs.output_folder import OutputFolder, write_part
 from upscalers.tensors.layer_blocks import with_blocks_of_base
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
 

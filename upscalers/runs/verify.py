@@ -12,6 +12,7 @@ import torch
 
 from midus_hf.config.memory_entries import TABLES
 from upscalers.architecture.family import Config
+from upscalers.architecture.inferred import InferredFamily
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES, TORCH_NAMES, StoredTensor
 from upscalers.plan.plan import Base, Plan
@@ -126,7 +127,7 @@ def compare_models(
     counterparts = _counterparts(plan)
 
     new_streams: list[torch.Tensor] = []
-    replays = [] if identity or not base.family.is_inferred else _replays(plan)
+    replays = [] if identity or not isinstance(base.family, InferredFamily) else _replays(plan)
 
     def remember(number: int, hidden: torch.Tensor) -> None:
         if identity:

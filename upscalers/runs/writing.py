@@ -12,7 +12,7 @@ from upscalers.architecture.family import Config
 from upscalers.checkpoint.banks import carry_banks, create_banks, tie_banks
 from upscalers.checkpoint.base_model import write_config
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
-from upscalers.checkpoint.quantised_weights import names_of_parts, with_products
+from upscalers.checkpoint.quantised_weights import with_products
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, read_header
 from upscalers.checkpoint.source import copy_travelling_files
 from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG, keep_tokenizer_class
@@ -135,8 +135,8 @@ class Writing:
 
         job = self.job
         files = {name: tensor for file in shards for name, tensor in read_header(partial / file).items()}
-        tensors = with_products(job.base.by_name(files), config)
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in names_of_parts(tensors)}
+        tensors, parts, _ = with_products(job.base.by_name(files), config)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in parts}
         dtype, promised = job.cast(job.base.dtype), job.method.identity
         return compare_models(job.base, partial, tensors, job.plan, dtype, promised, self.progress)
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from upscalers.architecture.inferred import InferredFamily
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.computed_tensor import ComputedTensor, read_tensor
 from upscalers.plan.plan import Plan
@@ -57,7 +58,7 @@ def block_recipes(base: BaseModel, plan: Plan) -> dict[str, LayerBlocks]:
     A layer of the result gets the block of the base layer whose attention it takes. Where the plan leaves the layers as they
     are, there are no recipes, and tensors are copied.
     """
-    if plan.sources == list(range(base.num_layers)):
+    if not isinstance(base.family, InferredFamily) or plan.sources == list(range(base.num_layers)):
         return {}
     return {
         name: LayerBlocks(
@@ -67,12 +68,21 @@ def block_recipes(base: BaseModel, plan: Plan) -> dict[str, LayerBlocks]:
             base.num_layers,
             tuple(plan.sources),
         )
-        for name, dim in base.blocks_by_layer().items()
+        for name, dim in _dims_of_blocks(base).items()
     }
+
+
+def _dims_of_blocks(model: BaseModel) -> dict[str, int]:
+    """Return the dimension along which a tensor outside the layers has one block per layer, by the tensor's full name."""
+    assert isinstance(model.family, InferredFamily)
+    blocks = model.family.blocks_by_layer(model.layout.outer)
+    return {model.prefix + name.removeprefix("model."): dim for name, dim in blocks.items()}
 
 
 def with_blocks_of_base(model: BaseModel, plan: Plan) -> BaseModel:
     """Return a model, made by a plan that keeps all layers of its base, with the base's blocks alone in tensors per layer."""
+    if not isinstance(model.family, InferredFamily) or not plan.new_indices:
+        return model
     blocks = tuple(plan.kept_indices[layer] for layer in range(plan.num_base_layers))
     chosen = {
         name: _ChosenBlocks(
@@ -84,10 +94,10 @@ def with_blocks_of_base(model: BaseModel, plan: Plan) -> BaseModel:
             num_blocks=model.num_layers,
             blocks=blocks,
         )
-        for name, dim in model.blocks_by_layer().items()
+        for name, dim in _dims_of_blocks(model).items()
         for stored in (model.tensors[name],)
     }
-    return replace(model, tensors={**model.tensors, **chosen}) if plan.new_indices else model
+    return replace(model, tensors={**model.tensors, **chosen})
 
 
 def _resized(shape: tuple[int, ...], dim: int, before: int, after: int) -> tuple[int, ...]:

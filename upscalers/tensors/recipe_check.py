@@ -83,7 +83,24 @@ def _check_part(
             f"{len(expected)} tensors."
         )
     for name, tensor in expected.items():
-        _check_recipe(f"{where}: {name}", base, origins, name, tensor, recipes[name])
+        subject, recipe = f"{where}: {name}", recipes[name]
+        if tuple(recipe.shape) != tensor.shape:
+            raise MethodError(f"{subject} is {list(recipe.shape)}; expected {list(tensor.shape)}.")
+        # Other recipes may read tensors of any role.
+        for source in recipe.sources if isinstance(recipe, Copy | Combine | LayerBlocks) else ():
+            if source not in base.tensors:
+                raise MethodError(f"{subject} is made from {source}; expected a tensor of the base.")
+            shape, (own_name, role) = base.tensors[source].shape, origins[source]
+            if shape != tensor.shape and not isinstance(recipe, LayerBlocks):
+                raise MethodError(
+                    f"{subject} is made from {source}, which is {list(shape)}; expected {list(tensor.shape)}."
+                )
+            if role != tensor.role:
+                raise MethodError(
+                    f"{subject} is made from {source}, whose role is {role or 'unknown'}; expected {tensor.role}."
+                )
+            if tensor.role == "memory" and own_name != name:  # one role for all tensors of memories
+                raise MethodError(f"{subject} is made from {source}; expected the same tensor of another memory.")
     for name, recipe in recipes.items():
         if name not in expected and not (
             isinstance(recipe, Copy)
@@ -92,25 +109,3 @@ def _check_part(
             and origins[recipe.source][0] == name
         ):
             raise MethodError(f"{where}: there is a recipe for {name}; expected none but for {', '.join(expected)}.")
-
-
-def _check_recipe(
-    subject: str, base: BaseModel, origins: Origins, name: str, expected: LayerTensor, recipe: Recipe
-) -> None:
-    if tuple(recipe.shape) != expected.shape:
-        raise MethodError(f"{subject} is {list(recipe.shape)}; expected {list(expected.shape)}.")
-    # Other recipes may read tensors of any role.
-    for source in recipe.sources if isinstance(recipe, Copy | Combine | LayerBlocks) else ():
-        if source not in base.tensors:
-            raise MethodError(f"{subject} is made from {source}; expected a tensor of the base.")
-        shape, (own_name, role) = base.tensors[source].shape, origins[source]
-        if shape != expected.shape and not isinstance(recipe, LayerBlocks):
-            raise MethodError(
-                f"{subject} is made from {source}, which is {list(shape)}; expected {list(expected.shape)}."
-            )
-        if role != expected.role:
-            raise MethodError(
-                f"{subject} is made from {source}, whose role is {role or 'unknown'}; expected {expected.role}."
-            )
-        if expected.role == "memory" and own_name != name:  # one role for all tensors of memories
-            raise MethodError(f"{subject} is made from {source}; expected the same tensor of another memory.")

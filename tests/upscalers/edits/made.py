@@ -11,7 +11,7 @@ from midus_hf.config.memories.chapters import ChaptersOptions
 from midus_hf.config.memory_entries import Memories, MemoryEntry
 from midus_hf.config.model_sizes import ModelSizes
 from tests.upscalers.checkpoints import config_of, content_digest, read_tensors, save_base
-from upscalers.runs.siblings import write_code_of
+from upscalers.runs.output_folder import write_code_of
 
 # C, S, T, the layers with a memory, and D of the checkpoints.
 CHAPTERS, SHARED, TOKENS, LAYERS, HIDDEN = 6, 1, 4, (0, 1, 2, 3), 32
