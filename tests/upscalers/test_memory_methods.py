@@ -288,7 +288,6 @@ def test_a_block_whose_neighbour_is_a_block_takes_the_attention_of_that_block(fa
 
 def test_strip_inspect_and_methods_tell_of_a_memory(command, base, tmp_path):
     upscale(base=base, method="moc", output=tmp_path / "out", options=SMALL_CHAPTERS, verify=False)
-    assert [entry["type"] for entry in inspect_checkpoint(tmp_path / "out")["memory"]] == ["chapters"]
     stripped = command("strip", tmp_path / "out", "--output", tmp_path / "stripped")
     assert "took out memory chapters. Its weights are the base's" in " ".join(stripped.out.split())
     assert "took out memory chapters" in " ".join(command("inspect", tmp_path / "stripped").out.split())

@@ -66,16 +66,6 @@ def test_a_commit_that_fails_puts_the_old_checkpoint_back(tmp_path, monkeypatch)
     assert (tmp_path / "out" / "config.json").read_text() == text("old")
 
 
-def test_an_existing_checkpoint_is_replaced_only_on_request(tmp_path):
-    checkpoint(tmp_path / "out")
-    (tmp_path / "out" / "model-00001-of-00002.safetensors").write_text("old")
-    with pytest.raises(RequestError, match="out exists; pass --overwrite to replace it, or choose another folder"):
-        OutputFolder(tmp_path / "out")
-    write(tmp_path / "out", overwrite=True)
-    assert names(tmp_path) == ["out"]
-    assert names(tmp_path / "out") == ["config.json"]
-
-
 def test_an_empty_folder_may_be_replaced_on_request(tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(RequestError, match="exists"):

@@ -75,8 +75,7 @@ def test_generation_config_and_licence_travel_and_what_is_not_the_models_does_no
     assert all((tmp_path / "out" / name).read_text() != "of the base" for name in ("README.md", "upscale.json"))
 
 
-def test_the_config_remembers_what_was_done(family, shared_base, tmp_path):
-    base = shared_base(family)
+def test_the_config_remembers_what_was_done(base, tmp_path):
     with_memory(base, tmp_path / "out", placement="1,5", seed=3)
     entry = load(tmp_path / "out").config.upscale
     assert entry == {
@@ -101,13 +100,10 @@ def test_the_config_remembers_what_was_done(family, shared_base, tmp_path):
 
 def test_the_record_says_what_was_made_from_what(tmp_path):
     base = save_base(tmp_path / "base", dtype=torch.bfloat16, max_shard_size="30KB")
-    report = with_memory(base, tmp_path / "out", seed=5, dtype="float32")
+    with_memory(base, tmp_path / "out", seed=5, dtype="float32")
     record = record_of(tmp_path / "out")
-    config = config_of(tmp_path / "out")
     assert record["midus_hf"] == __version__ == midus_hf.__version__
-    assert {key: record[key] for key in config["upscale"]} == config["upscale"]
     assert (record["dtype"], record["seed"]) == ("float32", 5)
-    assert record["parameters"] == vars(report.parameters)
     assert record["identity"].items() >= {"checked": "logits", "max_abs_diff": 0.0}.items()
     assert record["paper"]["reference"] == "arXiv:2512.13751"
     assert record["base"]["name"] == "base"

