@@ -200,17 +200,15 @@ def _yaml(value: Any) -> str:
 
 def print_inspection(inspection: dict[str, Any]) -> None:
     """Print what was done to a checkpoint."""
-    if "method" not in inspection:
-        table = _table("", "stripped")
+    table = _table("", inspection.get("method", "stripped"))
+    if "stripped" in inspection:
         _add_stripped(table, inspection["stripped"])
+    if "method" not in inspection:
         _add(table, "model type", inspection["model_type"])
         _add(table, "layers", str(inspection["num_layers"]))
         _add(table, "parameters", f"{inspection['parameters']['total']:,}")
         RichConsole().print(table)
         return
-    table = _table("", inspection["method"])
-    if "stripped" in inspection:
-        _add_stripped(table, inspection["stripped"])
     _add(table, "base", str(inspection["base"]))
     _add(table, "model type", inspection["model_type"])
     if not inspection["causal"]:

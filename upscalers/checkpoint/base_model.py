@@ -71,11 +71,6 @@ class BaseModel:
         """Prefix of `layers.` in tensor names: `"model."` or nothing."""
         return _PREFIX if any(name.startswith(_PREFIX) for name in self.tensors) else ""
 
-    @property
-    def has_weights(self) -> bool:
-        """True if the weights are there; a dry run may have the config alone, and plans the tensors."""
-        return any(tensor.in_file.file is not None for tensor in self.tensors.values())
-
     @cached_property
     def dtype(self) -> str:
         """The dtype of most weights by bytes, as safetensors names it."""

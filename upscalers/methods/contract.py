@@ -152,7 +152,9 @@ class Method(ABC):
 
     def placement_request(self, plan: Plan) -> dict[str, Any]:
         """Return the arguments of a request, such as `placement`, by which a method makes this plan again."""
-        if plan.in_whole_periods:
+        if self.default_placement is None:
+            return {}
+        if any(isinstance(layer, New) and layer.period > 1 for layer in plan.layers):
             return {"placement": WHOLE_PERIODS, "num_new_layers": len(plan.new_indices)}
         return {"placement": plan.new_indices}
 

@@ -59,7 +59,6 @@ class DenseMethod(Method):
             )
 
     def check(self, base: BaseModel) -> None:
-        super().check(base)
         if self.identity_init == "zero_out_norm" and not base.layout.norms_behind:
             raise RequestError(
                 f"identity is 'zero_out_norm', but {base.family.model_type} has no norm behind its projections; expected "

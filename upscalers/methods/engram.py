@@ -144,7 +144,8 @@ class Engram(AttachedMemoryMethod):
     def _compresses(self, base: BaseModel) -> bool:
         """Return whether tokens of like text have one number. A dry run may have the base's config alone, and expects a tokenizer."""
         files = [path.name for path in base.folder.iterdir()]
-        return self.options.compress and (has_tokenizer(files) or not base.has_weights)
+        has_weights = any(tensor.in_file.file is not None for tensor in base.tensors.values())
+        return self.options.compress and (has_tokenizer(files) or not has_weights)
 
     def _token_numbers(self, base: BaseModel) -> "torch.Tensor":
         """Return the number of each token, `[V]`, int64: the smallest id among tokens of like text."""

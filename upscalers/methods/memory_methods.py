@@ -25,7 +25,6 @@ class HostedMemoryMethod(Method):
     """Method whose result is a model of the family that hosts memory, with one more entry in its `memory` list."""
 
     def check(self, base: BaseModel) -> None:
-        super().check(base)
         if base.family.class_name is None:
             raise RequestError(
                 f"model_type is {base.family.model_type!r}, which cannot host memory; expected one of: "
@@ -45,22 +44,20 @@ class HostedMemoryMethod(Method):
     def positions(cls) -> list[tuple[Site, str]]:
         """Return the sites at which the method can add its memory, the default first, each with the memory's type."""
 
-    def check_proven(self, base: BaseModel, site: Site) -> None:
-        """Refuse a base whose type was not proven with the memory at a site, and say which methods take the type.
+    def check_proven(self, family: InferredFamily, site: Site) -> None:
+        """Refuse a type that was not proven with the memory at a site, and say which methods take the type.
 
         Raises:
             RequestError: If the proof fails.
         """
-        if not isinstance(base.family, InferredFamily):
-            return
         memory_type = dict(self.positions())[site]
         try:
-            base.family.prove(site, memory_type)
+            family.prove(site, memory_type)
         except RequestError as error:
-            others = [each for each, _ in self.positions() if each != site and _is_proven(base, (each, memory_type))]
+            others = [each for each, _ in self.positions() if each != site and _is_proven(family, (each, memory_type))]
             remedy = f"Pass --set site={others[0]}, or choose" if others else "Choose"
             raise RequestError(
-                f"{error} {remedy} one of {', '.join(_methods_taking(base)) or 'the dense methods'} (docs/families.md)."
+                f"{error} {remedy} one of {', '.join(_methods_taking(family)) or 'the dense methods'} (docs/families.md)."
             ) from None
 
     def remarks(self, base: BaseModel) -> list[str]:
@@ -83,16 +80,15 @@ class HostedMemoryMethod(Method):
         return config
 
 
-def _methods_taking(base: BaseModel) -> list[str]:
-    """Return the methods that add a memory at a site where the base's type was proven with it."""
+def _methods_taking(family: InferredFamily) -> list[str]:
+    """Return the methods that add a memory at a site where the type was proven with it."""
     hosting = {name: method for name, method in METHODS.items() if issubclass(method, HostedMemoryMethod)}
-    return [name for name, method in hosting.items() if _is_proven(base, method.positions()[0])]
+    return [name for name, method in hosting.items() if _is_proven(family, method.positions()[0])]
 
 
-def _is_proven(base: BaseModel, position: tuple[Site, str]) -> bool:
+def _is_proven(family: InferredFamily, position: tuple[Site, str]) -> bool:
     try:
-        if isinstance(base.family, InferredFamily):
-            base.family.prove(*position)
+        family.prove(*position)
     except RequestError:
         return False
     return True
@@ -137,7 +133,8 @@ class AttachedMemoryMethod(HostedMemoryMethod):
                 f"span is {self.options.span} and site is {self.options.site!r}; expected site skip, which alone has a span. Pass "
                 "--set site=skip, or leave span out."
             )
-        self.check_proven(base, self.options.site)
+        if isinstance(base.family, InferredFamily):
+            self.check_proven(base.family, self.options.site)
 
     @classmethod
     def positions(cls) -> list[tuple[Site, str]]:
@@ -152,9 +149,6 @@ class AttachedMemoryMethod(HostedMemoryMethod):
                 )
         layers = tuple(map(Base, range(base.num_layers)))
         return Plan(layers, base.num_layers, (base.layout.memories.free_name(self.memory_options.type),))
-
-    def placement_request(self, plan: Plan) -> dict[str, Any]:
-        return {}
 
     def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
         site: Site = self.options.site
@@ -299,7 +293,8 @@ class InsertedMemoryMethod(HostedMemoryMethod):
         super().check(base)
         with refusing_requests():
             check_fit(self.options, base.layout.sizes)
-        self.check_proven(base, "inserted")
+        if isinstance(base.family, InferredFamily):
+            self.check_proven(base.family, "inserted")
 
     @classmethod
     def positions(cls) -> list[tuple[Site, str]]:

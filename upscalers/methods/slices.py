@@ -198,9 +198,6 @@ class Slices(DenseMethod):
         warnings = (concern for piece in self.options.parsed() for concern in without_effect(base, piece.scale))
         return list(dict.fromkeys(warnings))
 
-    def placement_request(self, plan: Plan) -> dict[str, Any]:
-        return {}
-
     def recipes(self, base: BaseModel, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
         return [
             self.copied_layer(base, layer) if piece.is_verbatim else scaled_layer(base, layer, piece.scale)

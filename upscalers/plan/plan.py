@@ -102,11 +102,6 @@ class Plan:
         return within == (ATTACHED if match else TABLES) and memory in self.new_memories
 
     @property
-    def in_whole_periods(self) -> bool:
-        """True if new layers stand in whole periods, beside layers of the same phase."""
-        return any(isinstance(layer, New) and layer.period > 1 for layer in self.layers)
-
-    @property
     def dropped_layers(self) -> list[int]:
         """Base layers that the upscaled model does not contain unchanged."""
         return sorted(set(range(self.num_base_layers)) - self.kept_indices.keys())

@@ -144,12 +144,9 @@ class Job:
             total += 0 if isinstance(tensor.recipe, Copy) and tensor.recipe.source in uncounted else size
             new += size if self.plan.owns(tensor.name) else 0
         trainable = new if self.method.trainable == "new" else total
-        if not self.new_banks:
-            return ParameterCounts(base, new, total, trainable)
-        fetched, bank = (
-            sum(getattr(layout, name) for layout in self.new_banks.values()) for name in ("fetched", "bank")
-        )
-        return ParameterCounts(base, new, total, trainable + bank, fetched, bank)
+        banks = self.new_banks.values()
+        fetched, bank = sum(layout.fetched for layout in banks), sum(layout.bank for layout in banks)
+        return ParameterCounts(base, new, total, trainable + bank, *((fetched, bank) if banks else ()))
 
     def scratch_bytes(self) -> int:
         """Return the bytes of disk that solvers need while they work."""
