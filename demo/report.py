@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from midus_hf.look.page import Section, TableOfWords, write_page
@@ -105,13 +106,17 @@ def _texts_table(losses: Mapping[str, Sequence[tuple[float, float]]]) -> TableOf
 
 
 def _draw(training: Sequence[tuple[float, float]], losses: Mapping[str, Sequence[tuple[float, float]]]) -> bytes:
+    width = -(-len(training) // 10)  # steps whose losses are averaged, since those of single steps scatter
+    groups = [training[first : first + width] for first in range(0, len(training), width)]
+    means = [(group[-1][0], fmean(loss for _, loss in group)) for group in groups]
+
     def line(points: Sequence[tuple[float, float]], start: float = 0.0) -> tuple[list[float], list[float]]:
         return [tokens for tokens, _ in points], [loss - start for _, loss in points]
 
     changes = {text: line(points, points[0][1]) for text, points in losses.items()}
     x = "thousand tokens trained on"
     panels = {
-        "training text": curves({"mean since the point before": line(training)}, x, "loss (nats per token)"),
+        "training text": curves({f"means of {width} steps": line(means)}, x, "loss (nats per token)"),
         "texts that are not trained on: below 0 better, above 0 worse": curves(changes, x, "change of the loss"),
     }
     return as_png(draw_panels(panels))
