@@ -27,8 +27,8 @@ class MemoryArguments(Rates):
     Write `class MyArguments(MemoryArguments, SFTConfig)`, as a dataclass, for arguments that a Trainer with `TrainsMemory`
     reads. Some defaults differ from Transformers' own: `learning_rate` is 1e-4, `lr_scheduler_type` `cosine` after
     `warmup_steps` 0.1 (a share of the steps), `num_train_epochs` 1, `logging_steps` 10, `save_total_limit` 2,
-    `hub_strategy` `end`, and `report_to` `none`; `save_strategy` is `no` unless `save_steps` is given, and `eval_strategy`
-    unless `eval_steps` is.
+    `hub_strategy` `end`, and `report_to` `none`; `save_strategy` is `no` unless `save_steps` is given;
+    `eval_strategy` is `steps` if `eval_steps` is given, else `epoch` if `eval_text` is.
 
     Args:
         model_name_or_path: Folder or Hub id of the model to train. Give this or `config_name`.
@@ -116,7 +116,9 @@ class MemoryArguments(Rates):
             self.save_strategy = "no" if self.save_steps is None else "steps"
         self.save_steps = 500 if self.save_steps is None else self.save_steps
         if self.eval_strategy is None:
-            self.eval_strategy = "no" if self.eval_steps is None else "steps"
+            self.eval_strategy = (
+                "steps" if self.eval_steps is not None else "no" if self.eval_text is None else "epoch"
+            )
         if getattr(self, "disable_tqdm", None) is None:
             self.disable_tqdm = not sys.stderr.isatty()
         self.use_cpu = getattr(self, "use_cpu", False) or not torch.accelerator.is_available()
