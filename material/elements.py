@@ -9,7 +9,7 @@ from material.cache import cached_folder
 from material.registry import Package, extract
 
 PACKAGE = Package("pip", "mendeleev", "1.3.0", "76f415767b654634e51dead755513ef431abf200e892eab8468aa659ff218d1c")
-QUESTIONS_FILE, FACTS_FILE = "atomic_numbers.jsonl", "facts.jsonl"
+QUESTIONS_FILE, FACTS_FILE, NAMES_FILE = "atomic_numbers.jsonl", "facts.jsonl", "names.jsonl"
 ALIASES = {
     "sodium": ["natrium"],
     "aluminum": ["aluminium"],
@@ -33,12 +33,13 @@ _COLUMNS = "name, symbol, atomic_number, period, group_id, atomic_weight, electr
 
 
 def elements() -> Path:
-    """A folder with two files of JSON lines.
+    """A folder with three files of JSON lines.
 
     `atomic_numbers.jsonl` has a row for each element, in the order of their numbers: `name`, `symbol`, `number`, and `names`,
     all those by which it goes. `facts.jsonl` has the texts of `fact_texts`, each with the `name` of its element.
+    `names.jsonl` has each name as a `text`, with a capital and without.
     """
-    return cached_folder("elements-1.3.0", _build)
+    return cached_folder("elements-1.3.0-2", _build)
 
 
 def question_row(element: dict[str, Any]) -> dict[str, Any]:
@@ -74,6 +75,7 @@ def _build(folder: Path) -> None:
     facts = [{"text": text, "name": row["name"].lower()} for row in rows for text in fact_texts(row)]
     _write(folder / QUESTIONS_FILE, [question_row(row) for row in rows])
     _write(folder / FACTS_FILE, facts)
+    _write(folder / NAMES_FILE, [{"text": name} for row in rows for name in (row["name"], row["name"].lower())])
     database.unlink()
     database.parent.rmdir()
 

@@ -188,7 +188,11 @@ def test_spellings_are_apart_without_compression_and_without_a_tokenizer(spoken_
         ({"corpus": "x"}, "table is 'hashed' and corpus 'x'; expected a corpus for table exact"),
         ({"min_documents": 0}, "min_documents is 0; expected at least 1"),
         ({"min_documents": 2}, "min_documents is 2; expected at least 1, and a corpus for more"),
-        ({"names": True}, "names is true, and there is no corpus; expected a corpus of names"),
+        ({"names": True}, "names is true, corpus None and min_documents 1; expected a corpus of names"),
+        (
+            {**EXACT, "corpus": "x", "names": True, "min_documents": 2},
+            "corpus 'x' and min_documents 2; expected a corpus of names",
+        ),
         ({"known_tokens": 5}, "known_tokens or known_ngrams is given; expected neither"),
         ({**EXACT, "corpus": "/nowhere"}, "corpus is '/nowhere'"),
     ],

@@ -53,7 +53,8 @@ class Engram(AttachedMemoryMethod):
             bool,
             option(
                 False,
-                "whether each text of the corpus is a name, which has one row, at its end: the last n-gram alone, the longest",
+                "whether each text of the corpus is a name, which has a row at its end, alone and behind a space: the last n-gram, "
+                "the longest",
             ),
         ),
         (
@@ -91,9 +92,10 @@ class Engram(AttachedMemoryMethod):
             raise RequestError(
                 f"min_documents is {self.options.min_documents}; expected at least 1, and a corpus for more than 1."
             )
-        if self.options.names and self.options.corpus is None:
+        if self.options.names and (self.options.corpus is None or self.options.min_documents > 1):
             raise RequestError(
-                "names is true, and there is no corpus; expected a corpus of names, one a text. Pass --set corpus=FILE."
+                f"names is true, corpus {self.options.corpus!r} and min_documents {self.options.min_documents}; expected a corpus of "
+                "names, one a text, each of which counts. Pass --set corpus=FILE, and leave min_documents out."
             )
         if _vocabulary(base) >= MOST_TOKENS:
             raise RequestError(f"the base has {_vocabulary(base):,} tokens; expected fewer than {MOST_TOKENS:,}.")
@@ -168,7 +170,8 @@ class Engram(AttachedMemoryMethod):
                 texts = read_corpus(self.options.corpus)["text"]
             options = self.memory_options(**{name: getattr(self.options, name) for name in ("min_order", "max_order")})
             numbers = self._token_numbers(base)
-            # A name stands inside of texts, where no special tokens are.
+            if self.options.names:  # a name begins a text, or stands behind a space; no special token is part of it
+                texts = [form for text in texts for form in (text, f" {text}")]
             keys = keys_of_texts(texts, _tokenizer(base), options, numbers, special_tokens=not self.options.names)
             self._keys = known_ngrams(last_ngrams(keys) if self.options.names else keys, self.options.min_documents)
             if not len(self._keys):
