@@ -191,8 +191,8 @@ def report(
     built, stored, leaves = open_build(tree)
     largest = node_reports(built, leaves, stored.documents, level=level, most=nodes, samples=samples, seed=seed)
     sizes = level_reports(built, leaves)
-    numbers = [number for node in largest for number in [*node.samples, *node.read]]
-    texts = sample_texts(corpus or stored.corpus, stored.column, numbers)
+    numbers = [number for node in largest for number in [*node.samples, *node.read] if samples]
+    texts = sample_texts(corpus or stored.corpus, stored.column, numbers) if samples else {}
     report_ = {
         "tree": str(tree),
         "fingerprint": built.fingerprint,

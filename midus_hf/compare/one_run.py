@@ -98,7 +98,7 @@ def _trained_by_method(run: Run, comparison: Comparison, folder: Path) -> Result
         variant=variant.name,
         rate=dict(run.rate),
         seed=run.seed,
-        curve=curve(trained.events, list(comparison.texts)),
+        curve=curve(trained.events, list(comparison.texts), trained.seconds),
         control=variant.control,
         control_of=variant.control_of,
         trained_parameters=trained.parameters,
@@ -219,19 +219,19 @@ def _evaluate(model: str, comparison: Comparison, **keys: Any) -> dict[str, Any]
     return measured
 
 
-def curve(events: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[Point]:
-    """Return the measurements in the events of a training log, ordered by step."""
+def curve(events: Sequence[Mapping[str, Any]], texts: Sequence[str], seconds: float) -> list[Point]:
+    """Return the measurements in the events of a training log of so many seconds, ordered by step."""
     points: dict[int, Point] = {}
-    tokens, seconds = 0, None
+    tokens = 0
     for event in events:
-        seconds = event.get("train_runtime", seconds)
         tokens = event.get("num_input_tokens_seen", tokens)
         losses = {name: event[f"eval_{name}_loss"] for name in texts if f"eval_{name}_loss" in event}
         if losses:
             step = event["step"]
             measured = points[step].losses if step in points else {}  # the Trainer logs each text by itself
-            points[step] = Point(step, tokens if step else 0, seconds if step else None, {**measured, **losses})
-    return [points[step] for step in sorted(points)]
+            points[step] = Point(step, tokens if step else 0, None, {**measured, **losses})
+    ordered = [points[step] for step in sorted(points)]
+    return [*ordered[:-1], *(dataclasses.replace(last, seconds=seconds) for last in ordered[-1:])]
 
 
 def _end_with(parent: int) -> None:

@@ -151,9 +151,13 @@ def made_table(findings: Findings) -> TableOfWords:
             known = method(
                 parse_options(method.options_class, keys.get("options") or {}, method.name)
             ).recorded_options
-            sizes = {key: known[key] for key in _SIZES if known.get(key) is not None}
+            is_exact = known.get("table") == "exact"  # whose rows follow from its corpus
+            sizes = {
+                key: known[key] for key in _SIZES if known.get(key) is not None and (key != "rows" or not is_exact)
+            }
             placement = f"{keys.get('num_new_layers', '')} {keys.get('placement') or method.default_placement or ''}"
-            made, options = [method.name, placement.strip()], {**sizes, **(keys.get("options") or {})}
+            made = [method.name, placement.strip()]
+            options = {**sizes, **{key: known[key] for key in keys.get("options") or {}}}
         else:
             function, options = findings.comparison.variants[variant.name].function, train.get("adapters") or {}
             made = [function or ("LoRA" if options else "the base"), ""]

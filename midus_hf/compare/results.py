@@ -11,7 +11,7 @@ from midus_hf.files.whole_files import whole_file
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Losses of the texts, in nats per token by name, after `step` steps and `tokens` tokens; `seconds` is None at the start."""
+    """Losses of the texts, in nats per token by name, after `step` steps and `tokens` tokens; `seconds` is None before the end."""
 
     step: int
     tokens: int

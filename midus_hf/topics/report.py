@@ -110,7 +110,11 @@ def node_reports(
 
 
 def sample_texts(corpus: str, column: str, numbers: Sequence[int]) -> dict[int, str]:
-    """Return the beginnings of documents by number, each on one line. The corpus is read up to the last of these documents."""
+    """Return the beginnings of documents by number, each on one line. The corpus is read up to the last of these documents.
+
+    Raises:
+        ValueError: If the corpus has too few documents.
+    """
     wanted = set(numbers)
     texts: dict[int, str] = {}
     for document in documents_of(corpus, column) if wanted else ():
@@ -118,6 +122,11 @@ def sample_texts(corpus: str, column: str, numbers: Sequence[int]) -> dict[int, 
             texts[document.number] = " ".join(document.text[:_TEXT].split())
             if len(texts) == len(wanted):
                 break
+    missing = sorted(wanted - texts.keys())
+    if missing:
+        raise ValueError(
+            f"{corpus} has no document {missing[0]}; expected the corpus that the tree was built from. Give it by --corpus."
+        )
     return texts
 
 

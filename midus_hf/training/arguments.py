@@ -196,7 +196,8 @@ class MemoryArguments(Rates):
             if field.name not in _DERIVED and not field.name.endswith("_token") and not is_default:
                 values[field.name] = value
         for kind in ("save", "eval"):
-            if (strategy := values.get(f"{kind}_strategy")) in ("no", "steps"):
+            strategy = values.get(f"{kind}_strategy")
+            if strategy == "steps" or (strategy == "no" and (kind == "save" or self.eval_text is None)):
                 del values[f"{kind}_strategy"]
                 if strategy == "no":
                     values.pop(f"{kind}_steps", None)

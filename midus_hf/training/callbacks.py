@@ -64,6 +64,10 @@ class StopOnSignal(TrainerCallback):
             self.signal_number = noted
             control.should_training_stop = control.should_save = True
 
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.signal_number:  # training that stops ends the epoch, which would measure all held-out texts first
+            control.should_evaluate = control.should_save = False
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._noted:
             self._noted, self._noted_at = number, time.monotonic()
@@ -76,11 +80,15 @@ class StopOnSignal(TrainerCallback):
 
 
 class LogCheckpoints(TrainerCallback):
-    """Callback that logs also in steps that are saved or measured, and in the last.
+    """Callback that logs also in steps and at ends of epochs that are saved or measured, and in the last step.
 
     A logged loss is the mean since the previous event, so a resumed run logs the same losses as an uninterrupted run.
     """
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if control.should_save or control.should_evaluate or 0 < state.max_steps <= state.global_step:
+            control.should_log = True
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if control.should_save or control.should_evaluate:
             control.should_log = True

@@ -129,6 +129,10 @@ def test_report_shows_levels_and_nodes(tree, capsys):
     assert [level["nodes"] for level in report["levels"]] == [1, 3, 9]
     assert all(isinstance(node["words"], list) for node in report["nodes"])
     assert len(report["nodes"]) == 2 and all(node["samples"][0]["text"].startswith("w") for node in report["nodes"])
+    assert (
+        main(["report", "--tree", tree, "--samples", "0", "--corpus", "absent", "--json"]) == 0
+    )  # which reads no text
+    assert all(node["words"] == [] for node in json.loads(capsys.readouterr().out)["nodes"])
 
 
 MODELS = "--embedding-model BERT --tokenizer BERT --output out"

@@ -89,6 +89,7 @@ def test_the_ends_of_the_curve_are_losses_of_packed_sequences(room, kept, varian
         (step, step * TOKENS_PER_STEP) for step in (0, STEPS // 2, STEPS)
     ]
     assert result.seconds > 0 and result.tokens == STEPS * TOKENS_PER_STEP
+    assert [point.seconds for point in result.curve] == [None, None, result.seconds]
 
 
 def count(folder: Path) -> int:

@@ -107,6 +107,7 @@ def test_the_page_needs_no_other_file_and_says_what_the_tables_say(tmp_path, mon
 def test_the_report_says_how_each_variant_was_made():
     keys = {
         "hml": {"upscale": {"method": "midus-hml", "num_new_layers": 10, "options": {"n": 32}}},
+        "engram": {"upscale": {"method": "engram", "options": {"table": "exact", "corpus": __file__, "width": 8}}},
         "pro": {"upscale": {"method": "llama-pro", "num_new_layers": 3, "placement": "1,2,3"}},
         "lora": {"train": {"adapters": {"r": 8}}},
         "full": {"train": {"trainable": "all"}},
@@ -114,7 +115,8 @@ def test_the_report_says_how_each_variant_was_made():
     results = [result(name, [0.1], request=request) for name, request in keys.items()]
     rows = {row[0]: row[1:] for row in made_table(found(results, variants=keys)).rows}
     assert rows == {
-        "hml": ["midus-hml", "10 distributed", "n=32, k=4"], "pro": ["llama-pro", "3 1,2,3", ""], "lora": ["LoRA", "", "r=8"],
+        "hml": ["midus-hml", "10 distributed", "n=32, k=4"], "pro": ["llama-pro", "3 1,2,3", ""],
+        "engram": ["engram", "", "layers=published, table=exact, corpus=test_report.py, width=8"], "lora": ["LoRA", "", "r=8"],
         "full": ["the base", "", ""],
     }  # fmt: skip
 

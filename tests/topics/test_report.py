@@ -47,6 +47,8 @@ def test_sample_texts_are_the_beginnings_of_documents(corpus):
     texts = sample_texts(corpus, "text", [3, 0])
     assert texts == {0: "w0", 3: "w28 w29 w0 w1 w2 w3 w4 w5 w6"}
     assert sample_texts(corpus, "text", []) == {}
+    with pytest.raises(ValueError, match=r"has no document 999; expected the corpus that the tree was built from"):
+        sample_texts(corpus, "text", [0, 999])
 
 
 def test_words_of_a_topic_are_those_that_others_have_less_of():

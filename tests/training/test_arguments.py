@@ -59,7 +59,9 @@ def test_saving_and_measuring_follow_their_steps():
     read = from_mapping(TrainArguments, {**NEEDED, "save_strategy": "epoch"})
     assert (read.save_strategy, read.eval_strategy) == ("epoch", "no")
     measured = [{"eval_text": "t"}, {"eval_text": "t", "eval_strategy": "no"}]  # a person's word counts
-    assert [from_mapping(TrainArguments, {**NEEDED, **keys}).eval_strategy for keys in measured] == ["epoch", "no"]
+    read = [from_mapping(TrainArguments, {**NEEDED, **keys}) for keys in measured]
+    assert [one.eval_strategy for one in read] == ["epoch", "no"]
+    assert [from_mapping(TrainArguments, one.recorded()).eval_strategy for one in read] == ["epoch", "no"]
 
 
 def test_a_model_that_is_made_from_a_config_trains_whole_unless_said_otherwise():

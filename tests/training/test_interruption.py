@@ -13,6 +13,7 @@ from pairs import by_default
 from processes.warm import run_ranks
 from training.outcomes import assert_same_run
 from training.steered_runs import AtStep, interrupted, signal_at
+from training.tiny_run import write_corpus
 from training.two_processes import SCRIPT
 
 from midus_hf.cli.training.train import main
@@ -38,6 +39,14 @@ def test_an_interrupted_run_resumes_exactly(config_for, tmp_path):
     assert last_checkpoint(tmp_path / "parts") == saved and not (tmp_path / "parts" / "config.json").exists()
     train(config_for("parts", resume_from_checkpoint=True, **options))
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_a_run_that_stops_measures_nothing_before_it_ends(config_for, tmp_path):
+    run = prepare(config_for(max_steps=12, eval_text=str(write_corpus(tmp_path / "held-out", 2))))
+    measured = []
+    run.trainer.evaluate = lambda *_, **__: measured.append(run.trainer.state.global_step) or {}
+    assert interrupted(run, 7, signal.SIGTERM).signal_number == signal.SIGTERM
+    assert not [step for step in measured if step >= 7]
 
 
 def test_a_signal_in_the_last_step_changes_nothing(config_for, tmp_path):
