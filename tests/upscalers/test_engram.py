@@ -19,6 +19,7 @@ from upscalers.runs.upscale import upscale
 
 WORDS = ["<unk>", "the", "The", "THÉ", "cat", "Cat", "sat", " ", "\n", "\u3000"]
 EXACT = {"table": "exact", "width": 8}
+NAMES = {**EXACT, "corpus": "x", "names": True, "min_order": 1}
 
 
 @pytest.fixture(scope="module")
@@ -188,11 +189,9 @@ def test_spellings_are_apart_without_compression_and_without_a_tokenizer(spoken_
         ({"corpus": "x"}, "table is 'hashed' and corpus 'x'; expected a corpus for table exact"),
         ({"min_documents": 0}, "min_documents is 0; expected at least 1"),
         ({"min_documents": 2}, "min_documents is 2; expected at least 1, and a corpus for more"),
-        ({"names": True}, "names is true, corpus None and min_documents 1; expected a corpus of names"),
-        (
-            {**EXACT, "corpus": "x", "names": True, "min_documents": 2},
-            "corpus 'x' and min_documents 2; expected a corpus of names",
-        ),
+        ({"names": True}, "names is true, corpus None, min_documents 1 and min_order 2; expected a corpus of names"),
+        ({**NAMES, "min_order": 2}, "corpus 'x', min_documents 1 and min_order 2; expected a corpus of names"),
+        ({**NAMES, "min_documents": 2}, "corpus 'x', min_documents 2 and min_order 1; expected a corpus of names"),
         ({"known_tokens": 5}, "known_tokens or known_ngrams is given; expected neither"),
         ({**EXACT, "corpus": "/nowhere"}, "corpus is '/nowhere'"),
     ],

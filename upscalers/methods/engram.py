@@ -53,8 +53,8 @@ class Engram(AttachedMemoryMethod):
             bool,
             option(
                 False,
-                "whether each text of the corpus is a name, which has a row at its end, alone and behind a space: the last n-gram, "
-                "the longest",
+                "whether each text of the corpus is a name, which has a row alone and one behind a space, of its last tokens, "
+                "at most max_order",
             ),
         ),
         (
@@ -92,10 +92,13 @@ class Engram(AttachedMemoryMethod):
             raise RequestError(
                 f"min_documents is {self.options.min_documents}; expected at least 1, and a corpus for more than 1."
             )
-        if self.options.names and (self.options.corpus is None or self.options.min_documents > 1):
+        if self.options.names and (
+            self.options.corpus is None or (self.options.min_documents, self.options.min_order) != (1, 1)
+        ):
             raise RequestError(
-                f"names is true, corpus {self.options.corpus!r} and min_documents {self.options.min_documents}; expected a corpus of "
-                "names, one a text, each of which counts. Pass --set corpus=FILE, and leave min_documents out."
+                f"names is true, corpus {self.options.corpus!r}, min_documents {self.options.min_documents} and min_order "
+                f"{self.options.min_order}; expected a corpus of names, one a text, of one token or more. Pass --set corpus=FILE and "
+                "--set min_order=1, and leave min_documents out."
             )
         if _vocabulary(base) >= MOST_TOKENS:
             raise RequestError(f"the base has {_vocabulary(base):,} tokens; expected fewer than {MOST_TOKENS:,}.")
@@ -123,7 +126,8 @@ class Engram(AttachedMemoryMethod):
         remarks = super().remarks(base)
         if self.options.corpus is None:
             return remarks
-        return [*remarks, f"{len(self._ngrams(base)):,} n-grams of the corpus have rows"]
+        kind = "ends of names" if self.options.names else "n-grams of the corpus"
+        return [*remarks, f"{len(self._ngrams(base)):,} {kind} have rows"]
 
     def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
         entry = super().entry(base, plan)
