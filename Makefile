@@ -23,7 +23,7 @@ OLDEST_FILES = tests/ops tests/memory tests/models
 OLDEST_TESTS = $(OLDEST_FILES) -k 'not test_offline_compilation and not inductor and not without_triton and not native_build'
 IN_BOTH = tests/models tests/memory tests/ops/native $(wildcard tests/ops/test_*.py)
 
-.PHONY: demo test test-all test-newest test-newest-release test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu bench-upscale mutants test-deepspeed test-vllm test-gguf test-kernels test-wheel clean
+.PHONY: demo test test-all test-newest test-newest-release test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu bench-upscale mutants test-deepspeed test-vllm test-gguf test-kernels release-check clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m demo
@@ -171,10 +171,10 @@ bench-gpu:
 bench-upscale: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks.upscale
 
-# The wheel and the sdist, in clean environments of several Pythons, with and without a C compiler, with the newest and the oldest versions.
-# Under pyenv the variable says which Pythons there are.
-test-wheel: $(VENV)/installed $(OLDEST)/installed
-	PYENV_VERSION=3.11:3.12:3.13 $(VENV)/bin/python scripts/smoke_wheel.py --oldest $(OLDEST) $(if $(PYTHONS),--pythons $(PYTHONS))
+# The wheel and the sdist, in clean environments of several Pythons, with and without a C compiler, with the newest and the oldest versions;
+# then they lie in dist/. Under pyenv the variable says which Pythons there are.
+release-check: $(VENV)/installed $(OLDEST)/installed
+	PYENV_VERSION=3.11:3.12:3.13 $(VENV)/bin/python scripts/release_check.py --oldest $(OLDEST) $(if $(PYTHONS),--pythons $(PYTHONS))
 
 # Its own environment: cosmic-ray runs the tests with the Python of $(VENV).
 mutants: $(VENV)/installed material $(VENV)-mutants/installed

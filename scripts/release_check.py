@@ -1,8 +1,10 @@
-"""Build the wheel and the sdist, and try the wheel in clean environments: `python scripts/smoke_wheel.py [--pythons 3.11,3.12,3.13]`.
+"""Build the wheel and the sdist, and try both in clean environments: `python scripts/release_check.py [--pythons 3.11,3.12,3.13]`.
 
-Every environment installs the wheel with the versions of `constraints.txt`, or sees the packages of `--oldest`, and runs the same
-steps in an empty folder: upscale a small model, load it with the package and without, generate, strip, and compare the base's bytes.
-A wheel that was built without a C compiler is tried as well: its native code is built at first use, or PyTorch computes instead.
+Every environment installs the wheel or the sdist with the versions of `constraints.txt`, or sees the packages of `--oldest`, and
+runs the same steps in an empty folder: upscale a small model, load it with the package and without, generate, strip, and compare
+the base's bytes; where the extras are installed, train and evaluate as well. A wheel that was built without a C compiler is tried
+too: its native code is built at first use, or PyTorch computes instead. If all passed, the files lie in `dist/`, and the commands
+that publish them are printed.
 """
 
 import argparse
@@ -54,9 +56,22 @@ assert Path(midus_hf.__file__).is_relative_to(Path(sys.prefix).resolve()), midus
 model = AutoModelForCausalLM.from_pretrained("upscaled")
 assert type(model).__module__.startswith("midus_hf."), type(model)
 assert torch.equal(model.generate(tokens, max_new_tokens=8, do_sample=False), expected)
-run("upscale", "strip", "upscaled", "--output", "again")
+trained = "upscaled"
+if len(sys.argv) > 1:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(64)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w2").save_pretrained("upscaled")
+    Path("texts.txt").write_text(" ".join(f"w{3 + number * number % 61}" for number in range(2000)))
+    run("midus", "train", "texts.txt", "--model", "upscaled", "--output", "trained", "max_steps=2", "sequence_length=16")
+    assert "perplexity" in run("midus", "eval", "upscaled", "trained", "--text", "texts.txt", "--sequence-length", "16")
+    trained = "trained"
+run("upscale", "strip", trained, "--output", "again")
 assert Path("again/model.safetensors").read_bytes() == Path("base/model.safetensors").read_bytes()
 """
+# Extras of the environment that trains and evaluates.
+EXTRAS = "train,eval"
 
 
 def build(folder: Path, with_compiler: bool) -> Path:
@@ -88,31 +103,37 @@ def environment(folder: Path, with_compiler: bool) -> dict[str, str]:
     return {**variables, "PATH": str(tools), "CC": "no-compiler-here"}
 
 
-def try_wheel(wheel: Path, python: str, folder: Path, with_compiler: bool, oldest: Path | None) -> None:
-    """Install a wheel in a new environment and run the steps there.
+def try_package(
+    package: Path, python: str, folder: Path, with_compiler: bool, oldest: Path | None, extras: str = ""
+) -> None:
+    """Install a wheel or an sdist in a new environment and run the steps there.
 
     Args:
+        package: The wheel or the sdist.
         python: Python to make the environment with.
         folder: Folder for the environment.
         with_compiler: Whether the steps find a C compiler.
         oldest: Environment whose packages the new environment sees. None: packages of `constraints.txt` are installed.
+        extras: Extras to install, with which the steps train and evaluate. Default: none.
     """
     subprocess.run([python, "-m", "venv", folder / "env"], check=True)
     own = folder / "env" / "bin" / "python"
     if oldest is None:
-        for packages in (["torch"], [str(wheel)]):
+        for packages in (["torch"], [f"{package}[{extras}]" if extras else str(package)]):
             constraints = ["-c", str(ROOT / "constraints.txt")]
             subprocess.run([own, "-m", "pip", "install", "-q", *constraints, *packages], check=True)
     else:
         (site,) = oldest.glob("lib/python*/site-packages")
         (target,) = (folder / "env").glob("lib/python*/site-packages")
         (target / "seen.pth").write_text(f"{site}\n")
-        subprocess.run([own, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed", str(wheel)], check=True)
+        subprocess.run(
+            [own, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed", str(package)], check=True
+        )
     work = folder / "work"
     work.mkdir()
     # A cache of its own, so that native code which an earlier environment compiled is not there.
     variables = {**environment(folder, with_compiler), "XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-    subprocess.run([own, "-c", STEPS], check=True, cwd=work, env=variables)
+    subprocess.run([own, "-c", STEPS, *([extras] if extras else [])], check=True, cwd=work, env=variables)
 
 
 def main() -> int:
@@ -132,22 +153,37 @@ def main() -> int:
                 f"{wheels[compiler].name}: {wheels[compiler].stat().st_size:,} bytes, with a compiler: {compiler}",
                 flush=True,
             )
-        cases = [(f"python{version}", True, None) for version in arguments.pythons.split(",")]
-        cases.append((f"python{arguments.pythons.split(',')[0]}", False, None))
+        (sdist,) = wheels[True].parent.glob("*.tar.gz")
+        first, *others = [f"python{version}" for version in arguments.pythons.split(",")]
+        cases = [(wheels[True], first, True, None, EXTRAS), (sdist, first, True, None, "")]
+        cases += [(wheels[True], other, True, None, "") for other in others]
+        cases.append((wheels[False], first, False, None, ""))
         if arguments.oldest is not None:
-            cases.append((str(arguments.oldest / "bin" / "python"), True, arguments.oldest.absolute()))
-        for number, (python, compiler, oldest) in enumerate(cases):
+            oldest_python = str(arguments.oldest / "bin" / "python")
+            cases.append((wheels[True], oldest_python, True, arguments.oldest.absolute(), ""))
+        for number, (package, python, compiler, oldest, extras) in enumerate(cases):
             folder = room / str(number)
             folder.mkdir()
-            name = f"{python}, {'oldest' if oldest else 'newest'} versions, with a compiler: {compiler}"
+            name = (
+                f"{package.name}, {python}, {'oldest' if oldest else 'newest'} versions, with a compiler: {compiler}, "
+                f"extras: {extras or 'none'}"
+            )
             try:
-                try_wheel(wheels[compiler], python, folder, compiler, oldest)
+                try_package(package, python, folder, compiler, oldest, extras)
             except (subprocess.CalledProcessError, FileNotFoundError) as error:
                 status = 1
                 print(f"FAILED {name}: {error}", flush=True)
             else:
                 print(f"passed {name}", flush=True)
             shutil.rmtree(folder)
+        if status == 0:
+            dist = ROOT / "dist"
+            dist.mkdir(exist_ok=True)
+            files = [str(Path("dist", Path(shutil.copy(package, dist)).name)) for package in (sdist, wheels[True])]
+            version = wheels[True].name.split("-")[1]
+            print(
+                f"All passed. To publish:\n  git tag v{version} && git push origin v{version}\n  twine upload {' '.join(files)}"
+            )
     return status
 
 
