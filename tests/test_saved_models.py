@@ -16,7 +16,7 @@ def test_nothing_else_loads_them():
     loads = ("AutoModelForCausalLM.from_pretrained", "AutoTokenizer.from_pretrained")
     files = (ROOT / "midus_hf").rglob("*.py")
     result = {file.name for file in files if any(load in file.read_text(encoding="utf-8") for load in loads)}
-    assert result == {"saved_models.py"}
+    assert result == {"saved_models.py", "card_example.py"}  # a card shows a reader how to load the model
 
 
 def test_what_the_weights_lack_is_named_in_order(tmp_path):

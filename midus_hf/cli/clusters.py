@@ -206,10 +206,10 @@ def report(
             {
                 "node": row.node,
                 "windows": row.windows,
-                "words": words,
+                "words": node_words,
                 "samples": [{"document": number, "text": texts.get(number, "")[:SHOWN]} for number in row.samples],
             }
-            for row, words in zip(largest, topic_words(largest, texts), strict=True)
+            for row, node_words in zip(largest, topic_words(largest, texts), strict=True)
         ],
     }
 

@@ -141,7 +141,7 @@ def metric_of(metrics: Mapping[str, float]) -> float | None:
 
 
 def made_table(findings: Findings) -> TableOfWords:
-    """Return the table of how each variant was made: the options that its recipe names, and the defaults of those that set sizes."""
+    """Return the table of how each variant was made: the options that its recipe names, and defaults of options that set sizes."""
     rows = []
     for variant in findings.variants:
         request = variant.results[0].request
@@ -294,9 +294,9 @@ def draw(findings: Findings) -> bytes:
     if retention:
         axes.set(xlabel=learning, ylabel="change of the loss of other text (nats per token)")
         axes.yaxis.set_major_formatter(lambda change, _: f"{change:+.3g}" if abs(change) > 1e-9 else "as the base")
-        for words, offset, side in (("forgotten ↑", 5, "bottom"), ("better than the base ↓", -5, "top")):
+        for label, offset, side in (("forgotten ↑", 5, "bottom"), ("better than the base ↓", -5, "top")):
             options = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "color": "#666666"}
-            axes.annotate(words, (1.0, 0.0), (0, offset), **options, ha="right", va=side, fontsize=9)
+            axes.annotate(label, (1.0, 0.0), (0, offset), **options, ha="right", va=side, fontsize=9)
     else:
         axes.set(xlabel="tokens trained on", ylabel=learning)
     axes.set_title(

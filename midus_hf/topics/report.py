@@ -50,7 +50,7 @@ class NodeReport:
         node: Number of the node in its level.
         windows: Number of its windows.
         samples: Numbers of randomly drawn documents of the node, to be shown.
-        read: Numbers of more such documents, to be read for words.
+        read: Numbers of more random documents of the node, to be read for words.
     """
 
     node: int
@@ -131,20 +131,20 @@ def sample_texts(corpus: str, column: str, numbers: Sequence[int]) -> dict[int, 
 
 
 def topic_words(nodes: Sequence[NodeReport], texts: Mapping[int, str]) -> list[list[str]]:
-    """Return the words that set each node apart: those in many of its documents that are in few documents of the others."""
+    """Return the words that set each node apart: words in many of its documents that are in few documents of the others."""
     counts = [
         Counter(word for number in node.read for word in set(_WORD.findall(texts.get(number, "").lower())))
         for node in nodes
     ]
     everywhere, documents = sum(counts, Counter[str]()), sum(len(node.read) for node in nodes)
-    words = []
+    by_node = []
     for node, own in zip(nodes, counts, strict=True):
         shares = {word: count / len(node.read) for word, count in own.items()}
         ratios = {word: share * documents / everywhere[word] for word, share in shares.items()}
         # Squared, so that words of every text, which chance puts into some topics more than into others, weigh little.
         weights = {word: shares[word] * math.log(ratio) ** 2 for word, ratio in ratios.items() if ratio > 1}
-        words.append(sorted(weights, key=lambda word: (-weights[word], word))[:_WORDS])
-    return words
+        by_node.append(sorted(weights, key=lambda word: (-weights[word], word))[:_WORDS])
+    return by_node
 
 
 def level_table(levels: Sequence[LevelReport]) -> Table:
@@ -164,9 +164,9 @@ def node_table(nodes: Sequence[NodeReport], level: int, texts: Mapping[int, str]
     for name in ("node", "windows"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("words, and documents")  # the only column that a narrow terminal may shrink
-    for node, words in zip(nodes, topic_words(nodes, texts), strict=True):
+    for node, node_words in zip(nodes, topic_words(nodes, texts), strict=True):
         lines = Text(no_wrap=True, overflow="ellipsis")
-        lines.append(" ".join(words), "bold")
+        lines.append(" ".join(node_words), "bold")
         lines.append("".join(f"\n{texts.get(number, '')[:SHOWN]}" for number in node.samples))
         table.add_row(str(node.node), f"{node.windows:,}", lines)
     return table

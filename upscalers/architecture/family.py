@@ -85,7 +85,7 @@ def projections_of(tensors: Mapping[str, LayerTensor]) -> list[Projection]:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What the raw config of a model says of its layers, tensors and memories. Nobody may change the values.
+    """Layers, tensors and memories of a model, as its raw config describes them. Nobody may change the values.
 
     Args:
         sizes: Sizes that memories are built for.

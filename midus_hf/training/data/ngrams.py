@@ -71,7 +71,7 @@ def known_ngrams(texts: Iterator[TextKeys], least_texts: int = 1) -> torch.Tenso
 
 
 def last_ngrams(texts: Iterator[TextKeys]) -> Iterator[TextKeys]:
-    """Yield texts with one n-gram each, the longest of those that end at the last token; all other keys are 0."""
+    """Yield texts with one n-gram each, the longest n-gram that ends at the last token; all other keys are 0."""
     for part in texts:
         is_last = torch.cat([part.texts[1:] != part.texts[:-1], part.texts.new_ones(1, dtype=torch.bool)])  # [T]
         longest = (part.keys > 0).sum(-1, keepdim=True) - 1  # [T, 1]
