@@ -184,6 +184,16 @@ SESSIONS = {
             "tokenizer": byte_tokenizer(),
         },
     ),
+    "docs/documents.md": Session(
+        replace={
+            **BASE,
+            "--num-new-layers 10": "--num-new-layers 2",
+            "notes/": "texts",
+            "num_train_epochs=1\n": f"{SHORT}\n",
+            "--sequence-length 256": "--sequence-length 32",
+            '"Which command gives the base back?"': '"Which command gives the base back?" --plain --max-new-tokens 2',
+        },
+    ),
     "docs/compare.md": Session(
         replace={
             **BASE,
