@@ -1,4 +1,4 @@
-"""The demo's tables, and a report of one page with the curves of losses."""
+"""Tables of the demo, and a report of one page with the curves of losses."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -33,7 +33,7 @@ _COLUMNS = "name, symbol, atomic_number, period, group_id, atomic_weight, electr
 
 
 def elements() -> Path:
-    """A folder with three files of JSON lines.
+    """Return a folder with three files of JSON lines.
 
     `atomic_numbers.jsonl` has a row for each element, in the order of their numbers: `name`, `symbol`, `number`, and `names`,
     all those by which it goes. `facts.jsonl` has the texts of `fact_texts`, each with the `name` of its element.

@@ -1,4 +1,4 @@
-"""The example of Python on a model card."""
+"""Lines of Python with which a model card shows how to load the model."""
 
 
 def card_example(model_type: str, auto_class: str, writes: bool, repository: str | None = None) -> list[str]:

@@ -254,7 +254,7 @@ def preparing(arguments: MemoryArguments, length_key: str) -> Iterator["Run"]:
 
 
 class Run:
-    """A run whose output is open and locked. Arguments are as in `preparing`."""
+    """A run whose output is open and locked; `preparing` describes its arguments."""
 
     model: Any
     trainer: Any
