@@ -23,10 +23,14 @@ OLDEST_FILES = tests/ops tests/memory tests/models
 OLDEST_TESTS = $(OLDEST_FILES) -k 'not test_offline_compilation and not inductor and not without_triton and not native_build'
 IN_BOTH = tests/models tests/memory tests/ops/native $(wildcard tests/ops/test_*.py)
 
-.PHONY: demo test test-all test-newest test-newest-release test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu bench-upscale mutants test-deepspeed test-vllm test-gguf test-kernels release-check clean
+.PHONY: demo checkpoint test test-all test-newest test-newest-release test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu bench-upscale mutants test-deepspeed test-vllm test-gguf test-kernels release-check clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m demo
+
+# A small trained model with its card, ready to be pushed; BASE=FOLDER for a base that is not fetched from the Hub.
+checkpoint: $(VENV)/installed
+	$(VENV)/bin/python -m demo.checkpoint $(if $(BASE),--base $(BASE))
 
 # Every part runs, also after one that failed. At the end the parts and the tests that failed are named.
 each_of = @folder=$$(mktemp -d); failed=; for part in $(1); do \
