@@ -60,9 +60,6 @@ class _Options:
     revision: Annotated[
         str | None, option("Branch, tag or commit of a base on the hub.  [default: its main branch]", "REV")
     ] = None
-    adapter: Annotated[
-        str | None, option("Folder or hub id of a LoRA to merge into the base while it is read.", "DIR_OR_HUB_ID")
-    ] = None
 
 
 @dataclasses.dataclass(kw_only=True)
