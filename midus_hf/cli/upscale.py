@@ -53,13 +53,9 @@ class _Options:
             "Scan the base for NaN, and compare both models' logits, layer by layer in little memory.  [default: verify]",
         ),
     ] = None
-    allow_nan: Annotated[bool | None, flag("--allow-nan", "Let NaN and infinite values in the base pass.")] = None
     overwrite: Annotated[bool | None, _OVERWRITE] = None
     push_to_hub: Annotated[str | None, option("Upload the result.", "REPO")] = None
     private: Annotated[bool | None, flag("--private", "Upload to a private repository.")] = None
-    revision: Annotated[
-        str | None, option("Branch, tag or commit of a base on the hub.  [default: its main branch]", "REV")
-    ] = None
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -161,12 +161,7 @@ def _check_own(where: str, keys: Mapping[str, Any], own: Sequence[str]) -> None:
 
 
 def _check_upscaling(name: str, keys: Mapping[str, Any]) -> None:
-    known = "method num_new_layers placement options dtype max_shard_size verify allow_nan".split()
-    if "revision" in keys:
-        raise ValueError(
-            f"variants.{name}.upscale has 'revision', but what is measured and trained beside it would be another revision of the "
-            "base; leave it out, and give a folder with that revision as base."
-        )
+    known = "method num_new_layers placement options dtype max_shard_size verify".split()
     for key in keys:
         if key not in known:
             raise ValueError(f"variants.{name}.upscale has no option {key!r}. {near_matches(str(key), known)}")

@@ -147,9 +147,6 @@ REFUSED = {
         {"upscale": {**HEADWISE, "base": "other"}},
         "variants.a.upscale has 'base', which the comparison sets for each run; leave it out.",
     ),
-    "a revision of its own": (
-        {"upscale": {**HEADWISE, "revision": "v1"}}, "variants.a.upscale has 'revision', but what is measured and trained beside it"
-    ),
     "a seed of its own": (
         {"train": {"seed": 1}}, "variants.a.train has 'seed', which the comparison sets for each run; leave it out."
     ),

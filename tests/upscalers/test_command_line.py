@@ -215,6 +215,6 @@ def test_help_names_every_option_and_command(command):
     assert shown.status == 0
     options = (
         "--base", "--method", "--output", "--num-new-layers", "--placement", "--config", "--set", "--seed", "--dtype",
-        "--max-shard-size", "--dry-run", "--json", "--verify", "--no-verify", "--allow-nan", "--overwrite", "--push-to-hub",
+        "--max-shard-size", "--dry-run", "--json", "--verify", "--no-verify", "--overwrite", "--push-to-hub",
     )  # fmt: skip
     assert all(word in shown.out for word in (*options, "methods", "inspect", "strip"))

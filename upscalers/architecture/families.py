@@ -84,9 +84,7 @@ def family_of(config: Config) -> Family:
     """Return the family of the model that a config describes, whether or not the model already hosts memory.
 
     Raises:
-        RequestError: If no family has the config's model type, or the model is quantised, is a mixture of experts,
-            shares keys and values between layers, predicts several tokens ahead, reads images, or brings code of its
-            publisher.
+        RequestError: If no family has the config's model type, or the model is quantised or brings code of its publisher.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
@@ -101,22 +99,6 @@ def family_of(config: Config) -> Family:
             load_offered("upscalers.families")
     if native_type not in FAMILIES:
         return inferred_family(native_type)
-    experts = next((key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)), None)
-    if experts or model_type.endswith("_moe") or model_type == "mixtral":
-        raise RequestError(
-            f"the base is a mixture of experts ({model_type}); expected a dense model of: {', '.join(FAMILIES)}."
-        )
-    if config.get("num_kv_shared_layers"):
-        raise RequestError(
-            f"the base shares keys and values between layers (num_kv_shared_layers = {config['num_kv_shared_layers']}); "
-            "expected layers that stand alone."
-        )
-    for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"):
-        if config.get(key):
-            raise RequestError(
-                f"the base predicts several tokens ahead ({key} = {config[key]}); expected a model without such layers. "
-                "Save its decoder as a checkpoint of its own first."
-            )
     return FAMILIES[native_type]
 
 

@@ -59,30 +59,24 @@ class Source:
         return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
 
 
-def name_and_revision(base: str, revision: str | None = None) -> tuple[str, str | None]:
+def name_and_revision(base: str) -> tuple[str, str | None]:
     """Return the name of a base, and the revision that is meant.
 
     Args:
-        base: A folder, a `.gguf` file, a hub id, or a hub id with a revision, `owner/name@revision`.
-        revision: A branch, tag or commit, if it is given separately. Default: None.
+        base: A folder, a `.gguf` file, a hub id, or a hub id with a branch, tag or commit, `owner/name@revision`.
 
     Returns:
         The name without a revision, and the revision; None where no revision is named.
 
     Raises:
-        RequestError: If a local base is given a revision, or a hub base two different ones.
+        RequestError: If a local base is given a revision, or there is none behind the `@`.
     """
-    if revision is not None and (not isinstance(revision, str) or not revision):
-        raise RequestError(f"revision is {revision!r}; expected a branch, a tag or a commit of a hub repository.")
-    name, at, named = base.partition("@")
+    name, at, revision = base.partition("@")
     if not at or Path(base).expanduser().exists():
-        name, named = base, ""
-    elif not named:
+        return base, None
+    if not revision:
         raise RequestError(f"{base!r} has no revision behind '@'; expected a branch, a tag or a commit.")
-    if named and revision and named != revision:
-        raise RequestError(f"{base!r} and revision {revision!r} differ; expected one revision. Give it once.")
-    revision = named or revision
-    if revision is not None and Path(name).expanduser().exists():
+    if Path(name).expanduser().exists():
         raise RequestError(
             f"revision is {revision!r}, but {name!r} is local and has no revisions; expected a hub id. "
             "Leave the revision out, or give the base's id on the hub."
@@ -91,18 +85,17 @@ def name_and_revision(base: str, revision: str | None = None) -> tuple[str, str 
 
 
 @contextlib.contextmanager
-def resolve_source(base: str, revision: str | None = None, config_only: bool = False) -> Iterator[Source]:
+def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
     """Bring the base into a folder, and keep it there for as long as the context is open.
 
     Args:
         base: A folder, a `.gguf` file, a `config.json`, or a hub id, with or without `@revision`.
-        revision: A branch, tag or commit of a hub repository. Default: its main branch.
         config_only: Whether `config.json` suffices. Default: False.
 
     Raises:
         RequestError: If there is no base of this name.
     """
-    name, revision = name_and_revision(base, revision)
+    name, revision = name_and_revision(base)
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         with tempfile.TemporaryDirectory(prefix="upscale-gguf-") as temporary:

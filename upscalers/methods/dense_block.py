@@ -1,6 +1,5 @@
 """Base classes and helpers of dense methods, whose new layers are whole decoder blocks of the family's own kind."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -46,17 +45,6 @@ class DenseMethod(Method):
         # A method without the option promises identity if its class does.
         self.identity_init: IdentityInit = getattr(options, "identity", "auto" if self.identity else "none")
         self.identity = self.identity_init != "none"
-
-    @classmethod
-    def check_declaration(cls, name: str) -> None:
-        super().check_declaration(name)
-        defaults = {field.name: field.default for field in dataclasses.fields(cls.options_class)}
-        default = defaults.get("identity", "auto" if cls.identity else "none")
-        if cls.identity != (default != "none"):
-            raise ValueError(
-                f"method {name} has identity = {cls.identity}, but its option identity is {default!r} by default; expected "
-                f"{'auto, zero_out_proj or zero_out_norm' if cls.identity else 'none'}. Change one of the two."
-            )
 
     def check(self, base: BaseModel) -> None:
         if self.identity_init == "zero_out_norm" and not base.layout.norms_behind:

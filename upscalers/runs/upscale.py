@@ -42,11 +42,9 @@ def upscale(
     max_shard_size: str | int = "5GB",
     dry_run: bool = False,
     verify: bool = True,
-    allow_nan: bool = False,
     overwrite: bool = False,
     push_to_hub: str | None = None,
     private: bool = False,
-    revision: str | None = None,
     progress: Progress | None = None,
 ) -> UpscaleReport:
     """Upscale a checkpoint.
@@ -67,13 +65,11 @@ def upscale(
         dry_run: Whether to only report what would be done. Default: False.
         verify: Whether to refuse NaN and infinite values in the base, and to compare both models' logits, layer by layer,
             in the memory that one module takes. Default: True.
-        allow_nan: Whether to allow NaN and infinite values in the base. Default: False.
         overwrite: Whether to replace an existing checkpoint, if `upscale` or `strip` wrote it and nothing else is
             beside it. Default: False.
         push_to_hub: A repository to upload the result to. Default: None.
         private: Whether to make a new repository private; an existing one must be private. Default: False, the owner's
             default.
-        revision: A branch, tag or commit of a base on the hub. Default: its main branch.
         progress: Display that shows every step. Default: none.
 
     Returns:
@@ -101,7 +97,8 @@ def upscale(
     max_shard_bytes = parse_size(max_shard_size)
     if output is None and not dry_run:
         raise RequestError("output is missing; expected the folder to make. Pass --output DIR, or --dry-run.")
-    base_name, revision = name_and_revision(str(base), revision)
+    pinned = str(base)
+    base_name, _ = name_and_revision(pinned)
     local = Path(base_name).expanduser()
     if private and not push_to_hub:
         raise RequestError("private is given without push-to-hub; expected both. Pass --push-to-hub REPO as well.")
@@ -111,15 +108,15 @@ def upscale(
         folder = OutputFolder(output, local if local.is_dir() else None, overwrite)
     if not dry_run and not local.is_dir():
         # Downloads and conversions take long, so check first that the request fits the base's config.
-        with resolve_source(base_name, revision, config_only=True) as source:
+        with resolve_source(pinned, config_only=True) as source:
             _planned(chosen, open_base(source.folder, needs_weights=False), num_new_layers, placement)
-            revision = source.revision
+            pinned = base_name if source.revision is None else f"{base_name}@{source.revision}"
     if not dry_run:
         chosen.check_machine()
         if push_to_hub:
             check_account(push_to_hub)
 
-    with resolve_source(base_name, revision, config_only=dry_run) as source:
+    with resolve_source(pinned, config_only=dry_run) as source:
         opened = open_base(source.folder, needs_weights=not dry_run, gguf=source.gguf)
         if opened.unexpected:
             progress.warn(
@@ -155,8 +152,7 @@ def upscale(
                     job.check_memory(progress)
                 if push_to_hub:
                     push_to_hub = prepare_repository(push_to_hub, private)
-                scan = verify and not allow_nan
-                outcome = Writing(job, folder, max_shard_bytes, scan, verify, progress, push_to_hub).run()
+                outcome = Writing(job, folder, max_shard_bytes, verify, progress, push_to_hub).run()
         disk_bytes = outcome["bytes"].written + scratch_bytes + (0 if dry_run else source.disk_bytes())
     report = UpscaleReport(
         method=chosen.name,

@@ -33,8 +33,7 @@ class Writing:
         job: The decided upscaling.
         folder: The output folder.
         max_shard_bytes: The largest size of a weight file, in bytes.
-        scan: Whether to refuse NaN and infinite values in the base.
-        verify: Whether to compare the result with the base.
+        verify: Whether to refuse NaN and infinite values in the base, and to compare the result with the base.
         progress: Display that shows every step.
         repository: Repository that the result will be uploaded to. Default: None, no upload.
     """
@@ -42,7 +41,6 @@ class Writing:
     job: Job
     folder: OutputFolder
     max_shard_bytes: int
-    scan: bool
     verify: bool
     progress: Progress
     repository: str | None = None
@@ -67,7 +65,7 @@ class Writing:
             self._write_config(partial, config)
             writer = CheckpointWriter(
                 job.base.tensors,
-                scan=self.scan,
+                scan=self.verify,
                 progress=progress,
                 copied=digests.add,
                 stored_name=job.base.stored_name,
@@ -146,9 +144,8 @@ class Writing:
             self._write_config(partial, config)
             self._tie_banks(partial, config)
         # A recipe names only bases on the hub: the path of a local base is private.
-        hub_base = {"base": job.source.label, "revision": job.source.revision}
         request = {
-            **({} if job.source.revision is None else hub_base),
+            **({} if job.source.revision is None else {"base": f"{job.source.label}@{job.source.revision}"}),
             "method": job.method.name,
             **job.method.placement_request(job.plan),
             "options": entry["options"],

@@ -328,7 +328,7 @@ def _refuse_not_finite_base(values: "torch.Tensor", name: str) -> None:
     if not values.isfinite().all():
         raise RequestError(
             f"{name} holds {'NaN' if values.isnan().any() else 'infinite values'}; expected finite weights. Repair the base, or "
-            "pass --allow-nan to go on."
+            "pass --no-verify to go on."
         )
 
 

@@ -1,18 +1,15 @@
 """Methods that promise identity compute what the base computes, bit for bit, in the classes of the family, and train from there."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from tiny import prompt
 
 import upscalers.methods  # noqa: F401 - fills the table
-from midus_hf.config.options import option
 from tests.upscalers.checkpoints import config_of, load, logits, read_tensors, save_base
 from tests.upscalers.dense.layers import layer
 from tests.upscalers.dense.requests import OUTPUT_NORMS, PROMISING, REQUESTS, TRAINS_ALL, upscaled
 from upscalers.methods.contract import METHODS, get_method, register_method
-from upscalers.methods.dense_block import IDENTITY_HELP, DenseMethod, IdentityInit
+from upscalers.methods.dense_block import DenseMethod
 from upscalers.request.errors import VerificationError
 from upscalers.runs.upscale import upscale
 
@@ -111,12 +108,6 @@ class Copies(DenseMethod):
     paper = None
 
 
-def test_every_method_of_the_package_passes_the_check_of_those_of_other_packages(registry):
-    assert len(registry) >= 16
-    for name, method in registry.items():
-        method.check_declaration(name)
-
-
 def test_a_class_that_promises_identity_and_has_no_option_is_the_identity(
     registry, native_family, shared_base, tmp_path
 ):
@@ -147,43 +138,6 @@ def test_a_promise_that_its_recipes_do_not_keep_is_found_out(registry, base, tmp
     with pytest.raises(VerificationError):
         upscale(base=base, method="false-promise", output=tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-
-
-@dataclass
-class ByDefault:
-    """Options that make the identity."""
-
-    identity: IdentityInit = option("auto", IDENTITY_HELP)
-
-
-@dataclass
-class OnRequest:
-    """Options that make it only if asked."""
-
-    identity: IdentityInit = option("none", IDENTITY_HELP)
-
-
-@pytest.mark.parametrize(
-    ("attributes", "message"),
-    [
-        (
-            {"identity": True, "options_class": OnRequest},
-            "method x has identity = True, but its option identity is 'none' by default; expected auto, zero_out_proj or",
-        ),
-        (
-            {"identity": False, "options_class": ByDefault},
-            "method x has identity = False, but its option identity is 'auto' by default; expected none. Change one of",
-        ),
-        ({"identity": "auto"}, "method x has identity = 'auto'; expected True or False: whether, with the default"),
-        ({}, "method x has identity = None; expected True or False"),
-    ],
-    ids=str,
-)
-def test_a_class_that_contradicts_itself_is_not_registered(registry, attributes, message):
-    before = dict(registry)
-    with pytest.raises(ValueError, match=message):
-        register_method("x")(type("X", (Copies,), attributes))
-    assert registry == before
 
 
 def test_every_dense_method_has_a_request_here():

@@ -301,7 +301,7 @@ def test_a_base_with_memory_is_refused_because_all_layers_are_learnt_from(base, 
     ("method", "rest", "value"),
     [
         (request(), ["--no-verify"], "nan"),
-        (["--method", "opt-deus"], ["--allow-nan"], "inf"),
+        (["--method", "opt-deus"], ["--no-verify"], "inf"),
         (["--method", "opt-deus", "--set", "solver=hungarian"], ["--no-verify"], "nan"),
     ],
 )
