@@ -35,7 +35,7 @@ class _Options:
     placement: Annotated[
         Any,
         option(
-            "distributed, top-heavy, bottom-heavy, llama-pro, whole-periods, or indices in the result.  [default: the method's]",
+            "distributed, top-heavy, bottom-heavy, llama-pro, or indices in the result.  [default: the method's]",
             "POLICY|I,J,K",
             parser=str,
         ),

@@ -1,6 +1,5 @@
 """Where new layers stand and how many there are by default: the tables of MIDUS, appendix D, and the definitions as properties."""
 
-import itertools
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -11,7 +10,6 @@ from tests.upscalers.dense.requests import planned, tiny_config
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 from upscalers.methods.contract import METHODS, get_method
 from upscalers.plan.placements import PLACEMENTS, place
-from upscalers.plan.plan import Base, New, insertion_plan
 from upscalers.request.errors import RequestError
 
 TABLES = {
@@ -36,7 +34,6 @@ DEFINED: dict[str, tuple[Callable[[int, int], bool], Callable[[int, int], Iterab
     "bottom-heavy": (lambda L, K: K <= L, lambda L, K: range(K)),
 }
 POLICIES = st.sampled_from(sorted(DEFINED))
-PERIODS = st.integers(1, 6)
 
 get_method("solar")
 # Methods that insert layers where a placement says, and their own placement.
@@ -44,17 +41,6 @@ INSERTING = {
     **dict.fromkeys(("midus-hml", "midus-pkm", "midus-linear"), "distributed"),
     **dict.fromkeys(("llama-pro", "attenuated-copy"), "llama-pro"),
     **dict.fromkeys(("avg-deus", "linear-combination", "lesa", "opt-deus"), "top-heavy"),
-}
-# By L, K and period.
-WHOLE_PERIODS = {
-    (8, 2, 2): [6, 7],
-    (8, 4, 2): [2, 3, 8, 9],
-    (9, 4, 2): [2, 3, 8, 9],
-    (8, 8, 2): [0, 1, 4, 5, 8, 9, 12, 13],
-    (10, 6, 2): [2, 3, 8, 9, 12, 13],
-    (26, 12, 6): [*range(6, 12), *range(24, 30)],
-    (34, 18, 6): [*range(6, 12), *range(24, 30), *range(36, 42)],
-    (7, 3, 1): [2, 5, 8],
 }
 
 
@@ -73,50 +59,6 @@ def test_a_policy_places_layers_as_it_is_defined_or_refuses(policy, num_layers, 
 def test_by_default_it_is_the_largest_number_up_to_half_that_fits(policy, num_layers):
     number = max(number for number in range(1, num_layers // 2 + 1) if DEFINED[policy][0](num_layers, number))
     assert place(policy, num_layers, None) == place(policy, num_layers, number)
-
-
-@pytest.mark.parametrize("sizes", WHOLE_PERIODS, ids=str)
-def test_whole_periods_stand_before_the_last_of_each_group(sizes):
-    num_layers, number, period = sizes
-    assert place("whole-periods", num_layers, number, period) == WHOLE_PERIODS[sizes]
-
-
-@given(st.integers(1, 41), PERIODS, st.data())
-def test_whole_periods_keep_every_phase_in_even_groups_the_last_of_which_ends_the_model(num_layers, period, data):
-    most = num_layers // period
-    if not most:
-        with pytest.raises(
-            RequestError, match=f"the base has {num_layers} layers, fewer than the {period} after which"
-        ):
-            place("whole-periods", num_layers, period, period)
-        return
-    refused = data.draw(st.integers(1, 60).filter(lambda number: number % period or number > most * period))
-    with pytest.raises(RequestError, match=rf"needs a multiple of {period}, .*, up to {most * period}\. Choose "):
-        place("whole-periods", num_layers, refused, period)
-    groups = data.draw(st.integers(1, most))
-    indices = place("whole-periods", num_layers, groups * period, period)
-    plan = insertion_plan(num_layers, indices, period)
-    assert len(plan.new_indices) == groups * period
-    for index, layer in enumerate(plan.layers):
-        neighbours = [layer.index] if isinstance(layer, Base) else [layer.previous, layer.next]
-        assert all((index - neighbour) % period == 0 for neighbour in neighbours if neighbour is not None)
-        if isinstance(layer, New) and None not in (layer.previous, layer.next):
-            assert layer.next - layer.previous == period
-    starts = [indices[group * period] // period - group for group in range(groups)]  # periods of the base in front
-    sizes = [after - before for before, after in itertools.pairwise([-1, *starts])]
-    assert max(sizes) - min(sizes) <= 1 and starts[-1] == most - 1
-
-
-@given(st.integers(2, 60), PERIODS)
-def test_by_default_periods_come_nearest_to_half_the_layers_and_those_of_one_layer_are_distributed(num_layers, period):
-    valid = range(period, num_layers // period * period + 1, period)
-    if valid:
-        number = min(valid, key=lambda number: (abs(2 * number - num_layers), number))
-        by_default = place("whole-periods", num_layers, None, period)
-        assert by_default == place("whole-periods", num_layers, number, period)
-    for number in range(1, num_layers + 1):
-        if num_layers % number == 0:
-            assert place("whole-periods", num_layers, number) == place("distributed", num_layers, number)
 
 
 def test_every_method_that_inserts_layers_has_its_placement_here():
@@ -157,7 +99,7 @@ def test_solar_stacks_two_copies_that_each_leave_as_many_layers_out(num_layers, 
 @pytest.mark.parametrize(("config", "sizes"), [(LLAMA_3_2_1B, (16, 8)), (LLAMA_3_1_8B, (32, 16))])
 def test_by_default_the_papers_models_get_the_new_layers_of_its_tables(config, sizes, tmp_path, command):
     base = write_config(tmp_path / "base", config)
-    assert TABLES[sizes].keys() | {"whole-periods"} == PLACEMENTS.keys()
+    assert TABLES[sizes].keys() == PLACEMENTS.keys()
     for method, placement in (("solar", None), *(("midus-hml", placement) for placement in PLACEMENTS)):
         arguments = ["--placement", placement] if placement else []
         done = command("--base", base, "--method", method, "--dry-run", "--json", *arguments)
@@ -182,7 +124,7 @@ def test_an_explicit_list_is_taken_as_it_stands_and_needs_no_divisor(text):
         ("1,4-5", 16, None, "placement is '1,4-5'; expected indices joined by commas"),
         ("²", 16, None, "placement is '²'; expected indices joined by commas"),
         ("distributd", 16, None, "placement 'distributd' is unknown. Did you mean 'distributed'"),
-        ("zzz", 16, None, "placement 'zzz' is unknown. Expected one of: .* whole-periods, indices such as 3,7,11"),
+        ("zzz", 16, None, "placement 'zzz' is unknown. Expected one of: .* bottom-heavy, indices such as 3,7,11"),
         ("-", 16, None, "placement '-' is unknown"),
     ],
 )  # fmt: skip

@@ -4,7 +4,7 @@ Everything in the table is read from the raw `config.json`, so planning an upsca
 transformers.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 from midus_hf.config.backbone import FAMILY_TRAITS, MEMORY_PREFIX
 from midus_hf.config.plugins import load_offered
@@ -26,11 +26,6 @@ def _qwen_layer_types(config: Config) -> list[str]:
     ]
 
 
-def _qwen_implying(layer_types: list[str]) -> Config:
-    sliding = [layer for layer, layer_type in enumerate(layer_types) if layer_type == "sliding_attention"]
-    return {"max_window_layers": min(sliding, default=len(layer_types))}
-
-
 def _gemma2_layer_types(config: Config) -> list[str]:
     return [
         "full_attention" if layer % 2 else "sliding_attention"
@@ -38,30 +33,27 @@ def _gemma2_layer_types(config: Config) -> list[str]:
     ]
 
 
-def _gemma3_period(config: Config) -> int:
-    return positive({"sliding_window_pattern": 6, **config}, "sliding_window_pattern")
-
-
 def _gemma3_layer_types(config: Config) -> list[str]:
-    period = _gemma3_period(config)
+    period = positive({"sliding_window_pattern": 6, **config}, "sliding_window_pattern")
     return [
         "sliding_attention" if (layer + 1) % period else "full_attention"
         for layer in range(positive(config, "num_hidden_layers"))
     ]
 
 
-def _family(model_type: str, class_name: str, **of_layer_types: Any) -> Family:
-    return Family(model_type=model_type, class_name=class_name, **vars(FAMILY_TRAITS[model_type]), **of_layer_types)
+def _family(model_type: str, class_name: str, layer_types: Callable[[Config], list[str]] | None = None) -> Family:
+    traits = vars(FAMILY_TRAITS[model_type])
+    return Family(model_type=model_type, class_name=class_name, layer_types=layer_types, **traits)
 
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         _family("llama", "Llama"),
-        _family("qwen2", "Qwen2", layer_types=_qwen_layer_types, implying=_qwen_implying),
-        _family("qwen3", "Qwen3", layer_types=_qwen_layer_types, implying=_qwen_implying),
-        _family("gemma2", "Gemma2", layer_types=_gemma2_layer_types, period=lambda config: 2),
-        _family("gemma3_text", "Gemma3", layer_types=_gemma3_layer_types, period=_gemma3_period),
+        _family("qwen2", "Qwen2", layer_types=_qwen_layer_types),
+        _family("qwen3", "Qwen3", layer_types=_qwen_layer_types),
+        _family("gemma2", "Gemma2", layer_types=_gemma2_layer_types),
+        _family("gemma3_text", "Gemma3", layer_types=_gemma3_layer_types),
         _family("mistral", "Mistral"),
         _family("olmo2", "Olmo2"),
     )

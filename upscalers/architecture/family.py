@@ -94,8 +94,6 @@ class Layout:
         tied: Shapes, by full name, of tensors that a checkpoint may hold although they only repeat others.
         layer_types: Type of each layer, listed in the config or implied by the family; None if there are no types.
         implies_types: Whether the layers have the types that the family implies from their index. Default: False.
-        period: p, the number of layers after which the attention types repeat, counted from the first layer: 1 where a layer
-            of any type may stand anywhere, or where all types are alike; None where the listed types do not repeat. Default: 1.
         per_layer_values: Values that describe single layers and that the config leaves out or may leave out, by key.
         layer_kinds: What the config says of each layer, such as its attention type; None if the config says nothing.
         norms_behind: Whether a norm follows the attention and the feed-forward network of each layer.
@@ -116,7 +114,6 @@ class Layout:
     tied: dict[str, Shape]
     layer_types: list[str] | None
     implies_types: bool = False
-    period: int | None = 1
     per_layer_values: Config
     layer_kinds: list[str] | None
     norms_behind: bool
@@ -141,16 +138,11 @@ class Family(FamilyTraits):
             kind apply.
         layer_types: Returns the types that layers have if the config does not list types. None if the family has no
             types.
-        period: Returns the number of layers after which the types repeat. Default: 1, for types that need not repeat.
-        implying: Returns the config values from which exactly the given types would follow, as far as config values
-            decide the types. Default: no values.
     """
 
     model_type: str
     class_name: str | None
     layer_types: Callable[[Config], list[str]] | None = None
-    period: Callable[[Config], int] = lambda config: 1
-    implying: Callable[[list[str]], Config] = lambda layer_types: {}
 
     def layout(self, config: Config) -> Layout:
         """Return what the raw config of a model says, with its memories.
@@ -205,14 +197,6 @@ class Family(FamilyTraits):
                 f"config.json has layer_types = {types!r}; expected a list of names, one per layer. "
                 "Repair the base checkpoint."
             )
-        period: int | None = 1
-        if types is not None:
-            repeated = (
-                period
-                for period in range(1, len(types) // 2 + 1)
-                if all(types[layer] == types[layer - period] for layer in range(period, len(types)))
-            )
-            period = self.period(config) if types == implied else next(repeated, None)
         return Layout(
             sizes=backbone.sizes,
             backbone_layers=[self._layer_tensors(backbone)] * backbone.sizes.num_layers,
@@ -220,7 +204,6 @@ class Family(FamilyTraits):
             tied=head if backbone.tied else {},
             layer_types=types,
             implies_types=types is not None and types == implied,
-            period=period,
             per_layer_values={} if types is None else {"layer_types": types},
             layer_kinds=types,
             norms_behind=self.output_norms,

@@ -10,7 +10,7 @@ from midus_hf.config.wording import near_matches
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.layer_config import follow_plan
-from upscalers.plan.placements import WHOLE_PERIODS, place
+from upscalers.plan.placements import place
 from upscalers.plan.plan import Base, New, Plan, insertion_plan
 from upscalers.request.errors import RequestError
 from upscalers.tensors.layer_blocks import block_recipes
@@ -114,10 +114,8 @@ class Method(ABC):
         """
         policy = self.default_placement if placement is None else placement
         assert policy is not None, "a method without a placement plans for itself"
-        period = base.layout.period
-        indices = place(policy, base.layout.num_leading_layers, num_new_layers, period)
-        phases = period if period is not None and policy == WHOLE_PERIODS else 1
-        layers = list(insertion_plan(base.num_layers, indices, phases).layers)
+        indices = place(policy, base.layout.num_leading_layers, num_new_layers)
+        layers = list(insertion_plan(base.num_layers, indices).layers)
         for number, index in enumerate(indices):
             layer = layers[index]
             assert isinstance(layer, New)
@@ -139,15 +137,7 @@ class Method(ABC):
 
     def placement_request(self, plan: Plan) -> dict[str, Any]:
         """Return the arguments of a request, such as `placement`, by which a method makes this plan again."""
-        if self.default_placement is None:
-            return {}
-        if any(isinstance(layer, New) and layer.period > 1 for layer in plan.layers):
-            return {"placement": WHOLE_PERIODS, "num_new_layers": len(plan.new_indices)}
-        return {"placement": plan.new_indices}
-
-    def pattern_remedy(self, base: BaseModel, plan: Plan) -> str:
-        """Return a sentence that says how to keep every layer at an index that implies its attention type."""
-        return "Pass --placement whole-periods to keep the pattern."
+        return {} if self.default_placement is None else {"placement": plan.new_indices}
 
     def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
         """Return remarks that a person should read before the work begins, for warnings and the model card."""

@@ -206,11 +206,9 @@ def both_neighbours(base: BaseModel, layer: New, index: int, same_type: bool) ->
     """
     if layer.previous is None or layer.next is None:
         side = "before" if layer.previous is None else "after"
-        remedy = "Choose placement top-heavy, or indices inside the model."
-        if layer.period > 1:
-            remedy = "Pass a lower --num-new-layers, which leaves whole periods at both ends."
         raise RequestError(
-            f"new layer {index} has no base layer {side} it; expected one on each side, since both are fused. {remedy}"
+            f"new layer {index} has no base layer {side} it; expected one on each side, since both are fused. Choose placement "
+            "top-heavy, or indices inside the model."
         )
     following = whole_layer(base, layer.next, index)
     types = base.layout.layer_kinds

@@ -103,12 +103,6 @@ class LinearCombination(DenseMethod):
             terms[source] = terms.get(source, 0.0) + float(coefficient)
         return terms
 
-    def pattern_remedy(self, base: BaseModel, plan: Plan) -> str:
-        return (
-            "Pass --placement whole-periods to keep the pattern, and give layers of the type that the index implies the largest "
-            "coefficient."
-        )
-
     def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
         return mixed_types_concern(base, plan, "Name layers of one type in coefficients.")
 

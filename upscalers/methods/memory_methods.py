@@ -301,17 +301,14 @@ class InsertedMemoryMethod(HostedMemoryMethod):
         return [("inserted", cls.options_class.type)]
 
     def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
-        """Return the nearest base layer of the same phase, behind or else before, that has all tensors which a block keeps.
+        """Return the nearest base layer, behind or else before, that has all tensors which a block keeps.
 
         Memory blocks of an earlier upscaling may lack some of these tensors.
         """
         roles = ({tensor.role for tensor in tensors.values()} for tensors in base.layout.backbone_layers)
         wanted = next((of_layer & kept_roles(self.options) for of_layer in roles if "query" in of_layer), {"query"})
-        period, following = layer.period, layer.next
-        if following is None:
-            assert layer.previous is not None
-            following = layer.previous + period
-        for source in (*range(following, base.num_layers, period), *range(following - period, -1, -period)):
+        following = base.num_layers if layer.next is None else layer.next
+        for source in (*range(following, base.num_layers), *range(following - 1, -1, -1)):
             if wanted <= {tensor.role for tensor in base.layout.layers[source].values()}:
                 return (source,)
         raise RequestError(

@@ -188,12 +188,6 @@ class Slices(DenseMethod):
             raise RequestError("trainable is 'new', but the slices repeat and scale nothing; expected 'all'.")
         return plan
 
-    def pattern_remedy(self, base: BaseModel, plan: Plan) -> str:
-        period = base.layout.period or 1
-        if period == 1:
-            return "Slices keep the pattern where no sliding layer stands before a full one."
-        return f"Slices keep the pattern where every layer moves by a multiple of {period}."
-
     def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
         warnings = (concern for piece in self.options.parsed() for concern in without_effect(base, piece.scale))
         return list(dict.fromkeys(warnings))

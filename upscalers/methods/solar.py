@@ -46,13 +46,5 @@ class Solar(DenseMethod):
         order = [*range(layers - left_out), *range(left_out, layers)]
         return Plan(tuple(map(Base, order)), layers)
 
-    def pattern_remedy(self, base: BaseModel, plan: Plan) -> str:
-        period, layers = base.layout.period or 1, base.num_layers
-        fitting = [count for count in range(2 - layers % 2, layers - 1, 2) if count % period == 0]
-        if period == 1 or not fitting:
-            return "No number of new layers keeps the pattern; a method that inserts layers can."
-        near = sorted(sorted(fitting, key=lambda count: abs(count - len(plan.new_indices)))[:2])
-        return f"Pass --num-new-layers {' or '.join(map(str, near))}, a multiple of {period}, to keep the pattern."
-
     def placement_request(self, plan: Plan) -> dict[str, Any]:
         return {"num_new_layers": len(plan.new_indices)}

@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 from midus_hf.config.memory_entries import MemoryEntry
-from upscalers.architecture.family import Config, Family
+from upscalers.architecture.family import Config
 from upscalers.architecture.per_layer import (
     LAYER_INDEX_KEYS,
     LEADING_LAYERS_KEYS,
@@ -26,8 +26,7 @@ def follow_plan(base: BaseModel, plan: Plan) -> Config:
 
     Returns:
         A new config with `num_hidden_layers` and every per-layer list brought up to date. Values of layers that the base leaves
-        implied are written out, since after an insertion the family would imply wrong values from the index. If the base
-        lists exactly the types that the family implies, the values that imply types are changed to imply the new types.
+        implied are written out, since after an insertion the family would imply wrong values from the index.
 
     Raises:
         RequestError: If the config holds, at any depth, an undeclared list as long as the model has layers or an
@@ -41,15 +40,7 @@ def follow_plan(base: BaseModel, plan: Plan) -> Config:
     for values, entry in zip(followed.get("memory") or [], base.layout.memories.entries, strict=True):
         values |= _followed_layers(base, plan, entry)
     followed["num_hidden_layers"] = plan.num_layers
-    if base.layout.implies_types and _implied(base.family, followed) != followed["layer_types"]:
-        implying = {**followed, **base.family.implying(followed["layer_types"])}
-        return implying if _implied(base.family, implying) == followed["layer_types"] else followed
     return followed
-
-
-def _implied(family: Family, config: Config) -> list[str] | None:
-    """Return the attention types that follow from the index of layers; None for a family without types."""
-    return None if family.layer_types is None else family.layer_types(config)
 
 
 def pattern_concern(base: BaseModel, config: Config) -> str | None:
@@ -57,16 +48,17 @@ def pattern_concern(base: BaseModel, config: Config) -> str | None:
 
     A model with memory has a model type that no runtime of this kind reads, so the result needs no warning.
     """
-    if config["model_type"] != base.family.model_type or not base.layout.implies_types:
+    implied_types = base.family.layer_types
+    if config["model_type"] != base.family.model_type or not base.layout.implies_types or implied_types is None:
         return None
-    listed, implied = config["layer_types"], _implied(base.family, config) or []
+    listed, implied = config["layer_types"], implied_types(config)
     num_moved = sum(one != other for one, other in zip(listed, implied, strict=True))
     if not num_moved:
         return None
     return (
         f"{num_moved} of {len(listed)} layers attend otherwise (sliding or full) than {base.family.model_type} implies by their "
         "index. transformers reads layer_types and is right; runtimes that go by the index, such as llama.cpp, compute another "
-        "function."
+        "function. Write the types into their file, as docs/serve.md says."
     )
 
 

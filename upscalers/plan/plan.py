@@ -24,21 +24,18 @@ class New:
     """An inserted layer.
 
     Args:
-        previous: The last base layer of the same phase before the new layer; None if there is none.
-        next: The first base layer of the same phase after the new layer; None if there is none.
+        previous: The last base layer before the new layer; None if there is none.
+        next: The first base layer after the new layer; None if there is none.
         sources: The base layers that the new layer is made from; the first provides the attention. Default: not
             decided yet.
         coefficients: One coefficient per source, if the new layer is a linear combination of its sources. Default:
             none.
-        period: p. Layers whose indices differ by a multiple of p have the same phase. Default: 1, so that all layers
-            do.
     """
 
     previous: int | None
     next: int | None
     sources: tuple[int, ...] = ()
     coefficients: tuple[float, ...] = ()
-    period: int = 1
 
     @property
     def place(self) -> str:
@@ -125,7 +122,7 @@ class Plan:
         """Return the plan as plain data, one dict per layer.
 
         A base layer is `{"base": i}`. A new layer is `{"previous": i, "next": j, "sources": [...]}`, with
-        `"coefficients"` if there are any and `"period"` if it is more than 1.
+        `"coefficients"` if there are any.
         """
         plain: list[dict[str, Any]] = []
         for layer in self.layers:
@@ -135,8 +132,6 @@ class Plan:
             new: dict[str, Any] = {"previous": layer.previous, "next": layer.next, "sources": list(layer.sources)}
             if layer.coefficients:
                 new["coefficients"] = list(layer.coefficients)
-            if layer.period > 1:
-                new["period"] = layer.period
             plain.append(new)
         return plain
 
@@ -154,15 +149,12 @@ class Plan:
         return cls(tuple(read), num_base_layers, tuple(new_memories))
 
 
-def insertion_plan(num_base_layers: int, new_indices: Sequence[int], period: int = 1) -> Plan:
+def insertion_plan(num_base_layers: int, new_indices: Sequence[int]) -> Plan:
     """Return the plan that inserts new layers at given indices of the upscaled model.
 
     Args:
         num_base_layers: L, number of layers of the base.
         new_indices: Ascending indices into the L + K layers of the upscaled model.
-        period: p. The neighbours of a new layer are the nearest base layers whose index in the base differs from the
-            new layer's index by a multiple of p. Default: 1, so that the neighbours are the nearest base layers of
-            all.
 
     Raises:
         RequestError: If the indices are not ascending, or out of range.
@@ -186,8 +178,5 @@ def insertion_plan(num_base_layers: int, new_indices: Sequence[int], period: int
             layers.append(Base(taken))
             taken += 1
             continue
-        following = taken + (index - taken) % period
-        previous = following - period
-        behind = following if following < num_base_layers else None
-        layers.append(New(previous if previous >= 0 else None, behind, period=period))
+        layers.append(New(taken - 1 if taken else None, taken if taken < num_base_layers else None))
     return Plan(tuple(layers), num_base_layers)

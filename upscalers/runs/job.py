@@ -78,7 +78,7 @@ class Job:
         self.tensors = in_file_order(made_outer, made_layers)
         self.concerns, pattern = method.concerns(base, plan), pattern_concern(base, self.config)
         if pattern is not None:
-            self.concerns = [*self.concerns, f"{pattern} {method.pattern_remedy(base, plan)}"]
+            self.concerns = [*self.concerns, pattern]
         banks = self.layout.memories.banks
         self.new_banks = {name: layout for name, layout in banks.items() if name in plan.new_memories}
 

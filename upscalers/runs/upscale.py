@@ -56,7 +56,7 @@ def upscale(
         output: The folder to make; needed unless `dry_run`. Default: None.
         num_new_layers: K, number of new layers. Default: half the layers of the base, or the nearest number that the
             placement allows.
-        placement: `distributed`, `top-heavy`, `bottom-heavy`, `llama-pro`, `whole-periods`, or indices, `"1,4,7"` or
+        placement: `distributed`, `top-heavy`, `bottom-heavy`, `llama-pro`, or indices, `"1,4,7"` or
             `[1, 4, 7]`. Default: the method's own.
         options: The method's options. Default: none.
         seed: Seed of everything random. Default: 0.

@@ -8,7 +8,7 @@ import yaml
 from tiny import WINDOW
 
 from midus_hf.cli.upscale import RunRequest
-from tests.upscalers.checkpoints import read_tensors, same_bits, save_base
+from tests.upscalers.checkpoints import SMALL, read_tensors, same_bits, save_base
 from tests.upscalers.dense.layers import layer, same_layers
 from tests.upscalers.dense.requests import FUSING, OUTPUT_NORMS, planned, tiny_config, upscaled, upscaled_config
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
@@ -220,6 +220,37 @@ def test_fusing_both_types_is_warned_of(method, placement, expected, tmp_path):
     assert warnings() == [message]
     if method != "linear-combination" and placement == "3,5,7":
         assert warnings(neighbours="same_type") == []
+
+
+WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3, "num_hidden_layers": 6}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "method", "moved"),
+    [
+        ("gemma3", {"num_hidden_layers": 12, "sliding_window_pattern": 3}, "llama-pro", "8 of 18"),
+        ("gemma2", {"num_hidden_layers": 5}, "solar", "4 of 8"),
+        ("qwen2", WINDOWED, "solar", "2 of 10"),
+        ("gemma2", {"num_hidden_layers": 5}, "midus-hml", None),
+        ("gemma2", {"layer_types": [F, S, S, S]}, "llama-pro", None),
+    ],
+)
+def test_a_plan_after_which_the_index_no_longer_implies_the_types_is_warned_of(
+    family, changes, method, moved, tmp_path
+):
+    """A runtime that goes by the index reads no model with memory, and misreads a base that lists other types already."""
+    progress = Recorder()
+    base = save_base(tmp_path / "base", family, **changes)
+    upscale(base=base, method=method, options=SMALL.get(method, {}), progress=progress, dry_run=True)
+    warned = [warning for warning in progress.warnings if "attend otherwise" in warning]
+    assert len(warned) == (moved is not None)
+    if moved:
+        model_type = {"gemma3": "gemma3_text"}.get(family, family)
+        assert warned[0] == (
+            f"{moved} layers attend otherwise (sliding or full) than {model_type} implies by their index. transformers reads "
+            "layer_types and is right; runtimes that go by the index, such as llama.cpp, compute another function. Write the "
+            "types into their file, as docs/serve.md says."
+        )
 
 
 RECIPES = Path(__file__).parents[3] / "configs" / "upscale"
