@@ -56,6 +56,9 @@ class _Options:
     overwrite: Annotated[bool | None, _OVERWRITE] = None
     push_to_hub: Annotated[str | None, option("Upload the result.", "REPO")] = None
     private: Annotated[bool | None, flag("--private", "Upload to a private repository.")] = None
+    adapter: Annotated[
+        str | None, option("Folder or hub id of a LoRA to merge into the base while it is read.", "DIR_OR_HUB_ID")
+    ] = None
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -108,7 +108,7 @@ BASES: dict[str, tuple[Mutation, str]] = {
     ),
     "an adapter": (
         lambda base: (base / "config.json").rename(base / "adapter_config.json"),
-        "has no config.json, but an adapter of PEFT; expected a model. Merge the adapter into its base with PEFT",
+        "has no config.json, but an adapter of PEFT; expected a model. Give the adapter's base, and --adapter",
     ),
     "config not JSON": (replace("config.json", "{"), r"config.json is not JSON .*Repair or download it again"),
     "config no object": (replace("config.json", "[1]"), "config.json holds a list; expected a JSON object"),
@@ -130,7 +130,7 @@ BASES: dict[str, tuple[Mutation, str]] = {
     ),
     "dtype not a name": (config(dtype=7), "config.json has dtype = 7; expected a name such as 'bfloat16'"),
     "adapter": (replace("adapter_config.json", "{}"), r"the base holds a PEFT adapter .adapter_config.json.*Merge the adapter"),
-    "no weights": (remove("model.safetensors"), "holds no weights; expected model.safetensors or an index"),
+    "no weights": (remove("model.safetensors"), "holds no weights; expected model.safetensors, pytorch_model.bin or an index"),
     "empty weights": (truncate("model.safetensors", 0), "model.safetensors is not a sound safetensors file: it has 0 bytes"),
     "cut header": (truncate("model.safetensors", 100), "is not a sound safetensors file: its header claims"),
     "cut weights": (truncate("model.safetensors", -1), "is not a sound safetensors file: .*it may be truncated. Download or save it"),

@@ -5,6 +5,7 @@ transformers.
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 from midus_hf.config.backbone import FAMILY_TRAITS, MEMORY_PREFIX
 from midus_hf.config.plugins import load_offered
@@ -100,15 +101,34 @@ def check_readable(config: Config) -> None:
     Raises:
         RequestError: If the config says so.
     """
-    quantization = config.get("quantization_config")
-    if quantization:
+    native_type = str(config.get("model_type")).removeprefix(MEMORY_PREFIX)
+    quantization, form = config.get("quantization_config"), quantised_form(config)
+    if quantization and not (form == "mxfp4" or (form == "fp8" and native_type in FAMILIES)):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
         raise RequestError(
-            f"the base is quantised (quantization_config: {method}); expected float32, float16 or bfloat16 weights. Start from the "
-            "unquantised checkpoint, or load this one with transformers and dequantize=True, and save it."
+            f"the base is quantised (quantization_config: {method}); expected float32, float16 or bfloat16 weights, or "
+            f"FP8 with a scale per block in one of: {', '.join(FAMILIES)}; or MXFP4 in gpt_oss. Start from the unquantised "
+            "checkpoint."
         )
     if config.get("auto_map") and not str(config.get("model_type")).startswith(MEMORY_PREFIX):
         raise RequestError(
             "the base brings code of its own (auto_map in config.json), which is never run; expected a native checkpoint. "
             "If its weights are those of the native class, remove auto_map from config.json."
         )
+
+
+def quantised_form(config: Config) -> Literal["fp8", "mxfp4"] | None:
+    """Return the form of quantised weights that `upscale` reads: FP8 with scales per block, or experts of gpt-oss in MXFP4."""
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        return None
+    if quantization.get("quant_method") == "mxfp4" and str(config.get("model_type")).endswith("gpt_oss"):
+        return "mxfp4"
+    is_read = (
+        quantization.get("quant_method") == "fp8"
+        and quantization.get("weight_block_size")
+        and quantization.get("activation_scheme", "dynamic") == "dynamic"
+        and quantization.get("scale_fmt", "float") in ("float", None)
+        and not quantization.get("modules_to_convert")
+    )
+    return "fp8" if is_read else None

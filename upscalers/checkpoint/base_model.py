@@ -9,9 +9,12 @@ from pathlib import Path
 
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG
 from midus_hf.files.json_text import parse_json
+from midus_hf.files.ownership import has_config_entry
 from upscalers.architecture.families import check_readable, family_of
 from upscalers.architecture.family import Config, Family, Layout, Shape, is_embedding
 from upscalers.checkpoint.larger_model import LargerModel, larger_model_of
+from upscalers.checkpoint.merged_adapter import Adapter
+from upscalers.checkpoint.quantised_weights import with_products
 from upscalers.checkpoint.safetensors_format import (
     INTEGER_NAMES,
     SAFETENSORS_NAMES,
@@ -44,6 +47,8 @@ class BaseModel:
             have no files. Tensors of a language model within a larger one have the names that they would have alone.
         unexpected: Names of stored tensors that the architecture does not have; they are copied to the result.
         larger: The larger model that the language model is a part of; None if the language model stands alone.
+        parts: Names of stored tensors that are parts of quantised weights, such as scales; they are among the unexpected tensors.
+        packed: Names of weights that are stored as parts alone, so that whoever carries the parts along carries them.
     """
 
     folder: Path
@@ -53,6 +58,8 @@ class BaseModel:
     tensors: dict[str, StoredTensor]
     unexpected: tuple[str, ...] = ()
     larger: LargerModel | None = None
+    parts: frozenset[str] = frozenset()
+    packed: frozenset[str] = frozenset()
 
     @property
     def num_layers(self) -> int:
@@ -158,7 +165,7 @@ def read_config(folder: Path) -> Config:
         if (folder / "adapter_config.json").is_file():
             raise RequestError(
                 f"{folder} has no config.json, but an adapter of PEFT; expected a model. "
-                "Merge the adapter into its base with PEFT (merge_and_unload), and give what that saves."
+                f"Give the adapter's base, and --adapter {folder}."
             )
         ggufs = sorted(folder.glob("*.gguf"))
         if ggufs:
@@ -195,6 +202,7 @@ def open_base(
     folder: Path,
     needs_weights: bool = True,
     gguf: dict[str, StoredTensor] | None = None,
+    adapter: Adapter | None = None,
 ) -> BaseModel:
     """Open a checkpoint folder and check that the checkpoint is complete.
 
@@ -202,6 +210,7 @@ def open_base(
         folder: Folder of a Hugging Face checkpoint.
         needs_weights: Whether to refuse a folder without weights. Default: True.
         gguf: Weights in a GGUF file, if the folder holds the other files alone. Default: None, the folder's weights.
+        adapter: A LoRA whose changes are added to the weights when they are read. Default: None.
 
     Raises:
         RequestError: If the base cannot be upscaled. The message says why and what helps.
@@ -220,10 +229,10 @@ def open_base(
     dtype = config["dtype"] if config.get("dtype") is not None else config.get("torch_dtype")
     if not isinstance(dtype, str | None):
         raise RequestError(f"config.json has dtype = {dtype!r}; expected a name such as 'bfloat16'.")
-    if (folder / ADAPTER_CONFIG).is_file():
+    if (folder / ADAPTER_CONFIG).is_file() and (adapter is None or not adapter.folder.samefile(folder)):
         raise RequestError(
             "the base holds a PEFT adapter (adapter_config.json), which transformers would add when it loads the result; "
-            "expected a model alone. Merge the adapter with PEFT (merge_and_unload) and save the model, or remove the file."
+            "expected a model alone. Merge the adapter by giving its folder as --adapter, or remove the file."
         )
     layout = family.layout(config)
     expected = {name: shape for name, shape in layout.outer.items() if is_embedding(name)}
@@ -244,6 +253,7 @@ def open_base(
 
     if larger is not None:
         stored = {larger.spelling.language_name(name): tensor for name, tensor in stored.items()}
+    stored, parts, packed = with_products(stored, config)
     if not any(name.startswith(_PREFIX) for name in stored):
         expected = {name.removeprefix(_PREFIX): shape for name, shape in expected.items()}
         integers = {name.removeprefix(_PREFIX): dtype for name, dtype in integers.items()}
@@ -283,4 +293,32 @@ def open_base(
             f"the base holds {beyond}, but config.json has num_hidden_layers = {layers}{also}. "
             "Weights and config.json do not belong together."
         )
-    return BaseModel(folder, config, family, layout, stored, unexpected, larger)
+    if adapter is not None:
+        stored = _merged(adapter, stored, layout, config)
+    return BaseModel(folder, config, family, layout, stored, unexpected, larger, parts, packed)
+
+
+def _merged(
+    adapter: Adapter, stored: dict[str, StoredTensor], layout: Layout, config: Config
+) -> dict[str, StoredTensor]:
+    """Return a base's tensors with an adapter's changes."""
+    if has_config_entry(config):
+        raise RequestError(
+            f"adapter {adapter.name!r} would be merged into a model that `upscale` made, whose layers may have other numbers; "
+            "expected the base that the adapter was made for. Merge the adapter when you upscale that base."
+        )
+    if layout.is_converted:
+        raise RequestError(
+            f"adapter {adapter.name!r} would be merged into a {config['model_type']!r} model, whose tensors transformers converts "
+            "when it loads them; expected a type whose tensors stay as they are. Merge the adapter with PEFT first."
+        )
+    prefix = _PREFIX if any(name.startswith(_PREFIX) for name in stored) else ""
+    changed = adapter.merged(stored, prefix)
+    tied = next((name for name in layout.tied if name in stored), None)
+    embedding = f"{prefix}embed_tokens.weight"
+    if tied is not None and any(changed[name] is not stored[name] for name in (embedding, tied)):
+        raise RequestError(
+            f"adapter {adapter.name!r} changes {embedding} or {tied}, which the config ties, and the base stores both; expected one "
+            "of them. Merge the adapter with PEFT first."
+        )
+    return changed

@@ -10,6 +10,8 @@ from upscalers.checkpoint.safetensors_format import INTEGER_NAMES, TORCH_NAMES, 
 if TYPE_CHECKING:
     import torch
 
+FP8_NAMES = {"F8_E4M3": "float8_e4m3fn"}
+
 
 @dataclass(frozen=True)
 class ComputedTensor(StoredTensor):
@@ -54,7 +56,7 @@ def read_tensor(stored: StoredTensor, dtype: "torch.dtype | None" = None) -> "to
         computed = stored.read()
         return computed if dtype is None else computed.to(dtype)
     assert stored.file is not None
-    tensor = torch.empty(stored.shape, dtype=getattr(torch, (TORCH_NAMES | INTEGER_NAMES)[stored.dtype]))
+    tensor = torch.empty(stored.shape, dtype=getattr(torch, (TORCH_NAMES | INTEGER_NAMES | FP8_NAMES)[stored.dtype]))
     unread, position = tensor.view(-1).view(torch.uint8).numpy().data, stored.start
     with stored.file.open("rb", buffering=0) as file:
         while unread:

@@ -18,7 +18,7 @@ def weight_names(model: BaseModel) -> dict[str, str]:
 
     Tensors that transformers does not save again are left out: a tied head, and tensors unknown to the architecture.
     """
-    left_out = {*model.repeated_names, *model.unexpected}
+    left_out = ({*model.repeated_names, *model.unexpected} - model.parts) | model.packed
     return {name: name.removeprefix(model.prefix) for name in model.tensors if name not in left_out}
 
 
@@ -39,7 +39,8 @@ class TensorDigests:
     """
 
     def __init__(self, tensors: Mapping[str, StoredTensor], names: Mapping[str, str]):
-        self._tensors, self._names = tensors, names
+        self._tensors = {name: tensor.as_stored for name, tensor in tensors.items()}
+        self._names = names
         self._futures: dict[str, Future[str]] = {}
         self._stopped = threading.Event()
         self._pool = ThreadPoolExecutor(thread_name_prefix="digest")

@@ -55,6 +55,11 @@ class StoredTensor:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
+    def as_stored(self) -> "StoredTensor":
+        """The tensor that a copy of this tensor is; a copy of a quantised weight stays quantised."""
+        return self
+
+    @property
     def in_file(self) -> "StoredTensor":
         """The tensor whose bytes lie in a file; some tensors are computed from what is stored."""
         return self

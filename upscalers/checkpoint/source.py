@@ -15,6 +15,8 @@ from midus_hf.files.checkpoint_files import (
     CARD_FILE,
     CONFIG_FILE,
     INDEX_FILE,
+    PICKLED_FILE,
+    PICKLED_INDEX_FILE,
     RECORD_FILE,
     SINGLE_FILE,
     TRAVELLING,
@@ -23,7 +25,7 @@ from midus_hf.files.checkpoint_files import (
 from midus_hf.model_names import answer_of_hub
 from upscalers.checkpoint.gguf import open_gguf
 from upscalers.checkpoint.safetensors_format import StoredTensor
-from upscalers.checkpoint.stored_weights import missing_weights
+from upscalers.checkpoint.stored_weights import FORMATS, missing_weights
 from upscalers.request.errors import RequestError
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
@@ -157,11 +159,16 @@ def _download(name: str, revision: str | None, config_only: bool) -> Path:
     commit = folder.name  # so that all files are of one commit even if the branch moves meanwhile
     beside = (CONFIG_FILE, *TRAVELLING, ADAPTER_CONFIG)
     _fetch(name, commit, (*beside, SINGLE_FILE), ignored=_ANY_FOLDER)
-    if (folder / SINGLE_FILE).is_file():  # transformers prefers the single file where both exist
-        return folder
-    if not (folder / INDEX_FILE).is_file():
-        raise RequestError(missing_weights(repr(name), _listed(name, commit)))
-    return _fetch(name, commit, (CONFIG_FILE, *map(glob.escape, sorted(indexed_weights(folder)))))
+    if not any((folder / file).is_file() for file in (SINGLE_FILE, INDEX_FILE)):
+        _fetch(name, commit, (CONFIG_FILE, PICKLED_FILE, PICKLED_INDEX_FILE), ignored=_ANY_FOLDER)
+    for form in FORMATS:
+        if (folder / form.single).is_file():  # transformers prefers the single file where both exist
+            return folder
+        if (folder / form.index).is_file():
+            shards = indexed_weights(folder, form.index, form.suffix)
+            _fetch(name, commit, (CONFIG_FILE, *map(glob.escape, sorted(shards))))
+            return folder
+    raise RequestError(missing_weights(repr(name), _listed(name, commit)))
 
 
 def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str | None = None) -> Path:

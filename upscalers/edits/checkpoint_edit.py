@@ -118,11 +118,19 @@ def edited_shards(model: BaseModel, edited: Mapping[str, Sequence[OutputTensor]]
         edited: Tensors to write instead of a tensor, by the name of each tensor that does not stay as it is.
     """
     shards: dict[str, list[OutputTensor]] = {}
-    for name, stored in sorted(model.tensors.items(), key=lambda item: (str(item[1].file), item[1].start)):
+    tensors = {name: tensor.as_stored for name, tensor in model.tensors.items() if name not in model.packed}
+    for name, stored in sorted(tensors.items(), key=lambda item: (str(item[1].file), item[1].start)):
         assert stored.file is not None
         kept = [OutputTensor(name, Copy(stored.shape, name), stored.dtype)]
-        shards.setdefault(stored.file.name, []).extend(edited.get(name, kept))
+        shards.setdefault(_name_in_safetensors(stored.file.name), []).extend(edited.get(name, kept))
     return shards
+
+
+def _name_in_safetensors(file: str) -> str:
+    """Return the name that a file of weights has in the result, whose weights are safetensors."""
+    return (
+        file if file.endswith(".safetensors") else f"{file.removeprefix('pytorch_').removesuffix('.bin')}.safetensors"
+    )
 
 
 def _write_siblings(model: BaseModel, partial: Path, edit: dict[str, Any], options: Mapping[str, Any]) -> None:

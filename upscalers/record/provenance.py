@@ -11,6 +11,7 @@ from midus_hf.files.json_text import parse_json
 from midus_hf.files.ownership import CONFIG_KEY, LANGUAGE_KEY, has_config_entry, language_entry
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import MOST_LAYERS, BaseModel
+from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES
 from upscalers.methods.contract import Method
 from upscalers.plan.plan import Plan
@@ -65,7 +66,9 @@ def paper_entry(method: Method | type[Method]) -> dict[str, str] | None:
     return None if method.paper is None else {"title": method.paper.title, "reference": method.paper.reference}
 
 
-def base_record(base: BaseModel, name: str, revision: str | None, digests: dict[str, str]) -> dict[str, Any]:
+def base_record(
+    base: BaseModel, name: str, revision: str | None, digests: dict[str, str], adapter: Adapter | None = None
+) -> dict[str, Any]:
     """Return the record of the base: its name, the digest of each of its weights, and the layout of its files.
 
     Args:
@@ -73,16 +76,19 @@ def base_record(base: BaseModel, name: str, revision: str | None, digests: dict[
         name: Name of the base in records.
         revision: The commit of a hub repository; None for local bases.
         digests: SHA-256 of each weight, by its name in digests.
+        adapter: The LoRA that was merged into the base. Default: None.
     """
     files: dict[str, list[tuple[int, str]]] = {}
     digest = hashlib.sha256()
-    for tensor_name, tensor in ((name, tensor.in_file) for name, tensor in base.tensors.items()):
+    stored = {name: tensor.in_file for name, tensor in base.tensors.items() if name not in base.packed}
+    for tensor_name, tensor in stored.items():
         assert tensor.file is not None
         files.setdefault(tensor.file.name, []).append((tensor.start, tensor_name))
         digest.update(f"{tensor.file.name}:{tensor_name}:{tensor.dtype}:{tensor.shape}:{tensor.start}\n".encode())
     return {
         "name": name,
         "revision": revision,
+        **({} if adapter is None else {"adapter": {"name": adapter.label, "sha256": adapter.sha256()}}),
         "dtype": base.dtype,
         "layout_sha256": digest.hexdigest(),
         "tensor_sha256": digests,

@@ -53,7 +53,7 @@ def base_tensors(model: BaseModel, plan: Plan) -> list[OutputTensor]:
     """Return the tensors of the base that an upscaled checkpoint holds, in the order of the base's layers."""
 
     def carried(name: str, source: str) -> OutputTensor:
-        return OutputTensor(name, Copy(model.tensors[source].shape, source), model.tensors[source].dtype)
+        return OutputTensor(name, Copy(model.tensors[source].shape, source), model.tensors[source].as_stored.dtype)
 
     outer = [
         carried(model.outer_name(name, plan.num_base_layers), name)
@@ -64,7 +64,9 @@ def base_tensors(model: BaseModel, plan: Plan) -> list[OutputTensor]:
     for layer, index in plan.kept_indices.items():
         names = model.layer_names[index]
         layers[layer] = [
-            carried(model.new_name(layer, key), source) for key, source in names.items() if not plan.owns(source)
+            carried(model.new_name(layer, key), source)
+            for key, source in names.items()
+            if not plan.owns(source) and source not in model.packed
         ]
     return in_file_order(outer, (tensor for index in sorted(layers) for tensor in layers[index]))
 

@@ -5,11 +5,12 @@ import math
 from midus_hf.files.ownership import CONFIG_KEY
 from upscalers.architecture.inferred import InferredFamily, change_of_settings
 from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import INTEGERS, ITEM_BYTES, SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor
 from upscalers.checkpoint.source import Source
 from upscalers.methods.contract import Method
-from upscalers.plan.layer_config import pattern_concern
-from upscalers.plan.plan import Plan
+from upscalers.plan.layer_config import followed_quantization, pattern_concern
+from upscalers.plan.plan import Base, Plan
 from upscalers.record.provenance import config_entry
 from upscalers.record.report import ParameterCounts
 from upscalers.request.errors import MethodError, RequestError, one_line
@@ -31,11 +32,13 @@ class Job:
         plan: The layer plan.
         seed: Seed of everything random.
         dtype: Name of the output's dtype in torch; `"auto"` keeps the base's.
+        adapter: The LoRA that is merged into the base. Default: None.
 
     Attributes:
         config: The raw config of the upscaled model, as far as the config is known before anything is written.
         layout: What the config says of the upscaled model.
-        tensors: Every tensor of the upscaled model, in the order of the files.
+        made: Every tensor of the upscaled model, as the model reads it, in the order of the files.
+        written: The tensors of `made` that are written: layers of the base carry the parts of a packed weight, not the weight.
         concerns: Facts that a person should know about the result, before the work begins and whenever the model is used.
         new_banks: Layout of each bank that the upscaled model has and the base does not, by the name of its memory.
 
@@ -52,12 +55,16 @@ class Job:
         plan: Plan,
         seed: int,
         dtype: str,
+        adapter: Adapter | None = None,
     ):
         self.method, self.base, self.source, self.plan = method, base, source, plan
-        self.seed, self.dtype = seed, dtype
+        self.seed, self.dtype, self.adapter = seed, dtype, adapter
         self.config = method.config(base, plan)
         layers, outer = method.recipes(base, plan, seed), method.outer_recipes(base, plan, seed)
         reads_ahead = base.family.layout(self.config).memories.reads_ahead
+        if base.parts:
+            modules = _new_modules(base, plan, layers, outer)
+            self.config["quantization_config"] = followed_quantization(self.config, plan, modules)
         self.config[CONFIG_KEY] = config_entry(method, base, plan, seed, reads_ahead)
         if dtype != "auto":
             self.config.pop("torch_dtype", None)
@@ -65,17 +72,26 @@ class Job:
         self.layout = base.family.layout(self.config)
         self._check(layers, outer)
 
-        made_outer, made_layers = [], []
+        made_outer, made_layers, in_parts = [], [], set()
         for name, recipe in outer.items():
-            like = recipe.source if isinstance(recipe, Copy | LayerBlocks) else None
-            new_dtype = self.cast(base.dtype if like is None else base.tensors[like].dtype)
-            made_outer.append(OutputTensor(name, recipe, INTEGERS if isinstance(recipe, Integers) else new_dtype))
-        for index, (recipes, origin) in enumerate(zip(layers, plan.sources, strict=True)):
-            for name, recipe in recipes.items():
-                like = recipe.source if isinstance(recipe, Copy) else base.layer_names[origin].get(name)
-                new_dtype = self.cast(base.dtype if like is None else base.tensors[like].dtype)
-                made_layers.append(OutputTensor(base.new_name(index, name), recipe, new_dtype))
-        self.tensors = in_file_order(made_outer, made_layers)
+            if isinstance(recipe, Copy | LayerBlocks):
+                new_dtype = self._carried(recipe.source)
+            else:
+                new_dtype = INTEGERS if isinstance(recipe, Integers) else self.cast(base.dtype)
+            made_outer.append(OutputTensor(name, recipe, new_dtype))
+        for index, (layer, origin) in enumerate(zip(plan.layers, plan.sources, strict=True)):
+            for name, recipe in layers[index].items():
+                full_name = base.new_name(index, name)
+                if isinstance(layer, Base) and isinstance(recipe, Copy):
+                    new_dtype = self._carried(recipe.source)
+                    if recipe.source in base.packed:
+                        in_parts.add(full_name)
+                else:  # new layers are trained, and no weight in FP8 can be
+                    like = recipe.source if isinstance(recipe, Copy) else base.layer_names[origin].get(name)
+                    new_dtype = self.cast(base.dtype if like is None else base.tensors[like].dtype)
+                made_layers.append(OutputTensor(full_name, recipe, new_dtype))
+        self.made = in_file_order(made_outer, made_layers)
+        self.written = [tensor for tensor in self.made if tensor.name not in in_parts]
         self.concerns, pattern = method.concerns(base, plan), pattern_concern(base, self.config)
         if pattern is not None:
             self.concerns = [*self.concerns, pattern]
@@ -106,6 +122,11 @@ class Job:
             )
         raise RequestError(f"{difference}. {remedy}")
 
+    def _carried(self, source: str) -> str:
+        """Return the dtype of a tensor that is carried along from the base: quantised weights and their scales keep theirs."""
+        stored = self.base.tensors[source].as_stored.dtype
+        return stored if source in self.base.parts else self.cast(stored)
+
     def cast(self, dtype: str) -> str:
         """Return the dtype that a tensor of the base has in the output, as safetensors names both dtypes."""
         return dtype if self.dtype == "auto" or dtype not in TORCH_NAMES else SAFETENSORS_NAMES[self.dtype]
@@ -116,7 +137,7 @@ class Job:
         base = sum(math.prod(tensor.shape) for name, tensor in self.base.tensors.items() if name not in uncounted)
         buffers = {self.base.prefix + name.removeprefix("model.") for name in self.layout.buffers}
         total = new = 0
-        for tensor in self.tensors:
+        for tensor in self.made:
             if tensor.name in buffers:
                 continue
             size = math.prod(tensor.recipe.shape)
@@ -129,7 +150,7 @@ class Job:
 
     def scratch_bytes(self) -> int:
         """Return the bytes of disk that solvers need while they work."""
-        solvers = {part.solver for tensor in self.tensors for part in solved_parts(tensor.recipe)}
+        solvers = {part.solver for tensor in self.made for part in solved_parts(tensor.recipe)}
         return sum(solver.scratch_bytes for solver in solvers)
 
     def check_memory(self, progress: Progress) -> None:
@@ -148,7 +169,10 @@ class Job:
             ) from None
         progress.advance()
         dtype = self.cast(self.base.dtype)
-        new = {tensor.name: StoredTensor(tensor.dtype, tensor.recipe.shape) for tensor in self.tensors}
+        new = {
+            tensor.name: StoredTensor(dtype if tensor.dtype.startswith("F8") else tensor.dtype, tensor.recipe.shape)
+            for tensor in self.made
+        }
         needed = comparison_bytes(self.base.tensors, new, self.base.config, dtype)
         if self.base.layout.is_converted:
             needed += sum(tensor.num_bytes for tensor in new.values())  # such a model is not streamed
@@ -161,3 +185,16 @@ class Job:
                 f"comparing both models layer by layer takes {needed / 1e9:.2f} GB of memory, but {free / 1e9:.2f} GB is free. Make "
                 "room, or pass --no-verify."
             )
+
+
+def _new_modules(base: BaseModel, plan: Plan, layers: list[dict[str, Recipe]], outer: dict[str, Recipe]) -> list[str]:
+    """Return the paths of modules that the upscaling adds: new layers, and parts of other layers that only the result has."""
+    new = [f"model.layers.{index}" for index, layer in enumerate(plan.layers) if not isinstance(layer, Base)]
+    made = [
+        f"layers.{index}.{name}"
+        for index, recipes in enumerate(layers)
+        for name, recipe in recipes.items()
+        if isinstance(plan.layers[index], Base) and not isinstance(recipe, Copy)
+    ]
+    made += [name.removeprefix(base.prefix) for name, recipe in outer.items() if not isinstance(recipe, Copy)]
+    return [*new, *(f"model.{name.rpartition('.')[0]}" for name in made)]

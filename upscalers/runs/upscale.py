@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.config.wording import first_few
 from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base
 from upscalers.checkpoint.hub import check_account, check_repo_id, prepare_repository, push_folder, upload_command
+from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES
 from upscalers.checkpoint.source import name_and_revision, resolve_source
+from upscalers.checkpoint.stored_weights import left_out
 from upscalers.methods.contract import Method, get_method
 from upscalers.plan.plan import Plan
 from upscalers.record.report import Bytes, Identity, PushError, UpscaleReport
@@ -45,6 +48,7 @@ def upscale(
     overwrite: bool = False,
     push_to_hub: str | None = None,
     private: bool = False,
+    adapter: str | Path | None = None,
     progress: Progress | None = None,
 ) -> UpscaleReport:
     """Upscale a checkpoint.
@@ -70,6 +74,8 @@ def upscale(
         push_to_hub: A repository to upload the result to. Default: None.
         private: Whether to make a new repository private; an existing one must be private. Default: False, the owner's
             default.
+        adapter: A folder or a hub id of a plain LoRA that PEFT saved, which is merged into the base while the base is
+            read, as `merge_and_unload` does. Default: None.
         progress: Display that shows every step. Default: none.
 
     Returns:
@@ -106,10 +112,11 @@ def upscale(
         check_repo_id(push_to_hub)
     if output is not None:
         folder = OutputFolder(output, local if local.is_dir() else None, overwrite)
+    lora = None if adapter is None else Adapter.open(str(adapter))
     if not dry_run and not local.is_dir():
         # Downloads and conversions take long, so check first that the request fits the base's config.
         with resolve_source(pinned, config_only=True) as source:
-            _planned(chosen, open_base(source.folder, needs_weights=False), num_new_layers, placement)
+            _planned(chosen, open_base(source.folder, needs_weights=False, adapter=lora), num_new_layers, placement)
             pinned = base_name if source.revision is None else f"{base_name}@{source.revision}"
     if not dry_run:
         chosen.check_machine()
@@ -117,12 +124,18 @@ def upscale(
             check_account(push_to_hub)
 
     with resolve_source(pinned, config_only=dry_run) as source:
-        opened = open_base(source.folder, needs_weights=not dry_run, gguf=source.gguf)
-        if opened.unexpected:
+        opened = open_base(source.folder, needs_weights=not dry_run, gguf=source.gguf, adapter=lora)
+        passed_over = [] if dry_run or source.gguf is not None else left_out(source.folder)
+        if passed_over:
             progress.warn(
-                f"the base holds {len(opened.unexpected)} tensors its architecture does not have; they are carried along."
+                f"the base holds {first_few(passed_over)} beside its tensors; no model reads that, and it is left out."
             )
-        job = Job(chosen, opened, source, _planned(chosen, opened, num_new_layers, placement), seed, dtype)
+        unknown = set(opened.unexpected) - opened.parts
+        if unknown:
+            progress.warn(
+                f"the base holds {len(unknown)} tensors its architecture does not have; they are carried along."
+            )
+        job = Job(chosen, opened, source, _planned(chosen, opened, num_new_layers, placement), seed, dtype, lora)
         if opened.larger is not None:
             progress.note(
                 f"the base is a {opened.larger.config['model_type']} model. Its language model ({opened.config['model_type']}) is "
@@ -132,7 +145,7 @@ def upscale(
             progress.note(remark)
         for concern in job.concerns:
             progress.warn(concern)
-        counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.tensors)
+        counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.written)
         scratch_bytes = job.scratch_bytes()
         outcome: dict[str, Any] = {
             "bytes": Bytes(0, num_bytes),

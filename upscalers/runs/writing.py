@@ -12,6 +12,7 @@ from upscalers.architecture.family import Config
 from upscalers.checkpoint.banks import carry_banks, create_banks, tie_banks
 from upscalers.checkpoint.base_model import write_config
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
+from upscalers.checkpoint.quantised_weights import with_products
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, read_header
 from upscalers.checkpoint.source import copy_travelling_files
 from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG, keep_tokenizer_class
@@ -56,7 +57,7 @@ class Writing:
             VerificationError: If the result does not do what the method promises; nothing of the result is left.
         """
         job, progress = self.job, self.progress
-        shards = split_shards(job.tensors, self.max_shard_bytes)
+        shards = split_shards(job.written, self.max_shard_bytes)
         # If base layers were dropped, `strip` refuses, so that no digest is needed to confirm what it writes.
         recorded = not job.plan.dropped_layers
         digested = TensorDigests(job.base.tensors, weight_names(job.base) if recorded else {})
@@ -75,7 +76,7 @@ class Writing:
                 progress.warn(concern)
             self._write_banks(partial)
             record = self._write_siblings(partial, config)
-            identity, kl_divergence = self._verify(partial, shards)
+            identity, kl_divergence = self._verify(partial, shards, config)
             self.folder.flush(progress)  # runs beside the digests: it takes about as long, and no processor
             progress.stage("recording what was done", 1)
             outcome = {
@@ -122,7 +123,9 @@ class Writing:
         self.progress.advance()
         return record
 
-    def _verify(self, partial: Path, shards: dict[str, list[OutputTensor]]) -> tuple[Identity, float | None]:
+    def _verify(
+        self, partial: Path, shards: dict[str, list[OutputTensor]], config: Config
+    ) -> tuple[Identity, float | None]:
         """Compare the result with the base, if that is wanted, and return what was compared, and the KL divergence."""
         if not self.verify:
             return Identity(None, None), None
@@ -130,8 +133,10 @@ class Writing:
 
         job = self.job
         files = {name: tensor for file in shards for name, tensor in read_header(partial / file).items()}
+        tensors, parts, _ = with_products(job.base.by_name(files), config)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in parts}
         dtype, promised = job.cast(job.base.dtype), job.method.identity
-        return compare_models(job.base, partial, job.base.by_name(files), job.plan, dtype, promised, self.progress)
+        return compare_models(job.base, partial, tensors, job.plan, dtype, promised, self.progress)
 
     def _write_provenance(
         self, partial: Path, config: Config, record: dict[str, Any], digests: dict[str, str], outcome: dict[str, Any]
@@ -146,6 +151,7 @@ class Writing:
         # A recipe names only bases on the hub: the path of a local base is private.
         request = {
             **({} if job.source.revision is None else {"base": f"{job.source.label}@{job.source.revision}"}),
+            **({} if job.adapter is None else {"adapter": job.adapter.label}),
             "method": job.method.name,
             **job.method.placement_request(job.plan),
             "options": entry["options"],
@@ -175,7 +181,7 @@ class Writing:
                 **entry,
                 **record,
                 "dtype": job.dtype,
-                "base": base_record(job.base, job.source.label, job.source.revision, digests),
+                "base": base_record(job.base, job.source.label, job.source.revision, digests, job.adapter),
                 "parameters": vars(counts),
                 "identity": vars(outcome["identity"]),
                 "promises_identity": job.method.identity,

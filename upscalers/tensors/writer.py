@@ -191,7 +191,7 @@ class CheckpointWriter:
             return True
         if not isinstance(tensor.recipe, Copy | Rows):
             return False
-        sources = [self._sources[name] for name in tensor.recipe.sources]
+        sources = [self._sources[name].as_stored for name in tensor.recipe.sources]
         if any(isinstance(source, ComputedTensor) for source in sources):
             return False
         dtypes = {source.dtype for source in sources}
@@ -200,7 +200,7 @@ class CheckpointWriter:
     def _copy_in_kernel(self, tensor: OutputTensor, target: int, start: int) -> None:
         recipe = tensor.recipe
         if isinstance(recipe, Copy):
-            source = self._sources[recipe.source]
+            source = self._sources[recipe.source].as_stored
             assert source.shape == recipe.shape, (tensor.name, recipe.shape)
             with _reading(source) as file:
                 self._copy_bytes(file, source.start, target, start, tensor.num_bytes)
@@ -212,7 +212,7 @@ class CheckpointWriter:
     def _copy_rows(self, ranges: Sequence[RowRange], row_bytes: int, target: int, start: int) -> None:
         for rows in ranges:
             if rows.source is not None:  # a hole in the file reads as zeros
-                source = self._sources[rows.source]
+                source = self._sources[rows.source].as_stored
                 assert 0 <= rows.first <= rows.first + rows.count <= source.shape[0], (rows, source.shape)
                 assert source.num_bytes == row_bytes * source.shape[0], (rows, source.shape)
                 with _reading(source) as file:

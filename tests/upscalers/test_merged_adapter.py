@@ -1,0 +1,247 @@
+"""A LoRA is merged into the base while the base is read: the same bits as PEFT's merging gives."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import by_default
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny import prompt
+from transformers import AutoModelForCausalLM
+
+from midus_hf.models.inference.tiny import tiny_model
+from tests.upscalers.checkpoints import (
+    SMALL_MEMORY,
+    load,
+    logits,
+    read_tensors,
+    record_of,
+    same_bits,
+    save_base,
+    with_memory,
+    write_tensors,
+)
+from tests.upscalers.hub_server import Repository, files_of
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
+
+ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "plain": {"r": 4, "lora_alpha": 6, "target_modules": ALL_LINEAR},
+    "rslora": {"r": 3, "lora_alpha": 5, "use_rslora": True, "target_modules": ["q_proj", "v_proj"]},
+    "patterns": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ALL_LINEAR,
+        "rank_pattern": {"layers.1.self_attn.q_proj": 2, "up_proj": 7},
+        "alpha_pattern": {"down_proj": 3, "^model.layers.2.mlp.up_proj": 1},
+    },
+    "some layers": {"r": 2, "lora_alpha": 2, "target_modules": ["mlp.up_proj"], "layers_to_transform": [1, 3]},
+    "embedding": {"r": 4, "lora_alpha": 4, "target_modules": ["embed_tokens", "q_proj"], "fan_in_fan_out": True},
+}
+
+
+def save_adapter(base: Path, folder: Path, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
+    """Save a LoRA for a base whose matrices are all random."""
+    model = get_peft_model(load(base), LoraConfig(**{**ADAPTERS["plain"], **config}))
+    draw = torch.Generator().manual_seed(7)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=draw).mul_(0.1).to(dtype)
+        elif "modules_to_save" in name:
+            parameter.data += 1
+    model.save_pretrained(folder)
+    return folder
+
+
+def merged_by_peft(base: Path, adapter: Path) -> Any:
+    return PeftModel.from_pretrained(load(base), adapter).merge_and_unload().eval()
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", by_default(["llama"], ["llama", "gemma3", "qwen2"]))
+def test_the_result_is_that_of_the_base_that_peft_merges(tmp_path, kind, dtype, family):
+    base = save_base(tmp_path / "base", family, dtype, tie_word_embeddings=True)
+    adapter = save_adapter(base, tmp_path / "adapter", dtype, **ADAPTERS[kind])
+    merged = merged_by_peft(base, adapter)
+    report = with_memory(base, tmp_path / "out", adapter=adapter)
+    assert (report.identity.checked, report.identity.max_abs_diff) == ("logits", 0.0)
+    with torch.no_grad():
+        expected = merged(prompt()).logits
+    assert torch.equal(logits(tmp_path / "out"), expected) and not torch.equal(expected, logits(base))
+    strip(tmp_path / "out", tmp_path / "stripped")
+    stripped, wanted = read_tensors(tmp_path / "stripped"), weights(merged)
+    assert stripped.keys() == wanted.keys()
+    assert all(same_bits(stripped[name], wanted[name]) for name in wanted)
+
+
+def test_methods_compute_with_merged_weights_and_the_record_names_the_adapter(tmp_path, command):
+    base = save_base(tmp_path / "base", "llama", torch.bfloat16)
+    adapter = save_adapter(base, tmp_path / "adapter")
+    merged_by_peft(base, adapter).save_pretrained(tmp_path / "merged")
+    for method in ("avg-deus", "opt-deus"):
+        upscale(base=tmp_path / "merged", method=method, output=tmp_path / "expected" / method)
+        done = command("--base", base, "--adapter", adapter, "--method", method, "--output", tmp_path / "out" / method)
+        assert done.status == 0, done.err
+        made, expected = (read_tensors(tmp_path / name / method) for name in ("out", "expected"))
+        assert made.keys() == expected.keys() and all(same_bits(made[name], expected[name]) for name in made)
+        record = record_of(tmp_path / "out" / method)["base"]
+        assert record["adapter"] == {"name": "adapter", "sha256": adapter_digest(adapter)}
+        assert record["tensor_sha256"] == record_of(tmp_path / "expected" / method)["base"]["tensor_sha256"]
+    assert "adapter: adapter" in (tmp_path / "out" / "opt-deus" / "README.md").read_text()
+
+
+def adapter_digest(adapter: Path) -> str:
+    return hashlib.sha256((adapter / "adapter_model.safetensors").read_bytes()).hexdigest()
+
+
+def test_an_adapter_beside_the_base_is_merged_on_request_alone(tmp_path, command, refused):
+    base = save_base(tmp_path / "base")
+    expected = merged_by_peft(base, save_adapter(base, tmp_path / "adapter"))
+    for file in (tmp_path / "adapter").glob("adapter_*"):
+        file.rename(base / file.name)
+    words = ("--base", base, "--method", "llama-pro", "--output", tmp_path / "out")
+    refused(
+        command(*words),
+        r"the base holds a PEFT adapter \(adapter_config.json\), .* giving its folder as --adapter, or",
+        None,
+    )
+    done = command(*words, "--adapter", base)
+    assert done.status == 0, done.err
+    with torch.no_grad():
+        assert torch.equal(logits(tmp_path / "out"), expected(prompt()).logits)
+
+
+def test_base_and_adapter_come_from_the_hub(tmp_path, hub):
+    base = save_base(tmp_path / "base", max_shard_size="40KB")
+    adapter = save_adapter(base, tmp_path / "adapter")
+    torch.save(read_tensors(adapter), adapter / "adapter_model.bin")
+    (adapter / "adapter_model.safetensors").unlink()
+    hub.repositories |= {"org/base": Repository(files_of(base)), "me/lora": Repository(files_of(adapter))}
+    report = upscale(
+        base="org/base",
+        method="midus-hml",
+        options=SMALL_MEMORY,
+        output=tmp_path / "out",
+        adapter="me/lora",
+    )
+    assert report.identity.max_abs_diff == 0.0
+    with torch.no_grad():
+        assert torch.equal(logits(tmp_path / "out"), merged_by_peft(base, adapter)(prompt()).logits)
+    assert record_of(tmp_path / "out")["base"]["adapter"]["name"] == "me/lora"
+
+
+def edited(**changes: Any):
+    def edit(base: Path, adapter: Path) -> None:
+        path = adapter / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return edit
+
+
+def with_trained_head(base: Path, adapter: Path) -> None:
+    save_adapter(base, adapter, modules_to_save=["lm_head"])
+
+
+def for_another_model(base: Path, adapter: Path) -> None:
+    save_base(base.parent / "larger", num_hidden_layers=6)
+    save_adapter(base.parent / "larger", adapter)
+
+
+def of_another_width(base: Path, adapter: Path) -> None:
+    save_base(base.parent / "larger", intermediate_size=64)
+    save_adapter(base.parent / "larger", adapter)
+
+
+def without_matrices(base: Path, adapter: Path) -> None:
+    (adapter / "adapter_model.safetensors").unlink()
+
+
+REFUSED = {
+    "dora": (edited(use_dora=True), "adapter '.*' cannot be merged .*: it has use_dora = True; expected a plain LoRA. Merge it"),
+    "other kinds": (edited(peft_type="IA3"), "its peft_type is 'IA3'; expected a plain LoRA"),
+    "what comes next": (edited(use_novelty={"x": 1}), "it has use_novelty = .'x': 1.; expected a plain LoRA"),
+    "biases": (edited(bias="all"), "it has bias = 'all'; expected a plain LoRA"),
+    "residual starts": (edited(init_lora_weights="pissa"), "it has init_lora_weights = 'pissa'; expected a plain LoRA"),
+    "whole modules": (with_trained_head, r"it has modules_to_save = \['lm_head'\]; expected a plain LoRA"),
+    "whole modules, unlisted": (
+        lambda base, adapter: (with_trained_head(base, adapter), edited(modules_to_save=None)(base, adapter)),
+        "it holds base_model.model.lm_head.weight as F32; expected a plain LoRA",
+    ),
+    "another model": (for_another_model, r"changes model.layers.\d.mlp.down_proj.weight, which the base does not hold; .* Give"),
+    "another width": (
+        of_another_width,
+        r"has matrices \[32, 4\] and \[4, 64\] for model.layers.0.mlp.down_proj.weight; expected rank 4 and a product of \[32, 48\]",
+    ),
+    "another rank": (edited(r=8), r"expected rank 8 and a product of .* Give the base that the adapter was made for"),
+    "no matrices": (without_matrices, "has no adapter_model.safetensors; expected a LoRA that PEFT saved. Save it again"),
+    "no config": (
+        lambda base, adapter: (adapter / "adapter_config.json").unlink(),
+        r"has no sound adapter_config.json \(FileNotFoundError\); expected a LoRA that PEFT saved. Give its folder",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_plain_lora_of_the_base_is_refused(tmp_path, command, refused, case):
+    base = save_base(tmp_path / "base")
+    save_adapter(base, tmp_path / "adapter")
+    mutate, message = REFUSED[case]
+    mutate(base, tmp_path / "adapter")
+    outcome = command(
+        "--base", base, "--adapter", tmp_path / "adapter", "--method", "llama-pro", "--output", tmp_path / "out"
+    )
+    refused(outcome, message, None)
+
+
+def test_an_adapter_that_is_not_there_is_refused(base, command, refused):
+    words = ("--base", base, "--method", "llama-pro", "--output", "out", "--adapter")
+    refused(command(*words, "/no/such"), "adapter '/no/such' is no folder and no hub id; expected one of them", None)
+    refused(command(*words, "no-such"), "'no-such' is no local folder, and the Hub cannot be reached", None)
+
+
+def test_a_model_that_was_upscaled_takes_no_adapter(base, tmp_path, command, refused):
+    upscale(base=base, method="llama-pro", output=tmp_path / "upscaled")
+    adapter = save_adapter(tmp_path / "upscaled", tmp_path / "adapter")
+    outcome = command(
+        "--base", tmp_path / "upscaled", "--adapter", adapter, "--method", "moc", "--output", tmp_path / "out"
+    )
+    refused(
+        outcome,
+        "would be merged into a model that `upscale` made, whose layers .* Merge the adapter when you",
+        None,
+    )
+
+
+def test_a_stored_copy_of_a_tied_embedding_must_not_be_left_behind(tmp_path, command, refused):
+    base = save_base(tmp_path / "base", tie_word_embeddings=True)
+    adapter = save_adapter(base, tmp_path / "adapter", **ADAPTERS["embedding"])
+    tensors = read_tensors(base)
+    write_tensors(base, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    outcome = command("--base", base, "--adapter", adapter, "--method", "llama-pro", "--output", tmp_path / "out")
+    refused(
+        outcome,
+        "changes model.embed_tokens.weight or lm_head.weight, which the config ties, .* Merge the adapter",
+        None,
+    )
+
+
+def test_a_type_that_transformers_converts_takes_no_adapter(tmp_path, command, refused):
+    tiny_model("mixtral").save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    words = ("--method", "ultramem-v2", "--output", tmp_path / "out", "--adapter", tmp_path / "adapter")
+    outcome = command("--base", tmp_path / "base", *words)
+    refused(
+        outcome,
+        "would be merged into a 'mixtral' model, whose tensors transformers converts .* Merge the adapter",
+        None,
+    )

@@ -1,0 +1,143 @@
+"""Weights in FP8 and MXFP4: kept as they are stored where they are copied, and multiplied out where they are read.
+
+In FP8, a module `m` has `m.weight` and `m.weight_scale_inv`, one scale per block of the weight. In MXFP4, experts have
+`w_blocks`, two numbers of 4 bits per byte, and `w_scales`, one exponent per 32 numbers, for a weight `w`. What
+transformers computes on a machine that has no kernels for these formats, and what new tensors are made from, is the
+product of numbers and scales in the dtype of the config.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from upscalers.architecture.families import quantised_form
+from upscalers.architecture.family import Config
+from upscalers.checkpoint.computed_tensor import FP8_NAMES, ComputedTensor, read_tensor
+from upscalers.checkpoint.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor
+from upscalers.request.errors import RequestError
+
+if TYPE_CHECKING:
+    import torch
+
+SUFFIX = "_scale_inv"
+_BLOCKS, _EXPONENTS = "_blocks", "_scales"
+# Numbers of 4 bits with a sign, two bits of exponent and one of mantissa.
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_EXPONENT_OF_ONE = 127
+
+
+@dataclass(frozen=True)
+class ScaledTensor(ComputedTensor):
+    """A weight in FP8 with its scales, which is read as their product, of the dtype and the shape that it has here.
+
+    Args:
+        scales: Position of the scales, one per block.
+    """
+
+    scales: StoredTensor | None = None
+
+    @property
+    def as_stored(self) -> StoredTensor:
+        return self.in_file
+
+    def read(self) -> "torch.Tensor":
+        """Read the weight, multiply every block by its scale in float32, and round to the dtype of this tensor."""
+        import torch
+
+        assert self.scales is not None
+        weight, scales = read_tensor(self.in_file), read_tensor(self.scales).float()
+        rows, columns = self.shape[0] // scales.shape[0], self.shape[1] // scales.shape[1]
+        blocks = weight.float().view(
+            scales.shape[0], rows, scales.shape[1], columns
+        )  # [blocks, rows, blocks, columns]
+        product = blocks * scales[:, None, :, None]
+        return product.to(getattr(torch, TORCH_NAMES[self.dtype])).view(self.shape)
+
+
+@dataclass(frozen=True)
+class PackedTensor(ComputedTensor):
+    """Matrices of experts, `[experts, inputs, outputs]`, in MXFP4; their parts are stored under names of their own.
+
+    Args:
+        scales: Position of the exponents, `[experts, outputs, inputs / 32]`. `weight` is the position of the numbers,
+            `[experts, outputs, inputs / 32, 16]`.
+    """
+
+    scales: StoredTensor | None = None
+
+    def read(self) -> "torch.Tensor":
+        """Read the numbers and multiply every 32 of them by their power of two, which is exact in every float dtype."""
+        import torch
+
+        assert self.scales is not None
+        dtype = getattr(torch, TORCH_NAMES[self.dtype])
+        numbers, table = read_tensor(self.in_file), torch.tensor(_FP4, dtype=dtype)
+        exponents = read_tensor(self.scales).int() - _EXPONENT_OF_ONE
+        pairs = torch.stack([table[(numbers & 15).long()], table[(numbers >> 4).long()]], dim=-1)
+        product = torch.ldexp(pairs.flatten(-2), exponents[..., None]).flatten(-2)  # [experts, outputs, inputs]
+        return product.to(dtype).transpose(1, 2).contiguous()
+
+
+def with_products(
+    stored: Mapping[str, StoredTensor], config: Config
+) -> tuple[dict[str, StoredTensor], frozenset[str], frozenset[str]]:
+    """Return the tensors of a checkpoint with quantised weights as they are read, and which of them are stored otherwise.
+
+    Returns:
+        The tensors by name, the stored parts of weights among them; the names of parts, but for weights under their own names; and
+        the names of weights that are not stored under these names, but as parts.
+
+    Raises:
+        RequestError: If a quantised weight has no scales, or scales that do not divide it into blocks.
+    """
+    form = quantised_form(config)
+    if form == "mxfp4":
+        packed = _packed(stored, config)
+        return (
+            {**stored, **packed},
+            frozenset(name + part for name in packed for part in (_BLOCKS, _EXPONENTS)),
+            frozenset(packed),
+        )
+    tensors, parts = dict(stored), set()
+    if form is None:
+        return tensors, frozenset(), frozenset()
+    dtype = _dtype(config)
+    for name, weight in stored.items():
+        if weight.dtype not in FP8_NAMES:
+            continue
+        scales = stored.get(name + SUFFIX)
+        grid = () if scales is None else scales.shape
+        divides = len(grid) == len(weight.shape) == 2 and all(
+            blocks > 0 and size % blocks == 0 for size, blocks in zip(weight.shape, grid, strict=True)
+        )
+        if scales is None or scales.dtype not in TORCH_NAMES or not divides:
+            raise RequestError(
+                f"{name} is stored as {weight.dtype} with scales {list(grid)}; expected {name}{SUFFIX} with a scale for each of "
+                f"equal blocks of {list(weight.shape)}. Start from the unquantised checkpoint."
+            )
+        tensors[name] = ScaledTensor(dtype, weight.shape, None, 0, weight, scales)
+        parts.add(name + SUFFIX)
+    return tensors, frozenset(parts), frozenset()
+
+
+def _packed(stored: Mapping[str, StoredTensor], config: Config) -> dict[str, StoredTensor]:
+    packed: dict[str, StoredTensor] = {}
+    for part, numbers in stored.items():
+        if not part.endswith(_BLOCKS):
+            continue
+        name = part.removesuffix(_BLOCKS)
+        scales = stored.get(name + _EXPONENTS)
+        shape = () if scales is None else scales.shape
+        if numbers.dtype != "U8" or len(shape) != 3 or scales is None or numbers.shape != (*shape, 16):
+            raise RequestError(
+                f"{part} is {list(numbers.shape)} with scales {list(shape)}; expected {name}{_EXPONENTS} with an exponent for each "
+                "16 bytes. Start from the unquantised checkpoint."
+            )
+        experts, outputs, blocks = shape
+        packed[name] = PackedTensor(_dtype(config), (experts, 32 * blocks, outputs), None, 0, numbers, scales)
+    return packed
+
+
+def _dtype(config: Config) -> str:
+    name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    return SAFETENSORS_NAMES.get(name, "BF16")
