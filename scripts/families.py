@@ -1,4 +1,4 @@
-"""Write the modules of families, and the table of docs/families.md: for each type of Transformers, what works, or why nothing does.
+"""Write the modules of families, and the table of docs/families.md: what works for each type of Transformers, and why nothing does.
 
     python scripts/families.py --modules    write midus_hf/models/families/
     python scripts/families.py              say whether the page is what the installed Transformers gives
@@ -12,6 +12,7 @@ all takes some fifteen minutes on one core. The page names the version of Transf
 import argparse
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -36,7 +37,6 @@ from upscalers.runs.upscale import upscale
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 HEADING = "## Every type"
 LARGER_HEADING = "## Every larger model"
-REFUSED = "Refused"
 
 _CHAPTERS = {"memory_tokens": 24, "chapters": 12, "k": 2}
 _SMALL_PREDICTORS = {"hidden_size": 8, "epochs": 1}
@@ -97,7 +97,7 @@ REASONS = (
 
 
 class Row(NamedTuple):
-    """A type, and either the methods that work or why none does; of a larger type its language model.
+    """A type, and either the methods that work or why none does.
 
     Methods carry the marks of the page: † at another site, ‡ between layers of one kind alone.
     """
@@ -105,7 +105,6 @@ class Row(NamedTuple):
     model_type: str
     methods: tuple[str, ...]
     refusal: str = ""
-    language_type: str = ""
 
     @property
     def reason(self) -> str:
@@ -134,6 +133,12 @@ def grouped(rows: list[Row], cell: Callable[[Row], str], *, by: str) -> list[str
     return lines
 
 
+def counted(rows: list[Row]) -> list[str]:
+    """Return a table with the number of types that are refused for each reason; most first."""
+    counts = Counter(row.reason for row in rows)
+    return ["| refused | why |", "|---|---|", *(f"| {count} | {reason} |" for reason, count in counts.most_common())]
+
+
 def causal_types() -> list[str]:
     """Return the causal types of the installed Transformers that hold no other language model, in alphabetical order."""
     names = (name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("midus_"))
@@ -157,16 +162,14 @@ def larger_row_of(model_type: str) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder) / "base"
         try:
-            model = tiny_larger_model(model_type)
-            model.save_pretrained(base)
+            tiny_larger_model(model_type).save_pretrained(base)
         except Exception as error:  # models raise whatever their parts raise
             return Row(model_type, (), _plain(error))
         for method in TRIED_WITHIN:
             name, error = _tried(base, method, Path(folder))
             methods += [name] if name else []
             refusal = refusal or error
-    language_type = model.config.get_text_config(decoder=True).model_type
-    return Row(model_type, tuple(methods), refusal, language_type)
+    return Row(model_type, tuple(methods), refusal)
 
 
 def _tried(base: Path, method: str, folder: Path) -> tuple[str, str]:
@@ -185,17 +188,17 @@ def _tried(base: Path, method: str, folder: Path) -> tuple[str, str]:
 
 
 def rows_in(text: str) -> dict[str, str]:
-    """Return the last cell of the row that names each type, in a part of the page."""
-    last_cells = {}
-    for types, *_, last in re.findall(r"^\| (`.+?`) \| (?:.+ \| )?(.+) \|$", text, flags=re.MULTILINE):
-        last_cells.update(dict.fromkeys(re.findall(r"`(.+?)`", types), last))
-    return last_cells
+    """Return the methods in the row that names each type, in a part of the page."""
+    cells = {}
+    for types, methods in re.findall(r"^\| (`.+?`) \| (.+) \|$", text, flags=re.MULTILINE):
+        cells.update(dict.fromkeys(re.findall(r"`(.+?)`", types), methods))
+    return cells
 
 
 def methods_on_the_page(model_type: str) -> list[str]:
     """Return the names of the methods that the page gives for a type."""
     part = PAGE.read_text(encoding="utf-8").partition(HEADING)[2].partition(LARGER_HEADING)[0]
-    cell = rows_in(part.partition(REFUSED)[0]).get(model_type, "")
+    cell = rows_in(part).get(model_type, "")
     return [method for name in cell.split(", ") for method in SETS.get(name, (name.rstrip("†‡"),)) if method]
 
 
@@ -236,7 +239,7 @@ def row_of(model_type: str) -> Row:
 
 
 def table_of(rows: list[Row]) -> str:
-    """Return the part of the page below its heading: the counts, the types that methods take, and the types that are refused."""
+    """Return the part of the page below its heading: the counts, the types that methods take, and why others are refused."""
     taken, refused = [row for row in rows if row.methods], [row for row in rows if not row.methods]
     deeper = [row for row in taken if any(method.startswith(DEEPER) for method in row.methods)]
     names = [method.rstrip("†‡") for row in taken for method in row.methods]
@@ -250,23 +253,17 @@ def table_of(rows: list[Row]) -> str:
         "",
         *grouped(taken, lambda row: shortened(row.methods), by="methods"),
     ]
-    return "\n".join([*lines, "", f"{REFUSED}:", "", *grouped(refused, lambda row: row.reason, by="why"), ""])
+    return "\n".join([*lines, "", *counted(refused), ""])
 
 
 def larger_table_of(rows: list[Row]) -> str:
-    """Return the part of the page about larger models: the counts, the types that methods take, and the types that are refused."""
+    """Return the part of the page about larger models: the counts, the types that methods take, and why others are refused."""
     taken, refused = [row for row in rows if row.methods], [row for row in rows if not row.methods]
     names = [method.rstrip("†‡") for row in taken for method in row.methods]
     counts = [f"{names.count(method)} {method}" for method in TRIED_WITHIN]
     head = [f"Of {len(rows)} types, {len(taken)} are taken: {', '.join(counts)}.", ""]
-    by_language = sorted(taken, key=lambda row: row.language_type)
-    lines = grouped(
-        by_language,
-        lambda row: f"`{row.language_type}` | {', '.join(row.methods)}",
-        by="their language model | methods tried",
-    )
-    lines[1] = "|---|---|---|"
-    return "\n".join([*head, *lines, "", f"{REFUSED}:", "", *grouped(refused, lambda row: row.reason, by="why"), ""])
+    lines = grouped(taken, lambda row: ", ".join(row.methods), by="methods that take them, of those tried")
+    return "\n".join([*head, *lines, "", *counted(refused), ""])
 
 
 def _plain(error: Exception) -> str:

@@ -1,7 +1,6 @@
-"""Pages of methods name options with their defaults, and price methods as a dry run does; test_sessions.py runs their commands."""
+"""Pages of methods have the same sections, and price methods as a dry run does; test_sessions.py runs their commands."""
 
 import re
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -53,22 +52,6 @@ def test_every_method_is_in_the_decision_table_with_its_page(method):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_pages_have_the_same_sections(page):
     assert re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE) == SECTIONS
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_options_in_a_table_exist_and_have_the_default_that_stands_there(page):
-    options = {
-        option.name: option
-        for method in SHIPPED
-        if f"({page.name})" in index_row(method)[0]
-        for option in fields(METHODS[method].options_class)
-    }
-    table = page.read_text(encoding="utf-8").partition("| option | default |")[2].partition("\n\n")[0]
-    for first, default, *_ in map(cells, table.splitlines()[2:]):
-        for name in re.findall(r"`(\w+)`", first):
-            value = options[name].default
-            shown = str(value).lower() if isinstance(value, bool) else str(value)
-            assert value in (MISSING, None) or shown in default, f"{name} is {shown} by default"
 
 
 @pytest.mark.parametrize("method", PRICED)
