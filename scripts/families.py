@@ -242,10 +242,9 @@ def table_of(rows: list[Row]) -> str:
     """Return the part of the page below its heading: the counts, the types that methods take, and why others are refused."""
     taken, refused = [row for row in rows if row.methods], [row for row in rows if not row.methods]
     deeper = [row for row in taken if any(method.startswith(DEEPER) for method in row.methods)]
-    names = [method.rstrip("†‡") for row in taken for method in row.methods]
     lines = [
         f"Methods take {len(taken)} of {len(rows)} causal types of Transformers {transformers.__version__}, and {len(deeper)} of "
-        f"these with new layers; {len(refused)} types are refused. {len(names)} pairs of a type and a method work.",
+        "these with new layers.",
         "",
         *(f"- *{name}* are {', '.join(SETS[name])}." for name in ("copies", "combinations")),
         "- †: with `site=behind-layer` (moc) or `site=skip` (ultramem-v2).",
