@@ -40,7 +40,7 @@ def write_report(
         seconds: How long all of them took.
         machine: What they ran on, in words.
     """
-    if _timeless(models["base"]["perplexity"]) != _timeless(models["upscaled"]["perplexity"]):
+    if models["base"]["perplexity"] != models["upscaled"]["perplexity"]:
         raise ValueError(
             "the upscaled model's perplexity differs from the base's; expected equality to the last digit."
         )
@@ -71,10 +71,6 @@ def write_report(
     results = {"models": models, "losses": losses, "samples": samples, "seconds": seconds, "machine": machine}
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     return markdown
-
-
-def _timeless(measured: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in measured.items() if key not in ("seconds", "tokens_per_second")}
 
 
 def _losses(events: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:

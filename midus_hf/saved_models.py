@@ -131,24 +131,27 @@ def check_whole(name: str, missing: list[str]) -> None:
 
 
 def load_for_reading(
-    name: str, dtype: str, device: str | None, label: str = "model"
+    name: str, dtype: str, device: str | None, label: str = "model", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model, in eval mode, and its tokenizer. Progress bars of libraries are shown on terminals only.
 
     Args:
         name: Folder or hub id.
-        dtype: Name of a dtype, or `auto`.
+        dtype: `auto`, as saved, `float32`, `bfloat16` or `float16`.
         device: Name of a device. Default: the best there is.
         label: Name of the option that holds `name`, for the error. Default: `"model"`.
+        trust_remote_code: Whether to run code that comes with the model. Default: false.
 
     Raises:
-        ValueError: If the device cannot be used, the model cannot be loaded, or its checkpoint lacks tensors.
+        ValueError: If the dtype is another, the device cannot be used, the model cannot be loaded, or its checkpoint lacks tensors.
     """
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype is {dtype!r}; expected auto, float32, bfloat16 or float16.")
     usable = usable_device(device)
     unloaded = f"{label} is {name!r}, which cannot be loaded on {usable}"
     with refusing(unloaded, OSError, RuntimeError, ValueError), library_bars_on_terminals():
-        tokenizer = load_tokenizer(name)
-        model, missing = load_model(name, dtype)
+        tokenizer = load_tokenizer(name, trust_remote_code)
+        model, missing = load_model(name, dtype, trust_remote_code)
         model.to(torch.device(usable))  # type: ignore[arg-type]  # transformers' wrapper hides the argument
     check_whole(name, missing)
     return model.eval(), tokenizer

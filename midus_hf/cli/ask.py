@@ -1,14 +1,11 @@
 """The `midus ask` command."""
 
-import shlex
 import sys
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Device, argument, flag, option
-from midus_hf.model_names import check_model_name
+from midus_hf.cli.options import Device, argument, flag, model_argument, option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -18,26 +15,17 @@ app = command_line()
 
 @app.command()
 def midus_ask(
-    model: Annotated[str, argument("Folder or Hub id.", "MODEL")],
+    model: Annotated[str, model_argument("Folder or Hub id.", "MODEL")],
     question: Annotated[str, argument("What to ask.", "QUESTION")],
     plain: Annotated[bool, flag("--plain", "Continue QUESTION as text, without the chat template.")] = False,
-    max_new_tokens: Annotated[int, option("Most tokens of the answer.", "N")] = 256,
-    temperature: Annotated[float, option("Temperature of sampling; 0: the likeliest token each time.", "T")] = 0.0,
-    retriever: Annotated[str | None, option("Tree of topics.  [default: the model's own]", "TREE")] = None,
+    max_new_tokens: Annotated[int, option("Most tokens of the answer.", "N", min=1)] = 256,
     dtype: Annotated[str, option("auto, float32, bfloat16 or float16.", "NAME")] = "auto",
     device: Device = None,
 ) -> None:
-    """Ask a model, and print its answer as it is written.
+    """Ask a model, and print its answer as it is written: the likeliest token each time.
 
     A model with a bank fetches the blocks of the question's topic, which a line on standard error names.
     """
-    from midus_hf.evaluation.settings import check_dtype
-
-    _check_model(model, question)
-    check_dtype(dtype)
-    for name, value, least in (("max-new-tokens", max_new_tokens, 1), ("temperature", temperature, 0)):
-        if value < least:
-            raise ValueError(f"{name} is {value}; expected at least {least}.")
     import torch
     from transformers import TextStreamer
 
@@ -52,42 +40,23 @@ def midus_ask(
     else:
         chat = [{"role": "user", "content": question}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if temperature:
-        sampling = {"do_sample": True, "temperature": temperature}
+    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     generate: Any = loaded.generate
     with torch.no_grad():
         generate(
             **inputs.to(loaded.device),
-            **_fetched(loaded, model, question, retriever),
-            **sampling,
+            **_fetched(loaded, model, question),
+            **greedy,
             max_new_tokens=max_new_tokens,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
 
 
-def _check_model(model: str, question: str) -> None:
-    """Check that the first word names a model.
-
-    Raises:
-        ValueError: As `check_model_name`. If the second word names a model instead, the message says that the model stands first.
-    """
-    try:
-        check_model_name("model", model)
-    except ValueError:
-        if (Path(question).expanduser() / "config.json").is_file():
-            raise ValueError(
-                f"model is {model!r} and the question {question!r}, which is a model; expected the model first. Run 'midus ask "
-                f"{shlex.join([question, model])}'."
-            ) from None
-        raise
-
-
-def _fetched(loaded: "PreTrainedModel", name: str, question: str, tree: str | None) -> dict[str, Any]:
+def _fetched(loaded: "PreTrainedModel", name: str, question: str) -> dict[str, Any]:
     """Return the path of the question's topic as an argument of `generate`, and say which blocks are read; empty without a bank."""
     from midus_hf.evaluation.fetching import fetches_blocks, open_retriever
 
-    retriever = open_retriever(loaded, tree or (name if fetches_blocks(loaded) else None))
+    retriever = open_retriever(loaded, name if fetches_blocks(loaded) else None)
     if retriever is None:
         return {}
     path = retriever.paths([question])

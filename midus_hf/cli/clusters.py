@@ -1,15 +1,15 @@
 """The `midus cluster` command."""
 
 import contextlib
-import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Column, Device, Json, argument, check_file, flag, option, show
+from midus_hf.cli.options import Column, Device, argument, check_file, flag, option, tell_unread
 
 app = command_line(
     "Cluster a corpus into a tree of topics, find the paths of documents in the tree, and report what its nodes hold."
@@ -42,14 +42,12 @@ def build(
     overwrite: Annotated[bool, flag("--overwrite", "Replace a tree; its embeddings are kept.")] = False,
 ) -> None:
     """Embed a corpus and cluster it. After an interruption, the same command keeps what is done."""
-    from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.model_names import usable_device
     from midus_hf.topics.building import TreeOptions
     from midus_hf.topics.run import build as build_tree_of
 
     options = TreeOptions(branching, levels, steps, samples, seed)
-    with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
-        _describe(corpus)
+    with _reading(corpus):
         tree = build_tree_of(
             corpus,
             column,
@@ -84,15 +82,13 @@ def grow(
     device: Device = None,
 ) -> None:
     """Give a tree new nodes for texts that are near none of its topics. Old nodes keep their numbers, and banks their blocks."""
-    from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.model_names import usable_device
     from midus_hf.topics.run import grow as grow_tree_of
     from midus_hf.topics.tree import ClusterTree
 
     device = usable_device(device)
     before = ClusterTree.load(tree)
-    with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
-        _describe(corpus)
+    with _reading(corpus):
         grown = grow_tree_of(tree, corpus, output, column, device, batch_size)
     pairs = zip(before.centroids, grown.centroids, strict=True)
     new = sum(int(after[len(old) :, 0].isfinite().sum()) for old, after in pairs)
@@ -108,12 +104,6 @@ def assign(
     corpus: CorpusPath,
     output: Annotated[Path, option("File of JSON lines to write, one per document.", "FILE")],
     column: Column = "text",
-    embedding_model: Annotated[
-        str | None, option("Where the model is now.  [default: where build read it]", "DIR")
-    ] = None,
-    tokenizer: Annotated[
-        str | None, option("Where the tokenizer is now.  [default: where build read it]", "DIR")
-    ] = None,
     batch_size: BatchSize = 64,
     device: Device = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace the file.")] = False,
@@ -122,7 +112,6 @@ def assign(
     from tqdm import tqdm
 
     from midus_hf.files.whole_files import whole_file
-    from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.model_names import usable_device
     from midus_hf.topics.assigning import document_paths, stored_paths
     from midus_hf.topics.documents import documents_of, find_files
@@ -134,27 +123,23 @@ def assign(
     check_file("output", output, [".jsonl"])
     if output.exists() and not overwrite:
         raise ValueError(f"output {str(output)!r} exists; pass --overwrite to replace it, or choose another file.")
-    with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
+    with _reading(corpus):
         device = usable_device(device)
         find_files(corpus)
-        _describe(corpus)
         loaded = ClusterTree.load(tree)
-        stored = None
-        if embedding_model is tokenizer is None:
-            stored = windows_of_corpus(tree.expanduser() / WINDOWS, corpus, column)
+        stored = windows_of_corpus(tree.expanduser() / WINDOWS, corpus, column)
         if stored is not None:
             print("the tree was built from this corpus, whose embeddings it has", file=sys.stderr)
             paths = stored_paths(loaded, stored, documents_of(corpus, column))
         else:
-            retriever = MemoryRetriever.load(tree, embedding_model, device, batch_size)
-            name = tokenizer or loaded.origin.tokenizer
-            if name is None:
+            retriever = MemoryRetriever.load(tree, device=device, batch_size=batch_size)
+            origin = loaded.origin
+            if origin.tokenizer is None or origin.window_tokens is None:
                 raise ValueError(
-                    f"tree {str(tree)!r} does not say which tokenizer cuts windows; expected one. Set --tokenizer."
+                    f"tree {str(tree)!r} does not say how windows are cut; expected a tree that 'midus cluster build' made."
                 )
-            window_tokens = loaded.origin.window_tokens or 2048
-            cutter = load_fast_tokenizer(name)
-            paths = document_paths(retriever, cutter, documents_of(corpus, column), window_tokens)
+            cutter = load_fast_tokenizer(origin.tokenizer)
+            paths = document_paths(retriever, cutter, documents_of(corpus, column), origin.window_tokens)
         written = 0
         with whole_file(output) as partial:
             with partial.open("w", encoding="utf-8") as file:
@@ -172,66 +157,33 @@ def report(
     level: Annotated[int, option("Level whose nodes are shown one by one.", "N")] = 1,
     nodes: Annotated[int, option("How many nodes are shown, the largest first.", "N")] = 16,
     samples: Annotated[int, option("Documents that are quoted per node.", "N")] = 3,
-    seed: Annotated[int, option("Seed of the choice of quoted documents.", "N")] = 0,
     corpus: Annotated[str | None, option("Where the corpus is now.  [default: where build read it]", "PATH")] = None,
-    json_: Json = False,
 ) -> None:
     """Report how large the nodes of a tree are, and which words and texts they hold."""
-    from midus_hf.topics.report import (
-        SHOWN,
-        level_reports,
-        level_table,
-        node_reports,
-        node_table,
-        sample_texts,
-        topic_words,
-    )
+    from rich.console import Console
+
+    from midus_hf.topics.report import level_reports, level_table, node_reports, node_table, sample_texts
     from midus_hf.topics.run import open_build
 
     built, stored, leaves = open_build(tree)
-    largest = node_reports(built, leaves, stored.documents, level=level, most=nodes, samples=samples, seed=seed)
-    sizes = level_reports(built, leaves)
+    largest = node_reports(built, leaves, stored.documents, level=level, most=nodes, samples=samples)
     numbers = [number for node in largest for number in [*node.samples, *node.read] if samples]
     texts = sample_texts(corpus or stored.corpus, stored.column, numbers) if samples else {}
-    report_ = {
-        "tree": str(tree),
-        "fingerprint": built.fingerprint,
-        "windows": len(leaves),
-        "documents": int(stored.documents[-1]) + 1,
-        "min_similarity": built.min_similarity,
-        "calibration": built.calibration,
-        "levels": [dataclasses.asdict(row) for row in sizes],
-        "level": level,
-        "nodes": [
-            {
-                "node": row.node,
-                "windows": row.windows,
-                "words": node_words,
-                "samples": [{"document": number, "text": texts.get(number, "")[:SHOWN]} for number in row.samples],
-            }
-            for row, node_words in zip(largest, topic_words(largest, texts), strict=True)
-        ],
-    }
-
-    def print_report(_: dict[str, Any]) -> None:
-        from rich.console import Console
-
-        console = Console()
-        console.print(level_table(sizes))
-        for row in built.calibration:
-            console.print(
-                f"of {row['texts']:,} held-out texts of {row['words']} words, {row['found']:,} find their node"
-            )
-        console.print(node_table(largest, level, texts))
-
-    show(report_, json_, print_report, indent=2)
+    console = Console()
+    console.print(level_table(level_reports(built, leaves)))
+    for row in built.calibration:
+        console.print(f"of {row['texts']:,} held-out texts of {row['words']} words, {row['found']:,} find their node")
+    console.print(node_table(largest, level, texts))
 
 
-def _describe(corpus: str) -> None:
-    from midus_hf.topics.documents import describe_files
+@contextlib.contextmanager
+def _reading(corpus: str) -> Iterator[None]:
+    """Keep standard output for results while the context is open, and say which files of a corpus are not read."""
+    from midus_hf.library_bars import library_bars_on_terminals
 
-    if (line := describe_files(corpus)) is not None:
-        print(line, file=sys.stderr)
+    with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
+        tell_unread(corpus)
+        yield
 
 
 def _as_text(value: Any) -> str:

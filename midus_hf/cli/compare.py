@@ -38,12 +38,12 @@ def midus_compare(
     """
     gpus = devices_of(devices, jobs)
     with contextlib.redirect_stdout(sys.stderr):
-        from midus_hf.cli.options import read_recipe
         from midus_hf.compare.options import Comparison
         from midus_hf.compare.runs import check
         from midus_hf.compare.variants import plan
+        from midus_hf.config.yaml_options import read_config
 
-        comparison, variants = plan(read_recipe(Comparison, config, overrides or []))
+        comparison, variants = plan(read_config(Comparison, config, overrides or []))
         if not report_only:
             with needing_harness():
                 check(comparison, variants)

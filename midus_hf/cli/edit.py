@@ -1,21 +1,29 @@
 """`midus edit`: change what the memories of a checkpoint hold: chapters, or blocks of a bank."""
 
+import dataclasses
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
+
+import typer
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Json, argument, flag, option, show
-
-if TYPE_CHECKING:
-    from upscalers.edits.checkpoint_edit import EditRequest
+from midus_hf.cli.options import Json, argument, flag, option, options_of, show
 
 Model = Annotated[str, argument("A checkpoint that upscale made; it stays as it is.", "DIR")]
-Output = Annotated[str, option("Folder to make.", "PATH")]
 Chapters = Annotated[str, option("Chapters by number, such as 3,7-9.", "LIST")]
 Memory = Annotated[str | None, option("One of several memories.  [default: all, or the only one]", "NAME")]
-Overwrite = Annotated[bool, flag("--overwrite", "Replace what upscale or this command wrote.")]
 
 app = command_line("Change what the memories of a checkpoint hold: chapters, or blocks of a bank.")
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Edit:
+    """Options of every edit."""
+
+    model: Model
+    output: Annotated[str, option("Folder to make.", "PATH")]
+    memory: Memory = None
+    overwrite: Annotated[bool, flag("--overwrite", "Replace what upscale or this command wrote.")] = False
 
 
 @app.command("list")
@@ -36,74 +44,62 @@ def blocks(model: Model, memory: Memory = None, json_: Json = False) -> None:
 
 
 @app.command()
-def zero(
-    model: Model,
-    chapters: Chapters,
-    output: Output,
-    memory: Memory = None,
-    overwrite: Overwrite = False,
-    json_: Json = False,
-) -> None:
+@options_of(_Edit)
+def zero(context: typer.Context, *, options: dict[str, Any], chapters: Chapters, json_: Json = False) -> None:
     """Set rows of chapters to zero; routers still open them."""
     from upscalers.edits import chapters as edits
 
-    _show_edit(edits.zero(_request(model, output, memory, overwrite), chapters), json_)
+    _show_edit(edits.zero(_request(options), chapters), json_)
 
 
 @app.command()
-def prune(
-    model: Model,
-    chapters: Chapters,
-    output: Output,
-    memory: Memory = None,
-    overwrite: Overwrite = False,
-    json_: Json = False,
-) -> None:
+@options_of(_Edit)
+def prune(context: typer.Context, *, options: dict[str, Any], chapters: Chapters, json_: Json = False) -> None:
     """Take chapters out; later chapters move up."""
     from upscalers.edits import chapters as edits
 
-    _show_edit(edits.prune(_request(model, output, memory, overwrite), chapters), json_)
+    _show_edit(edits.prune(_request(options), chapters), json_)
 
 
 @app.command()
+@options_of(_Edit)
 def quantise(
-    model: Model,
-    output: Output,
+    context: typer.Context,
+    *,
+    options: dict[str, Any],
     bits: Annotated[int, option("Bits of quantised rows: 8 or 4.", "N")] = 8,
-    memory: Memory = None,
-    overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
     """Round banks of chapters to integers with a scale per row. Quantised banks need less room, and do not train."""
     from upscalers.edits import chapters as edits
 
-    _show_edit(edits.quantise(_request(model, output, memory, overwrite), bits), json_)
+    _show_edit(edits.quantise(_request(options), bits), json_)
 
 
 @app.command()
+@options_of(_Edit)
 def delete(
-    model: Model,
+    context: typer.Context,
+    *,
+    options: dict[str, Any],
     node: Annotated[list[str], option("Block, LEVEL:NODE or LEVEL:generic; may be repeated.", "NODE")],
-    output: Output,
     subtree: Annotated[bool, flag("--subtree", "Blocks of all nodes below as well.")] = False,
-    memory: Memory = None,
-    overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
     """Delete what blocks have learned, in every bank. Deleted blocks add zero, like blocks that were never written."""
     from upscalers.edits import banks
 
-    result = banks.delete(_request(model, output, memory, overwrite), node, subtree)
+    result = banks.delete(_request(options), node, subtree)
     deleted = [f"{len(blocks):,} blocks of {name}" for name, blocks in result["banks"].items()]
     show(result, json_, lambda _: print(f"{result['output']}: deleted {' and '.join(deleted)}"))
 
 
-def _request(model: str, output: str, memory: str | None, overwrite: bool) -> "EditRequest":
+def _request(options: dict[str, Any]) -> Any:
     """Return the request of an edit, whose progress is shown on a terminal."""
     from upscalers.console import Console
     from upscalers.edits.checkpoint_edit import EditRequest
 
-    return EditRequest(model, output, memory, overwrite, Console("midus edit"))
+    return EditRequest(**options, progress=Console("midus edit"))
 
 
 def _print_blocks(listed: dict[str, Any]) -> None:

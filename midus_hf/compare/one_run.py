@@ -214,7 +214,7 @@ def _evaluate(model: str, comparison: Comparison, **keys: Any) -> dict[str, Any]
 
     settings = EvaluationSettings(**keys, trust_remote_code=comparison.trust_remote_code)
     with quiet_libraries():
-        (measured,) = evaluate([model], settings, quiet=True)["models"]
+        (measured,) = evaluate([model], settings)["models"]
     free_memory()
     return measured
 

@@ -1,10 +1,10 @@
 """lm-evaluation-harness on models of this package, whose questions may fetch blocks."""
 
 import contextlib
-import difflib
 import functools
 import math
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from midus_hf.evaluation.fetching import PathFinder, by_path, question_of
 from midus_hf.evaluation.local_tasks import PREFIX, load_local_task, local_task_names
 from midus_hf.evaluation.quiet import without_bars
-from midus_hf.model_names import check_hub_dataset
 from midus_hf.saved_models import check_ids
 
 
@@ -85,46 +84,31 @@ class Tasks:
     """Tasks to run, found by name before any model is loaded.
 
     Args:
-        names: Names of the tasks. With `data`, a local task is named by its short name or with the prefix `midus_`. All other
-            names are looked up in `include_path`, then among the harness's own tasks, whose questions come from the hub.
+        names: Names of the tasks. With `data`, a local task is named by its short name. All other names are looked up in
+            `include_path`, then among the harness's own tasks, whose questions come from the hub.
         data: Folder with the questions of the local tasks. Default: no local tasks.
         include_path: Folder with task files of the caller. Default: none.
 
     Raises:
-        ValueError: If `include_path` is not a folder, if a name is unknown (the message names near matches) or repeated, or if
-            the questions of a task are missing.
+        ValueError: If `include_path` is not a folder, if a name is unknown, or if the questions of a local task are missing.
     """
 
     def __init__(self, names: list[str], data: str | Path | None = None, include_path: str | Path | None = None):
         if include_path is not None and not Path(include_path).is_dir():
             raise ValueError(f"include_path is {str(include_path)!r}; expected a folder of task files.")
         local = local_task_names() if data is not None else []
-        others = [name for name in names if name.removeprefix(PREFIX) not in local]
-        self.manager = _task_manager(others, include_path)
-        # Name of each task in the harness, by the name in the request.
-        self.names: dict[str, str] = {}
+        self.manager = _task_manager({*names} - {*local}, include_path)
         self.specs: list[str | dict[str, Any]] = []
         for name in names:
-            short = name.removeprefix(PREFIX)
-            spec: str | dict[str, Any]
-            if data is not None and short in local:
-                harness_name, spec = PREFIX + short, load_local_task(short, data)
+            if data is not None and name in local:
+                self.specs.append(load_local_task(name, data))
             elif name in self.manager.all_tasks:
-                harness_name = spec = name
-                self._check_questions(name)
+                self.specs.append(name)
             else:
-                raise ValueError(_unknown_task(name, self.manager.all_tasks, local))
-            if harness_name in self.names.values():
-                raise ValueError(f"task {name!r} is given twice; expected every task once.")
-            self.names[name] = harness_name
-            self.specs.append(spec)
-
-    def _check_questions(self, name: str) -> None:
-        """Refuse at once a task whose questions are on the Hub, if they cannot be had from there or from the cache."""
-        entry = getattr(self.manager, "task_index", {}).get(name)
-        source = (getattr(entry, "cfg", None) or {}).get("dataset_path")
-        if isinstance(source, str) and "/" in source and not Path(source).exists():
-            check_hub_dataset(f"task is {name!r}, whose questions are a dataset of the Hub", source)
+                raise ValueError(
+                    f"task is {name!r}; expected a task of lm-eval ('lm_eval ls tasks' lists them), one in include_path, or, with "
+                    f"the folder of their questions as data, one of {', '.join(local_task_names())}."
+                )
 
     def run(
         self,
@@ -134,14 +118,13 @@ class Tasks:
         num_fewshot: int | None = None,
         limit: int | None = None,
         batch_size: int = 4,
-        quiet: bool = False,
         find_paths: PathFinder | None = None,
     ) -> dict[str, dict[str, Any]]:
         """Score a model, in eval mode and on its device, on the tasks.
 
         Without `num_fewshot` a question has the task's own number of worked examples, else 0, and without `limit` all questions are
-        asked, from the first on. `quiet` hides the harness's progress bars. `find_paths` gets questions without worked examples;
-        their paths decide which blocks are fetched. An input that is too long for the model is cut at its beginning.
+        asked, from the first on. `find_paths` gets questions without worked examples; their paths decide which blocks are fetched.
+        The harness's progress bars are shown on a terminal only. An input that is too long for the model is cut at its beginning.
 
         Returns:
             For each name in the request (a group also brings its members), every metric of the task under the harness's name
@@ -149,7 +132,7 @@ class Tasks:
             and text if its value is not a number. Unknown standard errors are left out.
         """
         _seed_as_the_harness()
-        hidden = without_bars if quiet else contextlib.nullcontext
+        hidden = contextlib.nullcontext if sys.stderr.isatty() else without_bars
         with hidden():
             loaded = self.load()
         for task in loaded["tasks"].values():
@@ -166,7 +149,6 @@ class Tasks:
         )
         with hidden():
             results = evaluate(language_model, loaded, limit=limit, log_samples=False)
-        names = {harness_name: name for name, harness_name in self.names.items()}
         scores: dict[str, dict[str, Any]] = {}
         for harness_name, measured in results["results"].items():
             score = {
@@ -176,7 +158,7 @@ class Tasks:
             }
             score["num_fewshot"] = results["n-shot"].get(harness_name)
             score["num_questions"] = results["n-samples"].get(harness_name, {}).get("effective")
-            scores[names.get(harness_name, harness_name)] = score
+            scores[harness_name.removeprefix(PREFIX)] = score
         return scores
 
     def load(self) -> dict[str, Any]:
@@ -204,12 +186,11 @@ def _plain(value: Any) -> float | int | str | None:
     return str(value)
 
 
-def _task_manager(names: list[str], include_path: str | Path | None) -> TaskManager:
+def _task_manager(names: set[str], include_path: str | Path | None) -> TaskManager:
     """Return a task manager with the names, without the harness's own tasks if no name needs them: finding them takes long."""
     paths = None if include_path is None else str(include_path)
     manager = TaskManager(include_path=paths, include_defaults=False)
-    missing = set(names) - set(manager.all_tasks)
-    if not missing or all(name.startswith(PREFIX) for name in missing):
+    if names <= set(manager.all_tasks):
         return manager
     return _own_tasks() if paths is None else TaskManager(include_path=paths)
 
@@ -217,16 +198,3 @@ def _task_manager(names: list[str], include_path: str | Path | None) -> TaskMana
 @functools.cache
 def _own_tasks() -> TaskManager:
     return TaskManager()
-
-
-def _unknown_task(name: str, known: list[str], local: list[str]) -> str:
-    if not local and name.removeprefix(PREFIX) in local_task_names():
-        return f"task is {name!r}, whose questions are local; give the folder that holds them as data."
-    near = difflib.get_close_matches(name, {*local, *known}, n=3)
-    hint = (
-        f"Did you mean {' or '.join(map(repr, near))}?"
-        if near
-        else "Give the folder of a task of your own as include_path."
-    )
-    where = f"{', '.join(local)} or a task of lm-eval" if local else "a task of lm-eval"
-    return f"task is {name!r}; expected {where}. {hint}"

@@ -25,16 +25,13 @@ def comparison_table(report: dict[str, Any]) -> Table:
     if models[0]["perplexity"] is not None:
         results = [model["perplexity"] for model in models]
         table.add_row("perplexity", *(f"{result['perplexity']:.4f}" for result in results))
-        table.add_row("bits per byte", *(f"{result['bits_per_byte']:.4f}" for result in results))
         table.add_row("tokens predicted", *(f"{result['tokens']:,}" for result in results))
-        table.add_row("tokens per second", *(f"{result['tokens_per_second']:,.0f}" for result in results))
     for task, scores in models[0]["tasks"].items():
         for metric in scores:
             if metric in _ABOUT_THE_TASK or _is_error_of_another(metric, scores):
                 continue
             cells = (_score(model["tasks"][task], metric) for model in models)
             table.add_row(f"{task} {metric} ({scores['num_fewshot'] or 0}-shot)", *cells)
-    table.add_row("seconds", *(f"{model['seconds']:.1f}" for model in models))
     if ahead := ", ".join(label for label, model in zip(labels, models, strict=True) if not model["causal"]):
         read_ahead = "A model that reads tokens before it predicts them has a perplexity that cannot be compared."
         table.caption = f"Not causal: {ahead}. {read_ahead}"

@@ -1,58 +1,47 @@
-"""Settings of an evaluation, from the command line or a YAML file."""
+"""Settings of an evaluation: the options of `midus eval`, and the keys of its YAML file."""
 
 import dataclasses
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from midus_hf.config.yaml_options import from_mapping, read_mapping
+import typer
+
+
+def _option(help: str, metavar: str) -> Any:
+    return typer.Option(help=help, metavar=metavar)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """Settings of an evaluation: the options of `midus eval`, and the keys of its YAML file.
+    """Request of what is measured of models, and how. Paths are relative to the current folder.
 
-    Paths are relative to the current folder.
-
-    Args:
-        text: File or folder to measure perplexity on, of the kinds that `read_documents` reads. Default: none.
-        column: Column, or JSON key, that holds the text in JSON lines and Parquet. Default: `text`.
-        sequence_length: Tokens per window of the text. Default: 1024, or the longest that the model was made for if shorter.
-        max_tokens: Greatest number of tokens to predict, spread evenly over the text. Default: all.
-        retriever: Folder of a tree of topics, as `midus cluster build` makes it. Models that fetch blocks do so by the path of a
-            whole document, or of a task's question; other models are measured in the same way without blocks. Windows end where
-            documents end. Default: none.
-        path_column: Column, or JSON key, that holds the path of each document in JSON lines and Parquet, as `midus cluster
-            assign` writes it. Models that fetch blocks do so by this path, as in training; other models are measured in the same
-            way without blocks. Windows end where documents end. Default: none.
-        tasks: Tasks of lm-evaluation-harness. Default: none.
-        data: Folder with the questions of the local tasks. Default: none, and every task is lm-eval's own.
-        include_path: Folder with more task files. Default: none.
-        num_fewshot: Worked examples before a question. Default: the task's own number, else 0.
-        limit: Number of questions per task, from the first on. Default: all.
-        batch_size: Windows or requests per forward pass. Default: 4.
-        dtype: Dtype to load weights in: `auto` (as saved), `float32`, `bfloat16` or `float16`. Default: `auto`.
-        device: Device to run on, such as `cpu` or `cuda:0`. Default: the first GPU if there is one, else the CPU.
-        trust_remote_code: Whether to run code that comes with a checkpoint. Models of this package need none. Default: False.
+    With a `retriever` or a `path_column`, windows end where documents end, and models that fetch blocks do so by the path of the
+    whole document, with a `retriever` also by that of a task's question. Other models are measured alike, without blocks.
 
     Raises:
         ValueError: If there is nothing to measure, if an option is out of range, or if another option that it needs is missing.
     """
 
-    text: str | None = None
-    column: str = "text"
-    sequence_length: int | None = None
-    max_tokens: int | None = None
-    retriever: str | None = None
-    path_column: str | None = None
-    tasks: list[str] = dataclasses.field(default_factory=list)
-    data: str | None = None
-    include_path: str | None = None
-    num_fewshot: int | None = None
-    limit: int | None = None
-    batch_size: int = 4
-    dtype: str = "auto"
-    device: str | None = None
-    trust_remote_code: bool = False
+    text: Annotated[str | None, _option("File or folder to measure perplexity on.", "PATH")] = None
+    column: Annotated[str, _option("Column that holds the text.", "NAME")] = "text"
+    sequence_length: Annotated[int | None, _option("Tokens per window of the text.  [default: 1024]", "N")] = None
+    max_tokens: Annotated[
+        int | None, _option("Tokens of the text to predict, spread evenly over it.  [default: all]", "N")
+    ] = None
+    retriever: Annotated[str | None, _option("Tree of topics by which models fetch blocks.", "TREE")] = None
+    path_column: Annotated[str | None, _option("Column with the path to fetch blocks by.", "NAME")] = None
+    tasks: Annotated[list[str] | None, _option("Tasks of lm-eval, separated by commas.", "NAMES")] = None
+    data: Annotated[str | None, _option("Folder with the questions of local tasks.", "DIR")] = None
+    include_path: Annotated[str | None, _option("Folder with more task files.", "DIR")] = None
+    num_fewshot: Annotated[int | None, _option("Worked examples before a question.  [default: the task's]", "N")] = (
+        None
+    )
+    limit: Annotated[int | None, _option("Questions per task, from the first on.  [default: all]", "N")] = None
+    batch_size: Annotated[int, _option("Windows or requests per forward pass.", "N")] = 4
+    dtype: Annotated[str, _option("auto, float32, bfloat16 or float16.", "NAME")] = "auto"
+    device: Annotated[str | None, _option("Such as cpu or cuda:0.  [default: GPU, else cpu]", "NAME")] = None
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")
+    ] = False
 
     def __post_init__(self) -> None:
         if self.text is None and not self.tasks:
@@ -75,29 +64,3 @@ class EvaluationSettings:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}; expected at least {least}.")
-        check_dtype(self.dtype)
-
-
-def check_dtype(dtype: str) -> None:
-    """Check that weights can be loaded in a dtype.
-
-    Raises:
-        ValueError: If the dtype is not `auto`, `float32`, `bfloat16` or `float16`.
-    """
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype is {dtype!r}; expected auto, float32, bfloat16 or float16.")
-
-
-def read_settings(path: str | Path | None, overrides: dict[str, Any]) -> EvaluationSettings:
-    """Read settings from a YAML file, and replace some of them.
-
-    Args:
-        path: YAML file that maps keys of `EvaluationSettings` to values. None: only the overrides count.
-        overrides: Settings by key. A value that is not None replaces the file's value.
-
-    Raises:
-        ValueError: If the file cannot be read, or has an unknown key or a value of the wrong type.
-    """
-    values = {} if path is None else read_mapping(path)
-    values |= {key: value for key, value in overrides.items() if value is not None}
-    return from_mapping(EvaluationSettings, values)

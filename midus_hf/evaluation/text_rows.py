@@ -1,12 +1,15 @@
 """Texts as rows of tokens, and a model's losses on the rows."""
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from midus_hf.models.parts import decoder_of
@@ -24,14 +27,12 @@ class TextRows:
         name: Name of the text.
         rows: Token ids of each row, `[T]`, two or more.
         documents: Number of the document that each row belongs to.
-        utf8_bytes: Number of bytes of UTF-8 that the predicted tokens of each row cover. Default: not known.
         paths: Path by which the rows of each document fetch blocks, `[documents, p]`, int64. Default: nothing is fetched.
     """
 
     name: str
     rows: list[torch.Tensor]
     documents: list[int]
-    utf8_bytes: Sequence[int] = ()
     paths: torch.Tensor | None = None
 
     @property
@@ -83,6 +84,11 @@ class RowLosses:
         """Loss per predicted token, in nats."""
         return (self.sums.sum() / self.tokens.sum()).item()
 
+    @property
+    def perplexity(self) -> float:
+        """`exp` of the loss per predicted token. Comparable between models of one tokenizer."""
+        return math.exp(self.mean)
+
 
 def text_rows(
     name: str,
@@ -102,7 +108,7 @@ def text_rows(
     Args:
         name: Name of the text.
         documents: Documents of the text.
-        tokenizer: A fast tokenizer, which knows the offsets of each token in the text.
+        tokenizer: Tokenizer of the models that will read the rows.
         config: Config of the models that will read the rows.
         sequence_length: Tokens that are predicted per row; the last row of a document has fewer. Default: 1024, or the longest that
             the model was made for if that is shorter.
@@ -111,7 +117,7 @@ def text_rows(
         joined: Whether documents are laid end to end, with a blank line between them, as one document. Default: False.
 
     Raises:
-        ValueError: If an option is out of range, if the text is too short, or if the tokenizer is not a fast one.
+        ValueError: If an option is out of range, or if the text is too short.
     """
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if sequence_length is None:
@@ -121,20 +127,16 @@ def text_rows(
             raise ValueError(f"{option} is {value}; expected at least 1.")
     if limit is not None and sequence_length > limit:
         raise ValueError(f"sequence_length is {sequence_length}; the model was made for at most {limit} tokens.")
-    if not tokenizer.is_fast:
-        raise ValueError(f"the tokenizer is a {type(tokenizer).__name__}; expected a fast one, with offsets.")
     bos = automatic_bos(tokenizer)
-    rows: list[tuple[torch.Tensor, int, int]] = []
+    rows: list[tuple[torch.Tensor, int]] = []
     for number, parts in enumerate([list(documents)] if joined else [[document] for document in documents]):
-        ids, sizes = _tokenized(tokenizer, parts)
+        ids = _tokenized(tokenizer, parts)
         lead = ids[:1] if bos is None else torch.tensor([bos])
-        if bos is None:
-            ids, sizes = ids[1:], sizes[1:]
-        for first in range(0, len(ids), sequence_length):
-            targets = ids[first : first + sequence_length]
-            rows.append((torch.cat([lead, targets]), number, sum(sizes[first : first + sequence_length])))
+        for targets in (ids[1:] if bos is None else ids).split(sequence_length):
+            if len(targets):
+                rows.append((torch.cat([lead, targets]), number))
             lead = targets[-1:] if bos is None else lead
-    predicted = sum(len(row) - 1 for row, *_ in rows)
+    predicted = sum(len(row) - 1 for row, _ in rows)
     least = sequence_length if joined else 1
     if predicted < least:
         raise ValueError(
@@ -142,12 +144,10 @@ def text_rows(
             f"{', or a smaller sequence_length' * joined}."
         )
     kept = len(rows) if max_tokens is None else max(1, max_tokens * len(rows) // predicted)
-    while max_tokens is not None and kept > 1 and sum(len(row) - 1 for row, *_ in _spread(rows, kept)) > max_tokens:
+    while max_tokens is not None and kept > 1 and sum(len(row) - 1 for row, _ in _spread(rows, kept)) > max_tokens:
         kept -= 1
     rows = sorted(_spread(rows, kept), key=lambda row: -len(row[0]))
-    return TextRows(
-        name, [row for row, *_ in rows], [document for _, document, _ in rows], [size for *_, size in rows]
-    )
+    return TextRows(name, [row for row, _ in rows], [document for _, document in rows])
 
 
 def _spread(rows: list[Any], kept: int) -> list[Any]:
@@ -161,40 +161,34 @@ def automatic_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return first[0] if first and first[0] == tokenizer.bos_token_id else None
 
 
-def _tokenized(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> tuple[torch.Tensor, list[int]]:
-    """Return the tokens of documents that are laid end to end, and the number of bytes that each covers."""
-    ids: list[int] = []
-    utf8_bytes: list[int] = []
-    for number, document in enumerate(documents, start=1):
-        text = document if number == len(documents) else document + DOCUMENT_SEPARATOR
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        if not encoded.input_ids:
-            continue
-        ids += encoded.input_ids
-        # A token covers the text from the end of the token before it to its own end; the last token covers the rest.
-        ends = [end for _, end in encoded.offset_mapping]
-        ends[-1] = len(text)
-        bytes_before: Sequence[int] = range(len(text) + 1)
-        if not text.isascii():
-            bytes_before = [0, *itertools.accumulate(len(character.encode()) for character in text)]
-        utf8_bytes += [bytes_before[end] - bytes_before[start] for start, end in zip([0, *ends], ends, strict=False)]
-    return torch.tensor(ids, dtype=torch.int64), utf8_bytes
+def _tokenized(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> torch.Tensor:
+    """Return the tokens of documents that are laid end to end, with a blank line between them, `[T]`, int64."""
+    texts = [*(document + DOCUMENT_SEPARATOR for document in documents[:-1]), *documents[-1:]]
+    ids = [tokenizer(text, add_special_tokens=False, verbose=False).input_ids for text in texts]
+    return torch.tensor(list(itertools.chain.from_iterable(ids)), dtype=torch.int64)
 
 
-def read_rows(
-    model: PreTrainedModel,
-    text: TextRows,
-    *,
-    batch_size: int = 4,
-    progress: Callable[[int], Any] | None = None,
-) -> RowLosses:
+@contextlib.contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Put a model in eval mode while the context is open, without gradients."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def read_rows(model: PreTrainedModel, text: TextRows, *, batch_size: int = 4) -> RowLosses:
     """Let a model read a text, and return its losses, computed in float32 or better and summed in float64.
+
+    A terminal shows a bar meanwhile.
 
     Args:
         model: A causal language model. It is in eval mode while it reads.
         text: The text, as `text_rows` returns it.
         batch_size: Rows per forward pass. It changes only speed, memory, and the last bits of floats. Default: 4.
-        progress: Called with the number of predicted tokens of each pass. Default: none.
 
     Raises:
         ValueError: If `batch_size` is less than 1, or if the text has an id that the model does not embed.
@@ -202,17 +196,10 @@ def read_rows(
     """
     batches = text.batches(batch_size)
     check_ids(int(max(row.max() for row in text.rows)), model.config.get_text_config().vocab_size)
-    was_training = model.training
-    model.eval()
     sums: list[torch.Tensor] = []
-    try:
-        with torch.no_grad():
-            for batch in batches:
-                sums += _row_sums(batch.rows, model(**batch.inputs(model)).logits)
-                if progress is not None:
-                    progress(batch.num_tokens)
-    finally:
-        model.train(was_training)
+    with evaluating(model):
+        for batch in tqdm(batches, desc=f"reading {text.name}", unit=" batches", leave=False, disable=None):
+            sums += _row_sums(batch.rows, model(**batch.inputs(model)).logits)
     losses = RowLosses(torch.stack(sums), torch.tensor([len(row) - 1 for row in text.rows]))
     if not losses.sums.isfinite().all():
         raise RuntimeError(f"the loss of text {text.name!r} is not a finite number. The model's weights are broken.")

@@ -1,8 +1,9 @@
 """Effects on the loss of texts when a model computes without an added part, one part at a time, and without all of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from midus_hf.evaluation.text_rows import RowLosses, TextRows, read_rows
@@ -60,20 +61,13 @@ class Ablation:
     whole_base: bool
 
 
-def ablate(
-    model: PreTrainedModel,
-    texts: Sequence[TextRows],
-    *,
-    batch_size: int = 4,
-    progress: Callable[[int], None] | None = None,
-) -> Ablation:
+def ablate(model: PreTrainedModel, texts: Sequence[TextRows], *, batch_size: int = 4) -> Ablation:
     """Measure the loss of texts without each added part, and compare it with the loss of the unchanged model.
 
     Args:
         model: A model as in `added_parts`. It is in eval mode during the measurement.
         texts: Texts, as `text_rows` returns them.
         batch_size: Rows per forward pass. Default: 4.
-        progress: Called with the number of tokens of each pass. Default: none.
 
     Raises:
         ValueError: For the reasons of `added_parts` and `read_rows`.
@@ -81,11 +75,12 @@ def ablate(
     parts = added_parts(model)
 
     def losses_of_texts() -> dict[str, RowLosses]:
-        return {text.name: read_rows(model, text, batch_size=batch_size, progress=progress) for text in texts}
+        return {text.name: read_rows(model, text, batch_size=batch_size) for text in texts}
 
     usual = losses_of_texts()
     effects = []
-    for part, off in [*((part, [part]) for part in parts), (Part(_ALL, "all", ()), parts)]:
+    without = [*((part, [part]) for part in parts), (Part(_ALL, "all", ()), parts)]
+    for part, off in tqdm(without, desc="ablation", unit=" parts", disable=None):
         with switched_off(model, off):
             changed = losses_of_texts()
         for text, losses in changed.items():
@@ -104,17 +99,6 @@ def ablation_table(ablation: Ablation) -> TableOfWords:
     columns[last] = [f"{row.loss:.5f}" for row in ablation.effects if row.kind == "all"]
     rows = [[name, *cells] for name, cells in columns.items()]
     return TableOfWords("Loss without a part, less loss as it is (nats per token)", ["without", *texts], rows)
-
-
-def ablation_finding(ablation: Ablation) -> str:
-    """Return in one sentence what all added parts do together, and which single part does most."""
-    together = [f"{row.effect:+.4f} on {row.text}" for row in ablation.effects if row.part == _ALL]
-    single = [row for row in ablation.effects if row.part != _ALL]
-    most = max(single, key=lambda row: abs(row.effect.difference))
-    return (
-        f"Without all that was added, the loss changes by {' and '.join(together)}; of single parts, {most.part} changes it most, "
-        f"by {most.effect:+.4f} on {most.text}."
-    )
 
 
 def ablation_panels(ablation: Ablation) -> dict[str, Panel]:

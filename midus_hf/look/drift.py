@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from midus_hf.evaluation.text_rows import TextRows
+from midus_hf.evaluation.text_rows import TextRows, evaluating
 from midus_hf.look.effects import Effect, mean_with_error
 from midus_hf.look.page import TableOfWords, table_of
 from midus_hf.look.parts import added_parts, has_whole_base, switched_off
-from midus_hf.look.watched_models import evaluating
 
 # A function that takes a batch of rows that fetch nothing, and returns the base's logits, `[B, T, V]`.
 LogitsOfBase = Callable[[TextRows], torch.Tensor]
@@ -95,7 +95,6 @@ def drift(
     texts: Sequence[TextRows],
     *,
     batch_size: int = 4,
-    progress: Callable[[int], None] | None = None,
 ) -> list[TextDrift]:
     """Compare a model's predictions of texts with the predictions of its base.
 
@@ -106,29 +105,21 @@ def drift(
         logits_of_base: Logits of the base, from `base_within` or `other_base`.
         texts: Texts, as `text_rows` returns them.
         batch_size: Rows per forward pass. Default: 4.
-        progress: Called with the number of tokens of each pass. Default: none.
 
     Raises:
         ValueError: If `batch_size` is less than 1.
         RuntimeError: If a divergence or loss is not finite.
     """
     with evaluating(model):
-        return [_drift_on(model, logits_of_base, text, batch_size, progress) for text in texts]
+        return [_drift_on(model, logits_of_base, text, batch_size) for text in texts]
 
 
-def _drift_on(
-    model: PreTrainedModel,
-    logits_of_base: LogitsOfBase,
-    text: TextRows,
-    batch_size: int,
-    progress: Callable[[int], None] | None,
-) -> TextDrift:
+def _drift_on(model: PreTrainedModel, logits_of_base: LogitsOfBase, text: TextRows, batch_size: int) -> TextDrift:
     compared: list[torch.Tensor] = []
-    for batch in text.batches(batch_size):
+    batches = text.batches(batch_size)
+    for batch in tqdm(batches, desc=f"drift on {text.name}", unit=" batches", leave=False, disable=None):
         logits = model(**batch.inputs(model)).logits
         compared += _compared(batch.rows, logits, logits_of_base(replace(batch, paths=None)))
-        if progress is not None:
-            progress(batch.num_tokens)
     sums_of_rows = torch.stack([columns.sum(-1) for columns in compared])  # [R, 4]
     if not sums_of_rows.isfinite().all():
         raise RuntimeError(f"a prediction of text {text.name!r} is not finite. The weights of a model are broken.")
@@ -177,12 +168,6 @@ def drift_rows(drifts: Sequence[TextDrift]) -> list[dict[str, Any]]:
             row |= {name: effect.difference, f"{name}_error": effect.standard_error}
         rows.append(row)
     return rows
-
-
-def drift_finding(drifts: Sequence[TextDrift]) -> str:
-    """Return in one sentence how many first choices changed, and by how much the loss."""
-    changes = [f"{one.changed.difference:.1%} of {one.text} (loss {one.loss_effect:+.4f})" for one in drifts]
-    return f"Another next token than the base's is likeliest at {' and '.join(changes)}."
 
 
 def drift_table(drifts: Sequence[TextDrift]) -> TableOfWords:

@@ -1,6 +1,6 @@
 """Importance of attention heads for the answers of a task (MIDUS, equation 20 and figure 4; Bansal et al. 2023)."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,7 +37,6 @@ class HeadImportance:
     Args:
         layers: Indices of the measured layers, ascending: all layers whose attention has an output projection.
         base_layers: Index in the base of each measured layer, if the config records the base's layers; otherwise its own index.
-        signed: Mean over answers of `sum_t a_h . dLoss/da_h`, `[L, H]`, float64 (equation 20).
         absolute: Mean over tokens of `|a_h . dLoss/da_h|`, `[L, H]`, float64 (Bansal et al.). In the last layer only the tokens
             that predict the answer have a gradient, and only these tokens count.
         answers: Number of answers.
@@ -46,15 +45,12 @@ class HeadImportance:
 
     layers: list[int]
     base_layers: list[int]
-    signed: torch.Tensor
     absolute: torch.Tensor
     answers: int
     loss: float
 
 
-def head_importance(
-    model: PreTrainedModel, answers: Iterable[Answer], progress: Callable[[], Any] | None = None
-) -> HeadImportance:
+def head_importance(model: PreTrainedModel, answers: Iterable[Answer]) -> HeadImportance:
     """Measure how much heads matter for answers, by the product of each head's output and its gradient of the loss.
 
     A head's output is its part of the input of attention's output projection, whichever attention computed it. The loss of an
@@ -64,7 +60,6 @@ def head_importance(
     Args:
         model: A causal language model, in eval mode.
         answers: Answers to measure, one or more.
-        progress: Called without arguments after each answer. Default: none.
 
     Raises:
         ValueError: If there is no answer, an answer has no token or no prompt, or no layer has an output projection.
@@ -74,8 +69,7 @@ def head_importance(
     last = model.config.get_text_config().num_hidden_layers - 1
     embeddings: Any = model.get_input_embeddings()
     device = embeddings.weight.device
-    signed = torch.zeros(len(projections), heads, dtype=torch.float64)
-    absolute = torch.zeros_like(signed)
+    absolute = torch.zeros(len(projections), heads, dtype=torch.float64)
     tokens = torch.zeros(len(projections), 1, dtype=torch.float64)
     count, total = 0, 0.0
     inputs: list[torch.Tensor] = []
@@ -99,16 +93,13 @@ def head_importance(
             predicting = len(answer.ids) - answer.prompt_tokens
             for row, (layer, read, gradient) in enumerate(zip(projections, inputs, gradients, strict=True)):
                 products = (read.detach().double() * gradient.double()).unflatten(-1, (heads, -1)).sum(-1)[0]  # [T, H]
-                signed[row] += products.sum(0).cpu()
                 absolute[row] += products.abs().sum(0).cpu()
                 tokens[row] += predicting if layer == last else len(answer.ids) - 1
             count, total = count + 1, total + loss.item()
-            if progress is not None:
-                progress()
     if count == 0:
         raise ValueError("there is no answer to measure; expected one or more.")
     layers = list(projections)
-    return HeadImportance(layers, _base_layers(model, layers), signed / count, absolute / tokens, count, total / count)
+    return HeadImportance(layers, _base_layers(model, layers), absolute / tokens, count, total / count)
 
 
 def _output_projections(model: PreTrainedModel) -> dict[int, nn.Module]:

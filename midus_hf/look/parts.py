@@ -5,17 +5,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from midus_hf.config.memory_entries import NO_MEMORIES, Memories
-from midus_hf.look.watched_models import (
-    bare_model,
-    depth_heads,
-    held_hooks,
-    hosted_memories,
-    layers_of,
-)
+from midus_hf.look.watched_models import depth_heads, held_hooks, hosted_memories
 from midus_hf.memory.protocols import AttendsToDepth
+from midus_hf.models.parts import decoder_of
 
 
 @dataclass(frozen=True)
@@ -37,33 +30,32 @@ class Part:
     memory: str = ""
 
 
-def added_parts(model: nn.Module) -> list[Part]:
+def added_parts(model: Any) -> list[Part]:
     """Return the parts that the last upscaling added to a model, or all memories if the config has no record of an upscaling.
 
     Parts are listed one by one in the order of layers, then banks that several layers share, whose layers are listed as well.
 
     Args:
-        model: A causal language model whose decoder has `layers`. It may be compiled, or wrapped by accelerate or PEFT.
+        model: A causal language model whose decoder has `layers`.
 
     Raises:
         ValueError: If nothing was added.
     """
-    config = bare_model(model).config.get_text_config()
+    config = model.config.get_text_config()
     memories: Memories = config.memories() if hasattr(config, "memories") else NO_MEMORIES
     record = getattr(config, "upscale", None) or {}
     inserted = set(record.get("new_layers", memories.inserted))
     names = set(record.get("new_memories", () if record else memories.attached))
     parts: list[Part] = []
-    for layer, block in enumerate(layers_of(model)):
+    for layer, block in enumerate(decoder_of(model).layers):
         if layer in inserted:
             kind = "block" if layer in memories.inserted else "layer"
             parts.append(Part(f"{kind} {layer}", kind, (layer,)))
         for name in getattr(block, "sites", {}):
             depth = depth_heads(block)
             reads_depth = depth is not None and depth.memory == name
-            if name in names and not (
-                depth is not None and reads_depth and not depth.slots
-            ):  # which only writes for later layers
+            only_writes = depth is not None and reads_depth and not depth.slots  # for later layers
+            if name in names and not only_writes:
                 parts.append(Part(f"{name} {layer}", "depth" if reads_depth else "memory", (layer,), name))
     if not parts:
         raise ValueError(
@@ -77,18 +69,18 @@ def added_parts(model: nn.Module) -> list[Part]:
     return parts
 
 
-def has_whole_base(model: nn.Module) -> bool:
+def has_whole_base(model: Any) -> bool:
     """Return whether a model has all layers of its base, in their order.
 
     If so, and if the base's weights are unchanged, the model without all added parts computes the same as the base.
     """
-    record = getattr(bare_model(model).config.get_text_config(), "upscale", None) or {}
+    record = getattr(model.config.get_text_config(), "upscale", None) or {}
     kept = [entry["base"] for entry in record.get("plan") or () if "base" in entry]
     return not kept or kept == list(range((record.get("base_config") or {}).get("num_hidden_layers", len(kept))))
 
 
 @contextlib.contextmanager
-def switched_off(model: nn.Module, parts: Iterable[Part]) -> Iterator[None]:
+def switched_off(model: Any, parts: Iterable[Part]) -> Iterator[None]:
     """Let a model compute without some of its parts while the context is open.
 
     A layer passes the residual stream on unchanged. A memory is skipped, like a fetching memory for which nothing was fetched.
@@ -103,7 +95,7 @@ def switched_off(model: nn.Module, parts: Iterable[Part]) -> Iterator[None]:
     Raises:
         ValueError: If the model lacks a part, or parameters of heads that read the depth are offloaded.
     """
-    blocks, readers = layers_of(model), hosted_memories(model, AttendsToDepth)
+    blocks, readers = decoder_of(model).layers, hosted_memories(model, AttendsToDepth)
     parts = list(parts)
     for part in parts:
         for layer in part.layers:

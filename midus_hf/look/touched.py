@@ -85,7 +85,6 @@ def touched_rows(
     texts: Mapping[str, Sequence[str]],
     counts: Mapping[tuple[str, str], Touched],
     certificate: Mapping[str, Any] | None,
-    is_whole: bool = True,
 ) -> list[Row]:
     """Return a row per text and memory.
 
@@ -93,7 +92,6 @@ def touched_rows(
         texts: Documents by the name of their text.
         counts: Counts by the names of text and memory.
         certificate: Certificate of the model, if there is one: a text is `certified` if the certificate has its digest.
-        is_whole: Whether the documents are all that the texts have. Default: true; otherwise no text is told to be certified.
     """
     known = {} if certificate is None else {text["sha256"]: text["name"] for text in certificate["texts"]}
     certified = {name: texts_digest(documents) in known for name, documents in texts.items()} if known else {}
@@ -114,7 +112,7 @@ def touched_rows(
                 "tokens": total,
                 "reading": int(one.reading.sum()) / max(1, total),
                 "differing": int((one.tokens - one.first).sum()) / max(1, total),
-                "certified": _certified(one, text, memory) if is_whole else "-",
+                "certified": _certified(one, text, memory),
             }
         )
     return rows

@@ -12,8 +12,9 @@ from torch import nn
 from midus_hf.banks.block_reader import GENERIC
 from midus_hf.look.page import Row, TableOfWords, table_of
 from midus_hf.look.pictures import Panel, curves
-from midus_hf.look.watched_models import decoder_of, held_hooks, hosted_memories, lacking
+from midus_hf.look.watched_models import held_hooks, hosted_memories, lacking
 from midus_hf.memory.protocols import ReadsChapters, RetrievesSlots
+from midus_hf.models.parts import decoder_of
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 
@@ -62,8 +63,8 @@ def record_usage(model: nn.Module) -> Iterator[Counts]:
     others: compiled code does not call hooks that were added after compilation.
 
     Args:
-        model: A causal language model whose decoder has `layers`. It may be compiled, or wrapped by accelerate or PEFT. Its
-            memory modules have an additional hook while the context is open; nothing else changes.
+        model: A causal language model whose decoder has `layers`. Its memory modules have an additional hook while the context
+            is open; nothing else changes.
 
     Yields:
         Counts of slots, `[H, N]`, int64, by the memory's layer and name, such as `3 ultramem`; of routed chapters, `[1, N]`; and of
@@ -176,15 +177,6 @@ def usage_table(rows: list[dict[str, Any]]) -> TableOfWords:
     columns = {"text": "{text}", "layer or bank": "{memory}", "slots": "{slots:,}", "used": "{used:.1%}"}
     shares = {"perplexity / N": "{perplexity:.1%}", "largest share": "{largest:.2%}"}
     return table_of("Slots, chapters and blocks used", rows, {**columns, **shares})
-
-
-def usage_finding(rows: list[dict[str, Any]]) -> str:
-    """Return in one sentence, of the rows of `usage_rows`, how much is used at least once, and how much the most used gets."""
-    used, most = [row["used"] for row in rows], max(rows, key=lambda row: row["largest"])
-    return (
-        f"Of each memory's slots, chapters or blocks, texts use {min(used):.0%} to {max(used):.0%}; the most used one gets "
-        f"{most['largest']:.1%} of what its head reads ({_labelled(most['memory'])}, {most['text']})."
-    )
 
 
 def _labelled(memory: str) -> str:

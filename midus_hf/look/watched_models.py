@@ -1,15 +1,14 @@
-"""Tools to watch a model: its memories by layer and name, hooks that are removed afterwards, and eval mode for a while."""
+"""Tools to watch a model: its memories by layer and name, and hooks that are removed afterwards."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from midus_hf.models import parts
 from midus_hf.models.depth_heads import DepthHeads
+from midus_hf.models.parts import decoder_of
 
 
 class HostedMemory(NamedTuple):
@@ -19,7 +18,7 @@ class HostedMemory(NamedTuple):
         layer: Index of the decoder layer.
         name: Name of the attached memory; empty if the layer was inserted for the memory.
         block: The decoder layer.
-        module: The memory; if PEFT has copied the memory, the copy of the active adapter, which a pass calls.
+        module: Module of the memory.
     """
 
     layer: int
@@ -33,52 +32,30 @@ class HostedMemory(NamedTuple):
         return f"{self.layer} {self.name}".rstrip()
 
 
-def bare_model(model: nn.Module) -> Any:
-    """Return a causal language model without the wrappers of compilation and accelerate; wrappers of PEFT stay."""
-    return extract_model_from_parallel(model, keep_torch_compile=False)
-
-
-def decoder_of(model: nn.Module) -> Any:
-    """Return the decoder of a causal language model, which may be compiled, or wrapped by accelerate or PEFT."""
-    return parts.decoder_of(bare_model(model))
-
-
-def _called(module: Any) -> Any:
-    """Return a module, or in place of PEFT's wrapper of a module and its copies the one that a pass calls."""
-    while "modules_to_save" in module._modules and "original_module" in module._modules:
-        adapter = next(iter(module.active_adapters), None)
-        is_copied = adapter in module.modules_to_save and not module.disable_adapters
-        module = module.modules_to_save[adapter] if is_copied else module.original_module
-    return module
-
-
-def layers_of(model: nn.Module) -> list[Any]:
-    """Return the decoder layers that a pass calls, of a model as `decoder_of` takes it."""
-    return [_called(layer) for layer in decoder_of(model).layers]
-
-
 def hosted_memories(model: nn.Module, *kinds: type) -> list[HostedMemory]:
     """Return the memories of a model that are of one of some kinds, in the order of layers.
 
     Args:
-        model: A causal language model whose decoder has `layers`. It may be compiled, or wrapped by accelerate or PEFT.
+        model: A causal language model whose decoder has `layers`.
         *kinds: Protocols of `midus_hf.memory.protocols`, of which the memories implement one.
 
     Raises:
         ValueError: If a parameter of one of these memories is offloaded.
     """
     hosts = []
-    for layer, block in enumerate(layers_of(model)):
+    layers: Any = decoder_of(model).layers
+    for layer, block in enumerate(layers):
         own = {"": block.memory} if isinstance(getattr(block, "memory", None), nn.Module) else {}
-        for name, memory in {**own, **getattr(block, "memories", {})}.items():
-            called = _called(memory)
-            if not isinstance(called, kinds):
+        memories: dict[str, Any] = {**own, **getattr(block, "memories", {})}
+        for name, memory in memories.items():
+            is_one = isinstance(memory, kinds)
+            if not is_one:
                 continue
             if any(parameter.device.type == "meta" for parameter in memory.parameters()):
                 raise ValueError(
                     f"the memory of layer {layer} is offloaded; expected its parameters on a device. Load the model whole."
                 )
-            hosts.append(HostedMemory(layer, name, block, called))
+            hosts.append(HostedMemory(layer, name, block, memory))
     return hosts
 
 
@@ -87,10 +64,10 @@ def depth_heads(block: Any) -> DepthHeads | None:
     return next((site for site in getattr(block, "stands", ()) if isinstance(site, DepthHeads)), None)
 
 
-def lacking(model: nn.Module, part: str) -> ValueError:
+def lacking(model: Any, part: str) -> ValueError:
     """Return the error that a model has no memory that does something, such as `"reads chapters"`."""
     return ValueError(
-        f"this {bare_model(model).config.model_type} model has no memory that {part}; expected one upscaled with such a memory."
+        f"this {model.config.model_type} model has no memory that {part}; expected one upscaled with such a memory."
     )
 
 
@@ -102,15 +79,3 @@ def held_hooks() -> Iterator[Callable[[Any], object]]:
     """
     with contextlib.ExitStack() as handles, torch.compiler.set_stance("force_eager"):
         yield lambda handle: handles.callback(handle.remove)
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode while the context is open, without gradients."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)

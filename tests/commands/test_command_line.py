@@ -151,26 +151,6 @@ def test_every_command_tells_the_version(command, monkeypatch, capsys):
             "midus flops: No such option: --bach (Possible options: --batch). See 'midus flops --help'.",
         ),
         ("upscale strp", "upscale: No such command 'strp'. Did you mean 'strip'? See 'upscale --help'."),
-        ("midus methods", "midus: No such command 'methods'. Run 'upscale methods'. See 'midus --help'."),
-        (
-            "midus look model --text text.txt",
-            "midus look: No such command 'model'. A question stands first: 'midus look QUESTION MODEL'. See 'midus look --help'.",
-        ),
-        (
-            "midus train notes --text-column body",
-            "midus train: No such option: --text-column. It is a key: text_column=VALUE, without dashes, behind the first word. See "
-            "'midus train --help'.",
-        ),
-        (
-            "midus train notes --protect notes.txt",
-            "midus train: No such option: --protect. It is a key: protect=VALUE, without dashes, behind the first word. See "
-            "'midus train --help'.",
-        ),
-        (
-            "midus sft --dataset-name chats.jsonl",
-            "midus sft: No such option: --dataset-name. Chats stand first: 'midus sft CHATS --model MODEL --output DIR'. See "
-            "'midus sft --help'.",
-        ),
         ("upscale strip --k", "upscale strip: No such option: --k. See 'upscale strip --help'."),
     ],
 )
@@ -178,19 +158,6 @@ def test_a_typo_is_answered_with_what_is_nearest(words, line, monkeypatch, capsy
     program, *rest = words.split()
     assert run_in_process(program, rest, monkeypatch) == 2
     assert capsys.readouterr().err == f"{line}\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        ("midus train --corpus notes", "Texts stand first: 'midus train TEXTS --model MODEL --output DIR'. See"),
-        ("upscale --model base", "The base is given by --base. See"),
-    ],
-)
-def test_a_hint_follows_the_options_that_are_nearest(words, hint, monkeypatch, capsys):
-    program, *rest = words.split()
-    assert run_in_process(program, rest, monkeypatch) == 2
-    assert hint in capsys.readouterr().err
 
 
 def test_output_that_nobody_reads_ends_a_command_without_a_word():

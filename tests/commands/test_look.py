@@ -267,14 +267,12 @@ def test_depth_is_a_row_per_layer(run, room):
     assert f" {sum(first['sequence_shares']) / HEADS:.1%} " in of_first
 
 
-def test_depth_is_drawn_or_the_map_of_one_head(run, room, tmp_path):
+def test_depth_is_drawn(run, room, tmp_path):
     pytest.importorskip("matplotlib")
     picture, page = tmp_path / "depth.png", tmp_path / "depth.html"
     run("depth", room.depth, *room.three, *outputs(picture, page))
     assert picture.read_bytes().startswith(b"\x89PNG") and "36 tokens" in page.read_text()
-    layers = page.read_text()
-    run("depth", room.depth, *room.three, *outputs(page), "--layer", "3", "--head", "1")
-    assert layers.count("data:image/png;base64,") == 1 and page.read_text() != layers
+    assert page.read_text().count("data:image/png;base64,") == 1
 
 
 def test_heads_are_told_as_json_and_drawn(run, room, tmp_path):
@@ -308,10 +306,6 @@ def test_one_page_joins_all_answers_and_checks_the_base_once(run, room, tmp_path
         "Loss without a part",
     )
     assert all(title in page for title in titles)
-    results = page.partition("<h2>")[0]
-    assert all(
-        words in results for words in ("slots, chapters or blocks", "Without all that was added", "likeliest at")
-    )
     assert page.count("data:image/png;base64,") == 2
     run(*words, tmp_path / "other.html", "--base", room.base)
     of_base = "compared with its base, which is the model without what was added"
@@ -338,8 +332,7 @@ REFUSALS = [
     ("usage TRAINED --text b=absent", "text is 'absent', which does not exist; expected"),
     ("usage TRAINED --text =a.txt", "text is '=a.txt'; expected PATH or NAME=PATH, such as code=code.jsonl."),
     ("usage TRAINED --text a=b --text a=c", "text 'a' is given twice; expected each name once."),
-    ("usage TRAINED TEXT --limit 0", "limit is 0; expected at least 1."),
-    ("usage TRAINED --text absent --dtype int8", "dtype is 'int8'; expected auto, float32, bfloat16 or float16."),
+    ("usage TRAINED TEXT --dtype int8", "dtype is 'int8'; expected auto, float32, bfloat16 or float16."),
     ("usage BROKEN TEXT --device cpu", "model is 'BROKEN', which cannot be loaded on cpu"),
     ("usage TRAINED TEXT --output a.txt", f"output is 'a.txt'; expected a file ending in {FILES}."),
     (
@@ -356,11 +349,7 @@ REFUSALS = [
         "this midus_llama model has no memory that retrieves slots, reads chapters or fetches blocks;",
     ),
     ("usage TRAINED TEXT --retriever TREE", "and this model fetches no blocks; leave it out."),
-    ("heads BASE --tasks piqa --limit 0", "limit is 0; expected at least 1."),
-    (
-        "heads BASE --tasks midus_piqa",
-        "task is 'midus_piqa', whose questions are local; give the folder that holds them",
-    ),
+    ("heads BASE --tasks piqa --limit 0", "Invalid value for '--limit': "),
     ("heads BASE --tasks piqa --text a.txt", "No such option: --text"),
     ("heads BASE --data questions", "Missing option '--tasks'. See 'midus look heads --help'."),
     ("usage TRAINED", "Missing option '--text'. See 'midus look usage --help'."),
@@ -368,10 +357,6 @@ REFUSALS = [
     ("drift BASE TEXT", "base was not made by upscale: its config.json has no 'upscale' entry. Give an upscaled"),
     ("page TRAINED TEXT", "--output is missing; page needs it, such as --output page.html."),
     ("ablation BASE TEXT", "this llama model has no layer and no memory that was added to a base; expected"),
-    ("ablation CHAPTERS TEXT --layer 1 --head 1", "No such option: --layer"),
-    ("depth DEPTH TEXT --layer 1", "layer and head name one head together; expected both or neither. Give the other"),
-    ("depth DEPTH TEXT --layer 0 --head 0", "layer is 0; expected one that reads the depth: 1, 2, 3."),
-    ("depth DEPTH TEXT --layer 1 --head 4", "head is 4; expected one from 0 to 3, those of layer 1."),
     ("depth BASE TEXT", "this llama model has no memory that reads the depth; expected one upscaled"),
 ]
 

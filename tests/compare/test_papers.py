@@ -9,13 +9,13 @@ import pytest
 from compare.made_results import BASE, comparison, result
 from compare.small_comparison import write_room
 
-from midus_hf.cli.options import read_recipe
 from midus_hf.compare.findings import findings
 from midus_hf.compare.options import Comparison, PaperOptions, TaskOptions
 from midus_hf.compare.report import as_json, paper_number, paper_tables, tables, write_report
 from midus_hf.compare.results import Measured, Point, Result
 from midus_hf.compare.runs import check
 from midus_hf.compare.variants import plan
+from midus_hf.config.yaml_options import read_config
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 
 FOLDER = Path(__file__).parents[2] / "configs" / "reproduce"
@@ -33,7 +33,7 @@ LLAMAS = {"meta-llama/Llama-3.2-1B": LLAMA_3_2_1B, "meta-llama/Llama-3.1-8B": LL
 
 def read(table: str, *words: str) -> Comparison:
     first, *others = [str(FOLDER / f"{name}.yaml") for name in TABLES[table]]
-    return read_recipe(Comparison, first, [*others, *words])
+    return read_config(Comparison, first, [*others, *words])
 
 
 def test_every_file_belongs_to_a_table():

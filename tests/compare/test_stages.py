@@ -1,7 +1,6 @@
 """Stages: several corpora one after the other, by one model or by one for each, measured document by document after each."""
 
 import json
-import math
 import random
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from midus_hf.compare.results import read_result
 from midus_hf.compare.runs import base_run, check
 from midus_hf.compare.variants import with_corpora
 from midus_hf.config.yaml_options import from_mapping
-from midus_hf.evaluation.perplexity import perplexity
+from midus_hf.evaluation.text_rows import read_rows, text_rows
 from midus_hf.topics.documents import read_documents
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.run import train
@@ -65,7 +64,9 @@ def measured(room: Path, output: Path, options: dict[str, Any], **changes: Any):
 def loss(model: Path | str, text: Path) -> float:
     """Return the loss of a text whose documents are measured one by one, in nats per token."""
     loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-    return math.log(perplexity(loaded, tokenizer, read_documents(text), sequence_length=32, apart=True).perplexity)
+    return read_rows(
+        loaded, text_rows("text", read_documents(text), tokenizer, loaded.config, sequence_length=32)
+    ).mean
 
 
 def by_hand(comparing: Comparing, stage: int, model: Path, output: Path) -> Path:

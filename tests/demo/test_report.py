@@ -8,7 +8,7 @@ import pytest
 from demo.report import write_report
 
 MEASURED = {
-    "perplexity": {"perplexity": 33.8613, "tokens": 100, "seconds": 2.0, "tokens_per_second": 50.0},
+    "perplexity": {"perplexity": 33.8613, "tokens": 100},
     "parameters": 134_515_008,
 }
 
@@ -21,12 +21,11 @@ def arguments(tmp_path):
     events += [{**one, "eval_a_loss": 3.5 - 0.1 * one["step"], "eval_b_loss": 3.0} for one in (seen[0], seen[14])]
     events.append({**seen[14], "train_loss": 3.3, "train_runtime": 300.0})
     log.write_text(json.dumps({"log_history": events}))
-    slower = copy.deepcopy(MEASURED) | {"parameters": 143_409_088}
-    slower["perplexity"]["seconds"] = 3.0
-    trained = copy.deepcopy(slower)
+    upscaled = copy.deepcopy(MEASURED) | {"parameters": 143_409_088}
+    trained = copy.deepcopy(upscaled)
     trained["perplexity"]["perplexity"] = 28.5646
     return {
-        "models": {"base": copy.deepcopy(MEASURED), "upscaled": slower, "trained": trained},
+        "models": {"base": copy.deepcopy(MEASURED), "upscaled": upscaled, "trained": trained},
         "samples": {
             name: {"text": f"{name} <text>", "tokens_per_second": 6.4} for name in ("base", "upscaled", "trained")
         },

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from evaluation.byte_models import byte_model, byte_tokenizer, save_byte_model
+from evaluation.measured import perplexity
 from evaluation.questions import write_questions
 from topics.tiny_bert import WIDTH, save_tiny_bert
 from topics.trees import random_tree
@@ -15,7 +16,6 @@ from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.cli.evaluate import main
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.fetching import by_path, fetches_blocks, fetching, question_of
-from midus_hf.evaluation.perplexity import perplexity
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.tree_files import TreeOrigin
 from upscalers.runs.upscale import upscale
@@ -121,7 +121,7 @@ def test_questions_are_asked_with_their_own_blocks_and_without_worked_examples(m
         requests.extend(texts)
         return find_paths(texts)
 
-    result = tasks.run(model, byte_tokenizer(), find_paths=spy, num_fewshot=1, quiet=True)
+    result = tasks.run(model, byte_tokenizer(), find_paths=spy, num_fewshot=1)
     assert result["openbookqa"]["num_fewshot"] == 1
     assert requests and all("Answer: " not in text and len(text) < 60 for text in requests)
     assert "Predators eat" in requests
@@ -230,7 +230,7 @@ def test_paths_in_another_tree_than_that_of_the_bank_are_refused_before_anything
     path, words, model_folder, tmp_path, capsys, monkeypatch
 ):
     measured: list[object] = []
-    monkeypatch.setitem(evaluate.__globals__, "perplexity", lambda *_, **__: measured.append(1))
+    monkeypatch.setitem(evaluate.__globals__, "read_rows", lambda *_, **__: measured.append(1))
     rows = [
         *({"text": "a word " * 50, "memory_ids": [0] * len(path)} for _ in range(20)),
         {"text": "b", "memory_ids": path},

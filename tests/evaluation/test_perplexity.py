@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 from evaluation.byte_models import VOCABULARY_SIZE, byte_model, byte_tokenizer, save_byte_model, save_upscaled
+from evaluation.measured import perplexity
 from transformers import AutoModelForCausalLM
-
-from midus_hf.evaluation import perplexity
 
 DOCUMENTS = ["The first document.", "A second one, with ünïcödé: 猫.", "And a third."]
 
@@ -51,7 +50,6 @@ def test_memory_with_zero_values_leaves_every_measure_as_it_is(family, tmp_path)
         for folder in (base, upscaled)
     ]
     assert results[0].perplexity == results[1].perplexity
-    assert results[0].bits_per_byte == results[1].bits_per_byte
 
 
 def test_the_same_call_gives_the_same_result(family):
@@ -74,22 +72,13 @@ def test_max_tokens_limits_what_is_predicted():
     assert perplexity(model, tokenizer, DOCUMENTS, sequence_length=16, max_tokens=40).tokens == 32
 
 
-def test_a_uniform_model_needs_the_logarithm_of_its_vocabulary_for_every_byte():
+def test_a_uniform_model_has_the_perplexity_of_its_vocabulary():
     model, tokenizer = byte_model("llama"), byte_tokenizer(writes_bos=True)
     torch.nn.init.zeros_(model.lm_head.weight)
     text = "猫 and ü\n"
     result = perplexity(model, tokenizer, [text, text], sequence_length=8)
     assert result.perplexity == pytest.approx(VOCABULARY_SIZE, rel=1e-6)
     assert result.tokens == 2 * len(text.encode()) + 2
-    assert result.bits_per_byte == pytest.approx(math.log2(VOCABULARY_SIZE), rel=1e-6)
-
-
-def test_bits_are_counted_over_the_predicted_part_of_the_text_alone():
-    model, tokenizer = byte_model("llama"), byte_tokenizer()
-    torch.nn.init.zeros_(model.lm_head.weight)
-    result = perplexity(model, tokenizer, ["猫" * 30], sequence_length=6, max_tokens=12)
-    assert result.tokens == 12
-    assert result.bits_per_byte == pytest.approx(math.log2(VOCABULARY_SIZE), rel=1e-1)
 
 
 def test_low_precision_weights_are_summed_in_high_precision():
@@ -111,11 +100,3 @@ def test_the_model_is_measured_in_eval_mode_and_given_back_as_it_was():
     in_training = perplexity(model.train(), tokenizer, DOCUMENTS, sequence_length=16)
     assert in_training.perplexity == in_eval_mode.perplexity
     assert model.training
-
-
-def test_progress_ends_at_the_number_of_tokens():
-    seen = []
-    result = perplexity(
-        byte_model("llama"), byte_tokenizer(), DOCUMENTS, sequence_length=16, progress=lambda *done: seen.append(done)
-    )
-    assert sum(tokens for tokens, _ in seen) == result.tokens and {total for _, total in seen} == {result.tokens}

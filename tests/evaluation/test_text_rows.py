@@ -27,7 +27,7 @@ def test_documents_are_kept_apart_and_long_ones_are_cut():
     documents = [words(3, 4, 5, 6, 7, 8), words(10, 11), words(12)]
     text = text_rows("text", documents, tiny_tokenizer(), CONFIG, sequence_length=3)
     assert rows_as_lists(text) == [(0, [3, 4, 5, 6]), (0, [6, 7, 8]), (1, [10, 11])]
-    assert text.num_tokens == 6 and text.utf8_bytes == [9, 6, 4]
+    assert text.num_tokens == 6
 
 
 def test_a_row_begins_with_the_token_that_the_tokenizer_writes():
@@ -54,7 +54,7 @@ def test_every_token_is_predicted_once_and_max_tokens_keeps_rows_from_all_over_t
     some = text_rows("text", ["".join(text)], byte_tokenizer(), CONFIG, max_tokens=max_tokens, **options)
     targets = [token for row in every.rows for token in row[1:].tolist()]
     assert targets == byte_tokenizer()("".join(text), add_special_tokens=False).input_ids[1:]
-    assert all(len(row) - 1 <= sequence_length for row in every.rows) and sum(every.utf8_bytes) == length
+    assert all(len(row) - 1 <= sequence_length for row in every.rows)
     assert len(some.rows) == 1 or some.num_tokens <= max_tokens
     assert len(some.rows) >= min(len(every.rows), max_tokens // sequence_length)
 
@@ -64,9 +64,8 @@ def test_losses_are_those_of_each_row_alone(batch_size):
     model = tiny_model("llama").train()
     documents = [words(3, 4, 5, 9), words(10, 11, 90), words(12, 60, 5)]
     text = text_rows("text", documents, tiny_tokenizer(), CONFIG)
-    seen = []
-    losses = read_rows(model, text, batch_size=batch_size, progress=seen.append)
-    assert model.training and sum(seen) == 7
+    losses = read_rows(model, text, batch_size=batch_size)
+    assert model.training
     model.eval()
     for row, loss, tokens in zip(text.rows, losses.sums, losses.tokens, strict=True):
         with torch.no_grad():
@@ -99,14 +98,6 @@ def test_a_text_without_a_token_to_predict_is_refused(documents):
         ValueError, match=r"text 'text' has 0 tokens to predict; expected at least 1\. Give more text\."
     ):
         text_rows("text", documents, tiny_tokenizer(), CONFIG)
-
-
-def test_a_tokenizer_without_offsets_is_refused():
-    class Slow:
-        is_fast = False
-
-    with pytest.raises(ValueError, match="the tokenizer is a Slow; expected a fast one"):
-        text_rows("text", ["a"], Slow(), CONFIG)
 
 
 def test_a_broken_model_is_told():

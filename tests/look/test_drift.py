@@ -30,9 +30,7 @@ def test_right_after_upscaling_nothing_has_moved_at_all(family, method):
 def test_divergence_is_that_of_the_definition(family):
     base, folder = saved_pair(family, "midus-hml")
     model, of_base = acting(loaded(folder)), loaded(base)
-    messages = []
-    (result,) = drift(model, base_within(model), [TEXT], batch_size=2, progress=messages.append)
-    assert sum(messages) == TEXT.num_tokens
+    (result,) = drift(model, base_within(model), [TEXT], batch_size=2)
     sums, changed = [], 0
     for row in TEXT.rows:
         with torch.no_grad():

@@ -4,9 +4,6 @@ import math
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import TorchDynamoPlugin
 from look.memory_models import ENTRIES, enable_checkpointing, has_hooks, memories, memory_model
 from models.hierarchical_models import hierarchical_model
 from pairs import by_default
@@ -124,28 +121,17 @@ def compiled(model, kind: str):
         model.compile(backend="aot_eager")
     elif kind == "forward":
         model.forward = torch.compile(model.forward, backend="aot_eager")
-    elif kind == "layers":
+    else:
         for layer in model.model.layers:
             layer.compile(backend="aot_eager")
-    else:
-        plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=kind == "accelerate, by region")
-        model = Accelerator(cpu=True, mixed_precision="no", dynamo_plugin=plugin).prepare_model(model)
     return model, model
 
 
-COMPILED = ("module", "function", "in place", "forward", "layers", "accelerate", "accelerate, by region")
+COMPILED = ("module", "function", "in place", "forward", "layers")
 
 
-@pytest.fixture
-def fresh_accelerate():
-    """No state of accelerate: after a run in bfloat16 in the same process, its models would compute in bfloat16 too."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.mark.parametrize("kind", by_default(["module", "accelerate, by region"], COMPILED))
-def test_a_compiled_model_is_counted_like_any_other(kind, fresh_accelerate):
+@pytest.mark.parametrize("kind", by_default(["module", "layers"], COMPILED))
+def test_a_compiled_model_is_counted_like_any_other(kind):
     tokens = prompt(length=6)
     with torch.no_grad():
         model = memory_model("llama")

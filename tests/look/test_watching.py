@@ -1,4 +1,4 @@
-"""Whatever is watched: a model computes what it did, keeps no hook, and is watched alike where PEFT has wrapped it."""
+"""Whatever is watched: a model computes what it did, and keeps no hook."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,14 +9,10 @@ from look.chapter_models import routed_model
 from look.memory_models import memory_model
 from models.depth_models import depth_model
 from models.hierarchical_models import hierarchical_model
-from peft import LoraConfig, get_peft_model
 from tiny import prompt, tiny_model
 
 from midus_hf.look.depth import depth_rows, record_depth
-from midus_hf.look.parts import Part, switched_off
 from midus_hf.look.usage import record_usage
-from midus_hf.look.watched_models import hosted_memories
-from midus_hf.memory.protocols import ReadsChapters, RetrievesSlots
 
 ROW = prompt(5, 1)
 
@@ -30,8 +26,7 @@ class Watch(NamedTuple):
         found: What was recorded, to be compared.
         tokens: How many tokens each memory was seen to read, given what was recorded.
         refusal: What is said of a model without such a memory.
-        memory: What PEFT may copy, or nothing.
-        adapted: Projections of the memory that LoRA may adapt.
+        memory: Name of the memory's module, or nothing if it has no parameters.
         inputs: Of a pass, beside tokens.
     """
 
@@ -41,7 +36,6 @@ class Watch(NamedTuple):
     tokens: Callable[[Any], set[float]]
     refusal: str
     memory: str = ""
-    adapted: tuple[str, ...] = ()
     inputs: dict[str, Any] = {}
 
 
@@ -66,14 +60,12 @@ WATCHES = {
         *(lambda folder: routed_model(routing="chunk", chunk_size=4), record_usage, counts_of, tokens_of(2)),
         NOTHING_TO_COUNT,
         "memories.chapters",
-        ("value_projection", "key_projection"),
     ),
     "depth": Watch(
         *(lambda folder: depth_model(), record_depth, depth_rows),
         lambda readings: {reading.tokens for reading in readings},
         r"this llama model has no memory that reads the depth; expected one upscaled",
         "memories.depth-attention",
-        ("ffn_key",),
     ),
     "blocks": Watch(
         *(lambda folder: hierarchical_model("llama", "hier-ffn", folder), record_usage, counts_of, tokens_of(1)),
@@ -110,54 +102,6 @@ def test_a_generated_token_counts_once(watch, tmp_path):
     with watch.record(model) as recorded:
         model.generate(ROW, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0, **watch.inputs)
     assert watch.tokens(recorded) == {5 + 3}, "the last token is not read"
-
-
-@pytest.mark.parametrize("kind", ["copied", "adapted"])
-def test_a_model_that_peft_wraps_is_watched_alike(watch, kind, tmp_path):
-    results = []
-    for model in (watch.model(tmp_path / "usual"), watch.model(tmp_path / "wrapped")):
-        if results:
-            copied = {"modules_to_save": [watch.memory]} if kind == "copied" and watch.memory else {}
-            adapted = watch.adapted if kind == "adapted" else ()
-            lora = LoraConfig(r=2, target_modules=["q_proj", *adapted], task_type="CAUSAL_LM", **copied)
-            model = get_peft_model(model, lora)
-        with watch.record(model) as recorded, torch.no_grad():
-            model(input_ids=ROW, **watch.inputs)
-        results.append(watch.found(recorded))
-    assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("copied", ["model.layers.1", "memory"])
-def test_the_memory_of_the_active_adapter_is_watched_and_not_the_newest(copied):
-    """Of a memory whose layer PEFT copied, and of one that it copied by itself."""
-    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", modules_to_save=[copied])
-    model = get_peft_model(memory_model("llama"), lora)
-    original = hosted_memories(model, RetrievesSlots)[0].module
-    model.add_adapter("newer", lora)
-    assert hosted_memories(model, RetrievesSlots)[0].module is original
-    model.set_adapter("newer")
-    newer = hosted_memories(model, RetrievesSlots)[0].module
-    assert newer is not original and ".newer" in next(name for name, each in model.named_modules() if each is newer)
-    with record_usage(model) as usage, torch.no_grad():
-        model(input_ids=ROW)
-    assert all(counts.any() for counts in usage.values())
-    with model.disable_adapter():
-        below = hosted_memories(model, RetrievesSlots)[0].module
-        assert "original_module" in next(name for name, each in model.named_modules() if each is below)
-
-
-def test_a_part_that_peft_copied_is_switched_off():
-    """A memory is taken out of the copy of its layer, which a pass calls."""
-    usual = routed_model(routing="chunk", chunk_size=4)
-    layers = sorted({hosted.layer for hosted in hosted_memories(usual, ReadsChapters)})
-    with torch.no_grad(), switched_off(usual, [Part("chapters", "memory", tuple(layers), "chapters")]):
-        expected = usual(ROW).logits
-    lora = LoraConfig(
-        r=2, target_modules=["q_proj"], layers_to_transform=[], modules_to_save=[f"model.layers.{n}" for n in layers]
-    )
-    model = get_peft_model(routed_model(routing="chunk", chunk_size=4), lora)
-    with torch.no_grad(), switched_off(model, [Part("chapters", "memory", tuple(layers), "chapters")]):
-        assert torch.equal(model(input_ids=ROW).logits, expected)
 
 
 def test_a_model_without_such_a_memory_is_refused(watch):

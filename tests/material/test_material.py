@@ -22,9 +22,9 @@ from material.minilm import minilm
 from material.registry import check_sha256
 from material.smollm2 import GGUF_SHA256, smollm2_135m, smollm2_gguf
 from material.stages import stages
-from midus_hf.evaluation import perplexity
 from midus_hf.evaluation.knowledge_edits import EDIT_TASKS
 from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
+from midus_hf.evaluation.text_rows import read_rows, text_rows
 from midus_hf.topics.documents import read_documents
 from midus_hf.topics.embedding import TextEmbedder
 
@@ -67,7 +67,9 @@ def test_words_in_order_are_far_likelier_than_words_in_disorder(smollm2):
     words = read_documents(addresses().held_out)[-1].split()[:400]
     disorder = [words[index] for index in torch.randperm(len(words), generator=torch.Generator().manual_seed(0))]
     in_order, shuffled = (
-        perplexity(model, tokenizer, [" ".join(text)], sequence_length=256, max_tokens=256)
+        read_rows(
+            model, text_rows("text", [" ".join(text)], tokenizer, model.config, sequence_length=256, max_tokens=256)
+        )
         for text in (words, disorder)
     )
     assert in_order.perplexity * 10 < shuffled.perplexity

@@ -9,8 +9,7 @@ import torch
 from training.tiny_run import refused
 from transformers import TrainingArguments
 
-from midus_hf.cli.options import read_recipe
-from midus_hf.config.yaml_options import from_mapping
+from midus_hf.config.yaml_options import from_mapping, read_config
 from midus_hf.training import arguments
 from midus_hf.training.arguments import TrainArguments, computes_bfloat16
 from midus_hf.training.run import prepare
@@ -36,7 +35,7 @@ def test_a_file_and_words_after_it_make_one_set_of_arguments_and_words_win(recip
         "trainable=[3, 7]",
         "save_total_limit=null",
     ]
-    read = read_recipe(TrainArguments, recipe, words)
+    read = read_config(TrainArguments, recipe, words)
     expected = {"learning_rate": 1e-4, "max_steps": 9, "warmup_steps": 0, "resume_from_checkpoint": True}
     expected |= {"trainable": [3, 7], "save_total_limit": None, "save_strategy": "no", "eval_strategy": "no"}
     assert {name: getattr(read, name) for name in expected} == expected
@@ -72,7 +71,7 @@ def test_a_model_that_is_made_from_a_config_trains_whole_unless_said_otherwise()
 
 def test_words_name_keys_of_adapters(recipe):
     recipe.write_text("model_name_or_path: m\noutput_dir: o\ncorpus: c\nbf16: false\nadapters: {r: 8}\n")
-    read = read_recipe(TrainArguments, recipe, ["adapters.lora_dropout=0.5", "adapters.layers=all"])
+    read = read_config(TrainArguments, recipe, ["adapters.lora_dropout=0.5", "adapters.layers=all"])
     assert read.adapters == {"r": 8, "lora_dropout": 0.5, "layers": "all"}
 
 

@@ -5,18 +5,13 @@ import importlib
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+
+import typer
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.look.request import (
-    DepthRequest,
-    DriftRequest,
-    HeadsRequest,
-    ModelRequest,
-    TextRequest,
-    TouchedRequest,
-)
-from midus_hf.cli.options import Json, check_file, option, sharing_options, show, show_tables
+from midus_hf.cli.look.request import DriftRequest, HeadsRequest, ModelRequest, TextRequest, TouchedRequest
+from midus_hf.cli.options import Json, check_file, option, options_of, show, show_tables
 
 app = command_line("Look into a model: what its memories read and do, and what has changed.")
 
@@ -26,9 +21,9 @@ QUESTIONS: dict[str, tuple[type[ModelRequest], str]] = {
     "ablation": (TextRequest, "Show the loss of texts without each part."),
     "drift": (DriftRequest, "Show how far predictions moved from the base's."),
     "heads": (HeadsRequest, "Show how much each head matters for answers of tasks."),
-    "depth": (DepthRequest, "Show what heads read of earlier layers (moda)."),
+    "depth": (TextRequest, "Show what heads read of earlier layers (moda)."),
     "touched": (TouchedRequest, "Show where texts read a memory of known n-grams (engram)."),
-    "page": (DriftRequest, "Write all of these but heads on one page, into --output."),
+    "page": (DriftRequest, "Write usage, depth, ablation and drift on one page, into --output."),
 }
 
 
@@ -36,10 +31,11 @@ def _enter(question: str, request_class: type[ModelRequest], help: str) -> None:
     """Make a command of a question. It prints tables or JSON, and writes the files of --output."""
 
     @app.command(question, help=help)
-    @sharing_options
+    @options_of(request_class)
     def command(
+        context: typer.Context,
         *,
-        request: request_class,  # type: ignore[valid-type]
+        options: dict[str, Any],
         output: Annotated[list[Path] | None, option("Write .html, .png, .pdf, .csv or .json.", "FILE")] = None,
         json_: Json = False,
     ) -> None:
@@ -51,12 +47,13 @@ def _enter(question: str, request_class: type[ModelRequest], help: str) -> None:
                 raise ValueError("--output is missing; page needs it, such as --output page.html.")
             for path in files:  # before the model is loaded
                 check_file("output", path, FILE_SUFFIXES, DRAWN_SUFFIXES)
-            request.check()  # type: ignore[attr-defined]
+            request = request_class(**options)
+            request.check()
             questions = importlib.import_module("midus_hf.cli.look.questions")  # which imports torch
             answer = getattr(questions, question)(request)
         show(answer.report, json_, lambda report: show_tables(answer.tables), indent=2)
         if not json_:
-            print("\n".join(filter(None, [answer.summary, answer.finding])))
+            print(answer.summary)
         for path in files:  # last, so that the answer is printed even if a file cannot be written
             answer.write(path)
 

@@ -1,21 +1,14 @@
 """The answers of `midus look`, a function per question."""
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
 
-from midus_hf.cli.look.request import (
-    DepthRequest,
-    DriftRequest,
-    HeadsRequest,
-    TextRequest,
-    TouchedRequest,
-)
+from midus_hf.cli.look.request import DriftRequest, HeadsRequest, TextRequest, TouchedRequest
 from midus_hf.cli.options import needing_harness
-from midus_hf.evaluation.text_rows import TextRows, read_rows
+from midus_hf.evaluation.text_rows import read_rows
 from midus_hf.look import ablation as parts_lost
 from midus_hf.look import depth as depth_read
 from midus_hf.look import drift as moved
@@ -23,16 +16,7 @@ from midus_hf.look import heads as important_heads
 from midus_hf.look import touched as where_read
 from midus_hf.look import usage as used
 from midus_hf.look.page import Answer
-from midus_hf.look.parts import added_parts
 from midus_hf.short_names import short_names
-
-
-@contextlib.contextmanager
-def _token_bar(label: str, passes: int, texts: list[TextRows]) -> Iterator[Callable[[int], Any]]:
-    """Show a progress bar of tokens for some passes over texts. Yield the function that adds tokens."""
-    total = passes * sum(text.num_tokens for text in texts)
-    with tqdm(desc=label, total=total, unit=" tokens", disable=None) as bar:
-        yield bar.update
 
 
 def _about(request: TextRequest, losses: dict[str, float]) -> tuple[str, dict[str, Any]]:
@@ -54,17 +38,15 @@ def usage(request: TextRequest) -> Answer:
     """Answer which slots are retrieved, which chapters opened and which blocks fetched, and how evenly."""
     model, _ = request.loaded
     losses, counts = {}, {}
-    with _token_bar("reading", 1, request.text_rows) as progress:
-        for text in request.text_rows:
-            with used.record_usage(model) as counts[text.name]:
-                losses[text.name] = read_rows(model, text, batch_size=request.batch_size, progress=progress).mean
+    for text in request.text_rows:
+        with used.record_usage(model) as counts[text.name]:
+            losses[text.name] = read_rows(model, text, batch_size=request.batch_size).mean
     rows = used.usage_rows(counts)
     summary, head = _about(request, losses)
     return Answer(
         title="What texts use of the memories",
         summary=summary,
         report={**head, "rows": rows},
-        finding=used.usage_finding(rows),
         tables=[used.usage_table(rows)],
         one_scale=True,
         panels=used.usage_panels(counts),
@@ -75,16 +57,13 @@ def usage(request: TextRequest) -> Answer:
 def ablation(request: TextRequest) -> Answer:
     """Answer how the loss of each text changes without each added layer, memory and reading of the depth."""
     model, _ = request.loaded
-    passes = 2 + len(added_parts(model))
-    with _token_bar("ablation", passes, request.text_rows) as progress:
-        measured = parts_lost.ablate(model, request.text_rows, batch_size=request.batch_size, progress=progress)
+    measured = parts_lost.ablate(model, request.text_rows, batch_size=request.batch_size)
     rows = [effect.row() for effect in measured.effects]
     summary, head = _about(request, measured.losses)
     return Answer(
         title="What texts lose without parts of the model",
         summary=summary,
         report={**head, "all_of_them_is_the_base": measured.whole_base, "rows": rows},
-        finding=parts_lost.ablation_finding(measured),
         tables=[parts_lost.ablation_table(measured)],
         one_scale=True,
         how_to_read=parts_lost.HOW_TO_READ,
@@ -97,14 +76,7 @@ def drift(request: DriftRequest) -> Answer:
     """Answer how far predictions moved from the base's: divergence, first choices and loss."""
     model, _ = request.loaded
     logits_of_base = _logits_of_base(request)
-    with _token_bar("drift", 1, request.text_rows) as progress:
-        drifts = moved.drift(
-            model,
-            logits_of_base,
-            request.text_rows,
-            batch_size=request.batch_size,
-            progress=progress,
-        )
+    drifts = moved.drift(model, logits_of_base, request.text_rows, batch_size=request.batch_size)
     base = "its base, which is the model without what was added" if request.base == "self" else request.base
     rows = moved.drift_rows(drifts)
     about = {"model": request.model, "base": request.base}
@@ -112,7 +84,6 @@ def drift(request: DriftRequest) -> Answer:
         title="How far predictions moved",
         summary=f"{request.model} compared with {base}.",
         report={**about, "rows": rows},
-        finding=moved.drift_finding(drifts),
         tables=[moved.drift_table(drifts)],
         how_to_read=moved.HOW_TO_READ,
         details=lambda: rows,
@@ -174,7 +145,7 @@ def touched(request: TouchedRequest) -> Answer:
                 )
             proven += len(documents)
         summary += f" {proven:,} untouched documents computed: their logits are the same, bit for bit."
-    rows = where_read.touched_rows(request.documents, read, certificate, is_whole=request.limit is None)
+    rows = where_read.touched_rows(request.documents, read, certificate)
     return Answer(
         title="Where texts read a memory",
         summary=summary,
@@ -194,12 +165,12 @@ def heads(request: HeadsRequest) -> Answer:
         from midus_hf.evaluation.quiet import quiet_libraries
 
         with quiet_libraries():
-            tasks = Tasks(names, data=request.data, include_path=request.include_path)
+            tasks = Tasks(names, data=request.data)
             for model, label in zip(request.models, short_names(request.models), strict=True):
                 loaded, tokenizer = request.load(model)
                 answers = list(important_heads.task_answers(loaded, tokenizer, tasks, request.limit))
-                with tqdm(desc=model, total=len(answers), unit=" answers", disable=None) as bar:
-                    importance = important_heads.head_importance(loaded, answers, bar.update)
+                bar = tqdm(answers, desc=model, unit=" answers", disable=None)
+                importance = important_heads.head_importance(loaded, bar)
                 rows[label] = important_heads.heads_rows(label, importance)
                 title = f"{label}: {importance.answers:,} answers, {importance.loss:.3f} nats each"
                 tables.append(important_heads.heads_table(title, rows[label]))
@@ -218,29 +189,18 @@ def heads(request: HeadsRequest) -> Answer:
 
 
 def depth(request: TextRequest) -> Answer:
-    """Answer which share of attention goes to the depth, and which earlier layers are read.
-
-    With `--layer` and `--head` the picture is a map of that head: the share that each token of the longest row gives to each key and
-    slot.
-    """
+    """Answer which share of attention goes to the depth, and which earlier layers are read."""
     model, _ = request.loaded
-    texts = request.text_rows
-    head_map = None
-    if isinstance(request, DepthRequest) and request.layer is not None and request.head is not None:
-        head_map = depth_read.depth_map(model, texts[0].rows[0][:-1], request.layer, request.head)
-    losses = {}
-    with depth_read.record_depth(model) as readings, _token_bar("reading", 1, texts) as progress:
-        for text in texts:
-            losses[text.name] = read_rows(model, text, batch_size=request.batch_size, progress=progress).mean
+    with depth_read.record_depth(model) as readings:
+        losses = {text.name: read_rows(model, text, batch_size=request.batch_size).mean for text in request.text_rows}
     summary, about = _about(request, losses)
     return Answer(
         title="What heads read of the depth",
         summary=summary,
         report={**about, "rows": depth_read.depth_rows(readings)},
-        finding=depth_read.depth_finding(readings),
         tables=[depth_read.depth_table(readings)],
         how_to_read=depth_read.HOW_TO_READ,
-        panels=depth_read.depth_panels(readings, head_map),
+        panels=depth_read.depth_panels(readings),
     )
 
 
@@ -256,8 +216,7 @@ def page(request: DriftRequest) -> Answer:
     return Answer(
         title="Inside the model",
         summary=f"{request.model}, on {', '.join(request.documents)}.",
-        finding="\n".join(section.finding for section in sections.values()),
         report={name: section.report for name, section in sections.items()},
         tables=[table for section in sections.values() for table in section.tables],
-        sections=[dataclasses.replace(section, finding="") for section in sections.values()],
+        sections=list(sections.values()),
     )

@@ -4,15 +4,17 @@ import dataclasses
 import sys
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from midus_hf.cli.options import Column, Device, TaskData, flag, model_argument, option
+from midus_hf.cli.options import Column, Device, flag, model_argument, option, tell_unread
 from midus_hf.model_names import check_model_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from midus_hf.evaluation.text_rows import TextRows
+
+Model = Annotated[str, model_argument("A model that upscale made.", "MODEL")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,19 +23,13 @@ class ModelRequest:
 
     dtype: Annotated[str, option("auto, float32, bfloat16 or float16.", "NAME")] = "auto"
     device: Device = None
-    limit: Annotated[int | None, option("Documents per text, or questions per task.  [default: all]", "N")] = None
 
     def check(self) -> None:
-        """Check what can be checked before anything large is imported.
+        """Check what can be checked before a model is loaded.
 
         Raises:
-            ValueError: If an option is out of range.
+            ValueError: If an option names what is not there.
         """
-        from midus_hf.evaluation.settings import check_dtype
-
-        check_dtype(self.dtype)
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit is {self.limit}; expected at least 1.")
 
     def load(self, name: str, label: str = "model") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
         """Load a model and its tokenizer, as `midus_hf.saved_models.load_for_reading` does."""
@@ -67,15 +63,15 @@ class HeadsRequest(ModelRequest):
 
     models: Annotated[list[str], model_argument("Models, compared side by side.", "MODEL...")]
     tasks: Annotated[str, option("Tasks of lm-eval, separated by commas.", "NAMES")]
-    data: TaskData = None
-    include_path: Annotated[str | None, option("Folder with more task files.", "DIR")] = None
+    data: Annotated[str | None, option("Folder with the questions of local tasks.", "DIR")] = None
+    limit: Annotated[int | None, option("Questions per task.  [default: all]", "N", min=1)] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextRequest(ModelRequest):
     """Options of questions about what a model does with texts."""
 
-    model: Annotated[str, model_argument("A model that upscale made.", "MODEL")]
+    model: Model
     text: Annotated[list[str], option("File or folder to read; may be repeated.", "[NAME=]PATH")]
     column: Column = "text"
     sequence_length: Annotated[int | None, option("Tokens per row of a text.  [default: 1024]", "N")] = None
@@ -84,24 +80,22 @@ class TextRequest(ModelRequest):
     retriever: Annotated[str | None, option("Tree of topics by which texts fetch blocks.", "TREE")] = None
 
     def check(self) -> None:
-        """Check what can be checked before anything large is imported, and read the texts.
+        """Read the texts, before anything large is imported.
 
         Raises:
-            ValueError: If an option is out of range, a text cannot be read, or two texts have one name.
+            ValueError: If a text cannot be read, or two texts have one name.
         """
-        super().check()
         assert self.documents is not None
 
     @cached_property
     def documents(self) -> dict[str, list[str]]:
         """Documents of each text, by the text's name. Which files of a folder were not read is printed on standard error."""
-        from midus_hf.topics.documents import describe_files, read_documents
+        from midus_hf.topics.documents import read_documents
 
         documents = {}
         for name, path in named_paths(self.text).items():
-            if (line := describe_files(path)) is not None:
-                print(line, file=sys.stderr)
-            documents[name] = read_documents(path, self.column)[: self.limit]
+            tell_unread(path)
+            documents[name] = read_documents(path, self.column)
         return documents
 
     @cached_property
@@ -112,45 +106,32 @@ class TextRequest(ModelRequest):
     @cached_property
     def text_rows(self) -> "list[TextRows]":
         """The texts as rows of tokens, with paths if there is a retriever."""
-        import torch
-
         from midus_hf.evaluation.fetching import fetches_blocks, open_retriever
         from midus_hf.evaluation.text_rows import text_rows
 
         model, tokenizer = self.loaded
+        lengths: dict[str, Any] = {"sequence_length": self.sequence_length, "max_tokens": self.max_tokens}
         texts = [
-            text_rows(
-                name,
-                documents,
-                tokenizer,
-                model.config,
-                sequence_length=self.sequence_length,
-                max_tokens=self.max_tokens,
-            )
+            text_rows(name, documents, tokenizer, model.config, **lengths)
             for name, documents in self.documents.items()
         ]
         retriever = open_retriever(model, self.retriever)
-        if retriever is None:
-            if fetches_blocks(model):
-                line = "texts fetch nothing from the model's bank; give --retriever with its tree of topics"
-                print(line, file=sys.stderr)
-            return texts
-        with_paths = []
-        for text in texts:
-            documents = self.documents[text.name]
-            read = sorted(set(text.documents))
-            paths_read = retriever.paths([documents[number] for number in read])
-            paths = torch.zeros(len(documents), paths_read.shape[1], dtype=torch.int64)
-            paths[read] = paths_read.cpu()
-            with_paths.append(dataclasses.replace(text, paths=paths))
-        return with_paths
+        if retriever is not None:
+            return [
+                dataclasses.replace(text, paths=retriever.paths(self.documents[text.name]).cpu()) for text in texts
+            ]
+        if fetches_blocks(model):
+            print(
+                "texts fetch nothing from the model's bank; give --retriever with its tree of topics", file=sys.stderr
+            )
+        return texts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TouchedRequest(ModelRequest):
     """Options of the question where texts read a memory of known n-grams."""
 
-    model: Annotated[str, model_argument("A model that upscale made.", "MODEL")]
+    model: Model
     text: Annotated[list[str], option("Texts as training reads them; may be repeated.", "[NAME=]PATH")]
     column: Column = "text"
     prove: Annotated[bool, flag("--prove", "Also compute untouched documents with and without the memory.")] = False
@@ -160,7 +141,6 @@ class TouchedRequest(ModelRequest):
         """The folder of the model, which is downloaded if it is on the Hub."""
         from huggingface_hub import snapshot_download
 
-        check_model_name("model", self.model)
         path = Path(self.model).expanduser()
         return path if path.is_dir() else Path(snapshot_download(self.model))
 
@@ -173,25 +153,8 @@ class TouchedRequest(ModelRequest):
         documents = {}
         for name, path in named_paths(self.text).items():
             with data_bars_on_terminals():
-                rows = read_corpus(path, key="text", text_column=self.column)[self.column]
-            documents[name] = list(rows[: self.limit])
+                documents[name] = list(read_corpus(path, key="text", text_column=self.column)[self.column])
         return documents
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DepthRequest(TextRequest):
-    """Options of the question about what heads read of the depth."""
-
-    layer: Annotated[int | None, option("Draw what a head of this layer reads.", "N")] = None
-    head: Annotated[int | None, option("Draw what this head of --layer reads.", "N")] = None
-
-    def check(self) -> None:
-        """Check what `TextRequest.check` checks, and that layer and head name one head together."""
-        if (self.layer is None) != (self.head is None):
-            raise ValueError(
-                "layer and head name one head together; expected both or neither. Give the other as well."
-            )
-        super().check()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
