@@ -12,7 +12,7 @@ from rich.text import Text
 
 from midus_hf.version import __version__
 from upscalers.edits.checkpoint_edit import described
-from upscalers.record.report import ParameterCounts, UpscaleReport
+from upscalers.record.report import UpscaleReport
 from upscalers.request.progress import Progress
 from upscalers.tensors.solver import summary_table
 
@@ -91,13 +91,14 @@ def _add(table: Table, *cells: str, style: str | None = None) -> None:
 def print_report(report: UpscaleReport, dry_run: bool) -> None:
     """Print the summary of an upscaling."""
     counts = report.parameters
+    removed = counts.base + counts.new - counts.total
     table = _table("", report.method)
     rows = {
         "base": report.base,
         "output": report.output or "(none: dry run)",
         "model type": report.model_type,
         "layers": f"{report.num_layers}, new: {', '.join(map(str, report.new_layer_indices)) or 'none'}",
-        "parameters": _sum(counts),
+        "parameters": f"{counts.base:,} + {counts.new:,}{f' - {removed:,}' if removed else ''} = {counts.total:,}",
         "trainable": f"{counts.trainable:,} ({100 * counts.trainable / (counts.total + (counts.bank or 0)):.1f} %)",
     }
     if counts.bank is not None:
@@ -119,11 +120,6 @@ def print_report(report: UpscaleReport, dry_run: bool) -> None:
         _add(table, name, value)
     RichConsole().print(table)
     print_measurements(report.measurements)
-
-
-def _sum(counts: ParameterCounts) -> str:
-    removed = counts.base + counts.new - counts.total
-    return f"{counts.base:,} + {counts.new:,}{f' - {removed:,}' if removed else ''} = {counts.total:,}"
 
 
 def _identity(report: UpscaleReport) -> str:

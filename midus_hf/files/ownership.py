@@ -7,7 +7,6 @@ from typing import Any
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import (
-    CODE,
     CONFIG_FILE,
     DOWNLOADS,
     OF_UPSCALED,
@@ -34,15 +33,12 @@ def check_replaceable(folder: Path) -> None:
     Raises:
         ValueError: If files of a person would be lost. The message names them.
     """
-    if not folder.is_dir() or (
-        any(folder.iterdir()) and not any((folder / f).exists() for f in (CONFIG_FILE, RECORD_FILE))
-    ):
-        raise ValueError(
-            f"output {folder} is no checkpoint (it has no {CONFIG_FILE}), so --overwrite will not delete it. "
-            "Choose another folder."
-        )
+    if not folder.is_dir():
+        raise ValueError(f"output {folder} is a file, so --overwrite will not delete it. Choose another path.")
     foreign = foreign_files(folder)
-    if not _is_ours(folder):
+    config, record = _read_object(folder / CONFIG_FILE) or {}, _read_object(folder / RECORD_FILE) or {}
+    has_record = "midus_hf" in record and ("plan" in record or STRIPPED_KEY in record)
+    if any(folder.iterdir()) and not has_config_entry(config) and not has_record:
         besides = f", and it holds {first_few(foreign)}" if foreign else ""
         raise ValueError(
             f"output {folder} was not written by upscale or strip, so --overwrite will not delete it: its {CONFIG_FILE} has no "
@@ -75,11 +71,6 @@ def foreign_files(folder: Path) -> list[str]:
     return sorted(foreign)
 
 
-def is_record(record: Any) -> bool:
-    """Return whether the content of an `upscale.json` was written by `upscale` or `strip`."""
-    return isinstance(record, dict) and "midus_hf" in record and ("plan" in record or STRIPPED_KEY in record)
-
-
 def language_entry(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of a raw config that describes the language model: the config itself, unless the model is a larger one."""
     inner = config.get(LANGUAGE_KEY)
@@ -92,11 +83,6 @@ def has_config_entry(config: Mapping[str, Any]) -> bool:
     return isinstance(entry, dict) and {"method", "plan", "base_config", "new_layers"} <= entry.keys()
 
 
-def code_files(folder: Path) -> list[Path]:
-    """Return the paths of the code that a checkpoint carries, sorted."""
-    return sorted(path for path in folder.glob("*.py") if path.is_file() and is_of(path.name, CODE))
-
-
 def _name(path: Path, folder: Path) -> str:
     return f"{path.relative_to(folder)}{'/' if path.is_dir() else ''}"
 
@@ -104,11 +90,6 @@ def _name(path: Path, folder: Path) -> str:
 def _is_download(path: Path, folder: Path) -> bool:
     """Return whether a path is the folder in which the hub's client keeps notes about its downloads."""
     return path.relative_to(folder) == DOWNLOADS and path.is_dir()
-
-
-def _is_ours(folder: Path) -> bool:
-    config, record = _read_object(folder / CONFIG_FILE), _read_object(folder / RECORD_FILE)
-    return not any(folder.iterdir()) or (config is not None and has_config_entry(config)) or is_record(record)
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:

@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import re
 import socket
 import threading
 from dataclasses import dataclass, field
@@ -65,7 +64,6 @@ class LoopbackHub:
         refuses_commits: The status that commits are refused with.
         answers_with: The status that every question about a model is answered with; 0 cuts the connection instead.
         requests: Every request, its method and path.
-        ranges: Every part of a file that was asked for: the path, the first byte and the last.
     """
 
     def __init__(self, repositories: dict[str, dict[str, bytes]]):
@@ -75,7 +73,6 @@ class LoopbackHub:
         self.refuses_commits: int | None = None
         self.answers_with: int | None = None
         self.requests: list[tuple[str, str]] = []
-        self.ranges: list[tuple[str, int, int]] = []
         hub = self
 
         class Handler(_Handler):
@@ -187,17 +184,8 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {
             "X-Repo-Commit": commit,
             "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
-            "Accept-Ranges": "bytes",
         }
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
-        if wanted is None:
-            self._send(200, content, headers)
-            return
-        first, last = int(wanted[1]), min(int(wanted[2]), len(content) - 1)
-        self.hub.ranges.append((path, first, last))
-        self._send(
-            206, content[first : last + 1], {**headers, "Content-Range": f"bytes {first}-{last}/{len(content)}"}
-        )
+        self._send(200, content, headers)
 
     def do_POST(self) -> None:
         path, body = self._path(), self._body()

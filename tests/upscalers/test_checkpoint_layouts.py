@@ -94,15 +94,6 @@ def test_minimal_configs_mean_to_the_output_what_they_mean_to_the_base(family, t
     assert torch.equal(logits(base, torch.float32), logits(tmp_path / "out"))
 
 
-def test_biases_of_attention_travel_with_it(tmp_path):
-    base = save_base(tmp_path / "base", "qwen3", attention_bias=True)
-    with_memory(base, tmp_path / "out", placement="2")
-    old, new = read_tensors(base), read_tensors(tmp_path / "out")
-    bias = "model.layers.2.self_attn.q_proj.bias"
-    assert old[bias].any() and torch.equal(new[bias], old[bias])
-    assert "model.layers.2.self_attn.o_proj.bias" not in new
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_tied_and_untied_heads(family, tmp_path, tied):
     base = save_base(tmp_path / "base", family, tie_word_embeddings=tied)

@@ -62,21 +62,6 @@ def test_the_dtype_of_a_bank_follows_the_output_and_carried_banks_keep_theirs(ba
     assert (banks.of("hier-ffn").dtype, banks.of("hier-kv").dtype) == (torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_config_says_what_the_memory_is(kind, base, tmp_path):
-    upscale(base=base, method=kind, output=tmp_path / "out", options={**SMALL, "layers": [1, 3]}, verify=False)
-    (entry,) = config_of(tmp_path / "out")["memory"]
-    assert entry == {
-        "type": kind,
-        "name": kind,
-        "site": {"hier-ffn": "beside-ffn", "hier-lora-ffn": "inside-ffn"}.get(kind, "inside-attention"),
-        **SMALL,
-        "without_ids": "none",
-        **({"alpha": 2.0} if "lora" in kind else {}),
-        "layers": [1, 3],
-    }
-
-
 def test_a_dry_run_prices_the_bank_of_llama_and_makes_none(command, tmp_path):
     folder = write_config(tmp_path / "base", LLAMA_3_2_1B)
     done = command("--base", folder, "--method", "hier-ffn", "--dry-run", "--json", "--set", "sizes=[768,256,16,0]")

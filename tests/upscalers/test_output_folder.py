@@ -78,10 +78,8 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").write_text("years")
     (tmp_path / "file").write_text("x")
-    for name in ("thesis", "file"):
-        with pytest.raises(
-            RequestError, match=f"{name} is no checkpoint .it has no config.json., so --overwrite will not"
-        ):
+    for name, reason in (("thesis", "was not written by upscale or strip"), ("file", "is a file")):
+        with pytest.raises(RequestError, match=f"{name} {reason}, so --overwrite will not delete it"):
             OutputFolder(tmp_path / name, overwrite=True)
     assert (tmp_path / "thesis" / "thesis.tex").read_text() == "years"
 

@@ -8,14 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from upscalers.checkpoint.safetensors_format import (
     copy_bytes,
     layout,
     read_header,
-    read_metadata,
     write_all,
 )
 from upscalers.request.errors import RequestError
@@ -186,15 +185,6 @@ def test_shards_hold_as_much_as_fits_and_a_large_tensor_has_its_own():
     assert [[tensor.name for tensor in shard] for shard in shards.values()] == [["a", "b"], ["c"], ["d", "e"]]
     assert list(shards) == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     assert list(split_shards(tensors, 10_000)) == ["model.safetensors"]
-
-
-def test_what_a_file_says_of_itself_is_read_again(tmp_path):
-    head, _ = layout([("a", "F32", (1,))], {"source": "x"})
-    (tmp_path / "a.safetensors").write_bytes(head + bytes(4))
-    with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt", "source": "x"} == read_metadata(tmp_path / "a.safetensors")
-    save_file({"a": torch.zeros(1)}, tmp_path / "b.safetensors")
-    assert read_metadata(tmp_path / "b.safetensors") == {}
 
 
 @pytest.mark.parametrize("error_number", [18, 95])

@@ -10,10 +10,10 @@ import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Protocol
 
 from midus_hf.files.json_text import parse_json
 from upscalers.request.errors import RequestError
@@ -93,7 +93,19 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
-        header, data_start = _read_json(file, size, stream)
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            raise _corrupt(file, f"it has {size} bytes, fewer than the 8 of a header length")
+        (header_bytes,) = struct.unpack("<Q", prefix)
+        if header_bytes > min(LONGEST_HEADER, size - 8):
+            raise _corrupt(file, f"its header claims {header_bytes} bytes of a file of {size}")
+        try:
+            header = parse_json(stream.read(header_bytes))
+        except ValueError as error:
+            raise _corrupt(file, f"its header is not JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise _corrupt(file, "its header is not a JSON object")
+    data_start = 8 + header_bytes
     header.pop(_METADATA, None)
     tensors: dict[str, StoredTensor] = {}
     ends: list[tuple[int, int]] = []
@@ -125,52 +137,21 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def read_metadata(file: Path) -> dict[str, str]:
-    """Read the metadata of a file; an empty dict if it has none.
-
-    Raises:
-        RequestError: If the file is truncated, or is no safetensors file.
-    """
-    with file.open("rb") as stream:
-        metadata = _read_json(file, file.stat().st_size, stream)[0].get(_METADATA)
-    return metadata if isinstance(metadata, dict) else {}
-
-
-def _read_json(file: Path, size: int, stream: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Return the header, and the position of the data behind the header."""
-    prefix = stream.read(8)
-    if len(prefix) < 8:
-        raise _corrupt(file, f"it has {size} bytes, fewer than the 8 of a header length")
-    (header_bytes,) = struct.unpack("<Q", prefix)
-    if header_bytes > min(LONGEST_HEADER, size - 8):
-        raise _corrupt(file, f"its header claims {header_bytes} bytes of a file of {size}")
-    try:
-        header = parse_json(stream.read(header_bytes))
-    except ValueError as error:
-        raise _corrupt(file, f"its header is not JSON ({error})") from None
-    if not isinstance(header, dict):
-        raise _corrupt(file, "its header is not a JSON object")
-    return header, 8 + header_bytes
-
-
 def _corrupt(file: Path, reason: str) -> RequestError:
     return RequestError(f"{file.name} is not a sound safetensors file: {reason}. Download or save it again.")
 
 
-def layout(
-    tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, dict[str, int]]:
+def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
     """Lay out a safetensors file.
 
     Args:
         tensors: Name, dtype and shape of each tensor, in any order.
-        metadata: Metadata of the file, beside `{"format": "pt"}`. Default: none.
 
     Returns:
         The bytes in front of the data, and the position of each tensor in the file. Wider dtypes come first, so that
         every tensor is aligned to the size of its items.
     """
-    header: dict[str, object] = {_METADATA: {"format": "pt", **(metadata or {})}}
+    header: dict[str, object] = {_METADATA: {"format": "pt"}}
     offsets: dict[str, int] = {}
     position = 0
     for name, dtype, shape in sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor[1]]):

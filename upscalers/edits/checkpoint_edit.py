@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from midus_hf.files.checkpoint_files import CARD_FILE
-from midus_hf.files.ownership import CONFIG_KEY, code_files, has_config_entry
+from midus_hf.files.checkpoint_files import CARD_FILE, CODE
+from midus_hf.files.ownership import CONFIG_KEY, has_config_entry
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base, read_config, write_config
@@ -144,7 +144,7 @@ def _write_siblings(model: BaseModel, partial: Path, edit: dict[str, Any], optio
     if card.is_file():
         (partial / CARD_FILE).write_text(_edited_card(card.read_text(encoding="utf-8"), edit), encoding="utf-8")
     # Which code is needed depends on options that the edit may change.
-    if config.get("auto_map") or code_files(model.folder):
+    if config.get("auto_map") or any((model.folder / name).is_file() for name in CODE):
         write_code_of(partial)
 
 

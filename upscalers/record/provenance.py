@@ -1,6 +1,5 @@
 """Provenance: the record of what was done to a checkpoint, in its config and in `upscale.json`."""
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -79,18 +78,15 @@ def base_record(
         adapter: The LoRA that was merged into the base. Default: None.
     """
     files: dict[str, list[tuple[int, str]]] = {}
-    digest = hashlib.sha256()
     stored = {name: tensor.in_file for name, tensor in base.tensors.items() if name not in base.packed}
     for tensor_name, tensor in stored.items():
         assert tensor.file is not None
         files.setdefault(tensor.file.name, []).append((tensor.start, tensor_name))
-        digest.update(f"{tensor.file.name}:{tensor_name}:{tensor.dtype}:{tensor.shape}:{tensor.start}\n".encode())
     return {
         "name": name,
         "revision": revision,
         **({} if adapter is None else {"adapter": {"name": adapter.label, "sha256": adapter.sha256()}}),
         "dtype": base.dtype,
-        "layout_sha256": digest.hexdigest(),
         "tensor_sha256": digests,
         "files": {file: [tensor_name for _, tensor_name in sorted(names)] for file, names in sorted(files.items())},
     }

@@ -12,7 +12,7 @@ from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADA
 from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import open_base, read_config_file
-from upscalers.checkpoint.safetensors_format import read_header, read_metadata
+from upscalers.checkpoint.safetensors_format import read_header
 from upscalers.checkpoint.source import adapter_folder, copy_travelling_files, resolve_source
 from upscalers.plan.plan import Plan
 from upscalers.record.provenance import read_config_entry, read_plan
@@ -68,12 +68,13 @@ def write_adapter(adapter: str | Path, onto: str | Path, output: str | Path) -> 
     folder = OutputFolder(output, source)
     folder.check_space((source / ADAPTER_WEIGHTS).stat().st_size)
     with folder as partial:
-        from safetensors.torch import load_file, save_file
+        from safetensors import safe_open
+        from safetensors.torch import save_file
 
         partial.mkdir(parents=True, exist_ok=True)
-        tensors = load_file(source / ADAPTER_WEIGHTS)
-        metadata = read_metadata(source / ADAPTER_WEIGHTS)
-        save_file({renamed[name]: tensors[name] for name in names}, partial / ADAPTER_WEIGHTS, metadata)
+        with safe_open(source / ADAPTER_WEIGHTS, "pt") as weights:
+            tensors = {renamed[name]: weights.get_tensor(name) for name in names}
+            save_file(tensors, partial / ADAPTER_WEIGHTS, weights.metadata())
         moved |= {"base_model_name_or_path": str(onto), "revision": None}
         (partial / ADAPTER_CONFIG).write_text(json.dumps(moved, indent=2) + "\n", encoding="utf-8")
         copy_travelling_files(source, partial)

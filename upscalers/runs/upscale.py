@@ -90,7 +90,8 @@ def upscale(
     """
     started = time.perf_counter()
     progress = progress or Progress()
-    chosen = _method(method, options)
+    method_class = get_method(method)
+    chosen = method_class(parse_options(method_class.options_class, options or {}, f"method {method}"))
     if dtype not in DTYPES:
         raise RequestError(f"dtype is {dtype!r}; expected one of: {', '.join(DTYPES)}.")
     if num_new_layers is not None and type(num_new_layers) is not int:
@@ -199,11 +200,6 @@ def _push(folder: Path, repository: str, private: bool, report: UpscaleReport, p
             report,
             interrupted,
         ) from error
-
-
-def _method(name: str, options: Mapping[str, Any] | None) -> Method:
-    method_class = get_method(name)
-    return method_class(parse_options(method_class.options_class, options or {}, f"method {name}"))
 
 
 def _planned(method: Method, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:

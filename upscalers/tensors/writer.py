@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,15 +117,12 @@ class CheckpointWriter:
         self._stored_name = stored_name
         self._bytes_read = 0
 
-    def write(
-        self, folder: Path, shards: dict[str, list[OutputTensor]], metadata: Mapping[str, str] | None = None
-    ) -> Written:
+    def write(self, folder: Path, shards: dict[str, list[OutputTensor]]) -> Written:
         """Write all shards, and the index unless a single shard has the name that needs no index.
 
         Args:
             folder: An existing folder.
             shards: Tensors by file name, as `split_shards` returns them.
-            metadata: Metadata of every file beside `{"format": "pt"}`. Default: none.
 
         Raises:
             RequestError: If a value is refused as NaN or infinite, or does not fit the output's dtype.
@@ -135,7 +132,7 @@ class CheckpointWriter:
         placed: list[_Placed] = []
         for file_name, tensors in shards.items():
             named = [(self._stored_name(each.name), each.dtype, each.recipe.shape) for each in tensors]
-            head, starts = layout(named, metadata)
+            head, starts = layout(named)
             num_bytes = len(head) + sum(tensor.num_bytes for tensor in tensors)
             with _opened(folder / file_name, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as target:
                 write_all(target, head, 0)
