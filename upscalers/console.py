@@ -112,8 +112,7 @@ def print_report(report: UpscaleReport, dry_run: bool) -> None:
         rows["identity"] = "promised" if report.promises_identity else "not promised by the method"
     else:
         rows["written"] = (
-            f"{_gigabytes(report.bytes.written)} in {report.seconds:.1f} s, peak memory {_gigabytes(report.peak_rss_bytes)}, "
-            f"peak disk {_gigabytes(report.peak_disk_bytes)}"
+            f"{_gigabytes(report.bytes.written)} in {report.seconds:.1f} s, peak memory {_gigabytes(report.peak_rss_bytes)}"
         )
         rows["identity"] = _identity(report)
     for name, value in rows.items():

@@ -54,12 +54,6 @@ class Source:
         """Name of the base in records: its hub id, or the last part of a local path, so that records reveal no folders."""
         return self.name if self.revision is not None else Path(self.name).expanduser().resolve().name
 
-    def disk_bytes(self) -> int:
-        """Return the bytes of disk that the base takes because of this run: fetched or converted files; 0 for a local base."""
-        if self.revision is None and Path(self.name).suffix != ".gguf":
-            return 0
-        return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
-
 
 def name_and_revision(base: str) -> tuple[str, str | None]:
     """Return the name of a base, and the revision that is meant.

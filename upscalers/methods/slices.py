@@ -61,25 +61,6 @@ def check_roles(base: BaseModel, scale: Mapping[str, float], subject: str) -> No
             )
 
 
-# What stands behind a projection in some families.
-_NORM_BEHIND = {
-    "output_projection": "attention_output_norm",
-    "down": "mlp_output_norm",
-    "query": "query_norm",
-    "key": "key_norm",
-}
-
-
-def without_effect(base: BaseModel, scale: Mapping[str, float]) -> list[str]:
-    """Return warnings about factors that change nothing because a norm follows the scaled tensors."""
-    roles = _roles(base)
-    return [
-        f"scale.{role} changes nothing in {base.family.model_type}: a norm follows. Scale {norm} instead."
-        for role, norm in _NORM_BEHIND.items()
-        if norm in roles and scale.get(role, 1.0) > 0 and scale.get(role, 1.0) != 1
-    ]
-
-
 def scaled_layer(base: BaseModel, layer: int, scale: Mapping[str, float]) -> dict[str, Recipe]:
     """Return recipes for a base layer with each tensor times the factor of its role; norms are scaled by their gains."""
     return {
@@ -188,10 +169,6 @@ class Slices(DenseMethod):
             raise RequestError("trainable is 'new', but the slices repeat and scale nothing; expected 'all'.")
         return plan
 
-    def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
-        warnings = (concern for piece in self.options.parsed() for concern in without_effect(base, piece.scale))
-        return list(dict.fromkeys(warnings))
-
     def recipes(self, base: BaseModel, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
         return [
             self.copied_layer(base, layer) if piece.is_verbatim else scaled_layer(base, layer, piece.scale)
@@ -246,9 +223,6 @@ class AttenuatedCopy(DenseMethod):
 
     def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
         return (layer_before(base, layer, index),)
-
-    def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
-        return without_effect(base, self.scale(base))
 
     def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
         return scaled_layer(base, layer.sources[0], self.scale(base))

@@ -12,6 +12,7 @@ from midus_hf.files.checkpoint_files import CARD_FILE
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.hub import check_repo_id
 from upscalers.checkpoint.source import Source
+from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.methods.contract import Method
 from upscalers.plan.plan import Plan
 from upscalers.record.report import ParameterCounts
@@ -78,7 +79,7 @@ def model_card(
         compared: Whether the result was compared with the base.
     """
     base_name = base.label
-    writes = auto_class == "AutoModelForCausalLM" and any((base.folder / name).is_file() for name in _TOKENIZERS)
+    writes = auto_class == "AutoModelForCausalLM" and has_tokenizer(path.name for path in base.folder.iterdir())
     start = _BIRTH[method.identity, compared]
     described = [plan.describe(index, memories) for index in range(plan.num_layers)]
     rows = [
@@ -127,10 +128,6 @@ def model_card(
             *_citation(method),
         ]
     )
-
-
-# Files of which one lies in each folder with a tokenizer.
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def _change(plan: Plan, memories: Memories) -> str:

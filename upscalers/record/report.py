@@ -66,8 +66,6 @@ class UpscaleReport:
         identity: Result of the check against the base.
         seconds: Wall time in seconds, without the start of the program.
         peak_rss_bytes: Largest resident memory of the process, in bytes.
-        peak_disk_bytes: The most disk that the run takes at once, in bytes: the weights that are written, scratch files of
-            solvers, and files of the base that the run downloads or converts. For a dry run, without the base.
         promises_identity: Whether the method, with its options, promises that the result computes what the base
             computes.
         kl_divergence: KL divergence from the base's next-token distribution to the result's, mean over tokens, in
@@ -87,7 +85,6 @@ class UpscaleReport:
     identity: Identity
     seconds: float
     peak_rss_bytes: int
-    peak_disk_bytes: int
     promises_identity: bool
     kl_divergence: float | None
     measurements: list[dict[str, Any]]

@@ -5,12 +5,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from midus_hf.files.checkpoint_files import CODE
 from midus_hf.files.ownership import STRIPPED_KEY, has_config_entry
 from upscalers.checkpoint.base_model import open_base, read_config
 from upscalers.checkpoint.source import resolve_source
 from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan, read_record
-
-_CODE = "modeling_midus.py"
 
 
 def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
@@ -104,7 +103,7 @@ def inspect_code(folder: Path) -> dict[str, Any] | None:
         `{"file", "version", "as_generated"}`: the name of the file, the version that its header names (None
         without a header), and whether the file is byte for byte what this version generates. None if the checkpoint carries no code.
     """
-    path = folder / _CODE
+    path = folder / CODE[0]
     if not path.is_file():
         return None
     from transformers import AutoConfig

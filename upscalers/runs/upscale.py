@@ -147,7 +147,6 @@ def upscale(
         for concern in job.concerns:
             progress.warn(concern)
         counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.written)
-        scratch_bytes = job.scratch_bytes()
         outcome: dict[str, Any] = {
             "bytes": Bytes(0, num_bytes),
             "identity": Identity(None, None),
@@ -160,14 +159,13 @@ def upscale(
         if not dry_run:
             folder = OutputFolder(str(output), source.folder, overwrite)
             carried = bytes_of_banks(source.folder, opened.layout.memories.banks)
-            folder.check_space(num_bytes + carried + scratch_bytes + _SPARE_BYTES)
+            folder.check_space(num_bytes + carried + job.scratch_bytes() + _SPARE_BYTES)
             with shown(progress):
                 if verify:
                     job.check_memory(progress)
                 if push_to_hub:
                     push_to_hub = prepare_repository(push_to_hub, private)
                 outcome = Writing(job, folder, max_shard_bytes, verify, progress, push_to_hub).run()
-        disk_bytes = outcome["bytes"].written + scratch_bytes + (0 if dry_run else source.disk_bytes())
     report = UpscaleReport(
         method=chosen.name,
         base=str(base),
@@ -178,7 +176,6 @@ def upscale(
         parameters=counts,
         seconds=time.perf_counter() - started,
         peak_rss_bytes=_peak_rss_bytes(),
-        peak_disk_bytes=disk_bytes,
         promises_identity=chosen.identity,
         renumbers_layers=job.plan.renumbers,
         **outcome,

@@ -1,6 +1,5 @@
 """The numbers in new layers: means, linear combinations and scales, against formulas in float64, and numbers as people write them."""
 
-import re
 from fractions import Fraction
 
 import pytest
@@ -236,38 +235,6 @@ def test_a_card_and_a_table_tell_of_layers_that_were_only_left_out(command, base
 def test_weights_that_come_out_infinite_are_refused(command, refused, base, tmp_path, method, setting, verify):
     arguments = ("--base", base, "--method", method, "--output", tmp_path / "out", "--set", setting, verify)
     refused(command(*arguments), "came out as NaN or infinite, though what it is made from is finite", [])
-
-
-@pytest.mark.parametrize(
-    ("family", "role", "norm"),
-    [
-        ("qwen3", "query", "query_norm"),
-        ("gemma3", "key", "key_norm"),
-        ("gemma2", "down", "mlp_output_norm"),
-        ("olmo2", "output_projection", "attention_output_norm"),
-    ],
-)
-def test_a_factor_in_front_of_a_norm_is_said_to_change_nothing(command, shared_base, family, role, norm):
-    for method, setting in (
-        ("attenuated-copy", "scale={{{}: {}, up: 0.5}}"),
-        ("slices", "slices=[{{layers: [0, 4]}}, {{layers: [2, 4], scale: {{{}: {}, up: 0.5}}}}]"),
-    ):
-        for base, factor, report in (
-            (family, 0.5, True),
-            (family, 0, False),
-            (family, 1, False),
-            ("llama", 0.5, False),
-        ):
-            words = (
-                "--method",
-                method,
-                "--dry-run",
-                "--set",
-                setting.format("down" if base == "llama" else role, factor),
-            )
-            outcome = command("--base", shared_base(base), *words)
-            message = f"scale.{role} changes nothing in {base}.*: a norm follows. Scale {norm} instead"
-            assert outcome.status == 0 and (re.search(message, outcome.err) is not None) == report, outcome.err
 
 
 def save_double(folder, family: str = "llama"):
