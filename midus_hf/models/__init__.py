@@ -1,11 +1,10 @@
 """Models that host memory. Importing this package registers their families with the Auto classes, other packages' families too.
 
-Classes of more families are made when a checkpoint names their type.
+Classes of more families are made when a config names their type.
 """
 
 import warnings
 from contextlib import suppress
-from typing import Any
 
 import transformers
 from packaging.version import Version
@@ -27,33 +26,15 @@ if Version(transformers.__version__).release[:2] > Version(NEWEST_TRIED_TRANSFOR
     )
 
 
-class _OnDemand(dict):
-    """Configs that were registered with the Auto classes; configs of more families join when a checkpoint names their type."""
+def host_named_type(model_type: str) -> None:
+    """Register the classes of a type such as `midus_cohere`, if transformers has its family and the family can host memory."""
+    from midus_hf.models.inference.modules import host_type
+    from midus_hf.models.inference.tiny import UnknownArchitecture
 
-    def __contains__(self, model_type: object) -> bool:
-        return super().__contains__(model_type) or self._can_join(model_type)
+    native = model_type.removeprefix(MEMORY_PREFIX)
+    if native not in FAMILIES and native not in LARGER_FAMILIES and native in CONFIG_MAPPING:
+        with suppress(UnknownArchitecture):
+            host_type(native)
 
-    def __getitem__(self, model_type: str) -> Any:
-        self._can_join(model_type)
-        return super().__getitem__(model_type)
-
-    def _can_join(self, model_type: object) -> bool:
-        """Return whether a type, say `midus_cohere`, is one of a family that hosts memory; make the classes of the family first."""
-        if not isinstance(model_type, str) or not model_type.startswith(MEMORY_PREFIX):
-            return False
-        from midus_hf.models.inference.modules import host_type
-        from midus_hf.models.inference.tiny import UnknownArchitecture
-
-        native = model_type.removeprefix(MEMORY_PREFIX)
-        if native not in FAMILIES and native not in LARGER_FAMILIES and native in CONFIG_MAPPING:
-            with suppress(UnknownArchitecture):
-                host_type(native)
-        return native in FAMILIES or native in LARGER_FAMILIES
-
-
-# transformers looks a type's config up in this table, which has no public name (seen in 5.17 to 5.23). If the table is gone, a family
-# joins only by `host_type`.
-if isinstance(getattr(CONFIG_MAPPING, "_extra_content", None), dict):
-    CONFIG_MAPPING._extra_content = _OnDemand(CONFIG_MAPPING._extra_content)
 
 load_offered("midus_hf.families", refuse=False)  # a broken family must not keep the others from loading
