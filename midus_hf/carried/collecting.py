@@ -20,7 +20,7 @@ from midus_hf.carried.sources import (
 )
 
 # Decorators that enter a definition in a table that does not travel.
-_MARKS = re.compile(r"^@(mixin_for\(.*\)|register_(larger_)?family|register_head)\n", flags=re.MULTILINE)
+_MARKS = re.compile(r"^@(mixin_for\(.*\)|register_(larger_)?family)\n", flags=re.MULTILINE)
 # Attributes that transformers reads, as values or as annotations, without defining them in the classes that ours extend.
 _READ_BY_LIBRARIES = ("config", "keys_to_ignore_at_inference", "logit_scale")
 # Functions that take the name of an attribute as an argument.

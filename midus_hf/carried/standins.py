@@ -109,12 +109,6 @@ def _refusal(subject: str, expected: Any) -> ValueError:
     )
 
 
-def auto_map(name: str, head_kinds: tuple[str, ...]) -> dict[str, str]:
-    """Return the `auto_map` for a config with the classes `{name}Config`, `{name}Model`, `{name}ForCausalLM` and heads."""
-    model_classes = {f"AutoModel{kind}": f"{ENTRY_MODULE}.{name}{kind}" for kind in ("ForCausalLM", *head_kinds)}
-    return {"AutoConfig": f"{ENTRY_MODULE}.{name}Config", "AutoModel": f"{ENTRY_MODULE}.{name}Model", **model_classes}
-
-
 def write_code(folder: str | os.PathLike, config: Any) -> list[Path]:
     """Copy the module of the config's class into a checkpoint's folder; return a list with the path of the copy."""
     path = Path(folder, f"{ENTRY_MODULE}.py")

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Cache
 
 from midus_hf.carried.module import write_code
-from midus_hf.carried.standins import auto_map
+from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.config.memory_entries import Memories, memories_of
 from midus_hf.memory.needs import SERVICES, Service
 from midus_hf.memory.registry import MemoryModule
@@ -32,8 +32,7 @@ class MemoryConfig:
     """Mixin for the config of a family that hosts memory.
 
     A family declares the field `memory: list | None`, a list of entries `{"type", "layers", ...}`. Entries are validated here, and
-    kept as plain dictionaries, so that `config.json` stores them unchanged. `head_kinds` are the ends of the names of the family's
-    classes for tasks, such as `"ForSequenceClassification"`.
+    kept as plain dictionaries, so that `config.json` stores them unchanged.
 
     Raises:
         ValueError: If an entry has an unknown type or key, or names layers that are absent, repeated or taken, or does not fit the
@@ -41,7 +40,6 @@ class MemoryConfig:
     """
 
     memory: list | None
-    head_kinds: ClassVar[tuple[str, ...]] = ()
     keys_to_ignore_at_inference = [CACHE, "router_logits", "aux_loss"]
     # The families' tensor-parallel plans split heads over devices, but a memory reads whole heads.
     base_model_tp_plan = None
@@ -60,7 +58,9 @@ class MemoryConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the result of `PreTrainedConfig.to_dict`, with an `auto_map` that always names the code saved beside the config."""
         name = type(self).__name__.removesuffix("Config")
-        return {**super().to_dict(), "auto_map": auto_map(name, self.head_kinds)}
+        ends = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+        auto_map = {auto_class: f"{ENTRY_MODULE}.{name}{end}" for auto_class, end in ends.items()}
+        return {**super().to_dict(), "auto_map": auto_map}
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> Any:
         """Save the config, and beside it the code that its `auto_map` names.
@@ -140,19 +140,6 @@ class HostsMemory(InitialisesNarrowly, HostsBanks, NeedsLogSumExp):
             module.reset_parameters()
             return
         super()._init_weights(module)
-
-    def memory_arguments(
-        self,
-        output_router_logits: bool | None,
-        prompt_mask: torch.Tensor | None,
-        token_mask: torch.Tensor | None,
-        memory_ids: torch.Tensor | None,
-    ) -> dict[str, Any]:
-        """Return the arguments that are not None, and that the model passes on to its stack of layers."""
-        arguments: dict[str, Any] = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
-        if "report" in self.stack.services:
-            arguments["output_router_logits"] = output_router_logits
-        return {name: value for name, value in arguments.items() if value is not None}
 
 
 class MemoryModel(HoldsBanks, HostsMemory):

@@ -275,18 +275,6 @@ class TellsPrompt:
         return super().generate(*args, **kwargs)
 
 
-@mixin_for("prompt")
-class TakesTextAsPrompt:
-    """Mixin for a task head whose memories choose by the prompt: without a mask, all tokens are the prompt."""
-
-    def forward(self, **arguments: Any) -> Any:
-        """Run the family's forward with a mask of the prompt."""
-        if "prompt" in self.stack.services and arguments[CACHE] is None and PROMPT_MASK not in arguments:
-            tokens = _tokens_of(arguments)
-            arguments[PROMPT_MASK] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-        return super().forward(**arguments)
-
-
 @register_service("whole")
 class WholeSequences(Service):
     """Passes over whole sequences, since a token depends on later tokens."""

@@ -98,9 +98,7 @@ def test_a_config_names_the_code_that_loads_it(family):
         "AutoConfig": f"modeling_midus.{name}Config",
         "AutoModel": f"modeling_midus.{name}Model",
         "AutoModelForCausalLM": f"modeling_midus.{name}ForCausalLM",
-        **{f"AutoModel{kind}": f"modeling_midus.{name}{kind}" for kind in config.head_kinds},
     }
-    assert "ForSequenceClassification" in config.head_kinds
 
 
 def test_importing_the_package_is_enough_for_the_auto_classes(tmp_path):

@@ -1,6 +1,5 @@
 """Every causal type of the installed Transformers hosts memory, or is refused with a reason that a reader understands."""
 
-import inspect
 import itertools
 import re
 from functools import partial
@@ -18,7 +17,7 @@ from midus_hf.memory import hierarchical
 from midus_hf.memory.hierarchical import HierKV
 from midus_hf.models import adapted, depth_heads, sites
 from midus_hf.models.depth_heads import DepthPass
-from midus_hf.models.families import FAMILIES, HEADS
+from midus_hf.models.families import FAMILIES
 from midus_hf.models.inference import tiny
 from midus_hf.models.inference.architecture import architecture_of
 from midus_hf.models.inference.modules import host_type
@@ -151,25 +150,6 @@ def test_a_hosted_type_is_proven_in_a_wiring_or_has_no_part_for_it(model_type, w
         assert str(error).endswith(NO_PART.format(INSIDE.get(wiring, wiring)))
     else:
         assert (model_type, wiring) not in UNPROVEN
-
-
-@pytest.mark.parametrize(("model_type", "kind"), in_turn(TYPES, HEADS))
-def test_every_hosted_type_has_the_heads_that_transformers_has(model_type, kind):
-    if refusal_of(model_type) is not None:
-        pytest.skip("the type is refused")
-    if model_type not in FAMILIES:
-        host_type(model_type)
-    config_class = FAMILIES[model_type].config_class
-    native = config_class.__bases__[-1]
-    auto, classes, mixin = HEADS[kind]
-    assert (kind in config_class.head_kinds) == (native in classes)
-    assert (config_class in auto._model_mapping) == (native in classes)
-    if native in classes:
-        head = classes[config_class]
-        assert issubclass(head, classes[native]) and mixin in [each.__name__ for each in head.__mro__]
-        names = set(inspect.signature(head.forward).parameters)
-        of_native = set(inspect.signature(classes[native].forward).parameters)
-        assert {"prompt_mask", "token_mask", "memory_ids"} <= names and of_native - {"use_cache"} <= names
 
 
 def added_twice(added):

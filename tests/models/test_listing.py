@@ -12,7 +12,6 @@ from models.fresh_process import run_python
 from models.hosting import host_of
 from models.upscaled import upscaled_model, upscaled_pair
 from tiny import prompt
-from transformers import Trainer, TrainingArguments
 from transformers.models.auto import modeling_auto
 
 from midus_hf.models import FAMILIES
@@ -73,23 +72,9 @@ def test_the_trainer_shifts_labels_where_the_package_is_absent(adapting, tmp_pat
     run_python(f'{_SMOOTHED}{code}smoothed(model, "run")\n', tmp_path, package_present=False)
 
 
-def test_a_model_that_does_not_predict_the_next_token_keeps_its_labels_in_place(tmp_path):
-    head: Any = transformers.AutoModelForTokenClassification.from_config(upscaled_model("llama").config).eval()
-    assert type(head).__name__ == "MidusLlamaForTokenClassification"
-    assert type(head).__name__ not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to=[])
-    labels = prompt() % 2
-    loss = Trainer(head, arguments).compute_loss(head, {"input_ids": prompt(), "labels": labels.clone()})
-    logp = head(prompt()).logits.log_softmax(-1)
-    torch.testing.assert_close(loss, -(0.9 * logp.gather(-1, labels[..., None])[..., 0] + 0.1 * logp.mean(-1)).mean())
-
-
-@pytest.mark.parametrize("kind", ["SequenceClassification", "TokenClassification", "QuestionAnswering", "CausalLM"])
-def test_a_class_is_listed_where_the_class_of_its_family_is(kind):
-    model = getattr(transformers, f"AutoModelFor{kind}").from_config(upscaled_model("qwen2").config)
-    table = "".join(f"_{letter}" if letter.isupper() else letter for letter in kind.replace("LM", "Lm")).upper()
-    listed = getattr(modeling_auto, f"MODEL_FOR{table}_MAPPING_NAMES")
-    assert listed["midus_qwen2"] == type(model).__name__ and listed["qwen2"] == type(model).__bases__[-1].__name__
+def test_a_class_is_listed_where_the_class_of_its_family_is():
+    listed = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    assert listed["midus_qwen2"] == type(upscaled_model("qwen2")).__name__ and listed["qwen2"] == "Qwen2ForCausalLM"
 
 
 def test_adapters_of_experts_from_before_transformers_5_find_the_experts():

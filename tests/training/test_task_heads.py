@@ -1,4 +1,4 @@
-"""Heads over upscaled models train: with `MemoryTrainer`, with PEFT, and with the trainers of TRL."""
+"""Heads over results of dense methods train, with PEFT too, and TRL trains upscaled models on preferences and rewards."""
 
 import pytest
 import torch
@@ -11,19 +11,18 @@ from training.tiny_run import tiny_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     TrainingArguments,
 )
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 
-from midus_hf.models.families import HEADS
 from midus_hf.training.adapters import lora_config
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
 
 TASKS = {
-    "ForSequenceClassification": "SEQ_CLS",
-    "ForTokenClassification": "TOKEN_CLS",
-    "ForQuestionAnswering": "QUESTION_ANS",
+    AutoModelForSequenceClassification: "SEQ_CLS",
+    AutoModelForTokenClassification: "TOKEN_CLS",
 }
 # Methods: an inserted memory, an attached one with routers, and copies of layers, whose classes are the family's own.
 METHODS = ("midus-hml", "moc", "llama-pro")
@@ -40,12 +39,12 @@ QUIET |= {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_step
 
 @pytest.fixture
 def head(upscaled):
-    """Load a head of a kind from an upscaled checkpoint of a method."""
+    """Load a head from an upscaled checkpoint without memory."""
 
-    def load(kind, method="midus-hml", **settings):
+    def load(auto, **settings):
         torch.manual_seed(1)
         settings = {"num_labels": 2, "pad_token_id": 0, **settings}
-        return HEADS[kind][0].from_pretrained(upscaled("llama", method), **settings)
+        return auto.from_pretrained(upscaled("llama", "llama-pro"), **settings)
 
     return load
 
@@ -53,8 +52,7 @@ def head(upscaled):
 def logits_of(model):
     """Return the logits of a head for the prompt, as one tensor."""
     with torch.no_grad():
-        output = model.eval()(prompt())
-    return output.logits if "logits" in output else torch.stack((output.start_logits, output.end_logits), -1)
+        return model.eval()(prompt()).logits
 
 
 def is_new(name, config):
@@ -63,9 +61,8 @@ def is_new(name, config):
     return not name.startswith("model.") or any(part in name for part in new)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_what_is_new_and_the_head_train_alone(method, head):
-    model = head("ForSequenceClassification", method)
+def test_what_is_new_and_the_head_train_alone(head):
+    model = head(AutoModelForSequenceClassification)
     set_trainable(model)
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trains == {name for name, _ in model.named_parameters() if is_new(name, model.config)}
@@ -80,7 +77,7 @@ def test_the_head_of_a_language_model_and_a_bare_stack_stay_frozen(upscaled):
 
 
 def test_a_trainer_of_memories_trains_a_classifier(head, tmp_path):
-    model = head("ForTokenClassification")
+    model = head(AutoModelForTokenClassification)
     set_trainable(model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     rows = [{"input_ids": row, "labels": row % 2} for row in prompt()]
@@ -89,26 +86,25 @@ def test_a_trainer_of_memories_trains_a_classifier(head, tmp_path):
         assert torch.equal(tensor, before[name]) != is_new(name, model.config), name
 
 
-@pytest.mark.parametrize("kind", HEADS)
-def test_adapters_and_the_head_are_saved_loaded_and_merged(kind, head, tmp_path):
+@pytest.mark.parametrize("auto", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+def test_adapters_and_the_head_are_saved_loaded_and_merged(auto, head, tmp_path):
     """Use `lora_config`, which trains new layers whole, and a plain config of PEFT, which knows the head by its name."""
     for number, make in enumerate(
-        (lora_config, lambda model: LoraConfig(task_type=TASKS[kind], target_modules=["q_proj"]))
+        (lora_config, lambda model: LoraConfig(task_type=TASKS[auto], target_modules=["q_proj"]))
     ):
-        config = make(head(kind))
-        assert config.task_type == TASKS[kind]
-        adapted = get_peft_model(head(kind), config)
-        layer = "qa_outputs" if kind == "ForQuestionAnswering" else "score"
+        config = make(head(auto))
+        assert config.task_type == TASKS[auto]
+        adapted = get_peft_model(head(auto), config)
         trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
-        assert any(f"{layer}.modules_to_save.default.weight" in name for name in trained)
+        assert any("score.modules_to_save.default.weight" in name for name in trained)
         let_act(adapted)
         with torch.no_grad():
             for name, parameter in adapted.named_parameters():
-                if f"{layer}.modules_to_save" in name:
+                if "score.modules_to_save" in name:
                     parameter.normal_()
         expected = logits_of(adapted)
         adapted.save_pretrained(tmp_path / str(number))
-        assert torch.equal(logits_of(PeftModel.from_pretrained(head(kind), tmp_path / str(number))), expected)
+        assert torch.equal(logits_of(PeftModel.from_pretrained(head(auto), tmp_path / str(number))), expected)
         torch.testing.assert_close(logits_of(adapted.merge_and_unload()), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -137,9 +133,8 @@ def check_moved(model, before):
     assert moved and moved <= trains
 
 
-@pytest.mark.parametrize("method", by_default(["midus-hml"], METHODS))
-def test_trl_trains_a_reward_model(method, head, tmp_path):
-    model = head("ForSequenceClassification", method, num_labels=1)
+def test_trl_trains_a_reward_model(head, tmp_path):
+    model = head(AutoModelForSequenceClassification, num_labels=1)
     set_trainable(model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     trainer = MemoryRewardTrainer(

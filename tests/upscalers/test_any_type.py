@@ -12,7 +12,6 @@ from models.fresh_process import run_python
 from models.test_every_type import TYPES, refusal_of
 from pairs import by_default, taking_turns, wanted_by_tests
 
-from midus_hf.models.families import HEADS
 from midus_hf.models.inference.architecture import architecture_of
 from midus_hf.models.inference.proof import prove, with_more_heads
 from midus_hf.models.inference.tiny import tiny_model
@@ -161,33 +160,6 @@ def test_two_steps_of_training_change_what_is_new_alone(model_type, method, make
         optimizer.zero_grad()
     changed = {name for name, tensor in model.state_dict().items() if not same_bits(tensor, before[name])}
     assert changed and all(any(part in name for part in new) for name in changed)
-
-
-@of_all_methods
-def test_a_head_on_the_result_is_the_head_on_the_base(model_type, method, make):
-    """Compare each head that the type has; its own tensors are all that the checkpoint of the language model lacks."""
-    made = make(model_type, method)
-    kinds = load(made.output).config.head_kinds
-    if not kinds:
-        pytest.skip("transformers has no heads of the type")
-    for kind in kinds:
-        heads, lacking = [], []
-        for folder in (made.base, made.output):
-            torch.manual_seed(3)
-            settings = {"num_labels": 2, "pad_token_id": 0, "output_loading_info": True}
-            head, info = HEADS[kind][0].from_pretrained(folder, **settings)
-            heads.append(head.eval())
-            lacking.append(set(info["missing_keys"]))
-        base, head = heads
-        assert lacking[1] and not [name for name in lacking[1] if name.startswith("model.")]
-        if lacking[0] != lacking[1]:  # the family's class for question answering starts with a stack of its own
-            assert kind == "ForQuestionAnswering"
-            base.transformer.load_state_dict(load(made.base).model.state_dict())
-            base.qa_outputs.load_state_dict(head.qa_outputs.state_dict())
-        with torch.no_grad():
-            expected, actual = base(tokens()), head(tokens())
-        keys = ("start_logits", "end_logits") if kind == "ForQuestionAnswering" else ("logits",)
-        assert all(torch.equal(actual[key], expected[key]) for key in keys)
 
 
 @pytest.mark.parametrize("model_type", by_default(PRESENT[:1], INFERRED))

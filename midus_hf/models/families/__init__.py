@@ -11,17 +11,11 @@ from typing import Any
 
 import transformers
 from transformers import (
-    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -36,25 +30,6 @@ FAMILIES: dict[str, type[PreTrainedModel]] = {}
 
 #: Larger models whose language model hosts memory, by the `model_type` of their family.
 LARGER_FAMILIES: dict[str, type[PreTrainedModel]] = {}
-
-#: Task heads, by the end of the name of their classes: the Auto class, transformers' table of the classes, and the mixin.
-HEADS: dict[str, tuple[Any, Any, str]] = {
-    "ForSequenceClassification": (
-        AutoModelForSequenceClassification,
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-        "MemoryForClassification",
-    ),
-    "ForTokenClassification": (
-        AutoModelForTokenClassification,
-        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-        "MemoryForClassification",
-    ),
-    "ForQuestionAnswering": (
-        AutoModelForQuestionAnswering,
-        MODEL_FOR_QUESTION_ANSWERING_MAPPING,
-        "MemoryForQuestionAnswering",
-    ),
-}
 
 
 def register_family(causal_lm_class: Any) -> Any:
@@ -72,13 +47,6 @@ def register_family(causal_lm_class: Any) -> Any:
     is_shared = sum(each.__name__ == name for each in FAMILIES.values()) > 1
     show_in_transformers(name, AutoModelForCausalLM if is_shared else causal_lm_class)
     return causal_lm_class
-
-
-def register_head(head_class: Any) -> Any:
-    """Register a task head with the Auto class of its task."""
-    auto_class = next(auto for kind, (auto, _, _) in HEADS.items() if head_class.__name__.endswith(kind))
-    auto_class.register(head_class.config_class, head_class, exist_ok=True)
-    return head_class
 
 
 def base_config_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedConfig]:

@@ -5,19 +5,16 @@ from transformers.models.gemma2.modeling_gemma2 import (
     Gemma2Attention,
     Gemma2DecoderLayer,
     Gemma2ForCausalLM,
-    Gemma2ForSequenceClassification,
-    Gemma2ForTokenClassification,
     Gemma2MLP,
     Gemma2Model,
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.block import BlockAttention, MemoryBlock
-from midus_hf.models.families import register_family, register_head
+from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
 from midus_hf.models.layer import HostLayer
-from midus_hf.models.task_heads import MemoryForClassification
 
 
 class MidusGemma2Config(MemoryConfig, Gemma2Config):
@@ -25,7 +22,6 @@ class MidusGemma2Config(MemoryConfig, Gemma2Config):
 
     model_type = "midus_gemma2"
     memory: list | None = None
-    head_kinds = ("ForSequenceClassification", "ForTokenClassification")
 
 
 class MidusGemma2Attention(HostAttention, Gemma2Attention):
@@ -76,22 +72,6 @@ class MidusGemma2Model(MemoryModel, Gemma2Model):
 @register_family
 class MidusGemma2ForCausalLM(MemoryForCausalLM, Gemma2ForCausalLM):
     """`Gemma2ForCausalLM` over a `MidusGemma2Model`."""
-
-    config: MidusGemma2Config
-    model_class = MidusGemma2Model
-
-
-@register_head
-class MidusGemma2ForSequenceClassification(MemoryForClassification, Gemma2ForSequenceClassification):
-    """`Gemma2ForSequenceClassification` over a `MidusGemma2Model`."""
-
-    config: MidusGemma2Config
-    model_class = MidusGemma2Model
-
-
-@register_head
-class MidusGemma2ForTokenClassification(MemoryForClassification, Gemma2ForTokenClassification):
-    """`Gemma2ForTokenClassification` over a `MidusGemma2Model`."""
 
     config: MidusGemma2Config
     model_class = MidusGemma2Model

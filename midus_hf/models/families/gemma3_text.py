@@ -6,17 +6,15 @@ from transformers.models.gemma3.modeling_gemma3 import (
     Gemma3DecoderLayer,
     Gemma3ForCausalLM,
     Gemma3MLP,
-    Gemma3TextForSequenceClassification,
     Gemma3TextModel,
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.block import BlockAttention, MemoryBlock
-from midus_hf.models.families import register_family, register_head
+from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
 from midus_hf.models.layer import HostLayer
-from midus_hf.models.task_heads import MemoryForClassification
 
 
 class MidusGemma3Config(MemoryConfig, Gemma3TextConfig):
@@ -24,7 +22,6 @@ class MidusGemma3Config(MemoryConfig, Gemma3TextConfig):
 
     model_type = "midus_gemma3_text"
     memory: list | None = None
-    head_kinds = ("ForSequenceClassification",)
 
 
 class MidusGemma3Attention(HostAttention, Gemma3Attention):
@@ -75,14 +72,6 @@ class MidusGemma3Model(MemoryModel, Gemma3TextModel):
 @register_family
 class MidusGemma3ForCausalLM(MemoryForCausalLM, Gemma3ForCausalLM):
     """`Gemma3ForCausalLM` over a `MidusGemma3Model`."""
-
-    config: MidusGemma3Config
-    model_class = MidusGemma3Model
-
-
-@register_head
-class MidusGemma3ForSequenceClassification(MemoryForClassification, Gemma3TextForSequenceClassification):
-    """`Gemma3TextForSequenceClassification` over a `MidusGemma3Model`."""
 
     config: MidusGemma3Config
     model_class = MidusGemma3Model

@@ -5,20 +5,16 @@ from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
     LlamaForCausalLM,
-    LlamaForQuestionAnswering,
-    LlamaForSequenceClassification,
-    LlamaForTokenClassification,
     LlamaMLP,
     LlamaModel,
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.block import BlockAttention, MemoryBlock
-from midus_hf.models.families import register_family, register_head
+from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
 from midus_hf.models.layer import HostLayer
-from midus_hf.models.task_heads import MemoryForClassification, MemoryForQuestionAnswering
 
 
 class MidusLlamaConfig(MemoryConfig, LlamaConfig):
@@ -26,7 +22,6 @@ class MidusLlamaConfig(MemoryConfig, LlamaConfig):
 
     model_type = "midus_llama"
     memory: list | None = None
-    head_kinds = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
 class MidusLlamaAttention(HostAttention, LlamaAttention):
@@ -73,30 +68,6 @@ class MidusLlamaModel(MemoryModel, LlamaModel):
 @register_family
 class MidusLlamaForCausalLM(MemoryForCausalLM, LlamaForCausalLM):
     """`LlamaForCausalLM` over a `MidusLlamaModel`."""
-
-    config: MidusLlamaConfig
-    model_class = MidusLlamaModel
-
-
-@register_head
-class MidusLlamaForSequenceClassification(MemoryForClassification, LlamaForSequenceClassification):
-    """`LlamaForSequenceClassification` over a `MidusLlamaModel`."""
-
-    config: MidusLlamaConfig
-    model_class = MidusLlamaModel
-
-
-@register_head
-class MidusLlamaForTokenClassification(MemoryForClassification, LlamaForTokenClassification):
-    """`LlamaForTokenClassification` over a `MidusLlamaModel`."""
-
-    config: MidusLlamaConfig
-    model_class = MidusLlamaModel
-
-
-@register_head
-class MidusLlamaForQuestionAnswering(MemoryForQuestionAnswering, LlamaForQuestionAnswering):
-    """`LlamaForQuestionAnswering` over a `MidusLlamaModel`."""
 
     config: MidusLlamaConfig
     model_class = MidusLlamaModel

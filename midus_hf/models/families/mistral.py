@@ -5,20 +5,16 @@ from transformers.models.mistral.modeling_mistral import (
     MistralAttention,
     MistralDecoderLayer,
     MistralForCausalLM,
-    MistralForQuestionAnswering,
-    MistralForSequenceClassification,
-    MistralForTokenClassification,
     MistralMLP,
     MistralModel,
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.block import BlockAttention, MemoryBlock
-from midus_hf.models.families import register_family, register_head
+from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
 from midus_hf.models.layer import HostLayer
-from midus_hf.models.task_heads import MemoryForClassification, MemoryForQuestionAnswering
 
 
 class MidusMistralConfig(MemoryConfig, MistralConfig):
@@ -26,7 +22,6 @@ class MidusMistralConfig(MemoryConfig, MistralConfig):
 
     model_type = "midus_mistral"
     memory: list | None = None
-    head_kinds = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
 class MidusMistralAttention(HostAttention, MistralAttention):
@@ -73,30 +68,6 @@ class MidusMistralModel(MemoryModel, MistralModel):
 @register_family
 class MidusMistralForCausalLM(MemoryForCausalLM, MistralForCausalLM):
     """`MistralForCausalLM` over a `MidusMistralModel`."""
-
-    config: MidusMistralConfig
-    model_class = MidusMistralModel
-
-
-@register_head
-class MidusMistralForSequenceClassification(MemoryForClassification, MistralForSequenceClassification):
-    """`MistralForSequenceClassification` over a `MidusMistralModel`."""
-
-    config: MidusMistralConfig
-    model_class = MidusMistralModel
-
-
-@register_head
-class MidusMistralForTokenClassification(MemoryForClassification, MistralForTokenClassification):
-    """`MistralForTokenClassification` over a `MidusMistralModel`."""
-
-    config: MidusMistralConfig
-    model_class = MidusMistralModel
-
-
-@register_head
-class MidusMistralForQuestionAnswering(MemoryForQuestionAnswering, MistralForQuestionAnswering):
-    """`MistralForQuestionAnswering` over a `MidusMistralModel`."""
 
     config: MidusMistralConfig
     model_class = MidusMistralModel

@@ -5,18 +5,16 @@ from transformers.models.olmo2.modeling_olmo2 import (
     Olmo2Attention,
     Olmo2DecoderLayer,
     Olmo2ForCausalLM,
-    Olmo2ForSequenceClassification,
     Olmo2MLP,
     Olmo2Model,
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.block import BlockAttention, MemoryBlock
-from midus_hf.models.families import register_family, register_head
+from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
 from midus_hf.models.layer import HostLayer
-from midus_hf.models.task_heads import MemoryForClassification
 
 
 class MidusOlmo2Config(MemoryConfig, Olmo2Config):
@@ -24,7 +22,6 @@ class MidusOlmo2Config(MemoryConfig, Olmo2Config):
 
     model_type = "midus_olmo2"
     memory: list | None = None
-    head_kinds = ("ForSequenceClassification",)
 
 
 class MidusOlmo2Attention(HostAttention, Olmo2Attention):
@@ -77,14 +74,6 @@ class MidusOlmo2Model(MemoryModel, Olmo2Model):
 @register_family
 class MidusOlmo2ForCausalLM(MemoryForCausalLM, Olmo2ForCausalLM):
     """`Olmo2ForCausalLM` over a `MidusOlmo2Model`."""
-
-    config: MidusOlmo2Config
-    model_class = MidusOlmo2Model
-
-
-@register_head
-class MidusOlmo2ForSequenceClassification(MemoryForClassification, Olmo2ForSequenceClassification):
-    """`Olmo2ForSequenceClassification` over a `MidusOlmo2Model`."""
 
     config: MidusOlmo2Config
     model_class = MidusOlmo2Model

@@ -5,20 +5,16 @@ from transformers.models.qwen2.modeling_qwen2 import (
     Qwen2Attention,
     Qwen2DecoderLayer,
     Qwen2ForCausalLM,
-    Qwen2ForQuestionAnswering,
-    Qwen2ForSequenceClassification,
-    Qwen2ForTokenClassification,
     Qwen2MLP,
     Qwen2Model,
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.block import BlockAttention, MemoryBlock
-from midus_hf.models.families import register_family, register_head
+from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
 from midus_hf.models.layer import HostLayer
-from midus_hf.models.task_heads import MemoryForClassification, MemoryForQuestionAnswering
 
 
 class MidusQwen2Config(MemoryConfig, Qwen2Config):
@@ -26,7 +22,6 @@ class MidusQwen2Config(MemoryConfig, Qwen2Config):
 
     model_type = "midus_qwen2"
     memory: list | None = None
-    head_kinds = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
 class MidusQwen2Attention(HostAttention, Qwen2Attention):
@@ -73,30 +68,6 @@ class MidusQwen2Model(MemoryModel, Qwen2Model):
 @register_family
 class MidusQwen2ForCausalLM(MemoryForCausalLM, Qwen2ForCausalLM):
     """`Qwen2ForCausalLM` over a `MidusQwen2Model`."""
-
-    config: MidusQwen2Config
-    model_class = MidusQwen2Model
-
-
-@register_head
-class MidusQwen2ForSequenceClassification(MemoryForClassification, Qwen2ForSequenceClassification):
-    """`Qwen2ForSequenceClassification` over a `MidusQwen2Model`."""
-
-    config: MidusQwen2Config
-    model_class = MidusQwen2Model
-
-
-@register_head
-class MidusQwen2ForTokenClassification(MemoryForClassification, Qwen2ForTokenClassification):
-    """`Qwen2ForTokenClassification` over a `MidusQwen2Model`."""
-
-    config: MidusQwen2Config
-    model_class = MidusQwen2Model
-
-
-@register_head
-class MidusQwen2ForQuestionAnswering(MemoryForQuestionAnswering, Qwen2ForQuestionAnswering):
-    """`Qwen2ForQuestionAnswering` over a `MidusQwen2Model`."""
 
     config: MidusQwen2Config
     model_class = MidusQwen2Model

@@ -5,20 +5,16 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3Attention,
     Qwen3DecoderLayer,
     Qwen3ForCausalLM,
-    Qwen3ForQuestionAnswering,
-    Qwen3ForSequenceClassification,
-    Qwen3ForTokenClassification,
     Qwen3MLP,
     Qwen3Model,
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.block import BlockAttention, MemoryBlock
-from midus_hf.models.families import register_family, register_head
+from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
 from midus_hf.models.layer import HostLayer
-from midus_hf.models.task_heads import MemoryForClassification, MemoryForQuestionAnswering
 
 
 class MidusQwen3Config(MemoryConfig, Qwen3Config):
@@ -26,7 +22,6 @@ class MidusQwen3Config(MemoryConfig, Qwen3Config):
 
     model_type = "midus_qwen3"
     memory: list | None = None
-    head_kinds = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
 class MidusQwen3Attention(HostAttention, Qwen3Attention):
@@ -73,30 +68,6 @@ class MidusQwen3Model(MemoryModel, Qwen3Model):
 @register_family
 class MidusQwen3ForCausalLM(MemoryForCausalLM, Qwen3ForCausalLM):
     """`Qwen3ForCausalLM` over a `MidusQwen3Model`."""
-
-    config: MidusQwen3Config
-    model_class = MidusQwen3Model
-
-
-@register_head
-class MidusQwen3ForSequenceClassification(MemoryForClassification, Qwen3ForSequenceClassification):
-    """`Qwen3ForSequenceClassification` over a `MidusQwen3Model`."""
-
-    config: MidusQwen3Config
-    model_class = MidusQwen3Model
-
-
-@register_head
-class MidusQwen3ForTokenClassification(MemoryForClassification, Qwen3ForTokenClassification):
-    """`Qwen3ForTokenClassification` over a `MidusQwen3Model`."""
-
-    config: MidusQwen3Config
-    model_class = MidusQwen3Model
-
-
-@register_head
-class MidusQwen3ForQuestionAnswering(MemoryForQuestionAnswering, Qwen3ForQuestionAnswering):
-    """`Qwen3ForQuestionAnswering` over a `MidusQwen3Model`."""
 
     config: MidusQwen3Config
     model_class = MidusQwen3Model

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import midus_hf.models.families as families
-from midus_hf.models.families import FAMILIES, HEADS
+from midus_hf.models.families import FAMILIES
 from midus_hf.models.inference.architecture import Architecture, architecture_of, passes_on
 from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_larger_model
 from midus_hf.models.parts import NamesParts
@@ -71,8 +71,7 @@ def family_source(model_type: str) -> str:
     architecture = architecture_of(model_type)
     family = architecture.causal_lm.__name__.removesuffix("ForCausalLM")
     attention, mlp, config = architecture.attention, architecture.mlp, architecture.config
-    heads = {kind: classes[config] for kind, (_, classes, _) in HEADS.items() if config in classes}
-    own = (*architecture.layers, architecture.stack, architecture.causal_lm, attention, mlp, *heads.values())
+    own = (*architecture.layers, architecture.stack, architecture.causal_lm, attention, mlp)
     conversions = _conversions(f"Midus{family}ForCausalLM", model_type, architecture.causal_lm.__name__)
     kinds = {layer: _kind(family, layer, architecture) for layer in architecture.layers}
     return _SOURCE.format(
@@ -90,14 +89,7 @@ def family_source(model_type: str) -> str:
         model=architecture.stack.__name__,
         causal_lm=architecture.causal_lm.__name__,
         shared=_SHARED if conversions else "",
-        registering=", register_head" if heads else "",
-        mixins=_MIXINS.format(names=", ".join(sorted({HEADS[kind][2] for kind in heads}))) if heads else "",
-        head_kinds=repr(tuple(heads)).replace("'", '"'),
         logit_scale=_LOGIT_SCALE if model_type == "hyperclovax" else "",
-        heads="".join(
-            _HEAD.format(family=family, kind=kind, mixin=HEADS[kind][2], head=head.__name__)
-            for kind, head in heads.items()
-        ),
         conversions=conversions,
     )
 
@@ -222,18 +214,17 @@ from {modeling} import (
 
 from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.block import BlockAttention, MemoryBlock
-from midus_hf.models.families import register_family{registering}
+from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
 from midus_hf.models.layer import HostLayer
-{shared}{mixins}
+{shared}
 
 class Midus{family}Config(MemoryConfig, {config}):
     """`{config}` with a list of memory entries."""
 
     model_type = "midus_{model_type}"
     memory: list | None = None
-    head_kinds = {head_kinds}
 {logit_scale}
 {attention}{mlp}
 {layers}
@@ -252,7 +243,7 @@ class Midus{family}ForCausalLM(MemoryForCausalLM, {causal_lm}):
 
     config: Midus{family}Config
     model_class = Midus{family}Model
-{heads}{conversions}'''
+{conversions}'''
 
 # TRL's fused losses take `logits_scaling` of any type but `hyperclovax` for a divisor, and read `logit_scale` first.
 _LOGIT_SCALE = '''
@@ -260,18 +251,6 @@ _LOGIT_SCALE = '''
     def logit_scale(self) -> float:
         """Return what the logits are multiplied by."""
         return self.logits_scaling
-'''
-
-_MIXINS = "from midus_hf.models.task_heads import {names}\n"
-
-_HEAD = '''
-
-@register_head
-class Midus{family}{kind}({mixin}, {head}):
-    """`{head}` over a `Midus{family}Model`."""
-
-    config: Midus{family}Config
-    model_class = Midus{family}Model
 '''
 
 _ATTENTION = '''
