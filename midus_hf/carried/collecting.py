@@ -8,14 +8,14 @@ from functools import cache
 from typing import Any
 
 from midus_hf.carried.sources import (
-    Definition,
     Edit,
     Member,
     Module,
     Name,
     SourceText,
+    members_of,
     read_module,
-    taken_apart,
+    with_members,
     with_short_docstrings,
 )
 
@@ -54,7 +54,7 @@ class Program:
         self._packages, self._left_out, self._whole = packages, left_out, whole
         self._stand_ins, self._own = stand_ins, own
         self._modules: dict[str, Module] = {}
-        self._definitions: dict[Name, Definition] = {}
+        self._sources: dict[Name, str] = {}
         # Names of attributes that the kept source uses, and those of the library classes that kept classes extend.
         self._attributes: set[str] = set(_READ_BY_LIBRARIES)
         # For each kept definition, the numbers of the members that are kept.
@@ -75,37 +75,30 @@ class Program:
             return self._stand_ins[name] if is_own and name in self._stand_ins else Name(module, name)
         return self.resolve(*source_module.imports[name]) if name in source_module.imports else None
 
-    def definition(self, name: Name) -> Definition:
-        """Return a definition, whose classes extend no mixin that is left out.
+    def source(self, name: Name) -> str:
+        """Return the whole source of a definition, whose classes extend no mixin that is left out.
 
         Raises:
             ValueError: If the module of the definition has statements that cannot be copied.
         """
-        if name not in self._definitions:
+        if name not in self._sources:
             if self.module(name.module).refusal:
                 raise ValueError(self.module(name.module).refusal)
             source = _MARKS.sub("", self.module(name.module).definitions[name.name])
-            self._definitions[name] = taken_apart(self._without_bases(name.module, with_short_docstrings(source)))
-        return self._definitions[name]
+            self._sources[name] = self._without_bases(name.module, with_short_docstrings(source))
+        return self._sources[name]
 
     def texts(self, module: str) -> Iterator[tuple[Name | None, str]]:
         """Yield the text of each kept definition of a module, in order, then each top-level call that uses one of them."""
         names = [name for name in self.module(module).definitions if Name(module, name) in self.kept]
         yielded: set[str] = set()
         for name in names:
-            definition, kept = self.definition(Name(module, name)), self.kept[Name(module, name)]
-            parts = [member.source for number, member in enumerate(definition.members) if number in kept]
-            text = definition.head
-            if parts:
-                space = "\n" if definition.head.rstrip().endswith(":") else "\n\n"
-                text = definition.head.rstrip() + space + "".join(parts).strip("\n") + "\n"
-            elif definition.head.rstrip().endswith(":"):
-                text += "    pass\n"
+            text = with_members(self.source(Name(module, name)), self.kept[Name(module, name)])
             if text not in yielded:  # `a, b = ...` defines two names with one text
                 yielded.add(text)
                 yield Name(module, name), text
         for call in self.module(module).calls:
-            if not names_in(call).isdisjoint(names):
+            if not _used(call)[0].isdisjoint(names):
                 yield None, call
 
     def _without_bases(self, module: str, source: str) -> str:
@@ -139,12 +132,12 @@ class Program:
         return len(self._attributes) + len(self.kept) + sum(map(len, self.kept.values()))
 
     def _reached_from(self, name: Name) -> Iterator[Name]:
-        definition, kept = self.definition(name), self.kept[name]
-        kept |= {number for number, member in enumerate(definition.members) if self._is_wanted(name, member)}
-        sources = [definition.head, *(definition.members[number].source for number in kept)]
-        sources += [call for call in self.module(name.module).calls if name.name in names_in(call)]
-        for source in sources:
-            names, attributes = _used(source)
+        source, kept = self.source(name), self.kept[name]
+        kept |= {number for number, member in enumerate(members_of(source)) if self._is_wanted(name, member)}
+        sources = [with_members(source, kept)]
+        sources += [call for call in self.module(name.module).calls if name.name in _used(call)[0]]
+        for each in sources:
+            names, attributes = _used(each)
             self._attributes |= attributes
             yield from filter(None, (self.resolve(name.module, used) for used in names))
 
@@ -154,23 +147,10 @@ class Program:
         return is_special or not is_own or name in self._whole or member.name in self._attributes
 
 
-def parsed(source: str) -> ast.Module:
-    """Return the syntax tree of the source of a definition, of a member, or of the head of a class."""
-    if source.lstrip("\n").startswith("    "):
-        return ast.parse(f"class _:\n{source}")
-    return ast.parse(f"{source}    pass\n" if source.rstrip().endswith(":") else source)
-
-
-@cache
-def names_in(source: str) -> frozenset[str]:
-    """Return all names that a source reads or writes, including names in annotations."""
-    return frozenset(node.id for node in ast.walk(parsed(source)) if isinstance(node, ast.Name))
-
-
 @cache
 def _used(source: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names and the attributes that a source uses when it runs, leaving annotations out."""
-    tree = parsed(source)
+    tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
             node.annotation = None

@@ -26,11 +26,10 @@ from midus_hf.carried.sources import Edit, Name, SourceText, read_module
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.config.memory_entries import Memories
 from midus_hf.memory.memory_state import MemoryState
-from midus_hf.memory.needs import MIXINS, SERVICES, SITES, Service, Site
+from midus_hf.memory.needs import MIXINS, SERVICES, SITES, needs_of
 from midus_hf.memory.registry import build_memory
 from midus_hf.version import __version__
 
-_WIDTH = 120
 _PACKAGES = ("midus_hf",)
 # A cache of Transformers calls its methods.
 _WHOLE = (Name(MemoryState.__module__, MemoryState.__name__),)
@@ -71,12 +70,8 @@ def carried_module(config: Any) -> str:
     with torch.device("meta"):
         modules = [build_memory(entry.options, memories.sizes, 0, len(entry.layers)) for entry in memories.entries]
     hosted = list(zip(memories.entries, modules, strict=True))
-    registered: dict[str, type[Service] | type[Site]] = {**SERVICES, **SITES}
-    parts = {
-        name: part
-        for name, part in registered.items()
-        if any(part.is_needed(entry, memory, memories.sizes) for entry, memory in hosted)
-    }
+    needs = {need for entry, memory in hosted for need in needs_of(entry, memory, memories.sizes)}
+    parts: dict[str, type] = {name: part for name, part in {**SERVICES, **SITES}.items() if name in needs}
     kinds = tuple(dict.fromkeys(f"{entry.type} memory ({entry.site})" for entry in memories.entries))
     types = dict.fromkeys(type(each) for entry, memory in hosted for each in (entry.options, memory))
     case = (type(config), kinds, *types, *parts)
@@ -192,20 +187,11 @@ class _Layout:
         return text.edited(edits)
 
     def _import_lines(self) -> str:
-        plain = [
-            f"import {called}{'' if called == bound else f' as {bound}'}"
-            for bound, called in self._imports.pop("", {}).items()
-        ]
-        lines: dict[bool, list[str]] = {False: [], True: []}  # whether a library is outside the standard library
-        for line in sorted(plain):
-            lines[line.split()[1].partition(".")[0] not in sys.stdlib_module_names].append(line)
-        for module, names in sorted(self._imports.items()):
-            listed = [called if called == bound else f"{called} as {bound}" for bound, called in sorted(names.items())]
-            line = f"from {module} import {', '.join(listed)}"
-            if len(line) > _WIDTH:
-                line = f"from {module} import (\n" + "".join(f"    {name},\n" for name in listed) + ")"
-            lines[module.partition(".")[0] not in sys.stdlib_module_names].append(line)
-        return "\n\n".join("\n".join(group) for group in lines.values() if group)
+        lines = []
+        for module, names in self._imports.items():
+            listed = [name if name == bound else f"{name} as {bound}" for bound, name in sorted(names.items())]
+            lines += [f"from {module} import {', '.join(listed)}"] if module else [f"import {name}" for name in listed]
+        return "\n".join(sorted(lines))
 
 
 @cache

@@ -3,8 +3,7 @@
 import ast
 import importlib.util
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -93,28 +92,17 @@ class Member(NamedTuple):
 
     Args:
         name: Name of the member; empty for a field of a dataclass or named tuple, and for a statement that defines no name.
-        source: The member's source, indented.
+        first: Number of the first line behind the member before.
+        last: Number of the member's last line.
     """
 
     name: str
-    source: str
-
-
-@dataclass(frozen=True)
-class Definition:
-    """A definition, with the members separated from the head if the definition is a class.
-
-    Args:
-        head: The source, including the comments above and the docstring of a constant; for a class, the part before the members.
-        members: The members of a class. Default: none, for other definitions.
-    """
-
-    head: str
-    members: tuple[Member, ...] = ()
+    first: int
+    last: int
 
 
 def read_module(name: str, packages: frozenset[str]) -> "Module":
-    """Return a module by its source as it is now, which is taken apart once per process.
+    """Return a module by its source as it is now, taken apart.
 
     Args:
         name: The module's name, such as `"midus_hf.memory.headwise"`.
@@ -122,16 +110,7 @@ def read_module(name: str, packages: frozenset[str]) -> "Module":
     """
     imported = importlib.import_module(name)
     loader: Any = imported.__loader__
-    source = loader.get_source(imported.__name__) or ""
-    read = _read.get((name, packages))
-    # Another module may have had the same name and source.
-    if read is None or read[0] is not imported or read[1] != source:
-        read = _read[name, packages] = (imported, source, Module(imported, source, packages))
-    return read[2]
-
-
-# The last reading of each module, by its name and the packages, with what was read.
-_read: "dict[tuple[str, frozenset[str]], tuple[ModuleType, str, Module]]" = {}
+    return Module(imported, loader.get_source(imported.__name__) or "", packages)
 
 
 class Module:
@@ -223,34 +202,37 @@ def _with_comments(text: SourceText, statement: ast.stmt, following: list[ast.st
 
 
 @cache
-def taken_apart(source: str) -> Definition:
-    """Return a definition with the members of a class separated from the head."""
+def members_of(source: str) -> tuple[Member, ...]:
+    """Return the members of the class in a source; none if the source has no class."""
     text = SourceText(source)
     node = next((statement for statement in text.tree.body if isinstance(statement, ast.ClassDef)), None)
     if node is None:
-        return Definition(source)
-    body = list(node.body)
-    if _is_docstring(body[0]):
-        next_line = _last_line(body.pop(0)) + 1
-    else:
-        next_line = text.first_comment(_first_line(body[0]))
-    head = text.lines(1, next_line - 1)
+        return ()
     has_fields = any("dataclass" in ast.unparse(each) for each in node.decorator_list) or any(
         ast.unparse(base) == "NamedTuple" for base in node.bases
     )
-    members = []
-    while body:
-        statement = body.pop(0)
+    members: list[Member] = []
+    first = text.first_comment(_first_line(node.body[0]))
+    for statement in node.body:
         last = _last_line(statement)
-        if isinstance(statement, ast.Assign | ast.AnnAssign) and body and _is_docstring(body[0]):
-            last = _last_line(body.pop(0))
-        is_field = (
-            has_fields and isinstance(statement, ast.AnnAssign) and "ClassVar" not in text.of(statement.annotation)
-        )
-        name = "" if is_field else next(iter(defined(statement)), "")
-        members.append(Member(name, text.lines(next_line, last)))
-        next_line = last + 1
-    return Definition(head, tuple(members))
+        if _is_docstring(statement):  # of the class, or of the attribute before
+            members = [*members[:-1], *(member._replace(last=last) for member in members[-1:])]
+        else:
+            is_field = has_fields and isinstance(statement, ast.AnnAssign) and "ClassVar" not in text.of(statement)
+            members.append(Member("" if is_field else next(iter(defined(statement)), ""), first, last))
+        first = last + 1
+    return tuple(members)
+
+
+def with_members(source: str, numbers: Collection[int]) -> str:
+    """Return a source with some members of its class alone, by their numbers in `members_of`."""
+    members = members_of(source)
+    if not members or len(numbers) == len(members):
+        return source
+    text = SourceText(source)
+    head = text.lines(1, members[0].first - 1)
+    kept = "".join(text.lines(member.first, member.last) for number, member in enumerate(members) if number in numbers)
+    return head + (kept or ("    pass\n" if head.rstrip().endswith(":") else ""))
 
 
 def _is_docstring(statement: ast.stmt) -> bool:

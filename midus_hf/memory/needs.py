@@ -33,17 +33,6 @@ class Service:
     def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         pass
 
-    @classmethod
-    def is_needed(cls, entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether a memory needs the service. Default: if the memory names the service in its `context`.
-
-        Args:
-            entry: The memory's entry in the config.
-            memory: The memory's module in one layer.
-            sizes: Sizes of the model.
-        """
-        return cls.key in memory.context
-
     @staticmethod
     def layers(model: Any, memories: Memories) -> dict[int, tuple[Any, ...]]:
         """Return the classes that may take over each layer, by the layer's index. Default: none."""
@@ -110,21 +99,10 @@ class Site:
     def __init__(self, layer: Any, config: Any, memories: Memories):
         pass
 
-    @classmethod
-    def is_needed(cls, entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether a memory needs the site; arguments as of `Service.is_needed`. Default: if the memory is at the site."""
-        return entry.site == cls.name
-
-    @classmethod
-    def is_at(cls, layer: int, memories: Memories, built: Mapping[str, MemoryModule]) -> bool:
-        """Return whether a layer has the site. Default: if one of its memories needs the site.
-
-        Args:
-            layer: Index of the layer.
-            memories: Memories of the model.
-            built: Modules of the layer's memories, by name.
-        """
-        return any(cls.is_needed(memories.attached[name], memory, memories.sizes) for name, memory in built.items())
+    @staticmethod
+    def is_behind(layer: int, memories: Memories) -> bool:
+        """Return whether a layer has the site though none of its memories needs the site. Default: false."""
+        return False
 
     @staticmethod
     def is_missing(layer: Any) -> bool:
@@ -144,6 +122,8 @@ class Site:
         return output
 
 
+#: Name of the argument that marks the tokens of the prompt. Without it, the prompt ends at the first label.
+PROMPT_MASK = "prompt_mask"
 #: Services by name. Memories name in their `context` the services whose arguments they take.
 SERVICES: dict[str, type[Service]] = {}
 #: Sites by name, in the order in which they stand around the parts of a layer, from the inside out.
@@ -179,6 +159,29 @@ def mixin_for(*names: str) -> Callable[[type[Part]], type[Part]]:
         return cls
 
     return decorate
+
+
+def needs_of(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> set[str]:
+    """Return the names of the services and the sites that a memory needs; names in its `context` are among them.
+
+    Args:
+        entry: The memory's entry in the config.
+        memory: The memory's module in one layer.
+        sizes: Sizes of the model.
+    """
+    options, is_attached, is_inside = entry.options, entry.is_attached, entry.site == "inside-attention"
+    conditions = {
+        "attached": is_attached,
+        "arguments": bool(memory.forward_arguments),
+        "tables": is_attached and bool(options.tables(sizes, entry.layers)),
+        "prompt": PROMPT_MASK in memory.forward_arguments,
+        "whole": options.reads_ahead,
+        "narrow": is_attached and options.narrows_start,
+        "attention-adapters": is_inside and bool(memory.projections),
+        "attention-heads": is_inside and memory.reads_heads,
+        "depth": is_inside and options.attends,
+    }
+    return {entry.site, *memory.context, *(name for name, is_needed in conditions.items() if is_needed)}
 
 
 def first_of(output: Any) -> torch.Tensor:

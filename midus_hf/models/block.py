@@ -5,10 +5,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from midus_hf.config.memory_entries import Memories, MemoryEntry, inserted_options
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.memory_entries import Memories, inserted_options
 from midus_hf.memory.needs import Service, register_service
-from midus_hf.memory.registry import MemoryModule, build_memory
+from midus_hf.memory.registry import build_memory
 from midus_hf.models.memory_inputs import MemoryInputs
 from midus_hf.models.parts import MissingPart, NamesParts
 
@@ -18,11 +17,6 @@ class InsertedMemories(Service):
     """Memory blocks in place of the layers that were inserted for memories."""
 
     makes_inputs = False
-
-    @staticmethod
-    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether layers were inserted for the memory."""
-        return not entry.is_attached
 
     @staticmethod
     def layers(model: Any, memories: Memories) -> dict[int, tuple[Any, ...]]:

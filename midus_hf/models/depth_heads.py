@@ -8,9 +8,7 @@ import torch
 
 from midus_hf.config.memories.depth_attention import DepthAttentionOptions, Slot, SlotSource
 from midus_hf.config.memory_entries import Memories, MemoryEntry, memories_of
-from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.needs import LayerCall, mixin_for, register_site
-from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.sequence_heads import SequenceHeads, require_log_sum_exp
 from midus_hf.models.adapted import (
     Adapter,
@@ -59,11 +57,6 @@ class DepthHeads(InsideAttention):
         self.without_rotation = self.options.rope == "same" and (
             layer.some_do_not_rotate or _rotations_differ(config, entry.layers)
         )
-
-    @classmethod
-    def is_needed(cls, entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether the memory is attention over the depth."""
-        return super().is_needed(entry, memory, sizes) and entry.options.attends
 
     def stand(self, layer: Any, call: LayerCall) -> None:
         """Let heads read slots, and write slots behind the feed-forward network."""

@@ -2,13 +2,12 @@
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import snapshot_download
 
 from midus_hf.banks.bank_description import check_same_tree, growth_of
 from midus_hf.banks.level_file import BankError
@@ -255,38 +254,31 @@ class HostsBanks:
         """Save the model as the family does, and write open banks beside the weights.
 
         Raises:
-            ValueError: If `push_to_hub` is set and a bank is open: the upload would start before the bank is written.
+            ValueError: If `push_to_hub` is set and a bank is open.
         """
-        if kwargs.get("push_to_hub") and self.banks.are_open:
-            raise ValueError(
-                "save_pretrained is given push_to_hub, and this model has a bank beside its weights; expected push_to_hub(repo_id), "
-                "which uploads both."
-            )
+        if kwargs.get("push_to_hub"):
+            self._refuse_upload()
         saved = super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
             self.banks.save(save_directory)
         return saved
 
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Upload the model as the family does, with the open banks. Transformers alone would leave out their nested folders.
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Upload the model as the family does.
 
-        Args:
-            repo_id: Id of the repository, which is created if it does not exist.
-            kwargs: For a model with open banks: `private`, `token`, arguments of the hub's `upload_folder` that begin with `commit_`,
-                `revision` and `create_pr`, and arguments of `save_pretrained`. Otherwise, arguments of the family's `push_to_hub`.
-
-        Returns:
-            The hub's `CommitInfo`.
+        Raises:
+            ValueError: If a bank is open.
         """
-        if not self.banks.are_open:
-            return super().push_to_hub(repo_id, **kwargs)
-        api = HfApi(token=kwargs.pop("token", None))
-        api.create_repo(repo_id, private=kwargs.pop("private", None), exist_ok=True)
-        known = ("commit_message", "commit_description", "revision", "create_pr")
-        commit = {"commit_message": "Upload model"} | {key: kwargs.pop(key) for key in known if key in kwargs}
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder, **kwargs)
-            return api.upload_folder(repo_id=repo_id, folder_path=folder, **commit)
+        self._refuse_upload()
+        return super().push_to_hub(*args, **kwargs)
+
+    def _refuse_upload(self) -> None:
+        # Transformers uploads before the bank is written, and leaves nested folders out.
+        if self.banks.are_open:
+            raise ValueError(
+                "this model has a bank beside its weights, which an upload by Transformers would leave out; expected "
+                "save_pretrained(folder), and then in a shell: hf upload REPO_ID folder."
+            )
 
     @property
     def banks(self) -> Banks:

@@ -1,7 +1,6 @@
 """Mixins by which a family hosts memory: for its config and its stack of layers."""
 
 import copy
-import importlib
 import os
 import re
 import sys
@@ -16,13 +15,13 @@ from transformers import Cache
 from midus_hf.carried.module import write_code
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.config.memory_entries import Memories, memories_of
-from midus_hf.memory.needs import SERVICES, Service
+from midus_hf.memory.needs import SERVICES, Service, needs_of
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.routing.report import RouterReports
 from midus_hf.memory.tables import DeclaredModule
 from midus_hf.models.depth_heads import NeedsLogSumExp
 from midus_hf.models.fetching import HoldsBanks, HostsBanks
-from midus_hf.models.listing import register_targets, show_in_transformers
+from midus_hf.models.listing import show_in_transformers
 from midus_hf.models.memory_inputs import MemoryInputs
 from midus_hf.models.parts import CACHE, named_cache
 from midus_hf.models.services import InitialisesNarrowly
@@ -36,7 +35,7 @@ class MemoryConfig:
 
     Raises:
         ValueError: If an entry has an unknown type or key, or names layers that are absent, repeated or taken, or does not fit the
-            model; if `layer_types` does not have one entry per layer.
+            model.
     """
 
     memory: list | None
@@ -48,12 +47,6 @@ class MemoryConfig:
         super().__post_init__(**kwargs)
         self.memories()
         self.memory = copy.deepcopy(self.memory or [])
-        layer_types = getattr(self, "layer_types", None)
-        if layer_types is not None and len(layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"layer_types has {len(layer_types)} entries; expected one for each of the {self.num_hidden_layers} "
-                "layers, memory blocks included."
-            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result of `PreTrainedConfig.to_dict`, with an `auto_map` that always names the code saved beside the config."""
@@ -110,10 +103,11 @@ class HostsMemory(InitialisesNarrowly, HostsBanks, NeedsLogSumExp):
         return loaded
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """Load an adapter as transformers does. Remove the adapter again if it was made for the base of this model.
+        """Load an adapter as transformers does.
 
         Raises:
-            ValueError: If the adapter numbers layers as in the base, and this model numbers them otherwise.
+            ValueError: If the adapter numbers layers as in the base, and this model numbers them otherwise. The model then has the
+                adapter, and has to be loaded again.
         """
         model: Any = self
         before = set(getattr(model, "peft_config", {}))
@@ -121,11 +115,7 @@ class HostsMemory(InitialisesNarrowly, HostsBanks, NeedsLogSumExp):
         for adapter in set(model.peft_config) - before:
             names = _adapter_tensors(model).get(adapter, set())
             loaded = names - set(loading_info.missing_keys)
-            try:
-                _check_adapter_layers(model.config, adapter, loaded, names, model.peft_config[adapter])
-            except ValueError:
-                _delete_adapter(model, adapter)
-                raise
+            _check_adapter_layers(model.config, adapter, loaded, names, model.peft_config[adapter])
         return loading_info
 
     def _initialize_weights(self, module: nn.Module, *_: Any) -> None:
@@ -161,7 +151,6 @@ class MemoryModel(HoldsBanks, HostsMemory):
 
     def __init__(self, config):
         super().__init__(config)
-        register_targets(config.model_type)
         memories = memories_of(config)
         taken_over: dict[int, tuple[Any, ...]] = {}
         for service in SERVICES.values():
@@ -174,11 +163,8 @@ class MemoryModel(HoldsBanks, HostsMemory):
         hosted = {(name, layer): memory for layer, name, memory in self._hosted()}
         entries = {(entry.name, layer): entry for entry in memories.entries for layer in entry.layers}
         self.memory_input_names = {name for memory in hosted.values() for name in memory.forward_arguments}
-        self.services = {
-            name: service(self, memories, hosted)
-            for name, service in SERVICES.items()
-            if any(service.is_needed(entries[key], memory, memories.sizes) for key, memory in hosted.items())
-        }
+        needs = {need for key, memory in hosted.items() for need in needs_of(entries[key], memory, memories.sizes)}
+        self.services = {name: service(self, memories, hosted) for name, service in SERVICES.items() if name in needs}
         self._makes_inputs = any(service.makes_inputs for service in self.services.values())
         self._no_split_modules = {
             *(self._no_split_modules or ()),
@@ -203,15 +189,10 @@ class MemoryModel(HoldsBanks, HostsMemory):
     ) -> Any:
         """Run the family's forward with the inputs of memories, which are keyword arguments too.
 
-        Arguments that are not listed here are passed to the family's forward.
+        Arguments that are not listed here are described at `MemoryForCausalLM.forward`, or are passed to the family's forward.
 
         Args:
-            input_ids: `[B, T]`, or None if `inputs_embeds` are passed.
-            cache: Keys and values of the tokens before. Default: none.
-            inputs_embeds: `[B, T, D]`. Default: embeddings of `input_ids`.
-            past_key_values: Older name of `cache`.
             memory_reports: Collector of the routers' reports. Default: routers do not report.
-            token_mask: `[B, T]`, zero for padding, for attention masks of another form. Default: the attention mask.
             token_ids: `[B, T]`, the ids behind `inputs_embeds`, for memories that take `input_ids`. Default: `input_ids`.
             kwargs: Other arguments of the family's forward, and arguments that memories take.
 
@@ -315,19 +296,6 @@ def _check_adapter_layers(
             f"this model, these are the wrong layers: layer {moved[0]} of the base is layer {numbers[moved[0]]} here.",
             stacklevel=2,
         )
-
-
-def _delete_adapter(model: Any, adapter: str) -> None:
-    """Remove an adapter from a model, as `delete_adapter` of Transformers does, which refuses releases of PEFT that load adapters."""
-    # An import statement would make Transformers ask for PEFT wherever the code of a checkpoint is loaded.
-    functional = importlib.import_module("peft.functional")
-    functional.delete_adapter(
-        model, adapter_name=adapter, prefix=f"{model.peft_config[adapter].peft_type.value.lower()}_"
-    )
-    del model.peft_config[adapter]
-    if not model.peft_config:
-        del model.peft_config
-        model._hf_peft_config_loaded = False
 
 
 def _adapter_tensors(module: nn.Module) -> dict[str, set[str]]:

@@ -15,7 +15,7 @@ from midus_hf.carried.module import write_code
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.config.memory_entries import Memories, memories_of
 from midus_hf.models.language_model import MemoryForCausalLM
-from midus_hf.models.listing import register_targets, show_in_transformers
+from midus_hf.models.listing import show_in_transformers
 from midus_hf.models.parts import CACHE
 
 
@@ -72,7 +72,6 @@ class MemoryForConditionalGeneration(MemoryForCausalLM):
         # Some families build their language model by the class of its config.
         AutoModel.register(type(config.get_text_config()), self.model_class, exist_ok=True)
         super().__init__(config)
-        register_targets(config.model_type)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the larger model. Its language model may get masks between pairs of tokens, so padding is passed on beside them.

@@ -5,10 +5,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from midus_hf.config.memory_entries import Memories, MemoryEntry
-from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.needs import SITES, LayerCall, Service, register_service
-from midus_hf.memory.registry import MemoryModule, build_memory
+from midus_hf.config.memory_entries import Memories
+from midus_hf.memory.needs import SITES, LayerCall, Service, needs_of, register_service
+from midus_hf.memory.registry import build_memory
 from midus_hf.models.adapted import View
 from midus_hf.models.memory_inputs import CarriesTensors, MemoryInputs
 from midus_hf.models.parts import MissingPart, NamesParts
@@ -21,11 +20,6 @@ _NOTHING = MemoryInputs()
 @register_service("attached")
 class AttachedMemories(Service):
     """Host layers in place of all layers of the base, since all layers are called with the inputs for memories."""
-
-    @staticmethod
-    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether the memory is attached to layers of the base."""
-        return entry.is_attached
 
     @staticmethod
     def layers(model: Any, memories: Memories) -> dict[int, tuple[Any, ...]]:
@@ -68,7 +62,8 @@ class LayerWithSites(NamesParts):
         self.sites = {entry.name: entry.site for entry in entries}
         # Stored, since PEFT may wrap memories.
         self.classes = {name: type(memory) for name, memory in built.items()}
-        sites = [site for site in SITES.values() if site.is_at(layer_idx, memories, built)]
+        needs = {need for entry in entries for need in needs_of(entry, built[entry.name], memories.sizes)}
+        sites = [site for name, site in SITES.items() if name in needs or site.is_behind(layer_idx, memories)]
         for site in sites:
             if site.is_missing(self):
                 raise MissingPart(f"layer {layer_idx} of class {self.family_class.__name__}", site.name)

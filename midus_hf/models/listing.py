@@ -9,7 +9,6 @@ import transformers
 from transformers import PreTrainedModel, conversion_mapping
 from transformers.models.auto import modeling_auto
 
-_PEFT_TABLES = "peft.utils.constants"
 _PEFT_CONVERSIONS = "peft.utils.transformers_weight_conversion"
 _MODEL_TYPE_PREFIX = "midus_"
 
@@ -34,22 +33,6 @@ def list_model(model_class: type[PreTrainedModel], *tables: MutableMapping[str, 
     ]
     for table in (*family_tables, *tables):
         table.setdefault(own_type, model_class.__name__)
-
-
-def register_targets(model_type: str) -> None:
-    """Add a model type to every table of PEFT that has an entry for its family, if PEFT has been imported.
-
-    PEFT looks default targets up by `model_type`. This function does not import PEFT: if PEFT is imported after the model is made,
-    pass `target_modules`. Existing entries for the model type are not changed.
-
-    Args:
-        model_type: The model type, such as `"midus_llama"`.
-    """
-    family_type = model_type.removeprefix(_MODEL_TYPE_PREFIX)
-    for name, table in vars(sys.modules.get(_PEFT_TABLES, object)).items():
-        if name.startswith("TRANSFORMERS_MODELS_TO_") and name.endswith("_TARGET_MODULES_MAPPING"):
-            if family_type in table:
-                table.setdefault(model_type, table[family_type])
 
 
 def share_conversions(causal_lm_class: Any) -> None:

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache
 
-from midus_hf.config.memory_entries import Memories, MemoryEntry
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.memory_entries import Memories
 from midus_hf.memory.memory_state import MemoryState, check_taking_back, refuse_one_row, states_in
-from midus_hf.memory.needs import Service, mixin_for, register_service
+from midus_hf.memory.needs import PROMPT_MASK, Service, mixin_for, register_service
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.routing.token_places import TokenPlaces, token_places
 from midus_hf.memory.tables import MemoryTables
@@ -19,8 +18,6 @@ from midus_hf.models.adapted import PROJECTION_NAMES
 from midus_hf.models.parts import CACHE
 
 _IGNORED_LABEL = -100
-# Name of the argument that marks the tokens of the prompt. Without it, the prompt ends at the first label.
-PROMPT_MASK = "prompt_mask"
 
 
 @register_service("arguments")
@@ -29,11 +26,6 @@ class Arguments(Service):
 
     def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         self._names = {name for memory in hosted.values() for name in memory.forward_arguments}
-
-    @staticmethod
-    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether the memory takes arguments of the forward."""
-        return bool(memory.forward_arguments)
 
     def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments that memories take, by name.
@@ -75,11 +67,6 @@ class Tables(Service):
                 for name, layer_tables in shared.items()
             }
         )
-
-    @staticmethod
-    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether layers share tables of the memory."""
-        return entry.is_attached and bool(entry.options.tables(sizes, entry.layers))
 
     def of_pass(
         self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]
@@ -206,11 +193,6 @@ class KeepsStates:
 class Prompts(Service):
     """Knowledge of the tokens of the prompt, which reaches memories as an argument."""
 
-    @staticmethod
-    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether the memory chooses by the prompt."""
-        return PROMPT_MASK in memory.forward_arguments
-
 
 @mixin_for("prompt")
 class TellsPrompt:
@@ -279,11 +261,6 @@ class TellsPrompt:
 class WholeSequences(Service):
     """Passes over whole sequences, since a token depends on later tokens."""
 
-    @staticmethod
-    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether the memory reads later tokens."""
-        return entry.options.reads_ahead
-
 
 @mixin_for("whole")
 class GeneratesFromWholeSequences:
@@ -328,11 +305,6 @@ class NarrowStart(Service):
                 if isinstance(getattr(projection, "weight", None), nn.Parameter):
                     projection.start_scale = (2 * model.config.num_hidden_layers) ** -0.5
                     _narrow(projection)
-
-    @staticmethod
-    def is_needed(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether projections start narrow beside the memory."""
-        return entry.is_attached and entry.options.narrows_start
 
 
 @mixin_for("narrow")

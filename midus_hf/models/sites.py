@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from midus_hf.config.memory_entries import Memories, MemoryEntry
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.memory_entries import Memories
 from midus_hf.memory.needs import LayerCall, Site, first_of, register_site, with_first
-from midus_hf.memory.registry import MemoryModule
 from midus_hf.models.adapted import Adapter, HeadReader, HeadReaders, note_rotation, take_over_attention
 from midus_hf.models.memory_inputs import Carried, skips_into
 
@@ -52,11 +50,6 @@ def _after(first: Adapter | None, memory: Any, role: str, inputs: Mapping[str, A
 class AttentionAdapters(InsideAttention):
     """Memories that change the outputs of projections of attention."""
 
-    @classmethod
-    def is_needed(cls, entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether the memory changes projections of attention."""
-        return super().is_needed(entry, memory, sizes) and bool(memory.projections)
-
     def stand(self, layer: Any, call: LayerCall) -> None:
         """Let the layer's attention run with adapted projections."""
         layer.replaced[layer.mixer_name] = with_adapters(self.name, layer, layer.mixer_name, call)
@@ -69,11 +62,6 @@ class AttentionHeads(InsideAttention):
     def __init__(self, layer: Any, config: Any, memories: Memories):
         super().__init__(layer, config, memories)
         note_rotation(layer)
-
-    @classmethod
-    def is_needed(cls, entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> bool:
-        """Return whether the memory changes the output of heads."""
-        return super().is_needed(entry, memory, sizes) and memory.reads_heads
 
     def stand(self, layer: Any, call: LayerCall) -> None:
         """Let memories change the output of the heads, one after another."""
@@ -113,7 +101,7 @@ class BehindAttention(Site):
         return with_first(output, layer.with_added(self.name, added, call.entered + added, call.memory_inputs))
 
 
-@register_site("ffn-adapters")
+@register_site("inside-ffn")
 class FeedForwardAdapters(Site):
     """Memories that change the outputs of projections of the feed-forward network."""
 
@@ -171,12 +159,10 @@ class Skip(Site):
             for read in skips_into(entry, layer.layer_idx)
         )
 
-    @classmethod
-    def is_at(cls, layer: int, memories: Memories, built: Mapping[str, MemoryModule]) -> bool:
-        """Return whether a memory reads at a layer, or adds behind it."""
-        return super().is_at(layer, memories, built) or any(
-            skips_into(entry, layer) for entry in memories.attached.values()
-        )
+    @staticmethod
+    def is_behind(layer: int, memories: Memories) -> bool:
+        """Return whether a memory adds its results behind a layer."""
+        return any(skips_into(entry, layer) for entry in memories.attached.values())
 
     @staticmethod
     def is_missing(layer: Any) -> bool:

@@ -34,10 +34,8 @@ def test_an_adapter_of_the_base_is_refused_by_either_loader(family, upscaled, tm
     config = LoraConfig(**{**TARGETS, "target_modules": ["down_proj"]})
     save_adapter(AutoModelForCausalLM.from_pretrained(folder.parent / "base"), config, tmp_path / "adapter")
     model = AutoModelForCausalLM.from_pretrained(folder)
-    computed = logits(model)
     with refused(REFUSED):
         model.load_adapter(str(tmp_path / "adapter"))
-    assert torch.equal(logits(model), computed)
     with refused(REFUSED):
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter")
 

@@ -87,7 +87,9 @@ def test_layer_types_count_the_blocks(family):
     base_types = tiny_model(family).config.layer_types
     assert len(config.layer_types) == config.num_hidden_layers == 6
     assert config.layer_types == [base_types[i] for i in (0, 1, 1, 2, 3, 3)]
-    with pytest.raises(ValueError, match="layer_types has 4 entries; expected one for each of the 6 layers, memory"):
+    with pytest.raises(
+        ValueError, match=r"`num_hidden_layers` \(6\) must be equal to the number of `layer_types` \(4\)"
+    ):
         config_of(family, layer_types=base_types)
 
 

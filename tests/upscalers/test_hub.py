@@ -12,7 +12,6 @@ from huggingface_hub import constants
 from tiny import prompt
 from transformers import AutoModelForCausalLM
 
-from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.model_names import check_model_name
 from tests.upscalers.checkpoints import config_of, load, logits, record_of, save_base
 from tests.upscalers.conftest import point_client_at
@@ -117,26 +116,17 @@ def test_a_model_pushed_from_python_brings_its_code_and_runs_without_the_package
         assert torch.equal(torch.load(tmp_path / f"{name.partition('/')[2]}.pt"), logits(base))
 
 
-def test_a_model_pushed_from_python_brings_its_bank(base, hub, tmp_path):
+def test_a_model_with_a_bank_is_not_uploaded_without_it(base, hub, tmp_path):
     options = {"sizes": [3, 2], "branching": 2}
     upscale(base=base, method="hier-ffn", output=tmp_path / "out", options=options, verify=False)
     model = load(tmp_path / "out")
-    bank = MemoryBank(tmp_path / "out" / "memory_bank" / "hier-ffn", model.banks.layouts["hier-ffn"])
-    bank.write(2, 3, torch.randn(bank.layout.record_numel(2), generator=torch.Generator().manual_seed(0)))
-    model.open_banks(tmp_path / "out")
-    model.push_to_hub("me/fetching", commit_message="A bank")
-    repository = hub.repositories["me/fetching"]
-    names = {"bank.json", "level-1.safetensors", "level-2.safetensors"}
-    assert {f"memory_bank/hier-ffn/{name}" for name in names} | {"config.json"} <= repository.files.keys()
-    assert repository.commits == 1
-    loaded = AutoModelForCausalLM.from_pretrained("me/fetching", dtype="auto").eval()
-    ids = torch.tensor([[1, 3]] * len(prompt()))
-    with torch.no_grad():
-        fetched = model(prompt(), memory_ids=ids).logits
-        assert torch.equal(loaded(prompt(), memory_ids=ids).logits, fetched)
-        assert not torch.equal(loaded(prompt()).logits, fetched)
-    with pytest.raises(ValueError, match=r"expected push_to_hub\(repo_id\), which uploads both"):
-        model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="me/other")
+    for upload in (
+        lambda: model.push_to_hub("me/fetching"),
+        lambda: model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="me/fetching"),
+    ):
+        with pytest.raises(ValueError, match=r"expected save_pretrained\(folder\), and then in a shell: hf upload"):
+            upload()
+    assert "me/fetching" not in hub.repositories
 
 
 REQUEST = ("--method", "midus-hml", "--output", "out", "--set", "n=8", "--set", "k=2", "--no-verify")
