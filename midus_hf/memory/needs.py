@@ -27,8 +27,6 @@ class Service:
 
     #: Name under which the service is registered.
     key: ClassVar[str]
-    #: Whether layers are called with `MemoryInputs`.
-    makes_inputs: ClassVar[bool] = True
 
     def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         pass

@@ -3,33 +3,20 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from midus_hf.memory.needs import mixin_for
+from midus_hf.models.parts import TakesOver
 
 # Cosines and sines of a pass, the argument `position_embeddings` of layers.
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 # Function of a projection's input and output that returns the output to use instead.
 Adapter = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class HeadReader(NamedTuple):
-    """A memory's change of the output of attention heads.
-
-    Args:
-        read: Function of queries `[B, H, T, d]`, keys and values `[B, K, S, d]`, rotated and from the cache, and the output of the
-            heads `[B, T, H, d]` that returns the output to use instead.
-        wants_unrotated: Whether `read` also takes `unrotated`, the queries without their rotation `[B, H, T, d]`; `scaling`, the
-            factor of the scores; and `softcap`, the limit of the scores, None if they are not capped.
-    """
-
-    read: Callable[..., torch.Tensor]
-    wants_unrotated: bool
 
 
 # Names of a layer's projections in the families' code, by the role of the projection.
@@ -58,15 +45,12 @@ class View:
         return replaced[name] if name in replaced else getattr(self.__dict__["_module"], name)
 
 
-class Adapted:
+class Adapted(TakesOver):
     """Mixin for a family's attention or feed-forward network, whose projections a call may adapt.
 
     The family's own forward runs on a view of the module with other projections, so the forward's code is not repeated here, and
     a call leaves nothing behind on the module.
     """
-
-    # The family's class, whose `forward` is run.
-    family_class: ClassVar[type[nn.Module]]
 
     def forward(
         self, hidden_states: torch.Tensor, *, adapters: Mapping[str, Adapter] | None = None, **kwargs: Any
@@ -118,10 +102,13 @@ class HeadReaders(HeadChange):
     """Changes of the output of the heads, made one after another.
 
     Args:
-        readers: Changes of the output, each of the output as the one before left it.
+        readers: Functions of queries `[B, H, T, d]`, keys and values `[B, K, S, d]`, rotated and from the cache, and the output of
+            the heads `[B, T, H, d]` that return the output to use instead; and whether the function also takes `unrotated`, the
+            queries without their rotation `[B, H, T, d]`; `scaling`, the factor of the scores; and `softcap`, the limit of the
+            scores, None if they are not capped.
     """
 
-    def __init__(self, readers: Sequence[HeadReader]):
+    def __init__(self, readers: Sequence[tuple[Callable[..., torch.Tensor], bool]]):
         self._readers = readers
         self._rotation: Rotation | None = None
 
@@ -134,12 +121,12 @@ class HeadReaders(HeadChange):
         """Run the model's attention, and let each reader change the output of the heads."""
         output, weights = own(module, *heads, **kwargs)  # [B, T, H, d]
         query, key, value, _ = heads
-        for reader in self._readers:
+        for read, wants_unrotated in self._readers:
             extra: dict[str, Any] = {}
-            if reader.wants_unrotated:
+            if wants_unrotated:
                 extra["unrotated"] = unrotated(module, query, self._rotation)
                 extra |= {"scaling": kwargs["scaling"], "softcap": kwargs.get("softcap")}
-            output = reader.read(query, key, value, output, **extra)
+            output = read(query, key, value, output, **extra)
         return output, weights
 
 
@@ -185,11 +172,6 @@ class ChangesHeads:
 
 class HostAttention(ChangesHeads, Adapted):
     """Mixin for a family's attention in a layer with attached memories."""
-
-
-def take_over_attention(layer: Any) -> None:
-    """Turn the attention of a host layer into one that memories may change."""
-    layer.mixer_part.__class__ = layer.attention_class
 
 
 def note_rotation(layer: Any) -> None:

@@ -3,20 +3,17 @@
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from midus_hf.config.memory_entries import Memories, inserted_options
 from midus_hf.memory.needs import Service, register_service
 from midus_hf.memory.registry import build_memory
 from midus_hf.models.memory_inputs import MemoryInputs
-from midus_hf.models.parts import MissingPart, NamesParts
+from midus_hf.models.parts import MissingPart, NamesParts, TakesOver
 
 
 @register_service("inserted")
 class InsertedMemories(Service):
     """Memory blocks in place of the layers that were inserted for memories."""
-
-    makes_inputs = False
 
     @staticmethod
     def layers(model: Any, memories: Memories) -> dict[int, tuple[Any, ...]]:
@@ -100,11 +97,8 @@ class MemoryBlock(NamesParts):
         return self.memory(attention_output, hidden_states)
 
 
-class BlockAttention:
+class BlockAttention(TakesOver):
     """Mixin for a family's attention in a memory block, whose output projection can be removed. The forward is the family's own."""
-
-    # The family's class of attention.
-    family_class: ClassVar[type[nn.Module]]
 
     def drop_output_projection(self) -> None:
         """Remove the output projection, so that attention returns the heads' outputs side by side."""

@@ -27,32 +27,19 @@ from midus_hf.models.parts import CACHE, named_cache
 from midus_hf.models.services import InitialisesNarrowly
 
 
-class MemoryConfig:
-    """Mixin for the config of a family that hosts memory.
+class CarriesCode:
+    """Mixin for a config that is saved with the code of its classes, and that says what memories the model has."""
 
-    A family declares the field `memory: list | None`, a list of entries `{"type", "layers", ...}`. Entries are validated here, and
-    kept as plain dictionaries, so that `config.json` stores them unchanged.
-
-    Raises:
-        ValueError: If an entry has an unknown type or key, or names layers that are absent, repeated or taken, or does not fit the
-            model.
-    """
-
-    memory: list | None
     keys_to_ignore_at_inference = [CACHE, "router_logits", "aux_loss"]
-    # The families' tensor-parallel plans split heads over devices, but a memory reads whole heads.
-    base_model_tp_plan = None
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        self.memories()
-        self.memory = copy.deepcopy(self.memory or [])
+    @classmethod
+    def class_names(cls) -> dict[str, str]:
+        """Return the names of the classes of the code, by the Auto class that loads each."""
+        raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result of `PreTrainedConfig.to_dict`, with an `auto_map` that always names the code saved beside the config."""
-        name = type(self).__name__.removesuffix("Config")
-        ends = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
-        auto_map = {auto_class: f"{ENTRY_MODULE}.{name}{end}" for auto_class, end in ends.items()}
+        auto_map = {auto_class: f"{ENTRY_MODULE}.{name}" for auto_class, name in self.class_names().items()}
         return {**super().to_dict(), "auto_map": auto_map}
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> Any:
@@ -65,17 +52,50 @@ class MemoryConfig:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Let `transformers serve` find this language model, at each load of a config, since others may have taken its name."""
-        name = f"{cls.__name__.removesuffix('Config')}ForCausalLM"
+        """Let `transformers serve` find the language model, at each load of a config, since others may have taken its name."""
+        name = cls.class_names()["AutoModelForCausalLM"]
         show_in_transformers(name, getattr(sys.modules[cls.__module__], name))
 
     def memories(self) -> Memories:
-        """Return the memories of the model, read from the current `memory` list.
+        """Return the memories of the language model, read from its current `memory` list.
 
         Raises:
             ValueError: If `read_memories` refuses the list.
         """
         return memories_of(self)
+
+
+class MemoryConfig(CarriesCode):
+    """Mixin for the config of a family that hosts memory.
+
+    A family declares the field `memory: list | None`, a list of entries `{"type", "layers", ...}`. Entries are validated here, and
+    kept as plain dictionaries, so that `config.json` stores them unchanged.
+
+    Raises:
+        ValueError: If an entry has an unknown type or key, or names layers that are absent, repeated or taken, or does not fit the
+            model; if `layer_types` does not have one entry per layer.
+    """
+
+    memory: list | None
+    # The families' tensor-parallel plans split heads over devices, but a memory reads whole heads.
+    base_model_tp_plan = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.memories()
+        self.memory = copy.deepcopy(self.memory or [])
+        layer_types = getattr(self, "layer_types", None)
+        if layer_types is not None and len(layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types has {len(layer_types)} entries; expected one for each of the {self.num_hidden_layers} "
+                "layers, memory blocks included."
+            )
+
+    @classmethod
+    def class_names(cls) -> dict[str, str]:
+        """Return the names of the config, of the stack of layers and of the language model."""
+        name = cls.__name__.removesuffix("Config")
+        return {"AutoConfig": cls.__name__, "AutoModel": f"{name}Model", "AutoModelForCausalLM": f"{name}ForCausalLM"}
 
 
 class HostsMemory(InitialisesNarrowly, HostsBanks, NeedsLogSumExp):
@@ -165,7 +185,7 @@ class MemoryModel(HoldsBanks, HostsMemory):
         self.memory_input_names = {name for memory in hosted.values() for name in memory.forward_arguments}
         needs = {need for key, memory in hosted.items() for need in needs_of(entries[key], memory, memories.sizes)}
         self.services = {name: service(self, memories, hosted) for name, service in SERVICES.items() if name in needs}
-        self._makes_inputs = any(service.makes_inputs for service in self.services.values())
+        self._makes_inputs = bool(self.services.keys() - {"inserted"})
         self._no_split_modules = {
             *(self._no_split_modules or ()),
             *(type(self.layers[index]).__name__ for index in taken_over),

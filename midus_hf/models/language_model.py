@@ -4,7 +4,6 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import Cache
-from transformers.models.auto import modeling_auto
 
 from midus_hf.memory.registry import while_generating
 from midus_hf.models.fetching import GeneratesFromBanks
@@ -37,9 +36,7 @@ class MemoryForCausalLM(
         holder = self.get_submodule(parent)
         setattr(holder, name, None)  # the family's stack is freed, and its name keeps the place before the head
         setattr(holder, name, self.model_class(config.get_text_config()))
-        list_model(
-            type(self), modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        )  # by value, pickles would hold the table
+        list_model(type(self))
         self.post_init()
 
     @property
@@ -82,7 +79,7 @@ class MemoryForCausalLM(
             memory_ids: `[B, p]`, the paths whose blocks the rows fetch, for memories that fetch.
             kwargs: Other arguments of the family's forward.
         """
-        given = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
+        given: dict[str, Any] = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
         if "report" in self.stack.services:
             given["output_router_logits"] = output_router_logits
         kwargs |= {name: value for name, value in given.items() if value is not None}

@@ -4,29 +4,22 @@ The larger model is the family's own: only its language model's stack of layers 
 pictures or sounds reaches the stack as embeddings, and arguments of memories are passed on to it.
 """
 
-import os
-import sys
 from typing import Any, ClassVar
 
 import torch
 from transformers import AutoModel
 
-from midus_hf.carried.module import write_code
-from midus_hf.carried.standins import ENTRY_MODULE
-from midus_hf.config.memory_entries import Memories, memories_of
+from midus_hf.models.host import CarriesCode
 from midus_hf.models.language_model import MemoryForCausalLM
-from midus_hf.models.listing import show_in_transformers
-from midus_hf.models.parts import CACHE
 
 
-class LargerMemoryConfig:
+class LargerMemoryConfig(CarriesCode):
     """Mixin for the config of a larger model. Its `text_config` is the config of a family that hosts memory."""
 
     # Class of `text_config`.
     language_config_class: ClassVar[Any]
     # Name of the class of models of this config.
     larger_class_name: ClassVar[str]
-    keys_to_ignore_at_inference = [CACHE, "router_logits", "aux_loss"]
     text_config: Any
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -37,32 +30,17 @@ class LargerMemoryConfig:
             self.text_config = self.language_config_class(**own)
         super().__post_init__(**kwargs)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result of `PreTrainedConfig.to_dict`, with an `auto_map` that names the code saved beside the config."""
-        values: dict[str, Any] = super().to_dict()
-        values["text_config"].pop("auto_map", None)
-        name = f"{ENTRY_MODULE}.{self.larger_class_name}"
-        classes = {"AutoModelForImageTextToText": name, "AutoModelForMultimodalLM": name, "AutoModelForCausalLM": name}
-        return {**values, "auto_map": {"AutoConfig": f"{ENTRY_MODULE}.{type(self).__name__}", **classes}}
-
-    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> Any:
-        """Save the config, and beside it the code that its `auto_map` names."""
-        write_code(save_directory, self)
-        return super().save_pretrained(save_directory, **kwargs)
-
     @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Let `transformers serve` find the model of this code, as `MemoryConfig` does for a language model."""
-        name = cls.larger_class_name
-        show_in_transformers(name, getattr(sys.modules[cls.__module__], name))
+    def class_names(cls) -> dict[str, str]:
+        """Return the names of the config, and of the model for each Auto class that loads it."""
+        auto_classes = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModelForCausalLM")
+        return {"AutoConfig": cls.__name__, **dict.fromkeys(auto_classes, cls.larger_class_name)}
 
-    def memories(self) -> Memories:
-        """Return the memories of the language model.
-
-        Raises:
-            ValueError: If `read_memories` refuses the list of its config.
-        """
-        return memories_of(self)
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result of `CarriesCode.to_dict`; the language model's config has no `auto_map` of its own."""
+        values = super().to_dict()
+        values["text_config"].pop("auto_map", None)
+        return values
 
 
 class MemoryForConditionalGeneration(MemoryForCausalLM):

@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-from collections.abc import MutableMapping
 from typing import Any
 
 import transformers
@@ -13,15 +12,14 @@ _PEFT_CONVERSIONS = "peft.utils.transformers_weight_conversion"
 _MODEL_TYPE_PREFIX = "midus_"
 
 
-def list_model(model_class: type[PreTrainedModel], *tables: MutableMapping[str, Any]) -> None:
-    """List a class in each table of Transformers that lists the class of its family.
+def list_model(model_class: type[PreTrainedModel]) -> None:
+    """List a class among causal language models, and in each table of Transformers that lists the class of its family.
 
     A Trainer that computes the loss itself shifts labels for the classes in one of these tables; pipelines and servers read
     others.
 
     Args:
         model_class: Class of models that extends a class of Transformers, and has its own `config_class`.
-        tables: Tables in which the class is listed whether its family is or not.
     """
     own_type = model_class.config_class.model_type
     family_type = own_type.removeprefix(_MODEL_TYPE_PREFIX)
@@ -31,7 +29,7 @@ def list_model(model_class: type[PreTrainedModel], *tables: MutableMapping[str, 
         for name, table in vars(modeling_auto).items()
         if name.endswith("_MAPPING_NAMES") and table.get(family_type) in names
     ]
-    for table in (*family_tables, *tables):
+    for table in (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *family_tables):
         table.setdefault(own_type, model_class.__name__)
 
 

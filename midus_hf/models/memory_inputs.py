@@ -1,7 +1,7 @@
 """What a pass gives to memories apart from hidden states: inputs of the pass, and tensors from earlier layers."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,8 @@ class MemoryInputs:
 
     def __init__(self, values: Mapping[str, Any] | None = None):
         self._values = values or {}
-        self._carried: dict[Carried, torch.Tensor | None] = {}
+        # Tensors that layers gave to later layers.
+        self.carried: dict[Carried, torch.Tensor | None] = {}
 
     def of(self, memory_class: type[MemoryModule], name: str, layer: int) -> dict[str, Any]:
         """Return a memory's keyword arguments: what was passed, its tables if it shares some, and its `context`.
@@ -66,14 +67,6 @@ class MemoryInputs:
         moved._values = _moved(self._values, device, non_blocking)
         return moved
 
-    def carry(self, keys: Sequence[Carried], tensors: Sequence[torch.Tensor | None]) -> None:
-        """Store the tensors that a layer gives to later layers."""
-        self._carried.update(zip(keys, tensors, strict=True))
-
-    def carried(self, keys: Sequence[Carried]) -> list[torch.Tensor | None]:
-        """Return tensors that earlier layers gave, in the order of `keys`."""
-        return [self._carried[key] for key in keys]
-
 
 def _moved(value: Any, device: Any, non_blocking: bool) -> Any:
     """Return tensors, or objects that hold tensors, on another device; anything else as it is."""
@@ -90,8 +83,6 @@ class CarriesTensors:
     takes: tuple[Carried, ...] = ()
     # Tensors that the layer gives to later layers.
     gives: tuple[Carried, ...] = ()
-    # Whether the layer takes or gives any tensor.
-    carries = False
 
     def host(self, config: Any, layer_idx: int, memories: Memories) -> None:
         """Build the memories that are attached to the layer, and set which tensors the layer takes and gives."""
@@ -99,7 +90,6 @@ class CarriesTensors:
         attached = memories.attached.values()
         self.takes = tuple(carried for entry in attached for carried in taken_at(entry, layer_idx))
         self.gives = tuple(carried for entry in attached for carried in given_at(entry, layer_idx))
-        self.carries = bool(self.takes or self.gives)
 
     def __call__(
         self, hidden_states: torch.Tensor, *args: Any, memory_inputs: MemoryInputs | None = None, **kwargs: Any
@@ -110,12 +100,12 @@ class CarriesTensors:
         treat hidden states.
         """
         call: Any = super().__call__
-        if not self.carries:
+        if not self.takes and not self.gives:
             return call(hidden_states, *args, memory_inputs=memory_inputs, **kwargs)
         assert memory_inputs is not None, "a model whose layers carry something calls them with memory_inputs"
-        taken = memory_inputs.carried(self.takes)
+        taken = [memory_inputs.carried[key] for key in self.takes]
         output, *for_later = call(hidden_states, *taken, *args, memory_inputs=memory_inputs, **kwargs)
-        memory_inputs.carry(self.gives, for_later)
+        memory_inputs.carried.update(zip(self.gives, for_later, strict=True))
         return output
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +116,7 @@ class CarriesTensors:
             args: Tensors from earlier layers, in the order of `takes`, then other arguments of the layer's forward.
             kwargs: Other arguments of the layer's forward.
         """
-        if not self.carries:
+        if not self.takes and not self.gives:
             return super().forward(hidden_states, *args, **kwargs)
         carried: dict[Carried, torch.Tensor | None] = dict(zip(self.takes, args, strict=False))
         output = super().forward(hidden_states, *args[len(self.takes) :], carried=carried, **kwargs)

@@ -3,7 +3,6 @@
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -48,11 +47,21 @@ def decoder_of(model: Any) -> Any:
     return decoder if hasattr(decoder, "layers") else decoder.model
 
 
-class NamesParts:
+class TakesOver:
+    """Mixin in front of a family's class, whose modules the class takes over."""
+
+    # The family's class, whose forward is run.
+    family_class: ClassVar[Any]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not issubclass(cls.__bases__[-1], TakesOver):  # as classes are that FSDP makes of classes here
+            cls.family_class = cls.__bases__[-1]
+
+
+class NamesParts(TakesOver):
     """Mixin for a family's layers that holds the names of parts, and how to take a layer over. The defaults are Llama's names."""
 
-    # The layer's own class, whose forward is run.
-    family_class: ClassVar[type[nn.Module]]
     # Name of the feed-forward network, dense or of experts; None if the layers have none.
     feed_forward_name: ClassVar[str | None] = "mlp"
     # Name of the norm before attention; None if the family has none.

@@ -8,7 +8,7 @@ import torch
 
 from midus_hf.config.memory_entries import Memories
 from midus_hf.memory.needs import LayerCall, Site, first_of, register_site, with_first
-from midus_hf.models.adapted import Adapter, HeadReader, HeadReaders, note_rotation, take_over_attention
+from midus_hf.models.adapted import Adapter, HeadReaders, note_rotation
 from midus_hf.models.memory_inputs import Carried, skips_into
 
 
@@ -18,7 +18,7 @@ class InsideAttention(Site):
     name = "inside-attention"
 
     def __init__(self, layer: Any, config: Any, memories: Memories):
-        take_over_attention(layer)
+        layer.mixer_part.__class__ = layer.attention_class
 
     @staticmethod
     def is_missing(layer: Any) -> bool:
@@ -66,7 +66,7 @@ class AttentionHeads(InsideAttention):
     def stand(self, layer: Any, call: LayerCall) -> None:
         """Let memories change the output of the heads, one after another."""
         readers = [
-            HeadReader(
+            (
                 partial(layer.memories[name], **layer.inputs_of(name, call.memory_inputs)),
                 layer.classes[name].wants_unrotated,
             )

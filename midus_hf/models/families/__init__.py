@@ -16,7 +16,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 
@@ -39,7 +38,7 @@ def register_family(causal_lm_class: Any) -> Any:
     transformers, such as `LlamaForCausalLM`, the class for any config stands under the name.
     """
     config_class: Any = causal_lm_class.config_class
-    FAMILIES[base_config_class(config_class).model_type] = causal_lm_class
+    FAMILIES[config_class.__bases__[-1].model_type] = causal_lm_class
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     AutoModel.register(config_class, causal_lm_class.model_class, exist_ok=True)
     AutoModelForCausalLM.register(config_class, causal_lm_class, exist_ok=True)
@@ -49,20 +48,10 @@ def register_family(causal_lm_class: Any) -> Any:
     return causal_lm_class
 
 
-def base_config_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """Return the family's own config class, which a config that hosts memory extends."""
-    own_type = config_class.model_type
-    return next(
-        parent
-        for parent in config_class.__mro__
-        if issubclass(parent, PreTrainedConfig) and parent.model_type not in ("", own_type)
-    )
-
-
 def register_larger_family(larger_class: Any) -> Any:
     """Register a larger model with the Auto classes, and under the `model_type` of the class that its config extends."""
     config_class: Any = larger_class.config_class
-    LARGER_FAMILIES[base_config_class(config_class).model_type] = larger_class
+    LARGER_FAMILIES[config_class.__bases__[-1].model_type] = larger_class
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     for auto_class in (AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelForCausalLM):
         auto_class.register(config_class, larger_class, exist_ok=True)

@@ -27,25 +27,18 @@ class MidusGemma2Config(MemoryConfig, Gemma2Config):
 class MidusGemma2Attention(HostAttention, Gemma2Attention):
     """`Gemma2Attention` in a layer that memories are attached to."""
 
-    family_class = Gemma2Attention
-
 
 class MidusGemma2BlockAttention(BlockAttention, Gemma2Attention):
     """`Gemma2Attention` in a memory block."""
-
-    family_class = Gemma2Attention
 
 
 class MidusGemma2MLP(Adapted, Gemma2MLP):
     """`Gemma2MLP` in a layer that memories are attached to."""
 
-    family_class = Gemma2MLP
-
 
 class MidusGemma2Layer(HostLayer, Gemma2DecoderLayer):
     """`Gemma2DecoderLayer` that memories are attached to."""
 
-    family_class = Gemma2DecoderLayer
     attention_output_norm = "post_attention_layernorm"
     mlp_output_norm = "post_feedforward_layernorm"
     attention_class = MidusGemma2Attention
@@ -55,7 +48,6 @@ class MidusGemma2Layer(HostLayer, Gemma2DecoderLayer):
 class MidusGemma2Block(MemoryBlock, Gemma2DecoderLayer):
     """`Gemma2DecoderLayer` that was inserted for a memory."""
 
-    family_class = Gemma2DecoderLayer
     attention_output_norm = "post_attention_layernorm"
     mlp_output_norm = "post_feedforward_layernorm"
     block_attention_class = MidusGemma2BlockAttention

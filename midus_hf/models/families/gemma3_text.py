@@ -27,25 +27,18 @@ class MidusGemma3Config(MemoryConfig, Gemma3TextConfig):
 class MidusGemma3Attention(HostAttention, Gemma3Attention):
     """`Gemma3Attention` in a layer that memories are attached to."""
 
-    family_class = Gemma3Attention
-
 
 class MidusGemma3BlockAttention(BlockAttention, Gemma3Attention):
     """`Gemma3Attention` in a memory block."""
-
-    family_class = Gemma3Attention
 
 
 class MidusGemma3MLP(Adapted, Gemma3MLP):
     """`Gemma3MLP` in a layer that memories are attached to."""
 
-    family_class = Gemma3MLP
-
 
 class MidusGemma3Layer(HostLayer, Gemma3DecoderLayer):
     """`Gemma3DecoderLayer` that memories are attached to."""
 
-    family_class = Gemma3DecoderLayer
     attention_output_norm = "post_attention_layernorm"
     mlp_output_norm = "post_feedforward_layernorm"
     attention_class = MidusGemma3Attention
@@ -55,7 +48,6 @@ class MidusGemma3Layer(HostLayer, Gemma3DecoderLayer):
 class MidusGemma3Block(MemoryBlock, Gemma3DecoderLayer):
     """`Gemma3DecoderLayer` that was inserted for a memory."""
 
-    family_class = Gemma3DecoderLayer
     attention_output_norm = "post_attention_layernorm"
     mlp_output_norm = "post_feedforward_layernorm"
     block_attention_class = MidusGemma3BlockAttention

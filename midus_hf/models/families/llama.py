@@ -27,25 +27,18 @@ class MidusLlamaConfig(MemoryConfig, LlamaConfig):
 class MidusLlamaAttention(HostAttention, LlamaAttention):
     """`LlamaAttention` in a layer that memories are attached to."""
 
-    family_class = LlamaAttention
-
 
 class MidusLlamaBlockAttention(BlockAttention, LlamaAttention):
     """`LlamaAttention` in a memory block."""
-
-    family_class = LlamaAttention
 
 
 class MidusLlamaMLP(Adapted, LlamaMLP):
     """`LlamaMLP` in a layer that memories are attached to."""
 
-    family_class = LlamaMLP
-
 
 class MidusLlamaLayer(HostLayer, LlamaDecoderLayer):
     """`LlamaDecoderLayer` that memories are attached to."""
 
-    family_class = LlamaDecoderLayer
     attention_class = MidusLlamaAttention
     mlp_class = MidusLlamaMLP
 
@@ -53,7 +46,6 @@ class MidusLlamaLayer(HostLayer, LlamaDecoderLayer):
 class MidusLlamaBlock(MemoryBlock, LlamaDecoderLayer):
     """`LlamaDecoderLayer` that was inserted for a memory."""
 
-    family_class = LlamaDecoderLayer
     block_attention_class = MidusLlamaBlockAttention
 
 

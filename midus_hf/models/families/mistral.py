@@ -27,25 +27,18 @@ class MidusMistralConfig(MemoryConfig, MistralConfig):
 class MidusMistralAttention(HostAttention, MistralAttention):
     """`MistralAttention` in a layer that memories are attached to."""
 
-    family_class = MistralAttention
-
 
 class MidusMistralBlockAttention(BlockAttention, MistralAttention):
     """`MistralAttention` in a memory block."""
-
-    family_class = MistralAttention
 
 
 class MidusMistralMLP(Adapted, MistralMLP):
     """`MistralMLP` in a layer that memories are attached to."""
 
-    family_class = MistralMLP
-
 
 class MidusMistralLayer(HostLayer, MistralDecoderLayer):
     """`MistralDecoderLayer` that memories are attached to."""
 
-    family_class = MistralDecoderLayer
     attention_class = MidusMistralAttention
     mlp_class = MidusMistralMLP
 
@@ -53,7 +46,6 @@ class MidusMistralLayer(HostLayer, MistralDecoderLayer):
 class MidusMistralBlock(MemoryBlock, MistralDecoderLayer):
     """`MistralDecoderLayer` that was inserted for a memory."""
 
-    family_class = MistralDecoderLayer
     block_attention_class = MidusMistralBlockAttention
 
 

@@ -27,25 +27,18 @@ class MidusOlmo2Config(MemoryConfig, Olmo2Config):
 class MidusOlmo2Attention(HostAttention, Olmo2Attention):
     """`Olmo2Attention` in a layer that memories are attached to."""
 
-    family_class = Olmo2Attention
-
 
 class MidusOlmo2BlockAttention(BlockAttention, Olmo2Attention):
     """`Olmo2Attention` in a memory block."""
-
-    family_class = Olmo2Attention
 
 
 class MidusOlmo2MLP(Adapted, Olmo2MLP):
     """`Olmo2MLP` in a layer that memories are attached to."""
 
-    family_class = Olmo2MLP
-
 
 class MidusOlmo2Layer(HostLayer, Olmo2DecoderLayer):
     """`Olmo2DecoderLayer` that memories are attached to."""
 
-    family_class = Olmo2DecoderLayer
     attention_norm = None
     attention_output_norm = "post_attention_layernorm"
     mlp_output_norm = "post_feedforward_layernorm"
@@ -56,7 +49,6 @@ class MidusOlmo2Layer(HostLayer, Olmo2DecoderLayer):
 class MidusOlmo2Block(MemoryBlock, Olmo2DecoderLayer):
     """`Olmo2DecoderLayer` that was inserted for a memory."""
 
-    family_class = Olmo2DecoderLayer
     attention_norm = None
     attention_output_norm = "post_attention_layernorm"
     mlp_output_norm = "post_feedforward_layernorm"

@@ -27,25 +27,18 @@ class MidusQwen2Config(MemoryConfig, Qwen2Config):
 class MidusQwen2Attention(HostAttention, Qwen2Attention):
     """`Qwen2Attention` in a layer that memories are attached to."""
 
-    family_class = Qwen2Attention
-
 
 class MidusQwen2BlockAttention(BlockAttention, Qwen2Attention):
     """`Qwen2Attention` in a memory block."""
-
-    family_class = Qwen2Attention
 
 
 class MidusQwen2MLP(Adapted, Qwen2MLP):
     """`Qwen2MLP` in a layer that memories are attached to."""
 
-    family_class = Qwen2MLP
-
 
 class MidusQwen2Layer(HostLayer, Qwen2DecoderLayer):
     """`Qwen2DecoderLayer` that memories are attached to."""
 
-    family_class = Qwen2DecoderLayer
     attention_class = MidusQwen2Attention
     mlp_class = MidusQwen2MLP
 
@@ -53,7 +46,6 @@ class MidusQwen2Layer(HostLayer, Qwen2DecoderLayer):
 class MidusQwen2Block(MemoryBlock, Qwen2DecoderLayer):
     """`Qwen2DecoderLayer` that was inserted for a memory."""
 
-    family_class = Qwen2DecoderLayer
     block_attention_class = MidusQwen2BlockAttention
 
 

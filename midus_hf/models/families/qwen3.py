@@ -27,25 +27,18 @@ class MidusQwen3Config(MemoryConfig, Qwen3Config):
 class MidusQwen3Attention(HostAttention, Qwen3Attention):
     """`Qwen3Attention` in a layer that memories are attached to."""
 
-    family_class = Qwen3Attention
-
 
 class MidusQwen3BlockAttention(BlockAttention, Qwen3Attention):
     """`Qwen3Attention` in a memory block."""
-
-    family_class = Qwen3Attention
 
 
 class MidusQwen3MLP(Adapted, Qwen3MLP):
     """`Qwen3MLP` in a layer that memories are attached to."""
 
-    family_class = Qwen3MLP
-
 
 class MidusQwen3Layer(HostLayer, Qwen3DecoderLayer):
     """`Qwen3DecoderLayer` that memories are attached to."""
 
-    family_class = Qwen3DecoderLayer
     attention_class = MidusQwen3Attention
     mlp_class = MidusQwen3MLP
 
@@ -53,7 +46,6 @@ class MidusQwen3Layer(HostLayer, Qwen3DecoderLayer):
 class MidusQwen3Block(MemoryBlock, Qwen3DecoderLayer):
     """`Qwen3DecoderLayer` that was inserted for a memory."""
 
-    family_class = Qwen3DecoderLayer
     block_attention_class = MidusQwen3BlockAttention
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from midus_hf.models.adapted import rotates
 from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_config, tiny_model
@@ -119,7 +119,10 @@ def architecture_of(model_type: str) -> Architecture:
     """
     config_class = CONFIG_MAPPING[model_type]
     if "text_config" in config_class.sub_configs:
-        raise UnknownArchitecture(f"{model_type!r} {_why_not_a_larger_model(config_class)}")
+        raise UnknownArchitecture(
+            f"{model_type!r} holds a language model within a larger model; expected the language model alone. Save it as a "
+            "checkpoint of its own first."
+        )
     if "decoder" in config_class.sub_configs or getattr(tiny_config(model_type), "is_encoder_decoder", False):
         raise UnknownArchitecture(f"{model_type!r} is an encoder with a decoder; expected a decoder alone.")
     model: Any = tiny_model(model_type)
@@ -171,24 +174,6 @@ def _rotates(attention: nn.Module) -> bool:
     with suppress(Exception):  # models raise whatever their parts raise
         return rotates(attention, type(attention))
     return True
-
-
-def _why_not_a_larger_model(config_class: type[PreTrainedConfig]) -> str:
-    """Return why a type that holds a language model within a larger model is refused, as the rest of a sentence."""
-    text_type = None
-    with suppress(Exception):  # config classes raise whatever their checks raise
-        text_config = config_class().text_config
-        text_type = None if text_config is None else type(text_config)
-    if text_type is not None and text_type not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return (
-            f"holds a language model, {text_type.model_type!r}, that transformers loads only within a larger model; expected a type "
-            "that is a language model alone."
-        )
-    text_suffix = "" if text_type is None else f", of type {text_type.model_type!r}"
-    return (
-        f"holds a language model within a larger model; expected the language model alone{text_suffix}. Save the language model as a "
-        "checkpoint of its own first."
-    )
 
 
 def _where_layers_are(model: PreTrainedModel) -> str:

@@ -111,7 +111,6 @@ def _layer_source(family: str, kind: str, layer: type, architecture: Architectur
     names = {name: repr(getattr(parts, name)) for name in _NORMS}
     names |= {"feed_forward_name": repr(parts.feed_forward), "mixer_names": repr(architecture.mixers)}
     differing = {name: value for name, value in names.items() if value != repr(getattr(NamesParts, name))}
-    differing = {"family_class": layer.__name__, **differing}
     hosts: dict[str, Any] = {}
     if architecture.attention is not None:
         hosts["attention_class"] = f"Midus{family}Attention"
@@ -134,8 +133,9 @@ def _layer_source(family: str, kind: str, layer: type, architecture: Architectur
 
 
 def _attributes(values: Mapping[str, Any]) -> str:
-    """Return lines that assign attributes of a class."""
-    return "".join(f"    {name} = {value}\n" for name, value in values.items()).replace("'", '"')
+    """Return lines that assign attributes of a class, below an empty line; empty if there are none."""
+    lines = "".join(f"    {name} = {value}\n" for name, value in values.items()).replace("'", '"')
+    return f"\n{lines}" if lines else ""
 
 
 def larger_source(model_type: str) -> str:
@@ -257,13 +257,9 @@ _ATTENTION = '''
 class Midus{family}Attention(HostAttention, {attention}):
     """`{attention}` in a layer that memories are attached to."""
 
-    family_class = {attention}
-
 
 class Midus{family}BlockAttention(BlockAttention, {attention}):
     """`{attention}` in a memory block."""
-
-    family_class = {attention}
 
 '''
 
@@ -271,18 +267,14 @@ _MLP = '''
 class Midus{family}MLP(Adapted, {mlp}):
     """`{mlp}` in a layer that memories are attached to."""
 
-    family_class = {mlp}
-
 '''
 
 _LAYER = '''class Midus{family}{kind}Layer(HostLayer, {layer}):
     """`{layer}` that memories are attached to."""
-
 {host}
 
 class Midus{family}{kind}Block(MemoryBlock, {layer}):
     """`{layer}` that was inserted for a memory."""
-
 {block}'''
 
 # The older name of the cache, and arguments of memories, which the signature of a forward names.
