@@ -149,15 +149,8 @@ class Program:
 
 @cache
 def _used(source: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names and the attributes that a source uses when it runs, leaving annotations out."""
+    """Return the names and the attributes that a source uses, quoted annotations aside."""
     tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.arg):
-            node.annotation = None
-        elif isinstance(node, ast.FunctionDef):
-            node.returns = None
-        elif isinstance(node, ast.AnnAssign):
-            node.annotation = ast.Constant(None)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):

@@ -12,7 +12,7 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -156,7 +156,7 @@ class _Layout:
         text, names, local = _analysed(source)
         libraries = self._program.module(module).libraries
         edits = []
-        for name, start, annotates in names:
+        for name, start in names:
             resolved = self._program.resolve(module, name)
             if resolved is not None and resolved in self._names:
                 if self._names[resolved] != name:
@@ -166,13 +166,10 @@ class _Layout:
                             "in the code of a checkpoint; expected another name for one of them. Rename the variable."
                         )
                     edits.append(Edit(start, start + len(name.encode()), self._names[resolved]))
-            elif resolved is not None and annotates:
-                edits.append(Edit(start, start + len(name.encode()), "Any"))
-                self._imports.setdefault("typing", {})["Any"] = "Any"
             elif name in libraries:
                 library, called = libraries[name]
                 self._imports.setdefault(library, {})[name] = called
-            elif name in self._program.module(module).imports and not annotates:
+            elif name in self._program.module(module).imports:
                 raise ValueError(
                     f"{module} reads {name}, which no module of {module.partition('.')[0]} defines as a function, a class or a "
                     "constant, so that the code of a checkpoint cannot have it. Import names from the modules that define them: "
@@ -195,23 +192,18 @@ class _Layout:
 
 
 @cache
-def _analysed(source: str) -> tuple[SourceText, list[tuple[str, int, bool]], frozenset[str]]:
+def _analysed(source: str) -> tuple[SourceText, list[tuple[str, int]], frozenset[str]]:
     """Return a source with its syntax tree, its names that are not local variables, and the names of its local variables.
 
-    Each name comes with the offset of its first byte, and whether it is in an annotation, quoted or not.
+    Each name comes with the offset of its first byte.
     """
     text = SourceText(source)
-    nodes = list(ast.walk(text.tree))
-    annotated = {id(leaf) for node in nodes for leaf in _annotations(node)}
-    local = {id(leaf): leaf.id for node in nodes for leaf in _local_names(node)}
-    names = []
-    for node in nodes:
-        if isinstance(node, ast.Name) and (id(node) not in local or id(node) in annotated):
-            names.append((node.id, text.start(node), id(node) in annotated))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) in annotated:
-            for leaf in ast.walk(ast.parse(node.value, mode="eval")):
-                if isinstance(leaf, ast.Name):
-                    names.append((leaf.id, text.start(node) + 1 + leaf.col_offset, True))
+    local = {id(leaf): leaf.id for node in ast.walk(text.tree) for leaf in _local_names(node)}
+    names = [
+        (node.id, text.start(node))
+        for node in ast.walk(text.tree)
+        if isinstance(node, ast.Name) and id(node) not in local
+    ]
     return text, names, frozenset(local.values())
 
 
@@ -223,19 +215,6 @@ def _local_names(function: ast.AST) -> list[ast.Name]:
     bound = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
     bound |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
     return [node for node in names if node.id in bound]
-
-
-def _annotations(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield every node in the annotations of a node, except the values of a `Literal`."""
-    pending = [node.returns if isinstance(node, ast.FunctionDef) else getattr(node, "annotation", None)]
-    while pending:
-        inner = pending.pop()
-        if inner is not None:
-            yield inner
-            if isinstance(inner, ast.Subscript) and ast.unparse(inner.value).endswith("Literal"):
-                pending.append(inner.value)
-            else:
-                pending += ast.iter_child_nodes(inner)
 
 
 def _unique_names(kept: Iterable[Name]) -> dict[Name, str]:
