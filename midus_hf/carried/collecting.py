@@ -106,13 +106,14 @@ class Program:
         text = SourceText(source)
         for node in text.tree.body:
             if isinstance(node, ast.ClassDef):
-                bases = [text.of(base) for base in node.bases if not self._is_left_out(module, base)]
+                bases = [
+                    text.of(base)
+                    for base in node.bases
+                    if self.resolve(module, ast.unparse(base)) not in self._left_out
+                ]
                 if len(bases) < len(node.bases):
                     return text.edited([Edit(text.start(node.bases[0]), text.end(node.bases[-1]), ", ".join(bases))])
         return source
-
-    def _is_left_out(self, module: str, base: ast.expr) -> bool:
-        return isinstance(base, ast.Name) and self.resolve(module, base.id) in self._left_out
 
     def _collect(self, roots: Iterable[Name]) -> None:
         """Keep what the roots reach, until nothing new is reached: a member that is kept may use another attribute."""

@@ -78,24 +78,21 @@ def carried_module(config: Any) -> str:
     if case not in _written:
         named = {entry.rpartition(".")[2] for entry in config.to_dict()["auto_map"].values()}
         classes = [*(getattr(sys.modules[type(config).__module__], name) for name in sorted(named)), *types]
-        left_out = [mixin for mixin, needs in MIXINS.items() if parts.keys().isdisjoint(needs)]
-        _written[case] = _module(type(config), kinds, [*classes, *parts.values()], left_out)
+        roots = [Name(each.__module__, each.__name__) for each in (*classes, *parts.values())]
+        packages = frozenset((*_PACKAGES, *(root.module.partition(".")[0] for root in roots)))
+        left_out = {
+            Name(mixin.__module__, mixin.__name__) for mixin, names in MIXINS.items() if needs.isdisjoint(names)
+        }
+        body = _Layout(Program(roots, packages, left_out, _stand_ins(), frozenset(_PACKAGES), _WHOLE)).text()
+        family = type(config).__name__.removesuffix("Config").removeprefix("Midus")
+        digest = hashlib.sha256(body.encode()).hexdigest()
+        header = _HEADER.format(family=family, version=__version__, kinds=", ".join(kinds), digest=digest)
+        _written[case] = header + body
     return _written[case]
 
 
 # Sources written in this process, since a training run saves the same code often.
 _written: dict[tuple[Any, ...], str] = {}
-
-
-def _module(config_class: type, kinds: tuple[str, ...], classes: Iterable[type], left_out: Iterable[type]) -> str:
-    """Return the source of a module with classes and what they reach, without the mixins `left_out`."""
-    roots = [Name(each.__module__, each.__name__) for each in classes]
-    packages = frozenset((*_PACKAGES, *(root.module.partition(".")[0] for root in roots)))
-    absent = frozenset(Name(each.__module__, each.__name__) for each in left_out)
-    body = _Layout(Program(roots, packages, absent, _stand_ins(), frozenset(_PACKAGES), _WHOLE)).text()
-    family = config_class.__name__.removesuffix("Config").removeprefix("Midus")
-    digest = hashlib.sha256(body.encode()).hexdigest()
-    return _HEADER.format(family=family, version=__version__, kinds=", ".join(kinds), digest=digest) + body
 
 
 @cache

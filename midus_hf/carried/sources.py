@@ -141,7 +141,10 @@ class Module:
         text = SourceText(source)
         body: list[ast.stmt] = []
         for statement in text.tree.body:
-            body += statement.body if isinstance(statement, ast.If) and _is_for_types(statement) else [statement]
+            if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
+                body += statement.body
+            else:
+                body.append(statement)
         for index, statement in enumerate(body):
             if isinstance(statement, ast.ImportFrom | ast.Import):
                 self._note_import(statement, packages)
@@ -173,10 +176,6 @@ class Module:
                 self.depends.append(module)
             else:
                 self.libraries[bound] = (module, alias.name)
-
-
-def _is_for_types(statement: ast.If) -> bool:
-    return ast.unparse(statement.test) == "TYPE_CHECKING"
 
 
 _DEFINES = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
