@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Types(dict):
-    """Config classes by type, beside those of transformers: a type with memory brings its classes when it is looked up."""
+    """Config classes by type, beside the classes of transformers: a type with memory brings its classes when it is looked up."""
 
     def __contains__(self, model_type: object) -> bool:
         self._bring(model_type)

@@ -79,10 +79,10 @@ class MemoryForCausalLM(
             memory_ids: `[B, p]`, the paths whose blocks the rows fetch, for memories that fetch.
             kwargs: Other arguments of the family's forward.
         """
-        given: dict[str, Any] = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
+        inputs: dict[str, Any] = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
         if "report" in self.stack.services:
-            given["output_router_logits"] = output_router_logits
-        kwargs |= {name: value for name, value in given.items() if value is not None}
+            inputs["output_router_logits"] = output_router_logits
+        kwargs |= {name: value for name, value in inputs.items() if value is not None}
         kwargs |= {
             "input_ids": input_ids,
             "attention_mask": attention_mask,

@@ -37,7 +37,7 @@ class LargerMemoryConfig(CarriesCode):
         return {"AutoConfig": cls.__name__, **dict.fromkeys(auto_classes, cls.larger_class_name)}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result of `CarriesCode.to_dict`; the language model's config has no `auto_map` of its own."""
+        """Return the result of `CarriesCode.to_dict`; the language model's config has no `auto_map`."""
         values = super().to_dict()
         values["text_config"].pop("auto_map", None)
         return values
