@@ -101,6 +101,17 @@ def ablation_table(ablation: Ablation) -> TableOfWords:
     return TableOfWords("Loss without a part, less loss as it is (nats per token)", ["without", *texts], rows)
 
 
+def ablation_finding(ablation: Ablation) -> str:
+    """Return in one sentence what all added parts do together, and which single part does most."""
+    together = [f"{row.effect:+.4f} on {row.text}" for row in ablation.effects if row.part == _ALL]
+    single = [row for row in ablation.effects if row.part != _ALL]
+    most = max(single, key=lambda row: abs(row.effect.difference))
+    return (
+        f"Without all that was added, the loss changes by {' and '.join(together)}; of single parts, {most.part} changes it most, "
+        f"by {most.effect:+.4f} on {most.text}."
+    )
+
+
 def ablation_panels(ablation: Ablation) -> dict[str, Panel]:
     """Return a panel per text with a bar per part: how much the loss grows without it."""
     panels = {}

@@ -1,13 +1,15 @@
 """Attention to the depth: how heads divide their attention between the sequence and the slots that earlier layers wrote."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from midus_hf.evaluation.text_rows import evaluating
 from midus_hf.look.page import TableOfWords, table_of
 from midus_hf.look.pictures import Panel, grid
 from midus_hf.look.watched_models import HostedMemory, depth_heads, held_hooks, hosted_memories, lacking
@@ -109,6 +111,49 @@ def _readers(model: nn.Module) -> list[tuple[HostedMemory, tuple[ReadSlot, ...]]
     return readers
 
 
+# A function that is called with an attention to the depth: the shares of slots `[B, H, T, m]` and of the sequence `[B, H, T]`, the
+# memory's module, the arguments of its call by name, and `[B, T]`, false for padding, or None.
+_Watcher = Callable[[torch.Tensor, torch.Tensor, Any, Mapping[str, Any], torch.Tensor | None], None]
+
+
+@contextlib.contextmanager
+def _watch_depth(model: nn.Module, watchers: Sequence[tuple[HostedMemory, _Watcher]]) -> Iterator[None]:
+    """Call functions after each attention of their memory to the depth, without gradients, while the context is open."""
+    real: list[torch.Tensor | None] = [None]
+
+    def before(decoder: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        real[0] = _real_tokens(arguments, kwargs)
+
+    @torch.no_grad()
+    def behind(
+        watcher: _Watcher, memory: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if "sequence" not in kwargs or not arguments[0].numel() or is_in_backward():
+            return
+        sequence, gate = kwargs["sequence"], memory.gate
+        shares = joint_shares(
+            *(arguments[0], kwargs["keys"], sequence.log_sum(), sequence.scaling, sequence.softcap),
+            *(None if gate is None else gate[:, None], memory.is_added),
+        )
+        watcher(*shares, memory, kwargs, real[0])
+
+    with held_hooks() as hold:
+        hold(decoder_of(model).register_forward_pre_hook(before, with_kwargs=True))
+        for hosted, watcher in watchers:
+            hold(hosted.module.register_forward_hook(partial(behind, watcher), with_kwargs=True))
+        yield
+
+
+def _real_tokens(arguments: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return which tokens of a pass are not padding, `[B, T]`; None if no token is padding."""
+    named = {**dict(zip(("input_ids", "attention_mask"), arguments, strict=False)), **kwargs}
+    tokens = named.get("input_ids")
+    tokens = named["inputs_embeds"] if tokens is None else tokens
+    mask = named.get("token_mask")
+    mask = named.get("attention_mask") if mask is None else mask
+    return token_places(mask, None, tokens.shape[1], may_hold_documents=False).real
+
+
 @contextlib.contextmanager
 def record_depth(model: nn.Module) -> Iterator[list[DepthReading]]:
     """Record, while the context is open, how each head divides its attention between the sequence and the slots of the depth.
@@ -126,42 +171,69 @@ def record_depth(model: nn.Module) -> Iterator[list[DepthReading]]:
     Raises:
         ValueError: If no memory reads the depth, or if a memory is offloaded.
     """
-    decoder = decoder_of(model)
-    readings: list[DepthReading] = []
-    real: list[torch.Tensor | None] = [None]
+    readings, watchers = [], []
+    for hosted, slots in _readers(model):
+        reading = DepthReading(hosted.layer, slots, decoder_of(model).config.num_attention_heads)
+        readings.append(reading)
 
-    def note_tokens(_: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        real[0] = _real_tokens(arguments, kwargs)
+        def add(
+            shares: Any, sequence: Any, memory: Any, kwargs: Any, real: Any, reading: DepthReading = reading
+        ) -> None:
+            reading.add(shares, sequence, memory.gate, real)
 
-    @torch.no_grad()
-    def add(
-        reading: DepthReading, memory: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        if "sequence" not in kwargs or not arguments[0].numel() or is_in_backward():
-            return
-        sequence, gate = kwargs["sequence"], memory.gate
-        shares = joint_shares(
-            *(arguments[0], kwargs["keys"], sequence.log_sum(), sequence.scaling, sequence.softcap),
-            *(None if gate is None else gate[:, None], memory.is_added),
-        )
-        reading.add(*shares, gate, real[0])
-
-    with held_hooks() as hold:
-        hold(decoder.register_forward_pre_hook(note_tokens, with_kwargs=True))
-        for hosted, slots in _readers(model):
-            readings.append(DepthReading(hosted.layer, slots, decoder.config.num_attention_heads))
-            hold(hosted.module.register_forward_hook(partial(add, readings[-1]), with_kwargs=True))
+        watchers.append((hosted, add))
+    with _watch_depth(model, watchers):
         yield readings
 
 
-def _real_tokens(arguments: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return which tokens of a pass are not padding, `[B, T]`; None if no token is padding."""
-    named = {**dict(zip(("input_ids", "attention_mask"), arguments, strict=False)), **kwargs}
-    tokens = named.get("input_ids")
-    tokens = named["inputs_embeds"] if tokens is None else tokens
-    mask = named.get("token_mask")
-    mask = named.get("attention_mask") if mask is None else mask
-    return token_places(mask, None, tokens.shape[1], may_hold_documents=False).real
+@dataclass(frozen=True)
+class DepthMap:
+    """Attention shares of one head: the weights that values are multiplied with, float64, on the CPU.
+
+    Args:
+        layer: Index of the decoder layer.
+        head: Index of the head.
+        sequence: Share of each key of the sequence, `[T, T]`, a row per token.
+        depth: Share of each slot, `[T, m]`, a row per token.
+        slots: Slots that the columns of `depth` stand for.
+    """
+
+    layer: int
+    head: int
+    sequence: torch.Tensor
+    depth: torch.Tensor
+    slots: tuple[ReadSlot, ...]
+
+
+def depth_map(model: Any, tokens: torch.Tensor, layer: int, head: int) -> DepthMap:
+    """Let a model read a text, and return the shares that one head gives to keys and slots (MoDA, figure 5).
+
+    Args:
+        model: A model as in `record_depth`. It is in eval mode while it reads.
+        tokens: Token ids of the text, `[T]`.
+        layer: Index of the decoder layer.
+        head: Index of the head.
+
+    Raises:
+        ValueError: If the layer does not read the depth, or the head does not exist; if the model's attention does not say what
+            its masks are.
+    """
+    readers = {hosted.layer: (hosted, slots) for hosted, slots in _readers(model)}
+    if layer not in readers:
+        raise ValueError(f"layer is {layer}; expected one that reads the depth: {', '.join(map(str, readers))}.")
+    num_heads = decoder_of(model).config.num_attention_heads
+    if not 0 <= head < num_heads:
+        raise ValueError(f"head is {head}; expected one from 0 to {num_heads - 1}, those of layer {layer}.")
+    hosted, slots = readers[layer]
+    maps: list[DepthMap] = []
+
+    def keep(shares: Any, sequence: Any, memory: Any, kwargs: Any, real: Any) -> None:
+        keys = kwargs["sequence"].shares(head)[0].double() * sequence[0, head].double()[:, None]
+        maps.append(DepthMap(layer, head, keys.cpu(), shares[0, head].double().cpu(), slots))
+
+    with evaluating(model), _watch_depth(model, [(hosted, keep)]):
+        model(input_ids=tokens[None].to(model.device), use_cache=False)
+    return maps[0]
 
 
 def depth_rows(readings: Sequence[DepthReading]) -> list[dict[str, Any]]:
@@ -178,6 +250,13 @@ def depth_rows(readings: Sequence[DepthReading]) -> list[dict[str, Any]]:
         }
         for reading in readings
     ]
+
+
+def depth_finding(readings: Sequence[DepthReading]) -> str:
+    """Return in one sentence which layer reads most of the depth."""
+    shares = {reading.layer: reading.shares.sum(1).mean().item() for reading in readings}
+    layer = max(shares, key=lambda layer: shares[layer])
+    return f"Layer {layer} reads most of earlier layers: {shares[layer]:.1%}, the mean over its heads."
 
 
 def depth_table(readings: Sequence[DepthReading]) -> TableOfWords:
@@ -203,8 +282,21 @@ def depth_table(readings: Sequence[DepthReading]) -> TableOfWords:
     return table_of("Shares of the depth and of the sequence, the mean over tokens and heads", rows, columns)
 
 
-def depth_panels(readings: Sequence[DepthReading]) -> dict[str, Panel]:
-    """Return a map of what layers read of earlier layers, averaged over heads."""
+def depth_panels(readings: Sequence[DepthReading], head: DepthMap | None = None) -> dict[str, Panel]:
+    """Return a map of what layers read of earlier layers, averaged over heads, or the map of one head.
+
+    Args:
+        readings: Readings of `record_depth`.
+        head: Map of one head, as `depth_map` returns it. Default: none.
+    """
+    if head is not None:
+        numbers = [str(token) for token in range(len(head.sequence))]
+        names = [*numbers, *(f"{slot.layer}{slot.source[0]}" for slot in head.slots)]
+        rows = (
+            torch.cat([head.sequence, head.depth], 1).sqrt().tolist()
+        )  # so that small shares of many keys can be seen
+        title = f"Layer {head.layer}, head {head.head}: roots of the shares"
+        return {title: grid(rows, "keys | slots", "query", columns=names, lines=numbers, boundary=len(numbers))}
     slots = sorted({slot for reading in readings for slot in reading.slots})
     rows = []
     for reading in readings:

@@ -170,6 +170,12 @@ def drift_rows(drifts: Sequence[TextDrift]) -> list[dict[str, Any]]:
     return rows
 
 
+def drift_finding(drifts: Sequence[TextDrift]) -> str:
+    """Return in one sentence how many first choices changed, and by how much the loss."""
+    changes = [f"{one.changed.difference:.1%} of {one.text} (loss {one.loss_effect:+.4f})" for one in drifts]
+    return f"Another next token than the base's is likeliest at {' and '.join(changes)}."
+
+
 def drift_table(drifts: Sequence[TextDrift]) -> TableOfWords:
     """Return a table of the drift, with a row per text."""
     columns = {"text": "{text}", "tokens": "{tokens:,}", "KL(base || model)": "{divergence:.5f}"}

@@ -119,6 +119,7 @@ class Answer:
     Args:
         title: Title of the answer on a page.
         summary: One sentence on what was read or compared.
+        finding: A sentence per line on what came out. Default: none.
         report: All numbers, as JSON holds them.
         tables: Tables of the answer. Tables without rows are not shown.
         how_to_read: Paragraph of a page on how the numbers are to be understood. Default: none.
@@ -132,6 +133,7 @@ class Answer:
     summary: str
     report: dict[str, Any]
     tables: Sequence[TableOfWords]
+    finding: str = ""
     how_to_read: str = ""
     panels: Mapping[str, Panel] = field(default_factory=dict)
     one_scale: bool = False
@@ -150,7 +152,7 @@ class Answer:
         if path.suffix == ".json":
             path.write_text(json.dumps(self.report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         elif path.suffix == ".html":
-            first = [Section(paragraphs=[self.summary])] if self.sections else []
+            first = [Section(paragraphs=[*self.finding.splitlines(), self.summary])] if self.sections else []
             write_page(path, self.title, [*first, *(answer._section() for answer in self.sections or [self])])
         elif path.suffix == ".csv" and self.details is not None:
             path.write_text(csv_text(self.details()), encoding="utf-8")
@@ -164,7 +166,7 @@ class Answer:
 
     def _section(self) -> Section:
         picture = {"Picture": as_png(draw_panels(self.panels, self.one_scale))} if self.panels else {}
-        paragraphs = filter(None, [self.summary, self.how_to_read])
+        paragraphs = filter(None, [self.finding, self.summary, self.how_to_read])
         return Section(self.title, paragraphs, self.tables, picture)
 
 

@@ -179,6 +179,15 @@ def usage_table(rows: list[dict[str, Any]]) -> TableOfWords:
     return table_of("Slots, chapters and blocks used", rows, {**columns, **shares})
 
 
+def usage_finding(rows: list[dict[str, Any]]) -> str:
+    """Return in one sentence, of the rows of `usage_rows`, how much is used at least once, and how much the most used gets."""
+    used, most = [row["used"] for row in rows], max(rows, key=lambda row: row["largest"])
+    return (
+        f"Of each memory's slots, chapters or blocks, texts use {min(used):.0%} to {max(used):.0%}; the most used one gets "
+        f"{most['largest']:.1%} of what its head reads ({_labelled(most['memory'])}, {most['text']})."
+    )
+
+
 def _labelled(memory: str) -> str:
     """Return the name of a memory, whose place is a layer's number, or of a level of a bank."""
     return f"layer {memory}" if memory[0].isdigit() else memory

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from midus_hf.ops.depth.op import depth_attention, sequence_lse
-from midus_hf.ops.depth.reference import joint_attention
+from midus_hf.ops.depth.reference import joint_attention, sequence_weights
 
 # Implementations whose masks tell for each query and key whether the key is read.
 _MASKS_TELL = ("eager", "sdpa")
@@ -143,6 +143,33 @@ class SequenceHeads:
         if lse is None:
             raise ValueError(self._refusal)
         return lse.to(torch.promote_types(lse.dtype, torch.float32))
+
+    def shares(self, head: int) -> torch.Tensor:
+        """Return for inspection the weight of each key for each query of a head, `[B, T, S]`, in the softmax over the sequence alone.
+
+        Args:
+            head: Number of the query head.
+
+        Raises:
+            ValueError: If the implementation's masks do not tell which keys each query reads.
+        """
+        if self.implementation not in _MASKS_TELL:
+            raise ValueError(
+                f"attention {self.implementation!r} has masks that do not say what each query reads; expected attn_implementation "
+                "'sdpa' or 'eager'."
+            )
+        heads, kv_heads = self.query.shape[1], self.key.shape[1]
+        kv_head = head // (heads // kv_heads)
+        has_one_mask = self.mask is None or self.mask.shape[1] == 1
+        weights = sequence_weights(
+            self.query[:, head : head + 1],
+            self.key[:, kv_head : kv_head + 1],
+            self.mask if has_one_mask else self.mask[:, head : head + 1],
+            self._is_causal,
+            self.scaling,
+            self.softcap,
+        )
+        return weights[:, 0]
 
     @property
     def _is_causal(self) -> bool:

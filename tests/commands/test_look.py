@@ -267,12 +267,14 @@ def test_depth_is_a_row_per_layer(run, room):
     assert f" {sum(first['sequence_shares']) / HEADS:.1%} " in of_first
 
 
-def test_depth_is_drawn(run, room, tmp_path):
+def test_depth_is_drawn_or_the_map_of_one_head(run, room, tmp_path):
     pytest.importorskip("matplotlib")
     picture, page = tmp_path / "depth.png", tmp_path / "depth.html"
     run("depth", room.depth, *room.three, *outputs(picture, page))
     assert picture.read_bytes().startswith(b"\x89PNG") and "36 tokens" in page.read_text()
-    assert page.read_text().count("data:image/png;base64,") == 1
+    layers = page.read_text()
+    run("depth", room.depth, *room.three, *outputs(page), "--layer", "3", "--head", "1")
+    assert layers.count("data:image/png;base64,") == 1 and page.read_text() != layers
 
 
 def test_heads_are_told_as_json_and_drawn(run, room, tmp_path):
@@ -306,6 +308,10 @@ def test_one_page_joins_all_answers_and_checks_the_base_once(run, room, tmp_path
         "Loss without a part",
     )
     assert all(title in page for title in titles)
+    results = page.partition("<h2>")[0]
+    assert all(
+        words in results for words in ("slots, chapters or blocks", "Without all that was added", "likeliest at")
+    )
     assert page.count("data:image/png;base64,") == 2
     run(*words, tmp_path / "other.html", "--base", room.base)
     of_base = "compared with its base, which is the model without what was added"
@@ -357,6 +363,10 @@ REFUSALS = [
     ("drift BASE TEXT", "base was not made by upscale: its config.json has no 'upscale' entry. Give an upscaled"),
     ("page TRAINED TEXT", "--output is missing; page needs it, such as --output page.html."),
     ("ablation BASE TEXT", "this llama model has no layer and no memory that was added to a base; expected"),
+    ("ablation CHAPTERS TEXT --layer 1 --head 1", "No such option: --layer"),
+    ("depth DEPTH TEXT --layer 1", "layer and head name one head together; expected both or neither. Give the other"),
+    ("depth DEPTH TEXT --layer 0 --head 0", "layer is 0; expected one that reads the depth: 1, 2, 3."),
+    ("depth DEPTH TEXT --layer 1 --head 4", "head is 4; expected one from 0 to 3, those of layer 1."),
     ("depth BASE TEXT", "this llama model has no memory that reads the depth; expected one upscaled"),
 ]
 

@@ -10,7 +10,7 @@ from tiny import prompt, save_tiny_model, tiny_model
 from training.tiny_run import save_native
 
 from midus_hf.evaluation.text_rows import TextRows, read_rows
-from midus_hf.look.ablation import ablate, ablation_panels, ablation_table
+from midus_hf.look.ablation import ablate, ablation_finding, ablation_panels, ablation_table
 from midus_hf.look.drift import base_within, drift
 from midus_hf.look.effects import effect_between
 from midus_hf.look.parts import Part, added_parts, has_whole_base, switched_off
@@ -200,3 +200,8 @@ def test_a_report_has_every_number():
     both = ablate(model, [TEXT, TextRows("other", TEXT.rows[:2], TEXT.documents[:2])])
     left, right = draw_panels(ablation_panels(both), one_scale=True).axes
     assert left.get_xlim() == right.get_xlim() and "± one standard error" in left.get_xlabel()
+    finding = ablation_finding(both)
+    assert finding.startswith(
+        f"Without all that was added, the loss changes by {both.effects[4].effect:+.4f} on text and "
+    )
+    assert max(both.effects[:4], key=lambda row: abs(row.effect.difference)).part + " changes it most" in finding

@@ -1,4 +1,4 @@
-"""What is recorded of the depth is what heads read of it, in one softmax with the sequence."""
+"""What is recorded of the depth, and the map of a head, are what heads read of it, in one softmax with the sequence."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from models.depth_models import depth_model
 
 from midus_hf.evaluation.text_rows import TextRows, read_rows
-from midus_hf.look.depth import DepthReading, depth_panels, depth_rows, depth_table, record_depth
+from midus_hf.look.depth import DepthReading, depth_map, depth_panels, depth_rows, depth_table, record_depth
 from midus_hf.look.pictures import as_png, draw_panels
 from midus_hf.memory.depth_attention import DepthAttention
 from midus_hf.memory.sequence_heads import SequenceHeads
@@ -194,6 +194,57 @@ def test_generation_is_recorded_from_a_cache():
     for reading, at_once in zip(records, whole, strict=True):
         assert reading.tokens == at_once.tokens == 9
         torch.testing.assert_close(reading.shares, at_once.shares)
+
+
+def test_a_layer_or_head_that_cannot_be_mapped_is_refused():
+    model, (row,) = depth_model(), rows(9).rows
+    with pytest.raises(ValueError, match=r"layer is 0; expected one that reads the depth: 1, 2, 3\."):
+        depth_map(model, row, 0, 0)
+    with pytest.raises(ValueError, match=r"head is 4; expected one from 0 to 3, those of layer 1\."):
+        depth_map(model, row, 1, 4)
+
+
+@pytest.mark.parametrize("kind", ["default", "reused", "last"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_map_of_a_head_has_shares_of_tokens_that_are_those_that_are_recorded_and_add_up(attention, kind):
+    model, text = depth_model(kind=kind), rows(9)
+    model.set_attn_implementation(attention)
+    *_, reading = read(model, text)
+    for head in range(4):
+        result = depth_map(model, text.rows[0][:-1], 3, head)
+        assert result.sequence.shape == (9, 9) and result.depth.shape == (9, len(result.slots))
+        total = 1.0 if kind == "reused" else 2 - reading.gates[head].item()
+        both = result.sequence.sum(1) + result.depth.sum(1)
+        torch.testing.assert_close(both, torch.full((9,), total, dtype=torch.float64))
+        assert result.sequence.sum(1).mean().item() == pytest.approx(reading.sequence_shares[head].item())
+        assert not result.sequence.triu(1).any()
+        assert result.depth.sum(1).mean().item() == pytest.approx(reading.shares[head].sum().item())
+        assert result.depth[:, -1].mean().item() == pytest.approx(reading.shares[head, -1].item())
+
+
+def test_without_the_depth_a_map_is_the_attention_of_the_model():
+    model, row = depth_model(kind="reused", acting=False), rows(9).rows[0]
+    model.set_attn_implementation("eager")
+    weights = model(row[None], output_attentions=True).attentions
+    for head in range(4):
+        result = depth_map(model, row, 2, head)
+        torch.testing.assert_close(result.sequence, weights[2][0, head].detach())
+        assert not result.depth.any()
+
+
+def test_a_map_leaves_the_model_as_it_was():
+    model = depth_model().train()
+    depth_map(model, rows(9).rows[0], 1, 0)
+    assert model.training
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_attention_whose_masks_do_not_tell_is_refused():
+    heads = SequenceHeads(None, None, "flex_attention", *[None] * 4, {})
+    with pytest.raises(
+        ValueError, match=r"attention 'flex_attention' has masks that do not say what each query reads; exp"
+    ):
+        heads.shares(0)
 
 
 def test_the_divisor_of_the_softmax_is_what_flex_attention_tells_and_nobody_else():

@@ -5,7 +5,7 @@ import torch
 from ops.depth_loops import attend
 
 from midus_hf.ops.depth.op import depth_attention, joint_shares, sequence_lse
-from midus_hf.ops.depth.reference import joint_attention
+from midus_hf.ops.depth.reference import joint_attention, sequence_weights
 
 # Query heads per key/value head, key/value heads, tokens, width.
 SHAPES = [(1, 1, 3, 4), (2, 1, 5, 3), (3, 2, 4, 6), (7, 1, 2, 5)]
@@ -157,6 +157,19 @@ def test_joint_shares_are_those_that_the_union_reads_by(shape, softcap, joining)
     for ours, loops in zip(result, (read, of_sequence), strict=True):
         torch.testing.assert_close(ours, loops.detach())
         assert not ours.requires_grad
+
+
+def test_weights_of_the_sequence_are_those_of_a_softmax_and_zero_where_nothing_is_read():
+    query, key = drawn(2, 4, 5, 3), drawn(2, 2, 5, 3, seed=1)
+    scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) * 0.5
+    ahead = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    expected = scores.masked_fill(ahead, float("-inf")).softmax(-1).detach()
+    torch.testing.assert_close(sequence_weights(query, key, None, True, 0.5), expected)
+    mask = ~ahead[None, None].clone()
+    mask[:, :, 2] = False
+    masked = sequence_weights(query, key, mask, False, 0.5)
+    assert not masked[:, :, 2].any()
+    torch.testing.assert_close(masked[:, :, [0, 1, 3, 4]], expected[:, :, [0, 1, 3, 4]])
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 0, 8), (0, 4, 3, 8)], ids=["no tokens", "no texts"])

@@ -10,7 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.look.request import DriftRequest, HeadsRequest, ModelRequest, TextRequest, TouchedRequest
+from midus_hf.cli.look.request import (
+    DepthRequest,
+    DriftRequest,
+    HeadsRequest,
+    ModelRequest,
+    TextRequest,
+    TouchedRequest,
+)
 from midus_hf.cli.options import Json, check_file, option, options_of, show, show_tables
 
 app = command_line("Look into a model: what its memories read and do, and what has changed.")
@@ -21,7 +28,7 @@ QUESTIONS: dict[str, tuple[type[ModelRequest], str]] = {
     "ablation": (TextRequest, "Show the loss of texts without each part."),
     "drift": (DriftRequest, "Show how far predictions moved from the base's."),
     "heads": (HeadsRequest, "Show how much each head matters for answers of tasks."),
-    "depth": (TextRequest, "Show what heads read of earlier layers (moda)."),
+    "depth": (DepthRequest, "Show what heads read of earlier layers (moda)."),
     "touched": (TouchedRequest, "Show where texts read a memory of known n-grams (engram)."),
     "page": (DriftRequest, "Write usage, depth, ablation and drift on one page, into --output."),
 }
@@ -53,7 +60,7 @@ def _enter(question: str, request_class: type[ModelRequest], help: str) -> None:
             answer = getattr(questions, question)(request)
         show(answer.report, json_, lambda report: show_tables(answer.tables), indent=2)
         if not json_:
-            print(answer.summary)
+            print("\n".join(filter(None, [answer.summary, answer.finding])))
         for path in files:  # last, so that the answer is printed even if a file cannot be written
             answer.write(path)
 

@@ -1,12 +1,13 @@
 """The answers of `midus look`, a function per question."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
 
-from midus_hf.cli.look.request import DriftRequest, HeadsRequest, TextRequest, TouchedRequest
+from midus_hf.cli.look.request import DepthRequest, DriftRequest, HeadsRequest, TextRequest, TouchedRequest
 from midus_hf.cli.options import needing_harness
 from midus_hf.evaluation.text_rows import read_rows
 from midus_hf.look import ablation as parts_lost
@@ -47,6 +48,7 @@ def usage(request: TextRequest) -> Answer:
         title="What texts use of the memories",
         summary=summary,
         report={**head, "rows": rows},
+        finding=used.usage_finding(rows),
         tables=[used.usage_table(rows)],
         one_scale=True,
         panels=used.usage_panels(counts),
@@ -64,6 +66,7 @@ def ablation(request: TextRequest) -> Answer:
         title="What texts lose without parts of the model",
         summary=summary,
         report={**head, "all_of_them_is_the_base": measured.whole_base, "rows": rows},
+        finding=parts_lost.ablation_finding(measured),
         tables=[parts_lost.ablation_table(measured)],
         one_scale=True,
         how_to_read=parts_lost.HOW_TO_READ,
@@ -84,6 +87,7 @@ def drift(request: DriftRequest) -> Answer:
         title="How far predictions moved",
         summary=f"{request.model} compared with {base}.",
         report={**about, "rows": rows},
+        finding=moved.drift_finding(drifts),
         tables=[moved.drift_table(drifts)],
         how_to_read=moved.HOW_TO_READ,
         details=lambda: rows,
@@ -189,8 +193,15 @@ def heads(request: HeadsRequest) -> Answer:
 
 
 def depth(request: TextRequest) -> Answer:
-    """Answer which share of attention goes to the depth, and which earlier layers are read."""
+    """Answer which share of attention goes to the depth, and which earlier layers are read.
+
+    With `--layer` and `--head` the picture is a map of that head: the share that each token of the longest row gives to each key and
+    slot.
+    """
     model, _ = request.loaded
+    head_map = None
+    if isinstance(request, DepthRequest) and request.layer is not None and request.head is not None:
+        head_map = depth_read.depth_map(model, request.text_rows[0].rows[0][:-1], request.layer, request.head)
     with depth_read.record_depth(model) as readings:
         losses = {text.name: read_rows(model, text, batch_size=request.batch_size).mean for text in request.text_rows}
     summary, about = _about(request, losses)
@@ -198,9 +209,10 @@ def depth(request: TextRequest) -> Answer:
         title="What heads read of the depth",
         summary=summary,
         report={**about, "rows": depth_read.depth_rows(readings)},
+        finding=depth_read.depth_finding(readings),
         tables=[depth_read.depth_table(readings)],
         how_to_read=depth_read.HOW_TO_READ,
-        panels=depth_read.depth_panels(readings),
+        panels=depth_read.depth_panels(readings, head_map),
     )
 
 
@@ -216,7 +228,8 @@ def page(request: DriftRequest) -> Answer:
     return Answer(
         title="Inside the model",
         summary=f"{request.model}, on {', '.join(request.documents)}.",
+        finding="\n".join(section.finding for section in sections.values()),
         report={name: section.report for name, section in sections.items()},
         tables=[table for section in sections.values() for table in section.tables],
-        sections=list(sections.values()),
+        sections=[dataclasses.replace(section, finding="") for section in sections.values()],
     )

@@ -178,3 +178,19 @@ class DriftRequest(TextRequest):
             raise ValueError(
                 f"base is 'self', but the base's weights in {self.model!r} {why}; expected the base itself. Give its folder as base."
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DepthRequest(TextRequest):
+    """Options of the question about what heads read of the depth."""
+
+    layer: Annotated[int | None, option("Draw what a head of this layer reads.", "N")] = None
+    head: Annotated[int | None, option("Draw what this head of --layer reads.", "N")] = None
+
+    def check(self) -> None:
+        """Check what `TextRequest.check` checks, and that layer and head name one head together."""
+        if (self.layer is None) != (self.head is None):
+            raise ValueError(
+                "layer and head name one head together; expected both or neither. Give the other as well."
+            )
+        super().check()

@@ -136,6 +136,23 @@ def sequence_lse(
     return scores.masked_fill(is_empty.unsqueeze(-1), 0).logsumexp(-1).masked_fill(is_empty, float("-inf"))
 
 
+def sequence_weights(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scaling: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Return the attention weights of the softmax over the sequence alone, with the arguments of `sequence_lse`.
+
+    Returns:
+        `[B, H, T, S]`, float32 at least; zero for queries that read nothing. No gradient flows through the weights.
+    """
+    with torch.no_grad():
+        return sequence_scores(query, key, mask, is_causal, scaling, softcap).softmax(-1).nan_to_num()
+
+
 def sequence_scores(
     query: torch.Tensor,
     key: torch.Tensor,
