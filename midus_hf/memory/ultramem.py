@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 from torch import nn
@@ -11,7 +10,6 @@ from midus_hf.config.memories.ultramem import UltraMemOptions
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.retrieval import random_directions
-from midus_hf.memory.routing.report import RouterReport
 from midus_hf.memory.tables import TableReading, read_rows
 from midus_hf.ops.dispatch.precision import without_autocast
 from midus_hf.ops.dispatch.private_torch import is_in_backward
@@ -31,8 +29,6 @@ class UltraMem(MemoryModule):
         options: Options of the memory.
         sizes: Sizes of the model.
     """
-
-    context: tuple[Literal["tokens", "state", "report"], ...] = ("report",)
 
     options: UltraMemOptions
     query_projection: nn.Linear
@@ -55,22 +51,18 @@ class UltraMem(MemoryModule):
         self.key_width = options.width("key_width", sizes)
         self.has_pre_values = options.width("pre_value_width", sizes) > 0
         self.table_reading = TableReading()
-        if not options.has_losses:
-            self.context = ()
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         *,
         tables: Mapping[str, torch.Tensor] | None = None,
-        report: RouterReport | None = None,
     ) -> torch.Tensor:
         """Retrieve values for each token.
 
         Args:
             hidden_states: `[B, T, D]`, the input of the feed-forward network.
             tables: Tables of values and pre-values, if layers share tables. Default: the layer's own tables.
-            report: Receives the losses on keys and cores. Default: not reported.
 
         Returns:
             `[B, T, D]`, to be added to the hidden states.
@@ -78,7 +70,7 @@ class UltraMem(MemoryModule):
         if hidden_states.numel() == 0:
             return hidden_states * 0
         tables = tables or {}
-        scores, slots = self._select(hidden_states, report)
+        scores, slots = self._select(hidden_states)
         weights = scores.softmax(-1) if self.options.weights == "softmax" else scores
         weights, slots = weights.flatten(-2), slots.flatten(-2)  # [B, T, H * k]
         stored = self._stored("value_table", tables)
@@ -96,13 +88,11 @@ class UltraMem(MemoryModule):
     def retrieve(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weights, float32, and the table rows, int64, that each head retrieves, both `[B, T, H, k]`; change nothing.
         Rows are counted within the rows that this layer reads."""
-        scores, slots = self._select(hidden_states, None, keep_vectors=False)
+        scores, slots = self._select(hidden_states, keep_vectors=False)
         weights = scores.softmax(-1) if self.options.weights == "softmax" else scores
         return weights, self._shuffled(slots) % self.num_slots
 
-    def _select(
-        self, hidden_states: torch.Tensor, report: RouterReport | None, keep_vectors: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _select(self, hidden_states: torch.Tensor, keep_vectors: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores, float32 at least, and the virtual slots, both `[B, T, H, k]`."""
         options = self.options
         query = self.query_projection(hidden_states)
@@ -111,8 +101,6 @@ class UltraMem(MemoryModule):
             query = random_directions(query)
         if options.scoring == "sum":
             row_keys, column_keys = self.row_keys[:, 0, :, 0], self.column_keys[:, 0, :, 0]  # [H, n, D_k]
-            if report is not None and options.has_losses:
-                self._report_sums(query.squeeze(-2), row_keys, column_keys, report)
             joined = query.squeeze(-2).movedim(-3, -2).flatten(-2)  # [B, T, H, 2 * D_k]
             return product_key_topk(joined, row_keys, column_keys, options.k)
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -120,8 +108,6 @@ class UltraMem(MemoryModule):
             query = _rms_normalised(query.to(wide), self.query_norm_weight.to(wide))
             keys, row_vector, column_vector = self._keys_and_vectors(query, keep_vectors and self.training)
             row_scores, column_scores = _scores(query, keys, options.key_pairs)
-            if report is not None and self.options.has_losses:
-                self._report(row_scores, column_scores, row_vector, column_vector, report)
             return tucker_topk(
                 row_scores, column_scores, self.core, row_vector, column_vector, options.k, options.side
             )
@@ -142,35 +128,6 @@ class UltraMem(MemoryModule):
                 self.row_vector.copy_(row_vector)
                 self.column_vector.copy_(column_vector)
         return keys, row_vector, column_vector
-
-    def _report_sums(
-        self, query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, report: RouterReport
-    ) -> None:
-        """Report the scores of queries `[B, T, 2, H, D_k]` with keys `[H, n, D_k]` of each side, and the weighted balance loss."""
-        wide = torch.promote_types(query.dtype, torch.float32)
-        with without_autocast(query.device.type):
-            keys = torch.stack([row_keys, column_keys]).to(wide)  # [2, H, n, D_k]
-            logits = (
-                torch.einsum("BTahd,ahnd->BTahn", query.to(wide), keys).flatten(0, 1).flatten(1, 2)
-            )  # [S, 2 * H, n]
-            report.tell(logits.flatten(0, 1), self.options.balance_coef * key_balance(logits, self.options.side))
-
-    def _report(
-        self,
-        row_scores: torch.Tensor,
-        column_scores: torch.Tensor,
-        row_vector: torch.Tensor,
-        column_vector: torch.Tensor,
-        report: RouterReport,
-    ) -> None:
-        """Report the leading scores of keys, and the sum of the losses times their coefficients."""
-        rows = torch.einsum("BThanr,habr->BThabn", row_scores, row_vector)
-        columns = torch.einsum("BThbnr,habr->BThabn", column_scores, column_vector)
-        logits = torch.stack([rows, columns], dim=2).flatten(0, 1).flatten(1, -2)  # [S, 2 * H * h * h, n]
-        loss = self.options.balance_coef * key_balance(logits, self.options.side)
-        if self.options.penalty_coef:
-            loss = loss + self.options.penalty_coef * core_penalty(self.core, self.options.penalty_margin)
-        report.tell(logits.flatten(0, 1), loss)
 
     def _shuffled(self, slots: torch.Tensor) -> torch.Tensor:
         """Permute virtual slots, so that slots that read the same table row have neither a row key nor a column key in common."""
@@ -235,37 +192,3 @@ def _coprime(count: int) -> int:
     while math.gcd(candidate, count) != 1:
         candidate += 1
     return candidate
-
-
-def key_balance(logits: torch.Tensor, side: int) -> torch.Tensor:
-    """Return the balance loss of keys, the mean over sets of `n * sum_n f_n p_n`; an even choice gives `side` (equation 25).
-
-    Args:
-        logits: `[S, G, n]`, leading scores of the n keys of G sets for S tokens, floating point.
-        side: Number of keys of a set that each token chooses.
-
-    Returns:
-        A scalar, in the dtype of `logits`.
-    """
-    tokens, _, n = logits.shape
-    probabilities = logits.softmax(-1).mean(0)  # [G, n]
-    chosen = logits.topk(side, dim=-1).indices  # [S, G, side]
-    counts = torch.zeros_like(probabilities).scatter_add_(
-        -1, chosen.transpose(0, 1).flatten(1), torch.ones_like(logits[..., :side]).transpose(0, 1).flatten(1)
-    )
-    return n * (counts / tokens * probabilities).sum(-1).mean()
-
-
-def core_penalty(core: torch.Tensor, margin: float) -> torch.Tensor:
-    """Return the mean of `max(0, value - margin)^2` over the singular values of each core except the largest (equation 23).
-
-    Args:
-        core: `[..., r, r]`.
-        margin: tau, the margin.
-
-    Returns:
-        A scalar, float32 at least; zero for rank 1.
-    """
-    wide = core.to(torch.promote_types(core.dtype, torch.float32))
-    smaller = torch.linalg.svdvals(wide)[..., 1:]
-    return (smaller - margin).clamp_min(0).square().mean() if smaller.numel() else wide.sum() * 0

@@ -109,9 +109,6 @@ def test_a_model_is_one_graph(made, no_graphs_of_other_tests):
     torch.testing.assert_close(of_seed(model, forward=compiled), of_seed(model), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"balance_coef": 0.1}], ids=["none", "balanced"])
-def test_losses_of_keys_and_routers_are_finite(options):
-    tables = ultramem_model(dtype=torch.float32, addressing="random", penalty_coef=0.1, **options).train()
-    chapters = chapter_model(dtype=torch.float32, addressing="random").train()
-    for model in (tables, chapters):
-        assert model(prompt(), labels=prompt(), use_cache=False).loss.isfinite()
+def test_losses_of_routers_are_finite():
+    model = chapter_model(dtype=torch.float32, addressing="random").train()
+    assert model(prompt(), labels=prompt(), use_cache=False).loss.isfinite()

@@ -1,4 +1,4 @@
-"""Models with UltraMemV2: how they start (appendix B of the paper), what training keeps, and losses of their own."""
+"""Models with UltraMemV2: how they start (appendix B of the paper), and what training keeps."""
 
 import math
 
@@ -110,25 +110,6 @@ def test_what_training_kept_is_saved_and_loaded(kind, tmp_path):
     assert torch.equal(logits(loaded, tokens), logits(model, tokens))
     result = dict(loaded.named_buffers())
     assert all(torch.equal(result[name], buffer) for name, buffer in kept.items())
-
-
-@pytest.mark.parametrize("options", [{"balance_coef": 0.5}, {"penalty_coef": 0.5, "penalty_margin": 0.0}, {}], ids=str)
-def test_losses_join_the_models_own_once_also_under_checkpointing(options):
-    tokens, gradients, losses = prompt(length=6), [], []
-    for checkpointing in (False, True):
-        model = ultramem_model("llama", "own", **options).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        output = model(tokens, labels=tokens)
-        output.loss.backward()
-        losses.append(output.loss.detach())
-        gradients.append({name: value.grad for name, value in model.named_parameters()})
-    torch.testing.assert_close(losses[0], losses[1])
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient)
-    plain = ultramem_model("llama", "own").train()(tokens, labels=tokens).loss
-    assert (losses[0] > plain).item() == bool(options)
-    assert (losses[0] == plain).item() == (not options)
 
 
 @pytest.mark.parametrize("kind", ["own", "ring", "expanded", "memory-plus"])

@@ -67,7 +67,6 @@ _OPTIONS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "no pre-values": {"pre_value_width": 0},
             "skip": {"site": "skip", "span": 2},
             "memory plus": {"preset": "memory-plus", "n": 8, "k": 3, "key_width": 4},
-            "losses": {"share": "ring:2", "balance_coef": 0.1, "penalty_coef": 0.1, "penalty_margin": 0.0},
         },
     ),
     "engram": (

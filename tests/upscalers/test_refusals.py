@@ -222,10 +222,6 @@ MOC = [
     ("router_aux_loss_coef=-1", r"router_aux_loss_coef is -1(\.0)?; expected 0 or more\."),
     ("site=inserted", r"site is 'inserted'; expected one of: behind-attention, behind-layer\."),
 ]  # fmt: skip
-NO_PENALTY = (
-    "penalty_coef is 0.1 with {}; expected 0, since there are no smaller singular values that could cost something. Leave "
-    "penalty_coef out, or set scoring: tucker and rank: 2."
-)
 ULTRAMEM = [
     ("n=40000 share=ring:4", "n is 40000, key_pairs 1 and share 'ring:4', which make 6,400,000,000 slots; expected at most"),
     ("key_pairs=3000 n=64", "n is 64, key_pairs 3000 and share 'none', which make 36,864,000,000 slots; expected at most"),
@@ -245,9 +241,6 @@ ULTRAMEM = [
     ("scoring=sum rank=1 n=8 k=9", "scoring is 'sum', which keeps k keys of each side, with k 9 and side_k null; expected"),
     ("scoring=sum rank=1 n=8 k=4 side_k=3", "scoring is 'sum', which keeps k keys of each side, with k 4 and side_k 3"),
     ("zero=none", "zero is 'none', with which the new memory changes what the base computes; expected values or projection."),
-    ("balance_coef=-1", "balance_coef is -1.0; expected 0 or more."),
-    ("rank=1 penalty_coef=0.1", NO_PENALTY.format("rank 1, whose cores have one singular value")),
-    ("scoring=sum rank=1 penalty_coef=0.1", NO_PENALTY.format("scoring 'sum', which has no core")),
     ("site=behind-layer", "site is 'behind-layer'; expected one of: beside-ffn, skip."),
 ]  # fmt: skip
 MODA = [

@@ -105,12 +105,6 @@ class UltraMemOptions(MemoryOptions):
         "what starts at zero, so that the memory adds zero. values: the rows that are summed; projection: the output projection; "
         "none: nothing, to train from scratch",
     )
-    balance_coef: float = option(0.0, "beta of the loss that evens out how often keys are chosen (equation 25)")
-    penalty_coef: float = option(
-        0.0,
-        "alpha of the loss on the smaller singular values of cores (equation 23); not for rank 1, nor for scoring 'sum'",
-    )
-    penalty_margin: float = option(0.15, "tau, up to which singular values cost nothing")
     addressing: Addressing = option("content", ADDRESSING_HELP)
     value_bits: ValueBits | None = option(None, VALUE_BITS_HELP)
 
@@ -153,11 +147,6 @@ class UltraMemOptions(MemoryOptions):
         """
         own = self.n**2
         return (index - (self.group - 1) // 2) * own % table_rows
-
-    @property
-    def has_losses(self) -> bool:
-        """True if the model adds losses of this memory to its own loss."""
-        return self.balance_coef > 0 or self.penalty_coef > 0
 
     def width(self, name: str, sizes: ModelSizes) -> int:
         """Return the number of features that `key_width`, `value_width` or `pre_value_width` stands for.
@@ -285,19 +274,6 @@ def check_ultramem_options(options: UltraMemOptions) -> None:
         raise ValueError(
             f"scoring is 'sum', which keeps k keys of each side, with k {options.k} and side_k "
             f"{options.side_k or 'null'}; expected k of at most {options.keys}, the keys of a set, and side_k null."
-        )
-    for name in ("balance_coef", "penalty_coef", "penalty_margin"):
-        if not (math.isfinite(getattr(options, name)) and getattr(options, name) >= 0):
-            raise ValueError(f"{name} is {getattr(options, name)}; expected 0 or more.")
-    if options.penalty_coef and (options.scoring == "sum" or options.rank == 1):
-        why = (
-            "scoring 'sum', which has no core"
-            if options.scoring == "sum"
-            else "rank 1, whose cores have one singular value"
-        )
-        raise ValueError(
-            f"penalty_coef is {options.penalty_coef} with {why}; expected 0, since there are no smaller singular values that could "
-            "cost something. Leave penalty_coef out, or set scoring: tucker and rank: 2."
         )
 
 
