@@ -170,19 +170,14 @@ class SharedTables:
 class InsertedOptions(MemoryOptions):
     """Options of a memory with its own decoder layers, in which the memory reads the output of the attention."""
 
-    @property
-    def keeps_output_projection(self) -> bool:
-        """True if the attention in front keeps its output projection and the norm that follows it."""
-        return False
-
-    @property
-    def adds_block_input(self) -> bool:
-        """True if the block's input is added to the attention output that the memory reads."""
-        return False
+    #: Whether the attention in front keeps its output projection and the norm that follows it. A subclass may make it an option.
+    output_projection = False
+    #: Whether the block's input is added to the attention output that the memory reads. A subclass may make it an option.
+    inner_residual = False
 
     def read_width(self, sizes: ModelSizes) -> int:
         """Return the width of the memory's input: D after an output projection, H * d without one."""
-        return sizes.hidden_size if self.keeps_output_projection else sizes.num_heads * sizes.head_dim
+        return sizes.hidden_size if self.output_projection else sizes.num_heads * sizes.head_dim
 
 
 #: Options classes of the registered types, by type. Types of other packages are added when `known_type` meets an

@@ -25,12 +25,11 @@ class HeadwiseMemory(RetrievalMemory):
     row_keys: torch.Tensor
     column_keys: torch.Tensor
     value_transform: torch.Tensor
-    values_by_head = True  # read where values become integers: expanded values are then no longer kept
 
     def __init__(self, options: HeadwiseOptions, sizes: ModelSizes):
         super().__init__(options, sizes)
         self.head_dim, self.value_dim = self.query_width, sizes.hidden_size // sizes.num_heads
-        self.n, self.values = options.n, options.values
+        self.n = options.n
 
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
         by_head = attention_output.reshape(*attention_output.shape[:-1], self.num_heads, self.head_dim)
@@ -49,47 +48,25 @@ class HeadwiseMemory(RetrievalMemory):
         Returns:
             `[B, T, D]`.
         """
-        transform = self.value_transform if self.options.values == "expanded" else None
         shape = attention_output.shape[:-1]
         tokens = math.prod(shape)  # S = B * T; `numel` would fix the sizes of a traced graph
         flat = attention_output.reshape(tokens, self.num_heads, self.head_dim)  # [S, H, d]
         query, by_head = self.addressed(self.normalised(flat)), None
-        if residual is not None and self.options.gate == "none":
+        if residual is not None:
             by_head = residual.reshape(tokens, self.num_heads, self.value_dim)
         if self.options.value_bits is not None:
-            output = self._from_integers(query, transform, by_head)
+            output = self._from_integers(query, by_head)
         else:
-            bank = self.value_bank
-            if self.kept is not None:
-                expanded = self.kept.serve(self, attention_output)
-                bank, transform = (bank, transform) if expanded is None else (expanded, None)
-            output = headwise_memory(
-                query,
-                self.row_keys,
-                self.column_keys,
-                bank,
-                transform,
-                self.k,
-                residual=by_head,
-                temperature=self.temperature,
-            )  # [S, H, D / H]
-        if self.options.gate == "none":
-            return output.reshape(*shape, self.num_heads * self.value_dim)
-        output = self.gated(attention_output, output.reshape(*shape, self.num_heads, self.value_dim)).flatten(-2)
-        return output if residual is None else (residual + output).to(residual.dtype)
+            expanded = None if self.kept is None else self.kept.serve(self, attention_output)
+            bank, transform = (self.value_bank, self.value_transform) if expanded is None else (expanded, None)
+            keys = (self.row_keys, self.column_keys)
+            output = headwise_memory(query, *keys, bank, transform, self.k, residual=by_head)  # [S, H, D / H]
+        return output.reshape(*shape, self.num_heads * self.value_dim)
 
-    def _from_integers(
-        self, query: torch.Tensor, transform: torch.Tensor | None, residual: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _from_integers(self, query: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Return what `headwise_memory` returns, of values that are integers. Values are neither expanded nor kept."""
         scores, slots = self.select(query)  # [S, H, k]
-        heads = torch.arange(self.num_heads, device=slots.device).unsqueeze(-1)
-        bank, rows = self.rows_of_values(self._slots_of_all(slots, heads), query.dtype)
-        output = weighted_gather(bank, rows, self.weigh(scores))  # [S, H, v]
-        if transform is not None:
-            output = torch.einsum("shv,hwv->shw", output, transform.to(query.dtype))
+        bank, rows = self.rows_of_values(slots, query.dtype)
+        output = weighted_gather(bank, rows, scores.softmax(dim=-1))  # [S, H, v]
+        output = torch.einsum("shv,hwv->shw", output, self.value_transform.to(query.dtype))
         return output if residual is None else (residual + output).to(residual.dtype)
-
-    def _slots_of_all(self, slots: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        """Return slots of a head as slots of all heads, if each head has a bank; else unchanged."""
-        return slots + head * self.num_slots if self.values == "own" else slots

@@ -176,8 +176,7 @@ def _(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 @keeper_of.register
 def _(memory: HeadwiseMemory) -> KeptValues | None:
-    expands = memory.options.values == "expanded" and memory.options.value_bits is None
-    if not expands or memory.num_heads * memory.value_bank.numel() > MOST_EXPANDED:
+    if memory.options.value_bits is not None or memory.num_heads * memory.value_bank.numel() > MOST_EXPANDED:
         return None
     return KeptValues(("value_bank", "value_transform"), expand_values)
 

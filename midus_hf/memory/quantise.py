@@ -10,7 +10,7 @@ from midus_hf.config.memories.retrieval import ValueBits, in_bits
 from midus_hf.config.memory_entries import MemoryEntry, memories_of
 from midus_hf.config.memory_types import check_fit
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.registry import MemoryModule
+from midus_hf.memory.registry import MemoryModule, keeper_of
 from midus_hf.memory.tables import DeclaredModule
 from midus_hf.ops.chapters.quantisation import quantise_rows
 
@@ -51,8 +51,7 @@ def quantise_tables(model: Any, bits: int = 8) -> None:
     for module in model.modules():
         if isinstance(module, MemoryModule) and hasattr(module.options, "value_bits"):
             module.options = dataclasses.replace(module.options, value_bits=bits)
-            if getattr(module, "values_by_head", False):
-                module.kept = None  # type: ignore[assignment]  # expanded values would take more room than the tables did
+            module.kept = keeper_of(module)  # expanded values would take more room than the tables did
     config.memory = [
         {**written, "value_bits": bits} if entry in with_values else written
         for written, entry in zip(config.memory, memories.entries, strict=True)

@@ -1,9 +1,8 @@
-"""Base class of memories that retrieve slots: queries, weights, and a gate on the result."""
+"""Base class of memories that retrieve slots: queries, their norm, and random directions in their place."""
 
 import math
 
 import torch
-from torch import nn
 
 from midus_hf.config.memories.retrieval import RetrievalOptions
 from midus_hf.config.model_sizes import ModelSizes
@@ -15,7 +14,7 @@ _BATCH_MOMENTUM, _EPS = 0.1, 1e-5
 
 
 class RetrievalMemory(MemoryModule):
-    """A memory that looks slots up by a query per head, weighs their values by a softmax, and may gate the result.
+    """A memory that looks slots up by a query per head, and weighs their values by a softmax.
 
     Args:
         options: Options of the memory.
@@ -29,15 +28,11 @@ class RetrievalMemory(MemoryModule):
     query_norm_bias: torch.Tensor
     query_mean: torch.Tensor
     query_variance: torch.Tensor
-    gate_weight: torch.Tensor
-    gate_bias: torch.Tensor
 
     def __init__(self, options: RetrievalOptions, sizes: ModelSizes):
         super().__init__(options, sizes)
         self.num_heads, self.query_width = sizes.num_heads, options.query_width(sizes)
         self.k, self.query_norm = options.k, options.query_norm
-        self.temperature, self.gate = options.temperature, options.gate
-        self.addressing = options.addressing
 
     @property
     def num_slots(self) -> int:
@@ -49,13 +44,12 @@ class RetrievalMemory(MemoryModule):
         """Return a table of values, `[R, v]`, and the row of this table that each slot reads.
 
         Args:
-            slots: int64, of any shape; with a bank per head, slots of all heads are numbered in order.
+            slots: int64, of any shape.
             dtype: Dtype of the values.
         """
         if self.options.value_bits is None:
-            return self.value_bank.flatten(0, -2).to(dtype), slots
-        integers, scales = self.value_bank_integers.flatten(0, -2), self.value_bank_scales.flatten()
-        return read_rows(integers, scales, self.options.value_bits, slots, dtype)
+            return self.value_bank.to(dtype), slots
+        return read_rows(self.value_bank_integers, self.value_bank_scales, self.options.value_bits, slots, dtype)
 
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
         """Return the query of each head.
@@ -76,15 +70,11 @@ class RetrievalMemory(MemoryModule):
         If addressing is random, the slots are drawn for this call, and differ from the slots of any other pass.
         """
         scores, slots = self.select(self.queries(attention_output, track_statistics=False))
-        return self.weigh(scores), slots
+        return scores.softmax(dim=-1), slots
 
     def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores, descending, and the slots of the best slots for each query, both `[B, T, H, k]`."""
         raise TypeError(f"{type(self).__name__} does not say how it selects slots.")
-
-    def weigh(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the softmax of the scores divided by the temperature, over the last dimension."""
-        return (scores / self.temperature).softmax(dim=-1)
 
     def normalised(self, query: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
         """Return the query `[..., H, query_width]` after the norm of the options, computed in float32 at least."""
@@ -101,20 +91,6 @@ class RetrievalMemory(MemoryModule):
     def addressed(self, query: torch.Tensor) -> torch.Tensor:
         """Return the vectors to look slots up by, `[..., H, query_width]`: the query, or random ones if addressing is random."""
         return query if self.options.addressing == "content" else random_directions(query)
-
-    def gated(self, attention_output: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Scale the retrieved values by the gate, if the options have one.
-
-        Args:
-            attention_output: `[..., W]`, from which gates are computed.
-            output: Retrieved values `[..., H, v]`, or `[..., D]` if there is one gate per token.
-        """
-        if self.options.gate == "none":
-            return output
-        opened = torch.sigmoid(nn.functional.linear(attention_output, self.gate_weight, self.gate_bias))
-        if output.dim() > attention_output.dim():
-            opened = opened.unsqueeze(-1)  # [..., H or 1, 1]
-        return output * opened
 
     def _batch_statistics(self, query: torch.Tensor, track: bool) -> tuple[torch.Tensor, torch.Tensor]:
         learns = self.training and self.query_norm_weight.requires_grad

@@ -38,10 +38,8 @@ class SharedValueMemory(RetrievalMemory):
             `[B, T, D]`.
         """
         scores, slots = self.select(self.queries(attention_output))  # [B, T, H, k]
-        weights = self.weigh(scores)
         bank, rows = self.rows_of_values(slots.flatten(-2), attention_output.dtype)
-        output = weighted_gather(bank, rows, weights.flatten(-2))  # [B, T, D]
-        output = self.gated(attention_output, output)
+        output = weighted_gather(bank, rows, scores.softmax(dim=-1).flatten(-2))  # [B, T, D]
         return output if residual is None else (residual + output).to(residual.dtype)
 
     def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

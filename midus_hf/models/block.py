@@ -46,8 +46,8 @@ class MemoryBlock(NamesParts):
         self.layer_idx = layer_idx
         entry = memories.inserted[layer_idx]
         options = inserted_options(entry)
-        output_norm = self.attention_output_norm if options.keeps_output_projection else None
-        self.normalises_output, self.adds_block_input = output_norm is not None, options.adds_block_input
+        output_norm = self.attention_output_norm if options.output_projection else None
+        self.normalises_output, self.adds_block_input = output_norm is not None, options.inner_residual
         for name in [
             name
             for name, _ in self.named_children()
@@ -60,7 +60,7 @@ class MemoryBlock(NamesParts):
         if self.block_attention_class is None or not isinstance(attention, self.block_attention_class.family_class):
             raise MissingPart(f"layer {layer_idx} of class {self.family_class.__name__}", "inserted")
         attention.__class__ = self.block_attention_class
-        if not options.keeps_output_projection:
+        if not options.output_projection:
             attention.drop_output_projection()
         self.memory = build_memory(options, memories.sizes, entry.layers.index(layer_idx), len(entry.layers))
         self.memory_class = type(self.memory)  # stored, since PEFT may wrap the memory

@@ -63,11 +63,6 @@ def test_a_bank_of_one_row_is_one_chapter():
     assert bank.shape == (1, 32) and options.routed_chapters == options.k == 1
 
 
-def test_the_row_of_each_head_is_its_own_where_heads_have_banks():
-    options = MEMORY_TYPES["headwise"](values="own", **of("headwise")["one-row"].options)
-    assert options.tensors(SIZES)["value_bank"].shape == (4, 1, 8)
-
-
 @pytest.mark.parametrize("share", ["all", "ring:4"])
 def test_one_row_is_left_of_tables_that_layers_share(share):
     options = replace(MEMORY_TYPES["ultramem"](share=share), **of("ultramem")["one-row"].options)
@@ -78,7 +73,6 @@ def test_one_row_is_left_of_tables_that_layers_share(share):
     ("memory_type", "options", "trainable"),
     [
         ("headwise", {}, ("value", "transform")),
-        ("headwise", {"values": "own"}, ("value",)),
         ("product-key", {}, ("value",)),
         ("linear", {}, ("value",)),
         ("ultramem", {}, ("value",)),

@@ -186,27 +186,21 @@ def test_an_inserted_memory_has_attention_and_no_feed_forward_network():
 
 def test_a_headwise_memory_scores_chooses_weighs_and_sums():
     queries = ROWS * 4
-    options = HeadwiseOptions(n=8, k=2, values="shared")
-    assert of_memory(options) == {
+    assert of_memory(HeadwiseOptions(n=8, k=2)) == {
         "scores": 2 * 2 * queries * 4 * 8,
         "choice": queries * (2 * 8 * 1 + 4 + 4 * 1),
-        "values": 2 * queries * 2 * 8,
+        "values": 2 * queries * 2 * 8 + 4 * 2 * ROWS * 8 * 8,
         "query norm": 0,
         "weights": queries * 2 * 5,
-        "gate": 0,
         "residual adds": ROWS * 32,
     }
-    assert of_memory(HeadwiseOptions(n=8, k=2, values="own")) == of_memory(options)
-    gated = of_memory(HeadwiseOptions(n=8, k=2, gate="head", query_norm="layer", temperature=2.0, inner_residual=True))
-    assert gated["gate"] == 2 * ROWS * 32 * 4 + ROWS * 4 + 4 * ROWS * 4 + ROWS * 32
-    assert gated["query norm"] == queries * (8 * 8 + 8)
-    assert (gated["weights"], gated["residual adds"]) == (queries * 2 * 6, 2 * ROWS * 32)
+    normed = of_memory(HeadwiseOptions(n=8, k=2, query_norm="layer", inner_residual=True))
+    assert (normed["query norm"], normed["residual adds"]) == (queries * (8 * 8 + 8), 2 * ROWS * 32)
 
 
 @pytest.mark.parametrize(("n", "transformed"), [(2, 4), (8, ROWS)])
 def test_values_are_expanded_where_rows_of_the_bank_are_fewer_than_tokens(n, transformed):
-    shared, expanded = (of_memory(HeadwiseOptions(n=n, k=2, values=values)) for values in ("shared", "expanded"))  # type: ignore[arg-type]
-    assert expanded["values"] - shared["values"] == 4 * 2 * transformed * 8 * 8
+    assert of_memory(HeadwiseOptions(n=n, k=2))["values"] == 2 * ROWS * 4 * 2 * 8 + 4 * 2 * transformed * 8 * 8
 
 
 def test_memories_with_shared_values_project_queries_and_sum_full_rows():

@@ -48,7 +48,7 @@ def declaring(**tensors):
 def test_a_registered_type_is_in_the_table_and_knows_its_name(table):
     assert register_memory_type("example")(Example) is Example
     assert table["example"] is Example and Example().type == "example"
-    assert not (Example().keeps_output_projection or Example().adds_block_input)
+    assert not (Example().output_projection or Example().inner_residual)
 
 
 def test_a_name_that_is_taken_is_refused_unless_by_the_same_class_defined_again(table):

@@ -18,7 +18,7 @@ from upscalers.architecture import families
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 # Entries of memories, and how many numbers their banks hold.
 MEMORIES: list[tuple[dict[str, Any], int]] = [
-    ({"type": "headwise", "n": 4, "k": 2, "gate": "head", "query_norm": "batch", "layers": [1]}, 16 * 8),
+    ({"type": "headwise", "n": 4, "k": 2, "query_norm": "batch", "layers": [1]}, 16 * 8),
     ({"type": "headwise", "n": 4, "k": 2, "output_projection": True, "layers": [0, 2]}, 2 * 16 * 8),
     ({"type": "product-key", "n": 4, "k": 2, "layers": [1]}, 16 * 32),
     ({"type": "linear", "slots": 8, "layers": [3]}, 8 * 32),

@@ -17,10 +17,10 @@ MEMORY_LAYERS = [1, 3]
 ENTRIES: dict[str, dict[str, Any]] = {
     "headwise": {"type": "headwise", "n": 8, "k": 3},
     "headwise-variant": {
-        "type": "headwise", "n": 5, "k": 2, "values": "own", "query_norm": "layer", "temperature": 0.5, "gate": "head",
+        "type": "headwise", "n": 5, "k": 2, "query_norm": "layer",
     },
     "product-key": {"type": "product-key", "n": 8, "k": 3},
-    "linear": {"type": "linear", "slots": 20, "k": 3, "temperature": 2.0},
+    "linear": {"type": "linear", "slots": 20, "k": 3},
 }  # fmt: skip
 
 

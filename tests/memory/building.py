@@ -43,6 +43,7 @@ def acting(memory: Any, seed: int = 0) -> Any:
 
 def read_by(memory: Any, batch: int = 2, tokens: int = 7, seed: int = 1) -> torch.Tensor:
     """Return what a memory may read, `[B, T, D]`, in its dtype."""
-    width = memory.gate_weight.shape[1] if memory.gate != "none" else memory.num_heads * memory.query_width
-    read = torch.randn(batch, tokens, width, generator=torch.Generator().manual_seed(seed))
+    read = torch.randn(
+        batch, tokens, memory.num_heads * memory.query_width, generator=torch.Generator().manual_seed(seed)
+    )
     return read.to(memory.value_bank.dtype)

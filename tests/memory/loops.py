@@ -45,21 +45,16 @@ def memory_by_loops(memory: torch.nn.Module, attention_output: torch.Tensor) -> 
     queries = inputs @ state["query_projection.weight"].T if projects else inputs
     queries = normalised(state, queries.unflatten(-1, (memory.num_heads, -1)), memory.query_norm, memory.training)
 
-    def opened(gate: int, read: torch.Tensor) -> torch.Tensor:
-        return 1 / (1 + (-torch.dot(state["gate_weight"][gate], read) - state["gate_bias"][gate]).exp())
-
     outputs = []
-    for read, of_heads in zip(inputs, queries, strict=True):
+    for of_heads in queries:
         written = []
         for head, query in enumerate(of_heads):
             scores = slot_scores(state, head, query)
             slots = sorted(range(len(scores)), key=lambda slot, scores=scores: -scores[slot].item())[: memory.k]
-            weights = (torch.stack([scores[slot] for slot in slots]) / memory.temperature).softmax(0)
-            bank = state["value_bank"][head] if getattr(memory, "values", "") == "own" else state["value_bank"]
-            total = sum(weight * bank[slot] for weight, slot in zip(weights, slots, strict=True))
+            weights = torch.stack([scores[slot] for slot in slots]).softmax(0)
+            total = sum(weight * state["value_bank"][slot] for weight, slot in zip(weights, slots, strict=True))
             total = state["value_transform"][head] @ total if "value_transform" in state else total
-            written.append(opened(head, read) * total if memory.gate == "head" else total)
+            written.append(total)
         # With a projection values have the full width, and heads are summed (equation 15); else heads write shares of it (17).
-        output = torch.stack(written).sum(0) if projects else torch.cat(written)
-        outputs.append(opened(0, read) * output if memory.gate == "token" else output)
+        outputs.append(torch.stack(written).sum(0) if projects else torch.cat(written))
     return torch.stack(outputs).unflatten(0, attention_output.shape[:2]), state

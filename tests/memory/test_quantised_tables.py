@@ -22,15 +22,12 @@ from midus_hf.ops.chapters.quantisation import dequantise_rows, quantise_rows
 from midus_hf.training.optim.freezing import set_trainable
 from upscalers import upscale
 
-# Tables of the model, of each layer, of each head, and tables that layers share.
-OWN = {"headwise of each head": {"values": "own"}, "headwise of all heads": {"values": "shared"}}
-KINDS = ("headwise", "product-key", "linear", *OWN, *(f"ultramem {kind}" for kind in ultramem_models.KINDS))
+# Tables of each layer, and tables that layers share.
+KINDS = ("headwise", "product-key", "linear", *(f"ultramem {kind}" for kind in ultramem_models.KINDS))
 
 
 def acting(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     """Return a model whose memories of a kind act, in eval mode."""
-    if kind in OWN:
-        return upscaled_model("llama", dtype=dtype, acting=True, memory_options=OWN[kind])
     return CASES[kind].model("llama", None, dtype)  # type: ignore[arg-type]
 
 

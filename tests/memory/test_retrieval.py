@@ -1,7 +1,6 @@
 """Memories whose heads retrieve slots: what they start as, compute with every option, learn first, and refuse."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -68,7 +67,7 @@ def test_a_family_initialises_the_projection_as_the_memory_says(family, name):
 
 
 def test_the_first_step_moves_the_values_alone_and_the_second_everything(memory_type):
-    memory = retrieving(memory_type, query_norm="batch", gate="token")
+    memory = retrieving(memory_type, query_norm="batch")
     inputs = read_by(memory).requires_grad_()
     target = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(2))
     optimizer = torch.optim.SGD(memory.parameters(), lr=0.1)
@@ -81,24 +80,11 @@ def test_the_first_step_moves_the_values_alone_and_the_second_everything(memory_
     assert all(parameter.grad.any() for parameter in memory.parameters()) and inputs.grad.any()
 
 
-KINDS = [
-    *(("headwise", {"values": values}) for values in ("expanded", "shared", "own")),
-    ("product-key", {}),
-    ("linear", {}),
-]
-GATES = [("none", 1.0), ("token", 0.4), ("head", 3)]
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("query_norm", ["none", "batch", "layer"])
-@pytest.mark.parametrize(
-    ("kind", "options", "gate", "temperature"),
-    [(*kind, *gate) for kind, gate in itertools.product(KINDS, GATES) if kind[0] == "headwise" or gate[0] != "head"],
-    ids=str,
-)
-def test_output_and_statistics_are_those_of_the_equations(kind, options, gate, temperature, query_norm, training):
+def test_output_and_statistics_are_those_of_the_equations(memory_type, query_norm, training):
     for k in (1, 5):
-        memory = retrieving(kind, k=k, query_norm=query_norm, gate=gate, temperature=temperature, **options)
+        memory = retrieving(memory_type, k=k, query_norm=query_norm)
         acting(memory.double().train(training))
         inputs = read_by(memory)
         expected, state = memory_by_loops(memory, inputs)
@@ -111,7 +97,7 @@ def test_output_and_statistics_are_those_of_the_equations(kind, options, gate, t
 
 
 def test_gradients_are_those_of_finite_differences(memory_type):
-    memory = retrieving(memory_type, hidden_size=8, num_heads=2, size=3, query_norm="batch", gate="token").double()
+    memory = retrieving(memory_type, hidden_size=8, num_heads=2, size=3, query_norm="batch").double()
     inputs = read_by(acting(memory), 1, 4).requires_grad_()
     parameters = dict(memory.named_parameters())
 
@@ -133,7 +119,7 @@ def test_empty_and_one_token_batches_run(memory_type, batch, tokens, training):
 
 def test_a_block_of_any_family_holds_one_with_the_options_of_its_entry(family, memory_type):
     config, size = FAMILIES[family].config(), "slots" if memory_type == "linear" else "n"
-    options = {"k": 3, "query_norm": "layer", "gate": "token", "temperature": 2}
+    options = {"k": 3, "query_norm": "layer"}
     entry = {"type": memory_type, "layers": [0], size: 9, **options}
     (read,) = read_memories([entry], ModelSizes.of(config)).entries
     memory = build_memory(read.options, ModelSizes.of(config))
@@ -144,7 +130,6 @@ def test_a_block_of_any_family_holds_one_with_the_options_of_its_entry(family, m
     assert memory.query_width == width_of_query
     assert memory_type != "headwise" or (memory.head_dim, memory.value_dim) == (width_of_query, share)
     width = config.num_attention_heads * width_of_query
-    assert memory.gate_weight.shape[1] == width
     assert memory(torch.randn(2, 3, width)).shape == (2, 3, config.hidden_size)
 
 
@@ -183,8 +168,8 @@ def test_by_default_they_are_as_in_the_paper():
     for name, size in (("product-key", {"n": 64}), ("linear", {"slots": 4096})):
         options = read_entry({"type": name, "layers": [1]}).options
         assert {key: getattr(options, key) for key in size} == size
-        assert (options.k, options.query_norm, options.temperature, options.gate) == (4, "batch", 1.0, "none")
-        assert options.keeps_output_projection and options.adds_block_input
+        assert (options.k, options.query_norm) == (4, "batch")
+        assert options.output_projection and options.inner_residual
 
 
 def small(memory_type, **options):
@@ -277,12 +262,11 @@ def test_so_are_those_of_a_whole_model(memory_type, use_reentrant):
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-@pytest.mark.parametrize("gate", ["none", "token"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
 def test_a_residual_is_added_to_what_is_retrieved_and_kept_bit_for_bit_where_values_are_zero(
-    memory_type, gate, dtype, tolerance
+    memory_type, dtype, tolerance
 ):
-    memory = acting(small(memory_type, gate=gate)).to(dtype)
+    memory = acting(small(memory_type)).to(dtype)
     inputs = read_by(memory)
     stream = torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(3)).to(dtype)
     for mode in (torch.enable_grad, torch.no_grad):
@@ -294,19 +278,6 @@ def test_a_residual_is_added_to_what_is_retrieved_and_kept_bit_for_bit_where_val
         memory.value_bank.zero_()
         assert torch.equal(memory(inputs, stream), stream)
         assert torch.equal(memory.train()(inputs, stream), stream)
-
-
-@pytest.mark.parametrize(
-    "memory_type, gate", [("headwise", "token"), ("headwise", "head"), ("product-key", "token"), ("linear", "token")]
-)
-def test_gates_start_half_open(memory_type, gate):
-    bare, gated = small(memory_type), small(memory_type, gate=gate)
-    gated.load_state_dict(bare.state_dict(), strict=False)
-    with torch.no_grad():
-        bare.value_bank.normal_(generator=torch.Generator().manual_seed(0))
-        gated.value_bank.copy_(bare.value_bank)
-    inputs = read_by(bare)
-    torch.testing.assert_close(gated(inputs), bare(inputs) / 2)
 
 
 @pytest.mark.parametrize(
@@ -339,9 +310,9 @@ def test_a_block_keeps_and_adds_what_its_entry_says(family, options):
 @pytest.mark.parametrize("memory_type, keeps", [("headwise", False), ("product-key", True), ("linear", True)])
 def test_what_a_block_keeps_is_said_by_the_options(memory_type, keeps):
     options = read_entry({"type": memory_type, "layers": [0]}).options
-    assert (options.keeps_output_projection, options.adds_block_input) == (keeps, keeps)
+    assert (options.output_projection, options.inner_residual) == (keeps, keeps)
     options = read_entry({"type": memory_type, "layers": [0], "inner_residual": not keeps}).options
-    assert options.adds_block_input != keeps
+    assert options.inner_residual != keeps
 
 
 def test_a_residual_between_unequal_widths_is_refused():

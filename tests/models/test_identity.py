@@ -22,10 +22,10 @@ PLACEMENTS = {"distributed": [1, 4], "top-heavy": [2, 4], "bottom-heavy": [0, 2]
 MEMORIES = {
     "hml with everything": (
         "midus-hml",
-        {"n": 8, "k": 3, "values": "own", "output_projection": True, "inner_residual": True, "query_norm": "batch", "gate": "head"},
+        {"n": 8, "k": 3, "output_projection": True, "inner_residual": True, "query_norm": "batch"},
     ),
     "pkm": ("midus-pkm", {"n": 8, "k": 3}),
-    "linear": ("midus-linear", {"slots": 20, "k": 3, "gate": "token"}),
+    "linear": ("midus-linear", {"slots": 20, "k": 3}),
 }  # fmt: skip
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -15,7 +15,7 @@ class ToyOptions(InsertedOptions):
     """A map `up(down(x))`; every `share` layers have the same `up`, which is then a table at the model."""
 
     sites = ("beside-ffn", "behind-attention", "behind-layer", "skip", "inserted")
-    keeps_output_projection = True
+    output_projection = True
 
     rank: int = option(2, "width of the map")
     share: int = option(1, "layers that have the same table")

@@ -111,24 +111,24 @@ def test_each_parameter_that_trains_is_in_the_group_it_belongs_to(model, rates, 
         assert names_in(model, group) == set().union(*(kinds[kind] for kind in kinds_inside.split())), name
 
 
-PROJECTION, GATE, GATE_BIAS = {"query_projection.weight"}, {"gate_weight"}, {"gate_bias"}
+PROJECTION = {"query_projection.weight"}
 QUERY_NORM, KEY_TENSORS = {"query_norm_weight", "query_norm_bias"}, {*KINDS["keys"]}
 
 
 @pytest.mark.parametrize(
     ("rates", "expected"),
     [
-        ({}, {"decay": (PROJECTION | GATE, 1e-3, 0.1), "no_decay": (QUERY_NORM | GATE_BIAS, 1e-3, 0)}),
+        ({}, {"decay": (PROJECTION, 1e-3, 0.1), "no_decay": (QUERY_NORM, 1e-3, 0)}),
         (
             {"memory_learning_rate": 2e-3},
-            {"memory": (PROJECTION | GATE, 2e-3, 0.1), "memory_no_decay": (QUERY_NORM | GATE_BIAS, 2e-3, 0)},
+            {"memory": (PROJECTION, 2e-3, 0.1), "memory_no_decay": (QUERY_NORM, 2e-3, 0)},
         ),
     ],
     ids=["plain", "memory"],
 )
 def test_what_a_memory_has_beside_keys_and_values_can_have_rates_of_its_own(rates, expected):
     """Its norms do not decay, though they have a row per head."""
-    memory = build("product-key", hidden_size=8, num_heads=2, n=4, k=2, query_norm="batch", gate="token")
+    memory = build("product-key", hidden_size=8, num_heads=2, n=4, k=2, query_norm="batch")
     groups = made_groups(memory, **rates)
     expected = {name: (*row, "schedule") for name, row in expected.items()}
     expected |= {"keys": (KEY_TENSORS, 1e-3, 0, "constant"), "values": ({"value_bank"}, 1e-3, 0, "constant")}

@@ -20,13 +20,10 @@ SMALL_MEMORY = {"n": 8, "k": 2}
 MEMORY_OPTIONS = {
     "k": 2,
     "query_norm": "none",
-    "temperature": 1.0,
-    "gate": "none",
     "inner_residual": False,
     "addressing": "content",
     "value_bits": None,
     "n": 8,
-    "values": "expanded",
     "output_projection": False,
 }
 # Small sizes for each method that inserts memory.

@@ -22,24 +22,20 @@ _OPTIONS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         SMALL["midus-hml"],
         {
             "": {},
-            "shared values": {"values": "shared"},
-            "own values": {"values": "own"},
             "output projection": {"output_projection": True},
             "output projection and residual": {"output_projection": True, "inner_residual": True},
             "residual": {"inner_residual": True},
             "batch norm": {"query_norm": "batch"},
-            "layer norm and temperature": {"query_norm": "layer", "temperature": 0.25},
-            "gate per token": {"gate": "token"},
-            "gate per head": {"gate": "head", "output_projection": True},
+            "layer norm": {"query_norm": "layer"},
         },
     ),
     "midus-pkm": (
         SMALL["midus-pkm"],
-        {"": {}, "bare": BARE, "layer norm and gate": {"query_norm": "layer", "gate": "token", "temperature": 2.0}},
+        {"": {}, "bare": BARE, "layer norm": {"query_norm": "layer"}},
     ),
     "midus-linear": (
         SMALL["midus-linear"],
-        {"": {}, "bare": BARE, "layer norm and gate": {"query_norm": "layer", "gate": "token"}},
+        {"": {}, "bare": BARE, "layer norm": {"query_norm": "layer"}},
     ),
     "moc": (
         SMALL_CHAPTERS,

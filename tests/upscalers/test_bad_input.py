@@ -244,7 +244,6 @@ def test_inspect_and_strip_refuse_what_upscale_did_not_make(command, base, tmp_p
             "inner_residual adds the block's input of width 32 to an attention output of width 64; expected equal widths. Set output",
         ),
         ("midus-hml", [], {"head_dim": 5}, "head_dim is 5; expected an even number, half for rows and half for columns"),
-        ("midus-pkm", ["gate=head"], {}, "gate is 'head'; expected 'none' or 'token', since the heads' outputs are summed"),
         ("midus-linear", ["n=8"], {}, "method midus-linear has no option 'n'. Expected one of: k, query_norm, .*slots"),
     ],
 )  # fmt: skip

@@ -128,16 +128,16 @@ def test_the_norm_in_front_of_attention_and_the_one_behind_it_are_told_apart():
 
 def entries_of_every_shape() -> list[dict[str, Any]]:
     """An entry of each memory type without options, and for every combination of options that changes names or shapes."""
-    norms, gates = ("none", "batch", "layer"), ("none", "token", "head")
+    norms = ("none", "batch", "layer")
     choices: dict[str, dict[str, tuple]] = {
-        "headwise": {"n": (1, 5), "values": ("expanded", "shared", "own"), "output_projection": (False, True)},
+        "headwise": {"n": (1, 5), "output_projection": (False, True)},
         "product-key": {"n": (1, 5)},
         "linear": {"slots": (1, 7)},
     }
     return [{"type": name} for name in choices] + [
-        {"type": name, "k": 1, **dict(zip((*own, "query_norm", "gate"), values, strict=True))}
+        {"type": name, "k": 1, **dict(zip((*own, "query_norm"), values, strict=True))}
         for name, own in choices.items()
-        for values in itertools.product(*own.values(), norms, gates[: 3 if name == "headwise" else 2])
+        for values in itertools.product(*own.values(), norms)
     ]
 
 
@@ -152,7 +152,7 @@ def saved_config(config: Any, folder: Path) -> Path:
 def test_blocks_have_the_tensors_of_the_real_classes(family, attention_bias, tmp_path):
     """One model holds a block of each entry; those of the family's layers that follow have none."""
     entries = entries_of_every_shape()
-    assert len(entries) == 3 + 2 * 3 * 2 * 9 + 2 * 6 + 2 * 6
+    assert len(entries) == 3 + 2 * 2 * 3 + 2 * 3 + 2 * 3
     layers = len(entries) + 1
     memory = [{**entry, "layers": [index]} for index, entry in enumerate(entries)]
     native = TINY[family].config(num_hidden_layers=layers, attention_bias=attention_bias)

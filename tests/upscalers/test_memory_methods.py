@@ -240,11 +240,11 @@ def test_a_block_holds_the_attention_and_norm_of_the_next_layer_as_far_as_it_nee
 
 def test_tensors_of_a_memory_start_as_the_class_says(tmp_path):
     base = save_base(tmp_path / "base", hidden_size=64, num_attention_heads=2)
-    options = {"n": 16, "k": 2, "gate": "token"}
+    options = {"n": 16, "k": 2}
     upscale(base=base, method="midus-pkm", output=tmp_path / "out", options=options, placement="1,3")
     tensors = read_tensors(tmp_path / "out")
     first, second = ({n.rpartition("memory.")[2]: tensors[n] for n in tensors if f".{i}.memory." in n} for i in (1, 3))
-    for zero in ("value_bank", "query_norm_bias", "query_mean", "gate_weight", "gate_bias"):
+    for zero in ("value_bank", "query_norm_bias", "query_mean"):
         assert not first[zero].any()
     for one in ("query_norm_weight", "query_variance"):
         assert torch.equal(first[one], torch.ones(2, 32))

@@ -183,15 +183,11 @@ LESA = [
 ]  # fmt: skip
 RETRIEVAL = [
     ("k=0", "k is 0; expected 1 <= k <= "),
-    ("temperature=0", "temperature is 0.0; expected a number above 0"),
-    ("temperature=-1.5", "temperature is -1.5; expected a number above 0"),
-    ("temperature=hot", "temperature is 'hot'; expected a number"),
 ]  # fmt: skip
 SUB_KEYS = [
     ("n=0", "n is 0; expected at least one sub-key per side"),
     ("n=4 k=5", "k is 5; expected 1 <= k <= n = 4. Lower k or raise n"),
 ]
-SUMMED = [("gate=head", "gate is 'head'; expected 'none' or 'token', since the heads' outputs are summed")]
 LINEAR = [
     ("slots=0", "slots is 0; expected at least one slot"),
     ("slots=3", "k is 4; expected 1 <= k <= slots = 3. Lower k or raise slots"),
@@ -287,8 +283,8 @@ SETTINGS = {
     "lesa": LESA,
     "opt-deus": OPT_DEUS,
     "midus-hml": RETRIEVAL + SUB_KEYS,
-    "midus-pkm": RETRIEVAL + SUB_KEYS + SUMMED,
-    "midus-linear": RETRIEVAL + SUMMED + LINEAR,
+    "midus-pkm": RETRIEVAL + SUB_KEYS,
+    "midus-linear": RETRIEVAL + LINEAR,
     "moc": MOC,
     "moda": MODA,
     "ultramem-v2": ULTRAMEM,

@@ -19,7 +19,7 @@ from upscalers.runs.upscale import upscale
 
 # Kinds whose options need other code than those of their method do; tests/carried has the methods themselves.
 OTHER_CODE = (
-    "midus-hml, gate per head", "moc, own", "moc, per token", "moc, per sequence", "ultramem-v2, losses", "ultramem-v2, memory plus",
+    "midus-hml, output projection", "moc, own", "moc, per token", "moc, per sequence", "ultramem-v2, ring", "ultramem-v2, memory plus",
     "moda, released", "moda, last",
 )  # fmt: skip
 CASES = {

@@ -249,7 +249,7 @@ class Family(FamilyTraits):
 
 def kept_roles(options: InsertedOptions) -> frozenset[str]:
     """Return the roles of the layer tensors that a block with this memory keeps."""
-    return ATTENTION_ROLES | ATTENTION_OUTPUT_ROLES if options.keeps_output_projection else ATTENTION_ROLES
+    return ATTENTION_ROLES | ATTENTION_OUTPUT_ROLES if options.output_projection else ATTENTION_ROLES
 
 
 def is_embedding(name: str) -> bool:

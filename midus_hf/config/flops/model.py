@@ -87,7 +87,7 @@ def estimate_flops(config: Mapping[str, Any], tokens: int, batch: int = 1) -> Mo
     def layer_parts(layer: int) -> dict[str, int]:
         entry = memories.inserted.get(layer)
         if entry is not None:
-            keeps_output = inserted_options(entry).keeps_output_projection
+            keeps_output = inserted_options(entry).output_projection
             parts = _attention(backbone, batch, tokens, keeps_output)
         else:
             parts = _layer(backbone, batch, tokens)

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from midus_hf.config.declarations import register_memory_type
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Normal
@@ -13,12 +12,11 @@ from midus_hf.config.memories.retrieval import (
     check_bits,
     check_halves,
     check_retrieval_fit,
-    check_retrieval_options,
     check_size,
     in_bits,
-    norm_and_gate_flops,
     sub_key_flops,
     sub_keys,
+    weighing_flops,
 )
 from midus_hf.config.memory_types import check_fit, check_options
 from midus_hf.config.model_sizes import ModelSizes
@@ -28,7 +26,7 @@ from midus_hf.config.options import option
 @register_memory_type("headwise")
 @dataclass(kw_only=True)
 class HeadwiseOptions(RetrievalOptions):
-    """Size and kind of the memory of each head.
+    """Size of the memory: one bank of values, which each head transforms (HIVE).
 
     Values start at zero, so that the memory returns zero. Keys and transforms start non-zero, so that gradients reach
     the values; the paper states the start of the values only. Transforms are normal with variance 1 / v, which keeps
@@ -38,33 +36,20 @@ class HeadwiseOptions(RetrievalOptions):
     controls = {"one-row": {"n": 1, "k": 1}, **RANDOM_SLOTS}
 
     n: int = option(64, "sub-keys per side; every head addresses n * n slots")
-    values: Literal["expanded", "shared", "own"] = option(
-        "expanded",
-        "expanded: one bank that each head transforms (HIVE); shared: one bank, read as it is; own: a bank per head",
-    )
     output_projection: bool = option(False, "whether the attention in front keeps its output projection")
-
-    @property
-    def keeps_output_projection(self) -> bool:
-        return self.output_projection
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         heads, slots, width = sizes.num_heads, self.n * self.n, sizes.hidden_size // sizes.num_heads
-        bank = (heads,) * (self.values == "own") + (slots, width)
-        tensors = {
-            **self.norm_and_gate(sizes),
+        return {
+            **self.norm_tensors(sizes),
             **sub_keys(heads, self.n, self.query_width(sizes)),
-            **in_bits({"value_bank": DeclaredTensor(bank, "value", ZEROS)}, self.value_bits),
+            **in_bits({"value_bank": DeclaredTensor((slots, width), "value", ZEROS)}, self.value_bits),
+            "value_transform": DeclaredTensor((heads, width, width), "transform", Normal(1.0 / math.sqrt(width))),
         }
-        if self.values == "expanded":
-            initial = Normal(1.0 / math.sqrt(width))
-            tensors["value_transform"] = DeclaredTensor((heads, width, width), "transform", initial)
-        return tensors
 
 
 @check_options.register
 def check_headwise_options(options: HeadwiseOptions) -> None:
-    check_retrieval_options(options)
     check_size(options, "n", "sub-key per side")
 
 
@@ -90,9 +75,9 @@ def headwise_flops(
     fewer.
     """
     rows, width = batch * tokens, sizes.hidden_size // sizes.num_heads
-    transformed = min(rows, options.n * options.n) * sizes.num_heads if options.values == "expanded" else 0
+    transformed = min(rows, options.n * options.n) * sizes.num_heads
     return {
         **sub_key_flops(rows * sizes.num_heads, options.n, options.query_width(sizes), options.k),
         "values": linear(rows * sizes.num_heads, options.k, width) + linear(transformed, width, width),
-        **norm_and_gate_flops(options, sizes, rows),
+        **weighing_flops(options, sizes, rows),
     }

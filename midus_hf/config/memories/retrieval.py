@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, Uniform
-from midus_hf.config.flops.rules import SIGMOID, SOFTMAX, layer_norm, linear, top_k
-from midus_hf.config.memory_types import DeclaredControl, InsertedOptions, check_fit, check_options
+from midus_hf.config.flops.rules import SOFTMAX, layer_norm, linear, top_k
+from midus_hf.config.memory_types import DeclaredControl, InsertedOptions, check_fit
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 
@@ -35,7 +35,7 @@ INNER_RESIDUAL_HELP = "whether the block's input is added to the attention outpu
 
 @dataclass(kw_only=True)
 class RetrievalOptions(InsertedOptions):
-    """Options of every memory that retrieves slots. Norms start with gain 1 and bias 0, gates start half open.
+    """Options of every memory that retrieves slots. Norms start with gain 1 and bias 0.
 
     A batch norm with a frozen gain uses its running statistics and does not update them.
     """
@@ -45,37 +45,26 @@ class RetrievalOptions(InsertedOptions):
 
     k: int = option(4, "slots retrieved per head and token")
     query_norm: QueryNorm = option("none", QUERY_NORM_HELP)
-    temperature: float = option(1.0, "number by which scores are divided before the softmax")
-    gate: Literal["none", "token", "head"] = option(
-        "none",
-        "a sigmoid of the attention output that scales what a token retrieves (token), or each of its heads (head)",
-    )
     inner_residual: bool = option(False, INNER_RESIDUAL_HELP)
     addressing: Addressing = option("content", ADDRESSING_HELP)
     value_bits: ValueBits | None = option(None, VALUE_BITS_HELP)
-
-    @property
-    def adds_block_input(self) -> bool:
-        return self.inner_residual
 
     def query_width(self, sizes: ModelSizes) -> int:
         """Return the width of each head's query: the head's share of the memory's input."""
         return self.read_width(sizes) // sizes.num_heads
 
-    def norm_and_gate(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
-        """Return the tensors of the query norm and of the gate."""
-        tensors: dict[str, DeclaredTensor] = {}
-        if self.query_norm != "none":
-            shape = (sizes.num_heads, self.query_width(sizes))
-            tensors["query_norm_weight"] = DeclaredTensor(shape, "norm", ONES)
-            tensors["query_norm_bias"] = DeclaredTensor(shape, "norm", ZEROS)
-            if self.query_norm == "batch":
-                tensors["query_mean"] = DeclaredTensor(shape, "buffer", ZEROS)
-                tensors["query_variance"] = DeclaredTensor(shape, "buffer", ONES)
-        if self.gate != "none":
-            gates = sizes.num_heads if self.gate == "head" else 1
-            tensors["gate_weight"] = DeclaredTensor((gates, self.read_width(sizes)), "gate", ZEROS)
-            tensors["gate_bias"] = DeclaredTensor((gates,), "gate", ZEROS)
+    def norm_tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
+        """Return the tensors of the query norm."""
+        if self.query_norm == "none":
+            return {}
+        shape = (sizes.num_heads, self.query_width(sizes))
+        tensors = {
+            "query_norm_weight": DeclaredTensor(shape, "norm", ONES),
+            "query_norm_bias": DeclaredTensor(shape, "norm", ZEROS),
+        }
+        if self.query_norm == "batch":
+            tensors["query_mean"] = DeclaredTensor(shape, "buffer", ZEROS)
+            tensors["query_variance"] = DeclaredTensor(shape, "buffer", ONES)
         return tensors
 
 
@@ -109,12 +98,6 @@ def in_bits(values: Mapping[str, DeclaredTensor], bits: ValueBits | None) -> dic
     return stored
 
 
-@check_options.register
-def check_retrieval_options(options: RetrievalOptions) -> None:
-    if not (math.isfinite(options.temperature) and options.temperature > 0):
-        raise ValueError(f"temperature is {options.temperature!r}; expected a number above 0.")
-
-
 @check_fit.register
 def check_retrieval_fit(options: RetrievalOptions, sizes: ModelSizes) -> None:
     if sizes.hidden_size % sizes.num_heads:
@@ -123,7 +106,7 @@ def check_retrieval_fit(options: RetrievalOptions, sizes: ModelSizes) -> None:
             "has an equal share of the residual stream. This model needs another memory."
         )
     width = options.read_width(sizes)
-    if options.adds_block_input and width != sizes.hidden_size:
+    if options.inner_residual and width != sizes.hidden_size:
         raise ValueError(
             f"inner_residual adds the block's input of width {sizes.hidden_size} to an attention output of width {width}; "
             "expected equal widths. Set output_projection to true as well."
@@ -148,7 +131,7 @@ def check_halves(options: RetrievalOptions, sizes: ModelSizes) -> None:
     """Refuse a model whose queries have an odd width, which product keys cannot halve."""
     width = options.query_width(sizes)
     if width % 2:
-        name = "hidden_size / num_attention_heads" if options.keeps_output_projection else "head_dim"
+        name = "hidden_size / num_attention_heads" if options.output_projection else "head_dim"
         raise ValueError(f"{name} is {width}; expected an even number, half for rows and half for columns.")
 
 
@@ -169,18 +152,16 @@ def check_bits(bits: ValueBits | None, widths: Mapping[str, int]) -> None:
             )
 
 
-def norm_and_gate_flops(options: RetrievalOptions, sizes: ModelSizes, rows: int) -> dict[str, int]:
-    """Count the operations of the query norm, the softmax over slots, the gate and the residual adds.
+def weighing_flops(options: RetrievalOptions, sizes: ModelSizes, rows: int) -> dict[str, int]:
+    """Count the operations of the query norm, the softmax over slots and the residual adds.
 
     The query norm has one price, whether its statistics come from features, from a batch or from running statistics.
     """
-    queries, gates = rows * sizes.num_heads, sizes.num_heads if options.gate == "head" else 1
-    gate = linear(rows, options.read_width(sizes), gates, bias=True) + rows * (gates * SIGMOID + sizes.hidden_size)
+    queries = rows * sizes.num_heads
     return {
         "query norm": 0 if options.query_norm == "none" else layer_norm(queries, options.query_width(sizes)),
-        "weights": queries * options.k * (SOFTMAX + (options.temperature != 1)),
-        "gate": 0 if options.gate == "none" else gate,
-        "residual adds": rows * sizes.hidden_size * (2 if options.adds_block_input else 1),
+        "weights": queries * options.k * SOFTMAX,
+        "residual adds": rows * sizes.hidden_size * (2 if options.inner_residual else 1),
     }
 
 

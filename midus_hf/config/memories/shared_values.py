@@ -15,13 +15,12 @@ from midus_hf.config.memories.retrieval import (
     check_bits,
     check_halves,
     check_retrieval_fit,
-    check_retrieval_options,
     check_size,
     in_bits,
     key_initial,
-    norm_and_gate_flops,
     sub_key_flops,
     sub_keys,
+    weighing_flops,
 )
 from midus_hf.config.memory_types import check_fit, check_options
 from midus_hf.config.model_sizes import ModelSizes
@@ -36,12 +35,10 @@ class SharedValueOptions(RetrievalOptions):
     equation 6), and queries are batch-normalised (section 5.2).
     """
 
+    output_projection = True
+
     query_norm: QueryNorm = option("batch", QUERY_NORM_HELP)
     inner_residual: bool = option(True, INNER_RESIDUAL_HELP)
-
-    @property
-    def keeps_output_projection(self) -> bool:
-        return True
 
     def projection_and_values(self, sizes: ModelSizes, slots: int) -> dict[str, DeclaredTensor]:
         """Declare the query projection, which keeps the scale of its input, and the values, which start at zero."""
@@ -64,7 +61,7 @@ class LinearOptions(SharedValueOptions):
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         width = self.query_width(sizes)
         return {
-            **self.norm_and_gate(sizes),
+            **self.norm_tensors(sizes),
             **self.projection_and_values(sizes, self.slots),
             "slot_keys": DeclaredTensor((sizes.num_heads, self.slots, width), "key", key_initial(width)),
         }
@@ -81,17 +78,10 @@ class ProductKeyOptions(SharedValueOptions):
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         return {
-            **self.norm_and_gate(sizes),
+            **self.norm_tensors(sizes),
             **self.projection_and_values(sizes, self.n * self.n),
             **sub_keys(sizes.num_heads, self.n, self.query_width(sizes)),
         }
-
-
-@check_options.register
-def check_shared_values_options(options: SharedValueOptions) -> None:
-    check_retrieval_options(options)
-    if options.gate == "head":
-        raise ValueError("gate is 'head'; expected 'none' or 'token', since the heads' outputs are summed.")
 
 
 @check_fit.register
@@ -116,7 +106,6 @@ def projection_and_values_flops(options: SharedValueOptions, sizes: ModelSizes, 
 
 @check_options.register
 def check_linear_options(options: LinearOptions) -> None:
-    check_shared_values_options(options)
     check_size(options, "slots", "slot")
 
 
@@ -130,13 +119,12 @@ def linear_flops(
         **projection_and_values_flops(options, sizes, rows),
         "scores": linear(queries, options.query_width(sizes), options.slots),
         "choice": top_k(queries, options.slots, options.k),
-        **norm_and_gate_flops(options, sizes, rows),
+        **weighing_flops(options, sizes, rows),
     }
 
 
 @check_options.register
 def check_product_key_options(options: ProductKeyOptions) -> None:
-    check_shared_values_options(options)
     check_size(options, "n", "sub-key per side")
 
 
@@ -155,5 +143,5 @@ def product_key_flops(
     return {
         **projection_and_values_flops(options, sizes, rows),
         **sub_key_flops(rows * sizes.num_heads, options.n, options.query_width(sizes), options.k),
-        **norm_and_gate_flops(options, sizes, rows),
+        **weighing_flops(options, sizes, rows),
     }

@@ -18,7 +18,6 @@ from upscalers.runs.upscale import upscale
 # A memory with a layer of its own, attached ones, and tables that layers share.
 KINDS = {
     "inserted": ("midus-hml", {"n": 4, "k": 2}),
-    "banks of heads": ("midus-hml", {"n": 4, "k": 2, "values": "own"}),
     "attached": ("ultramem-v2", {"n": 8, "k": 4}),
     "shared": ("ultramem-v2", {"n": 8, "k": 4, "share": "ring:2"}),
     "chapters": ("moc", {"memory_tokens": 12, "chapters": 6, "k": 2, "share": "every:1"}),
