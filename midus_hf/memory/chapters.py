@@ -59,8 +59,7 @@ class Chapters(MemoryModule):
 
     def __init__(self, options: ChaptersOptions, sizes: ModelSizes):
         super().__init__(options, sizes)
-        self.num_heads, self.num_kv_heads = options.num_heads(sizes), options.num_kv_heads(sizes)
-        self.head_dim = options.width(sizes) // self.num_heads
+        self.num_heads, self.head_dim = sizes.num_heads, sizes.hidden_size // sizes.num_heads
         if options.routing != "prompt":
             self.forward_arguments = ()
         self.num_chapters, self.num_shared = options.chapters, options.shared_chapters
@@ -104,12 +103,11 @@ class Chapters(MemoryModule):
             state.keep(routing.pooled.kept)
         if report is not None:
             self._report(routing, report)
-        chapters, scales, biases = self._mixture(routing)
+        chapters, scales = self._mixture(routing)
         keys, values, chapters = self._memory_tokens(tables or {}, chapters, hidden_states)
 
         def attend(query: torch.Tensor, numbers: Numbers) -> torch.Tensor:
-            weights = (None if factors is None else factors[numbers].unsqueeze(1) for factors in (scales, biases))
-            return chapter_attention(query, keys, values, chapters[numbers].unsqueeze(1), *weights)
+            return chapter_attention(query, keys, values, chapters[numbers].unsqueeze(1), scales[numbers].unsqueeze(1))
 
         output = routing.pooled.stretches.read(self._queries(normalised), attend)
         return self.output_projection(output.flatten(-2))
@@ -174,13 +172,11 @@ class Chapters(MemoryModule):
             )
         return pool_sequence(states, tokens)
 
-    def _mixture(self, routing: Routing) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return all chapters that are read, shared chapters first, and their scales and biases or None, each `[N, S + k]`."""
+    def _mixture(self, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all chapters that are read, shared chapters first, and their scales, both `[N, S + k]`."""
         shared = torch.arange(self.options.shared_chapters, device=routing.chosen.device)
         shared = shared.expand(*routing.chosen.shape[:-1], -1)
         chapters = torch.cat([shared, routing.chosen], dim=-1)
-        if self.options.weighting == "paper":
-            return chapters, None, None
         total = self.options.shared_chapters + self.options.routed_scale
         logs = torch.cat(
             [
@@ -189,18 +185,18 @@ class Chapters(MemoryModule):
             ],
             dim=-1,
         ) - math.log(total)
-        return (chapters, logs.exp(), None) if self.options.weighting == "released" else (chapters, None, logs)
+        return chapters, logs.exp()
 
     def _memory_tokens(
         self, tables: Mapping[str, torch.Tensor], chapters: torch.Tensor, like: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return keys and values `[C', M, K, d]` of chapters, and which of these chapters each stretch reads, `[N, n]`.
+        """Return keys and values `[C', M, H, d]` of chapters, and which of these chapters each stretch reads, `[N, n]`.
 
         Each chapter that any stretch reads is projected once; the whole bank is projected if so many stretches read that nearly every
         chapter is chosen. In a compiled graph, shapes must not depend on the choice: shared chapters are projected once, and chosen
         chapters once per stretch, or the whole bank if that is less.
         """
-        bank, shape = self._bank(tables), (self.num_kv_heads, self.head_dim)
+        bank, shape = self._bank(tables), (self.num_heads, self.head_dim)
         if self.kept is not None:
             kept = self.kept.serve(self, like, tables)
             if kept is not None:
@@ -236,7 +232,7 @@ class Chapters(MemoryModule):
         return {name: tables[name] if name in tables else getattr(self, name) for name in self.bank_names}
 
     def _projected(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values `[C', M, K * d]` of memory tokens `[C', M, W]`."""
+        """Return keys and values `[C', M, H * d]` of memory tokens `[C', M, W]`."""
         return self.key_projection(rows), self.value_projection(rows)
 
     def _report(self, routing: Routing, report: RouterReport) -> None:
@@ -244,7 +240,7 @@ class Chapters(MemoryModule):
         logits, chosen, counts = routing.logits, routing.chosen, routing.pooled.counts
         first = 0 if self.options.balance == "released" else self.options.shared_chapters
         candidates = logits[:, first:]  # [N, C - S]: logits that no choice depends on must not change the loss
-        balance = balance_loss(candidates, chosen - first, counts, self.options.balance == "per-choice")
+        balance = balance_loss(candidates, chosen - first, counts)
         squares = z_loss(candidates, counts)
         loss = self.options.router_aux_loss_coef * balance + self.options.router_z_loss_coef * squares
         report.tell(logits, loss)
@@ -275,7 +271,7 @@ def _memory_rows(
 
 
 def derive_all(options: ChaptersOptions, bank_names: Sequence[str], *sources: torch.Tensor) -> torch.Tensor:
-    """Return keys and values `[2, C, M, K * d]` of a whole bank, from the bank's tensors and the weights of both projections."""
+    """Return keys and values `[2, C, M, H * d]` of a whole bank, from the bank's tensors and the weights of both projections."""
     *tables, key_weight, value_weight = sources
     rows = _memory_rows(options, dict(zip(bank_names, tables, strict=True)), None, key_weight.dtype)
     return torch.stack([nn.functional.linear(rows, key_weight), nn.functional.linear(rows, value_weight)])

@@ -183,7 +183,7 @@ def _(memory: HeadwiseMemory) -> KeptValues | None:
 
 @keeper_of.register
 def _(memory: Chapters) -> KeptValues | None:
-    if 2 * memory.options.memory_tokens * memory.num_kv_heads * memory.head_dim > _MOST_KEPT:
+    if 2 * memory.options.memory_tokens * memory.num_heads * memory.head_dim > _MOST_KEPT:
         return None
     weights = ("key_projection.weight", "value_projection.weight")
     return KeptValues((*memory.bank_names, *weights), partial(derive_all, memory.options, memory.bank_names))

@@ -47,7 +47,7 @@ def read_by_loops(
         states = hidden_states[row]
         everything = [index for document in of_row for index in document]
         prompt = everything if prompts is None else prompts[row]
-        first_chunk = min(8, options.chunk_size) if options.first_chunk is None else options.first_chunk
+        first_chunk = min(8, options.chunk_size)
         for document in of_row:
             for position, index in enumerate(document):
                 begin = 0
@@ -93,7 +93,7 @@ def _read(
     weights += [(chapter, options.routed_scale * probabilities[chapter] / total) for chapter in chosen]
     all_weights = sum(weight for _, weight in weights)
 
-    keys, values, added_to_logits = [], [], []
+    keys, values = [], []
     for chapter, weight in weights:
         share = weight / all_weights
         for number in range(options.chapter_tokens):
@@ -102,25 +102,17 @@ def _read(
                 token = tensors["bank_transform"] @ token
             if options.normalise:
                 token = token / (token.square().mean() + EPS).sqrt()
-            if options.weighting == "released":
-                token = token * share
+            token = token * share
             keys.append(tensors["key_projection.weight"] @ token)
             values.append(tensors["value_projection.weight"] @ token)
-            added_to_logits.append(share.log() if options.weighting == "logit_bias" else torch.zeros_like(share))
 
     normalised = state / (state.square().mean() + EPS).sqrt() * tensors["norm_weight"]
     query = tensors["query_projection.weight"] @ normalised
     width = len(query) // num_heads
-    group = num_heads // (len(keys[0]) // width)
     heads = []
     for head in range(num_heads):
-        shared_head = head // group
         own = slice(head * width, (head + 1) * width)
-        read = slice(shared_head * width, (shared_head + 1) * width)
-        scores = [
-            torch.dot(query[own], key[read]) / math.sqrt(width) + bias
-            for key, bias in zip(keys, added_to_logits, strict=True)
-        ]
+        scores = [torch.dot(query[own], key[own]) / math.sqrt(width) for key in keys]
         attention = torch.stack(scores).softmax(0)
-        heads.append(sum(share * value[read] for share, value in zip(attention, values, strict=True)))
+        heads.append(sum(share * value[own] for share, value in zip(attention, values, strict=True)))
     return Read(logits, chosen, tensors["output_projection.weight"] @ torch.cat(heads))

@@ -101,8 +101,6 @@ def test_texts_of_a_few_tokens_read_by_their_own_words():
     assert routes.pooled.stretches.stretch_of_token.tolist() == [[0] * 8 + [row] * 32 for row in range(1, 6)]
     assert not routes.pooled.states[0].any() and routes.pooled.states[1:].any(-1).all()
     assert len(routes.logits[1:].unique(dim=0)) == 5
-    one_for_all = layer(chunk_size=64, first_chunk=64).route(states(5, 40).detach())
-    assert len(one_for_all.logits) == 1
 
 
 def test_a_right_padded_prompt_is_continued_behind_its_tokens():

@@ -28,7 +28,6 @@ def counts(*numbers: float) -> torch.Tensor:
 def test_balance_is_k_where_all_is_even_and_more_where_all_is_one():
     even, everyone = torch.zeros(4, 4), torch.tensor([[0, 1], [2, 3], [1, 2], [3, 0]])
     assert balance_loss(even, everyone, counts(1, 1, 1, 1)).item() == pytest.approx(2)
-    assert balance_loss(even, everyone, counts(1, 1, 1, 1), per_choice=True).item() == pytest.approx(1)
     certain = torch.tensor([[50.0, 50.0, 0.0, 0.0]]).expand(4, 4)
     assert balance_loss(certain, torch.tensor([[0, 1]]).expand(4, 2), counts(1, 1, 1, 1)).item() == pytest.approx(4)
 
@@ -77,7 +76,6 @@ def loss_by_loops(memory, reads) -> float:
             chosen[chapter] += (chapter in read.chosen) / tokens
             probability[chapter] += powers[chapter] / total / tokens
     balance = len(candidates) * sum(chosen[chapter] * probability[chapter] for chapter in candidates)
-    balance /= options.k if options.balance == "per-choice" else 1
     return options.router_aux_loss_coef * balance + options.router_z_loss_coef * squares
 
 
@@ -90,7 +88,7 @@ MASKS = {
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"balance": "per-choice"}, {"balance": "released"}, {"shared_chapters": 2}, {"shared_chapters": 0, "k": 3}],
+    [{}, {"balance": "released"}, {"shared_chapters": 2}, {"shared_chapters": 0, "k": 3}],
     ids=str,
 )
 @pytest.mark.parametrize("mask", MASKS)
@@ -131,11 +129,10 @@ def loss_of_choices(choices: torch.Tensor, shared_logit: float, **options) -> fl
 @settings(max_examples=25, deadline=None)
 @given(shared_logit=st.floats(-20, 20))
 def test_a_collapsed_router_costs_more_than_an_even_one_whatever_the_shared_logit(shared_logit):
-    for balance, even in (("routed", 2.0), ("per-choice", 1.0)):
-        assert loss_of_choices(EVEN, shared_logit, balance=balance) == pytest.approx(even)
-        collapsed = loss_of_choices(COLLAPSED, shared_logit, balance=balance)
-        assert collapsed > 2.5 * even
-        assert collapsed == pytest.approx(loss_of_choices(COLLAPSED, 0.0, balance=balance))
+    assert loss_of_choices(EVEN, shared_logit) == pytest.approx(2.0)
+    collapsed = loss_of_choices(COLLAPSED, shared_logit)
+    assert collapsed > 5.0
+    assert collapsed == pytest.approx(loss_of_choices(COLLAPSED, 0.0))
 
 
 @pytest.mark.parametrize("routing", ["chunk", "token", "sequence"])

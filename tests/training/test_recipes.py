@@ -237,7 +237,7 @@ def test_the_memory_is_the_papers_with_every_option_written_out():
     sizes = ModelSizes(hidden_size=768, num_heads=12, num_layers=16)
     (read,) = read_memories([entry], sizes).entries
     assert entry == read.to_dict()
-    assert read.options == ChaptersOptions(**PAPER, heads=12, kv_heads=12)
+    assert read.options == ChaptersOptions(**PAPER)
     assert (read.site, read.layers) == ("behind-attention", (2, 6, 10, 14))
 
 

@@ -31,9 +31,7 @@ from upscalers.runs.upscale import upscale
         ({}, {}, {"0.bank": [24, 32]}),
         ({"share": "none"}, {"bank": [24, 32]}, {}),
         ({"bank_rank": 5}, {}, {"0.bank": [24, 5], "0.bank_transform": [32, 5]}),
-        ({"kv_heads": 2}, {"key_projection.weight": [16, 32], "value_projection.weight": [16, 32]}, {"0.bank": [24, 32]}),
         ({"share": "every:1"}, {}, {"0.bank": [24, 32], "1.bank": [24, 32]}),
-        ({"bank_width": 16}, {"query_projection.weight": [16, 32], "output_projection.weight": [32, 16]}, {"0.bank": [24, 16]}),
     ],
     ids=str,
 )  # fmt: skip
@@ -56,8 +54,6 @@ def test_tensors_of_chapters_have_their_names(options, of_layer, of_model, base,
         "output_projection.weight": [32, 32],
         **of_layer,
     }
-    if "bank_width" in options:
-        expected |= {"key_projection.weight": [16, 16], "value_projection.weight": [16, 16]}
     names = {
         f"model.layers.{layer}.memories.chapters.{name}": shape for layer in (0, 3) for name, shape in expected.items()
     }

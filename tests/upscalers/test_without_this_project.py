@@ -19,8 +19,8 @@ from upscalers.runs.upscale import upscale
 
 # Kinds whose options need other code than those of their method do; tests/carried has the methods themselves.
 OTHER_CODE = (
-    "midus-hml, output projection", "moc, own", "moc, per token", "moc, per sequence", "ultramem-v2, ring", "ultramem-v2, memory plus",
-    "moda, released", "moda, last",
+    "midus-hml, output projection", "moc, own", "moc, per token", "moc, per sequence", "ultramem-v2, ring",
+    "ultramem-v2, memory plus", "moda, released", "moda, last",
 )  # fmt: skip
 CASES = {
     kind: (family, number)

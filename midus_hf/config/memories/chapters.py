@@ -24,8 +24,7 @@ from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 
 Routing = Literal["chunk", "prompt", "token", "sequence"]
-Weighting = Literal["released", "logit_bias", "paper"]
-Balance = Literal["routed", "per-choice", "released"]
+Balance = Literal["routed", "released"]
 
 # Options of the paper's table 5.
 PAPER = {
@@ -34,7 +33,6 @@ PAPER = {
     "shared_chapters": 1,
     "k": 64,
     "routing": "sequence",
-    "weighting": "released",
     "routed_scale": 2.5,
     "normalise": True,
     "share": "all",
@@ -85,29 +83,20 @@ class ChaptersOptions(MemoryOptions):
         "what is pooled to choose chapters. chunk: for each stretch of chunk_size tokens, the tokens before it; prompt: the prompt; "
         "token: every token chooses for itself; sequence: all tokens, later ones included, so not causal",
     )
-    chunk_size: int = option(64, "tokens that read the same chapters where routing is chunk")
-    first_chunk: int | None = option(
-        None,
-        "tokens of the first stretch of a document, for which no earlier token chooses chapters; the tokens from there to chunk_size "
-        "are a second stretch, so that short texts too choose chapters. null: 8, or chunk_size if that is less",
+    chunk_size: int = option(
+        64,
+        "tokens that read the same chapters where routing is chunk; no earlier token chooses for the first "
+        f"{_FIRST_CHUNK} of a document",
     )
-    weighting: Weighting = option(
-        "released",
-        "what chapter weights do. released: they scale memory tokens; logit_bias: their logarithm is added to attention logits; "
-        "paper: nothing, as in equations 2 to 4, so the router learns from its losses alone",
+    routed_scale: float = option(
+        2.5, "weight of all routed chapters together, where each shared one weighs 1; weights scale memory tokens"
     )
-    routed_scale: float = option(2.5, "weight of all routed chapters together, where each shared one weighs 1")
     normalise: bool = option(True, "whether memory tokens are divided by their root mean square before they are read")
-    heads: int | None = option(None, "query heads; null: as many as the model's attention has")
-    kv_heads: int | None = option(None, "key and value heads; null: as many as query heads")
     share: str = option(
         "all", "which layers have one bank: all, none, or every:K for K neighbours", "all | none | every:K"
     )
     bank_rank: int | None = option(
         None, "rank of the bank, which is then the product of two factors; null: the bank is one matrix"
-    )
-    bank_width: int | None = option(
-        None, "width of memory tokens, and of the attention that reads them; null: the model's hidden size"
     )
     bank_bits: Literal[8, 4] | None = option(
         None,
@@ -118,7 +107,7 @@ class ChaptersOptions(MemoryOptions):
     balance: Balance = option(
         "routed",
         "the logits and the scale of the router's losses. routed: over the logits of routed chapters alone, so that the load-balance "
-        "loss is k where chapters are chosen evenly; per-choice: the same with the load-balance loss divided by k, so 1; released: "
+        "loss is k where chapters are chosen evenly; released: "
         "over all logits, as the release has it, where probability on shared chapters hides that few routed ones are chosen",
     )
     addressing: Addressing = option(
@@ -143,44 +132,28 @@ class ChaptersOptions(MemoryOptions):
     @property
     def first_tokens(self) -> int:
         """Number of tokens in the first stretch of a document, for routing by chunk."""
-        return min(_FIRST_CHUNK, self.chunk_size) if self.first_chunk is None else self.first_chunk
+        return min(_FIRST_CHUNK, self.chunk_size)
 
     @property
     def chapter_tokens(self) -> int:
         """T, the number of memory tokens per chapter."""
         return self.memory_tokens // self.chapters
 
-    def width(self, sizes: ModelSizes) -> int:
-        """Return the width of memory tokens, which is also the width of the attention that reads them."""
-        return self.bank_width or sizes.hidden_size
-
     def row_width(self, sizes: ModelSizes) -> int:
         """Return the number of elements per row of the bank."""
-        return self.bank_rank or self.width(sizes)
-
-    def num_heads(self, sizes: ModelSizes) -> int:
-        """Return the number of query heads."""
-        return self.heads or sizes.num_heads
-
-    def num_kv_heads(self, sizes: ModelSizes) -> int:
-        """Return the number of key and value heads."""
-        return self.kv_heads or self.num_heads(sizes)
+        return self.bank_rank or sizes.hidden_size
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
-        width = self.width(sizes)
-        read_width = width // self.num_heads(sizes) * self.num_kv_heads(sizes)
-
-        def projection(outputs: int, inputs: int) -> DeclaredTensor:
-            return DeclaredTensor((outputs, inputs), "projection", Normal(_STD))
-
+        hidden = sizes.hidden_size
+        projection = DeclaredTensor((hidden, hidden), "projection", Normal(_STD))
         tensors = {
-            "norm_weight": DeclaredTensor((sizes.hidden_size,), "norm", ONES),
-            "router_weight": DeclaredTensor((self.chapters, sizes.hidden_size), "router", Normal(_STD)),
+            "norm_weight": DeclaredTensor((hidden,), "norm", ONES),
+            "router_weight": DeclaredTensor((self.chapters, hidden), "router", Normal(_STD)),
             "router_bias": DeclaredTensor((self.chapters,), "router", ZEROS),
-            "query_projection.weight": projection(width, sizes.hidden_size),
-            "key_projection.weight": projection(read_width, width),
-            "value_projection.weight": projection(read_width, width),
-            "output_projection.weight": DeclaredTensor((sizes.hidden_size, width), "projection", ZEROS),
+            "query_projection.weight": projection,
+            "key_projection.weight": projection,
+            "value_projection.weight": projection,
+            "output_projection.weight": DeclaredTensor((hidden, hidden), "projection", ZEROS),
         }
         return {**tensors, **self.bank(sizes)} if self.share == "none" else tensors
 
@@ -215,14 +188,9 @@ class ChaptersOptions(MemoryOptions):
 
 @check_options.register
 def check_chapters_options(options: ChaptersOptions) -> None:
-    for name, least in (("memory_tokens", 1), ("chapters", 1), ("shared_chapters", 0), ("chunk_size", 1)):
+    for name, least in (("memory_tokens", 1), ("chapters", 1), ("shared_chapters", 0), ("chunk_size", 2)):
         if getattr(options, name) < least:
             raise ValueError(f"{name} is {getattr(options, name)}; expected {least} or more.")
-    if options.first_chunk is not None and not 1 <= options.first_chunk <= options.chunk_size:
-        raise ValueError(
-            f"first_chunk is {options.first_chunk}; expected 1 to chunk_size = {options.chunk_size}, or null. Lower it or raise "
-            "chunk_size."
-        )
     if options.memory_tokens % options.chapters:
         raise ValueError(
             f"chapters is {options.chapters}, which does not divide memory_tokens = {options.memory_tokens}; expected chapters of "
@@ -238,14 +206,8 @@ def check_chapters_options(options: ChaptersOptions) -> None:
             f"k is {options.k}; expected 1 <= k <= {options.routed_chapters}, the chapters = {options.chapters} less "
             f"shared_chapters = {options.shared_chapters}. Lower k or raise chapters."
         )
-    for name in ("heads", "kv_heads", "bank_rank", "bank_width"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; expected 1 or more, or null.")
-    if options.bank_rank is not None and options.bank_width is not None:
-        raise ValueError(
-            f"bank_rank is {options.bank_rank} and bank_width is {options.bank_width}; expected one of them."
-        )
+    if options.bank_rank is not None and options.bank_rank < 1:
+        raise ValueError(f"bank_rank is {options.bank_rank}; expected 1 or more, or null.")
     if not (math.isfinite(options.routed_scale) and options.routed_scale > 0):
         raise ValueError(f"routed_scale is {options.routed_scale!r}; expected a number above 0.")
     for name in ("router_aux_loss_coef", "router_z_loss_coef"):
@@ -257,12 +219,11 @@ def check_chapters_options(options: ChaptersOptions) -> None:
 
 @check_fit.register
 def check_chapters_fit(options: ChaptersOptions, sizes: ModelSizes) -> None:
-    heads, kv_heads, width = options.num_heads(sizes), options.num_kv_heads(sizes), options.width(sizes)
-    if width % heads:
-        name = "hidden_size" if options.bank_width is None else "bank_width"
-        raise ValueError(f"heads is {heads}, which does not divide {name} = {width}; expected a divisor. Set heads.")
-    if heads % kv_heads:
-        raise ValueError(f"kv_heads is {kv_heads}, which does not divide the {heads} query heads; expected a divisor.")
+    if sizes.hidden_size % sizes.num_heads:
+        raise ValueError(
+            f"hidden_size is {sizes.hidden_size}; expected a multiple of the {sizes.num_heads} attention heads, as many as read the "
+            "bank. This model needs another memory."
+        )
     if options.bank_bits == 4 and options.row_width(sizes) % 2:
         raise ValueError(
             f"bank_bits is 4 and rows of the bank have {options.row_width(sizes)} elements; expected an even number, two per "
@@ -300,19 +261,14 @@ def chapters_flops(
     quantised bank is scaled where it is read. The router's losses count as in the paper; turning its probabilities
     into weights does not count.
     """
-    hidden, width, heads, rows = sizes.hidden_size, options.width(sizes), options.num_heads(sizes), batch * tokens
+    hidden, heads, rows = sizes.hidden_size, sizes.num_heads, batch * tokens
     chunks = math.ceil(tokens / options.chunk_size) + (options.first_tokens < min(tokens, options.chunk_size))
     stretches = {"chunk": chunks, "token": tokens}.get(options.routing, 1)
     choices, selected = batch * stretches, (options.shared_chapters + options.k) * options.chapter_tokens
     read = choices * selected if stretches == 1 else min(choices * selected, options.memory_tokens)
     scores = heads * rows * selected
     pooling = 0 if options.routing == "token" else batch * hidden * (tokens - 1) + choices * hidden
-    weighting = {
-        "released": read * width if stretches == 1 else 2 * scores,
-        "logit_bias": choices * (options.shared_chapters + options.k) + scores,
-        "paper": 0,
-    }
-    read_width = width // heads * options.num_kv_heads(sizes)
+    weighting = read * hidden if stretches == 1 else 2 * scores
     return {
         "router": pooling
         + linear(choices, hidden, options.chapters)
@@ -321,11 +277,10 @@ def chapters_flops(
         "router losses": router_losses(choices, options.chapters, options.k),
         "bank": (0 if options.bank_rank is None else linear(options.memory_tokens, options.bank_rank, hidden))
         + (0 if options.bank_bits is None else read * options.row_width(sizes)),
-        "memory tokens": weighting[options.weighting] + (rms_norm(read, width) if options.normalise else 0),
-        "attention": linear(rows, hidden, width)
-        + 2 * linear(read, width, read_width)
-        + linear(rows, width, hidden)
-        + attention_products(batch, tokens, selected, width)
+        "memory tokens": weighting + (rms_norm(read, hidden) if options.normalise else 0),
+        "attention": 2 * linear(rows, hidden, hidden)
+        + 2 * linear(read, hidden, hidden)
+        + attention_products(batch, tokens, selected, hidden)
         + attention_weights(batch, heads, tokens, selected),
         "norms": rms_norm(rows, hidden),
         "residual adds": rows * hidden,

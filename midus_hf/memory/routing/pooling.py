@@ -56,7 +56,7 @@ class ChunkSizes(NamedTuple):
     """Sizes of the chunks of a document, which begin at 0, at `first`, and then at each multiple of `size`.
 
     Args:
-        first: F, number of tokens of the first chunk. Later chunks are guided: tokens before a chunk choose its chapters.
+        first: F, number of tokens of the first chunk, 2 or more. Later chunks are guided: tokens before a chunk choose its chapters.
         size: Number of tokens of later chunks; if F < `size`, the chunk that begins at F ends at `size`.
     """
 
@@ -189,7 +189,7 @@ def pool_chunks(
     """Return, for each chunk of a document, the mean over the document's tokens before the chunk; zero for the first chunk.
 
     All first chunks read the same chapters, so they form one stretch, stretch 0, unless a pass has one token per row. The first token
-    of a document is left out of the means, except for a chunk with no other token before it. Sums are float32 at least.
+    of a document is left out of the means. Sums are float32 at least.
 
     There is one stretch per later chunk. In a compiled graph, and for rows of one document, the number of stretches must not depend
     on the contents of tensors, and is the largest possible number.
@@ -241,16 +241,11 @@ def pool_chunks(
     is_other = torch.cat([document_of.new_zeros(1, dtype=torch.bool), document_of[1:] != document_of[:-1]])
     first_of_document = torch.where(is_other, torch.arange(all_chunks, device=device), 0).cummax(0).values
     sums = (up_to - up_to[(first_of_document - 1).clamp(min=0)]).to(values.dtype)
-    continues = torch.zeros_like(start, dtype=torch.bool)
     if kept:
         row = first_tokens // tokens
         goes_on = (marks.cumsum(1) == 1).flatten()[first_tokens]  # in the first document of its row
         continues = goes_on & (start <= count[row])
         sums = torch.where(continues.unsqueeze(-1), before[row], sums + total[row] * goes_on.unsqueeze(-1))
-    flat = states.to(wide_dtype(states)).flatten(0, 1)
-    if sizes.first == 1:
-        alone = (start == 1) & ~continues
-        sums = torch.where(alone.unsqueeze(-1), flat[(first_tokens - 1).clamp(min=0)], sums)
     unguided = torch.arange(all_chunks, device=device) == 0
     means = torch.where(unguided.unsqueeze(-1), 0, sums / (start - 1).clamp(min=1).unsqueeze(-1))
 
@@ -285,9 +280,6 @@ def pool_chunks(
     new_total = (values * is_last.unsqueeze(-1)).sum(1) + total * went_on
     next_start = sizes.start(new_count)
     new_before = torch.where((next_start == new_count).unsqueeze(-1), new_total, sums[chunk_of_token[rows, last]])
-    if sizes.first == 1:
-        alone = has_token & (new_count == 1)
-        new_before = torch.where(alone.unsqueeze(-1), flat[rows * tokens + last], new_before)
     new_before = torch.where((next_start == 0).unsqueeze(-1), 0, new_before)
     new_before = torch.where(has_token.unsqueeze(-1), new_before, before)
     return pooled._replace(kept={"count": new_count, "total": new_total, "before": new_before})
@@ -304,10 +296,7 @@ def _pool_step(
     means = torch.where(guided.unsqueeze(-1), before / (sizes.start(count) - 1).clamp(min=1).unsqueeze(-1), 0)
     new_count = count + real
     new_total = total + state * (real & (count > 0)).unsqueeze(-1)
-    new_before = new_total
-    if sizes.first == 1:
-        new_before = torch.where((new_count == 1).unsqueeze(-1), state, new_total)
-    new_before = torch.where((real & sizes.begins(new_count)).unsqueeze(-1), new_before, before)
+    new_before = torch.where((real & sizes.begins(new_count)).unsqueeze(-1), new_total, before)
     new = {"count": new_count, "total": new_total, "before": new_before}
     return Pooled(means, _rows(batch, 1, states.device), real.float(), new)
 
