@@ -89,7 +89,7 @@ def test_what_reads_and_what_is_read():
     assert options.gives(1, 3) and not options.gives(2, 3)
     last = DepthAttentionOptions(attention_slots="reused", slots=3)
     assert last.slots_read(3) == (Slot(1, "ffn"), Slot(2, "attention"), Slot(2, "ffn"))
-    assert [last.num_read(index) for index in range(4)] == [0, 2, 3, 3]
+    assert [len(last.slots_read(index)) for index in range(4)] == [0, 2, 3, 3]
 
 
 def test_slots_that_no_layer_reads_are_neither_written_nor_have_projections():

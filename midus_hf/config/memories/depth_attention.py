@@ -57,7 +57,6 @@ class DepthAttentionOptions(MemoryOptions):
     ffn_slots: bool = option(
         True, "whether later layers read keys and values that are projected from the feed-forward network's input"
     )
-    bias: bool = option(False, "whether the projections of slots have a bias")
     rope: Literal["same", "released"] = option(
         "same",
         "how the keys of slots are rotated. same: like the queries, so that the position cancels out. released: not at all, and not "
@@ -75,11 +74,6 @@ class DepthAttentionOptions(MemoryOptions):
     def projected(self) -> tuple[SlotSource, ...]:
         """Origins in `sources` whose keys and values have separate projections."""
         return tuple(source for source in self.sources if source == "ffn" or self.attention_slots == "projected")
-
-    def num_read(self, index: int) -> int:
-        """Return the number of slots that a layer reads per token."""
-        written = len(self.sources) * index
-        return min(written, self.slots) if self.slots else written
 
     def slots_read(self, index: int) -> tuple[Slot, ...]:
         """Return the slots of earlier layers that a layer reads, from the oldest to the newest."""
@@ -108,8 +102,6 @@ class DepthAttentionOptions(MemoryOptions):
             for part in ("key", "value"):
                 shape, initial = (width, sizes.hidden_size), self.initial(part)
                 tensors[f"{source}_{part}.weight"] = DeclaredTensor(shape, "projection", initial)
-                if self.bias:
-                    tensors[f"{source}_{part}_bias"] = DeclaredTensor((width,), "projection", ZEROS)
         return tensors
 
     def initial(self, part: str) -> Initial:
@@ -154,13 +146,13 @@ def check_depth_attention_layers(options: DepthAttentionOptions, layers: tuple[i
 def depth_attention_flops(
     options: DepthAttentionOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
 ) -> dict[str, int]:
-    slots, width = options.num_read(index), sizes.num_heads * sizes.head_dim
+    slots, width = len(options.slots_read(index)), sizes.num_heads * sizes.head_dim
     written = sum(1 for source in options.projected if options.is_read(Slot(index, source), count))
     key_width = sizes.num_key_value_heads * sizes.head_dim
     return {
         "depth attention": attention_products(batch, tokens, slots, width)
         + attention_weights(batch, sizes.num_heads, tokens, slots),
-        "slot projections": 2 * written * linear(batch * tokens, sizes.hidden_size, key_width, options.bias),
+        "slot projections": 2 * written * linear(batch * tokens, sizes.hidden_size, key_width),
     }
 
 
