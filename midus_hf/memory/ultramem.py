@@ -1,6 +1,5 @@
 """The memory layer of UltraMemV2, which covers its predecessors too: Memory+, and the pre-values of PEER."""
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -90,10 +89,10 @@ class UltraMem(MemoryModule):
         Rows are counted within the rows that this layer reads."""
         scores, slots = self._select(hidden_states, keep_vectors=False)
         weights = scores.softmax(-1) if self.options.weights == "softmax" else scores
-        return weights, self._shuffled(slots) % self.num_slots
+        return weights, slots
 
     def _select(self, hidden_states: torch.Tensor, keep_vectors: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores, float32 at least, and the virtual slots, both `[B, T, H, k]`."""
+        """Return the scores, float32 at least, and the slots, both `[B, T, H, k]`."""
         options = self.options
         query = self.query_projection(hidden_states)
         query = query.unflatten(-1, (2, options.heads, options.rank, self.key_width))  # [B, T, 2, H, r, D_k]
@@ -107,7 +106,7 @@ class UltraMem(MemoryModule):
         with without_autocast(hidden_states.device.type):
             query = _rms_normalised(query.to(wide), self.query_norm_weight.to(wide))
             keys, row_vector, column_vector = self._keys_and_vectors(query, keep_vectors and self.training)
-            row_scores, column_scores = _scores(query, keys, options.key_pairs)
+            row_scores, column_scores = _scores(query, keys)
             return tucker_topk(
                 row_scores, column_scores, self.core, row_vector, column_vector, options.k, options.side
             )
@@ -129,11 +128,6 @@ class UltraMem(MemoryModule):
                 self.column_vector.copy_(column_vector)
         return keys, row_vector, column_vector
 
-    def _shuffled(self, slots: torch.Tensor) -> torch.Tensor:
-        """Permute virtual slots, so that slots that read the same table row have neither a row key nor a column key in common."""
-        count = self.options.num_virtual_slots
-        return slots if count == self.num_slots else slots * _coprime(count) % count
-
     def _stored(self, name: str, tables: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return a table, or the integers and the scales of its rows; of the tables that layers share, or else the layer's own."""
         names = (name,) if self.options.value_bits is None else (f"{name}_integers", f"{name}_scales")
@@ -147,10 +141,9 @@ class UltraMem(MemoryModule):
         return read_rows(integers, scales, self.options.value_bits, rows, scales.dtype)
 
     def _rows(self, slots: torch.Tensor, table_rows: int) -> torch.Tensor:
-        """Return the rows of a stored table that virtual slots read."""
-        rows = slots if self.options.num_virtual_slots == self.num_slots else self._shuffled(slots) % self.num_slots
+        """Return the rows of a stored table that slots read."""
         first = self.options.first_row(self.index, table_rows)
-        return (rows + first) % table_rows if first else rows
+        return (slots + first) % table_rows if first else slots
 
 
 def keys_and_vectors(
@@ -161,34 +154,26 @@ def keys_and_vectors(
     row_vector: torch.Tensor,
     wide: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return normalised keys of both sides, `[2 * H * r, h * n, D_k]`, and both singular vectors of cores, `[H, h, h, r]`."""
+    """Return normalised keys of both sides, `[2 * H * r, n, D_k]`, and both singular vectors of cores, `[H, 1, 1, r]`."""
     wide = wide or torch.promote_types(row_keys.dtype, torch.float32)
     with without_autocast(row_keys.device.type):  # for kept tensors too: tokens must read the same rows, kept or not
         gain = key_norm_weight.to(wide)
         normalised = (
             _rms_normalised(keys.to(wide), gain) for keys in (row_keys, column_keys)
-        )  # [H, h, n, r, D_k] each
+        )  # [H, 1, n, r, D_k] each
         keys = torch.stack([side_keys.permute(0, 3, 1, 2, 4) for side_keys in normalised]).flatten(0, 2).flatten(1, 2)
         with torch.no_grad():
             return keys, *leading_vectors(core.to(wide), row_vector)
 
 
-def _scores(query: torch.Tensor, keys: torch.Tensor, sets: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores of row keys and of column keys, `[B, T, H, h, n, r]` each, for queries `[B, T, 2, H, r, D_k]` and h sets."""
+def _scores(query: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scores of row keys and of column keys, `[B, T, H, 1, n, r]` each, for queries `[B, T, 2, H, r, D_k]`."""
     batch, tokens, _, heads, rank, _ = query.shape
     by_rank = query.flatten(2, 4).flatten(0, 1).transpose(0, 1)  # [2 * H * r, S, D_k]
-    scores = (by_rank @ keys.transpose(1, 2)).view(2, heads, rank, batch, tokens, sets, -1)
+    scores = (by_rank @ keys.transpose(1, 2)).view(2, heads, rank, batch, tokens, 1, -1)
     rows, columns = scores.permute(0, 3, 4, 1, 5, 6, 2)
     return rows, columns
 
 
 def _rms_normalised(states: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
     return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + _EPS) * gain
-
-
-def _coprime(count: int) -> int:
-    """Return a number near 0.618 `count` that is coprime to `count`, so that multiplying by it permutes the numbers below `count`."""
-    candidate = max(1, round(count * (math.sqrt(5) - 1) / 2))
-    while math.gcd(candidate, count) != 1:
-        candidate += 1
-    return candidate

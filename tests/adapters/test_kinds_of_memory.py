@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 GREEDY = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
 
 
-@pytest.mark.parametrize("kind", [*DEPTH, *FETCHING, "own", "expanded"])
+@pytest.mark.parametrize("kind", [*DEPTH, *FETCHING, "own", "heads"])
 def test_adapters_on_all_projections_change_nothing_then_act_and_are_merged(native_family, kind, tmp_path):
     tokens, inputs = prompt(6), {"memory_ids": IDS} if kind in FETCHING else {}
     if kind in FETCHING:

@@ -211,7 +211,7 @@ def test_memories_with_shared_values_project_queries_and_sum_full_rows():
     assert (flat["scores"], flat["choice"]) == (2 * ROWS * 4 * 8 * 64, ROWS * 4 * 64)
 
 
-ULTRAMEM: dict[str, Any] = {"n": 8, "k": 4, "side_k": 3, "key_width": 6, "value_width": 10, "pre_value_width": 2}
+ULTRAMEM: dict[str, Any] = {"n": 8, "k": 4, "key_width": 6, "value_width": 10, "pre_value_width": 2}
 
 
 def ultramem(**options: Any) -> dict[str, int]:
@@ -222,9 +222,9 @@ def test_tucker_retrieval_asks_with_every_rank_keeps_sides_and_scores_their_pair
     assert ultramem() == {
         "queries": 2 * ROWS * 32 * (2 * 2 * 6) + 2 * 2 * (ROWS + 8) * (4 * 6 + 4),
         "scores": 2 * (2 * ROWS * 2 * 6 * 8),
-        "choice": ROWS * 2 * (2 * 2 * 8 + 8 * 2)  # leading scores of rows and of columns, and 3 of 8 of each
-        + ROWS * (2 * 3 * 2 * 2 + 2 * 9 * 2)  # rows times the core, times columns
-        + ROWS * 9 * 2,  # 4 of 9 pairs
+        "choice": ROWS * 2 * (2 * 2 * 8 + 8 * 2)  # leading scores of rows and of columns, and 4 of 8 of each
+        + ROWS * (2 * 4 * 2 * 2 + 2 * 16 * 2)  # rows times the core, times columns
+        + ROWS * 16 * 2,  # 4 of 16 pairs
         "weights": 0,
         "pre-values": 2 * ROWS * 32 * 2 + ROWS * 4 * (2 * 2 + 1),
         "values": 2 * ROWS * 4 * 10,
@@ -234,13 +234,8 @@ def test_tucker_retrieval_asks_with_every_rank_keeps_sides_and_scores_their_pair
     }
 
 
-def test_pairs_of_sets_are_chosen_from_apart_and_heads_work_as_often_as_there_are():
-    plain, expanded, heads = ultramem(), ultramem(key_pairs=2), ultramem(heads=3)
-    assert expanded["scores"] == 2 * plain["scores"]
-    of_pair = plain["choice"] - ROWS * 9 * 2
-    assert expanded["choice"] == 4 * of_pair + ROWS * 4 * 9 * 2
-    for part in ("pre-values", "values", "output projection"):
-        assert expanded[part] == plain[part]
+def test_heads_work_as_often_as_there_are():
+    plain, heads = ultramem(), ultramem(heads=3)
     for part in ("scores", "choice", "values"):
         assert heads[part] == 3 * plain[part]
     assert heads["output projection"] == plain["output projection"]
@@ -252,13 +247,13 @@ def test_what_other_memories_do_with_slots_has_its_price():
     assert ultramem(output_gate=True)["gate"] == 2 * ROWS * 32 * 10 + ROWS * 10 * (4 + 1)
     assert ultramem(pre_value_width=0)["pre-values"] == 0
     assert ultramem(activation="gelu")["pre-values"] - plain["pre-values"] == ROWS * 4 * 8
-    summed = ultramem(scoring="sum", rank=1, side_k=None)
+    summed = ultramem(scoring="sum", rank=1)
     assert summed["queries"] == 2 * ROWS * 32 * 2 * 6
     assert summed["choice"] == ROWS * (2 * 8 * 2 + 16 + 16 * 2)
     assert ultramem(share="ring:4", n=4) == plain  # twice as many keys for four tables of a quarter
 
 
-@pytest.mark.parametrize("changes", [{}, {"heads": 2, "rank": 3}, {"key_pairs": 2}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"heads": 2, "rank": 3}], ids=str)
 def test_matrix_products_of_tucker_retrieval_are_those_that_torch_counts(changes):
     options = UltraMemOptions(**{**ULTRAMEM, "output_gate": True, **changes})
     memory = build_memory(options, SIZES)
@@ -270,7 +265,7 @@ def test_matrix_products_of_tucker_retrieval_are_those_that_torch_counts(changes
         by_module[f"UltraMem.{name}_projection"] for name in ("query", "pre", "gate", "value")
     )
     counted = of_memory(options)
-    assert counted["queries"] - queries == 2 * vectors * (ROWS + options.key_pairs * 8) * (4 * 6 + 4)
+    assert counted["queries"] - queries == 2 * vectors * (ROWS + 8) * (4 * 6 + 4)
     assert counted["pre-values"] - pre_values == ROWS * options.heads * 4 * (2 * 2 + 1)
     assert counted["gate"] - gates == ROWS * 10 * (4 + 1)
     assert counted["output projection"] == outputs

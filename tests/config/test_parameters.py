@@ -34,7 +34,6 @@ MEMORIES: list[tuple[dict[str, Any], int]] = [
             "n": 8,
             "k": 2,
             "share": "ring:3",
-            "key_pairs": 2,
             "layers": [0, 1, 3],
         },
         3 * 64 * 8,

@@ -55,7 +55,7 @@ CHAPTERS = ("bank", "key_projection.weight", "value_projection.weight")
 KEEPERS = {
     "headwise": Keeper(headwise, 32, ("value_bank", "value_transform")),
     "ultramem": Keeper(ultramem, 32, KEYS, is_exact=True),
-    "ultramem expanded": Keeper(lambda: ultramem(heads=2, key_pairs=2, rank=3), 32, KEYS, is_exact=True),
+    "ultramem heads": Keeper(lambda: ultramem(heads=2, rank=3), 32, KEYS, is_exact=True),
     "chapters": Keeper(lambda: chapter_layer(routing="token").float(), 8, CHAPTERS),
     "factors": Keeper(lambda: chapter_layer(routing="token", bank_rank=3).float(), 8, (*CHAPTERS, "bank_transform")),
 }
@@ -195,7 +195,7 @@ def test_no_pass_returns_what_older_weights_gave(keeper, name, change, memory, i
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("keeper", [KEEPERS["headwise"], KEEPERS["ultramem expanded"]], ids=["values", "keys"])
+@pytest.mark.parametrize("keeper", [KEEPERS["headwise"], KEEPERS["ultramem heads"]], ids=["values", "keys"])
 def test_no_compiled_pass_does(keeper, change, memory, inputs):
     torch._dynamo.reset()
 
@@ -304,7 +304,7 @@ def test_what_was_kept_in_inference_mode_serves_there(keeper, memory, inputs):
 SETTINGS = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
 
 
-@pytest.mark.parametrize("case", ["headwise", "chunk", "ultramem own", "ultramem ring", "ultramem expanded"])
+@pytest.mark.parametrize("case", ["headwise", "chunk", "ultramem own", "ultramem ring", "ultramem heads"])
 def test_generate_keeps_them_for_the_length_of_one_call_and_follows_weights(native_family, case, tmp_path):
     case, seen = CASES[case], []
     model = case.model(native_family, tmp_path)

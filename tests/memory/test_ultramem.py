@@ -20,7 +20,6 @@ KINDS = {
     "no-pre-values": {"pre_value_width": 0},
     "heads": {"heads": 2, "rank": 3},
     "rank-1": {"rank": 1},
-    "expanded": {"key_pairs": 2},
     "gated": {"output_gate": True, "weights": "softmax"},
     "memory-plus": {"scoring": "sum", "rank": 1, "weights": "softmax", "output_gate": True, "pre_value_width": 0, "heads": 2},
 }  # fmt: skip
@@ -43,14 +42,13 @@ def normalised(vector, gain):
 def by_equations(memory, state, value_table, pre_value_table, first=0):
     """What is added to one token; every pair of keys is scored."""
     options, weights = memory.options, dict(memory.named_parameters())
-    keys, sets = options.keys, options.key_pairs
+    keys = options.keys
     query = (weights["query_projection.weight"] @ state).view(2, options.heads, options.rank, -1)
     values = torch.zeros(value_table.shape[1], dtype=state.dtype)
     for head in range(options.heads):
         scored = []
-        for a, b, i, j in itertools.product(range(sets), range(sets), range(keys), range(keys)):
-            slot = ((a * sets + b) * keys + i) * keys + j
-            row, column = memory.row_keys[head, a, i], memory.column_keys[head, b, j]  # [r, D_k]
+        for i, j in itertools.product(range(keys), range(keys)):
+            row, column = memory.row_keys[head, 0, i], memory.column_keys[head, 0, j]  # [r, D_k]
             if options.scoring == "sum":
                 score = query[0, head, 0] @ row[0] + query[1, head, 0] @ column[0]
             else:
@@ -64,14 +62,13 @@ def by_equations(memory, state, value_table, pre_value_table, first=0):
                     )
                     for side, key in enumerate((row, column))
                 ]
-                score = by_rank[0] @ memory.core[head, a, b] @ by_rank[1]
-            scored.append((score, slot))
+                score = by_rank[0] @ memory.core[head, 0, 0] @ by_rank[1]
+            scored.append((score, i * keys + j))
         best = sorted(scored, key=lambda pair: -pair[0].item())[: options.k]
         factors = torch.stack([score for score, _ in best])
         factors = factors.softmax(0) if options.weights == "softmax" else factors
         for factor, (_, slot) in zip(factors, best, strict=True):
-            shuffled = memory._shuffled(torch.tensor(slot)).item()
-            position = (shuffled % options.num_rows + first) % len(value_table)
+            position = (slot + first) % len(value_table)
             if pre_value_table is not None:
                 product = pre_value_table[position] @ (weights["pre_projection.weight"] @ state)
                 factor = factor * (torch.nn.functional.gelu(product) if options.activation == "gelu" else product)
@@ -83,7 +80,7 @@ def by_equations(memory, state, value_table, pre_value_table, first=0):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_computes_what_the_equations_say(kind):
-    memory = build(**KINDS[kind], side_k=None if kind == "memory-plus" else 4)
+    memory = build(**KINDS[kind], k=4)
     states = torch.randn(2, 3, 16, dtype=torch.float64)
     pre_values = getattr(memory, "pre_value_table", None)
     expected = [by_equations(memory, state, memory.value_table, pre_values) for state in states.flatten(0, 1)]
@@ -95,12 +92,11 @@ def test_it_computes_what_the_equations_say(kind):
     [("ring:4", 0, 3), ("ring:4", 3, 2), ("ring:2", 3, 3), ("all", 2, 0)],
 )
 def test_a_layer_reads_its_stretch_of_a_shared_table(share, index, first):
-    memory = build(index, share=share, side_k=4)
+    memory = build(index, share=share, k=8)
     tables = memory.options.tables(SIZES, (0, 1, 2, 3))[0]
     shapes = {name: tensor.shape for name, tensor in tables.tensors.items()}
     arguments = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
     state = torch.randn(16, dtype=torch.float64)
-    memory.options.side_k = memory.options.keys
     expected = by_equations(memory, state, arguments["value_table"], arguments["pre_value_table"], first * 16)
     torch.testing.assert_close(memory(state[None, None], tables=arguments)[0, 0], expected, rtol=1e-9, atol=1e-12)
 
@@ -117,15 +113,8 @@ def test_gradients_are_right(kind):
     assert torch.autograd.gradcheck(output, (state, *parameters), eps=1e-7, atol=1e-5, rtol=1e-4, fast_mode=True)
 
 
-def test_virtual_slots_share_rows_evenly_and_each_block_has_every_row():
-    memory = build(key_pairs=3, n=5)
-    rows = memory._shuffled(torch.arange(memory.options.num_virtual_slots))
-    assert sorted(rows.tolist()) == list(range(9 * 25))
-    assert (rows % 25).bincount().tolist() == [9] * 25
-
-
 def test_what_it_retrieves_can_be_counted():
-    memory = build(heads=2, key_pairs=2)
+    memory = build(heads=2)
     assert isinstance(memory, RetrievesSlots) and isinstance(memory, ReadsFewRows)
     weights, rows = memory.retrieve(torch.randn(2, 3, 16, dtype=torch.float64))
     assert weights.shape == rows.shape == (2, 3, 2, 3) and (memory.num_heads, memory.num_slots) == (2, 16)
@@ -178,8 +167,7 @@ def test_two_passes_before_one_backward_have_the_gradients_of_both():
 def test_narrow_dtypes_and_autocast_stay_near(kind, way):
     options = {
         **KINDS[kind],
-        "side_k": 4,
-        "k": 16 * KINDS[kind].get("key_pairs", 1) ** 2,
+        "k": 16,
     }  # all: none is chosen otherwise
     exact, states = build(**options), torch.randn(2, 3, 16, dtype=torch.float64)
     expected = exact(states)
@@ -201,7 +189,7 @@ def test_a_repeated_pass_chooses_the_same_slots_where_singular_values_are_near()
     gradients = []
     for repeated in (False, True):
         memory, states = (
-            build(n=8, side_k=3).train(),
+            build(n=8).train(),
             torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(0)).double(),
         )
         with torch.no_grad():
@@ -229,11 +217,11 @@ def test_it_starts_with_the_variance_that_appendix_b_sets(depth):
 
 
 def test_where_all_slots_are_chosen_scores_start_as_far_apart_as_one():
-    options = UltraMemOptions(n=4, k=16, side_k=4, value_width=64, pre_value_width=64, zero="none")
+    options = UltraMemOptions(n=4, k=16, value_width=64, pre_value_width=64, zero="none")
     memory = build_memory(options, ModelSizes(hidden_size=128, num_heads=4, intermediate_size=256, num_layers=8))
     with torch.no_grad():
         weights, _ = memory.retrieve(torch.randn(1, 512, 128))
-    assert best_scores(options.keys, options.key_pairs, options.rank, options.side, options.k).mean < 0.5
+    assert best_scores(options.keys, options.rank, options.side, options.k).mean < 0.5
     assert weights.std().item() == pytest.approx(1, rel=0.3)
 
 

@@ -79,7 +79,7 @@ def test_two_passes_before_one_backward_have_the_gradients_of_both(native_family
     check_close(gradients_of(model), expected, RELATIVE[CASES[case].dtype])
 
 
-COMPILED = ["headwise", "chunk", "ultramem expanded", "ultramem skip", "depth default", "all fetched"]
+COMPILED = ["headwise", "chunk", "ultramem heads", "ultramem skip", "depth default", "all fetched"]
 MORE_COMPILED = ["product-key", "prompt", "ultramem memory-plus", "depth released", "hier-kv"]
 
 

@@ -112,7 +112,7 @@ def test_what_training_kept_is_saved_and_loaded(kind, tmp_path):
     assert all(torch.equal(result[name], buffer) for name, buffer in kept.items())
 
 
-@pytest.mark.parametrize("kind", ["own", "ring", "expanded", "memory-plus"])
+@pytest.mark.parametrize("kind", ["own", "ring", "heads", "memory-plus"])
 def test_usage_is_what_layers_retrieve(kind):
     model, tokens, seen = ultramem_model("llama", kind), prompt(length=6), {}
     memories = {layer: model.get_decoder().layers[layer].memories["ultramem"] for layer in (1, 3)}

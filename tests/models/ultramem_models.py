@@ -6,8 +6,8 @@ from tiny import NUM_LAYERS, tiny_model
 
 KINDS = {
     "own": {},
+    "heads": {"heads": 2},
     "ring": {"share": "ring:2"},
-    "expanded": {"key_pairs": 2, "heads": 2},
     "skip": {"site": "skip", "layers": [1, 2], "into": [2, 3]},
     "shared skip": {"site": "skip", "layers": [1, 2], "into": [1, 2], "share": "ring:2"},
     "memory-plus": {"scoring": "sum", "weights": "softmax", "rank": 1, "output_gate": True, "pre_value_width": 0},

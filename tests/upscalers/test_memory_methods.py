@@ -105,19 +105,8 @@ def test_verification_tells_memories_that_choose_by_the_prompt_what_that_is(base
         ("moda, attention", {0: set(), 1: {"depth_gate"}}),
         ("moda, some", {0: {"ffn_key.weight", "ffn_value.weight"}, 1: set()}),
         (
-            "moda, bias",
-            {0: {f"ffn_{part}{end}" for part in ("key", "value") for end in (".weight", "_bias")}},
-        ),
-        (
             "moda, projected",
-            {
-                0: {
-                    f"{source}_{part}{end}"
-                    for source in ("attention", "ffn")
-                    for part in ("key", "value")
-                    for end in (".weight", "_bias")
-                }
-            },
+            {0: {f"{source}_{part}.weight" for source in ("attention", "ffn") for part in ("key", "value")}},
         ),
     ],
 )
@@ -184,7 +173,6 @@ def test_a_plan_that_repeats_leaves_out_or_reorders_its_layers_is_refused(method
             {"0.value_table": [256, 6]},
         ),
         (
-            {"key_pairs": 2},
             {"core": [1, 2, 2, 2, 2], "value_projection.weight": [32, 6], "value_table": [64, 6]},
             {},
         ),

@@ -212,8 +212,7 @@ MOC = [
     ("site=inserted", r"site is 'inserted'; expected one of: behind-attention, behind-layer\."),
 ]  # fmt: skip
 ULTRAMEM = [
-    ("n=40000 share=ring:4", "n is 40000, key_pairs 1 and share 'ring:4', which make 6,400,000,000 slots; expected at most"),
-    ("key_pairs=3000 n=64", "n is 64, key_pairs 3000 and share 'none', which make 36,864,000,000 slots; expected at most"),
+    ("n=40000 share=ring:4", "n is 40000 and share 'ring:4', which make 6,400,000,000 slots; expected at most"),
     ("rank=17", "rank is 17, more than the 16 features of a key; expected fewer. Lower rank."),
     ("share=ring:5", "share is 'ring:5', but 4 layers have the memory; expected a group of at most that many tables."),
     *(
@@ -223,12 +222,10 @@ ULTRAMEM = [
     ("value_width=0", "value_width is 0; expected 1 or more."),
     ("pre_value_width=-1", "pre_value_width is -1; expected 0 or more."),
     ("key_width=wide", "key_width is 'wide'; expected a number, or a fraction of the hidden size such as 3/16."),
-    ("k=100 side_k=4", "k is 100; expected at most 16, the pairs of 4 rows and 4 columns that the first stage keeps."),
-    ("side_k=9 n=8", "side_k is 9; expected 1 <= side_k <= 8, the keys of a set, or null."),
+    ("k=17 n=4", "k is 17; expected at most 16, the pairs of 4 rows and 4 columns that the first stage keeps."),
     ("heads=0", "heads is 0; expected 1 or more."),
-    ("scoring=sum", "scoring is 'sum', which has no core, with rank 2 and key_pairs 1; expected 1 for both."),
-    ("scoring=sum rank=1 n=8 k=9", "scoring is 'sum', which keeps k keys of each side, with k 9 and side_k null; expected"),
-    ("scoring=sum rank=1 n=8 k=4 side_k=3", "scoring is 'sum', which keeps k keys of each side, with k 4 and side_k 3"),
+    ("scoring=sum", "scoring is 'sum', which has no core, with rank 2; expected rank 1."),
+    ("scoring=sum rank=1 n=8 k=9", "scoring is 'sum', which keeps k keys of each side, with k 9; expected at most 8"),
     ("zero=none", "zero is 'none', with which the new memory changes what the base computes; expected values or projection."),
     ("site=behind-layer", "site is 'behind-layer'; expected one of: beside-ffn, skip."),
 ]  # fmt: skip

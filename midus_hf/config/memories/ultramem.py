@@ -33,8 +33,8 @@ from midus_hf.config.options import option
 
 Zero = Literal["values", "projection", "none"]
 
-# Default limit of `side_k`: with more rows and columns the grid of their scores becomes too large (section 4.1).
-MOST_ON_A_SIDE = 128
+# Most rows, and columns, that the first stage keeps: with more, the grid of their scores becomes too large (section 4.1).
+_MOST_ON_A_SIDE = 128
 _MOST_SLOTS = 2**31 - 1
 
 
@@ -43,13 +43,12 @@ _MOST_SLOTS = 2**31 - 1
 class UltraMemOptions(MemoryOptions):
     """Size of the table, scoring of slots, and use of values (sections 3.1 to 3.5, appendices B and E).
 
-    A layer that reads g value tables of n * n rows has h sets of sqrt(g) * n row keys, rounded down, and h sets of as
-    many column keys. Each of the h * h pairs of sets is a virtual block with one slot for every row that the layer
-    reads.
+    A layer that reads g value tables of n * n rows has sqrt(g) * n row keys, rounded down, and as many column keys, one pair for
+    every row that it reads. A first stage keeps k rows and k columns, at most 128 and all keys.
     """
 
     sites = ("beside-ffn", "skip")
-    controls = {"one-row": {"n": 1, "key_pairs": 1, "k": 1, "side_k": None, "share": "none"}, **RANDOM_SLOTS}
+    controls = {"one-row": {"n": 1, "k": 1, "share": "none"}, **RANDOM_SLOTS}
     value_roles = ("value",)  # the core has the role "transform" but mixes scores
     narrows_start = True  # equation 21 assumes feed-forward networks that start as in equation 20
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -68,16 +67,9 @@ class UltraMemOptions(MemoryOptions):
         },
     }
 
-    n: int = option(128, "keys per side and set; a value table has n * n rows")
-    key_pairs: int = option(
-        1, "h, sets of row keys and of column keys; each of the h * h pairs scores n * n virtual slots"
-    )
+    n: int = option(128, "keys per side; a value table has n * n rows")
     rank: int = option(2, "r of the Tucker core; each rank has separate queries and keys")
     k: int = option(32, "slots that each head retrieves per token")
-    side_k: int | None = option(
-        None,
-        f"rows, and columns, that the first stage keeps; null: k, but at most {MOST_ON_A_SIDE} and the keys of a set",
-    )
     heads: int = option(1, "heads, each with separate queries, keys and cores; all read the same table")
     key_width: int | str = option("1/2", "D_k, a number or a fraction of the hidden size", "a number | 1/2")
     value_width: int | str = option("3/16", "D_v, the width of the rows that are summed", "a number | 3/16")
@@ -115,24 +107,17 @@ class UltraMemOptions(MemoryOptions):
 
     @property
     def keys(self) -> int:
-        """Row keys, and column keys, of each set: the root of the rows that a layer reads, rounded down."""
+        """Number of row keys, and of column keys: the root of the rows that a layer reads, rounded down."""
         return math.isqrt(self.group * self.n**2)
 
     @property
     def side(self) -> int:
         """Number of rows, and of columns, that the first stage keeps."""
-        if self.scoring == "sum":
-            return self.k
-        return min(self.k, MOST_ON_A_SIDE, self.keys) if self.side_k is None else self.side_k
-
-    @property
-    def num_virtual_slots(self) -> int:
-        """Number of slots that a head chooses among."""
-        return (self.key_pairs * self.keys) ** 2
+        return self.k if self.scoring == "sum" else min(self.k, _MOST_ON_A_SIDE, self.keys)
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of value tables that a layer reads."""
+        """Number of rows of value tables that a layer reads, the slots that a head chooses among."""
         return self.keys**2
 
     def first_row(self, index: int, table_rows: int) -> int:
@@ -180,7 +165,7 @@ class UltraMemOptions(MemoryOptions):
             return DeclaredTensor((outputs, inputs), "projection", linear_initial)
 
         keys = DeclaredTensor(
-            (self.heads, self.key_pairs, self.keys, self.rank, key_width),
+            (self.heads, 1, self.keys, self.rank, key_width),  # the op takes several sets of keys; a layer has one
             "key",
             Normal(key_width**-0.5) if self.scoring == "tucker" else Uniform((2 * key_width) ** -0.5),  # as in Memory+
         )
@@ -190,7 +175,7 @@ class UltraMemOptions(MemoryOptions):
             "column_keys": keys,
         }
         if self.scoring == "tucker":
-            cores = (self.heads, self.key_pairs, self.key_pairs, self.rank)
+            cores = (self.heads, 1, 1, self.rank)
             gain = DeclaredTensor((key_width,), "norm", WhenFilled(gain_of_norms, (key_width, *self._first_choice)))
             vector = DeclaredTensor(cores, "buffer", Constant(self.rank**-0.5))
             tensors |= {
@@ -230,9 +215,9 @@ class UltraMemOptions(MemoryOptions):
         return Normal(value_std(1.0, *arguments))
 
     @property
-    def _first_choice(self) -> tuple[int, int, int, int, int]:
+    def _first_choice(self) -> tuple[int, int, int, int]:
         """Arguments of `best_scores`."""
-        return self.keys, self.key_pairs, self.rank, self.side, self.k
+        return self.keys, self.rank, self.side, self.k
 
     def _value_tables(self, sizes: ModelSizes, tables: int) -> dict[str, DeclaredTensor]:
         """Declare a number of tables that are stored as one."""
@@ -247,33 +232,27 @@ class UltraMemOptions(MemoryOptions):
 
 @check_options.register
 def check_ultramem_options(options: UltraMemOptions) -> None:
-    for name in ("n", "key_pairs", "rank", "k", "heads"):
+    for name in ("n", "rank", "k", "heads"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name} is {getattr(options, name)}; expected 1 or more.")
     if not re.fullmatch(r"none|all|ring:[1-9]\d*", options.share):
         raise ValueError(f"share is {options.share!r}; expected none, all or ring:G, such as ring:4.")
-    if options.num_virtual_slots > _MOST_SLOTS:
+    if options.num_rows > _MOST_SLOTS:
         raise ValueError(
-            f"n is {options.n}, key_pairs {options.key_pairs} and share {options.share!r}, which make "
-            f"{options.num_virtual_slots:,} slots; expected at most {_MOST_SLOTS:,}. Lower n."
+            f"n is {options.n} and share {options.share!r}, which make {options.num_rows:,} slots; expected at most "
+            f"{_MOST_SLOTS:,}. Lower n."
         )
-    if options.side_k is not None and not 1 <= options.side_k <= options.keys:
+    if options.scoring == "sum" and options.rank != 1:
+        raise ValueError(f"scoring is 'sum', which has no core, with rank {options.rank}; expected rank 1.")
+    if options.scoring == "sum" and options.k > options.keys:
         raise ValueError(
-            f"side_k is {options.side_k}; expected 1 <= side_k <= {options.keys}, the keys of a set, or null."
+            f"scoring is 'sum', which keeps k keys of each side, with k {options.k}; expected at most {options.keys}, all "
+            "keys. Lower k."
         )
-    if options.k > options.key_pairs**2 * options.side**2:
+    if options.k > options.side**2:
         raise ValueError(
-            f"k is {options.k}; expected at most {options.key_pairs**2 * options.side**2}, the pairs of {options.side} rows "
-            f"and {options.side} columns that the first stage keeps. Lower k, or raise side_k."
-        )
-    if options.scoring == "sum" and (options.rank, options.key_pairs) != (1, 1):
-        raise ValueError(
-            f"scoring is 'sum', which has no core, with rank {options.rank} and key_pairs {options.key_pairs}; expected 1 for both."
-        )
-    if options.scoring == "sum" and (options.side_k is not None or options.k > options.keys):
-        raise ValueError(
-            f"scoring is 'sum', which keeps k keys of each side, with k {options.k} and side_k "
-            f"{options.side_k or 'null'}; expected k of at most {options.keys}, the keys of a set, and side_k null."
+            f"k is {options.k}; expected at most {options.side**2}, the pairs of {options.side} rows and {options.side} columns "
+            "that the first stage keeps. Lower k, or raise n."
         )
 
 
@@ -305,24 +284,19 @@ def ultramem_flops(
     """
     rows, hidden, key_width = batch * tokens, sizes.hidden_size, options.width("key_width", sizes)
     value_width, pre_width = options.width("value_width", sizes), options.width("pre_value_width", sizes)
-    vectors, pairs, slots = (
-        options.heads * options.rank,
-        options.heads * options.key_pairs**2,
-        rows * options.heads * options.k,
-    )
-    keys, grid = options.key_pairs * options.keys, options.side**2
-    tucker = options.scoring == "tucker"
-    first = 2 * rows * pairs * (2 * options.rank * options.keys + top_k(1, options.keys, options.side))
-    second = rows * pairs * (2 * options.side * options.rank**2 + 2 * grid * options.rank)
-    if not tucker:
-        first, second = 2 * rows * pairs * top_k(1, options.keys, options.side), rows * pairs * grid
+    queries, vectors, slots = rows * options.heads, options.heads * options.rank, rows * options.heads * options.k
+    grid, tucker = options.side**2, options.scoring == "tucker"
+    first, second = 2 * top_k(queries, options.keys, options.side), queries * grid
+    if tucker:
+        first += 4 * queries * options.rank * options.keys
+        second = queries * (2 * options.side * options.rank**2 + 2 * grid * options.rank)
     activation = 0 if options.activation == "none" else ACTIVATIONS[options.activation]
     gate = linear(rows, hidden, value_width) + rows * value_width * (ACTIVATIONS["silu"] + 1)
     return {
         "queries": linear(rows, hidden, 2 * vectors * key_width)
-        + (rms_norm(2 * vectors * (rows + keys), key_width) if tucker else 0),
-        "scores": 2 * linear(rows * vectors, key_width, keys),
-        "choice": first + second + top_k(rows * options.heads, options.key_pairs**2 * grid, options.k),
+        + (rms_norm(2 * vectors * (rows + options.keys), key_width) if tucker else 0),
+        "scores": 2 * linear(rows * vectors, key_width, options.keys),
+        "choice": first + second + top_k(queries, grid, options.k),
         "weights": slots * SOFTMAX if options.weights == "softmax" else 0,
         "pre-values": (linear(rows, hidden, pre_width) + slots * (2 * pre_width + activation + 1)) if pre_width else 0,
         "values": 2 * slots * value_width,

@@ -38,40 +38,34 @@ class ScoreStatistics(NamedTuple):
 
 
 # Results of `best_scores` in this process, by its arguments.
-MEASURED: dict[tuple[int, int, int, int, int], ScoreStatistics] = {}
+MEASURED: dict[tuple[int, int, int, int], ScoreStatistics] = {}
 
 
-def best_scores(n: int, key_pairs: int, rank: int, side: int, k: int) -> ScoreStatistics:
+def best_scores(n: int, rank: int, side: int, k: int) -> ScoreStatistics:
     """Measure the scores of the k best slots: draw scores and cores, the same at every call, and retrieve as the memory does.
 
     Args:
-        n: Number of keys per set.
-        key_pairs: h, the number of sets of row keys, and of column keys.
+        n: Number of row keys, and of column keys.
         rank: r, the rank of the cores.
         side: Number of rows, and of columns, that the first stage chooses.
         k: Number of slots that the second stage chooses.
     """
-    sizes = (n, key_pairs, rank, side, k)
+    sizes = (n, rank, side, k)
     if sizes not in MEASURED:
         MEASURED[sizes] = _measured(*sizes)
     return MEASURED[sizes]
 
 
-def _measured(n: int, key_pairs: int, rank: int, side: int, k: int) -> ScoreStatistics:
+def _measured(n: int, rank: int, side: int, k: int) -> ScoreStatistics:
     draw = random.Random(0)
-    candidates = key_pairs**2 * side**2
     chosen: list[float] = []
-    for _ in range(min(max(_FEWEST, _CANDIDATES // candidates), _MOST)):
-        rows, columns = ([[_normals(draw, rank) for _ in range(n)] for _ in range(key_pairs)] for _ in range(2))
-        scores: list[float] = []
-        for row_set in rows:
-            for column_set in columns:
-                core, left, right = _core(draw, rank)
-                best_rows = heapq.nlargest(side, row_set, key=partial(_dot, left))
-                best_columns = heapq.nlargest(side, column_set, key=partial(_dot, right))
-                mixed = [_times(row, core) for row in best_rows]
-                scores += [_dot(row, column) for row in mixed for column in best_columns]
-        chosen += heapq.nlargest(k, scores)
+    for _ in range(min(max(_FEWEST, _CANDIDATES // side**2), _MOST)):
+        rows, columns = ([[draw.gauss(0.0, 1.0) for _ in range(rank)] for _ in range(n)] for _ in range(2))
+        core, left, right = _core(draw, rank)
+        best_rows = heapq.nlargest(side, rows, key=partial(_dot, left))
+        best_columns = heapq.nlargest(side, columns, key=partial(_dot, right))
+        mixed = [_times(row, core) for row in best_rows]
+        chosen += heapq.nlargest(k, (_dot(row, column) for row in mixed for column in best_columns))
     mean = math.fsum(chosen) / len(chosen)
     return ScoreStatistics(mean, math.fsum((score - mean) ** 2 for score in chosen) / len(chosen))
 
@@ -120,10 +114,6 @@ def value_std(
 def _score_scale(scores: ScoreStatistics) -> float:
     """Return the divisor of scores: their mean, or 1 if so many slots are chosen that the mean is below 1."""
     return max(scores.mean, 1.0)
-
-
-def _normals(draw: random.Random, count: int) -> list[float]:
-    return [draw.gauss(0.0, 1.0) for _ in range(count)]
 
 
 def _core(draw: random.Random, rank: int) -> tuple[list[list[float]], list[float], list[float]]:
