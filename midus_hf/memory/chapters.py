@@ -265,9 +265,7 @@ def _memory_rows(
         rows = chosen(bank["bank"])
     else:
         rows = dequantise_rows(chosen(bank["bank_integers"]), chosen(bank["bank_scales"]), options.bank_bits, dtype)
-    if options.bank_rank is not None:
-        rows = nn.functional.linear(rows, bank["bank_transform"].to(rows.dtype))
-    return (_rms_normalised(rows) if options.normalise else rows).to(dtype)
+    return _rms_normalised(rows).to(dtype)
 
 
 def derive_all(options: ChaptersOptions, bank_names: Sequence[str], *sources: torch.Tensor) -> torch.Tensor:

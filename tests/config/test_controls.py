@@ -77,7 +77,6 @@ def test_one_row_is_left_of_tables_that_layers_share(share):
         ("linear", {}, ("value",)),
         ("ultramem", {}, ("value",)),
         ("chapters", {}, ("value", "projection")),
-        ("chapters", {"bank_rank": 4}, ("value", "transform", "projection")),
     ],
 )
 def test_with_frozen_addresses_what_makes_values_trains(memory_type, options, trainable):

@@ -300,14 +300,12 @@ def test_a_choice_for_each_stretch_or_token_is_routed_and_reads_the_bank_once_at
 def test_weights_of_chapters_and_norms_of_their_tokens_cost_what_they_do():
     rows, scores = BATCH * SELECTED, 4 * ROWS * SELECTED
     assert chapters()["memory tokens"] == rows * 32 + rows * (4 * 32 + 4)
-    assert chapters(normalise=False)["memory tokens"] == rows * 32
-    assert chapters(normalise=False, routing="token")["memory tokens"] == 2 * scores
+    assert chapters(routing="token")["memory tokens"] == 2 * scores + 256 * (4 * 32 + 4)
 
 
-def test_a_factored_bank_is_multiplied_out_and_rows_of_integers_are_scaled():
-    assert chapters(bank_rank=8)["bank"] == 2 * 256 * 8 * 32 and chapters()["bank"] == 0
+def test_rows_of_integers_are_scaled():
+    assert chapters()["bank"] == 0
     assert chapters(bank_bits=8)["bank"] == BATCH * SELECTED * 32
-    assert chapters(bank_bits=4, bank_rank=8)["bank"] == 2 * 256 * 8 * 32 + BATCH * SELECTED * 8
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ MEMORIES: list[tuple[dict[str, Any], int]] = [
     ({"type": "product-key", "n": 4, "k": 2, "layers": [1]}, 16 * 32),
     ({"type": "linear", "slots": 8, "layers": [3]}, 8 * 32),
     ({"type": "chapters", "share": "all", "layers": [0, 2, 3]}, 4096 * 32),
-    ({"type": "chapters", "share": "every:2", "bank_rank": 4, "layers": [0, 2, 3]}, 2 * 4096 * 4),
+    ({"type": "chapters", "share": "every:2", "layers": [0, 2, 3]}, 2 * 4096 * 32),
     ({"type": "chapters", "share": "none", "layers": [0, 2]}, 2 * 4096 * 32),
     ({"type": "chapters", "bank_bits": 8, "layers": [0, 2]}, 0),
     ({"type": "ultramem", "n": 8, "k": 2, "layers": [0, 1, 3]}, 3 * 64 * (6 + 2)),

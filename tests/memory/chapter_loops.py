@@ -98,11 +98,7 @@ def _read(
         share = weight / all_weights
         for number in range(options.chapter_tokens):
             token = tensors["bank"][chapter * options.chapter_tokens + number]
-            if options.bank_rank is not None:
-                token = tensors["bank_transform"] @ token
-            if options.normalise:
-                token = token / (token.square().mean() + EPS).sqrt()
-            token = token * share
+            token = token / (token.square().mean() + EPS).sqrt() * share
             keys.append(tensors["key_projection.weight"] @ token)
             values.append(tensors["value_projection.weight"] @ token)
 

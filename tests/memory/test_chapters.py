@@ -65,9 +65,6 @@ def test_output_and_gradients_are_those_of_loops(routing, backend):
         {"chunk_size": 2},
         {"chunk_size": 8},
         {"chunk_size": 64},
-        {"bank_rank": 3},
-        {"normalise": False},
-        {"normalise": False, "bank_rank": 2},
         {"routed_scale": 0.5},
         {"chapters": 16},
         {"chapters": 1, "shared_chapters": 0, "k": 1},
@@ -114,20 +111,17 @@ def test_a_layer_that_is_new_adds_zero_and_learns_from_its_output_projection_on(
     assert memory.output_projection.weight.grad.any()
 
 
-@pytest.mark.parametrize("options", [{}, {"bank_rank": 3}], ids=str)
-def test_a_bank_that_is_given_is_read_as_the_own_one(options):
-    own, shared = layer(**options), layer(share="all", **options)
-    assert not hasattr(shared, "bank") and not hasattr(shared, "bank_transform")
-    tensors = dict(own.named_parameters())
-    tables = {name: tensors[name] for name in ("bank", "bank_transform") if name in tensors}
+def test_a_bank_that_is_given_is_read_as_the_own_one():
+    own, shared = layer(), layer(share="all")
+    assert not hasattr(shared, "bank")
+    tables = {"bank": own.bank}
     shared.load_state_dict({name: tensor for name, tensor in own.state_dict().items() if name not in tables})
     assert torch.equal(shared(states(), tables=tables), own(states()))
 
 
-@pytest.mark.parametrize("options", [{}, {"bank_rank": 3}, {"normalise": False}], ids=str)
 @pytest.mark.parametrize("routing", ["sequence", "token"])
-def test_kept_keys_and_values_are_those_that_are_computed(routing, options):
-    memory, hidden_states = layer(routing=routing, **options), states(1).detach()
+def test_kept_keys_and_values_are_those_that_are_computed(routing):
+    memory, hidden_states = layer(routing=routing), states(1).detach()
     with torch.no_grad():
         expected = memory(hidden_states)
         with kept_values(memory):
@@ -239,7 +233,7 @@ def test_neighbours_share_a_bank(share, groups):
 
 def test_every_tensor_acts():
     """So that what the other tests compare depends on all of them."""
-    memory = layer(bank_rank=3)
+    memory = layer()
     before = memory(states())
     for name, parameter in memory.named_parameters():
         kept = parameter.detach().clone()
@@ -249,11 +243,10 @@ def test_every_tensor_acts():
             parameter.copy_(kept)
 
 
-@pytest.mark.parametrize("options", [{}, {"bank_rank": 3}, {"normalise": False}], ids=str)
-def test_a_bank_may_be_kept_wider_than_what_reads_it(options):
-    memory, hidden_states = layer(share="none", **options).bfloat16(), states().bfloat16()
+def test_a_bank_may_be_kept_wider_than_what_reads_it():
+    memory, hidden_states = layer(share="none").bfloat16(), states().bfloat16()
     narrow = memory(hidden_states)
     for name in memory.bank_names:
         memory.get_parameter(name).data = memory.get_parameter(name).data.float()
-    assert torch.equal(memory(hidden_states), narrow) or options
+    assert torch.equal(memory(hidden_states), narrow)
     assert memory(hidden_states).dtype == torch.bfloat16

@@ -57,7 +57,6 @@ KEEPERS = {
     "ultramem": Keeper(ultramem, 32, KEYS, is_exact=True),
     "ultramem heads": Keeper(lambda: ultramem(heads=2, rank=3), 32, KEYS, is_exact=True),
     "chapters": Keeper(lambda: chapter_layer(routing="token").float(), 8, CHAPTERS),
-    "factors": Keeper(lambda: chapter_layer(routing="token", bank_rank=3).float(), 8, (*CHAPTERS, "bank_transform")),
 }
 
 

@@ -27,9 +27,7 @@ def gradients(sparse: bool = False, checkpointing: bool = False, **options) -> d
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"routing": "sequence"}, {"bank_rank": 5}, {"share": "every:2"}, {"share": "none"}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"routing": "sequence"}, {"share": "every:2"}, {"share": "none"}], ids=str)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_of_rows_are_those_of_the_whole_bank(options, checkpointing):
     expected = gradients(**options)
@@ -42,7 +40,7 @@ def test_gradients_of_rows_are_those_of_the_whole_bank(options, checkpointing):
     assert 0 < read.coalesce().indices().shape[1] < len(table) / 2
 
 
-SHARES = {"shared": {}, "own": {"share": "none"}, "factors": {"bank_rank": 5}, "neighbours": {"share": "every:1"}}
+SHARES = {"shared": {}, "own": {"share": "none"}, "neighbours": {"share": "every:1"}}
 
 
 def in_place(model):

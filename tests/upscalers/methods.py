@@ -43,7 +43,6 @@ _OPTIONS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "": {},
             "own": {"share": "none", "site": "behind-layer"},
             "neighbours": {"share": "every:2", "layers": 3},
-            "factors": {"bank_rank": 5, "site": "behind-layer"},
             "per token": {"routing": "token"},
             "per sequence": {"routing": "sequence"},
             "per prompt": {"routing": "prompt"},

@@ -30,7 +30,6 @@ from upscalers.runs.upscale import upscale
     [
         ({}, {}, {"0.bank": [24, 32]}),
         ({"share": "none"}, {"bank": [24, 32]}, {}),
-        ({"bank_rank": 5}, {}, {"0.bank": [24, 5], "0.bank_transform": [32, 5]}),
         ({"share": "every:1"}, {}, {"0.bank": [24, 32], "1.bank": [24, 32]}),
     ],
     ids=str,
@@ -334,7 +333,7 @@ def test_a_causal_model_says_nothing_of_it(command, base, tmp_path, routing):
 
 
 def test_a_dry_run_warns_as_well(command, base):
-    done = command("--base", base, "--method", "moc", "--dry-run", "--set", "preset=released-adapter")
+    done = command("--base", base, "--method", "moc", "--dry-run", "--set", "preset=paper")
     assert done.status == 0 and f"upscale: warning: {NOT_CAUSAL}" in done.err
 
 

@@ -18,7 +18,7 @@ from midus_hf.config.flops.rules import (
     top_k,
     values_read,
 )
-from midus_hf.config.memories.retrieval import RANDOM_SLOTS, Addressing
+from midus_hf.config.memories.retrieval import RANDOM_SLOTS, Addressing, ValueBits, check_bits, in_bits
 from midus_hf.config.memory_types import MemoryOptions, SharedTables, check_fit, check_options
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
@@ -34,7 +34,6 @@ PAPER = {
     "k": 64,
     "routing": "sequence",
     "routed_scale": 2.5,
-    "normalise": True,
     "share": "all",
 }
 
@@ -58,21 +57,8 @@ class ChaptersOptions(MemoryOptions):
         **RANDOM_SLOTS,
     }
     # The output projection starts at zero and must train, or nothing is ever added; its role covers the other projections too.
-    value_roles = ("value", "transform", "projection")
-    presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "paper": PAPER,
-        "released-adapter": {
-            "memory_tokens": 2048,
-            "chapters": 8,
-            "shared_chapters": 0,
-            "k": 2,
-            "routing": "sequence",
-            "routed_scale": 1.0,
-            "normalise": False,  # the release normalises only if there are shared chapters
-            "bank_rank": 256,
-            "router_z_loss_coef": 0.0,
-        },
-    }
+    value_roles = ("value", "projection")
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": PAPER}
 
     memory_tokens: int = option(4096, "N_m, the rows of the bank")
     chapters: int = option(64, "C, equal parts of the bank, shared ones included")
@@ -91,14 +77,10 @@ class ChaptersOptions(MemoryOptions):
     routed_scale: float = option(
         2.5, "weight of all routed chapters together, where each shared one weighs 1; weights scale memory tokens"
     )
-    normalise: bool = option(True, "whether memory tokens are divided by their root mean square before they are read")
     share: str = option(
         "all", "which layers have one bank: all, none, or every:K for K neighbours", "all | none | every:K"
     )
-    bank_rank: int | None = option(
-        None, "rank of the bank, which is then the product of two factors; null: the bank is one matrix"
-    )
-    bank_bits: Literal[8, 4] | None = option(
+    bank_bits: ValueBits | None = option(
         None,
         "bits per element of a bank that no longer trains, whose rows are integers with a scale each; null: the bank trains",
     )
@@ -139,10 +121,6 @@ class ChaptersOptions(MemoryOptions):
         """T, the number of memory tokens per chapter."""
         return self.memory_tokens // self.chapters
 
-    def row_width(self, sizes: ModelSizes) -> int:
-        """Return the number of elements per row of the bank."""
-        return self.bank_rank or sizes.hidden_size
-
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         hidden = sizes.hidden_size
         projection = DeclaredTensor((hidden, hidden), "projection", Normal(_STD))
@@ -166,19 +144,8 @@ class ChaptersOptions(MemoryOptions):
 
     def bank(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         """Return the tensors that hold the memory tokens."""
-        row_width = self.row_width(sizes)
-        tensors = {"bank": DeclaredTensor((self.memory_tokens, row_width), "value", Normal(_STD))}
-        if self.bank_bits is not None:
-            scales = DeclaredTensor((self.memory_tokens,), "buffer", ONES)
-            if self.bank_bits == 8:
-                integers = DeclaredTensor((self.memory_tokens, row_width), "buffer", ZEROS, dtype="int8")
-            else:
-                integers = DeclaredTensor((self.memory_tokens, row_width // 2), "buffer", ZEROS, dtype="uint8")
-            tensors = {"bank_integers": integers, "bank_scales": scales}
-        if self.bank_rank is not None:
-            shape, initial = (sizes.hidden_size, self.bank_rank), Normal(self.bank_rank**-0.5)
-            tensors["bank_transform"] = DeclaredTensor(shape, "transform", initial)
-        return tensors
+        bank = DeclaredTensor((self.memory_tokens, sizes.hidden_size), "value", Normal(_STD))
+        return in_bits({"bank": bank}, self.bank_bits)
 
     def neighbours(self) -> int | None:
         """Return K of `every:K`; None for other values of `share`."""
@@ -194,7 +161,7 @@ def check_chapters_options(options: ChaptersOptions) -> None:
     if options.memory_tokens % options.chapters:
         raise ValueError(
             f"chapters is {options.chapters}, which does not divide memory_tokens = {options.memory_tokens}; expected chapters of "
-            f"equal size. The nearest that do are {', '.join(map(str, _nearest_divisors(options.memory_tokens, options.chapters)))}."
+            "equal size. Choose a divisor."
         )
     if options.routed_chapters < 1:
         raise ValueError(
@@ -206,8 +173,6 @@ def check_chapters_options(options: ChaptersOptions) -> None:
             f"k is {options.k}; expected 1 <= k <= {options.routed_chapters}, the chapters = {options.chapters} less "
             f"shared_chapters = {options.shared_chapters}. Lower k or raise chapters."
         )
-    if options.bank_rank is not None and options.bank_rank < 1:
-        raise ValueError(f"bank_rank is {options.bank_rank}; expected 1 or more, or null.")
     if not (math.isfinite(options.routed_scale) and options.routed_scale > 0):
         raise ValueError(f"routed_scale is {options.routed_scale!r}; expected a number above 0.")
     for name in ("router_aux_loss_coef", "router_z_loss_coef"):
@@ -224,28 +189,12 @@ def check_chapters_fit(options: ChaptersOptions, sizes: ModelSizes) -> None:
             f"hidden_size is {sizes.hidden_size}; expected a multiple of the {sizes.num_heads} attention heads, as many as read the "
             "bank. This model needs another memory."
         )
-    if options.bank_bits == 4 and options.row_width(sizes) % 2:
-        raise ValueError(
-            f"bank_bits is 4 and rows of the bank have {options.row_width(sizes)} elements; expected an even number, two per "
-            "byte. Set bank_bits to 8."
-        )
-
-
-def _nearest_divisors(number: int, wanted: int) -> list[int]:
-    """Return the nearest divisors of a number below and above the wanted divisor."""
-    divisors = [
-        divisor
-        for small in range(1, math.isqrt(number) + 1)
-        if number % small == 0
-        for divisor in (small, number // small)
-    ]
-    below, above = [d for d in divisors if d < wanted], [d for d in divisors if d > wanted]
-    return [*([max(below)] if below else []), *([min(above)] if above else [])]
+    check_bits("bank_bits", options.bank_bits, {"hidden_size": sizes.hidden_size})
 
 
 @values_read.register
 def chapters_values_read(options: ChaptersOptions, sizes: ModelSizes) -> int:
-    return (options.shared_chapters + options.k) * options.chapter_tokens * options.row_width(sizes)
+    return (options.shared_chapters + options.k) * options.chapter_tokens * sizes.hidden_size
 
 
 @flops.register
@@ -257,9 +206,8 @@ def chapters_flops(
     For routing `sequence` and `prompt` the count is the paper's: memory tokens are weighted, normalised and
     projected for each sequence anew. With `chunk` and `token`, choices overlap: each memory token that is read is
     normalised and projected once, at most the whole bank, and weights scale scores and weighted sums instead.
-    Chunks are pooled by a running sum, divided once per chunk. A factored bank is multiplied out once per layer, a
-    quantised bank is scaled where it is read. The router's losses count as in the paper; turning its probabilities
-    into weights does not count.
+    Chunks are pooled by a running sum, divided once per chunk. A quantised bank is scaled where it is read. The
+    router's losses count as in the paper; turning its probabilities into weights does not count.
     """
     hidden, heads, rows = sizes.hidden_size, sizes.num_heads, batch * tokens
     chunks = math.ceil(tokens / options.chunk_size) + (options.first_tokens < min(tokens, options.chunk_size))
@@ -275,9 +223,8 @@ def chapters_flops(
         + choices * options.chapters * SOFTMAX
         + top_k(choices, options.chapters, options.k),
         "router losses": router_losses(choices, options.chapters, options.k),
-        "bank": (0 if options.bank_rank is None else linear(options.memory_tokens, options.bank_rank, hidden))
-        + (0 if options.bank_bits is None else read * options.row_width(sizes)),
-        "memory tokens": weighting + (rms_norm(read, hidden) if options.normalise else 0),
+        "bank": 0 if options.bank_bits is None else read * hidden,
+        "memory tokens": weighting + rms_norm(read, hidden),
         "attention": 2 * linear(rows, hidden, hidden)
         + 2 * linear(read, hidden, hidden)
         + attention_products(batch, tokens, selected, hidden)

@@ -57,7 +57,9 @@ def check_headwise_options(options: HeadwiseOptions) -> None:
 def check_headwise_fit(options: HeadwiseOptions, sizes: ModelSizes) -> None:
     check_retrieval_fit(options, sizes)
     check_halves(options, sizes)
-    check_bits(options.value_bits, {"hidden_size / num_attention_heads": sizes.hidden_size // sizes.num_heads})
+    check_bits(
+        "value_bits", options.value_bits, {"hidden_size / num_attention_heads": sizes.hidden_size // sizes.num_heads}
+    )
 
 
 @values_read.register

@@ -135,10 +135,11 @@ def check_halves(options: RetrievalOptions, sizes: ModelSizes) -> None:
         raise ValueError(f"{name} is {width}; expected an even number, half for rows and half for columns.")
 
 
-def check_bits(bits: ValueBits | None, widths: Mapping[str, int]) -> None:
+def check_bits(option: str, bits: ValueBits | None, widths: Mapping[str, int]) -> None:
     """Refuse rows that their number of bits does not fit.
 
     Args:
+        option: Name of the option, for the message.
         bits: Bits per element, 8 or 4; None for tables that train.
         widths: Width of the rows of each table, by the name of the option or size that sets it.
 
@@ -148,7 +149,7 @@ def check_bits(bits: ValueBits | None, widths: Mapping[str, int]) -> None:
     for name, width in widths.items():
         if bits == 4 and width % 2:
             raise ValueError(
-                f"value_bits is 4 and {name} is {width}; expected an even width, two elements per byte. Choose 8 bits."
+                f"{option} is 4 and {name} is {width}; expected an even width, two elements per byte. Choose 8 bits."
             )
 
 

@@ -87,7 +87,7 @@ class ProductKeyOptions(SharedValueOptions):
 @check_fit.register
 def check_shared_values_fit(options: SharedValueOptions, sizes: ModelSizes) -> None:
     check_retrieval_fit(options, sizes)
-    check_bits(options.value_bits, {"hidden_size": sizes.hidden_size})
+    check_bits("value_bits", options.value_bits, {"hidden_size": sizes.hidden_size})
 
 
 @values_read.register

@@ -265,7 +265,11 @@ def check_ultramem_fit(options: UltraMemOptions, sizes: ModelSizes) -> None:
         raise ValueError(
             f"rank is {options.rank}, more than the {key_width} features of a key; expected fewer. Lower rank."
         )
-    check_bits(options.value_bits, {name: options.width(name, sizes) for name in ("value_width", "pre_value_width")})
+    check_bits(
+        "value_bits",
+        options.value_bits,
+        {name: options.width(name, sizes) for name in ("value_width", "pre_value_width")},
+    )
 
 
 @values_read.register

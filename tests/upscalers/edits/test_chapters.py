@@ -67,7 +67,6 @@ EDITS = {
     "zero, bfloat16": Edit("zero --chapters 1,3-4", [0, None, 2, None, None, 5], saved={"dtype": torch.bfloat16}),
     "prune": Edit("prune --chapters 2,4", [0, 1, 3, 5], LAYERS),
     "prune the shared one": Edit("prune --chapters 5,0", [1, 2, 3, 4], LAYERS, {"sharded": True}),
-    "factors": Edit("prune --chapters 1", [0, 2, 3, 4, 5], LAYERS, {"bank_rank": 3}),
     "zero, 4 bits": Edit("zero --chapters 0", ONE_ZERO, saved={"bank_bits": 4}, parts=("_integers", "_scales")),
     "every bank": Edit("zero --chapters 0", ONE_ZERO, (), {"share": "none"}, BANKS_OF_LAYERS),
     "one memory": Edit("zero --chapters 0 --memory chapters-2", ONE_ZERO, (), {"names": TWO}, (bank_name(memory=TWO[1]),)),
@@ -197,7 +196,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "zero --chapters 1 --memory other": ("memory is 'other'; expected the name of a memory of chapters, of which the model has", {}),
     "zero --chapters 1": ("the model has several memories of chapters, chapters, chapters-2; expected one of", {"names": TWO}),
     "quantise --bits 3": ("bits is 3; expected 8 or 4.", {}),
-    "quantise --bits 4": ("bank_bits is 4 and rows of the bank have 3 elements; expected an even number", {"bank_rank": 3}),
 }  # fmt: skip
 
 
@@ -249,7 +247,7 @@ def test_what_is_not_finite_stays_as_it_is_and_is_listed_as_that(tmp_path, chapt
 
 
 # Of models that were upscaled with `moc`, given values as training would, edited, and loaded.
-SHARES = ({}, {"share": "every:2", "bank_rank": 3}, {"routing": "prompt"})
+SHARES = ({}, {"share": "every:2"}, {"routing": "prompt"})
 OPTIONS = {"memory_tokens": CHAPTERS * TOKENS, "chapters": CHAPTERS, "k": 2, "chunk_size": 4, "layers": [0, 2, 3]}
 
 
