@@ -80,7 +80,6 @@ class Backbone:
         attention_bias: Whether queries, keys and values have biases.
         output_bias: Whether the output projection of attention has a bias.
         mlp_bias: Whether the feed-forward network has biases.
-        activation: Name of the activation in the gated feed-forward network, such as `"silu"`.
         caps_scores: Whether a tanh caps attention scores softly.
         caps_logits: Whether a tanh caps logits softly.
         tied: Whether the language head and the embedding share one matrix.
@@ -92,7 +91,6 @@ class Backbone:
     attention_bias: bool
     output_bias: bool
     mlp_bias: bool
-    activation: str
     caps_scores: bool
     caps_logits: bool
     tied: bool
@@ -146,7 +144,6 @@ def read_backbone(config: Config) -> Backbone:
         attention_bias=has_bias["attention_bias"] or traits.qkv_bias,
         output_bias=has_bias["attention_bias"],
         mlp_bias=has_bias["mlp_bias"],
-        activation=activation_of(values),
         caps_scores=bool(values.get("attn_logit_softcapping")),
         caps_logits=bool(values.get("final_logit_softcapping")),
         tied=bool(values.get("tie_word_embeddings")),

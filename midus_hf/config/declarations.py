@@ -1,8 +1,8 @@
 """Registration of memory types, with the check of what a type of another package declares: sites, options, controls, tensors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from midus_hf.config.declared_tensors import DeclaredTensor, Role
 from midus_hf.config.memory_types import MEMORY_TYPES, SITES, DeclaredControl, InsertedOptions, MemoryOptions, is_name
@@ -78,7 +78,14 @@ def check_declaration(name: str, cls: type[MemoryOptions]) -> None:
             f"memory type {name!r} has the option {taken[0]!r}, which says what or where a memory is; choose another name."
         )
     for control, changes in cls.controls.items():
-        _check_control(name, cls, control, changes)
+        if control not in get_args(DeclaredControl):
+            raise ValueError(
+                f"memory type {name!r} declares the control {control!r}; expected one of {', '.join(get_args(DeclaredControl))}."
+            )
+        try:
+            cls(**changes)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the control {control!r} of memory type {name!r} cannot be built: {error}") from None
     for tensor_name, tensor in sample_tensors(cls):
         parent, _, leaf = tensor_name.rpartition(".")
         if not leaf.isidentifier() or (parent and (leaf != "weight" or not parent.isidentifier())):
@@ -104,21 +111,3 @@ def check_declaration(name: str, cls: type[MemoryOptions]) -> None:
             raise ValueError(
                 f"memory type {name!r} gives {tensor_name} the role {tensor.role!r}; expected one of {', '.join(_ROLES)}."
             )
-
-
-def _check_control(name: str, cls: type[MemoryOptions], control: str, changes: Mapping[str, Any]) -> None:
-    """Refuse an unknown control, or one whose options the type does not have or refuses."""
-    if control not in get_args(DeclaredControl):
-        raise ValueError(
-            f"memory type {name!r} declares the control {control!r}; expected one of {', '.join(get_args(DeclaredControl))}."
-        )
-    unknown = sorted(changes.keys() - {field.name for field in fields(cls)})
-    if unknown or not changes:
-        choice = f"the option {unknown[0]!r}, which it does not have" if unknown else "no option"
-        raise ValueError(
-            f"the control {control!r} of memory type {name!r} sets {choice}; expected options of this type."
-        )
-    try:
-        cls(**changes)
-    except ValueError as error:
-        raise ValueError(f"the control {control!r} of memory type {name!r} cannot be built: {error}") from None

@@ -17,10 +17,10 @@ from midus_hf.config.memory_types import (
     check_fit,
     check_layers,
     is_name,
-    known_type,
 )
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import read_options
+from midus_hf.config.plugins import load_offered
 
 # Key in a config's `upscale` entry: the SHA-256 of the weights that the model was upscaled from.
 BASE_DIGEST = "base_sha256"
@@ -241,7 +241,9 @@ def check_entry(values: Any) -> None:
             f"memory entry is {values!r}; expected a mapping such as {{'type': 'headwise', 'layers': [1]}}."
         )
     memory_type = values.get("type")
-    if not isinstance(memory_type, str) or not known_type(memory_type):
+    if isinstance(memory_type, str) and memory_type not in MEMORY_TYPES:
+        load_offered("midus_hf.config.memories")
+    if not isinstance(memory_type, str) or memory_type not in MEMORY_TYPES:
         raise ValueError(
             f"memory type is {memory_type!r}; expected one of: {', '.join(sorted(MEMORY_TYPES))}. Do not rename a type, "
             "since tensors mean something else under another type. A type of another package is known only where it is installed."

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal, get_args
 from midus_hf.config.declared_tensors import DeclaredTensor, Role
 from midus_hf.config.fetched_blocks import FetchedBlocks
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.config.plugins import load_offered
 
 # Position of a memory in a model.
 #
@@ -34,8 +33,8 @@ class MemoryOptions:
 
     A subclass is registered under the `type` that entries of a config's `memory` list name. Its fields are made with
     `midus_hf.config.options.option` and have defaults. What is asked about a memory elsewhere (which values, models and layers
-    it refuses, what it costs) is a function registered for the class of options: `check_options`, `check_fit`, `check_layers`,
-    `layer_projections`, and `flops` and `values_read` of `midus_hf.config.flops.rules`. Methods that take `index` and `count`
+    it refuses, what it costs) is a function registered for the class of options: `check_options`, `check_fit`, `check_layers`, and
+    `flops` and `values_read` of `midus_hf.config.flops.rules`. Methods that take `index` and `count`
     describe one layer: `index` counts from 0 among the `count` layers that have the memory.
     """
 
@@ -101,6 +100,10 @@ class MemoryOptions:
         """
         return ()
 
+    def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+        """Return the input and output width of the projections that a layer must have for the memory, by role. Default: none."""
+        return {}
+
     def fetched(self, sizes: ModelSizes) -> FetchedBlocks | None:
         """Return the blocks that each text fetches for a layer from the checkpoint's bank. Default: None, no blocks."""
         return None
@@ -135,12 +138,6 @@ def check_layers(options: MemoryOptions, layers: tuple[int, ...]) -> None:
     Raises:
         ValueError: If the choice does not work. The message names the layers, the expected layers and a remedy.
     """
-
-
-@singledispatch
-def layer_projections(options: MemoryOptions, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
-    """Return the input and output width of the projections that a layer must have for a memory, by role. Default: none."""
-    return {}
 
 
 def head_projections(sizes: ModelSizes) -> dict[str, tuple[int, int]]:
@@ -180,16 +177,8 @@ class InsertedOptions(MemoryOptions):
         return sizes.hidden_size if self.output_projection else sizes.num_heads * sizes.head_dim
 
 
-#: Options classes of the registered types, by type. Types of other packages are added when `known_type` meets an
-#: unknown name.
+#: Options classes of the registered types, by type. Types of other packages are added when an entry has an unknown name.
 MEMORY_TYPES: dict[str, type[MemoryOptions]] = {}
-
-
-def known_type(name: object) -> bool:
-    """Return whether a type of memory has this name, here or in another package."""
-    if name not in MEMORY_TYPES:
-        load_offered("midus_hf.config.memories")
-    return name in MEMORY_TYPES
 
 
 # Attributes of torch's containers of modules. A module in a container cannot have one of these names.

@@ -53,10 +53,12 @@ def read_options(
     """
     fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, options_class))}
     presets: dict[str, dict[str, Any]] = getattr(options_class, "presets", {})
-    values = {
-        **_preset(presets, values),
-        **{key: value for key, value in values.items() if key != "preset" or not presets},
-    }
+    name = values.get("preset") if presets else None
+    if name is not None and name not in list(presets):
+        raise ValueError(f"preset is {name!r}; expected one of: {', '.join(presets)}.")
+    if presets:
+        chosen = {} if name is None else presets[name]
+        values = {**chosen, **{key: value for key, value in values.items() if key != "preset"}}
     for key in values:
         if key not in fields:
             known = near_matches(str(key), [*fields, *(["preset"] if presets else [])]) if fields else "It has none."
@@ -92,14 +94,6 @@ def read_options(
         raise ValueError(f"{key} is {value!r}; expected {_expected(alternatives)}.")
 
     return options_class(**{key: read(hints[key], value, prefix + key) for key, value in values.items()})
-
-
-def _preset(presets: Mapping[str, dict[str, Any]], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the preset that `values` chooses; empty if `values` chooses none."""
-    name = values.get("preset") if presets else None
-    if name is not None and name not in list(presets):
-        raise ValueError(f"preset is {name!r}; expected one of: {', '.join(presets)}.")
-    return {} if name is None else presets[name]
 
 
 def _numbers_of(value: Any) -> list[float] | None:

@@ -173,23 +173,15 @@ def _refuse_keys_given_twice(reader: yaml.SafeLoader, node: yaml.Node, subject: 
     if id(node) in seen or not isinstance(node, yaml.CollectionNode):
         return
     seen.add(id(node))  # an alias refers to the same node again
-    values: dict[Any, yaml.Node] = {}
+    lines: dict[Any, int] = {}
     for child in node.value:
         key_node, value_node = child if isinstance(node, yaml.MappingNode) else (None, child)
         if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
             key = reader.construct_object(key_node)
-            if key in values:
-                first, second = (
-                    f"{_words(each)} in line {each.start_mark.line + 1}" for each in (values[key], value_node)
-                )
+            line = key_node.start_mark.line + 1
+            if key in lines:
                 raise ValueError(
-                    f"{subject} has {key!r} twice, {first} and {second}; expected each key once. Leave one out."
+                    f"{subject} has {key!r} twice, in lines {lines[key]} and {line}; expected each key once. Leave one out."
                 )
-            values[key] = value_node
+            lines[key] = line
         _refuse_keys_given_twice(reader, value_node, subject, seen)
-
-
-def _words(node: yaml.Node) -> str:
-    if isinstance(node, yaml.ScalarNode):
-        return repr(node.value)
-    return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"

@@ -204,7 +204,8 @@ class Chapters(MemoryModule):
                 return keys, values, chapters
         read, chapters = self._read_chapters(chapters)
         gives_rows = self._gives_rows(bank, read)
-        keys, values = self._projected(_memory_rows(self.options, bank, read, like.dtype, gives_rows))
+        rows = _memory_rows(self.options, bank, read, like.dtype, gives_rows)
+        keys, values = self.key_projection(rows), self.value_projection(rows)  # [C', M, H * d]
         return keys.unflatten(-1, shape), values.unflatten(-1, shape), chapters
 
     def _read_chapters(self, chapters: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -230,10 +231,6 @@ class Chapters(MemoryModule):
 
     def _bank(self, tables: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tables[name] if name in tables else getattr(self, name) for name in self.bank_names}
-
-    def _projected(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values `[C', M, H * d]` of memory tokens `[C', M, W]`."""
-        return self.key_projection(rows), self.value_projection(rows)
 
     def _report(self, routing: Routing, report: RouterReport) -> None:
         """Report the router's logits, and the sum of its losses times their coefficients."""

@@ -29,7 +29,6 @@ class HeadwiseMemory(RetrievalMemory):
     def __init__(self, options: HeadwiseOptions, sizes: ModelSizes):
         super().__init__(options, sizes)
         self.head_dim, self.value_dim = self.query_width, sizes.hidden_size // sizes.num_heads
-        self.n = options.n
 
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
         by_head = attention_output.reshape(*attention_output.shape[:-1], self.num_heads, self.head_dim)

@@ -83,11 +83,6 @@ class KeptValues:
         """True if nothing is kept."""
         return self._derived is None
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the kept tensors in bytes; 0 if nothing is kept."""
-        return sum(tensor.nbytes for tensor in _tensors_of(self._derived))
-
     def fill(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> None:
         """Derive the tensors, if the parameters of `module` and the tables that it shares can be read as they are."""
         if any(hasattr(part, "_hf_hook") for part in module.modules()) or not self._is_plain(module, tables):
@@ -138,8 +133,6 @@ class KeptValues:
 
 
 def _tensors_of(derived: Any) -> tuple[torch.Tensor, ...]:
-    if derived is None:
-        return ()
     return (derived,) if isinstance(derived, torch.Tensor) else derived
 
 

@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from midus_hf.config.memories.shared_values import LinearOptions, ProductKeyOptions
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.memories.shared_values import LinearOptions
 from midus_hf.memory.registry import register_memory
 from midus_hf.memory.retrieval import RetrievalMemory
 from midus_hf.ops.gather.weighted import weighted_gather
@@ -42,9 +41,6 @@ class SharedValueMemory(RetrievalMemory):
         output = weighted_gather(bank, rows, scores.softmax(dim=-1).flatten(-2))  # [B, T, D]
         return output if residual is None else (residual + output).to(residual.dtype)
 
-    def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        raise TypeError(f"{type(self).__name__} does not say how it selects slots.")
-
 
 @register_memory("linear")
 class LinearMemory(SharedValueMemory):
@@ -73,10 +69,6 @@ class ProductKeyMemory(SharedValueMemory):
 
     row_keys: torch.Tensor
     column_keys: torch.Tensor
-
-    def __init__(self, options: ProductKeyOptions, sizes: ModelSizes):
-        super().__init__(options, sizes)
-        self.n = options.n
 
     def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return product_key_topk(query, self.row_keys, self.column_keys, self.k)

@@ -199,9 +199,9 @@ def test_an_empty_file_sets_nothing(tmp_path):
         (
             "model: m\ntext: t\nrate: 1\nrate: 2\n",
             [],
-            "has 'rate' twice, '1' in line 3 and '2' in line 4; expected each key once. Leave one out.",
+            "has 'rate' twice, in lines 3 and 4; expected each key once. Leave one out.",
         ),
-        ("model: m\ntext: {path: a, path: [b]}\n", [], "has 'path' twice, 'a' in line 2 and a list in line 2;"),
+        ("model: m\ntext: {path: a, path: [b]}\n", [], "has 'path' twice, in lines 2 and 2;"),
         ("model: m\n", ["text={path: a, path: b}"], "override 'text={path: a, path: b}' has 'path' twice"),
         ("model: m\ntext: ''\n", [], "text.path is ''; expected a value. Fill it in, or leave it out."),
         ("model: m\ntext: t\n", ["model=''"], "model is ''; expected a value. Fill it in, or leave it out."),

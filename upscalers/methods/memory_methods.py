@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.config.memory_entries import ATTACHED, INSERTED, TABLES, MemoryEntry
-from midus_hf.config.memory_types import InsertedOptions, MemoryOptions, Site, check_fit, layer_projections
+from midus_hf.config.memory_types import InsertedOptions, MemoryOptions, Site, check_fit
 from midus_hf.config.options import option
 from upscalers.architecture.families import FAMILIES, MEMORY_PREFIX
 from upscalers.architecture.family import Config, kept_roles
@@ -190,7 +190,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     def _projections(self, base: BaseModel) -> dict[str, tuple[int, int]]:
         """Return the widths of the projections that a layer must have, by role; none for a memory outside of parts of layers."""
         inside = self.options.site.startswith("inside-")
-        return layer_projections(self._memory(), base.layout.sizes) if inside else {}
+        return self._memory().layer_projections(base.layout.sizes) if inside else {}
 
     def _hosting_layers(self, base: BaseModel) -> list[int]:
         """Return the layers that can have the memory: for a memory inside a part, those whose projections are as wide as needed."""

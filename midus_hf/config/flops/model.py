@@ -103,9 +103,9 @@ def estimate_flops(config: Mapping[str, Any], tokens: int, batch: int = 1) -> Mo
 def _layer(backbone: Backbone, batch: int, tokens: int) -> dict[str, int]:
     """Count the operations of a layer of the base, its residual adds included."""
     hidden, inner, rows = backbone.sizes.hidden_size, backbone.sizes.intermediate_size, batch * tokens
-    if backbone.activation not in ACTIVATIONS:
+    if backbone.sizes.activation not in ACTIVATIONS:
         raise ValueError(
-            f"the activation is {backbone.activation!r}, which has no price; expected one of: {', '.join(ACTIVATIONS)}."
+            f"the activation is {backbone.sizes.activation!r}, which has no price; expected one of: {', '.join(ACTIVATIONS)}."
         )
     attention = _attention(backbone, batch, tokens, keeps_output=True)
     norms = backbone.traits.input_norms + backbone.traits.output_norms
@@ -114,7 +114,7 @@ def _layer(backbone: Backbone, batch: int, tokens: int) -> dict[str, int]:
         "norms": attention["norms"] + norms * rms_norm(rows, hidden),
         "feed-forward": 2 * linear(rows, hidden, inner, backbone.mlp_bias)
         + linear(rows, inner, hidden, backbone.mlp_bias)
-        + rows * inner * (ACTIVATIONS[backbone.activation] + 1),
+        + rows * inner * (ACTIVATIONS[backbone.sizes.activation] + 1),
         "residual adds": 2 * rows * hidden,
     }
 

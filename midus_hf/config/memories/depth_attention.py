@@ -11,7 +11,6 @@ from midus_hf.config.memory_types import (
     check_layers,
     check_options,
     head_projections,
-    layer_projections,
 )
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
@@ -104,6 +103,9 @@ class DepthAttentionOptions(MemoryOptions):
                 tensors[f"{source}_{part}.weight"] = DeclaredTensor(shape, "projection", initial)
         return tensors
 
+    def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+        return head_projections(sizes)
+
     def initial(self, part: str) -> Initial:
         """Return the initial values of a projection. With `joining` `added`, zero values make the depth add zero at the start."""
         return ZEROS if self.joining == "added" and part == "value" else Normal(_STD)
@@ -154,8 +156,3 @@ def depth_attention_flops(
         + attention_weights(batch, sizes.num_heads, tokens, slots),
         "slot projections": 2 * written * linear(batch * tokens, sizes.hidden_size, key_width),
     }
-
-
-@layer_projections.register
-def depth_attention_projections(options: DepthAttentionOptions, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
-    return head_projections(sizes)

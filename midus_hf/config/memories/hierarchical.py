@@ -12,7 +12,6 @@ from midus_hf.config.memory_types import (
     MemoryOptions,
     check_options,
     head_projections,
-    layer_projections,
 )
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
@@ -73,10 +72,6 @@ class HierLoraOptions(HierarchicalOptions):
     """LoRA memories: `alpha * B A x` is added to a projection's output, with A of rank r and B zero at the start (appendix I)."""
 
     alpha: float = option(2.0, "number by which the product of both factors is multiplied")
-
-    def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
-        """Return the input and output width of each adapted projection, by the projection's name."""
-        raise TypeError(f"{type(self).__name__} does not say which projections it adapts.")
 
     def block(self, sizes: ModelSizes, size: int) -> dict[str, DeclaredTensor]:
         tensors: dict[str, DeclaredTensor] = {}
@@ -147,10 +142,8 @@ class HierKVOptions(HierarchicalOptions):
             "memory_values": DeclaredTensor(shape, "value", ZEROS),
         }
 
-
-@layer_projections.register
-def hier_lora_projections(options: HierLoraOptions, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
-    return options.layer_projections(sizes)
+    def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+        return head_projections(sizes)
 
 
 @check_options.register
@@ -210,8 +203,3 @@ def hier_kv_flops(
         + attention_weights(batch, sizes.num_heads, tokens, options.fetched_size),
         "residual adds": batch * tokens * width,
     }
-
-
-@layer_projections.register
-def hier_kv_projections(options: HierKVOptions, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
-    return head_projections(sizes)

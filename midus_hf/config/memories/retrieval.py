@@ -71,13 +71,8 @@ class RetrievalOptions(InsertedOptions):
 def sub_keys(num_heads: int, n: int, query_width: int) -> dict[str, DeclaredTensor]:
     """Declare row and column keys `[H, n, w]`, w = query_width / 2, uniform within +-1 / sqrt(w) (Lample et al.)."""
     width = query_width // 2
-    keys = DeclaredTensor((num_heads, n, width), "key", key_initial(width))
+    keys = DeclaredTensor((num_heads, n, width), "key", Uniform(1.0 / math.sqrt(width)))
     return {"row_keys": keys, "column_keys": keys}
-
-
-def key_initial(width: int) -> Uniform:
-    """Return the initial values of keys of a width: uniform within +-1 / sqrt(width)."""
-    return Uniform(1.0 / math.sqrt(width))
 
 
 def in_bits(values: Mapping[str, DeclaredTensor], bits: ValueBits | None) -> dict[str, DeclaredTensor]:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from midus_hf.config.declarations import register_memory_type
-from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Normal
+from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Normal, Uniform
 from midus_hf.config.flops.rules import flops, linear, top_k, values_read
 from midus_hf.config.memories.retrieval import (
     INNER_RESIDUAL_HELP,
@@ -17,7 +17,6 @@ from midus_hf.config.memories.retrieval import (
     check_retrieval_fit,
     check_size,
     in_bits,
-    key_initial,
     sub_key_flops,
     sub_keys,
     weighing_flops,
@@ -63,7 +62,7 @@ class LinearOptions(SharedValueOptions):
         return {
             **self.norm_tensors(sizes),
             **self.projection_and_values(sizes, self.slots),
-            "slot_keys": DeclaredTensor((sizes.num_heads, self.slots, width), "key", key_initial(width)),
+            "slot_keys": DeclaredTensor((sizes.num_heads, self.slots, width), "key", Uniform(1.0 / math.sqrt(width))),
         }
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from midus_hf.banks.mapped_bank import initial_block
-from midus_hf.config.memory_types import MEMORY_TYPES, layer_projections
+from midus_hf.config.memory_types import MEMORY_TYPES
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.fetched import FetchedBatch
 from midus_hf.models.families import FAMILIES
@@ -183,7 +183,7 @@ def _layers_with_projections(base: Any, entry: Mapping[str, Any]) -> list[int]:
     part_of = mixer_of if entry["site"] == "inside-attention" else feed_forward_of
     layers = []
     for index, part in enumerate(map(part_of, base.model.layers)):
-        widths = layer_projections(options, ModelSizes.of(base.config))
+        widths = options.layer_projections(ModelSizes.of(base.config))
         projections = {role: getattr(part, PROJECTIONS[role], None) for role in widths}
         if all(
             isinstance(projection, nn.Linear) and (projection.in_features, projection.out_features) == widths[role]

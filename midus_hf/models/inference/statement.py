@@ -18,7 +18,6 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from midus_hf.config.memory_entries import MemoryEntry
-from midus_hf.config.memory_types import layer_projections
 from midus_hf.memory.fetched import FetchedBatch, FetchedLayer
 from midus_hf.memory.needs import first_of, with_first
 from midus_hf.models.inference.architecture import (
@@ -118,7 +117,7 @@ def state(
                 _change_heads(mixer_of(layer), calls, partial(_with_depth, writers, gate, calls))
         elif entry.site.startswith("inside-"):
             part = (mixer_of if entry.site == "inside-attention" else feed_forward_of)(layer)
-            for role in layer_projections(entry.options, hosting.config.memories().sizes):
+            for role in entry.options.layer_projections(hosting.config.memories().sizes):
                 projection = getattr(part, PROJECTIONS[role])
                 _change(projection, partial(_adapted, partial(memory, **arguments), role, calls, projection))
         else:
