@@ -12,8 +12,8 @@ from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.routing.token_places import TokenPlaces
-from midus_hf.memory.tables import TableReading
 from midus_hf.ops.dispatch.precision import wide_dtype
+from midus_hf.ops.gather.weighted import weighted_gather
 from midus_hf.ops.ngrams.addresses import (
     NO_TOKEN,
     hashed_rows,
@@ -66,7 +66,7 @@ class Ngrams(MemoryModule):
 
     def __init__(self, options: NgramOptions, sizes: ModelSizes):
         super().__init__(options, sizes)
-        self.table_reading = TableReading()
+        self.sparse_gradient = False
         self.dilation = options.max_order
         self.moduli = options.moduli
         # What the state keeps of tokens before the pass, beside the tokens that may be taken back.
@@ -102,7 +102,8 @@ class Ngrams(MemoryModule):
         is_known = rows != 0 if self.options.table == "exact" else torch.ones_like(rows)
         weights = is_known.to(wide_dtype(self.value_table)).unsqueeze(-1)
         weights = F.dropout(weights, self.options.row_dropout, self.training)
-        read = self.table_reading.sums(self.value_table, rows.unsqueeze(-1), weights).flatten(-2)  # [B, T, E]
+        read = weighted_gather(self.value_table, rows.unsqueeze(-1), weights, sparse_gradient=self.sparse_gradient)
+        read = read.flatten(-2)  # [B, T, E]
         added = self._gated(hidden_states, read.to(hidden_states.dtype))
         keeping = {"numbers": numbers}
         if self.options.kernel:

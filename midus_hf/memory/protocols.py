@@ -9,7 +9,6 @@ from torch import nn
 from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.routing.pooling import Routing
 from midus_hf.memory.routing.token_places import TokenPlaces
-from midus_hf.memory.tables import TableReading
 
 
 @runtime_checkable
@@ -27,16 +26,8 @@ class RetrievesSlots(Protocol):
 
 
 @runtime_checkable
-class ReadsFewRows(Protocol):
-    """A memory that reads few rows of large tables of values through functions whose settings training may change."""
-
-    #: Functions that read the tables, with their settings.
-    table_reading: TableReading
-
-
-@runtime_checkable
 class GivesRowGradients(Protocol):
-    """A module that may give a large table a sparse gradient of the rows that were read."""
+    """A memory that reads few rows of large tables, whose gradients may be sparse tensors of these rows; training may set it."""
 
     #: Whether the gradient is sparse.
     sparse_gradient: bool

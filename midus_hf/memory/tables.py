@@ -1,7 +1,6 @@
 """Modules with declared tensors, tables that the layers of a memory share, and the reading of rows of large tables."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
@@ -9,8 +8,6 @@ from torch import nn
 
 from midus_hf.config.declared_tensors import DeclaredTensor, Role
 from midus_hf.ops.chapters.quantisation import dequantise_rows
-from midus_hf.ops.gather.products import gathered_products
-from midus_hf.ops.gather.weighted import weighted_gather
 
 
 class DeclaredModule(nn.Module):
@@ -53,25 +50,6 @@ class DeclaredModule(nn.Module):
             if not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)):
                 with torch.no_grad():
                     self.declared[name].initial.fill(tensor)
-
-
-@dataclass
-class TableReading:
-    """Sums of rows of a table, and products with rows.
-
-    Args:
-        sparse_gradient: Whether gradients of tables are sparse tensors of the rows that were read. Default: false.
-    """
-
-    sparse_gradient: bool = False
-
-    def sums(self, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return weighted sums of rows, as `weighted_gather` does."""
-        return weighted_gather(bank, slots, weights, sparse_gradient=self.sparse_gradient)
-
-    def products(self, vectors: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Return products of vectors with rows, as `gathered_products` does."""
-        return gathered_products(vectors, bank, slots, sparse_gradient=self.sparse_gradient)
 
 
 class MemoryTables(DeclaredModule):

@@ -9,9 +9,11 @@ from midus_hf.config.memories.ultramem import UltraMemOptions
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.retrieval import random_directions
-from midus_hf.memory.tables import TableReading, read_rows
+from midus_hf.memory.tables import read_rows
 from midus_hf.ops.dispatch.precision import without_autocast
 from midus_hf.ops.dispatch.private_torch import is_in_backward
+from midus_hf.ops.gather.products import gathered_products
+from midus_hf.ops.gather.weighted import weighted_gather
 from midus_hf.ops.product_key.op import product_key_topk
 from midus_hf.ops.tucker.op import tucker_topk
 from midus_hf.ops.tucker.reference import leading_vectors
@@ -49,7 +51,7 @@ class UltraMem(MemoryModule):
         self.num_heads, self.num_slots = options.heads, options.num_rows
         self.key_width = options.width("key_width", sizes)
         self.has_pre_values = options.width("pre_value_width", sizes) > 0
-        self.table_reading = TableReading()
+        self.sparse_gradient = False
 
     def forward(
         self,
@@ -76,10 +78,12 @@ class UltraMem(MemoryModule):
         rows = self._rows(slots, len(stored[0]))
         if self.has_pre_values:
             pre_values, places = self._read(self._stored("pre_value_table", tables), rows)
-            products = self.table_reading.products(self.pre_projection(hidden_states), pre_values, places)
+            read = self.pre_projection(hidden_states)
+            products = gathered_products(read, pre_values, places, sparse_gradient=self.sparse_gradient)
             weights = weights * _ACTIVATIONS[self.options.activation](products).to(weights.dtype)
         value_table, places = self._read(stored, rows)
-        values = self.table_reading.sums(value_table, places, weights).to(hidden_states.dtype)  # [B, T, D_v]
+        values = weighted_gather(value_table, places, weights, sparse_gradient=self.sparse_gradient)  # [B, T, D_v]
+        values = values.to(hidden_states.dtype)
         if self.options.output_gate:
             values = values * nn.functional.silu(self.gate_projection(hidden_states))
         return self.value_projection(values)

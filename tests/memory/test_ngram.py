@@ -172,7 +172,7 @@ def test_all_known_ngrams_have_one_row_in_the_control():
 def test_sparse_gradients_are_the_dense_ones(memory):
     run(memory).square().sum().backward()
     dense = memory.value_table.grad
-    memory.value_table.grad, memory.table_reading.sparse_gradient = None, True
+    memory.value_table.grad, memory.sparse_gradient = None, True
     run(memory).square().sum().backward()
     assert torch.equal(memory.value_table.grad.to_dense(), dense)
 

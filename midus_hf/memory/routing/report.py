@@ -13,25 +13,21 @@ class RouterReports:
     def __init__(self, needs_gradient: bool = False):
         self.needs_gradient = needs_gradient
         # Logits and losses by layer and memory.
-        self._routed: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.routed: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, name: str, layer: int) -> "RouterReport":
         """Return the report to which a memory in a layer writes, by the memory's name and the layer's index."""
         return RouterReport(self, name, layer)
 
-    def tell(self, name: str, layer: int, logits: torch.Tensor, loss: torch.Tensor) -> None:
-        """Store the logits `[S, C]` of one router, and its loss, a scalar."""
-        self._routed[layer, name] = (logits, loss)
-
     def logits(self) -> tuple[torch.Tensor, ...]:
         """Return the logits of all routers, ordered by layer."""
-        return tuple(self._routed[key][0] for key in sorted(self._routed))
+        return tuple(self.routed[key][0] for key in sorted(self.routed))
 
     def loss(self) -> torch.Tensor | None:
         """Return the sum over memories of the mean loss of each memory's layers; None if no router reported."""
         losses: dict[str, list[torch.Tensor]] = {}
-        for layer, name in sorted(self._routed):
-            losses.setdefault(name, []).append(self._routed[layer, name][1])
+        for layer, name in sorted(self.routed):
+            losses.setdefault(name, []).append(self.routed[layer, name][1])
         means = [
             torch.stack([loss.to(memory_losses[0].device) for loss in memory_losses]).mean()
             for memory_losses in losses.values()
@@ -62,7 +58,7 @@ class RouterReport:
                 f"the router of memory {self._name!r} in layer {self._layer} runs without gradients in a pass that trains, as under "
                 "reentrant activation checkpointing; expected gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
-        self._reports.tell(self._name, self._layer, logits, loss)
+        self._reports.routed[self._layer, self._name] = (logits, loss)
 
 
 def balance_loss(logits: torch.Tensor, chosen: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.training_args import OptimizerNames
 
-from midus_hf.memory.protocols import GivesRowGradients, ReadsFewRows
+from midus_hf.memory.protocols import GivesRowGradients
 
 # Optimizers of Transformers whose updates `RowAdamW` computes row by row.
 _ROW_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
@@ -91,8 +91,4 @@ def clip_rows(tables: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
 
 def _row_readers(model: nn.Module) -> list[GivesRowGradients]:
     """Return what computes the gradients of the model's large tables."""
-    return [
-        module.table_reading if isinstance(module, ReadsFewRows) else module
-        for module in model.modules()
-        if isinstance(module, ReadsFewRows | GivesRowGradients)
-    ]
+    return [module for module in model.modules() if isinstance(module, GivesRowGradients)]
