@@ -40,9 +40,14 @@ class DepthAttention(MemoryModule):
         return self.attend(read, **depth) if slot is None else self._project(read, slot)
 
     def _project(self, read: torch.Tensor, source: SlotSource) -> tuple[torch.Tensor, torch.Tensor]:
-        projections = (getattr(self, f"{source}_{part}") for part in ("key", "value"))
-        key, value = (projected(read).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2) for projected in projections)
+        key, value = (self._projected(read, f"{source}_{part}") for part in ("key", "value"))
         return key, value
+
+    def _projected(self, read: torch.Tensor, name: str) -> torch.Tensor:
+        projected = getattr(self, name)(read)
+        if self.options.bias:
+            projected = projected + getattr(self, f"{name}_bias")
+        return projected.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
 
     def attend(
         self,

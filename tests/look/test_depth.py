@@ -69,7 +69,7 @@ def expected_shares(model, tokens):
     return [(slots.mean((0, 2)), sequence.mean((0, 2))) for slots, sequence in results.values()]
 
 
-@pytest.mark.parametrize("kind", ["default", "reused", "joint", "added to reused", "last", "some"])
+@pytest.mark.parametrize("kind", ["default", "reused", "joint", "bias", "added to reused", "last", "some"])
 @pytest.mark.parametrize(
     ("of_family", "attention"),
     [("llama", "eager"), ("llama", "sdpa"), ("gemma2", "eager"), ("gemma3", "sdpa")],

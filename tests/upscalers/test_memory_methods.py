@@ -104,8 +104,19 @@ def test_verification_tells_memories_that_choose_by_the_prompt_what_that_is(base
         ("moda, attention", {0: set(), 1: {"depth_gate"}}),
         ("moda, some", {0: {"ffn_key.weight", "ffn_value.weight"}, 1: set()}),
         (
+            "moda, bias",
+            {0: {f"ffn_{part}{end}" for part in ("key", "value") for end in (".weight", "_bias")}},
+        ),
+        (
             "moda, projected",
-            {0: {f"{source}_{part}.weight" for source in ("attention", "ffn") for part in ("key", "value")}},
+            {
+                0: {
+                    f"{source}_{part}{end}"
+                    for source in ("attention", "ffn")
+                    for part in ("key", "value")
+                    for end in (".weight", "_bias")
+                }
+            },
         ),
     ],
 )
@@ -119,7 +130,7 @@ def test_tensors_have_their_names_and_nothing_is_stored_that_nothing_reads(kind,
     inspected = inspect_checkpoint(tmp_path / "out")
     assert inspected["parameters"]["new"] == sum(tensor.numel() for tensor in new.values())
     for name, tensor in new.items():
-        shape = (4,) if name.endswith("depth_gate") else (16, 32)
+        shape = (4,) if name.endswith("depth_gate") else (16,) if name.endswith("bias") else (16, 32)
         assert tensor.shape == shape and tensor.any().item() == name.endswith("_key.weight")
 
 

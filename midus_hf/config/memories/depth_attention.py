@@ -56,6 +56,7 @@ class DepthAttentionOptions(MemoryOptions):
     ffn_slots: bool = option(
         True, "whether later layers read keys and values that are projected from the feed-forward network's input"
     )
+    bias: bool = option(False, "whether the projections of slots have a bias")
     rope: Literal["same", "released"] = option(
         "same",
         "how the keys of slots are rotated. same: like the queries, so that the position cancels out. released: not at all, and not "
@@ -101,6 +102,8 @@ class DepthAttentionOptions(MemoryOptions):
             for part in ("key", "value"):
                 shape, initial = (width, sizes.hidden_size), self.initial(part)
                 tensors[f"{source}_{part}.weight"] = DeclaredTensor(shape, "projection", initial)
+                if self.bias:
+                    tensors[f"{source}_{part}_bias"] = DeclaredTensor((width,), "projection", ZEROS)
         return tensors
 
     def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
@@ -154,5 +157,5 @@ def depth_attention_flops(
     return {
         "depth attention": attention_products(batch, tokens, slots, width)
         + attention_weights(batch, sizes.num_heads, tokens, slots),
-        "slot projections": 2 * written * linear(batch * tokens, sizes.hidden_size, key_width),
+        "slot projections": 2 * written * linear(batch * tokens, sizes.hidden_size, key_width, options.bias),
     }
