@@ -177,7 +177,7 @@ def test_a_vector_has_no_rows():
             "'one-row' of memory type 'bad' cannot be built: width is 0; expected one or more",
         ),
     ],
-    ids=["unknown", "strange-option", "nothing", "refused"],
+    ids=["unknown", "strange-option", "refused"],
 )
 def test_a_control_that_cannot_be_is_refused_where_the_type_is_registered(controls, message):
     with pytest.raises(ValueError, match=message):
