@@ -166,7 +166,16 @@ def test_a_plan_that_repeats_leaves_out_or_reorders_its_layers_is_refused(method
 @pytest.mark.parametrize(
     ("options", "of_layer", "of_model"),
     [
-        ({}, {"value_table": [64, 6], "pre_value_table": [64, 2], "row_keys": [1, 1, 8, 2, 16]}, {}),
+        (
+            {},
+            {
+                "core": [1, 1, 1, 2, 2],
+                "value_table": [64, 6],
+                "pre_value_table": [64, 2],
+                "row_keys": [1, 1, 8, 2, 16],
+            },
+            {},
+        ),
         (
             {"share": "all"},
             {"column_keys": [1, 1, 8, 2, 16]},
@@ -182,12 +191,8 @@ def test_a_plan_that_repeats_leaves_out_or_reorders_its_layers_is_refused(method
             {"row_keys": [1, 1, 11, 2, 16]},
             {"0.value_table": [256, 6]},
         ),
-        (
-            {"core": [1, 2, 2, 2, 2], "value_projection.weight": [32, 6], "value_table": [64, 6]},
-            {},
-        ),
     ],
-    ids=["own", "all", "ring", "no pre-values", "expanded"],
+    ids=["own", "all", "ring", "no pre-values"],
 )
 def test_tensors_of_tables_have_their_names(options, of_layer, of_model, base, tmp_path):
     upscale(
