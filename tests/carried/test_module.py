@@ -193,7 +193,7 @@ def test_the_same_config_gives_the_same_module_in_any_process(family, method, ch
 @pytest.mark.parametrize(
     ("method", "key", "value"),
     [
-        ("midus-hml", "values", "own"),
+        ("midus-hml", "inner_residual", True),
         ("moc", "routing", "token"),
         ("moda", "joining", "interpolated"),
         ("moda", "rope", "released"),

@@ -21,8 +21,8 @@ from midus_hf.memory.kept_values import kept_values
 from midus_hf.memory.registry import build_memory
 
 
-def headwise(values: str = "expanded") -> Any:
-    memory = build("headwise", hidden_size=32, num_heads=4, head_dim=8, n=8, k=3, values=values)
+def headwise() -> Any:
+    memory = build("headwise", hidden_size=32, num_heads=4, head_dim=8, n=8, k=3)
     with torch.no_grad():
         memory.value_bank.normal_()
     return memory
@@ -127,13 +127,6 @@ def test_sizes_are_those_of_what_is_expanded():
         assert memory.kept.serve(memory, torch.zeros(1, 1, 32)).nbytes == 4 * 64 * 8 * 4
     with torch.no_grad(), kept_values(memory := chapter_layer(routing="token")):
         assert memory.kept.serve(memory, torch.zeros(1, 1, 8, dtype=torch.float64)).nbytes == 2 * 16 * 8 * 8
-
-
-@pytest.mark.parametrize("values", ["shared", "own"])
-def test_values_that_are_not_expanded_keep_nothing(values):
-    memory, inputs = headwise(values), torch.randn(2, 5, 32)
-    assert memory.kept is None
-    assert torch.equal(within(memory, inputs), without(memory, inputs))
 
 
 def test_a_pass_with_gradients_does_without_and_so_does_one_that_trains(keeper, memory, inputs):
