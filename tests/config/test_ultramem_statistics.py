@@ -15,7 +15,6 @@ RETRIEVALS = {
     "default": (128, 2, 32, 32),
     "rank-1": (64, 1, 16, 16),
     "rank-4": (64, 4, 16, 16),
-    "few-keys-kept": (64, 3, 4, 8),
     "every-slot": (8, 2, 8, 64),
     "every-pair-that-is-kept": (40, 2, 5, 25),
 }
