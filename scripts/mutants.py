@@ -39,7 +39,6 @@ FOLDERS = [
     *(f"upscalers/{room}" for room in ENGINE_ROOMS),
     "upscalers/methods/contract.py",
     "midus_hf/files",
-    "midus_hf/compare/learning.py",
     "midus_hf/compare/findings.py",
     "midus_hf/compare/report.py",
 ]
@@ -64,9 +63,8 @@ NEAREST = {
     "midus_hf/files/ownership.py": "tests/upscalers/test_ownership.py tests/upscalers/test_output_folder.py",
     "midus_hf/files/whole_folder.py": "tests/upscalers/test_output_folder.py tests/upscalers/test_ownership.py",
     "midus_hf/compare": "tests/compare --ignore=tests/compare/test_killed_comparisons.py",
-    "midus_hf/compare/learning.py": "tests/compare/test_learning.py tests/compare/test_findings.py",
     "midus_hf/compare/findings.py": "tests/compare/test_findings.py tests/compare/test_report.py",
-    "midus_hf/compare/report.py": "tests/compare/test_findings.py tests/compare/test_report.py",
+    "midus_hf/compare/report.py": "tests/compare/test_report.py tests/compare/test_papers.py",
     "upscalers/edits": "tests/upscalers/edits",
     "upscalers": "tests/upscalers --ignore=tests/upscalers/test_interruption.py --ignore=tests/upscalers/dense",
 }

@@ -50,9 +50,9 @@ def midus_compare(
     if dry_run:
         from midus_hf.compare.origins import Inputs
         from midus_hf.compare.report import plan_table, planned
-        from midus_hf.compare.running import check_finished as check_all
+        from midus_hf.compare.running import check_finished
 
-        check_all(comparison, variants, Inputs(comparison))
+        check_finished(comparison, variants, Inputs(comparison))
         plan_report = {"variants": planned(comparison, variants), "seeds": comparison.seeds}
         show(plan_report, json_, lambda _: show_tables([plan_table(comparison, variants)]), indent=2)
         return
@@ -70,7 +70,7 @@ def midus_compare(
 
 def _report(comparison: "Comparison", variants: "Sequence[Variant]", failures: dict[str, str], json_: bool) -> None:
     """Write the report of the runs that are done, and show it."""
-    from midus_hf.compare.findings import findings, sentences
+    from midus_hf.compare.findings import cautions, findings
     from midus_hf.compare.report import as_json, tables, write_report
     from midus_hf.compare.running import collect
 
@@ -79,10 +79,10 @@ def _report(comparison: "Comparison", variants: "Sequence[Variant]", failures: d
         why = failures.get("base", "the base is measured first")
         raise Ending(FAILED, f"{comparison.output_dir} holds no result yet: {why}")
     all_findings = findings(comparison, base, results, failures, missing)
-    files = write_report(Path(comparison.output_dir), all_findings, results)
-    show(as_json(all_findings, files), json_, lambda _: show_tables(tables(all_findings, short=True)), indent=2)
+    page = write_report(Path(comparison.output_dir), all_findings)
+    show(as_json(all_findings, page), json_, lambda _: show_tables(tables(all_findings)), indent=2)
     if not json_:
-        print("\n".join([*sentences(all_findings), "", f"report: {files[-1]}"]))
+        print("\n".join([*cautions(all_findings), "", f"report: {page}"]))
 
 
 def devices_of(devices: str | None, jobs: int) -> list[str]:

@@ -1,23 +1,83 @@
-"""Findings of a comparison: what each variant learned and forgot at its chosen rate, in numbers and sentences."""
+"""Findings of a comparison: what each variant learned and forgot at its chosen rate, by seed, and what to be careful with."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from midus_hf.compare.learning import (
-    Spread,
-    by_rate,
-    chosen_rate,
-    differences,
-    falls,
-    mean_loss,
-    paired,
-    spread,
-    verdict,
-)
-from midus_hf.compare.options import Comparison, rate_name
+from midus_hf.compare.options import Comparison, Rate, rate_name
+from midus_hf.compare.origins import KINDS, short
 from midus_hf.compare.results import Result
 from midus_hf.compare.variants import SHUFFLED
+
+# Seeds below which a spread says little.
+_ENOUGH_SEEDS = 3
+# Student's t at 0.975 for 1 to 10 degrees of freedom; more take the last, which makes intervals wider.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation of the numbers of several seeds; a single number has no deviation."""
+
+    mean: float
+    deviation: float | None
+    count: int
+
+    @property
+    def half_interval(self) -> float | None:
+        """Half the width of the 95 % confidence interval of the mean, by Student's t; None for a single number."""
+        if self.deviation is None:
+            return None
+        return _STUDENT[min(self.count - 1, len(_STUDENT)) - 1] * self.deviation / math.sqrt(self.count)
+
+
+def spread(numbers: Sequence[float]) -> Spread | None:
+    """Return the mean and the spread of numbers, one per seed; None if there are none."""
+    if not numbers:
+        return None
+    return Spread(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None, len(numbers))
+
+
+def paired(lower: Mapping[int, float], higher: Mapping[int, float]) -> Spread | None:
+    """Return the spread of `higher - lower` over the seeds that both have; None if they share no seed."""
+    return spread([higher[seed] - lower[seed] for seed in sorted(set(lower) & set(higher))])
+
+
+def verdict(advantage: Spread) -> str:
+    """Return in words whether a variant beats a null control, over whose loss it has this advantage.
+
+    It does where the 95 % interval of the mean lies above 0, and does not where the mean is 0 or below.
+    """
+    if advantage.mean <= 0:
+        return "does not beat it"
+    if advantage.half_interval is None:
+        return "one seed"
+    return "beats it" if advantage.mean > advantage.half_interval else "is not shown to beat it"
+
+
+def mean_loss(losses: Mapping[str, float], texts: Sequence[str]) -> float:
+    """Return the mean loss of some texts, in nats per token; each text has the same weight."""
+    return statistics.fmean(losses[name] for name in texts)
+
+
+def chosen_rate(searches: Sequence[Result], validation: Sequence[str]) -> Rate | None:
+    """Return the rate at which the mean loss of the validation texts ended lowest; of equal rates, the first.
+
+    A rate whose loss ended at no finite number is not chosen. A single rate needs no validation texts.
+
+    Args:
+        searches: Results of a variant's runs with the first seed, one per rate.
+        validation: Names of the validation texts.
+
+    Returns:
+        The rate; None if no run ended at a finite number.
+    """
+    if len(searches) == 1 and not validation:
+        return searches[0].rate
+    losses = [(mean_loss(result.losses, validation), result.rate) for result in searches]
+    finite = [(loss, rate) for loss, rate in losses if math.isfinite(loss)]
+    return min(finite, key=lambda each: each[0])[1] if finite else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +86,9 @@ class VariantFindings:
 
     `results` are its results at this rate, one per seed, `controls` the results of its null controls, and `num_rates` counts the
     rates with results. `ends` are mean final losses of the domain by seed. `learned_by_seed` is what the loss of the domain fell
-    by, `forgotten_by_seed` what the loss of the retention texts rose by, both counted from `origin`; they are empty without these
-    texts. `advantages` say how far the loss of the domain ended below that of each null control, over the seeds that both have;
-    for `shuffled-addresses`, by how much it rises when the variant's values are permuted.
+    by, `forgotten_by_seed` what the loss of the retention texts rose by; they are empty without these texts. `advantages` say how far
+    the loss of the domain ended below that of each null control, over the seeds that both have; for `shuffled-addresses`, by how much
+    it rises when the variant's values are permuted.
     """
 
     name: str
@@ -44,48 +104,32 @@ class VariantFindings:
     @property
     def domain_loss(self) -> Spread | None:
         """Spread of `ends`; None without domain texts."""
-        return spread(list(self.ends.values())) if self.ends else None
+        return spread(list(self.ends.values()))
 
     @property
     def learned(self) -> Spread | None:
         """Spread over seeds of what was learned; None without domain texts."""
-        return spread(list(self.learned_by_seed.values())) if self.learned_by_seed else None
+        return spread(list(self.learned_by_seed.values()))
 
     @property
     def forgotten(self) -> Spread | None:
         """Spread over seeds of what was forgotten; None without retention texts."""
-        return spread(list(self.forgotten_by_seed.values())) if self.forgotten_by_seed else None
-
-    @property
-    def is_certified(self) -> bool:
-        """True if the trained model of every seed came with a certificate."""
-        return all(result.is_certified for result in self.results)
-
-    @property
-    def starts_elsewhere(self) -> bool:
-        """True if, for any seed, the model was not verified to start from what the base computes."""
-        return any(result.upscaled is not None for result in self.results)
-
-    @property
-    def tokens(self) -> float:
-        """Number of tokens trained on, the mean over seeds."""
-        return statistics.fmean(result.tokens for result in self.results)
+        return spread(list(self.forgotten_by_seed.values()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
     """Findings of a comparison, which reports are written from.
 
-    `variants` rise by their loss of the domain; without domain texts they are in the order of the comparison. `not_chosen` are names
-    of the rates, by variant, whose run with the first seed is not done or ended at no finite number; variants without any result
-    are left out. `failures` say why runs failed,
-    by name, and `missing` is the number of runs that are not done, of null controls too.
+    `base_losses` are the losses of the base, as runs measure them. `variants` rise by their loss of the domain; without domain texts
+    they are in the order of the comparison, and variants without a chosen rate are left out. `failures` say why runs failed, by name,
+    and `missing` is the number of runs that are not done, of null controls too.
     """
 
     comparison: Comparison
     base: Result
+    base_losses: Mapping[str, float]
     variants: Sequence[VariantFindings]
-    not_chosen: Mapping[str, Sequence[str]]
     failures: Mapping[str, str]
     missing: int
 
@@ -99,6 +143,15 @@ class Findings:
         able = [one for one in self.variants if one.learned is not None and name in (None, one.name)]
         return max(able, key=lambda one: 0.0 if one.learned is None else one.learned.mean) if able else None
 
+    def falls(self, result: Result, texts: Sequence[str]) -> list[float]:
+        """Return how far the mean loss of some texts has fallen at each point of a run's curve, in nats per token.
+
+        It falls from the run's own start, or from the base where the upscaled model was not seen to compute what the base computes:
+        to regain what upscaling lost is not learning.
+        """
+        origin = self.base_losses if result.starts_elsewhere else result.start.losses
+        return [mean_loss(origin, texts) - mean_loss(point.losses, texts) for point in result.curve]
+
 
 def findings(
     comparison: Comparison, base: Result, results: Sequence[Result], failures: Mapping[str, str], missing: int = 0
@@ -107,77 +160,41 @@ def findings(
 
     Results of null controls count only at the chosen rate of their variant.
     """
-    variants = [
-        one for name in comparison.variants if (one := _variant_findings(name, comparison, base, results)) is not None
-    ]
-    variants.sort(key=lambda variant: 0.0 if variant.domain_loss is None else variant.domain_loss.mean)
-    begun = dict.fromkeys(result.variant for result in results if result.control is None)
-    not_chosen = {name: _not_chosen(name, comparison, results) for name in comparison.variants if name in begun}
-    not_chosen = {name: rates for name, rates in not_chosen.items() if rates}
-    return Findings(comparison, base, variants, not_chosen, failures, missing)
+    # A run that starts at the base measured it in the precision of training.
+    starts = [one.start.losses for one in results if one.curve and not one.starts_elsewhere]
+    base_losses = base.losses if comparison.stages or not starts else starts[0]
+    found = Findings(comparison, base, base_losses, [], failures, missing)
+    variants = [_variant_findings(name, found, results) for name in comparison.variants]
+    able = [variant for variant in variants if variant is not None]
+    able.sort(key=lambda variant: 0.0 if variant.domain_loss is None else variant.domain_loss.mean)
+    return dataclasses.replace(found, variants=able)
 
 
-def _variant_findings(
-    name: str, comparison: Comparison, base: Result, results: Sequence[Result]
-) -> VariantFindings | None:
+def _variant_findings(name: str, found: Findings, results: Sequence[Result]) -> VariantFindings | None:
     """Return the findings about a variant; None if none of its runs with the first seed ended at a finite number."""
+    comparison = found.comparison
     domain, retention = list(comparison.domain), list(comparison.retention)
     own = [result for result in results if result.variant == name]
     searches = [result for result in own if result.seed == comparison.seeds[0]]
     chosen = chosen_rate(searches, list(comparison.validation))
     if chosen is None:
         return None
-    rates, rate = by_rate(own), rate_name(chosen)
-    best = rates[rate]
+    best = [result for result in own if rate_name(result.rate) == rate_name(chosen)]
     ends = {result.seed: mean_loss(result.losses, domain) for result in best} if domain else {}
-    controls = [result for result in results if result.control_of == name and rate_name(result.rate) == rate]
+    controls = [
+        result for result in results if result.control_of == name and rate_name(result.rate) == rate_name(chosen)
+    ]
     return VariantFindings(
         name=name,
-        rate=rate,
-        num_rates=len(rates),
+        rate=rate_name(chosen),
+        num_rates=len({rate_name(result.rate) for result in own}),
         results=best,
         controls=controls,
         ends=ends,
-        learned_by_seed={result.seed: falls(result, base, domain)[-1] for result in best} if domain else {},
-        forgotten_by_seed={result.seed: -falls(result, base, retention)[-1] for result in best} if retention else {},
+        learned_by_seed={result.seed: found.falls(result, domain)[-1] for result in best} if domain else {},
+        forgotten_by_seed={result.seed: -found.falls(result, retention)[-1] for result in best} if retention else {},
         advantages=_advantages(best, ends, controls, domain) if domain else {},
     )
-
-
-def _not_chosen(name: str, comparison: Comparison, results: Sequence[Result]) -> list[str]:
-    """Return the names of a variant's rates that could not be chosen."""
-    searches = [result for result in results if result.variant == name and result.seed == comparison.seeds[0]]
-    able = {rate_name(one.rate) for one in searches if chosen_rate([one], list(comparison.validation)) is not None}
-    return [named for named in map(rate_name, comparison.rates_of(name)) if named not in able]
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """A variant minus the reference, seed by seed, in nats per token.
-
-    `learned` and `forgotten` are spreads over the seeds that both have, `forgotten` None without retention texts. `ahead` counts the
-    seeds with which the variant learned more.
-    """
-
-    variant: str
-    learned: Spread
-    forgotten: Spread | None
-    ahead: int
-
-
-def paired_differences(findings: Findings) -> list[Difference]:
-    """Return the difference of each variant to the reference; empty without a reference, and without common seeds."""
-    reference = findings.reference
-    if reference is None:
-        return []
-    pairs = []
-    for variant in findings.variants:
-        learned = differences(reference.learned_by_seed, variant.learned_by_seed)
-        if variant.name != reference.name and learned:
-            forgotten = paired(reference.forgotten_by_seed, variant.forgotten_by_seed)
-            ahead = sum(difference > 0 for difference in learned)
-            pairs.append(Difference(variant.name, spread(learned), forgotten, ahead))
-    return pairs
 
 
 def _advantages(
@@ -195,43 +212,62 @@ def _advantages(
     return {control: advantage for control, advantage in advantages.items() if advantage is not None}
 
 
-def with_spread(numbers: Spread | None, form: str = "{:.4f}") -> str:
-    """Return a mean as text, followed by ± and the standard deviation over seeds if there are several seeds."""
-    if numbers is None:
-        return ""
-    text = form.format(numbers.mean)
-    return text if numbers.deviation is None else f"{text} ± {form.format(numbers.deviation).lstrip('+')}"
-
-
-def sentences(findings: Findings) -> list[str]:
-    """Return the sentences that open a report: who learned most, null controls that were not beaten, and missing runs."""
-    if not findings.variants:
-        return ["No run is done yet."]
-    lines = [_learned_most(findings)] if findings.comparison.domain else []
-    for variant in findings.variants:
-        for control, advantage in variant.advantages.items():
-            conclusion = verdict(advantage)
-            if conclusion.endswith("beat it"):
-                lines.append(f"{variant.name} {conclusion.removesuffix('it')}its null control {control}.")
+def cautions(findings: Findings) -> list[str]:
+    """Return sentences on what variants differ in beside their methods, and on runs that are not done."""
+    variants = findings.variants
+    reasons = {
+        "Fewer than three seeds": {
+            variant.name: f"{len(variant.results)}" for variant in variants if len(variant.results) < _ENOUGH_SEEDS
+        },
+        "Best rate at an end of its list": {
+            variant.name: variant.rate for variant in variants if _is_at_an_end(findings, variant)
+        },
+        "Not causal, so that losses cannot be compared": {
+            variant.name: "" for variant in variants if not all(result.is_causal for result in variant.results)
+        },
+        "Unequal numbers of rates": _differing({variant.name: str(variant.num_rates) for variant in variants}),
+        "Unequal numbers of tokens": _differing(
+            {variant.name: f"{max(result.tokens for result in variant.results):,}" for variant in variants}
+        ),
+        **{f"Different {kind}": _differing(_origins(findings, kind)) for kind in KINDS},
+    }
+    sentences = [
+        f"{reason}: {', '.join(f'{name} {detail}'.strip() for name, detail in names.items())}."
+        for reason, names in reasons.items()
+        if names
+    ]
     if findings.missing:
-        failed = f", of which {len(findings.failures)} failed" if findings.failures else ""
-        lines.append(f"Runs that are not done: {findings.missing}{failed}.")
-    return lines
+        sentences.append(f"Runs that are not done: {findings.missing}, of which {len(findings.failures)} failed.")
+    return sentences
 
 
-def _learned_most(findings: Findings) -> str:
-    first, *others = findings.variants
-    domain = list(findings.comparison.domain)
-    start = statistics.fmean(mean_loss(result.start.losses, domain) for result in first.results)
-    sentence = f"{first.name} ends with the lowest loss of the domain, {with_spread(first.domain_loss)} nats per token"
-    if others:
-        sentence += f"; {others[0].name} follows with {with_spread(others[0].domain_loss)}"
-    sentence += f". {first.name} began with {start:.4f}."
-    difference = paired(first.ends, others[0].ends) if others else None
-    if difference is None or difference.half_interval is None:
-        return sentence
-    chance = "which is more than chance of seeds" if difference.is_above_zero else "which may be chance"
-    return (
-        f"{sentence} With the same seeds these two differ by {difference.mean:.4f} ± {difference.half_interval:.4f} "
-        f"(95 %), {chance}."
-    )
+def shared_origin(findings: Findings) -> str:
+    """Return a sentence on the data, base, code and machine that all rows share; empty if they share none."""
+    origins = {kind: _origins(findings, kind) for kind in KINDS}
+    shared = [f"{kind} {words['base']}" for kind, words in origins.items() if not _differing(words)]
+    return f"All rows were made with {'; '.join(shared)}." if shared else ""
+
+
+def _differing(words: Mapping[str, str]) -> Mapping[str, str]:
+    """Return what is said of each row if it is not the same of all; else nothing."""
+    return words if len(set(words.values())) > 1 else {}
+
+
+def _origins(findings: Findings, kind: str) -> dict[str, str]:
+    """Return what the base, and the runs of each variant and its null controls, were made with."""
+    rows = {
+        "base": [findings.base],
+        **{variant.name: [*variant.results, *variant.controls] for variant in findings.variants},
+    }
+    return {
+        name: " and ".join(dict.fromkeys(short(kind, result.origin) for result in results))
+        for name, results in rows.items()
+    }
+
+
+def _is_at_an_end(findings: Findings, variant: VariantFindings) -> bool:
+    """Return whether the chosen rate has the highest or the lowest value of a key that was searched."""
+    rates = findings.comparison.rates_of(variant.name)
+    (chosen,) = (rate for rate in rates if rate_name(rate) == variant.rate)
+    searched = {key: {rate[key] for rate in rates if key in rate} for key in chosen}
+    return any(len(values) > 1 and chosen[key] in (min(values), max(values)) for key, values in searched.items())

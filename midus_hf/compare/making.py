@@ -1,18 +1,27 @@
-"""The models of a run: how they are upscaled and trained, and what is known of them afterwards."""
+"""The models of a run: upscaled, trained by `midus train` or by a person's function, and what is known of them afterwards.
+
+A function is called as `teach(base=DIR, corpus=PATH, output=DIR, seed=INT, keys={...})`, where `keys` are the keys of `midus train`
+that its variant has, the rate among them. It writes a model that `AutoModelForCausalLM` loads, or adapters of PEFT, to `output`, and
+returns `{"trained_parameters": N, "tokens": M}`.
+"""
 
 import dataclasses
 import gc
+import importlib.util
 import json
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_hf.compare.functions import teach
+from midus_hf.compare.options import split_function
 from midus_hf.compare.variants import Variant
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
-from midus_hf.files.checkpoint_files import CERTIFICATE
+from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE
+
+_RETURNED = ("trained_parameters", "tokens")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +49,7 @@ def upscaled_model(base: str, output: Path, seed: int, keys: Mapping[str, Any]) 
 
     report = upscale(base=base, output=str(output), seed=seed, **keys)
     difference = report.identity.max_abs_diff
-    config = json.loads((output / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((output / CONFIG_FILE).read_text(encoding="utf-8"))
     measured = {
         "new_parameters": report.parameters.new,
         "starts_at_base": None if difference is None else difference == 0.0,
@@ -60,7 +69,11 @@ def made_together(made: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def trained_model(keys: Mapping[str, Any]) -> TrainedModel:
-    """Train a model with keys of `midus train`, and return what is known of the trained model."""
+    """Train a model with keys of `midus train`, and return what is known of the trained model.
+
+    Raises:
+        ValueError: If the corpus ended before the last step.
+    """
     from midus_hf.training.arguments import TrainArguments
     from midus_hf.training.run import train
 
@@ -82,22 +95,44 @@ def trained_model(keys: Mapping[str, Any]) -> TrainedModel:
 def taught_model(variant: Variant, base: str, output: Path, seed: int, keys: Mapping[str, Any]) -> TrainedModel:
     """Let the function of a variant make a model from a base, and return what is known of the model.
 
-    `keys` are the variant's keys of `midus train`, with corpus and rate.
+    Adapters are merged into the base, and a model without a tokenizer gets the base's.
+
+    Args:
+        variant: Variant with a function.
+        base: Folder or Hub id of the base.
+        output: Folder that the function writes the model to, which does not exist.
+        seed: Seed of the run.
+        keys: Keys of `midus train` of the run, with `corpus` and the rate.
+
+    Raises:
+        ValueError: If the function returns no counts, or wrote no model.
     """
+    from midus_hf.saved_models import load_tokenizer
     from midus_hf.training.run import peak_memory_bytes
 
     assert variant.function is not None
     started = time.perf_counter()
-    counts = teach(variant.name, variant.function, base, output, seed, keys)
+    teach = _load(variant.function)
+    returned = teach(base=base, corpus=keys["corpus"], output=str(output), seed=seed, keys=dict(keys))
+    counts = returned if isinstance(returned, Mapping) else {}
+    if not all(isinstance(counts.get(name), int) and counts[name] >= 0 for name in _RETURNED):
+        raise ValueError(
+            f"variants.{variant.name}.function returned {returned!r}; expected a mapping with the whole numbers "
+            f"{' and '.join(_RETURNED)}."
+        )
+    if (output / ADAPTER_CONFIG).is_file() and not (output / CONFIG_FILE).is_file():
+        from peft import AutoPeftModelForCausalLM
+
+        AutoPeftModelForCausalLM.from_pretrained(output, dtype="auto").merge_and_unload().save_pretrained(output)
+    if not (output / CONFIG_FILE).is_file():
+        raise ValueError(
+            f"variants.{variant.name}.function wrote no {CONFIG_FILE} to its output; expected a model, as save_pretrained writes it."
+        )
+    if not (output / "tokenizer_config.json").is_file():
+        load_tokenizer(base).save_pretrained(output)
     seconds, peak = time.perf_counter() - started, peak_memory_bytes()
     free_memory()
-    return TrainedModel(counts["trained_parameters"], counts["tokens"], seconds, peak, [])
-
-
-def certificate_of(model: Path) -> dict[str, Any] | None:
-    """Return the content of the certificate beside a trained model; None if there is none."""
-    file = model / CERTIFICATE
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return TrainedModel(int(counts["trained_parameters"]), int(counts["tokens"]), seconds, peak, [])
 
 
 def free_memory() -> None:
@@ -107,3 +142,17 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def _load(function: str) -> Callable[..., Any]:
+    """Run the file of a function, and return the function."""
+    file, name = split_function(function)
+    specification = importlib.util.spec_from_file_location("midus_compared_function", file)
+    assert specification is not None and specification.loader is not None, "the file is one of Python"
+    module = importlib.util.module_from_spec(specification)
+    # As for a script: what the file defines finds its module, and what lies beside the file can be imported.
+    sys.modules[specification.name] = module
+    sys.path.insert(0, str(file.absolute().parent))
+    specification.loader.exec_module(module)
+    loaded: Callable[..., Any] = getattr(module, name)
+    return loaded

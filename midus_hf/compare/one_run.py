@@ -16,17 +16,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_hf.compare.making import certificate_of, free_memory, taught_model, trained_model, upscaled_model
+from midus_hf.compare.making import free_memory, taught_model, trained_model, upscaled_model
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.origins import code, machine
-from midus_hf.compare.results import Measured, Point, Result, read_result, write_result
-from midus_hf.compare.runs import Run, base_run, window_keys
+from midus_hf.compare.results import Measured, Point, Result, write_result
+from midus_hf.compare.runs import Run
 from midus_hf.compare.stages import measure_stages
 from midus_hf.compare.variants import SHUFFLED, Variant, available_controls, wanted
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
 
 _SET_PARENT_DEATH_SIGNAL = 1
+# Keys of `midus train` that are refused of models without what trains or what reads paths, and change no loss of such a model.
+_OF_MEMORIES = ("adapters", "frozen", "protect", "sparse_values")
+_OF_PATHS = ("path_column", "tree")
 
 
 def specification(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> str:
@@ -60,25 +63,21 @@ def do(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> Result:
 def measure(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> Result:
     """Do a run from its beginning, and return its result; its models stay in its folder.
 
-    The models are `upscaled`, `trained` and `tuned`. `do` has the same arguments.
+    Its models are `upscaled`, `trained` and `tuned`. `do` has the same arguments.
     """
     folder = run.folder(comparison)
     shutil.rmtree(folder, ignore_errors=True)  # an interrupted run left it
     # Read now: files that change while the run works do not belong to its result.
     request, origin = run.request(comparison), {**inputs, "code": code(), "machine": machine()}
+    folder.mkdir(parents=True)
     if comparison.stages:
-        folder.mkdir(parents=True)
         result = measure_stages(run, comparison, folder)
     elif run.variant.is_base:
         losses, tasks = _losses(comparison.base, run, comparison), _tasks(comparison.base, comparison)
         result = Result(run.variant.name, {}, 0, [Point(0, 0, None, losses)], tasks=tasks)
     else:
-        folder.mkdir(parents=True)
-        if run.variant.function is None:
-            result = _trained_by_method(run, comparison, folder)
-        else:
-            result = _trained_by_function(run, comparison, folder)
-        result = _measured_afterwards(result, run, comparison, folder)
+        make = _trained_by_method if run.variant.function is None else _trained_by_function
+        result = _measured_afterwards(make(run, comparison, folder), run, comparison, folder)
     broken = [name for name, loss in result.losses.items() if not math.isfinite(loss)]
     if broken:
         raise ValueError(f"the loss of {broken[0]} ended at no finite number, {result.losses[broken[0]]}.")
@@ -110,14 +109,14 @@ def _trained_by_method(run: Run, comparison: Comparison, folder: Path) -> Result
 
 
 def _trained_by_function(run: Run, comparison: Comparison, folder: Path) -> Result:
-    """Let the function of a variant make the model of a run, and return what the Trainer measures of the base and of this model."""
+    """Let the function of a variant make the model of a run, and return what is measured of the base and of this model."""
     variant = run.variant
     keys = {**variant.train, **run.rate}
     taught = taught_model(variant, comparison.base, folder / "trained", run.seed, keys)
     points = []
     if comparison.texts:
-        start = _losses_of_trainer(comparison.base, run, comparison, folder / "start")
-        end = _losses_of_trainer(str(folder / "trained"), run, comparison, folder / "end")
+        start = _losses(comparison.base, run, comparison)
+        end = _losses(str(folder / "trained"), run, comparison)
         steps = finite_number(variant.train.get("max_steps")) or 1
         points = [Point(0, 0, None, start), Point(int(steps), taught.tokens, taught.seconds, end)]
     return Result(
@@ -134,89 +133,54 @@ def _trained_by_function(run: Run, comparison: Comparison, folder: Path) -> Resu
 
 def _measured_afterwards(result: Result, run: Run, comparison: Comparison, folder: Path) -> Result:
     """Return the result of a run with what is measured of its saved models: tasks, losses after shuffling and after fine-tuning."""
-    variant, trained = run.variant, str(folder / "trained")
-    base = read_result(base_run(comparison).folder(comparison))
-    assert base is not None, "the base is measured first"
-    measured: dict[str, Any] = {"tasks_before": base.tasks, "tasks": _tasks(trained, comparison)}
-    measured["certificate"] = certificate_of(folder / "trained")
-    if variant.upscale is not None and not result.starts_at_base:
-        model = str(folder / "upscaled")
-        measured |= {"upscaled": _losses(model, run, comparison), "tasks_before": _tasks(model, comparison)}
-    is_shuffled = SHUFFLED in wanted(variant, result.controls)
-    if is_shuffled or variant.fine_tune is not None:
-        measured["saved"] = _losses(trained, run, comparison)  # the curve is the Trainer's; what follows is not
-    if is_shuffled:
-        measured["shuffled"] = _shuffled_losses(trained, folder / "shuffled", run, comparison)
-    if variant.fine_tune is not None:
-        measured["tuned"] = _fine_tune(trained, folder / "tuned", run, comparison)
+    from upscalers.edits.shuffling import shuffle
+
+    trained = str(folder / "trained")
+    measured: dict[str, Any] = {"tasks": _tasks(trained, comparison)}
+    if comparison.controls and SHUFFLED in wanted(run.variant, result.controls):
+        shuffle(trained, folder / "shuffled", run.seed)
+        measured["saved"] = _losses(trained, run, comparison)
+        measured["shuffled"] = _losses(str(folder / "shuffled"), run, comparison)
+        shutil.rmtree(folder / "shuffled")
+    if run.variant.fine_tune is not None:
+        from midus_hf.training.sft.arguments import SftArguments  # needs trl, which is an extra
+        from midus_hf.training.sft.run import prepare
+
+        tuned = folder / "tuned"
+        prepare(from_mapping(SftArguments, run.fine_tuning_keys(trained, tuned))).execute()
+        free_memory()
+        measured["tuned"] = Measured(_losses(str(tuned), run, comparison), _tasks(str(tuned), comparison))
     return dataclasses.replace(result, **measured)
 
 
-def _shuffled_losses(trained: str, output: Path, run: Run, comparison: Comparison) -> dict[str, float]:
-    """Return the losses of a trained model whose rows of values are permuted."""
-    from upscalers.edits.shuffling import shuffle
-
-    shuffle(trained, output, run.seed)
-    losses = _losses(str(output), run, comparison)
-    shutil.rmtree(output)
-    return losses
-
-
-def _fine_tune(trained: str, output: Path, run: Run, comparison: Comparison) -> Measured:
-    """Fine-tune a trained model, and measure it again."""
-    from midus_hf.training.sft.arguments import SftArguments
-    from midus_hf.training.sft.run import prepare
-
-    prepare(from_mapping(SftArguments, run.fine_tuning_keys(trained, output))).execute()
-    free_memory()
-    return Measured(_losses(str(output), run, comparison), _tasks(str(output), comparison))
-
-
-def _losses_of_trainer(model: str, run: Run, comparison: Comparison, output: Path) -> dict[str, float]:
-    """Return the loss of each text in nats per token as the Trainer measures it during a run, of a model that is not trained."""
+def _losses(model: str, run: Run, comparison: Comparison) -> dict[str, float]:
+    """Return the loss of each text in nats per token, as a run measures it while it trains, of a model that is not trained."""
     from midus_hf.training.arguments import TrainArguments
     from midus_hf.training.run import prepare
 
-    keys = run.training_keys(comparison, model, output)
-    keys = {key: value for key, value in keys.items() if key not in ("adapters", "frozen")}
+    if not comparison.texts:
+        return {}
+    output = run.folder(comparison) / "measured"  # which measuring opens, and removes
+    left_out = (*_OF_MEMORIES, *_OF_PATHS) if model == comparison.base else _OF_MEMORIES
+    keys = {key: value for key, value in run.training_keys(comparison, model, output).items() if key not in left_out}
     losses = prepare(from_mapping(TrainArguments, {**keys, "trainable": "all"})).measure()
     free_memory()
     return losses
 
 
-def _losses(model: str, run: Run, comparison: Comparison) -> dict[str, float]:
-    """Return the loss of each text in nats per token, in windows of as many tokens as a sequence of training has."""
-    from midus_hf.topics.documents import has_column
-
-    losses = {}
-    for name, path in comparison.texts.items():
-        keys = window_keys(run.variant.train)
-        # As in training, documents with paths are measured one by one, each with the blocks of its path.
-        if keys["path_column"] is not None and not has_column(path, keys["path_column"]):
-            keys["path_column"] = None
-        losses[name] = math.log(_evaluate(model, comparison, text=path, **keys)["perplexity"]["perplexity"])
-    return losses
-
-
 def _tasks(model: str, comparison: Comparison) -> Mapping[str, Mapping[str, float]]:
     """Return the metrics of a model by task; empty if the comparison has no tasks."""
-    if comparison.tasks is None:
-        return {}
-    keys = dataclasses.asdict(comparison.tasks)
-    return _evaluate(model, comparison, tasks=keys.pop("names"), **keys)["tasks"]
-
-
-def _evaluate(model: str, comparison: Comparison, **keys: Any) -> dict[str, Any]:
-    """Return what `midus eval` reports of a model."""
     from midus_hf.evaluation.evaluate import evaluate
     from midus_hf.evaluation.quiet import quiet_libraries
     from midus_hf.evaluation.settings import EvaluationSettings
 
-    settings = EvaluationSettings(**keys, trust_remote_code=comparison.trust_remote_code)
+    if comparison.tasks is None:
+        return {}
+    keys = dataclasses.asdict(comparison.tasks)
     with quiet_libraries():
-        (measured,) = evaluate([model], settings)["models"]
+        (measured,) = evaluate([model], EvaluationSettings(tasks=keys.pop("names"), **keys))["models"]
     free_memory()
-    return measured
+    return measured["tasks"]
 
 
 def curve(events: Sequence[Mapping[str, Any]], texts: Sequence[str], seconds: float) -> list[Point]:

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 # Rate keys of `midus train`, such as `learning_rate`, with their values.
@@ -37,11 +38,22 @@ def as_keys(rate: float | Mapping[str, float]) -> Rate:
     return rate if isinstance(rate, Mapping) else {"learning_rate": rate}
 
 
+def split_function(function: str) -> tuple[Path, str]:
+    """Return the file and the name of a variant's function, such as `mine.py:teach`.
+
+    Raises:
+        ValueError: If it is not written so, or there is no such file of Python.
+    """
+    file, _, name = function.rpartition(":")
+    if not (file.endswith(".py") and Path(file).expanduser().is_file() and name.isidentifier()):
+        raise ValueError(
+            f"function is {function!r}; expected a file of Python and the name of a function in it, such as mine.py:teach."
+        )
+    return Path(file).expanduser(), name
+
+
 # Mappings of measured texts, by their keys.
 TEXT_KINDS = ("domain", "retention", "validation")
-
-# How often a run measures texts, by default.
-_EVALUATIONS = 5
 
 # What names a stage's own validation text, behind the stage's name.
 _VALIDATION = "_validation"
@@ -50,15 +62,12 @@ _VALIDATION = "_validation"
 # become names of folders.
 _NAMES = {
     "variants": (
-        re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*"),
-        "digits and the signs . _ + -, the first a letter or a digit",
+        re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*"),  # null controls are named VARIANT+CONTROL
+        "digits and the signs . _ -, the first a letter or a digit",
     ),
     # The names of texts become parts of keys in training logs, eval_NAME_loss; stages name texts.
     **dict.fromkeys(("stages", *TEXT_KINDS), (re.compile(r"[A-Za-z0-9_-]+"), "digits and the signs _ -")),
 }
-
-# Names of the null controls; `midus_hf.config.controls` explains them.
-CONTROLS = ("one-row", "random-slots", "frozen-addresses", "shuffled-addresses")
 
 # Keys of `midus train`, `midus sft` and `upscale` that the comparison sets itself: they are dropped from recipes, and
 # refused in mappings.
@@ -106,11 +115,9 @@ class VariantOptions:
     Args:
         upscale: Keys of `upscale --config`, or the path of a recipe. Default: none, the base itself is trained.
         function: A file and the name of a function in it, such as `mine.py:teach`, which makes the trained model
-            (`midus_hf.compare.functions`). Default: none, `midus train` makes it.
+            (`midus_hf.compare.making`). Default: none, `midus train` makes it.
         train: Keys of `midus train`, or the path of a recipe, that replace the comparison's keys. Default: none.
-        fine_tune: Keys of `midus sft`, or the path of a recipe, that replace the comparison's keys. Default: none.
         rates: Learning rates for this variant alone, in the form that `Comparison` takes. Default: the rates of the comparison.
-        controls: Null controls for this variant alone, in the form that `Comparison` takes. Default: the comparison's null controls.
         replay: Share of a stage's tokens, above 0 and below 1, that comes from the corpora of earlier stages, evenly. Default: none.
         one_per_stage: Whether each stage trains a separate model from the base; a document is measured by the model of the stage
             whose corpus is nearest to the document. Default: false.
@@ -125,9 +132,7 @@ class VariantOptions:
     upscale: dict[str, Any] | str | None = None
     function: str | None = None
     train: dict[str, Any] | str | None = None
-    fine_tune: dict[str, Any] | str | None = None
     rates: list[float | dict[str, float]] | None = None
-    controls: list[str] | bool | None = None
     replay: float | None = None
     one_per_stage: bool = False
     upscale_each: bool = False
@@ -139,7 +144,6 @@ class VariantOptions:
 
     def __post_init__(self) -> None:
         check_rates(self.rates)
-        _check_controls(self.controls)
         if self.replay is not None and not 0 < self.replay < 1:
             raise ValueError(f"replay is {self.replay}; expected a share above 0 and below 1.")
         if self.one_per_stage and (self.replay is not None or self.upscale_each):
@@ -152,16 +156,12 @@ class VariantOptions:
                 "upscale_each is true, and upscale is not given; expected the keys to upscale with before each stage."
             )
         if self.function is not None:
-            if self.upscale is not None:
+            if self.upscale is not None or self.replay is not None:
                 raise ValueError(
-                    f"function is {self.function!r}, and upscale is given too; expected one of them, since the function makes the "
-                    "model itself. Leave one out."
+                    f"function is {self.function!r}, and upscale or replay is given too; expected one of them, since the function "
+                    "makes the model itself and reads the corpus. Leave the other out."
                 )
-            file, colon, name = self.function.rpartition(":")
-            if not (file and colon and name.isidentifier()):
-                raise ValueError(
-                    f"function is {self.function!r}; expected a file and the name of a function in it, such as mine.py:teach."
-                )
+            split_function(self.function)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -220,7 +220,7 @@ class Comparison:
             budget of tokens.
         fine_tune: Keys of `midus sft`, or the path of a recipe: trained models are fine-tuned and measured again. Default: none.
         domain: Paths of held-out texts that resemble the corpus, by name; learning is measured on them. Default: none, which is
-            allowed if there are `tasks`, and no `controls`.
+            allowed if there are `tasks`, and `controls` are false.
         retention: Paths of texts outside the domain, by name; forgetting is measured on them. Default: none.
         validation: Paths of held-out texts that resemble the corpus and are not in `domain`, by name; the rate of each variant is
             chosen on them alone. Default: none, which is allowed if each variant has one rate.
@@ -232,11 +232,8 @@ class Comparison:
             `validation` with the other seeds. Instead of a number, a rate may be a mapping from several rate
             keys of `midus train` to numbers. Default: the rate in `train`.
         seeds: Seeds of new parameters and of the order of texts. Default: `[0, 1, 2]`.
-        evaluations: How often a run measures the texts, not counting the start. Default: 5.
-        controls: Names of the null controls that are trained beside each variant with a memory, at the variant's chosen rate; true
-            for all that the memory has, false for none. Default: true.
+        controls: Whether all null controls that a variant's memory has are trained beside it, at its chosen rate. Default: true.
         reference: Name of the variant that the others are subtracted from, seed by seed. Default: the one that learned most.
-        trust_remote_code: Whether to run code that comes with the base. Default: false.
         paper: Options of `PaperOptions`: the numbers of a paper's table that the variants reproduce. Default: none.
 
     Raises:
@@ -256,10 +253,8 @@ class Comparison:
     tasks: TaskOptions | None = None
     rates: list[float | dict[str, float]] | None = None
     seeds: list[int] = dataclasses.field(default_factory=lambda: [0, 1, 2])
-    evaluations: int = _EVALUATIONS
-    controls: list[str] | bool = True
+    controls: bool = True
     reference: str | None = None
-    trust_remote_code: bool = False
     paper: PaperOptions | None = None
 
     def __post_init__(self) -> None:
@@ -279,13 +274,6 @@ class Comparison:
                     )
         if "base" in self.variants:
             raise ValueError("variants has 'base', which is what the base itself is called; give it another name.")
-        for name in self.variants:
-            variant, _, control = name.rpartition("+")
-            if variant in self.variants and control in CONTROLS:
-                raise ValueError(
-                    f"variants has {name!r}, which is what the null control {control} of {variant!r} is called; give it another "
-                    "name."
-                )
         for name in self.texts:
             kinds = [kind for kind in TEXT_KINDS if name in getattr(self, kind)]
             if len(kinds) > 1:
@@ -294,13 +282,9 @@ class Comparison:
                 )
         if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise ValueError(f"seeds is {self.seeds}; expected different numbers from 0.")
-        if self.evaluations <= 0:
-            raise ValueError(f"evaluations is {self.evaluations}; expected a number above 0.")
-        _check_controls(self.controls)
 
     def _read_stages(self) -> None:
         """Take the measured texts from the stages, and check that nothing else is given that stages do not have."""
-        single = [name for name, variant in self.variants.items() if variant.one_per_stage]
         if self.stages:
             domain = {name: stage.text for name, stage in self.stages.items()}
             validation = {f"{name}{_VALIDATION}": stage.validation for name, stage in self.stages.items()}
@@ -310,32 +294,27 @@ class Comparison:
                 "tasks": self.tasks is not None,
                 "fine_tune": self.fine_tune is not None,
                 "paper": self.paper is not None,
-                "evaluations": self.evaluations != _EVALUATIONS,
-                "controls": bool(self.controls) or any(variant.controls for variant in self.variants.values()),
+                "controls": self.controls,
             }
             for key, is_given in foreign.items():
                 if is_given:
                     raise ValueError(
-                        f"{key} is given, and stages are too, which have no {key} beside them. "
-                        f"{'Set controls: false' if key == 'controls' else f'Leave {key} out'}."
+                        f"{key} is given, and stages are too, which have no {key}; leave {key} out, or set controls: false."
                     )
             if len(self.stages) < 2:
                 raise ValueError(
                     "stages has one stage; expected two or more. For one corpus, set train.corpus and domain."
                 )
             self.domain, self.validation = domain, validation
-        else:
-            for name, variant in self.variants.items():
-                if variant.in_stages is not None:
-                    raise ValueError(
-                        f"variants.{name} has {variant.in_stages}, and there are no stages; give some, or leave it out."
-                    )
-        if (self.embedding_model is None) == bool(single):
-            raise ValueError(
-                f"variants.{single[0]} has one_per_stage, which needs embedding_model; give a model that embeds documents."
-                if single
-                else "embedding_model is given, and no variant has one_per_stage, which reads it; leave it out."
-            )
+        for name, variant in self.variants.items():
+            if variant.in_stages is not None and not self.stages:
+                raise ValueError(
+                    f"variants.{name} has {variant.in_stages}, and there are no stages; give some, or leave it out."
+                )
+            if variant.one_per_stage and self.embedding_model is None:
+                raise ValueError(
+                    f"variants.{name} has one_per_stage, which needs embedding_model; give a model that embeds documents."
+                )
 
     def _check_what_measures(self) -> None:
         """Check that something measures learning, and that other text chooses the best of several rates."""
@@ -349,15 +328,10 @@ class Comparison:
                 f"validation is empty, and {several[0]} has several rates; expected text like the corpus that is neither trained on "
                 "nor in domain, by which a rate is chosen. Give some, as validation.NAME=PATH, or one rate for each variant."
             )
-        controlled = [
-            name
-            for name, variant in self.variants.items()
-            if (self.controls if variant.controls is None else variant.controls)
-        ]
-        if controlled and not self.domain:
+        if self.controls and not self.domain:
             raise ValueError(
-                f"domain is empty, and {controlled[0]} has null controls; expected held-out text by which learning is measured. Give "
-                "some, or controls: false."
+                "domain is empty, and controls are true; expected held-out text by which learning is measured. Give some, or "
+                "controls: false."
             )
 
     @property
@@ -378,9 +352,3 @@ class Comparison:
         """Return the rates of a variant as keys of `midus train`; a single empty one where `train` has the rate."""
         rates = self.variants[variant].rates or self.rates
         return [{}] if rates is None else [as_keys(rate) for rate in rates]
-
-
-def _check_controls(controls: list[str] | bool | None) -> None:
-    for control in controls if isinstance(controls, list) else ():
-        if control not in CONTROLS:
-            raise ValueError(f"controls has {control!r}; expected one of: {', '.join(CONTROLS)}.")

@@ -1,7 +1,6 @@
 """Digests of what a result came from: the texts, the base, the code and the machine."""
 
 import hashlib
-import json
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -99,16 +98,16 @@ def _files_digest(root: Path, files: Iterable[Path]) -> str:
 
 
 def code() -> dict[str, Any]:
-    """Return which code runs: its version, the SHA-256 of its sources, and the commit where it lies in a repository of git.
+    """Return which code runs: its version, the SHA-256 of its sources, and the commit in a clone.
 
     `changed` says whether sources differ from that commit.
     """
-    root = _ROOT
-    sources = [file for package in _PACKAGES for file in (root / package).rglob("*") if file.suffix in (".py", ".c")]
-    named: dict[str, Any] = {"version": __version__, "sources": _files_digest(root, sources)}
-    if _git(root, "ls-files", "--error-unmatch", f"{_PACKAGES[0]}/__init__.py"):
-        named["commit"] = _git(root, "rev-parse", "HEAD")
-        named["changed"] = bool(_git(root, "status", "--porcelain", "--", *_PACKAGES))
+    sources = [file for package in _PACKAGES for file in (_ROOT / package).rglob("*") if file.suffix in (".py", ".c")]
+    named: dict[str, Any] = {"version": __version__, "sources": _files_digest(_ROOT, sources)}
+    commit = _git("rev-parse", "HEAD") if (_ROOT / ".git").exists() else ""
+    if commit:
+        named["commit"] = commit
+        named["changed"] = bool(_git("status", "--porcelain", "--", *_PACKAGES))
     return named
 
 
@@ -132,24 +131,17 @@ def short(kind: str, origin: Mapping[str, Any]) -> str:
     if value is None:
         return "unknown"
     if kind == "code":
-        commit = f" at {value['commit'][:8]}{' with changes' * value['changed']}" if value.get("commit") else ""
-        return f"{value['version']}{commit} ({value['sources'][:8]})"
+        return f"{value['version']} ({value['sources'][:8]})"
     if kind == "machine":
         versions = f"torch {value['torch']}, transformers {value['transformers']}"
         return f"{value['processor']}, {value['threads']} threads, {value['device']}, {versions}"
     return str(value)[:8]
 
 
-def identity(kind: str, origin: Mapping[str, Any]) -> str:
-    """Return the text by which two results are of the same data, base, code or machine: of code, the digest of its sources."""
-    value = origin.get(kind)
-    return value["sources"] if kind == "code" and value is not None else json.dumps(value, sort_keys=True)
-
-
-def _git(root: Path, *arguments: str) -> str:
+def _git(*arguments: str) -> str:
     """Return what a command of git prints; nothing where git is not installed, or the command fails."""
     try:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run(["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, check=False)
     except OSError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -31,27 +31,24 @@ class Measured:
 class Result:
     """Result of a run, or of the base, whose curve is a single point.
 
-    `tasks_before` and `tasks` are metrics of the model before and after training, `tuned` what was measured after fine-tuning.
-    `upscaled` are losses of the upscaled model by `midus eval`, as the base's are; None where it starts at the base. `shuffled` are
-    losses after the rows of the trained model's value tables were permuted. `saved` are losses of the trained model by the same
-    command, `midus eval`, where it is shuffled or fine-tuned. `controls` are the null controls that the memory has, with what each
-    changes; a run that is itself a null control has `control` and `control_of`, its name and its variant. `starts_at_base` says
-    whether the upscaled model was verified to compute bit for bit what the base computes; None where nothing was upscaled or
-    verified. `is_causal` says whether every token is computed without later tokens. `tokens` and `seconds` count training alone.
-    `peak_memory_bytes` is what PyTorch allocated on a GPU, else the resident memory of the process, up to the end of training.
-    Of a comparison with stages, the curve has the start and a point after each stage, and `routed` is the share of each stage's
-    documents that were measured by the model of this stage, where stages have models of their own.
-    `certificate` is the content of the trained model's `certificate.json`; None without this file. `request` has all keys that the
-    result depends on, and `origin` what they led to: digests of `data` and `base`, the `code` and the `machine`.
+    All losses are of packed sequences, in the precision of training; those of stages are of documents. `tasks` are metrics of the
+    trained model, `tuned` what was measured after fine-tuning. `shuffled` are losses after the rows of the trained model's value
+    tables were permuted, and `saved` those of this model before, with its weights as they are saved. `controls` are the null
+    controls that the memory has, with what each changes; a run that is itself a null control has `control` and `control_of`, its
+    name and its variant. `starts_at_base` says whether the upscaled model was verified to compute bit for bit what the base
+    computes; None where nothing was upscaled or verified. `is_causal` says whether every token is computed without later tokens.
+    `tokens` and `seconds` count training alone. `peak_memory_bytes` is what PyTorch allocated on a GPU, else the resident memory of
+    the process, up to the end of training. Of a comparison with stages, the curve has the start and a point after each stage, and
+    `routed` is the share of each stage's documents that were measured by the model of this stage, where stages have models of their
+    own. `request` has all keys that the result depends on, and `origin` what they led to: digests of `data` and `base`, the `code`
+    and the `machine`.
     """
 
     variant: str
     rate: Mapping[str, float]
     seed: int
     curve: list[Point]
-    tasks_before: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     tasks: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    upscaled: Mapping[str, float] | None = None
     shuffled: Mapping[str, float] | None = None
     saved: Mapping[str, float] | None = None
     tuned: Measured | None = None
@@ -65,21 +62,14 @@ class Result:
     is_causal: bool = True
     seconds: float = 0.0
     peak_memory_bytes: int = 0
-    certificate: Mapping[str, Any] | None = None
     routed: Mapping[str, float] = dataclasses.field(default_factory=dict)
     request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     origin: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def is_certified(self) -> bool:
-        """True if the trained model came with a certificate."""
-        return self.certificate is not None
-
-    @property
-    def trains_all(self) -> bool:
-        """True if the run trained all parameters of its model, as its keys say."""
-        train = self.request.get("train") or {}
-        return train.get("trainable") == "all" and not train.get("adapters")
+    def starts_elsewhere(self) -> bool:
+        """True if the run upscaled, and the upscaled model was not verified to start from what the base computes."""
+        return self.request.get("upscale") is not None and not self.starts_at_base
 
     @property
     def start(self) -> Point:
@@ -90,15 +80,6 @@ class Result:
     def losses(self) -> Mapping[str, float]:
         """Losses of the trained model; empty if the comparison has no texts."""
         return self.curve[-1].losses if self.curve else {}
-
-    def measured(self, tuned: bool = False) -> Measured | None:
-        """Return the losses and metrics of the trained model or, if `tuned`, of the fine-tuned model; None if there is none.
-
-        Losses of both are measured alike where the model is fine-tuned.
-        """
-        if tuned:
-            return self.tuned
-        return Measured(self.losses if self.saved is None else self.saved, self.tasks)
 
 
 def result_file(folder: Path) -> Path:
@@ -118,11 +99,10 @@ def read_result(folder: Path) -> Result | None:
         return None
     values = json.loads(path.read_text(encoding="utf-8"))
     tuned = values["tuned"]
-    inner = {
-        "curve": [Point(**point) for point in values["curve"]],
-        "tuned": None if tuned is None else Measured(**tuned),
-    }
-    return Result(**{**values, **inner})
+    values["curve"] = [Point(**point) for point in values["curve"]]
+    values["tuned"] = None if tuned is None else Measured(**tuned)
+    known = {field.name for field in dataclasses.fields(Result)}  # older results have more
+    return Result(**{name: value for name, value in values.items() if name in known})
 
 
 def write_result(folder: Path, result: Result) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from midus_hf.compare.learning import chosen_rate
+from midus_hf.compare.findings import chosen_rate
 from midus_hf.compare.one_run import specification
 from midus_hf.compare.options import Comparison, Rate
 from midus_hf.compare.origins import FIXED, Inputs
@@ -84,7 +84,7 @@ def repeats_of(variant: Variant, comparison: Comparison) -> list[Run]:
 def control_runs(variant: Variant, comparison: Comparison) -> list[Run]:
     """Return the runs of a variant's null controls, at its chosen rate; none before there is one."""
     rate = rate_of(variant, comparison)
-    if rate is None or not variant.controls or variant.upscale is None:
+    if rate is None or not comparison.controls or variant.upscale is None:
         return []
     (searched, *_) = _results(runs_at(rate, variant, comparison), comparison)
     controls = control_variants(variant, searched.controls, rate)

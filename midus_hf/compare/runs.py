@@ -2,14 +2,14 @@
 
 import dataclasses
 import filecmp
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_hf.compare.functions import check_function, function_record
-from midus_hf.compare.options import Comparison, Rate, rate_name
+from midus_hf.compare.options import Comparison, Rate, rate_name, split_function
 from midus_hf.compare.variants import BASE, Variant, with_corpora
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
@@ -42,8 +42,7 @@ class Run:
     def training_keys(self, comparison: Comparison, model: Path | str, output: Path) -> dict[str, Any]:
         """Return the keys of `midus train` for this run.
 
-        Without `eval_steps` in the recipe, texts are measured `comparison.evaluations` times, or less often if the last step would
-        not be measured otherwise.
+        Texts are measured at the start and at the end, or every `eval_steps` of the recipe.
         """
         keys = {
             **_WHOLE_BATCHES,
@@ -55,15 +54,15 @@ class Run:
         }
         if not comparison.texts:
             return keys
+        # YAML reads 1e3 as text. `midus train` itself rejects a value that is no number.
+        steps, every = finite_number(keys.get("max_steps")), finite_number(keys.get("eval_steps"))
+        if keys.get("max_steps") is None or (steps is not None and every and steps % every):
+            raise ValueError(
+                f"variants.{self.variant.name} has max_steps {keys.get('max_steps')} and eval_steps {keys.get('eval_steps')}; "
+                "expected max_steps, and eval_steps that divide it, so that the end is measured. Set train.max_steps."
+            )
         if keys.get("eval_steps") is None:
-            if keys.get("max_steps") is None:
-                raise ValueError(
-                    f"variants.{self.variant.name} has no max_steps, by which texts would be measured {comparison.evaluations} "
-                    "times; set train.max_steps, or train.eval_steps, the steps between measurements."
-                )
-            # YAML reads 1e3 as text. `midus train` itself rejects a value that is no number.
-            steps = finite_number(keys["max_steps"])
-            keys["eval_steps"] = 1 if steps is None else _steps_between(int(steps), comparison.evaluations)
+            keys["eval_steps"] = 1 if steps is None else max(1, int(steps))
         return {**keys, "eval_text": comparison.texts, "eval_on_start": True}
 
     def stage_keys(self, comparison: Comparison, stage: int, model: Path | str, output: Path) -> dict[str, Any]:
@@ -97,7 +96,7 @@ class Run:
         values = {
             "base": comparison.base,
             "upscale": self.variant.upscale,
-            "function": None if function is None else function_record(function),
+            "function": None if function is None else _function_record(function),
             "train": train,
             "stages": {name: stage.corpus for name, stage in comparison.stages.items()},
             "embedding_model": comparison.embedding_model if self.variant.one_per_stage else None,
@@ -112,7 +111,13 @@ class Run:
 def base_run(comparison: Comparison) -> Run:
     """Return the run that measures the base, as all variants read their texts."""
     assert isinstance(comparison.train, Mapping), "files have been read"
-    return Run(Variant(BASE, None, comparison.train, [], False))
+    return Run(Variant(BASE, None, comparison.train, []))
+
+
+def _function_record(function: str) -> dict[str, str]:
+    """Return the name of a function and the SHA-256 of its file, by which a changed function is noticed."""
+    file, name = split_function(function)
+    return {"name": name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
 
 
 def searches_of(variant: Variant, comparison: Comparison) -> list[Run]:
@@ -175,12 +180,13 @@ _RATES = [field.name for field in dataclasses.fields(Rates) if isinstance(field.
 
 
 def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
-    """Check all that can be checked before anything runs: keys of runs, texts and their windows, and tasks.
+    """Check what a run would refuse too late: keys of runs, texts that are trained on, lengths of windows, and tasks.
+
+    What cannot be measured otherwise, such as a text of less than a window, ends the first run, which measures the base.
 
     Raises:
-        ValueError: If a command would refuse its keys, a text is missing, named twice, trained on, or too short for a window or
-            too long for the base, variants train on sequences of several lengths, a function is not in its file, a task is
-            unknown, or the base has no tokenizer.
+        ValueError: If a command would refuse its keys, a text is missing, named twice or trained on, variants train on sequences of
+            several lengths, or a task is unknown.
         ModuleNotFoundError: If there are tasks, and lm-eval, which is an extra, is not installed.
     """
     output = Path(comparison.output_dir)
@@ -189,20 +195,20 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
     _check_texts(comparison, variants)
     if comparison.embedding_model is not None:
         check_model_name("embedding_model", comparison.embedding_model)
+    length = window_keys(variants[0].train)["sequence_length"]
     for variant in variants:
         _check_keys(variant, comparison)
-        if variant.function is not None:
-            check_function(variant.name, variant.function)
-        if comparison.stages:
-            _check_stages(variant)
+        if window_keys(variant.train)["sequence_length"] != length:
+            raise ValueError(
+                f"variants.{variant.name} and variants.{variants[0].name} have different sequence_length; expected the same, since "
+                "all variants are measured alike. Set train.sequence_length."
+            )
     if comparison.tasks is not None:
         from midus_hf.evaluation.harness import Tasks
         from midus_hf.evaluation.quiet import quiet_libraries
 
         with quiet_libraries():
             Tasks(comparison.tasks.names, comparison.tasks.data, comparison.tasks.include_path)
-    if comparison.texts:
-        _check_windows(comparison, variants)
 
 
 def _check_texts(comparison: Comparison, variants: Sequence[Variant]) -> None:
@@ -236,28 +242,16 @@ def _overlap(first: Path, second: Path) -> bool:
     return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
 
 
-def _check_stages(variant: Variant) -> None:
-    """Check the keys of a variant that learns stages."""
-    if variant.train.get("path_column") is not None:
-        raise ValueError(
-            f"variants.{variant.name}.train.path_column is {variant.train['path_column']!r}; expected none, since stages are "
-            "measured without paths. Leave it out."
-        )
-    if tokens_of(variant) is None:
-        raise ValueError(
-            f"variants.{variant.name} has no max_steps, by which the tokens of a stage are counted; set train.max_steps."
-        )
-    if variant.replay is not None and variant.function is not None:
-        raise ValueError(
-            f"variants.{variant.name} has replay and a function; expected one of them, since the function reads the corpus itself."
-        )
-
-
 def _check_keys(variant: Variant, comparison: Comparison) -> None:
     """Check that `midus train`, and `midus sft` after it, accept the keys of every run of a variant."""
     for key in {key for rate in variant.rates for key in rate}:
         if key not in _RATES:
             raise ValueError(f"variants.{variant.name} has a rate {key!r}; expected one of: {', '.join(_RATES)}.")
+    if comparison.stages and (variant.train.get("path_column") is not None or tokens_of(variant) is None):
+        raise ValueError(
+            f"variants.{variant.name} has path_column, or no max_steps; expected max_steps, by which the tokens of a stage are "
+            "counted, and no path_column, since stages are measured without paths."
+        )
     for run in searches_of(variant, comparison):
         trainings = [
             run.stage_keys(comparison, stage, "model", Path("trained")) for stage in range(len(comparison.stages))
@@ -275,41 +269,3 @@ def _check_keys(variant: Variant, comparison: Comparison) -> None:
                 from_mapping(options, keys)
             except ValueError as error:
                 raise ValueError(f"variants.{variant.name}, as a run of {command}: {error}") from error
-
-
-def _check_windows(comparison: Comparison, variants: Sequence[Variant]) -> None:
-    """Check that all variants read texts in windows of one length, and that each text has a window of the base's tokens."""
-    from transformers import AutoConfig
-
-    from midus_hf.evaluation.text_rows import text_rows
-    from midus_hf.saved_models import load_tokenizer, refusing
-    from midus_hf.topics.documents import has_column, read_documents
-
-    windows = window_keys(variants[0].train)
-    for variant in variants:
-        length = window_keys(variant.train)["sequence_length"]
-        if length != windows["sequence_length"]:
-            raise ValueError(
-                f"variants.{variant.name}.train.sequence_length is {length}, and that of {variants[0].name} is "
-                f"{windows['sequence_length']}; expected the same, since all variants are measured alike. Set train.sequence_length."
-            )
-    trust = comparison.trust_remote_code
-    with refusing(f"base is {comparison.base!r}, whose tokenizer cannot be loaded", OSError, ValueError):
-        config = AutoConfig.from_pretrained(comparison.base, trust_remote_code=trust)
-        tokenizer = load_tokenizer(comparison.base, trust)
-    for name, path in comparison.texts.items():
-        documents = read_documents(path, windows["column"])
-        apart = bool(comparison.stages) or (
-            windows["path_column"] is not None and has_column(path, windows["path_column"])
-        )
-        try:
-            text_rows(name, documents, tokenizer, config, sequence_length=windows["sequence_length"], joined=not apart)
-        except ValueError as error:
-            raise ValueError(f"{comparison.label(name)} is {path!r}, which cannot be measured: {error}") from error
-
-
-def _steps_between(steps: int, evaluations: int) -> int:
-    """Return the fewest steps between measurements that divide `steps` and make at most `evaluations` of them."""
-    return next(
-        (every for every in range(max(1, -(-steps // evaluations)), steps) if steps % every == 0), max(1, steps)
-    )

@@ -11,7 +11,6 @@ from typing import Any
 
 from midus_hf.compare.making import (
     TrainedModel,
-    certificate_of,
     free_memory,
     made_together,
     taught_model,
@@ -63,13 +62,7 @@ def _in_order(run: Run, comparison: Comparison, folder: Path) -> Result:
             _point(learned, _means(_losses_of_texts(model, _texts_after(stage, comparison), run, comparison)))
         )
     result = _result(run, points, learned)
-    if made:
-        result = dataclasses.replace(
-            result,
-            **made_together(made),
-            upscaled=None if start is base.losses else start,
-        )
-    return dataclasses.replace(result, certificate=certificate_of(Path(model)))
+    return dataclasses.replace(result, **made_together(made)) if made else result
 
 
 def _learn(
@@ -95,7 +88,7 @@ def _learn(
 
 def _replayed(run: Run, corpora: Sequence[str], model: str, folder: Path) -> Path:
     """Write the corpus of a stage with a share of earlier ones, and return its path."""
-    from midus_hf.compare.replay import write_replayed
+    from midus_hf.compare.rivals import write_replayed  # loads torch
     from midus_hf.saved_models import load_tokenizer
 
     share, tokens, output = run.variant.replay, tokens_of(run.variant), folder / "replayed.jsonl"
@@ -107,7 +100,7 @@ def _replayed(run: Run, corpora: Sequence[str], model: str, folder: Path) -> Pat
 
 def _one_per_stage(run: Run, comparison: Comparison, folder: Path) -> Result:
     """Train a model per stage from the base, and measure each document by the model of the stage that it is nearest to."""
-    from midus_hf.compare.nearest_stage import StageFinder  # loads torch
+    from midus_hf.compare.rivals import StageFinder  # loads torch
 
     assert comparison.embedding_model is not None
     names, texts = list(comparison.stages), list(comparison.texts)
@@ -174,11 +167,11 @@ def _losses_of_texts(model: str, texts: Sequence[str], run: Run, comparison: Com
     from midus_hf.model_names import usable_device
     from midus_hf.saved_models import check_whole, load_model, load_tokenizer
 
-    keys, trust = window_keys(run.variant.train), comparison.trust_remote_code
+    keys = window_keys(run.variant.train)
     measured: dict[str, Losses] = {}
     with quiet_libraries():
-        tokenizer = load_tokenizer(model, trust)
-        loaded, missing = load_model(model, "auto", trust, device_map=usable_device(None))
+        tokenizer = load_tokenizer(model)
+        loaded, missing = load_model(model, "auto", False, device_map=usable_device(None))
         check_whole(model, missing)
         for name in texts:
             documents = _texts(comparison.texts[name], keys["column"])

@@ -31,17 +31,15 @@ class Variant:
     """A variant of a comparison: keys of `upscale --config`, None where the base itself is trained, and keys of `midus train`.
 
     The variant named `base` stands for the base itself, which is measured alone. A null control is called `VARIANT+CONTROL`;
-    `control` and `control_of` are its two names. `controls` are the null controls to train beside the variant, true for all that
-    its memory has. `trained_parameters` is None where only training knows. `fine_tune` are keys of `midus sft`, None where trained
-    models are not fine-tuned. `function` is the file and name of the function that makes the trained model in place of `midus train`.
-    `replay`, `one_per_stage` and `upscale_each` say how the variant learns stages.
+    `control` and `control_of` are its two names. `trained_parameters` is None where only training knows. `fine_tune` are keys of
+    `midus sft`, None where trained models are not fine-tuned. `function` is the file and name of the function that makes the
+    trained model in place of `midus train`. `replay`, `one_per_stage` and `upscale_each` say how the variant learns stages.
     """
 
     name: str
     upscale: Mapping[str, Any] | None
     train: Mapping[str, Any]
     rates: Sequence[Rate]
-    controls: Sequence[str] | bool
     function: str | None = None
     new_parameters: int = 0
     trained_parameters: int | None = None
@@ -68,24 +66,16 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
         ValueError: If a key is unknown or set by the comparison itself, a file cannot be read, or a method refuses the base.
     """
     shared = _keys("train", comparison.train, _own_training_keys(comparison))
-    tuning = None
     if comparison.fine_tune is not None:
         tuning = _keys("fine_tune", comparison.fine_tune, OWN_FINE_TUNING_KEYS)
-    comparison = dataclasses.replace(comparison, train=shared, fine_tune=tuning)
-    variants = [_planned(name, comparison, shared, tuning) for name in comparison.variants]
+        comparison = dataclasses.replace(comparison, fine_tune=tuning)
+    comparison = dataclasses.replace(comparison, train=shared)
+    variants = [_planned(name, comparison, shared) for name in comparison.variants]
     if "sequence_length" in variants[0].train:  # the base is measured in the windows of the runs
         comparison = dataclasses.replace(
             comparison, train={**shared, "sequence_length": variants[0].train["sequence_length"]}
         )
     return comparison, variants
-
-
-def upscaled_sizes(base: str, keys: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many parameters an upscaling adds and how many its method trains, from a dry run."""
-    from upscalers.runs.upscale import upscale
-
-    counts = upscale(base=base, dry_run=True, **keys).parameters
-    return counts.new, counts.trainable
 
 
 def with_corpora(value: Any, corpus: str, earlier: Sequence[str]) -> Any:
@@ -106,27 +96,20 @@ def _own_training_keys(comparison: Comparison) -> tuple[str, ...]:
     return (*OWN_TRAINING_KEYS, *(("corpus",) if comparison.stages else ()))
 
 
-def _planned(
-    name: str, comparison: Comparison, shared: Mapping[str, Any], tuning: Mapping[str, Any] | None
-) -> Variant:
-    """Return a variant, sized by dry runs; `shared` and `tuning` are the keys that all variants train and fine-tune with."""
+def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Variant:
+    """Return a variant, sized by a dry run; `shared` are the keys that all variants train with."""
+    from upscalers.runs.upscale import upscale
+
     options = comparison.variants[name]
-    train: dict[str, Any] = {
-        **shared,
-        **_keys(f"variants.{name}.train", options.train, _own_training_keys(comparison)),
-    }
-    fine_tune = _keys(f"variants.{name}.fine_tune", options.fine_tune, OWN_FINE_TUNING_KEYS)
-    if fine_tune and tuning is None:
-        raise ValueError(
-            f"variants.{name}.fine_tune is given, and fine_tune is not; expected both, since all variants are fine-tuned or none."
-        )
+    own = _keys(f"variants.{name}.train", options.train, _own_training_keys(comparison))
+    train: dict[str, Any] = {**shared, **own}
+    assert not isinstance(comparison.fine_tune, str), "files have been read"
     variant = Variant(
         name=name,
         upscale=None,
         train=train,
-        fine_tune=None if tuning is None else {**tuning, **fine_tune},
+        fine_tune=comparison.fine_tune,
         rates=comparison.rates_of(name),
-        controls=comparison.controls if options.controls is None else options.controls,
         replay=options.replay,
         one_per_stage=options.one_per_stage,
         upscale_each=options.upscale_each,
@@ -140,24 +123,20 @@ def _planned(
     _check_upscaling(name, keys)
     try:
         first = next(iter(comparison.stages.values())).corpus if variant.upscale_each else ""
-        new, trained = upscaled_sizes(comparison.base, with_corpora(keys, first, []))
+        sizes = upscale(base=comparison.base, dry_run=True, **with_corpora(keys, first, [])).parameters
     except ValueError as error:
         raise ValueError(f"variants.{name}.upscale: {error}") from error
-    return dataclasses.replace(variant, upscale=keys, new_parameters=new, trained_parameters=trained)
+    return dataclasses.replace(variant, upscale=keys, new_parameters=sizes.new, trained_parameters=sizes.trainable)
 
 
 def _keys(where: str, keys: Mapping[str, Any] | str | None, own: Sequence[str]) -> dict[str, Any]:
     """Return the keys of a mapping or a recipe. Of a recipe, keys that the comparison sets are dropped; in a mapping, they raise."""
     if isinstance(keys, str):
-        keys = {key: value for key, value in read_mapping(Path(keys)).items() if key not in own}
-    _check_own(where, keys or {}, own)
-    return dict(keys or {})
-
-
-def _check_own(where: str, keys: Mapping[str, Any], own: Sequence[str]) -> None:
-    for key in keys:
+        return {key: value for key, value in read_mapping(Path(keys)).items() if key not in own}
+    for key in keys or {}:
         if key in own:
             raise ValueError(f"{where} has {key!r}, which the comparison sets for each run; leave it out.")
+    return dict(keys or {})
 
 
 def _check_upscaling(name: str, keys: Mapping[str, Any]) -> None:
@@ -202,11 +181,10 @@ def available_controls(config: Mapping[str, Any]) -> Controls:
 
 
 def wanted(variant: Variant, available: Controls) -> list[str]:
-    """Return the names of the null controls that a variant asks for, its memory has and its training allows."""
-    names: Sequence[str] = list(available) if variant.controls is True else variant.controls or []
+    """Return the names of the null controls that a variant's memory has and its training allows."""
     # A null control that trains only certain roles would, beside a variant that trains the base as well, lack more than addressing.
     trains_more = variant.train.get("trainable", "auto") not in ("auto", "new")
-    return [name for name in names if name in available and not (trains_more and available[name]["trainable"])]
+    return [name for name, change in available.items() if not (trains_more and change["trainable"])]
 
 
 def control_variants(variant: Variant, available: Controls, rate: Rate) -> list[Variant]:
@@ -227,7 +205,6 @@ def _control(variant: Variant, name: str, change: Mapping[str, Any], rate: Rate)
         upscale=keys,
         train=train,
         rates=[rate],
-        controls=False,
         control=name,
         control_of=variant.name,
     )

@@ -63,13 +63,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(run, config, tmp_path)
     }  # fmt: skip
     assert pro["trained_parameters"] > 0 and (full["method"], full["trained_parameters"]) == (None, None)
     table = run(config, "--dry-run").out
-    title = "7 runs on 1,792 tokens: each rate with seed 0, the best rate with 1 more"
-    assert (
-        title in " ".join(table.split())
-        and "null controls" not in table
-        and "0 of 3" in table
-        and "as training says" in table
-    )
+    assert "null controls" not in table and "0 of 3" in table and "768" in table
     assert not (tmp_path / "out").exists()
 
 
@@ -86,12 +80,10 @@ def test_a_dry_run_and_a_report_say_what_is_done(run, config, measured, tmp_path
         6,
         {},
     )
-    assert all((tmp_path / "out" / name).is_file() for name in ("report.html", "runs.csv"))
+    assert (tmp_path / "out" / "report.html").is_file()
     done = run(config, "--report")
-    assert (
-        done.status == 0 and "Runs that are not done: 6." in done.out and "hml ends with the lowest loss" in done.out
-    )
-    assert done.out.splitlines()[-1] == f"report: {report['files'][-1]}"
+    assert done.status == 0 and "Runs that are not done: 6, of which 0 failed." in done.out
+    assert done.out.splitlines()[-1] == f"report: {report['page']}"
     assert runs.started == []
 
 
@@ -102,7 +94,7 @@ def test_a_dry_run_refuses_results_of_other_texts(run, config, measured, room, m
 
 
 def test_a_dry_run_says_that_null_controls_follow(run, config):
-    assert "null controls are added at the end" in " ".join(run(config, "controls=true", "--dry-run").out.split())
+    assert "then null controls" in " ".join(run(config, "controls=true", "--dry-run").out.split())
 
 
 def test_words_after_the_file_win(run, config):
@@ -139,21 +131,15 @@ def test_a_wrong_request_is_told_in_one_line(run, config, tmp_path, how, words, 
             ["domain.plants=absent"],
             "domain.plants is 'absent', which does not exist; expected a file or a folder of text.",
         ),
-        (["train.sequence_length=65"], "sequence_length is 65; the model was made for at most 64 tokens."),
-        (
-            ["retention.stars=SHORT"],
-            "tokens to predict; expected at least 32. Give more text, or a smaller sequence_length.",
-        ),
         (
             ["variants.hml.train.sequence_length=16"],
-            "of hml is 16; expected the same, since all variants are measured alike.",
+            "variants.hml have different sequence_length; expected the same, since all variants are measured alike.",
         ),
     ],
-    ids=["no text", "long windows", "a short text", "several lengths"],
+    ids=["no text", "several lengths"],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(run, config, tmp_path, how, words, message):
-    (tmp_path / "short.txt").write_text("short")
-    done = run(config, *how, *(word.replace("SHORT", str(tmp_path / "short.txt")) for word in words))
+    done = run(config, *how, *words)
     assert (done.status, done.out) == (2, "") and message in done.err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 

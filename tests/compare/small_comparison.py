@@ -51,12 +51,13 @@ def keys(room: Path, output: Path, variants: dict[str, Any], **changes: Any) -> 
     train = training(room, **given)
     texts = {"domain": {"plants": str(room / "plants.txt")}, "retention": {"stars": str(room / "stars.txt")}}
     texts |= {"validation": {"herbs": str(room / "herbs.txt")}}
+    if "stages" not in changes and changes.get("domain", True):
+        train.setdefault("eval_steps", train["max_steps"] // 2 or 1)
     if "stages" in changes:  # which have corpora and texts of their own
         train = {key: value for key, value in train.items() if key != "corpus" or key in given}
         del texts["domain"], texts["validation"]
     arguments = {"base": str(room / "base"), "output_dir": str(output), "variants": variants, "train": train, **texts}
-    evaluations = {} if "stages" in changes else {"evaluations": 2}
-    return {**arguments, "seeds": [0], **evaluations, **changes}
+    return {**arguments, "seeds": [0], **changes}
 
 
 class Comparing:

@@ -1,256 +1,224 @@
-"""What is told of variants: tables and sentences, from results whose numbers are known."""
+"""What is found of variants, in results whose numbers are known: spreads, rates, learned and forgotten, null controls, cautions."""
 
 import dataclasses
 import math
+import statistics
 
 import pytest
-from compare.made_results import (
-    DOMAIN,
-    FULL,
-    FULL_SLOW,
-    HML,
-    NULL,
-    RETENTION,
-    VALIDATION,
-    comparison,
-    found,
-    result,
-    rows_of,
+from compare.made_results import BASE, DOMAIN, FULL, HML, NULL, RETENTION, SOLAR, VALIDATION, comparison, found, result
+
+from midus_hf.compare.findings import (
+    Spread,
+    cautions,
+    chosen_rate,
+    findings,
+    mean_loss,
+    paired,
+    shared_origin,
+    spread,
+    verdict,
 )
 
-from midus_hf.compare.findings import findings, sentences, with_spread
-from midus_hf.compare.options import TaskOptions
-from midus_hf.compare.report import as_json, controls_table, differences_table, metric_of, tables, variants_table
-from midus_hf.compare.results import Measured, Point, Result
 
-BOTH = ["hml", "full"]
-SOLAR = {"loss": 7.0, "kept": 3.0, "starts_at_base": False, "upscaled": {DOMAIN: 7.0, RETENTION: 3.0, VALIDATION: 8.0}}
-
-
-def test_the_table_of_variants_has_the_numbers_that_a_hand_computes():
-    one = found([*HML, *FULL, *FULL_SLOW])
-    rows = rows_of(variants_table(one))
-    # 3 - 0.5 and 3 - 0.75: 2.5 and 2.25; the sample deviation of two numbers is their distance by the root of 2.
-    assert list(rows) == ["base", "full", "hml"]
-    distance = 0.25 / math.sqrt(2)
-    assert rows["hml"] == {
-        "variant": "hml",
-        "rate": "0.001",
-        "seeds": "2",
-        "new": "0",
-        "trains": "1k",
-        "domain loss": f"2.3750 ± {distance:.4f}",
-        "learned": f"+0.6250 ± {distance:.4f}",
-        "forgotten": f"+0.2500 ± {distance:.4f}",
-        RETENTION: f"2.2500 ± {distance:.4f}",
-        "seconds": "2",
-        "tokens/s": "100",
-        "memory, GB": "1.00",
-        "starts at base": "",
-        "doubts": "1, 2",
-    }
-    assert rows["full"]["rate"] == "0.001" and rows["full"]["domain loss"] == f"1.7500 ± {0.5 / math.sqrt(2):.4f}"
-    assert {key: value for key, value in rows["base"].items() if value} == {
-        "variant": "base", "domain loss": "3.0000", RETENTION: "2.0000"
-    }  # fmt: skip
-    short = rows_of(variants_table(one, short=True))
-    assert list(short["hml"]) == ["variant", "rate", "trains", "domain loss", "learned", "forgotten", "doubts"]
-    assert all(row == {key: rows[name][key] for key in row} for name, row in short.items())
-
-
-def test_what_does_not_start_at_the_base_is_counted_from_it():
-    solar = [result("solar", [4.0, 4.25], [-1.0, -0.5], seed=seed, **SOLAR) for seed in (0, 1)]
-    row = rows_of(variants_table(found([*HML, *solar], variants=["hml", "solar"])))["solar"]
-    report = (row["domain loss"], row["learned"], row["forgotten"], row["starts at base"])
-    assert report == ("2.7500 ± 0.0000", "+0.2500 ± 0.0000", "+0.5000 ± 0.0000", "no")
-
-
-def test_the_first_two_are_told_apart_by_their_seeds():
-    # Of seeds 0 and 1, full ends lower by 0.5 and 0.75: 0.625 in the mean, and 12.7062 / 2 * 0.25 is half of the interval.
-    moc = result("moc", [0.125])
-    assert sentences(found([*HML, *FULL, moc], variants=["hml", "full", "moc"]))[0] == (
-        "full ends with the lowest loss of the domain, 1.7500 ± 0.3536 nats per token; hml follows with 2.3750 ± 0.1768. "
-        "full began with 3.0000. With the same seeds these two differ by 0.6250 ± 1.5883 (95 %), which may be chance."
-    )
-    alike = [result("hml", [0.25], [0.25], seed=seed) for seed in (0, 1)]
-    better = [result("full", [0.5], [0.0], seed=seed) for seed in (0, 1)]
-    words = "With the same seeds these two differ by 0.2500 ± 0.0000 (95 %), which is more than chance of seeds."
-    assert sentences(found([*alike, *better]))[0].endswith(words)
-    assert sentences(found([HML[0], FULL[0]]))[0].endswith("hml follows with 2.5000. full began with 3.0000.")
-
-
-def test_several_texts_count_alike():
-    texts = {"domain": {DOMAIN: "a", "roses": "b"}, "validation": {}}
-    curve = [
-        Point(0, 0, None, {DOMAIN: 3.0, "roses": 1.0, RETENTION: 2.0}),
-        Point(1, 9, 1.0, {DOMAIN: 1.0, "roses": 2.0, RETENTION: 5.0}),
-    ]
-    run = Result("a", {}, 0, curve, tokens=9, seconds=3.0)
-    row = rows_of(variants_table(findings(comparison(["a"], **texts), Result("base", {}, 0, curve[:1]), [run], {})))[
-        "a"
-    ]
-    report = [row[name] for name in ("domain loss", "learned", "forgotten", "rate", "tokens/s")]
-    assert report == ["1.5000", "+0.5000", "+3.0000", "recipe", "3"]
+def test_a_spread_is_that_of_its_numbers():
+    numbers = [0.1, 0.4, 0.25]
+    found_spread = spread(numbers)
+    expected = (statistics.mean(numbers), statistics.stdev(numbers), 3)
+    assert (found_spread.mean, found_spread.deviation, found_spread.count) == expected
+    assert (spread([0.5]).deviation, spread([0.5]).half_interval) == (None, None) and spread([]) is None
 
 
 @pytest.mark.parametrize(
-    ("starts", "expected"),
-    [([None, None], ""), ([True, True], "yes"), ([False, False], "no"), ([True, False], "no"), ([True, None], "no")],
-    ids=str,
+    ("count", "quantile"),
+    [(2, 12.7062), (3, 4.3027), (4, 3.1824), (5, 2.7764), (6, 2.5706), (10, 2.2622), (11, 2.2281), (31, 2.2281)],
 )
-def test_whether_a_variant_starts_at_the_base_is_told(starts, expected):
-    runs = [result("hml", [0.5], seed=seed, starts_at_base=one) for seed, one in enumerate(starts)]
-    assert rows_of(variants_table(found(runs, variants=["hml"])))["hml"]["starts at base"] == expected
-
-
-def test_variants_stand_beside_their_null_controls():
-    one = found([*HML, *FULL, *NULL])
-    # Lower by 0.25 with both seeds: the interval has no width.
-    assert controls_table(one).rows == [["hml", "one-row", "+0.2500", "± 0.0000", "2", "beats it"]]
-    report = as_json(one, [])["variants"][1]["controls"]
-    assert report == {"one-row": {"mean": 0.25, "deviation": 0.0, "count": 2, "verdict": "beats it"}}
-    assert "hml+one-row" not in rows_of(variants_table(one))
-    assert not any("null control" in sentence for sentence in sentences(one))
-
-
-def test_a_control_that_is_not_beaten_is_told():
-    better = [result("hml+one-row", [0.9], seed=seed, control="one-row", control_of="hml") for seed in (0, 1)]
-    wide = [
-        result("hml+random-slots", [learned], seed=seed, control="random-slots", control_of="hml")
-        for seed, learned in ((0, 0.5), (1, 0.1))
-    ]
-    text = sentences(found([*HML, *better, *wide], variants=["hml"]))
-    assert "hml does not beat its null control one-row." in text
-    assert "hml is not shown to beat its null control random-slots." in text
-
-
-def test_controls_at_another_rate_or_with_other_seeds_are_left_out():
-    faster = [result("hml", [0.9], seed=seed, rate=1e-2) for seed in (0, 1)]  # its first seed chooses it
-    assert controls_table(found([*HML, *faster, *NULL], variants=["hml"])).rows == []
-    others = [dataclasses.replace(one, seed=one.seed + 5) for one in NULL]
-    assert controls_table(found([*HML, *others], variants=["hml"])).rows == []
+def test_the_interval_of_a_mean_is_that_of_students_distribution(count, quantile):
+    """More seeds than the table has take its last quantile, which makes intervals wider."""
+    half = Spread(0.0, 2.0, count).half_interval
+    assert half == pytest.approx(2.0 * quantile / math.sqrt(count), rel=5e-4)
 
 
 @pytest.mark.parametrize(
-    ("rises", "interval", "words"),
+    ("numbers", "words"),
     [
-        ([0.5, 0.5], "± 0.0000", "beats it"),
-        ([0.5, 0.25], "± 1.5883", "is not shown to beat it"),
-        ([0.0, 0.0], "± 0.0000", "does not beat it"),
-        ([-0.25], "", "does not beat it"),
-        ([0.5], "", "one seed"),
+        ([0.5, 0.51, 0.49], "beats it"),
+        ([0.5, 0.0, 0.1], "is not shown to beat it"),
+        ([0.5], "one seed"),
+        ([-0.5], "does not beat it"),
+        ([0.0], "does not beat it"),
+        ([0.0, -0.05], "does not beat it"),
     ],
     ids=str,
 )
-def test_shuffled_addresses_are_told_by_what_the_loss_rises(rises, interval, words):
-    # What the run measured itself, in the precision of training, is no part of it.
-    runs = [
-        result("hml", [0.75], seed=seed, shuffled={DOMAIN: 2.5 + rise, RETENTION: 9.0}, saved={DOMAIN: 2.5, RETENTION: 2.0})
-        for seed, rise in enumerate(rises)
-    ]  # fmt: skip
-    one = found(runs, variants=["hml"])
-    mean = sum(rises) / len(rises)
-    assert controls_table(one).rows == [
-        ["hml", "shuffled-addresses", f"{mean:+.4f}", interval, str(len(rises)), words]
-    ]
-    assert ("hml does not beat its null control shuffled-addresses." in sentences(one)) == (
-        words == "does not beat it"
-    )
+def test_a_control_is_beaten_where_the_interval_of_the_advantage_lies_above_zero(numbers, words):
+    assert verdict(spread(numbers)) == words
 
 
-def test_without_texts_outside_nothing_is_said_of_forgetting():
-    one = found([*HML, *FULL], retention={})
-    for table in tables(one):
-        assert "forgotten" not in table.head and RETENTION not in table.head
-    assert [variant["forgotten"] for variant in as_json(one, [])["variants"]] == [None, None]
+def test_an_interval_that_reaches_zero_is_not_above_it():
+    half = Spread(0.0, 1.0, 3).half_interval
+    assert verdict(Spread(half, 1.0, 3)) == "is not shown to beat it"
+    assert verdict(Spread(half + 1e-9, 1.0, 3)) == "beats it"
 
 
-TASKS = TaskOptions(names=["piqa", "mmlu"])
+def test_numbers_are_subtracted_seed_by_seed():
+    assert paired({0: 1.0, 1: 2.0, 3: 9.0}, {1: 2.25, 0: 1.75, 2: 0.0}) == spread([0.75, 0.25])
+    assert paired({0: 1.0}, {1: 1.0}) is None
 
 
-def test_tasks_are_told_before_and_after():
-    metrics = {
-        "tasks_before": {"piqa": {"acc": 0.25, "acc_norm": 0.5}},
-        "tasks": {"piqa": {"acc": 0.5, "acc_norm": 0.75}},
-    }
-    one = found([result("hml", [0.5], seed=seed, **metrics) for seed in (0, 1)], variants=["hml"], tasks=TASKS)
-    row = rows_of(variants_table(one))["hml"]
-    assert (row["piqa"], row["mmlu"]) == ("0.500 → 0.750 ± 0.000", "")
-    # On one side alone they say nothing.
-    runs = [result("hml", [0.5], tasks_before={"mmlu": {"acc": 0.5}}, tasks={"piqa": {"acc": 0.5}})]
-    row = rows_of(variants_table(found(runs, variants=["hml"], tasks=TASKS)))["hml"]
-    assert (row["piqa"], row["mmlu"]) == ("", "")
+def test_a_mean_loss_counts_each_text_alike():
+    run = result("a", [0.2, 0.5], [0.1, -0.3])
+    assert mean_loss(run.losses, [DOMAIN, RETENTION]) == pytest.approx((2.5 + 1.7) / 2)
 
 
-def test_fine_tuned_models_have_a_row_of_their_own():
-    metrics = [{"piqa": {"acc": 0.0}, "mmlu": {"acc": 0.5}}, {"piqa": {"acc": 0.5}}]
-    runs = [
-        result("hml", [0.5], seed=seed, tuned=Measured({DOMAIN: 2.0 + seed, RETENTION: 1.0}, metrics[seed]))
-        for seed in (0, 1)
-    ]
-    rows = rows_of(variants_table(found([*runs, *FULL], tasks=TASKS)))
-    assert list(rows) == ["base", "full", "hml", "hml, fine-tuned"]
-    assert {key: value for key, value in rows["hml, fine-tuned"].items() if value} == {
-        "variant": "hml, fine-tuned", "domain loss": f"2.5000 ± {1 / math.sqrt(2):.4f}", RETENTION: "1.0000 ± 0.0000",
-        "piqa": "0.250 ± 0.354",
-    }  # fmt: skip
+def with_loss(run, loss: float):
+    """Return a run whose loss of the validation text ended at a value."""
+    end = dataclasses.replace(run.curve[-1], losses={**run.losses, VALIDATION: loss})
+    return dataclasses.replace(run, curve=[*run.curve[:-1], end])
 
 
-@pytest.mark.parametrize(
-    ("metrics", "expected"),
-    [
-        ({"acc": 0.5, "acc_norm": 0.25}, 0.25),
-        ({"acc": 0.5}, 0.5),
-        ({"exact_match,first-clause": 0.5, "exact_match,any": 1.0}, 0.5),
-        ({"ter": 3.0}, None),
-        ({}, None),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_which_metric_of_a_task_is_told(metrics, expected):
-    assert metric_of(metrics) == expected
+def test_the_rate_is_chosen_by_the_validation_texts_alone():
+    # The loss of the domain is lower at the first rate, that of the validation text at the second.
+    runs = [with_loss(result("a", [0.9]), 3.5), with_loss(result("a", [0.3], rate=1e-2), 3.25)]
+    assert chosen_rate(runs, [VALIDATION]) == {"learning_rate": 1e-2}
 
 
-def test_a_spread_is_told_behind_its_mean():
-    (hml,) = found(HML, variants=["hml"]).variants
-    assert with_spread(hml.learned, "{:+.2f}") == "+0.62 ± 0.18" and with_spread(None) == ""
+def test_of_rates_that_are_as_good_the_first_counts_and_a_single_one_needs_no_text():
+    runs = [result("a", [0.3], rate=rate) for rate in (1e-2, 1e-3)]
+    assert chosen_rate(runs, [VALIDATION]) == {"learning_rate": 1e-2}
+    assert chosen_rate(runs[:1], []) == {"learning_rate": 1e-2}
 
 
-def test_variants_are_subtracted_from_the_reference_seed_by_seed():
-    # full learned 1.0 and 1.5, hml 0.5 and 0.75; full forgot 1.0 and 2.0, hml 0.125 and 0.375.
-    one = found([*HML, *FULL])
-    table = differences_table(one)
-    deviation = f"{0.25 / math.sqrt(2):.4f}"
-    assert table.title == "Difference to full, paired by seed" and table.rows == [
-        ["hml", f"-0.6250 ± {deviation}", f"-1.2500 ± {0.75 / math.sqrt(2):.4f}", "0 of 2"]
-    ]
-    (row,) = differences_table(found([*HML, *FULL], reference="hml")).rows
-    assert (row[0], row[1], row[3]) == ("full", f"+0.6250 ± {deviation}", "2 of 2")
-    (row,) = differences_table(found([*HML, FULL[0]], retention={})).rows
-    assert row == ["hml", "-0.5000", "0 of 1"]
-
-
-def test_without_a_result_of_the_reference_nothing_is_subtracted():
-    assert differences_table(found(HML, reference="full")).rows == []
-    assert as_json(found(HML, reference="full"), [])["reference"] is None
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_rate_whose_loss_ended_at_no_finite_number_is_not_chosen(loss):
+    runs = [with_loss(result("a", [0.3], rate=1e-2), loss), result("a", [0.1])]
+    assert chosen_rate(runs, [VALIDATION]) == {"learning_rate": 1e-3}
+    assert chosen_rate(runs[:1], [VALIDATION]) is None and chosen_rate([], [VALIDATION]) is None
 
 
 def test_the_rate_of_a_variant_is_that_of_its_first_seed():
     # With seed 1 alone the slow rate would be better.
-    slow = [dataclasses.replace(FULL_SLOW[0]), result("full", [9.0], seed=1, rate=1e-4)]
-    assert rows_of(variants_table(found([*HML, *FULL, *slow])))["full"]["rate"] == "0.001"
+    slow = [result("full", [0.5], rate=1e-4), result("full", [9.0], seed=1, rate=1e-4)]
+    assert found([*FULL, *slow], variants=["full"]).variants[0].rate == "0.001"
 
 
-def test_a_certificate_has_a_column():
-    certified = [dataclasses.replace(one, certificate={"kept": 1}) for one in HML]
-    rows = rows_of(variants_table(found([*certified, *FULL])))
-    assert (rows["hml"]["certified"], rows["full"]["certified"]) == ("yes", "")
-    assert [one["certified"] for one in as_json(found([certified[0], HML[1]], variants=["hml"]), [])["variants"]] == [
-        False
-    ]
+def test_losses_fall_from_the_start_at_each_moment():
+    run = result("a", [0.25, 0.5], [0.125, -0.25], loss=3.5)
+    one = found([])
+    assert (one.falls(run, [DOMAIN]), one.falls(run, [RETENTION])) == ([0.0, 0.25, 0.5], [0.0, -0.125, 0.25])
 
 
-def test_what_trains_all_is_marked():
-    request = {"train": {"trainable": "all"}}
-    everything = [dataclasses.replace(one, request=request) for one in FULL]
-    assert rows_of(variants_table(found([*HML, *everything])))["full"]["trains"] == "1k, all"
+@pytest.mark.parametrize("results", [SOLAR, [*HML, *SOLAR]], ids=["the base's own losses", "a run's start"])
+def test_to_make_up_for_a_start_below_the_base_is_neither_to_learn_nor_to_remember(results):
+    one = found(results, variants=["hml", "solar"])
+    assert (one.falls(SOLAR[0], [DOMAIN]), one.falls(SOLAR[0], [RETENTION])) == ([-4.0, 0.0, 0.25], [-1.0, 0.0, -0.5])
+    (solar,) = [variant for variant in one.variants if variant.name == "solar"]
+    assert solar.learned_by_seed == {0: 0.25, 1: 0.25} and solar.forgotten_by_seed == {0: 0.5, 1: 0.5}
+
+
+def test_several_texts_count_alike():
+    losses = [{DOMAIN: 3.0, "roses": 1.0, RETENTION: 2.0}, {DOMAIN: 1.0, "roses": 2.0, RETENTION: 5.0}]
+    curve = [dataclasses.replace(BASE.curve[0], losses=one) for one in losses]
+    run = dataclasses.replace(result("a", [0.0]), curve=curve)
+    one = findings(comparison(["a"], domain={DOMAIN: "a", "roses": "b"}, validation={}), BASE, [run], {})
+    (variant,) = one.variants
+    assert (variant.domain_loss.mean, variant.learned.mean, variant.forgotten.mean) == (1.5, 0.5, 3.0)
+
+
+def test_controls_at_another_rate_or_with_other_seeds_are_left_out():
+    (hml,) = found([*HML, *NULL], variants=["hml"]).variants
+    assert hml.advantages == {"one-row": Spread(0.25, 0.0, 2)}
+    faster = [result("hml", [0.9], seed=seed, rate=1e-2) for seed in (0, 1)]  # its first seed chooses it
+    assert found([*HML, *faster, *NULL], variants=["hml"]).variants[0].advantages == {}
+    others = [dataclasses.replace(one, seed=one.seed + 5) for one in NULL]
+    assert found([*HML, *others], variants=["hml"]).variants[0].advantages == {}
+
+
+def test_shuffled_addresses_are_told_by_what_the_loss_of_the_saved_model_rises():
+    runs = [
+        result("hml", [0.75], seed=seed, shuffled={DOMAIN: 2.5 + rise, RETENTION: 9.0}, saved={DOMAIN: 2.5, RETENTION: 2.0})
+        for seed, rise in enumerate([0.5, 0.25])
+    ]  # fmt: skip
+    (hml,) = found(runs, variants=["hml"]).variants
+    assert hml.advantages == {"shuffled-addresses": spread([0.5, 0.25])}
+
+
+def test_the_reference_is_what_learned_most_or_what_is_named():
+    assert found([*HML, *FULL]).reference.name == "full"
+    assert found([*HML, *FULL], reference="hml").reference.name == "hml"
+    assert found(HML, reference="full").reference is None
+
+
+SEEDS = (0, 1, 2)
+HML_3 = [result("hml", [0.25, 0.5], seed=seed) for seed in SEEDS]
+FULL_3 = [result("full", [0.5, 1.0], seed=seed) for seed in SEEDS]
+SLOW = result("full", [0.25, 0.5], rate=1e-4)
+CAUTIONS = {
+    "nothing": ([*HML_3, *FULL_3], []),
+    "two seeds": ([*HML, *FULL_3], ["Fewer than three seeds: hml 2."]),
+    "tokens": (
+        [*HML_3, *(result("full", [0.5, 0.6, 0.7], seed=seed) for seed in SEEDS)],
+        ["Unequal numbers of tokens: full 300, hml 200."],
+    ),
+    "rates": ([*HML_3, *FULL_3, SLOW], ["Unequal numbers of rates: full 2, hml 1."]),
+    "not causal": (
+        [*(dataclasses.replace(one, is_causal=False) for one in HML_3), *FULL_3],
+        ["Not causal, so that losses cannot be compared: hml."],
+    ),
+    "an end of the rates": (
+        [*HML_3, *(dataclasses.replace(one, rate={"learning_rate": 1e-4}) for one in FULL_3)],
+        ["Best rate at an end of its list: full 0.0001."],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CAUTIONS)
+def test_what_variants_differ_in_beside_their_methods_is_told(case):
+    results, expected = CAUTIONS[case]
+    assert cautions(found(results)) == expected
+
+
+def test_runs_that_are_not_done_are_counted():
+    assert cautions(found([], failures={"a": "no"}, missing=2)) == ["Runs that are not done: 2, of which 1 failed."]
+
+
+def origin(**changes) -> dict:
+    machine = {"processor": "P", "threads": 2, "torch": "2", "transformers": "5", "device": "cpu"}
+    code = {"version": "1", "sources": "c" * 64, "commit": "d" * 40, "changed": True}
+    return {"data": "a" * 64, "base": "b" * 64, "code": code, "machine": machine, **changes}
+
+
+def made_with(**changes):
+    """Return findings in which `full` was made with another origin than the base and `hml`."""
+    hml = [dataclasses.replace(one, origin=origin()) for one in HML_3]
+    full = [dataclasses.replace(one, origin=origin(**changes)) for one in FULL_3]
+    base = dataclasses.replace(BASE, origin=origin())
+    return findings(comparison(["hml", "full"]), base, [*hml, *full], {})
+
+
+def test_what_all_rows_share_is_one_line():
+    assert shared_origin(made_with()) == (
+        "All rows were made with data aaaaaaaa; base bbbbbbbb; code 1 (cccccccc); machine P, 2 threads, cpu, torch 2, transformers 5."
+    )
+    assert cautions(made_with()) == cautions(made_with(code={**origin()["code"], "commit": "e" * 40})) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data": "e" * 64}, "Different data: base aaaaaaaa, full eeeeeeee, hml aaaaaaaa."),
+        ({"code": {"version": "2", "sources": "f" * 64}}, "Different code: base 1 (cccccccc), full 2 (ffffffff), hml 1 (cccccccc)."),
+        ({"machine": {**origin()["machine"], "threads": 1}}, "full P, 1 threads, cpu, torch 2, transformers 5"),
+    ],
+    ids=["data", "code", "machine"],
+)  # fmt: skip
+def test_rows_of_another_origin_are_told(changes, words):
+    one, (kind,) = made_with(**changes), changes
+    (sentence,) = cautions(one)
+    assert words in sentence and f"{kind} " not in shared_origin(one)
+
+
+def test_null_controls_of_another_origin_are_told():
+    code = {"code": {"version": "1", "sources": "b" * 64}}
+    control = result("hml+one-row", [0.25, 0.25], control="one-row", control_of="hml", origin=code)
+    (sentence,) = cautions(found([*HML_3, control], variants=["hml"]))
+    assert sentence == "Different code: base unknown, hml unknown and 1 (bbbbbbbb)."

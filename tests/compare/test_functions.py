@@ -4,14 +4,17 @@ import shutil
 
 import pytest
 import torch
+from compare.made_results import comparison
 from compare.small_comparison import STEPS, TOKENS_PER_STEP, Comparing, write_room
 from transformers import AutoModelForCausalLM
 
 from midus_hf.compare.findings import findings
-from midus_hf.compare.functions import check_function, function_record, teach
+from midus_hf.compare.making import taught_model
+from midus_hf.compare.options import VariantOptions
 from midus_hf.compare.report import planned
 from midus_hf.compare.running import collect
-from midus_hf.compare.runs import check
+from midus_hf.compare.runs import Run, check
+from midus_hf.compare.variants import Variant
 
 # Trains the embeddings alone with plain SGD, and leaves a model without a tokenizer.
 TEACH = """
@@ -34,9 +37,15 @@ def teach(base, corpus, output, seed, keys):
         model.zero_grad()
         tokens += batch.numel()
     model.save_pretrained(output)
-    Path(output, "certificate.json").write_text('{"kept": 3}')
     return {"trained_parameters": trained.numel(), "tokens": tokens}
 """
+
+
+def taught(folder, base="base"):
+    """Let `teach` of `mine.py` in a folder make a model beside it, and return how many parameters and tokens it trained on."""
+    variant = Variant("mine", None, {}, [{}], function=f"{folder / 'mine.py'}:teach")
+    model = taught_model(variant, base, folder / "out", 0, {"corpus": "none"})
+    return model.parameters, model.tokens
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +71,7 @@ def test_a_function_s_file_may_define_dataclasses_and_import_what_lies_beside_it
         "    for name in ('config.json', 'tokenizer_config.json'):\n        pathlib.Path(output, name).write_text('{}')\n"
         "    return {'trained_parameters': 1, 'tokens': Counts().tokens}\n"
     )
-    counts = teach("mine", f"{tmp_path / 'mine.py'}:teach", "base", tmp_path / "out", 0, {"corpus": "none"})
-    assert counts == {"trained_parameters": 1, "tokens": 3}
+    assert taught(tmp_path) == (1, 3)
 
 
 def test_a_function_is_measured_as_the_other_variants_are(room, tmp_path):
@@ -76,7 +84,6 @@ def test_a_function_is_measured_as_the_other_variants_are(room, tmp_path):
     mine, full = (comparing.measure_and_keep(run) for run in comparing.runs())
     weights = AutoModelForCausalLM.from_pretrained(room / "base").get_input_embeddings().weight
     assert mine.trained_parameters == weights.numel() and mine.tokens == full.tokens == STEPS * TOKENS_PER_STEP
-    assert (mine.certificate, full.certificate) == ({"kept": 3}, None)
     # Both start at the base, which the Trainer measures for both.
     assert mine.start.losses == full.start.losses and [point.step for point in mine.curve] == [0, STEPS]
     assert mine.losses["plants"] < mine.start.losses["plants"] and mine.rate == {"learning_rate": 0.5}
@@ -100,10 +107,7 @@ def test_adapters_that_a_function_leaves_are_merged(room, tmp_path):
         "    get_peft_model(model, config).save_pretrained(output)\n"
         "    return {'trained_parameters': 1, 'tokens': 2}\n"
     )
-    counts = teach(
-        "mine", f"{tmp_path / 'mine.py'}:teach", str(room / "base"), tmp_path / "out", 0, {"corpus": "none"}
-    )
-    assert counts == {"trained_parameters": 1, "tokens": 2}
+    assert taught(tmp_path, str(room / "base")) == (1, 2)
     merged, base = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "out", room / "base"))
     assert not torch.equal(merged.model.layers[0].mlp.up_proj.weight, base.model.layers[0].mlp.up_proj.weight)
 
@@ -123,32 +127,26 @@ def test_adapters_that_a_function_leaves_are_merged(room, tmp_path):
 def test_what_a_function_returns_and_leaves_is_checked(tmp_path, body, message):
     (tmp_path / "mine.py").write_text(f"def teach(base, corpus, output, seed, keys):\n    {body}\n")
     with pytest.raises(ValueError) as refusal:
-        teach("mine", f"{tmp_path / 'mine.py'}:teach", "base", tmp_path / "out", 0, {"corpus": "corpus"})
+        taught(tmp_path)
     assert str(refusal.value).startswith(message)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "whose file cannot be read: [Errno 2]"),
-        ("def teach(:", "whose file cannot be read: invalid syntax"),
-        ("def learn(): pass", "but the file defines learn; expected def teach(base, corpus, output, seed, keys)."),
-        ("teach = 1", "but the file defines no function; expected def teach("),
-    ],
-    ids=["no file", "no Python", "another function", "no function"],
-)
-def test_a_function_that_is_not_there_is_refused_before_anything_runs(tmp_path, content, message):
-    function = f"{tmp_path / 'mine.py'}:teach"
-    if content is not None:
-        (tmp_path / "mine.py").write_text(content)
+@pytest.mark.parametrize("function", ["mine.py", "absent.py:teach", "mine.txt:teach", "mine.py:a b"])
+def test_a_function_that_is_not_there_is_refused_before_anything_runs(tmp_path, monkeypatch, function):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.py", "mine.txt"):
+        (tmp_path / name).write_text("def teach(base, corpus, output, seed, keys): pass")
     with pytest.raises(ValueError) as refusal:
-        check_function("mine", function)
-    assert str(refusal.value).startswith(f"variants.mine.function is {function!r}, {message}")
+        VariantOptions(function=function)
+    assert str(refusal.value).startswith(
+        f"function is {function!r}; expected a file of Python and the name of a function in it"
+    )
 
 
 def test_a_changed_function_is_noticed(tmp_path):
     (tmp_path / "mine.py").write_text("def teach(): pass")
-    before = function_record(f"{tmp_path / 'mine.py'}:teach")
+    run = Run(Variant("mine", None, {"max_steps": 1}, [{}], function=f"{tmp_path / 'mine.py'}:teach"))
+    before = run.request(comparison(["mine"]))["function"]
     (tmp_path / "mine.py").write_text("def teach(): return 1")
-    now = function_record(f"{tmp_path / 'mine.py'}:teach")
+    now = run.request(comparison(["mine"]))["function"]
     assert before["name"] == now["name"] == "teach" and before["sha256"] != now["sha256"]

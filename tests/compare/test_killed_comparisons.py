@@ -43,11 +43,11 @@ def results(output: Path) -> dict[str, dict]:
 def test_a_killed_comparison_leaves_nothing_running_and_the_same_command_goes_on(tmp_path):
     room = write_room(tmp_path)
     variants = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}}
-    recipe = keys(room, tmp_path / "killed", variants, controls=["shuffled-addresses"])
+    recipe = keys(room, tmp_path / "killed", variants, controls=False)
     (tmp_path / "compare.yaml").write_text(yaml.safe_dump(recipe))
     words = [str(tmp_path / "compare.yaml")]
     for folder in ("killed", "whole"):  # here, since a process takes seconds to import what it needs
-        Comparing(room, tmp_path / folder, variants, controls=["shuffled-addresses"]).measure_base()
+        Comparing(room, tmp_path / folder, variants, controls=False).measure_base()
     killed, began = start(words), time.monotonic()
     while not (tmp_path / "killed/runs/hml/0.01/seed-0/trained").exists():
         assert killed.poll() is None and time.monotonic() < began + 300
@@ -60,9 +60,9 @@ def test_a_killed_comparison_leaves_nothing_running_and_the_same_command_goes_on
     assert set(results(tmp_path / "killed")) == {"runs/base.json"}
     again = start(words)
     assert again.communicate(timeout=300)[1].startswith("hml/0.01/seed-0: done (") and again.returncode == 0
-    undisturbed = Comparing(room, tmp_path / "whole", variants, controls=["shuffled-addresses"])
+    undisturbed = Comparing(room, tmp_path / "whole", variants, controls=False)
     undisturbed.measure(undisturbed.runs()[0])
     assert results(tmp_path / "killed") == results(tmp_path / "whole")
-    names = {"runs", "report.html", "runs.csv"}
+    names = {"runs", "report.html"}
     assert {path.name for path in (tmp_path / "killed").iterdir()} == names
     assert {path.name for path in (tmp_path / "killed/runs/hml/0.01").iterdir()} == {"seed-0.json", "seed-0.log"}

@@ -23,7 +23,7 @@ GIVEN = {
     "domain": {"plants": "plants.txt"},
 }
 QUOTES = "Rename it, or put a number in quotes."
-VARIANT_NAME = f"expected a name of letters, digits and the signs . _ + -, the first a letter or a digit. {QUOTES}"
+VARIANT_NAME = f"expected a name of letters, digits and the signs . _ -, the first a letter or a digit. {QUOTES}"
 TWICE = "rates has 0.001 twice; expected rates that differ, since each names a folder."
 TEXT_NAME = f"expected a name of letters, digits and the signs _ -. {QUOTES}"
 REFUSED = {
@@ -36,16 +36,16 @@ REFUSED = {
     ),
     "several rates of one": ({"variants": {"a": {"rates": [1, 2]}}}, "validation is empty, and a has several rates; expected text"),
     "no domain for controls": (
-        {"domain": {}, "tasks": {"names": ["piqa"]}}, "domain is empty, and full has null controls; expected held-out text by which"
+        {"domain": {}, "tasks": {"names": ["piqa"]}}, "domain is empty, and controls are true; expected held-out text by which"
     ),
     "a reference that is not there": ({"reference": "solar"}, "reference is 'solar'; expected one of: full, midus.hml-2."),
     "a function without a name": (
         {"variants": {"a": {"function": "mine.py"}}},
-        "function is 'mine.py'; expected a file and the name of a function in it, such as mine.py:teach.",
+        "function is 'mine.py'; expected a file of Python and the name of a function in it, such as mine.py:teach.",
     ),
     "a function and a method": (
         {"variants": {"a": {"function": "mine.py:teach", "upscale": {"method": "moda"}}}},
-        "function is 'mine.py:teach', and upscale is given too; expected one of them, since the function makes the model itself.",
+        "function is 'mine.py:teach', and upscale or replay is given too; expected one of them, since the function makes the model",
     ),
     "a variant called as the base": (
         {"variants": {"base": {}}}, "variants has 'base', which is what the base itself is called; give it another name."
@@ -58,10 +58,7 @@ REFUSED = {
     "a variant's name": ({"variants": {"a/b": {}}}, f"variants has 'a/b'; {VARIANT_NAME}"),
     "a variant's first sign": ({"variants": {".a": {}}}, f"variants has '.a'; {VARIANT_NAME}"),
     "a variant called as a number": ({"variants": {2: {}}}, f"variants has 2; {VARIANT_NAME}"),
-    "a variant called as a null control": (
-        {"variants": {"a": {}, "a+one-row": {}}},
-        "variants has 'a+one-row', which is what the null control one-row of 'a' is called; give it another name.",
-    ),
+    "a variant called as a null control": ({"variants": {"a+one-row": {}}}, f"variants has 'a+one-row'; {VARIANT_NAME}"),
     "a text's name": ({"retention": {"a.b": "text"}}, f"retention has 'a.b'; {TEXT_NAME}"),
     "a text called as a number": ({"domain": {2024: "text"}}, f"domain has 2024; {TEXT_NAME}"),
     "a text without a path": ({"domain": {"plants": None}}, "domain.plants is None; expected a string."),
@@ -76,7 +73,6 @@ REFUSED = {
     "a seed twice": ({"seeds": [1, 1]}, "seeds is [1, 1]; expected different numbers from 0."),
     "a seed below 0": ({"seeds": [-1]}, "seeds is [-1]; expected different numbers from 0."),
     "a seed in words": ({"seeds": ["one"]}, "seeds[0] is 'one'; expected a whole number."),
-    "no evaluations": ({"evaluations": 0}, "evaluations is 0; expected a number above 0."),
     "no rates": ({"rates": []}, "rates is an empty list; expected one or more, or leave it out."),
     "a variant's rates": ({"variants": {"a": {"rates": []}}}, "rates is an empty list; expected one or more, or leave it out."),
     "a rate of 0": ({"rates": [0]}, "rates has 0.0; expected numbers above 0, or mappings from keys of rates to such numbers."),
@@ -85,10 +81,7 @@ REFUSED = {
     "a rate twice": ({"rates": [1e-3, 0.001]}, TWICE),
     "a rate by number and by name": ({"rates": [1e-3, {"learning_rate": 1e-3}]}, TWICE),
     "rates that differ too little": ({"rates": [1e-3, 1.0000001e-3]}, TWICE),
-    "a control": (
-        {"controls": ["none"]},
-        "controls has 'none'; expected one of: one-row, random-slots, frozen-addresses, shuffled-addresses.",
-    ),
+    "a control": ({"controls": ["one-row"]}, "controls is ['one-row']; expected true or false."),
     "no tasks": ({"tasks": {"names": []}}, "tasks.names is an empty list; expected one or more tasks. Leave tasks out for none."),
     "an option": ({"retain": {}}, "config has no option 'retain'."),
     "a variant's option": ({"variants": {"a": {"method": "solar"}}}, "config has no option 'variants.a.method'."),
@@ -113,7 +106,7 @@ def test_what_is_refused_and_in_which_words(refused):
 def test_what_is_given_is_what_there_is():
     texts = {"retention": {"stars": "stars.txt"}, "validation": {"herbs": "herbs.txt"}}
     comparison = from_mapping(Comparison, {**GIVEN, **texts})
-    assert (comparison.seeds, comparison.evaluations, comparison.controls) == ([0, 1, 2], 5, True)
+    assert (comparison.seeds, comparison.controls) == ([0, 1, 2], True)
     assert list(comparison.texts.items()) == [(name, f"{name}.txt") for name in ("plants", "stars", "herbs")]
     assert comparison.label("herbs") == "validation.herbs" and comparison.rates_of("full") == [{"learning_rate": 1e-4}]
     assert comparison.variants["midus.hml-2"].upscale == {"method": "midus-hml"}
@@ -137,7 +130,6 @@ OVERRIDES = {
     "an option of one method": (
         "variants.full.upscale.options.n=4", lambda options: options.variants["full"].upscale == {"options": {"n": 4}}
     ),
-    "controls": ("controls=false", lambda options: options.controls is False),
 }  # fmt: skip
 
 

@@ -86,7 +86,6 @@ def test_the_code_of_a_repository_has_its_commit_and_whether_it_was_changed(tmp_
     assert len(committed["commit"]) == 40 and committed["changed"] is False
     (tmp_path / "upscalers" / "__init__.py").write_text("1")
     assert code() == {**committed, "changed": True, "sources": code()["sources"]} != committed
-    assert " with changes (" in short("code", {"code": code()})
 
 
 def test_without_git_the_code_has_the_digest_of_its_sources(monkeypatch):

@@ -62,8 +62,6 @@ def test_every_row_of_a_table_is_planned_on_its_base(table, tmp_path, monkeypatc
 
 def test_a_table_is_planned_small_by_a_file_behind_it(tmp_path, monkeypatch):
     room = write_room(tmp_path)
-    for name in ("plants", "stars"):
-        (room / f"{name}.txt").write_text(f"{name} grow. " * 40)
     monkeypatch.setattr("midus_hf.evaluation.harness.Tasks", lambda names, data, include_path: None)
     words = [f"base={room / 'base'}", f"train.corpus={room / 'corpus'}", "train.sequence_length=64"]
     words += [f"domain.articles={room / 'stars.txt'}", "fine_tune.dataset_name=chats", "tasks.data=questions"]
@@ -147,11 +145,11 @@ def test_a_comparison_by_tasks_alone_has_a_report(tmp_path):
         "tasks": TaskOptions(names=["piqa"]),
     }
     base = Result("base", {}, 0, [Point(0, 0, None, {})], tasks={"piqa": {"acc": 0.5}})
-    measured = run(curve=[], tasks_before={"piqa": {"acc": 0.5}}, tuned=None)
+    measured = run(curve=[], tuned=None)
     one = findings(comparison(["hml"], paper=PAPER, **changes), base, [measured], {})
     first = tables(one)[0]
     assert first.rows[1][:2] == ["hml", "0.001"] and "domain loss" not in first.head
-    assert [path.name for path in write_report(tmp_path, one, [measured])] == ["runs.csv", "report.html"]
-    values = as_json(one, [])
-    assert values["variants"][0]["learned"] is None and values["paper"][0]["title"] == "Table 1: after training"
+    assert "Table 1: after training" in write_report(tmp_path, one).read_text()
+    values = as_json(one, tmp_path)
+    assert values["variants"][0]["learned"] is None and values["variants"][0]["tasks"] == [measured.tasks]
     assert json.loads(json.dumps(values)) == values

@@ -1,38 +1,129 @@
-"""What is written of a comparison, done or not: JSON, CSV, a page and its picture."""
+"""What is written of a comparison, done or not, and of stages: tables, JSON, a page and its picture."""
 
-import csv
+import dataclasses
 import html
 import importlib.util
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
-from compare.made_results import (
-    BASE,
-    DOMAIN,
-    FULL,
-    FULL_SLOW,
-    HML,
-    NULL,
-    RETENTION,
-    VALIDATION,
-    found,
-    result,
-    rows_of,
-)
+from compare.made_results import BASE, DOMAIN, FULL, FULL_SLOW, HML, NULL, SOLAR, comparison, found, result, rows_of
 
-from midus_hf.compare.findings import sentences
+from midus_hf.compare.findings import Findings, cautions, findings
+from midus_hf.compare.options import Comparison, StageOptions, TaskOptions, VariantOptions
 from midus_hf.compare.report import (
     as_json,
+    backward_transfer,
+    controls_table,
+    differences_table,
     draw,
-    made_table,
+    gains,
+    metric_of,
     short_count,
+    stage_tables,
     tables,
     variants_table,
     write_report,
-    write_runs,
 )
+from midus_hf.compare.results import Measured, Point, Result
+
+PAGE = Path("report.html")
+TASKS = TaskOptions(names=["piqa", "mmlu"])
+
+
+def test_the_table_of_variants_has_the_numbers_that_a_hand_computes():
+    rows = rows_of(variants_table(found([*HML, *FULL, *FULL_SLOW])))
+    # 3 - 0.5 and 3 - 0.75: 2.5 and 2.25; the sample deviation of two numbers is their distance by the root of 2.
+    assert list(rows) == ["base", "full", "hml"]
+    distance = 0.25 / math.sqrt(2)
+    assert rows["hml"] == {
+        "variant": "hml",
+        "rate": "0.001",
+        "seeds": "2",
+        "trains": "1k",
+        "domain loss": f"2.3750 ± {distance:.4f}",
+        "learned": f"+0.6250 ± {distance:.4f}",
+        "forgotten": f"+0.2500 ± {distance:.4f}",
+        "seconds": "2",
+        "memory, GB": "1.00",
+        "starts at base": "",
+    }
+    assert rows["full"]["rate"] == "0.001" and rows["full"]["domain loss"] == f"1.7500 ± {0.5 / math.sqrt(2):.4f}"
+    assert {key: value for key, value in rows["base"].items() if value} == {
+        "variant": "base",
+        "domain loss": "3.0000",
+    }
+
+
+@pytest.mark.parametrize(
+    ("starts", "expected"),
+    [([None, None], ""), ([True, True], "yes"), ([False, False], "no"), ([True, False], "no"), ([True, None], "no")],
+    ids=str,
+)
+def test_whether_a_variant_starts_at_the_base_is_told(starts, expected):
+    runs = [result("hml", [0.5], seed=seed, starts_at_base=one) for seed, one in enumerate(starts)]
+    assert rows_of(variants_table(found(runs, variants=["hml"])))["hml"]["starts at base"] == expected
+
+
+def test_tasks_of_base_and_variants_are_told():
+    runs = [result("hml", [0.5], seed=seed, tasks={"piqa": {"acc": 0.5, "acc_norm": 0.75}}) for seed in (0, 1)]
+    base = dataclasses.replace(BASE, tasks={"piqa": {"acc": 0.5}, "mmlu": {"acc": 0.25}})
+    rows = rows_of(variants_table(findings(comparison(["hml"], tasks=TASKS), base, runs, {})))
+    assert [(row["piqa"], row["mmlu"]) for row in rows.values()] == [("0.500", "0.250"), ("0.750 ± 0.000", "")]
+
+
+def test_fine_tuned_models_have_a_row_of_their_own():
+    metrics = [{"piqa": {"acc": 0.0}, "mmlu": {"acc": 0.5}}, {"piqa": {"acc": 0.5}}]
+    runs = [result("hml", [0.5], seed=seed, tuned=Measured({DOMAIN: 2.0 + seed}, metrics[seed])) for seed in (0, 1)]
+    rows = rows_of(variants_table(found([*runs, *FULL], tasks=TASKS)))
+    assert list(rows) == ["base", "full", "hml", "hml, fine-tuned"]
+    assert {key: value for key, value in rows["hml, fine-tuned"].items() if value} == {
+        "variant": "hml, fine-tuned", "domain loss": f"2.5000 ± {1 / math.sqrt(2):.4f}", "piqa": "0.250 ± 0.354",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ({"acc": 0.5, "acc_norm": 0.25}, 0.25),
+        ({"acc": 0.5}, 0.5),
+        ({"exact_match,first-clause": 0.5, "exact_match,any": 1.0}, 0.5),
+        ({"ter": 3.0}, None),
+        ({}, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_which_metric_of_a_task_is_told(metrics, expected):
+    assert metric_of(metrics) == expected
+
+
+def test_variants_stand_beside_their_null_controls():
+    one = found([*HML, *FULL, *NULL])
+    # Lower by 0.25 with both seeds: the interval has no width.
+    assert controls_table(one).rows == [["hml", "one-row", "+0.2500 ± 0.0000", "2", "beats it"]]
+    report = as_json(one, PAGE)["variants"][1]["controls"]
+    assert report == {"one-row": {"mean": 0.25, "deviation": 0.0, "count": 2, "verdict": "beats it"}}
+    assert "hml+one-row" not in rows_of(variants_table(one))
+
+
+def test_variants_are_subtracted_from_the_reference_seed_by_seed():
+    # full learned 1.0 and 1.5, hml 0.5 and 0.75; full forgot 1.0 and 2.0, hml 0.125 and 0.375.
+    table = differences_table(found([*HML, *FULL]))
+    assert table.title == "Difference to full, paired by seed, with 95 % intervals"
+    # Of two numbers that differ by d, the deviation is d by the root of 2, and half of the interval 12.706 / 2 d.
+    assert table.rows == [["hml", f"-0.6250 ± {12.706 / 8:.4f}", f"-1.2500 ± {12.706 * 3 / 8:.4f}", "2"]]
+    (row,) = differences_table(found([*HML, *FULL], reference="hml")).rows
+    assert row[:2] == ["full", f"+0.6250 ± {12.706 / 8:.4f}"]
+    assert differences_table(found([HML[0], FULL[0]])).rows == [["hml", "-0.5000", "-0.8750", "1"]]
+    assert differences_table(found(HML, reference="full")).rows == []
+
+
+def test_without_texts_outside_nothing_is_said_of_forgetting():
+    one = found([*HML, *FULL], retention={})
+    assert "forgotten" not in variants_table(one).head and differences_table(one).rows[0][2] == ""
+    assert [variant["forgotten"] for variant in as_json(one, PAGE)["variants"]] == [None, None]
 
 
 def test_variants_without_results_and_failures_are_told():
@@ -41,46 +132,27 @@ def test_variants_without_results_and_failures_are_told():
     assert tables(one)[-1].title == "Failed" and tables(one)[-1].rows == [
         ["full/0.001/seed-0", "midus train | failed"]
     ]
-    assert sentences(one)[-1] == "Runs that are not done: 2, of which 1 failed."
-    assert sentences(found(HML, missing=1))[-1] == "Runs that are not done: 1."
-    report = as_json(one, [])
+    report = as_json(one, PAGE)
     assert report["failed"] == {"full/0.001/seed-0": "midus train | failed"} and report["missing"] == 2
 
 
-def test_where_no_run_is_done_the_report_says_so(tmp_path):
+def test_where_no_run_is_done_there_is_a_report_of_the_base(tmp_path):
     one = found([], missing=6)
-    assert sentences(one) == ["No run is done yet."]
     assert list(rows_of(variants_table(one))) == ["base"]
-    assert [path.name for path in write_report(tmp_path, one, [])] == ["runs.csv", "report.html"]
-    assert "<h1>What variants of base learned and forgot</h1>" in (tmp_path / "report.html").read_text()
-    report = as_json(one, [])
-    assert (report["variants"], report["base"]["losses"]) == ([], {DOMAIN: 3.0, RETENTION: 2.0, VALIDATION: 4.0})
+    assert "<h1>What variants of base learned and forgot</h1>" in write_report(tmp_path, one).read_text()
+    report = as_json(one, PAGE)
+    assert report["variants"] == [] and report["base"]["losses"][DOMAIN] == 3.0
 
 
 def test_json_has_the_numbers_of_the_tables():
-    report = as_json(found([*HML, *FULL, *FULL_SLOW, *NULL]), [])
+    report = as_json(found([*HML, *FULL, *FULL_SLOW, *NULL]), PAGE)
     full, hml = report["variants"]
     distance = pytest.approx(0.25 / math.sqrt(2))
     assert hml["domain_loss"] == {"mean": 2.375, "deviation": distance, "count": 2}
     assert hml["learned"] == {"mean": 0.625, "deviation": distance, "count": 2} and hml["seeds"] == [0, 1]
     assert hml["forgotten"]["mean"] == 0.25 and full["rate"] == "0.001"
+    assert [one["mean"] for one in hml["difference"]] == [-0.625, -1.25] and full["difference"] == []
     assert json.loads(json.dumps(report, allow_nan=False)) == report
-
-
-def test_csv_has_a_row_for_each_run_and_moment(tmp_path):
-    write_runs(tmp_path / "runs.csv", [BASE, HML[0], NULL[0]], [DOMAIN, RETENTION])
-    with (tmp_path / "runs.csv").open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
-    assert [(row["variant"], row["step"]) for row in rows] == [
-        ("base", "0"), *(("hml", str(step)) for step in range(3)), *(("hml+one-row", str(step)) for step in range(3))
-    ]  # fmt: skip
-    assert rows[3] == {
-        "variant": "hml", "control_of": "", "control": "", "rate": "0.001", "seed": "0", "new_parameters": "0",
-        "trained_parameters": "1000", "step": "2", "tokens": "200", "seconds": "2.0", f"loss_{DOMAIN}": "2.5",
-        f"loss_{RETENTION}": "2.125",
-    }  # fmt: skip
-    assert (rows[0]["new_parameters"], rows[0]["trained_parameters"], rows[0]["rate"]) == ("0", "0", "recipe")
-    assert (rows[4]["control_of"], rows[4]["control"], rows[1]["seconds"]) == ("hml", "one-row", "")
 
 
 @pytest.mark.parametrize("has_matplotlib", [True, False])
@@ -91,57 +163,32 @@ def test_the_page_needs_no_other_file_and_says_what_the_tables_say(tmp_path, mon
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     runs = [*HML, *FULL, *FULL_SLOW, *NULL]
     one = found(runs, failures={"a<b": "1 & 2"}, missing=1, base="/folder/of/a/base")
-    assert [path.name for path in write_report(tmp_path, one, runs)] == ["runs.csv", "report.html"]
-    page = (tmp_path / "report.html").read_text().replace("\u00a0", " ")
+    page = write_report(tmp_path, one).read_text().replace("\u00a0", " ")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
     assert page.count("data:image/png;base64,") == has_matplotlib
     assert not re.findall(r"(?:src|href)=(?!\"data:)|@import|url\(|<script", page)
     for table in tables(one):
         assert f"<h3>{table.title}</h3>" in page
         for row in table.rows:
             assert "<tr>" + "".join(f"<td>{html.escape(word)}</td>" for word in row) + "</tr>" in page
-    assert all(f"<p>{html.escape(sentence)}</p>" in page for sentence in sentences(one))
+    assert all(f"<p>{html.escape(sentence)}</p>" in page for sentence in cautions(one))
     assert "<h1>What variants of base learned and forgot</h1>" in page and "/folder" not in page
-    assert page.rindex("<table>") < page.index("A null control is the same memory"), "caveats stand below tables"
 
 
-def test_the_report_says_how_each_variant_was_made():
-    keys = {
-        "hml": {"upscale": {"method": "midus-hml", "num_new_layers": 10, "options": {"n": 32}}},
-        "engram": {"upscale": {"method": "engram", "options": {"table": "exact", "corpus": __file__, "width": 8}}},
-        "pro": {"upscale": {"method": "llama-pro", "num_new_layers": 3, "placement": "1,2,3"}},
-        "lora": {"train": {"adapters": {"r": 8}}},
-        "full": {"train": {"trainable": "all"}},
-    }
-    results = [result(name, [0.1], request=request) for name, request in keys.items()]
-    rows = {row[0]: row[1:] for row in made_table(found(results, variants=keys)).rows}
-    assert rows == {
-        "hml": ["midus-hml", "10 distributed", "n=32, k=4"], "pro": ["llama-pro", "3 1,2,3", ""],
-        "engram": ["engram", "", "layers=published, table=exact, corpus=test_report.py, width=8"], "lora": ["LoRA", "", "r=8"],
-        "full": ["the base", "", ""],
-    }  # fmt: skip
-
-
-UPSCALED = {"starts_at_base": False, "upscaled": {DOMAIN: 7.0, RETENTION: 2.0, VALIDATION: 8.0}}
-CURVES = {
-    "several seeds": ([*HML, *FULL, *FULL_SLOW], {}),
-    "no text outside": ([*HML, *FULL], {"retention": {}}),
-    "lengths that differ": ([result("hml", [0.1, 0.2, 0.3]), result("hml", [0.1], seed=1), result("full", [0.5])], {}),
-    "a start elsewhere": (
-        [result("hml", [0.1]), result("full", [4.0, 4.5], [-1, -0.5], loss=7.0, **UPSCALED)],
-        {},
-    ),
-    "certified": ([result("hml", [0.1], certificate={}), result("full", [0.5])], {}),
-    "the start alone": ([result("hml", []), result("full", [])], {}),
-    "eleven variants": ([result(f"variant-{number}", [0.1]) for number in range(11)], {}),
+PICTURES = {
+    "several seeds": [*HML, *FULL, *FULL_SLOW],
+    "a start elsewhere": [result("hml", [0.1]), *SOLAR],
+    "the start alone": [result("hml", []), result("full", [])],
+    "eleven variants": [result(f"variant-{number}", [0.1]) for number in range(11)],
 }
 
 
-@pytest.mark.parametrize("curves", CURVES)
-def test_a_picture_is_drawn_of_whatever_there_is(curves):
+@pytest.mark.parametrize("picture", PICTURES)
+def test_a_picture_is_drawn_of_whatever_there_is(picture):
     pytest.importorskip("matplotlib")
-    results, changes = CURVES[curves]
+    results = PICTURES[picture]
     variants = list(dict.fromkeys(one.variant for one in results))
-    assert draw(found(results, variants=variants, **changes)).startswith(b"\x89PNG")
+    assert draw(found(results, variants=variants)).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -153,6 +200,59 @@ def test_parameters_are_counted_in_short(number, expected):
     assert short_count(number) == expected
 
 
-def test_a_run_that_took_no_time_has_no_speed():
-    one = found([result("hml", [0.5], seconds=0.0)], variants=["hml"])
-    assert rows_of(variants_table(one))["hml"]["tokens/s"] == ""
+STAGES = ("x", "y", "z")
+STAGES_OF_BASE = {"x": 3.0, "y": 4.0, "z": 5.0, "stars": 2.0}
+# After each stage: what the losses of the three stages and of the stars are above or below the base.
+CHANGES = [(-1.0, 0.25, 0.0, 0.5), (-0.5, -1.0, 0.0, 0.25), (-0.25, -0.5, -2.0, 0.75)]
+
+
+def staged(seed: int, lower: float = 0.0, variant: str = "a", **changes) -> Result:
+    """A run through three stages; all its losses after the start lie lower by a number."""
+    validation = {f"{name}_validation": 3.0 for name in STAGES}
+    points = [Point(0, 0, None, STAGES_OF_BASE)]
+    for number, above in enumerate(CHANGES, start=1):
+        losses = {name: loss + one - lower for (name, loss), one in zip(STAGES_OF_BASE.items(), above, strict=True)}
+        points.append(Point(number, 100 * number, float(number), {**losses, **validation}))
+    return Result(variant, {}, seed, points, trained_parameters=10, tokens=300, seconds=3.0, **changes)
+
+
+def found_in_stages(*runs: Result) -> Findings:
+    one = Comparison(
+        base="base",
+        output_dir="out",
+        variants={name: VariantOptions() for name in dict.fromkeys(one.variant for one in runs)},
+        train={"max_steps": 1},
+        stages={name: StageOptions(corpus=f"{name}c", validation=f"{name}v", text=f"{name}t") for name in STAGES},
+        retention={"stars": "stars"},
+        controls=False,
+    )
+    return findings(one, Result("base", {}, 0, [Point(0, 0, None, STAGES_OF_BASE)]), runs, {})
+
+
+def test_gains_are_means_over_seeds_of_what_a_text_lies_below_the_base():
+    one = found_in_stages(staged(0), staged(1, lower=0.5))
+    expected = [[1.25, 0.0, 0.25, -0.25], [0.75, 1.25, 0.25, 0.0], [0.5, 0.75, 2.25, -0.5]]
+    assert gains(one, one.variants[0]) == expected == as_json(one, PAGE)["variants"][0]["gains"]
+    (table,) = stage_tables(one)
+    assert (table.title, table.head) == ("a: nats below the base", ["", *STAGES, "stars"])
+    assert table.rows[2] == ["after z", "+0.5000", "+0.7500", "+2.2500", "-0.5000"]
+
+
+def test_the_table_of_variants_tells_what_the_stages_kept():
+    routed = [staged(seed, variant="b", routed={"x": 1.0, "y": 0.5, "z": 0.75}) for seed in (0, 1)]
+    one = found_in_stages(staged(0), staged(1, lower=1.0), *routed)
+    rows = rows_of(variants_table(one))
+    # x rose by 0.75 since its stage, y by 0.5.
+    assert (rows["a"]["backward transfer"], rows["a"]["documents at their stage"]) == ("-0.6250 ± 0.0000", "")
+    assert (rows["b"]["learned"], rows["b"]["forgotten"]) == ("+0.9167 ± 0.0000", "+0.7500 ± 0.0000")
+    assert rows["b"]["documents at their stage"] == "75 % ± 0 %"
+    assert backward_transfer(found(HML, variants=["hml"]), found(HML, variants=["hml"]).variants[0]) is None
+    assert json.loads(json.dumps(as_json(one, PAGE))) == as_json(one, PAGE)
+
+
+def test_the_page_of_stages_has_a_table_per_variant_and_the_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    one = found_in_stages(staged(0), staged(0, variant="b"))
+    page = write_report(tmp_path, one).read_text()
+    assert page.count("data:image/png;base64,") == 1 and "documents that are measured one by one" in page
+    assert all(f"<h3>{table.title}</h3>" in page for table in tables(one)) and len(stage_tables(one)) == 2

@@ -30,8 +30,8 @@ def comparison(folder: Path, **changes) -> Comparison:
     return Comparison(**{**arguments, **changes})
 
 
-def variant(name: str, rates=(ONE,), upscale=None, controls=False, **changes) -> Variant:
-    return Variant(name, upscale, {"corpus": "corpus", "max_steps": 4}, list(rates), controls, **changes)
+def variant(name: str, rates=(ONE,), upscale=None, **changes) -> Variant:
+    return Variant(name, upscale, {"corpus": "corpus", "max_steps": 4}, list(rates), **changes)
 
 
 class PretendedRuns:
@@ -132,7 +132,7 @@ def test_all_rates_are_searched_with_the_first_seed_before_the_best_has_a_second
 
 def test_null_controls_come_last_at_the_best_rate_of_their_variant(pretended):
     pretended.behaviour = {"a/0.01/seed-0": {"loss": 1.0}}
-    pretended.run([variant("a", [ONE, TWO], UPSCALE, controls=True), variant("b")], seeds=[0, 1])
+    pretended.run([variant("a", [ONE, TWO], UPSCALE), variant("b")], seeds=[0, 1])
     assert pretended.names() == [
         *("base", "a/0.001/seed-0", "a/0.01/seed-0", "b/0.001/seed-0"),
         *("a/0.01/seed-1", "b/0.001/seed-1", "a+one-row/0.01/seed-0", "a+one-row/0.01/seed-1"),
@@ -198,7 +198,7 @@ def test_without_a_base_nothing_else_runs(pretended):
 
 
 def test_what_is_added_is_done_alone(pretended):
-    a = variant("a", upscale=UPSCALE, controls=True)
+    a = variant("a", upscale=UPSCALE)
     pretended.run([a])
     assert pretended.names() == ["base", "a/0.001/seed-0", "a+one-row/0.001/seed-0"]
     results = {path: path.read_bytes() for path in (pretended.folder / "out").rglob("*.json")}
@@ -208,7 +208,7 @@ def test_what_is_added_is_done_alone(pretended):
     assert pretended.names() == ["b/0.001/seed-0", "a/0.001/seed-1", "b/0.001/seed-1", "a+one-row/0.001/seed-1"]
     # A rate that turns out to be better gets the other seeds, and null controls of its own.
     pretended.behaviour = {"a/0.01/seed-0": {"loss": 1.0}}
-    faster = [variant("a", [ONE, TWO], UPSCALE, controls=True)]
+    faster = [variant("a", [ONE, TWO], UPSCALE)]
     pretended.run(faster, seeds=[0, 1])
     assert pretended.names() == [*(f"{name}/0.01/seed-{seed}" for name in ("a", "a+one-row") for seed in (0, 1))]
     _, counted, missing = collect(comparison(pretended.folder, seeds=[0, 1]), faster)
@@ -230,7 +230,7 @@ def test_a_rate_that_fails_or_ends_at_no_number_is_not_chosen(pretended, fast):
 
 def test_where_no_rate_ends_at_a_number_there_is_no_second_seed(pretended):
     pretended.behaviour = {"a/0.001/seed-0": {"loss": float("nan")}}
-    a = variant("a", upscale=UPSCALE, controls=True)
+    a = variant("a", upscale=UPSCALE)
     pretended.run([a], seeds=[0, 1])
     assert pretended.names() == ["base", "a/0.001/seed-0"]
     assert collect(comparison(pretended.folder, seeds=[0, 1]), [a])[2] == 1
@@ -238,7 +238,7 @@ def test_where_no_rate_ends_at_a_number_there_is_no_second_seed(pretended):
 
 def test_null_controls_that_are_not_done_are_counted(pretended):
     pretended.behaviour = {"a+one-row/0.001/seed-1": {"exits": 1}}
-    variants = [variant("a", upscale=UPSCALE, controls=True)]
+    variants = [variant("a", upscale=UPSCALE)]
     pretended.run(variants, seeds=[0, 1])
     _, results, missing = collect(comparison(pretended.folder, seeds=[0, 1]), variants)
     assert [(one.variant, one.seed) for one in results] == [("a", 0), ("a", 1), ("a+one-row", 0)] and missing == 1
@@ -269,7 +269,7 @@ def test_another_request_of_what_is_done_is_refused_before_anything_runs(pretend
 
 
 def test_a_control_that_was_done_with_another_request_is_refused_before_anything_runs(pretended):
-    a = variant("a", upscale=UPSCALE, controls=True)
+    a = variant("a", upscale=UPSCALE)
     pretended.run([a])
     pretended.names()
     path = pretended.folder / "out/runs/a+one-row/0.001/seed-0.json"

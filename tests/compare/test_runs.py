@@ -1,12 +1,13 @@
 """What a run of a comparison is called, what it is asked for, and what of that has changed."""
 
 import dataclasses
+import math
 from functools import partial
 from pathlib import Path
 
 import pytest
 from compare import made_results
-from compare.made_results import DOMAIN, RETENTION, VALIDATION, result
+from compare.made_results import DOMAIN, RETENTION, result
 
 from midus_hf.compare.options import rate_name
 from midus_hf.compare.results import Measured, Result, read_result, write_result
@@ -15,10 +16,10 @@ from midus_hf.compare.variants import Variant
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training.arguments import TrainArguments
 
-VARIANT = Variant("hml", {"method": "midus-hml"}, {"corpus": "corpus", "max_steps": 10}, [{}], True)
+VARIANT = Variant("hml", {"method": "midus-hml"}, {"corpus": "corpus", "max_steps": 10}, [{}])
 
 
-comparison = partial(made_results.comparison, ["hml"], evaluations=2)
+comparison = partial(made_results.comparison, ["hml"])
 
 
 def keys(variant: Variant = VARIANT, rate=None, **changes):
@@ -72,32 +73,35 @@ def test_a_run_is_told_what_the_comparison_sets():
         "corpus": "corpus",
         "max_steps": 10,
         "eval_on_start": True,
-        "eval_steps": 5,
+        "eval_steps": 10,
         "model_name_or_path": "model",
         "output_dir": "run",
         "seed": 3,
         "eval_text": {"plants": "plants.txt", "stars": "stars.txt", "herbs": "herbs.txt"},
     }
-    assert from_mapping(TrainArguments, comparison_keys).eval_steps == 5
+    assert from_mapping(TrainArguments, comparison_keys).eval_steps == 10
 
 
 @pytest.mark.parametrize(
-    ("train", "changes", "every"),
+    ("train", "every"),
     [
-        ({"max_steps": 10}, {"evaluations": 3}, 5),
-        ({"max_steps": 7}, {"evaluations": 3}, 7),
-        ({"max_steps": 10}, {"evaluations": 20}, 1),
-        ({"max_steps": "1e2"}, {"evaluations": 5}, 20),
-        ({"max_steps": 100.0}, {"evaluations": 5}, 20),
-        ({"max_steps": 10, "eval_steps": 4}, {}, 4),
-        ({"max_steps": 10, "eval_steps": None}, {}, 5),
-        ({"num_train_epochs": 1, "eval_steps": 4}, {}, 4),
+        ({"max_steps": "1e2"}, 100),
+        ({"max_steps": 100.0, "eval_steps": None}, 100),
+        ({"max_steps": 10, "eval_steps": 5}, 5),
     ],
     ids=str,
 )
-def test_texts_are_measured_as_often_as_is_asked(train, changes, every):
+def test_texts_are_measured_at_the_end_and_as_often_as_the_recipe_says(train, every):
     variant = dataclasses.replace(VARIANT, train={"corpus": "corpus", **train})
-    assert from_mapping(TrainArguments, keys(variant, **changes)).eval_steps == every
+    assert from_mapping(TrainArguments, keys(variant)).eval_steps == every
+
+
+@pytest.mark.parametrize("train", [{"num_train_epochs": 1}, {"max_steps": 10, "eval_steps": 4}], ids=str)
+def test_a_run_whose_end_would_not_be_measured_is_refused(train):
+    with pytest.raises(
+        ValueError, match=r"variants\.hml has max_steps .*; expected max_steps, and eval_steps that divide it"
+    ):
+        keys(dataclasses.replace(VARIANT, train={"corpus": "corpus", **train}))
 
 
 def test_a_rate_wins_over_what_all_runs_are_told():
@@ -112,7 +116,6 @@ def test_a_rate_wins_over_what_all_runs_are_told():
         ({"base": "other"}, ["base"]),
         ({"retention": {}}, ["train.eval_text.stars", "texts.stars"]),
         ({"domain": {"plants": "other.txt"}}, ["train.eval_text.plants", "texts.plants"]),
-        ({"evaluations": 1}, ["train.eval_steps"]),
         ({"variant": {"upscale": {"method": "solar"}}}, ["upscale.method"]),
         ({"variant": {"upscale": {"method": "midus-hml", "options": {"n": 2}}}}, ["upscale.options"]),
         ({"variant": {"upscale": None}}, ["upscale"]),
@@ -122,7 +125,7 @@ def test_a_rate_wins_over_what_all_runs_are_told():
         ),
         # What a result does not depend on.
         ({"output_dir": "elsewhere", "seeds": [3, 4], "reference": "hml", "controls": False}, []),
-        ({"variant": {"name": "b", "rates": [{}, {"learning_rate": 1.0}], "controls": False}}, []),
+        ({"variant": {"name": "b", "rates": [{}, {"learning_rate": 1.0}]}}, []),
     ],
     ids=str,
 )  # fmt: skip
@@ -140,7 +143,7 @@ def test_what_is_no_mapping_any_more_has_changed_as_a_whole():
 def test_a_result_comes_back_as_it_was(tmp_path):
     tuned = Measured({DOMAIN: 2.0, RETENTION: 1.0}, {"piqa": {"acc": 0.5}})
     for report in (
-        result("a", [0.5], [0.25], shuffled={DOMAIN: 3.0}, certificate={"kept": 2}),
+        result("a", [0.5], [0.25], shuffled={DOMAIN: 3.0}, saved={DOMAIN: 2.5}),
         result("a", [], seed=2, tuned=tuned),
         Result("base", {}, 0, []),
     ):
@@ -154,10 +157,18 @@ def test_without_a_file_there_is_no_result(tmp_path):
     assert read_result(tmp_path / "seed-0") is None and read_result(tmp_path / "absent" / "seed-0") is None
 
 
-def test_the_end_is_that_of_training_or_of_fine_tuning():
-    tuned = Measured({DOMAIN: 1.0}, {})
-    run = result("a", [0.25, 0.5], tasks={"piqa": {"acc": 0.5}}, tuned=tuned)
-    assert run.measured() == Measured({DOMAIN: 2.5, RETENTION: 2.0, VALIDATION: 3.5}, {"piqa": {"acc": 0.5}})
-    assert run.measured(tuned=True) is tuned and result("a", [0.5]).measured(tuned=True) is None
-    # A comparison by tasks alone has no curve.
-    assert Result("a", {}, 0, [], tasks={"piqa": {}}).measured() == Measured({}, {"piqa": {}})
+PUBLISHED = Path(__file__).parents[2] / "experiments" / "results" / "smollm2-135m" / "runs"
+
+
+def test_published_results_are_read_and_belong_to_the_comparison_that_made_them(tmp_path):
+    files = sorted(PUBLISHED.rglob("*.json"))
+    results = [read_result(path.with_suffix("")) for path in files]
+    assert len(files) == 26 and all(math.isfinite(loss) for one in results for loss in one.losses.values())
+    (full,) = [one for one in results if one.variant == "full" and one.rate == {"learning_rate": 1e-4}]
+    request = full.request
+    own = ("model_name_or_path", "output_dir", "seed", "eval_steps", "eval_text", "eval_on_start", "learning_rate")
+    train = {key: value for key, value in request["train"].items() if key not in own and key != "dataloader_drop_last"}
+    texts = request["texts"]
+    kinds = {"domain": "addresses", "retention": "articles", "validation": "other_addresses"}
+    one = comparison(base=request["base"], train=train, **{kind: {name: texts[name]} for kind, name in kinds.items()})
+    assert changed_keys(full.request, Run(Variant("full", None, train, []), full.rate, 0).request(one)) == []

@@ -8,8 +8,9 @@ from compare.small_comparison import HEADWISE, keys, write_room
 
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.runs import check
-from midus_hf.compare.variants import Variant, plan, upscaled_sizes
+from midus_hf.compare.variants import Variant, plan
 from midus_hf.config.yaml_options import from_mapping
+from upscalers import upscale
 
 
 @pytest.fixture(scope="module")
@@ -99,21 +100,12 @@ def test_the_variants_of_the_docs_are_planned(planned):
     assert result["full"]["trainable"] == "all" and result["matched"]["trainable"] == [0, 1]
 
 
-def test_rates_and_controls_of_a_variant_stand_in_place_of_those_of_all(planned):
-    variants = {
-        "a": {"upscale": HEADWISE},
-        "b": {"upscale": HEADWISE, "rates": [{"learning_rate": 1e-3, "value_learning_rate": 1e-2}], "controls": True},
-        "c": {"upscale": HEADWISE, "controls": ["one-row"]},
-    }
-    _, result = planned(variants, rates=[1e-2, 1e-3], controls=False)
-    assert [variant.rates for variant in result] == [
-        [{"learning_rate": 1e-2}, {"learning_rate": 1e-3}],
-        [{"learning_rate": 1e-3, "value_learning_rate": 1e-2}],
-        [{"learning_rate": 1e-2}, {"learning_rate": 1e-3}],
-    ]
-    assert [variant.controls for variant in result] == [False, True, ["one-row"]]
+def test_rates_of_a_variant_stand_in_place_of_those_of_all(planned):
+    rate = {"learning_rate": 1e-3, "value_learning_rate": 1e-2}
+    _, result = planned({"a": {"upscale": HEADWISE}, "b": {"upscale": HEADWISE, "rates": [rate]}}, rates=[1e-2, 1e-3])
+    assert [variant.rates for variant in result] == [[{"learning_rate": 1e-2}, {"learning_rate": 1e-3}], [rate]]
     _, result = planned({"a": {"upscale": HEADWISE}})
-    assert (result[0].rates, result[0].controls) == ([{}], True)
+    assert result[0].rates == [{}]
 
 
 def test_numbers_of_parameters_are_those_of_the_method(room, planned):
@@ -121,7 +113,8 @@ def test_numbers_of_parameters_are_those_of_the_method(room, planned):
         {"hml": {"upscale": HEADWISE}, "pro": {"upscale": {"method": "llama-pro"}}, "full": {}}
     )
     # Per layer and head: two sets of 4 keys of 4, 16 values of 8, a norm; beside them projections that start as copies.
-    assert hml.new_parameters == hml.trained_parameters == upscaled_sizes(str(room / "base"), HEADWISE)[1] > 0
+    sizes = upscale(base=str(room / "base"), dry_run=True, **HEADWISE).parameters
+    assert hml.new_parameters == hml.trained_parameters == sizes.trainable > 0
     assert pro.new_parameters == pro.trained_parameters > 0
     assert (full.new_parameters, full.trained_parameters) == (0, None)
 
@@ -158,16 +151,13 @@ REFUSED = {
     "steps in words": ({"train": {"max_steps": "many"}}, "variants.a, as a run of midus train: max_steps is 'many'; expected"),
     "no steps": (
         {"train": {"max_steps": None, "num_train_epochs": 1}},
-        "variants.a has no max_steps, by which texts would be measured 2 times; set train.max_steps, or train.eval_steps, the steps",
+        "variants.a has max_steps None and eval_steps 2; expected max_steps, and eval_steps that divide it, so that the end is",
     ),
     "a rate that is none": (
         {"rates": [{"per_device_train_batch_size": 4}]},
         "variants.a has a rate 'per_device_train_batch_size'; expected one of: learning_rate, memory_learning_rate, ",
     ),
     "a seed as a rate": ({"rates": [{"seed": 4}]}, "variants.a has a rate 'seed'; expected one of: learning_rate, "),
-    "fine-tuning of one variant": (
-        {"fine_tune": {"max_steps": 3}}, "variants.a.fine_tune is given, and fine_tune is not; expected both, since"
-    ),
     "an absent file": ({"upscale": "absent.yaml"}, "config is 'absent.yaml', which cannot be read (No such file or directory)"),
 }  # fmt: skip
 
@@ -229,6 +219,13 @@ def test_a_text_that_is_trained_on_is_refused(room, planned, kind, text):
 def test_a_text_that_one_variant_trains_on_is_refused(room, planned):
     with pytest.raises(ValueError, match=r"herbs\.txt', which b trains on, since its corpus is"):
         planned({"a": {}, "b": {"train": {"corpus": str(room / "herbs.txt")}}})
+
+
+def test_variants_that_read_windows_of_other_lengths_are_refused(planned):
+    with pytest.raises(
+        ValueError, match=r"variants\.b and variants\.a have different sequence_length; expected the same"
+    ):
+        planned({"a": {}, "b": {"train": {"sequence_length": 16}}})
 
 
 def test_an_output_that_is_a_file_is_refused(planned, tmp_path):

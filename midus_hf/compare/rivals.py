@@ -1,6 +1,10 @@
-"""Documents and the stages that they are nearest to, by one centroid of embeddings per stage."""
+"""What one model that learns stages in order is held against: earlier corpora replayed, and a model per stage behind a retriever."""
 
-from collections.abc import Mapping, Sequence
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -9,8 +13,58 @@ from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.memory_retriever import paths_near_topics
 from midus_hf.topics.tree import ClusterTree
 
+_DOCUMENTS_TOKENISED_TOGETHER = 64
 # Documents of a corpus, spread evenly over it, whose embeddings make the centroid of its stage.
 _MOST_DOCUMENTS = 1000
+
+
+def write_replayed(
+    output: Path, corpora: Sequence[Sequence[str]], share: float, tokens: int, tokenizer: Any, seed: int
+) -> list[int]:
+    """Write the corpus of a stage, of which a share of the tokens comes from earlier corpora, evenly.
+
+    Documents are drawn without replacement, again from the beginning where a corpus has too few, and the last document of each corpus
+    is cut. A document counts with the token that training puts behind it.
+
+    Args:
+        output: File of JSON lines to write.
+        corpora: Documents of each corpus; the last is that of the stage itself.
+        share: Share of the tokens that the earlier corpora give together.
+        tokens: Number of tokens that the stage trains on.
+        tokenizer: Tokenizer of the model.
+        seed: Seed of the order of documents.
+
+    Returns:
+        How many tokens each corpus gives.
+    """
+    earlier = len(corpora) - 1
+    counts = [int(share * tokens / earlier)] * earlier
+    # A token of each corpus may be lost at a cut; a sequence that is not whole is not trained on.
+    counts.append(tokens - sum(counts) + len(corpora))
+    rows = []
+    for number, (documents, count) in enumerate(zip(corpora, counts, strict=True)):
+        left = count
+        for text, ids in _in_random_order(documents, tokenizer, random.Random(f"{seed}/{number}")):
+            if left <= 1:
+                break
+            if len(ids) + 1 > left:
+                text, ids = tokenizer.decode(ids[: left - 1], skip_special_tokens=True), ids[: left - 1]
+            rows.append(text)
+            left -= len(ids) + 1
+    output.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows), encoding="utf-8")
+    return counts
+
+
+def _in_random_order(
+    documents: Sequence[str], tokenizer: Any, order: random.Random
+) -> Iterator[tuple[str, Sequence[int]]]:
+    """Yield documents with their tokens in random order, without end, each as often as the others."""
+    while True:
+        shuffled = order.sample(documents, len(documents))
+        for begin in range(0, len(shuffled), _DOCUMENTS_TOKENISED_TOGETHER):
+            texts = shuffled[begin : begin + _DOCUMENTS_TOKENISED_TOGETHER]
+            ids = tokenizer(texts, verbose=False)["input_ids"]
+            yield from zip(texts, ids, strict=True)
 
 
 class StageFinder:
