@@ -88,7 +88,7 @@ class VariantFindings:
     rates with results. `ends` are mean final losses of the domain by seed. `learned_by_seed` is what the loss of the domain fell
     by, `forgotten_by_seed` what the loss of the retention texts rose by; they are empty without these texts. `advantages` say how far
     the loss of the domain ended below that of each null control, over the seeds that both have; for `shuffled-addresses`, by how much
-    it rises when the variant's values are permuted.
+    it rises when the variant's values are permuted. `domain_loss`, `learned` and `forgotten` are their spreads; None without texts.
     """
 
     name: str
@@ -100,21 +100,9 @@ class VariantFindings:
     learned_by_seed: Mapping[int, float]
     forgotten_by_seed: Mapping[int, float]
     advantages: Mapping[str, Spread]
-
-    @property
-    def domain_loss(self) -> Spread | None:
-        """Spread of `ends`; None without domain texts."""
-        return spread(list(self.ends.values()))
-
-    @property
-    def learned(self) -> Spread | None:
-        """Spread over seeds of what was learned; None without domain texts."""
-        return spread(list(self.learned_by_seed.values()))
-
-    @property
-    def forgotten(self) -> Spread | None:
-        """Spread over seeds of what was forgotten; None without retention texts."""
-        return spread(list(self.forgotten_by_seed.values()))
+    domain_loss: Spread | None
+    learned: Spread | None
+    forgotten: Spread | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +172,8 @@ def _variant_findings(name: str, found: Findings, results: Sequence[Result]) -> 
     controls = [
         result for result in results if result.control_of == name and rate_name(result.rate) == rate_name(chosen)
     ]
+    learned = {result.seed: found.falls(result, domain)[-1] for result in best} if domain else {}
+    forgotten = {result.seed: -found.falls(result, retention)[-1] for result in best} if retention else {}
     return VariantFindings(
         name=name,
         rate=rate_name(chosen),
@@ -191,9 +181,12 @@ def _variant_findings(name: str, found: Findings, results: Sequence[Result]) -> 
         results=best,
         controls=controls,
         ends=ends,
-        learned_by_seed={result.seed: found.falls(result, domain)[-1] for result in best} if domain else {},
-        forgotten_by_seed={result.seed: -found.falls(result, retention)[-1] for result in best} if retention else {},
+        learned_by_seed=learned,
+        forgotten_by_seed=forgotten,
         advantages=_advantages(best, ends, controls, domain) if domain else {},
+        domain_loss=spread(list(ends.values())),
+        learned=spread(list(learned.values())),
+        forgotten=spread(list(forgotten.values())),
     )
 
 

@@ -25,14 +25,6 @@ _RETURNED = ("trained_parameters", "tokens")
 
 
 @dataclasses.dataclass(frozen=True)
-class UpscaledModel:
-    """An upscaled model: its config, and the fields of a `Result` that its making gives."""
-
-    config: Mapping[str, Any]
-    measured: dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
 class TrainedModel:
     """A trained model: how many parameters and tokens it was trained on, its cost, and the events of the training log."""
 
@@ -43,19 +35,20 @@ class TrainedModel:
     events: Sequence[Mapping[str, Any]]
 
 
-def upscaled_model(base: str, output: Path, seed: int, keys: Mapping[str, Any]) -> UpscaledModel:
-    """Upscale a model with keys of `upscale --config`, and return what is known of the new one."""
+def upscaled_model(
+    base: str, output: Path, seed: int, keys: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Upscale a model with keys of `upscale --config`, and return its config, and the fields of a `Result` that follow."""
     from upscalers.runs.upscale import upscale
 
     report = upscale(base=base, output=str(output), seed=seed, **keys)
     difference = report.identity.max_abs_diff
     config = json.loads((output / CONFIG_FILE).read_text(encoding="utf-8"))
-    measured = {
+    return config, {
         "new_parameters": report.parameters.new,
         "starts_at_base": None if difference is None else difference == 0.0,
         "is_causal": config["upscale"].get("causal", True),
     }
-    return UpscaledModel(config, measured)
 
 
 def made_together(made: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -89,9 +89,8 @@ def _trained_by_method(run: Run, comparison: Comparison, folder: Path) -> Result
     variant, model, measured = run.variant, comparison.base, dict[str, Any]()
     if variant.upscale is not None:
         model = str(folder / "upscaled")
-        made = upscaled_model(comparison.base, folder / "upscaled", run.seed, variant.upscale)
-        measured = made.measured
-        measured["controls"] = {} if variant.control is not None else available_controls(made.config)
+        config, measured = upscaled_model(comparison.base, folder / "upscaled", run.seed, variant.upscale)
+        measured["controls"] = {} if variant.control is not None else available_controls(config)
     trained = trained_model(run.training_keys(comparison, model, folder / "trained"))
     return Result(
         variant=variant.name,

@@ -58,16 +58,8 @@ TEXT_KINDS = ("domain", "retention", "validation")
 # What names a stage's own validation text, behind the stage's name.
 _VALIDATION = "_validation"
 
-# Pattern of the names in each mapping, and a description of the characters allowed beside letters. Names of variants
-# become names of folders.
-_NAMES = {
-    "variants": (
-        re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*"),  # null controls are named VARIANT+CONTROL
-        "digits and the signs . _ -, the first a letter or a digit",
-    ),
-    # The names of texts become parts of keys in training logs, eval_NAME_loss; stages name texts.
-    **dict.fromkeys(("stages", *TEXT_KINDS), (re.compile(r"[A-Za-z0-9_-]+"), "digits and the signs _ -")),
-}
+# Names of variants become names of folders, null controls are named VARIANT+CONTROL, and names of texts are parts of keys in logs.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 # Keys of `midus train`, `midus sft` and `upscale` that the comparison sets itself: they are dropped from recipes, and
 # refused in mappings.
@@ -266,11 +258,12 @@ class Comparison:
         self._check_what_measures()
         if self.reference is not None and self.reference not in self.variants:
             raise ValueError(f"reference is {self.reference!r}; expected one of: {', '.join(self.variants)}.")
-        for kind, (pattern, signs) in _NAMES.items():
+        for kind in ("variants", "stages", *TEXT_KINDS):
             for name in getattr(self, kind):
-                if not (isinstance(name, str) and pattern.fullmatch(name)):
+                if not (isinstance(name, str) and _NAME.fullmatch(name)):
                     raise ValueError(
-                        f"{kind} has {name!r}; expected a name of letters, {signs}. Rename it, or put a number in quotes."
+                        f"{kind} has {name!r}; expected letters, digits and the signs . _ -, the first a letter or a digit. "
+                        "Rename it, or put a number in quotes."
                     )
         if "base" in self.variants:
             raise ValueError("variants has 'base', which is what the base itself is called; give it another name.")
@@ -296,11 +289,10 @@ class Comparison:
                 "paper": self.paper is not None,
                 "controls": self.controls,
             }
-            for key, is_given in foreign.items():
-                if is_given:
-                    raise ValueError(
-                        f"{key} is given, and stages are too, which have no {key}; leave {key} out, or set controls: false."
-                    )
+            for key in (key for key, is_given in foreign.items() if is_given):
+                raise ValueError(
+                    f"{key} is given, and stages are too, which have no {key}; leave {key} out, or set controls: false."
+                )
             if len(self.stages) < 2:
                 raise ValueError(
                     "stages has one stage; expected two or more. For one corpus, set train.corpus and domain."
@@ -338,15 +330,6 @@ class Comparison:
     def texts(self) -> dict[str, str]:
         """Paths of all measured texts by name: `domain`, then `retention`, then `validation`."""
         return {**self.domain, **self.retention, **self.validation}
-
-    def label(self, text: str) -> str:
-        """Return the key of a measured text, such as `domain.plants`, or `stages.plants.text` of a stage."""
-        if text in self.stages:
-            return f"stages.{text}.text"
-        if self.stages and text in self.validation:
-            return f"stages.{text.removesuffix(_VALIDATION)}.validation"
-        kind = next(kind for kind in TEXT_KINDS if text in getattr(self, kind))
-        return f"{kind}.{text}"
 
     def rates_of(self, variant: str) -> list[Rate]:
         """Return the rates of a variant as keys of `midus train`; a single empty one where `train` has the rate."""

@@ -330,36 +330,15 @@ def plan_table(comparison: Comparison, variants: Sequence[Variant]) -> TableOfWo
 
 
 def as_json(findings: Findings, page: Path) -> dict[str, Any]:
-    """Return the findings as a JSON object, for other programs; numbers of several seeds have a mean, a deviation and a count."""
-    of_reference = differences(findings)
-    variants = [
-        {
-            "variant": variant.name,
-            "rate": variant.rate,
-            "seeds": [result.seed for result in variant.results],
-            "new_parameters": variant.results[0].new_parameters,
-            "trained_parameters": variant.results[0].trained_parameters,
-            "domain_loss": variant.domain_loss and asdict(variant.domain_loss),
-            "learned": variant.learned and asdict(variant.learned),
-            "forgotten": variant.forgotten and asdict(variant.forgotten),
-            "difference": [one and asdict(one) for one in of_reference.get(variant.name, ())],
-            "controls": {
-                control: {**asdict(advantage), "verdict": verdict(advantage)}
-                for control, advantage in variant.advantages.items()
-            },
-            "gains": gains(findings, variant),
-            "tasks": [result.tasks for result in variant.results],
-        }
-        for variant in findings.variants
-    ]
+    """Return the findings as a JSON object, for other programs, with all results of variants and their null controls."""
     return {
-        "base": {"losses": dict(findings.base_losses), "tasks": findings.base.tasks},
-        "variants": variants,
+        **asdict(findings),
         "reference": None if findings.reference is None else findings.reference.name,
+        "differences": {
+            name: {"learned": asdict(learned), "forgotten": forgotten and asdict(forgotten)}
+            for name, (learned, forgotten) in differences(findings).items()
+        },
         "cautions": cautions(findings),
-        "origin": dict(findings.base.origin),
-        "failed": dict(findings.failures),
-        "missing": findings.missing,
         "page": str(page),
     }
 

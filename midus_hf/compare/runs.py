@@ -185,8 +185,7 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
     What cannot be measured otherwise, such as a text of less than a window, ends the first run, which measures the base.
 
     Raises:
-        ValueError: If a command would refuse its keys, a text is missing, named twice or trained on, variants train on sequences of
-            several lengths, or a task is unknown.
+        ValueError: If a command would refuse its keys, a text is missing, named twice or trained on, or a task is unknown.
         ModuleNotFoundError: If there are tasks, and lm-eval, which is an extra, is not installed.
     """
     output = Path(comparison.output_dir)
@@ -195,14 +194,8 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
     _check_texts(comparison, variants)
     if comparison.embedding_model is not None:
         check_model_name("embedding_model", comparison.embedding_model)
-    length = window_keys(variants[0].train)["sequence_length"]
     for variant in variants:
         _check_keys(variant, comparison)
-        if window_keys(variant.train)["sequence_length"] != length:
-            raise ValueError(
-                f"variants.{variant.name} and variants.{variants[0].name} have different sequence_length; expected the same, since "
-                "all variants are measured alike. Set train.sequence_length."
-            )
     if comparison.tasks is not None:
         from midus_hf.evaluation.harness import Tasks
         from midus_hf.evaluation.quiet import quiet_libraries
@@ -215,22 +208,22 @@ def _check_texts(comparison: Comparison, variants: Sequence[Variant]) -> None:
     """Check that all measured texts exist and differ, and that none of them is trained on."""
     texts: dict[str, Path] = {}
     for name, path in comparison.texts.items():
-        label, text = comparison.label(name), Path(path).expanduser()
+        text = Path(path).expanduser()
         if not text.exists():
-            raise ValueError(f"{label} is {path!r}, which does not exist; expected a file or a folder of text.")
+            raise ValueError(f"text {name!r} is {path!r}, which does not exist; expected a file or a folder of text.")
         for other, before in texts.items():
             if _overlap(text, before):
                 raise ValueError(
-                    f"{label} is {path!r}, which shares text with {other}, {str(before)!r}; expected texts that differ."
+                    f"text {name!r} is {path!r}, which shares text with {other!r}, {str(before)!r}; expected texts that differ."
                 )
-        texts[label] = text
+        texts[name] = text
     for variant in variants:
         for corpus in corpora_of(variant, comparison):
-            for label, text in texts.items():
+            for name, text in texts.items():
                 if Path(corpus).expanduser().exists() and _overlap(text, Path(corpus).expanduser()):
                     raise ValueError(
-                        f"{label} is {str(text)!r}, which {variant.name} trains on, since its corpus is {corpus!r}; expected text "
-                        "that no variant trains on."
+                        f"text {name!r} is {str(text)!r}, which {variant.name} trains on, since its corpus is {corpus!r}; expected "
+                        "text that no variant trains on."
                     )
 
 

@@ -45,7 +45,7 @@ def _in_order(run: Run, comparison: Comparison, folder: Path) -> Result:
     start: Mapping[str, float] = base.losses
     if variant.upscale is not None and not variant.upscale_each:
         model = str(folder / "upscaled")
-        made.append(upscaled_model(comparison.base, Path(model), run.seed, variant.upscale).measured)
+        made.append(upscaled_model(comparison.base, Path(model), run.seed, variant.upscale)[1])
         if not made[0]["starts_at_base"]:  # measured as the base was, so that what upscaling lost is known
             start = _means(_losses_of_texts(model, list(comparison.texts), run, comparison))
     points, learned = [Point(0, 0, None, start)], list[TrainedModel]()
@@ -74,7 +74,7 @@ def _learn(
     if variant.upscale_each:
         assert variant.upscale is not None
         keys = with_corpora(variant.upscale, corpora[stage], corpora[:stage])
-        made = [upscaled_model(model, folder / "upscaled", run.seed, keys).measured]
+        made = [upscaled_model(model, folder / "upscaled", run.seed, keys)[1]]
         model = str(folder / "upscaled")
     if variant.function is not None:
         keys = {**variant.train, **run.rate, "corpus": corpora[stage]}
@@ -118,7 +118,7 @@ def _one_per_stage(run: Run, comparison: Comparison, folder: Path) -> Result:
         model = comparison.base
         if run.variant.upscale is not None:
             model = str(here / "upscaled")
-            made.append(upscaled_model(comparison.base, Path(model), run.seed, run.variant.upscale).measured)
+            made.append(upscaled_model(comparison.base, Path(model), run.seed, run.variant.upscale)[1])
         trained, _ = _learn(run, comparison, stage, model, here)
         learned.append(trained)
         models.append(_losses_of_texts(str(here / "trained"), texts, run, comparison))

@@ -70,12 +70,7 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
         tuning = _keys("fine_tune", comparison.fine_tune, OWN_FINE_TUNING_KEYS)
         comparison = dataclasses.replace(comparison, fine_tune=tuning)
     comparison = dataclasses.replace(comparison, train=shared)
-    variants = [_planned(name, comparison, shared) for name in comparison.variants]
-    if "sequence_length" in variants[0].train:  # the base is measured in the windows of the runs
-        comparison = dataclasses.replace(
-            comparison, train={**shared, "sequence_length": variants[0].train["sequence_length"]}
-        )
-    return comparison, variants
+    return comparison, [_planned(name, comparison, shared) for name in comparison.variants]
 
 
 def with_corpora(value: Any, corpus: str, earlier: Sequence[str]) -> Any:
@@ -101,8 +96,11 @@ def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Va
     from upscalers.runs.upscale import upscale
 
     options = comparison.variants[name]
-    own = _keys(f"variants.{name}.train", options.train, _own_training_keys(comparison))
-    train: dict[str, Any] = {**shared, **own}
+    set_for_all = (
+        *_own_training_keys(comparison),
+        "sequence_length",
+    )  # of the windows in which all texts are measured
+    train: dict[str, Any] = {**shared, **_keys(f"variants.{name}.train", options.train, set_for_all)}
     assert not isinstance(comparison.fine_tune, str), "files have been read"
     variant = Variant(
         name=name,

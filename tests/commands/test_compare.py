@@ -73,9 +73,9 @@ def test_a_dry_run_and_a_report_say_what_is_done(run, config, measured, tmp_path
     done = run(config, "--report", "--json")
     assert done.status == 0, done.err
     report = json.loads(done.out)
-    assert [variant["variant"] for variant in report["variants"]] == ["hml"] and (
+    assert [variant["name"] for variant in report["variants"]] == ["hml"] and (
         report["missing"],
-        report["failed"],
+        report["failures"],
     ) == (
         6,
         {},
@@ -129,11 +129,11 @@ def test_a_wrong_request_is_told_in_one_line(run, config, tmp_path, how, words, 
     [
         (
             ["domain.plants=absent"],
-            "domain.plants is 'absent', which does not exist; expected a file or a folder of text.",
+            "text 'plants' is 'absent', which does not exist; expected a file or a folder of text.",
         ),
         (
             ["variants.hml.train.sequence_length=16"],
-            "variants.hml have different sequence_length; expected the same, since all variants are measured alike.",
+            "variants.hml.train has 'sequence_length', which the comparison sets for each run; leave it out.",
         ),
     ],
     ids=["no text", "several lengths"],
@@ -189,7 +189,7 @@ def test_where_runs_failed_the_report_is_written_and_the_status_is_1(
     assert done.status == 1
     assert done.err.splitlines()[-1] == f"midus compare: {words} The same command repeats what failed."
     if json_:
-        assert json.loads(done.out)["failed"] == failures
+        assert json.loads(done.out)["failures"] == failures
     else:
         assert f"Runs that are not done: 6, of which {len(failures)} failed." in done.out
 

@@ -1,6 +1,5 @@
 """Variants that are a function of a person's own: a real one that trains a tiny base, and what is refused."""
 
-import shutil
 
 import pytest
 import torch
@@ -53,13 +52,6 @@ def room(tmp_path_factory):
     folder = write_room(tmp_path_factory.mktemp("room"))
     (folder / "mine.py").write_text(TEACH)
     return folder
-
-
-def test_a_folder_named_base_in_the_output_is_left_alone(room, tmp_path):
-    shutil.copytree(room / "base", tmp_path / "out" / "base")
-    comparing = Comparing(room, tmp_path / "out", {"full": {}}, base=str(tmp_path / "out" / "base"), controls=False)
-    comparing.measure_base()
-    assert (tmp_path / "out" / "base" / "config.json").is_file()
 
 
 def test_a_function_s_file_may_define_dataclasses_and_import_what_lies_beside_it(tmp_path):

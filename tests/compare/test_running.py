@@ -1,7 +1,6 @@
 """All runs of a comparison: in which order, how many beside one another, what is skipped, and what fails."""
 
 import dataclasses
-import errno
 import json
 import os
 import sys
@@ -316,18 +315,6 @@ def test_another_comparison_in_the_same_output_is_refused_while_one_runs(pretend
         "choose another output_dir; --jobs does several runs at a time."
     )
     assert refused == [message, message] and pretended.names() == ["base", "a/0.001/seed-0"]
-
-
-def test_where_a_file_system_has_no_locks_a_comparison_says_so_and_goes_on(pretended, monkeypatch, capsys):
-    def none(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr("fcntl.flock", none)
-    pretended.run([variant("a")])
-    assert pretended.names() == ["base", "a/0.001/seed-0"]
-    assert capsys.readouterr().err.startswith(
-        f"output {pretended.folder / 'out'} is not guarded: its file system has no locks."
-    )
 
 
 def test_what_runs_print_goes_to_their_log_and_they_end_when_a_person_interrupts(tmp_path, monkeypatch, capfd):
