@@ -1,6 +1,5 @@
 """Variants that are a function of a person's own: a real one that trains a tiny base, and what is refused."""
 
-
 import pytest
 import torch
 from compare.made_results import comparison

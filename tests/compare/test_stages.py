@@ -247,7 +247,7 @@ REFUSED = {
     "fine-tuning": ({"fine_tune": {}}, f"fine_tune {BESIDE} fine_tune;"),
     "one stage": ({"stages": {"x": GIVEN["stages"]["x"]}}, "stages has one stage; expected two or more."),
     "a stage called as a text": ({"retention": {"x": "x"}}, "domain and retention both have a text 'x'; expected a name of its own"),
-    "a stage's name": ({"stages": {"x/y": GIVEN["stages"]["x"], "z": GIVEN["stages"]["y"]}}, "stages has 'x/y'; expected a name"),
+    "a stage's name": ({"stages": {"x/y": GIVEN["stages"]["x"], "z": GIVEN["stages"]["y"]}}, "stages has 'x/y'; expected letters"),
     "a part of a stage": ({"stages": {"x": {"corpus": "c"}}}, "config has no 'stages.x.validation'"),
     "a share": ({"variants": {"a": {"replay": 1.0}}}, "replay is 1.0; expected a share above 0 and below 1."),
     "one for each with replay": (
