@@ -155,14 +155,14 @@ def _measured_afterwards(result: Result, run: Run, comparison: Comparison, folde
 def _losses(model: str, run: Run, comparison: Comparison) -> dict[str, float]:
     """Return the loss of each text in nats per token, as a run measures it while it trains, of a model that is not trained."""
     from midus_hf.training.arguments import TrainArguments
-    from midus_hf.training.run import prepare
+    from midus_hf.training.run import TrainingRun
 
     if not comparison.texts:
         return {}
     output = run.folder(comparison) / "measured"  # which measuring opens, and removes
     left_out = (*_OF_MEMORIES, *_OF_PATHS) if model == comparison.base else _OF_MEMORIES
     keys = {key: value for key, value in run.training_keys(comparison, model, output).items() if key not in left_out}
-    losses = prepare(from_mapping(TrainArguments, {**keys, "trainable": "all"})).measure()
+    losses = TrainingRun(from_mapping(TrainArguments, {**keys, "trainable": "all"})).measure()
     free_memory()
     return losses
 

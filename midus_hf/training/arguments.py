@@ -1,10 +1,8 @@
 """Arguments of a run: the keys of Transformers' `TrainingArguments`, and the keys that memories and texts need."""
 
 import dataclasses
-import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -143,18 +141,12 @@ class MemoryArguments(Rates):
                         f"adapters is set and {other} is {getattr(self, other)!r}; with adapters, only adapters and new parts "
                         f"of the model train. Leave adapters out, or set {other}={free}."
                     )
-        if self.model_name_or_path is not None and self.config_name is not None:
+        is_saved = self.model_name_or_path is not None
+        if is_saved == (self.config_name is not None) or is_saved == (self.tokenizer_name is not None):
             raise ValueError(
-                f"model_name_or_path is {self.model_name_or_path!r} and config_name is {self.config_name!r}; expected one of "
-                "them: model_name_or_path to train a saved model, config_name to train one from the beginning."
-            )
-        if self.config_name is not None and self.tokenizer_name is None:
-            raise ValueError(
-                "config has 'config_name' and no 'tokenizer_name'; set it to the folder or Hub id of a tokenizer."
-            )
-        if self.config_name is None and self.tokenizer_name is not None:
-            raise ValueError(
-                f"tokenizer_name is {self.tokenizer_name!r}, but a saved model has its own; leave it out, or set config_name."
+                f"model_name_or_path is {self.model_name_or_path!r}, config_name {self.config_name!r} and tokenizer_name "
+                f"{self.tokenizer_name!r}; expected the first alone, for a saved model with its own tokenizer, or the other two, for "
+                "a model that is trained from the beginning."
             )
         if self.config_name is not None and self.adapters is not None:
             raise ValueError(
@@ -222,6 +214,7 @@ _DERIVED = frozenset(
         "debug",
         "do_eval",
         "disable_tqdm",
+        "include_num_input_tokens_seen",
         "dataloader_pin_memory",
     }
     | {"use_cpu", "gradient_checkpointing_kwargs", "gradient_checkpointing", "logging_nan_inf_filter", "report_to"}
@@ -290,17 +283,3 @@ def computes_bfloat16(use_cpu: bool = False) -> bool:
         return True
     able: Mapping[str, Any] = torch.cpu.get_capabilities()
     return any(able.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
-
-
-def shareable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recorded keys as a model card shows them: of a path that exists here, only the last part."""
-
-    def label(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: label(inner) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [label(inner) for inner in value]
-        is_path = isinstance(value, str) and (os.sep in value or Path(value).expanduser().exists())
-        return Path(value).expanduser().name if is_path and Path(value).expanduser().exists() else value
-
-    return {name: label(value) for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Callbacks of a run: an orderly stop by a signal, and events of the log where a run may go on."""
+"""The callback of a run: it may stop in order, and a run that goes on logs what one without a stop logs."""
 
 import os
 import signal
@@ -23,11 +23,14 @@ class RunInterrupted(KeyboardInterrupt):
         self.signal_number = signal_number
 
 
-class StopOnSignal(TrainerCallback):
+class StopInOrder(TrainerCallback):
     """Callback that notes SIGINT and SIGTERM inside its context, and ends training, with a checkpoint, after the step.
 
     All processes end training in the same step. A signal during the last step, or after it, changes nothing. A second
     signal acts at once. Outside the main thread, where Python handles no signals, no signal is noted.
+
+    The callback also logs in steps and at ends of epochs that are saved or measured, and in the last step: a logged loss
+    is the mean since the previous event, so a resumed run logs the same losses as an uninterrupted run.
 
     Args:
         largest: Returns the largest of the numbers with which the processes call it.
@@ -40,7 +43,7 @@ class StopOnSignal(TrainerCallback):
         self._noted, self._noted_at = 0, 0.0
         self._handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> "StopOnSignal":
+    def __enter__(self) -> "StopInOrder":
         if threading.current_thread() is threading.main_thread():
             # A signal that the process ignores, as under nohup, stays ignored.
             handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
@@ -63,10 +66,14 @@ class StopOnSignal(TrainerCallback):
         if noted and state.global_step < state.max_steps and not control.should_training_stop:
             self.signal_number = noted
             control.should_training_stop = control.should_save = True
+        if control.should_save or control.should_evaluate or 0 < state.max_steps <= state.global_step:
+            control.should_log = True
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.signal_number:  # training that stops ends the epoch, which would measure all held-out texts first
             control.should_evaluate = control.should_save = False
+        if control.should_save or control.should_evaluate:
+            control.should_log = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._noted:
@@ -77,18 +84,3 @@ class StopOnSignal(TrainerCallback):
         elif time.monotonic() - self._noted_at > _SECONDS_OF_ONE_REQUEST:
             self.release()
             signal.raise_signal(number)
-
-
-class LogCheckpoints(TrainerCallback):
-    """Callback that logs also in steps and at ends of epochs that are saved or measured, and in the last step.
-
-    A logged loss is the mean since the previous event, so a resumed run logs the same losses as an uninterrupted run.
-    """
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if control.should_save or control.should_evaluate or 0 < state.max_steps <= state.global_step:
-            control.should_log = True
-
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if control.should_save or control.should_evaluate:
-            control.should_log = True

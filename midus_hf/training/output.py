@@ -15,7 +15,7 @@ from midus_hf.files.card_example import card_example
 from midus_hf.files.checkpoint_files import RUN_CONFIG, is_begun_run
 from midus_hf.files.locks import Lock, lock_or_warn
 from midus_hf.files.whole_files import whole_file
-from midus_hf.training.arguments import AUTO, MemoryArguments, shareable
+from midus_hf.training.arguments import AUTO, MemoryArguments
 from midus_hf.training.checkpoints import latest_whole, resumed_checkpoint
 
 # Keys that may change when a run is resumed, because they do not change what is computed.
@@ -149,7 +149,7 @@ def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:
     """
     losses = [event["loss"] for event in state.log_history if "loss" in event]
     final_loss = f"{losses[-1]:.4f}" if losses else "not logged"
-    keys = yaml.safe_dump(shareable(arguments.recorded()), sort_keys=False)
+    keys = yaml.safe_dump(_without_folders(arguments.recorded()), sort_keys=False)
     section = f"""
 
 ## Trained with
@@ -162,6 +162,16 @@ def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:
 {keys}```
 """
     return card.rstrip() + section.encode()
+
+
+def _without_folders(value: Any) -> Any:
+    """Return a recorded value with the last part of each path that exists here, in mappings and lists too."""
+    if isinstance(value, dict):
+        return {key: _without_folders(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(inner) for inner in value]
+    is_path = isinstance(value, str) and Path(value).expanduser().exists()
+    return Path(value).expanduser().name if is_path else value
 
 
 def _held_out(arguments: Any, state: TrainerState) -> str:
@@ -187,7 +197,7 @@ def new_card(arguments: Any, model_type: str) -> bytes:
     metadata = yaml.safe_dump(
         {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["midus_hf"]}, sort_keys=False
     )
-    config = shareable({"config": arguments.config_name})["config"]
+    config = _without_folders(arguments.config_name)
     text = f"""---
 {metadata}---
 

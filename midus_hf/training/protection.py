@@ -50,7 +50,7 @@ class Protected:
     Args:
         model: The model, before training; `requires_grad` says what trains. N-grams of the texts are taken out of its tables here.
         tokenizer: Tokenizer of the model, which makes tokens of the texts.
-        texts: Documents of each protected source, by the source's name.
+        texts: Documents of each protected source, by its path or id.
 
     Raises:
         ValueError: If anything trains but memories with exact tables, or no n-gram is left to learn with.
@@ -115,7 +115,9 @@ class Protected:
                     "report it."
                 )
             digest = texts_digest(documents)
-            texts.append({"name": name, "documents": len(documents), "tokens": compared.tokens, "sha256": digest})
+            texts.append(
+                {"name": Path(name).name, "documents": len(documents), "tokens": compared.tokens, "sha256": digest}
+            )
         certificate = {
             "texts": texts,
             "memories": {
@@ -247,23 +249,6 @@ def exact_tables(memories: Memories, tensors: Mapping[str, torch.Tensor]) -> lis
                 raise ValueError(f"the weights lack the table of memory {name!r}; expected a whole checkpoint.")
             tables.append(NgramTable(name, options, own["ngrams"], own.get("token_numbers")))
     return tables
-
-
-def check_protectable(config: Any) -> None:
-    """Check that the model of a config has a memory of known n-grams.
-
-    Raises:
-        ValueError: If the model has none.
-    """
-    memories: Memories | None = config.memories() if hasattr(config, "memories") else None
-    entries = [] if memories is None else memories.entries
-    if not any(isinstance(entry.options, NgramOptions) for entry in entries):
-        if entries:
-            raise ValueError(_OTHER_MEMORY.format(name=entries[-1].name or "an inserted layer", type=entries[-1].type))
-        raise ValueError(
-            "protect is given, and the model has no memory of known n-grams; expected one that was upscaled with --method engram "
-            "--set table=exact --set corpus=TEXTS."
-        )
 
 
 def _trained_tables(model: Any) -> list[NgramTable]:

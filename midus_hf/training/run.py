@@ -6,7 +6,7 @@ import importlib.util
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import refusing
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
 from midus_hf.training.blocks import use_tree
-from midus_hf.training.callbacks import LogCheckpoints, RunInterrupted, StopOnSignal
+from midus_hf.training.callbacks import RunInterrupted, StopInOrder
 from midus_hf.training.data.corpus import read_corpus
 from midus_hf.training.data.leaves import checked_paths, leaf_sequences, tree_of_paths
 from midus_hf.training.data.packing import packed_sequences
@@ -54,7 +54,7 @@ from midus_hf.training.output import (
     open_output,
 )
 from midus_hf.training.parallel import check_checkpoint, shares_parameters
-from midus_hf.training.protection import Protected, check_protectable, without_section
+from midus_hf.training.protection import Protected, without_section
 from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
 
 
@@ -89,64 +89,7 @@ def train(arguments: TrainArguments) -> TrainResult:
         FloatingPointError: If the loss, a gradient or a trained tensor stops being finite.
         RunInterrupted: If a signal ended training early, after a checkpoint was saved.
     """
-    return prepare(arguments).execute()
-
-
-def prepare(arguments: TrainArguments) -> "Run":
-    """Check the arguments of a run, open its output, read texts and model, and return the run, ready to start.
-
-    Raises:
-        ValueError: If the arguments are wrong; nothing but caches of `datasets` has been written then.
-    """
-    with preparing(arguments, "sequence_length") as run:
-        memories = run.config.memories() if isinstance(run.config, MemoryConfig) else None
-        if memories is not None and memories.reads_prompts:
-            raise ValueError(
-                "routing is 'prompt', and plain text has no prompts; expected chats, which midus sft trains on, or a model upscaled "
-                "with routing = 'chunk'."
-            )
-        folder = None
-        if arguments.tree is not None:
-            from midus_hf.topics.tree_files import folder_of_tree
-
-            folder = folder_of_tree(Path(arguments.tree).expanduser())
-        banks: dict[str, BankLayout] = {} if memories is None else grown_layouts(memories.banks, folder)
-        with arguments.main_process_first(desc="reading the corpus"):
-            dataset, tree = _sequences("corpus", arguments.corpus, run, banks)
-            held_out = {
-                name: _sequences(f"eval_text {name}".rstrip(), path, run, banks)[0]
-                for name, path in arguments.eval_texts.items()
-            }
-        run.load_model()
-        use_tree(run.model, arguments.tree, tree)
-        run.make_trainer(
-            MemoryTrainer,
-            train_dataset=dataset,
-            eval_dataset=held_out.get("", held_out) or None,
-            data_collator=collate,
-        )
-    return run
-
-
-def _sequences(key: str, corpus: Any, run: "Run", banks: Mapping[str, BankLayout]) -> tuple[Any, str | None]:
-    """Return the sequences of a text, and the fingerprint of the tree that its paths belong to, if they name it."""
-    arguments, tokenizer = run.arguments, run.tokenizer
-    is_corpus, column = key == "corpus", arguments.path_column
-    named = {"split": arguments.corpus_split, "name": arguments.corpus_name} if is_corpus else {}
-    rows = read_corpus(corpus, key=key, text_column=arguments.text_column, **named)
-    options: dict[str, Any] = {"documents_apart": arguments.document_mask, "text_column": arguments.text_column}
-    options["vocab_size"] = run.config.get_text_config().vocab_size
-    if column is None or (not is_corpus and column not in rows.column_names):
-        if is_corpus and any(layout.blocks.without_ids == "none" for layout in banks.values()):
-            raise ValueError(
-                "the model fetches blocks by the path of a text, and path_column is not given; expected the column that has paths. "
-                "midus cluster assign writes them."
-            )
-        return packed_sequences(rows, tokenizer, arguments.sequence_length, key=key, **options), None
-    paths = checked_paths(rows, banks, column, key)
-    depth = max(max(layout.levels) for layout in banks.values())
-    sequences = leaf_sequences(rows, tokenizer, arguments.sequence_length, paths=paths, depth=depth, **options)
-    return sequences, tree_of_paths(rows, column)
+    return TrainingRun(arguments).execute()
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -162,19 +105,13 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
         ValueError: If the config cannot be read, does not say what trains, or lacks what a key needs.
     """
     source = arguments.model_name_or_path or arguments.config_name
-    if source is None:
-        raise ValueError(
-            "config has no 'model_name_or_path'; set it in the file, or as model_name_or_path=... after it. To train a model "
-            "from the beginning, set config_name and tokenizer_name."
-        )
+    assert source is not None, "arguments name a model or a config"
     path = Path(source).expanduser()
     with refusing(_expected(arguments), OSError, ValueError):
         made_from = path if arguments.config_name is not None and path.exists() else source
         config = AutoConfig.from_pretrained(made_from, trust_remote_code=False)
     if arguments.config_name is not None and hasattr(config, "upscale"):
         del config.upscale  # it describes a base whose weights this model does not have
-    if arguments.protect:
-        check_protectable(config)
     if arguments.adapters is None:
         resolve_trainable(config, arguments.trainable)
     elif importlib.util.find_spec("peft") is None:
@@ -196,25 +133,14 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
 def check_sequence_length(key: str, sequence_length: int, config: PreTrainedConfig) -> None:
     """Check that the model has positions for sequences of this length.
 
-    The limit is the config's `max_position_embeddings`, or the original context times the factor of rope scaling if that
-    is larger: some configs with rope scaling do not have a raised `max_position_embeddings`.
-
     Args:
         key: Name of the key in messages, such as `"sequence_length"`.
 
     Raises:
         ValueError: If the model has too few positions.
     """
-    text_config = config.get_text_config()
-    limit = getattr(text_config, "max_position_embeddings", None)
-    if limit is None:
-        return
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    for parameters in (rope, *rope.values()):  # one set for all layers, or one set per kind of layer
-        if isinstance(parameters, dict) and parameters.get("original_max_position_embeddings"):
-            stretched = parameters["original_max_position_embeddings"] * (parameters.get("factor") or 1)
-            limit = max(limit, int(stretched))
-    if sequence_length > limit:
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and sequence_length > limit:
         raise ValueError(
             f"{key} is {sequence_length}, but the model has positions for {limit} tokens. Lower {key}, or first raise "
             "max_position_embeddings in the model's config.json, with the rope scaling that it then needs."
@@ -234,41 +160,94 @@ def load_tokenizer(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
         return saved_models.load_tokenizer(source)
 
 
-@contextlib.contextmanager
-def preparing(arguments: MemoryArguments, length_key: str) -> Iterator["Run"]:
-    """Yield a run to load data and model into; close its output again if that fails.
+class TrainingRun:
+    """A run that is ready to start: its output is open and locked, texts and model are read, and the Trainer is made.
 
     Args:
-        length_key: Key of the arguments with the length of sequences.
+        arguments: Arguments of the run.
 
     Raises:
-        ValueError: If the config, the tokenizer or the output is refused.
+        ValueError: If the arguments are wrong; nothing but caches of `datasets` has been written then.
     """
-    run = Run(arguments, length_key)
-    try:
-        with data_bars_on_terminals():
-            yield run
-    except BaseException:
-        close_output(arguments, run._lock)
-        raise
 
+    # Key of the arguments with the length of sequences.
+    length_key = "sequence_length"
 
-class Run:
-    """A run whose output is open and locked; `preparing` describes its arguments."""
-
-    model: Any
-    trainer: Any
-
-    def __init__(self, arguments: Any, length_key: str):
+    def __init__(self, arguments: Any):
         self.arguments = arguments
         self.config = load_config(arguments)
-        check_sequence_length(length_key, getattr(arguments, length_key), self.config)
+        check_sequence_length(self.length_key, getattr(arguments, self.length_key), self.config)
         self.tokenizer = load_tokenizer(arguments)
         self.checkpoint, self._lock = open_output(arguments)
         self._protected: Protected | None = None
+        try:
+            with data_bars_on_terminals():
+                with arguments.main_process_first(desc="reading texts"):
+                    self.read_data()
+                self.model: Any = self._prepare_model()
+                if arguments.protect:
+                    self._protect()
+                self.trainer: Any = self.make_trainer()
+            if self.checkpoint is not None:
+                check_checkpoint(self.trainer, self.checkpoint)
+            if arguments.protect and shares_parameters(self.trainer):
+                raise ValueError(
+                    "protect compares whole models, and the processes share parameters; expected processes that hold whole models. "
+                    "Start the run with configs/accelerate/ddp.yaml."
+                )
+        except BaseException:
+            close_output(arguments, self._lock)
+            raise
+        self._stop = StopInOrder(self.trainer.largest)
+        self.trainer.add_callback(self._stop)
 
-    def load_model(self) -> None:
-        """Load or make the model, and set what trains, or put adapters on it.
+    def read_data(self) -> None:
+        """Read the corpus, and held-out texts by name, as sequences; `self.dataset` and `self.held_out` get them.
+
+        Raises:
+            ValueError: If a text cannot be read, or does not fit the model.
+        """
+        arguments = self.arguments
+        memories = self.config.memories() if isinstance(self.config, MemoryConfig) else None
+        if memories is not None and memories.reads_prompts:
+            raise ValueError(
+                "routing is 'prompt', and plain text has no prompts; expected chats, which midus sft trains on, or a model upscaled "
+                "with routing = 'chunk'."
+            )
+        folder = None
+        if arguments.tree is not None:
+            from midus_hf.topics.tree_files import folder_of_tree
+
+            folder = folder_of_tree(Path(arguments.tree).expanduser())
+        banks: dict[str, BankLayout] = {} if memories is None else grown_layouts(memories.banks, folder)
+        self.dataset, self._tree = self._sequences("corpus", arguments.corpus, banks)
+        self.held_out = {
+            name: self._sequences(f"eval_text {name}".rstrip(), path, banks)[0]
+            for name, path in arguments.eval_texts.items()
+        }
+
+    def _sequences(self, key: str, corpus: Any, banks: Mapping[str, BankLayout]) -> tuple[Any, str | None]:
+        """Return the sequences of a text, and the fingerprint of the tree that its paths belong to, if they name it."""
+        arguments, tokenizer = self.arguments, self.tokenizer
+        is_corpus, column = key == "corpus", arguments.path_column
+        named = {"split": arguments.corpus_split, "name": arguments.corpus_name} if is_corpus else {}
+        rows = read_corpus(corpus, key=key, text_column=arguments.text_column, **named)
+        options: dict[str, Any] = {"documents_apart": arguments.document_mask, "text_column": arguments.text_column}
+        options["vocab_size"] = self.config.get_text_config().vocab_size
+        if column is None or (not is_corpus and column not in rows.column_names):
+            if is_corpus and any(layout.blocks.without_ids == "none" for layout in banks.values()):
+                raise ValueError(
+                    "the model fetches blocks by the path of a text, and path_column is not given; expected the column that has "
+                    "paths. midus cluster assign writes them."
+                )
+            return packed_sequences(rows, tokenizer, arguments.sequence_length, key=key, **options), None
+        paths = checked_paths(rows, banks, column, key)
+        depth = max(max(layout.levels) for layout in banks.values())
+        sequences = leaf_sequences(rows, tokenizer, arguments.sequence_length, paths=paths, depth=depth, **options)
+        return sequences, tree_of_paths(rows, column)
+
+    def _prepare_model(self) -> Any:
+        """Load or make the model, set what trains, or put adapters on it, and return it.
 
         Raises:
             ValueError: If the model cannot be loaded, lacks what is to train, or cannot have the adapters.
@@ -279,50 +258,44 @@ class Run:
             model, self._files = _load_model(arguments, self.config)
         self._use_cache = model.config.use_cache
         if arguments.adapters is None:
-            self.model, report = model, str(set_trainable(model, arguments.trainable, arguments.frozen))
+            report = str(set_trainable(model, arguments.trainable, arguments.frozen))
         else:
             from midus_hf.training.adapters import add_adapters
 
-            self.model, report = add_adapters(model, arguments.adapters)
-        self._dtypes = hold_for_training(self.model, arguments.bf16)
+            model, report = add_adapters(model, arguments.adapters)  # type: ignore[assignment]
+        self._dtypes = hold_for_training(model, arguments.bf16)
         if arguments.process_index == 0:
             print(report)
             if arguments.lacks_bf16:
                 print("this device does not compute bfloat16: the run computes in float32; set bf16 to say which")
             if self.checkpoint is not None:
                 print(f"going on from {self.checkpoint}")
+        return model
 
-    def make_trainer(self, trainer_class: Callable[..., TrainsMemory], **options: Any) -> None:
-        """Make the Trainer, with the callbacks of a run.
-
-        Args:
-            options: Arguments of the class beside model and arguments.
+    def make_trainer(self) -> TrainsMemory:
+        """Return the Trainer of the run, with its data.
 
         Raises:
-            ValueError: If the class refuses the arguments, or the processes share parameters in another way than in the
-                checkpoint.
+            ValueError: If the model's banks belong to another tree than the texts, or the Trainer refuses the arguments.
         """
-        if self.arguments.protect:
-            self._protect()
-        trainer = self.trainer = trainer_class(self.model, self.arguments, **options)
-        if self.checkpoint is not None:
-            check_checkpoint(trainer, self.checkpoint)
-        if self._protected is not None and shares_parameters(trainer):
-            raise ValueError(
-                "protect compares whole models, and the processes share parameters; expected processes that hold whole models. Start "
-                "the run with configs/accelerate/ddp.yaml."
-            )
-        self._stop = StopOnSignal(trainer.largest)
-        trainer.add_callback(self._stop)
-        trainer.add_callback(LogCheckpoints())
+        use_tree(self.model, self.arguments.tree, self._tree)
+        return MemoryTrainer(
+            self.model,
+            self.arguments,
+            train_dataset=self.dataset,
+            eval_dataset=self.held_out.get("", self.held_out) or None,
+            data_collator=collate,
+        )
 
     def _protect(self) -> None:
         """Read the protected texts, and take their n-grams out of the tables that train."""
         arguments = self.arguments
         with arguments.main_process_first(desc="reading protected texts"):
             column = getattr(arguments, "text_column", "text")
-            read = [read_corpus(each, text_column=column, key="protect")[column] for each in arguments.protect]
-            texts = dict(zip(_labels(arguments.protect), map(list, read), strict=True))
+            texts = {
+                source: list(read_corpus(source, text_column=column, key="protect")[column])
+                for source in arguments.protect
+            }
         self._protected = Protected(self.model, self.tokenizer, texts)
         if self.checkpoint is not None:
             self._protected.check_checkpoint(self.model, self.checkpoint)
@@ -432,15 +405,6 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _labels(sources: Sequence[str]) -> list[str]:
-    """Return the last part of each path or id, with a number behind it where several have the same."""
-    names = [Path(source).name for source in sources]
-    return [
-        f"{name} {names[:number].count(name) + 1}" if names.count(name) > 1 else name
-        for number, name in enumerate(names)
-    ]
-
-
 def _load_model(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, bytes]]:
     """Load or make the model, and return it with the contents, by name, of the files that accompany it.
 
@@ -472,15 +436,11 @@ def _accompanying_files(model: str) -> dict[str, bytes]:
 
 def _expected(arguments: MemoryArguments) -> str:
     """Return the beginning of messages about a model that cannot be loaded or made."""
-    attention = arguments.attn_implementation
-    installed = (
-        ""
-        if attention is None
-        else f", and attention that is installed, of which attn_implementation is {attention!r}"
-    )
     if arguments.model_name_or_path is not None:
-        return f"model_name_or_path is {arguments.model_name_or_path!r}; expected the folder or Hub id of a language model{installed}"
-    return f"config_name is {arguments.config_name!r}; expected the file, folder or Hub id of a language model's config{installed}"
+        return f"model_name_or_path is {arguments.model_name_or_path!r}; expected the folder or Hub id of a language model"
+    return (
+        f"config_name is {arguments.config_name!r}; expected the file, folder or Hub id of a language model's config"
+    )
 
 
 @contextlib.contextmanager

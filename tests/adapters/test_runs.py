@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.config.wording import install_extra
 from midus_hf.training.adapters import add_adapters, read_adapters
-from midus_hf.training.run import prepare, train
+from midus_hf.training.run import TrainingRun, train
 from upscalers.runs.upscale import upscale
 
 LORA = {"r": 4}
@@ -43,7 +43,7 @@ def copies(base, tmp_path_factory) -> Path:
 
 def test_they_train_the_linear_layers_resume_and_are_merged(base, config_for, corpus, tmp_path):
     options = {"adapters": LORA, "max_steps": 4, "eval_text": str(corpus), "eval_steps": 2}
-    run = prepare(config_for("whole", model=base, **options))
+    run = TrainingRun(config_for("whole", model=base, **options))
     prompt, adapted = torch.tensor([[5, 9, 12, EOS_ID, 7]]), []
 
     def note(model) -> None:
@@ -58,7 +58,7 @@ def test_they_train_the_linear_layers_resume_and_are_merged(base, config_for, co
     torch.testing.assert_close(logits[0], adapted[0], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(logits[1], adapted[0], atol=1e-2)
     assert not list((tmp_path / "whole").glob("adapter*"))
-    interrupted(prepare(config_for("parts", model=base, **options)), 2)
+    interrupted(TrainingRun(config_for("parts", model=base, **options)), 2)
     train(config_for("parts", model=base, resume_from_checkpoint=True, **options))
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
@@ -67,7 +67,7 @@ def test_of_a_model_in_bfloat16_adapters_are_held_in_float32(base, config_for, t
     model = tmp_path / "model"
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(model)
     tiny_tokenizer().save_pretrained(model)
-    run = prepare(config_for(model=model, adapters=LORA, bf16=True, max_steps=4))
+    run = TrainingRun(config_for(model=model, adapters=LORA, bf16=True, max_steps=4))
     training = [value for value in run.trainer.model.parameters() if value.requires_grad]
     assert training and all(value.dtype == torch.float32 for value in training)
     run.execute()
@@ -86,13 +86,13 @@ def test_what_is_new_in_an_upscaled_model_trains_whole_beside_them(upscaled, con
     assert re.search(r"whole: [\d,]+ of [\d,]+ parameters", printed)
     assert "adapters:\n" in (tmp_path / "out" / "README.md").read_text()
 
-    interrupted(prepare(config_for("parts", **options)), 2)
+    interrupted(TrainingRun(config_for("parts", **options)), 2)
     assert (tmp_path / "parts" / "checkpoint-2" / "adapter_config.json").exists()
     train(config_for("parts", resume_from_checkpoint=True, **options))
     assert_same_run(tmp_path / "parts", tmp_path / "out")
     other = {**options, "adapters": {**LORA, "layers": "all"}}
     with refused(r"adapters is \{.*'layers': 'all'\}, but the run to resume has \{"):
-        prepare(config_for("parts", resume_from_checkpoint=True, **other))
+        TrainingRun(config_for("parts", resume_from_checkpoint=True, **other))
 
 
 def test_the_best_of_a_run_with_adapters_is_merged(base, config_for, corpus, tmp_path, monkeypatch):
@@ -150,7 +150,7 @@ def test_defaults_are_those_of_the_commands():
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(adapters, message, base, config_for, tmp_path):
     with refused(re.escape(message)):
-        prepare(config_for(model=base, adapters=adapters))
+        TrainingRun(config_for(model=base, adapters=adapters))
     assert not (tmp_path / "out").exists()
 
 
@@ -161,9 +161,9 @@ def test_dora_on_new_layers_whose_weights_are_zero_is_refused(layers, copies, co
         r"adapters of model.layers.2.self_attn.o_proj could not be merged at the end: NaNs detected .* Change the keys"
     )
     with refused(words):
-        prepare(config_for(model=copies, adapters={"layers": "all", **options}))
+        TrainingRun(config_for(model=copies, adapters={"layers": "all", **options}))
     assert not (tmp_path / "out").exists()
-    prepare(config_for(model=copies, adapters={"use_dora": True}))
+    TrainingRun(config_for(model=copies, adapters={"use_dora": True}))
 
 
 def test_modules_that_mamba_reads_by_itself_are_refused_for_our_types_too(upscaled):
@@ -179,4 +179,4 @@ def test_without_peft_it_is_named(base, config_for, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
     message = f"adapters need peft, which is not installed; {install_extra('train')}, or leave adapters out."
     with refused(re.escape(message)):
-        prepare(config_for(model=base, adapters={}))
+        TrainingRun(config_for(model=base, adapters={}))

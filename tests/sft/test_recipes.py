@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from midus_hf.cli.training.sft import main
 from midus_hf.config.yaml_options import read_config
 from midus_hf.training.sft.arguments import SftArguments
-from midus_hf.training.sft.chats import TEMPLATES
+from midus_hf.training.sft.rows import CHATML
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = REPOSITORY / "configs" / "sft"
@@ -102,7 +102,7 @@ def test_a_recipe_in_the_words_of_trl_trains(base, chats, tmp_path, monkeypatch)
     trl = pytest.importorskip("trl")
     model = shutil.copytree(base("llama", True), tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = TEMPLATES["chatml"]
+    tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(model)
     recipe = tmp_path / "sft_config.yaml"
     recipe.write_text(TRL_RECIPE.format(model=model, chats=chats))

@@ -15,10 +15,13 @@ from tiny import FAMILIES
 from training.outcomes import assert_close_weights, assert_resumes, by_step, events, logged, moved, weights
 from training.tiny_run import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.chat_template_utils import qwen2_5_chat_template
 
 from midus_hf.training.data.packing import IGNORED_LABEL
-from midus_hf.training.sft.chats import has_loss
-from midus_hf.training.sft.run import finetune, prepare
+from midus_hf.training.sft.rows import CHATML
+from midus_hf.training.sft.run import SftRun, finetune, has_loss
+
+ALPACA = Path(__file__).parents[2] / "configs" / "sft" / "alpaca.jinja"
 
 
 @pytest.mark.parametrize("memory", [False, True], ids=["native", "memory"])
@@ -46,26 +49,72 @@ def test_a_model_with_a_bank_is_told_what_chats_read_of_it(without_ids, read, co
         model = tmp_path / "generic"
         hierarchical_model("llama", "hier-ffn", tmp_path / "bank", without_ids="generic").save_pretrained(model)
         character_tokenizer().save_pretrained(model)
-    prepare(config_for(model=model, trainable="all"))
+    SftRun(config_for(model=model, trainable="all"))
     printed = " ".join(capsys.readouterr().out.split())
     assert ("chats have no paths" in printed) == (read is not None)
     assert read is None or f"they, and held-out text, {read}, in training and where the model is measured" in printed
 
 
+def learned(row) -> str:
+    """What has a loss in a sequence."""
+    return character_tokenizer().decode([label for label in row["labels"] if label != IGNORED_LABEL])
+
+
+def test_answers_and_the_tokens_that_end_them_have_a_loss(config_for, base, tmp_path, capsys):
+    data = write_rows(tmp_path / "chats.jsonl", [{"messages": chat(3)}])
+    run = SftRun(config_for(model=base(), data=data))
+    assert learned(run.trainer.train_dataset[0]) == "it is 3<|im_end|>4<|im_end|>"
+    assert "1 sequences, 58 tokens, 10 of them with a loss" in capsys.readouterr().out
+    everything = SftRun(config_for("all", model=base(), data=data, assistant_only_loss=False)).trainer.train_dataset[0]
+    assert everything["labels"] == everything["input_ids"] == run.trainer.train_dataset[0]["input_ids"]
+
+
+@pytest.mark.parametrize("answers_only", [True, False])
+def test_completions_have_a_loss_and_an_end(answers_only, config_for, base, tmp_path):
+    data = write_rows(tmp_path / "x.jsonl", [{"prompt": "1 + 2 =", "completion": " 3"}])
+    options = {"chat_template_path": None, "assistant_only_loss": answers_only}
+    run = SftRun(config_for(model=base(), data=data, **options))
+    assert learned(run.trainer.train_dataset[0]) == ("" if answers_only else "1 + 2 =") + " 3<eos>"
+
+
+@pytest.mark.parametrize("own", [ALPACA, None])
+def test_a_template_of_ones_own_and_those_that_trl_knows_find_answers(own, config_for, base, tmp_path):
+    """Qwen's template marks no answers; TRL trains by its own version, and the tokenizer keeps what it has."""
+    model = shutil.copytree(base(), tmp_path / "model")
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = qwen2_5_chat_template
+    tokenizer.save_pretrained(model)
+    run = SftRun(config_for(model=model, chat_template_path=own and str(own), max_length=256))
+    expected = "it is 0<eos>1<eos>" if own else "it is 0<|im_end|>\n1<|im_end|>\n"
+    assert expected in list(map(learned, run.trainer.train_dataset))
+    assert run.tokenizer.chat_template == (own.read_text() if own else qwen2_5_chat_template)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", ""), "The chat template is not training-comp"),
+        ("{{ raise_exception('no') }}" + CHATML, "of which TRL refuses a row: no"),
+        (CHATML.replace("assistant'", "Assistant'"), "of which TRL refuses a row: You're using `assistant_only_loss=True`, but"),
+    ],
+)  # fmt: skip
+def test_a_template_that_cannot_train_is_refused_and_nothing_is_written(template, message, config_for, base, tmp_path):
+    (tmp_path / "own.jinja").write_text(template)
+    with refused(message):
+        SftRun(config_for(model=base(), chat_template_path=str(tmp_path / "own.jinja")))
+    assert not (tmp_path / "out").exists()
+
+
 def test_long_chats_are_cut_and_rows_without_an_answer_are_left_out_with_a_line(config_for, base, tmp_path, capsys):
     rows = [{"messages": [{"role": "user", "content": "a" * 80}, *chat(1)]}, {"messages": chat(2)}]
     data = write_rows(tmp_path / "x.jsonl", rows)
-    run = prepare(config_for(model=base("llama"), data=data, max_length=64))
-    printed = capsys.readouterr()
+    run = SftRun(config_for(model=base("llama"), data=data, max_length=64))
     assert [len(row) <= 64 for row in run.trainer.train_dataset["input_ids"]] == [True]
-    assert "1 of 2 rows are longer than max_length, 64 tokens, and keep their first tokens" in printed.err
-    assert "1 of 2 rows are left out: no answer in the part of them that is kept" in printed.err
-    run = prepare(config_for("end", model=base("llama"), data=data, max_length=32, truncation_mode="keep_end"))
-    printed = capsys.readouterr()
-    assert len(run.trainer.train_dataset) == 2 and "left out" not in printed.err
-    assert "2 of 2 rows are longer than max_length, 32 tokens, and keep their last tokens" in printed.err
-    with refused("has 2 rows and no answer to learn from within 4 tokens"):
-        prepare(config_for("none", model=base("llama"), data=data, max_length=4))
+    assert "1 rows are left out: no answer in the part of them that is kept" in capsys.readouterr().err
+    run = SftRun(config_for("end", model=base("llama"), data=data, max_length=32, truncation_mode="keep_end"))
+    assert len(run.trainer.train_dataset) == 2 and "left out" not in capsys.readouterr().err
+    with refused("which has no answer to learn from within 4 tokens"):
+        SftRun(config_for("none", model=base("llama"), data=data, max_length=4))
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
@@ -74,13 +123,9 @@ def test_no_packed_sequence_is_without_an_answer(strategy, config_for, base, tmp
     long = {"messages": [{"role": "user", "content": "a" * 200}, *chat(1)]}
     data = write_rows(tmp_path / "x.jsonl", [long, {"messages": chat(2)}])
     options = {"packing": True, "packing_strategy": strategy, "max_length": 64, "per_device_train_batch_size": 1}
-    run = prepare(config_for(model=base("llama"), data=data, **options))
+    run = SftRun(config_for(model=base("llama"), data=data, **options))
     said = capsys.readouterr().err
-    if strategy == "bfd":
-        assert "1 of 2 rows are left out: no answer in the part of them that is kept" in said
-    else:
-        assert "1 of 2 rows are longer than max_length, 64 tokens, and go on in another sequence" in said
-        assert re.search(r"[23] of \d packed sequences are left out: no answer in them", said)
+    assert re.search(rf"[{1 if strategy == 'bfd' else 23}] packed sequences are left out: no answer in the part", said)
     for labels in run.trainer.train_dataset["labels"]:
         assert any(label != IGNORED_LABEL for label in labels)
     assert run.execute().loss > 0
@@ -90,8 +135,8 @@ def test_packed_data_without_an_answer_is_refused(config_for, base, tmp_path):
     """The one label of the data is the first token of a fragment, which nothing predicts."""
     rows = [{"prompt": "a" * 8, "completion": "<eos>"}]
     options = {"packing": True, "packing_strategy": "bfd_split", "max_length": 8}
-    with refused("no packed sequence has an answer to learn from. Add data, or raise max_length"):
-        prepare(config_for(model=base("llama"), data=write_rows(tmp_path / "x.jsonl", rows), **options))
+    with refused("which has no answer to learn from within 8 tokens. Add data, or raise max_length"):
+        SftRun(config_for(model=base("llama"), data=write_rows(tmp_path / "x.jsonl", rows), **options))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +152,7 @@ def test_a_bank_that_would_train_alone_is_refused_since_chats_fetch_none_of_it(c
         "nothing trains: trainable is 'auto', which is the bank's blocks alone, and chats fetch none of them; expected"
     )
     with refused(words):
-        prepare(config_for(model=base("llama", "hier-ffn"), trainable="auto"))
+        SftRun(config_for(model=base("llama", "hier-ffn"), trainable="auto"))
     assert not (tmp_path / "out").exists()
 
 
@@ -120,7 +165,7 @@ def test_new_layers_alone_train_where_the_config_says_so(config_for, base, tmp_p
 
 
 def test_the_first_loss_is_the_mean_over_labelled_tokens(config_for, base, tmp_path):
-    run = prepare(config_for(max_steps=1))
+    run = SftRun(config_for(max_steps=1))
     batch = next(iter(run.trainer.get_train_dataloader()))
     model = AutoModelForCausalLM.from_pretrained(base("llama", True))
     with torch.no_grad():
@@ -181,7 +226,7 @@ def test_chapters_train_with_the_losses_of_their_routers_and_their_bank_can_be_k
     config_for, packing, base, tmp_path
 ):
     options = {"packing": packing, "max_length": 126, "max_steps": 4, "frozen": ["value"]}
-    run = prepare(config_for(model=base("llama", "moc"), **options))
+    run = SftRun(config_for(model=base("llama", "moc"), **options))
     batch = next(iter(run.trainer.get_train_dataloader()))
     model = AutoModelForCausalLM.from_pretrained(base("llama", "moc")).train()
     output = model(**batch, use_cache=False)

@@ -8,7 +8,7 @@ import pytest
 from transformers import TrainerCallback
 
 from midus_hf.training.callbacks import RunInterrupted
-from midus_hf.training.run import Run
+from midus_hf.training.run import TrainingRun
 
 # Moments of a step: before and after the parameters move, when it counts as done, and when its checkpoint is there.
 BEFORE, AFTER, END, SAVED = "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_save"
@@ -37,7 +37,7 @@ class NotedRates(TrainerCallback):
             self.of_group.setdefault(group["name"], []).append(group["lr"])
 
 
-def executed_with_rates(run: Run) -> dict[str, list[float]]:
+def executed_with_rates(run: TrainingRun) -> dict[str, list[float]]:
     """Train; return the rates of each group."""
     rates = NotedRates()
     run.trainer.add_callback(rates)
@@ -49,7 +49,7 @@ def raise_interrupt(model: Any) -> None:
     raise KeyboardInterrupt
 
 
-def cut_off(run: Run, step: int) -> None:
+def cut_off(run: TrainingRun, step: int) -> None:
     """Train until a step has been done, and stop there as nothing that a run expects does."""
     run.trainer.add_callback(AtStep(step, raise_interrupt, END))
     with pytest.raises(KeyboardInterrupt):
@@ -61,7 +61,7 @@ def signal_at(step: int, number: signal.Signals = signal.SIGINT) -> AtStep:
     return AtStep(step, lambda model: signal.raise_signal(number))
 
 
-def interrupted(run: Run, step: int, number: signal.Signals = signal.SIGINT) -> RunInterrupted:
+def interrupted(run: TrainingRun, step: int, number: signal.Signals = signal.SIGINT) -> RunInterrupted:
     """Train until a signal ends the run after a step, with a checkpoint; return what is raised."""
     run.trainer.add_callback(signal_at(step, number))
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]

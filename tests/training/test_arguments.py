@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from midus_hf.config.yaml_options import from_mapping, read_config
 from midus_hf.training import arguments
 from midus_hf.training.arguments import TrainArguments, computes_bfloat16
-from midus_hf.training.run import prepare
+from midus_hf.training.run import TrainingRun
 
 NEEDED = {"model_name_or_path": "m", "output_dir": "o", "corpus": "c", "bf16": False}
 
@@ -88,7 +88,7 @@ def test_bfloat16_is_the_default_where_the_device_computes_it(able, monkeypatch,
 
 def test_a_run_says_once_that_it_computes_in_float32_for_want_of_bfloat16(config_for, monkeypatch, capsys):
     monkeypatch.setattr(arguments, "computes_bfloat16", lambda use_cpu: False)
-    prepare(config_for(bf16=None))
+    TrainingRun(config_for(bf16=None))
     line = "this device does not compute bfloat16: the run computes in float32; set bf16 to say which"
     assert capsys.readouterr().out.splitlines().count(line) == 1
 
@@ -132,9 +132,10 @@ BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
         ({"lr_scheduler_type": "cosin"}, "cosin is not a valid SchedulerType"),
         ({"eval_steps": 5}, "eval_steps is 5.0, which needs eval_text; set both or neither."),
         ({"eval_strategy": "epoch"}, "eval_strategy is 'epoch', which needs eval_text; set both or neither."),
-        ({"config_name": "c"}, "model_name_or_path is 'm' and config_name is 'c'; expected one of them: model_name_or_path to"),
-        ({**BEGUN, "tokenizer_name": None}, "config has 'config_name' and no 'tokenizer_name'; set it to the folder or Hub id"),
-        ({"tokenizer_name": "t"}, "tokenizer_name is 't', but a saved model has its own; leave it out, or set"),
+        ({"config_name": "c"}, "model_name_or_path is 'm', config_name 'c' and tokenizer_name None; expected the first alone, for"),
+        ({**BEGUN, "tokenizer_name": None}, "model_name_or_path is None, config_name 'c' and tokenizer_name None; expected the"),
+        ({"tokenizer_name": "t"}, "model_name_or_path is 'm', config_name None and tokenizer_name 't'; expected the first alone"),
+        ({"model_name_or_path": None}, "model_name_or_path is None, config_name None and tokenizer_name None; expected the first"),
         ({"adapters": {}, "trainable": "all"}, "only adapters and new parts of the model train. Leave adapters out, or set tr"),
         ({"adapters": {}, "frozen": ["value"]}, "adapters is set and frozen is ['value']; "),
         ({"adapters": {}, **BEGUN}, "adapters is set and config_name is 'c'; adapters are for weights that are trained already."),

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from midus_hf.training import MemoryTrainer, set_trainable
 from midus_hf.training.blocks import draw_generic
 from midus_hf.training.optim.parameter_groups import banks_that_train
-from midus_hf.training.run import prepare, train
+from midus_hf.training.run import TrainingRun, train
 from upscalers.runs.upscale import upscale
 
 # Projections of a layer by the name of the pair of factors that adapts them.
@@ -39,13 +39,10 @@ def test_texts_are_learned_by_blocks_that_they_fetch_and_by_nothing_else(blocks_
 
 
 def test_what_is_reported_trains(blocks_for, capsys):
-    run = prepare(blocks_for())
+    run = TrainingRun(blocks_for())
     printed = " ".join(capsys.readouterr().out.split())
     bank = 3 * 32 * 4 * (4 * 3 + 2 * 9)
-    assert (
-        f"Training the blocks of the bank alone, {bank:,} parameters, as texts fetch them; the model is frozen"
-        in printed
-    )
+    assert f"(0.00%), in no layer; blocks of the bank, {bank:,} parameters, as texts fetch them" in printed
     assert [bank.layout.bank for bank in run.trainer.blocks.banks] == [bank]
 
 
@@ -58,7 +55,7 @@ def test_the_model_trains_as_well_where_everything_does(blocks_for, models, tmp_
 
 def fetched_by_sequence(config) -> list[tuple[tuple, bool]]:
     """Every sequence of a run, in order, and whether it fetched the generic memory."""
-    run, seen = prepare(config), []
+    run, seen = TrainingRun(config), []
 
     def look(module, args, kwargs):
         generic = (kwargs["memory_ids"] == -1).all(1).tolist()

@@ -77,40 +77,34 @@ def test_a_text_file_is_one_text(folder, name):
     assert texts_of(folder / name) == [text[1:]]
 
 
-@pytest.mark.parametrize("name", ["shard[12]", "shard*", "shar?1"])
-def test_a_path_is_no_pattern(folder, name):
-    for each in (name, "shard1", "shard2"):
-        (folder / each).mkdir()
-        datasets.Dataset.from_dict({"text": [each]}).to_parquet(folder / each / f"{each}.parquet")
-    assert texts_of(folder / name / f"{name}.parquet") == texts_of(folder / name) == [name]
+@pytest.mark.parametrize("name", ["x::y.jsonl", "shard[12]", "shard*", "shar?1"])
+def test_a_path_that_datasets_takes_for_a_pattern_is_refused(folder, name):
+    write(folder, {name if "." in name else f"{name}/a.jsonl": lines()})
+    with pytest.raises(ValueError, match=r"in a path as a pattern. Rename"):
+        read_corpus(str(folder / name))
+
+
+def test_names_within_a_folder_of_texts_are_no_patterns(folder):
+    write(folder, {"a[12].txt": "one", "a1.txt": "two"})
+    assert texts_of(folder) == texts_of([str(folder / "a1.txt"), str(folder / "a[12].txt")]) == ["two", "one"]
 
 
 @pytest.mark.parametrize("target", ["absent", "link.jsonl"])
-def test_a_link_to_nothing_or_to_itself_is_named(folder, target):
+def test_a_link_to_nothing_or_to_itself_is_refused(folder, target):
     write(folder, {"a.jsonl": lines()})
     (folder / "link.jsonl").symlink_to(folder / target)
-    with pytest.raises(
-        ValueError, match=r"corpus has the file '.*link.jsonl', which cannot be read: .*\. Take it out"
-    ):
+    with pytest.raises(ValueError, match=r"which cannot be read: "):
         read_corpus(str(folder))
 
 
-def test_a_chain_is_refused(folder):
-    write(folder, {"x::y.jsonl": lines()})
-    with pytest.raises(ValueError, match=r"'::' in a path as a chain. Rename"):
-        read_corpus(str(folder / "x::y.jsonl"))
-
-
 def test_a_downloaded_dataset_trains_its_train_split_and_not_its_card(folder, capsys):
-    names = ["README.md", "data/train-00000-of-00001.jsonl", "data/validation.jsonl", "test/part.jsonl", "notes.txt"]
+    names = ["README.md", "data/train.jsonl", "data/validation.jsonl", "data/test.jsonl", "notes.txt"]
     write(folder, {name: lines([name]) if name.endswith("l") else "a card" for name in names})
     assert texts_of(folder) == [names[1]]
     printed = capsys.readouterr().err
-    assert (
-        "split 'train' is read, of test, train, validation" in printed and "1 .md" in printed and "1 .txt" in printed
-    )
+    assert "split 'train' is read, of train, validation, test" in printed and "not read: 1 .md, 1 .txt" in printed
     assert texts_of(folder, split="test") == [names[3]]
-    with pytest.raises(ValueError, match="has the splits test, train, validation, and not 'dev'"):
+    with pytest.raises(ValueError, match=r'Unknown split "dev"\. Should be one of'):
         read_corpus(str(folder), split="dev")
 
 
@@ -128,14 +122,16 @@ def test_a_dataset_whose_card_declares_its_data_is_read_as_the_card_says(folder,
 def test_a_saved_dataset_and_a_slice_are_read(folder):
     rows = datasets.Dataset.from_dict({"text": list("abcdefghij")})
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(folder / "saved"))
-    assert texts_of(folder / "saved", split="train[:30%]") == ["a", "b", "c"]
+    assert texts_of(folder / "saved", split="test") == list("abcdefghij")
+    with pytest.raises(ValueError, match="has the splits train, test, and not 'dev'; name one of them"):
+        read_corpus(str(folder / "saved"), split="dev")
     write(folder, {"rows.jsonl": lines(list("abcdefghij"))})
     assert texts_of(folder / "rows.jsonl", split="train[8:]") == ["i", "j"]
 
 
 def test_folders_and_several_corpora_keep_their_order_and_columns(folder, capsys):
     write(folder, {"b/two.txt": "two", "a.txt": "one", ".hidden/x.txt": "no", "c.pdf": "no"})
-    write(folder.parent / "rows", {"x.jsonl": lines(["three", "  "], metadata={"path": [1, 2], "id": "x"})})
+    write(folder.parent / "rows", {"x.jsonl": lines(["three", "  "], path=[1, 2])})
     rows = read_corpus([str(folder), str(folder.parent / "rows")])
     assert rows["text"][:] == ["one", "two", "three"]
     assert rows["path"][:] == [None, None, [1, 2]]
@@ -157,26 +153,24 @@ def test_lines_are_said_by_the_first_process_alone(folder, capsys, monkeypatch):
 REFUSALS = {
     "half a pair": (
         {"x.jsonl": lines(["a"]) + b'{"text": "\\ud83d"}\n'},
-        "x.jsonl', which cannot be read: JSON parse error: The surrogate pair in string is invalid. in row 1",
+        "which cannot be read: JSON parse error: The surrogate pair in string is invalid. in row 1",
     ),
     "no JSON": (
         {"x.jsonl": lines(["a"]) + b"{text\n"},
-        "x.jsonl', which cannot be read: JSON parse error: Missing a name for object member. in row 1",
+        "which cannot be read: JSON parse error: Missing a name for object member. in row 1",
     ),
-    "no objects": ({"x.jsonl": b'"a"\n"b"\n'}, "x.jsonl', which cannot be read: "),
+    "no objects": ({"x.jsonl": b'"a"\n"b"\n'}, "which cannot be read: "),
     "no column": ({"x.jsonl": b'{"content": "a", "id": 1}\n'}, "no column 'text', only content, id; set text_column"),
     "numbers": ({"x.jsonl": b'{"text": 1}\n'}, "has int64 under 'text'; expected text"),
     "empty": ({"x.txt": ""}, "is empty: it has no text with a visible character"),
     "blank": ({"x.jsonl": lines([" ", "\n"])}, "is empty: it has no text with a visible character"),
-    "an empty folder": ({"x.pdf": "a"}, "a folder without data; expected files ending in .txt, .md, .jsonl"),
+    "an empty folder": ({"x.pdf": "a"}, "which has no text; expected files ending in .txt, .md, .jsonl"),
     "latin": (
         {"x.txt": "a \u00fc".encode("latin-1")},
-        "x.txt', which cannot be read: 'utf-8' codec can't decode byte 0xfc",
+        "which cannot be read: 'utf-8' codec can't decode byte 0xfc",
     ),
-    "zero bytes": ({"x.txt": b"a\0b"}, "x.txt' is not text: it has zero bytes"),
     "no Parquet": ({"x.parquet": b"PAR1"}, "cannot be read"),
-    "a cut archive": ({"x.jsonl.gz": gzip.compress(lines())[:-9]}, "x.jsonl.gz'"),
-    "columns of two types": ({"a.jsonl": b'{"text": "a"}\n', "b.csv": b"text\n1\n"}, "differ in type"),
+    "a cut archive": ({"x.jsonl.gz": gzip.compress(lines())[:-9]}, "Compressed file ended before"),
 }
 
 
@@ -186,6 +180,12 @@ def test_what_cannot_be_read_is_refused_in_one_line(folder, case):
     with pytest.raises(ValueError, match=re.escape(message)) as refusal:
         read_corpus(write(folder, files))
     assert "\n" not in str(refusal.value)
+
+
+def test_corpora_whose_columns_differ_in_type_are_refused(folder):
+    write(folder, {"a.jsonl": b'{"text": "a"}\n', "b.csv": b"text\n1\n"})
+    with pytest.raises(ValueError, match="columns that differ in type from file to file"):
+        read_corpus([str(folder / "a.jsonl"), str(folder / "b.csv")])
 
 
 @pytest.mark.parametrize("corpus", ["", [], "absent/corpus.jsonl", "../absent", "a/b/c"])
@@ -210,5 +210,5 @@ def test_a_mistyped_name_is_refused_at_once_without_a_network(monkeypatch):
 def test_rows_without_text_need_files_of_rows(folder):
     write(folder, {"README.md": "a card", "rows.jsonl": b'{"prompt": "a"}\n'})
     assert read_rows("dataset_name", str(folder)).column_names == ["prompt"]
-    with pytest.raises(ValueError, match=r"README.md', which has no rows; expected a file ending in .jsonl"):
+    with pytest.raises(ValueError, match=r"README.md', which has no rows; expected files ending in .jsonl"):
         read_rows("dataset_name", str(folder / "README.md"))

@@ -31,12 +31,12 @@ def what_trains(model) -> set[str]:
 @pytest.mark.parametrize(
     ("kind", "trainable", "means", "layers", "summary"),
     [
-        ("upscaled", "new", "new", NEW_LAYERS, "the new layers alone"),
-        ("upscaled", "auto", "new", NEW_LAYERS, "the new layers alone"),
-        ("native", "auto", "new", NEW_LAYERS, "the new layers alone"),
-        ("native", [5, 0, 2], [5, 0, 2], [0, 2, 5], "layers 0, 2, 5 alone"),
-        ("upscaled", "all", "all", EVERY, "everything"),
-        ("recorded", "auto", "all", EVERY, "everything"),
+        ("upscaled", "new", "new", NEW_LAYERS, "new"),
+        ("upscaled", "auto", "new", NEW_LAYERS, "new"),
+        ("native", "auto", "new", NEW_LAYERS, "new"),
+        ("native", [5, 0, 2], [5, 0, 2], [0, 2, 5], "5, 0, 2"),
+        ("upscaled", "all", "all", EVERY, "all"),
+        ("recorded", "auto", "all", EVERY, "all"),
     ],
     ids=str,
 )
@@ -55,7 +55,7 @@ def test_these_layers_train_whole_and_nothing_else_does(kind, trainable, means, 
     text = str(report)
     if layers != EVERY:
         assert f"Training {summary}: {report.parameters:,} of {report.total_parameters:,} parameters" in text
-        assert f"{len(layers)} of 6 layers" in text and text.count(", ".join(map(str, layers))) == 1
+        assert f"in layers {', '.join(map(str, layers))} of 6" in text
     assert f"Training {summary}: " in text
 
 
@@ -77,7 +77,7 @@ def test_roles_can_be_kept_from_training(family, load):
     values = {name for name in every if name.endswith("value_bank")}
     assert what_trains(model) == every - values != every
     assert report.parameters == report.total_parameters - sum(model.get_parameter(name).numel() for name in values)
-    assert "Training everything, without the value tensors of memories: " in str(report)
+    assert "Training all without the value tensors of memories: " in str(report)
 
 
 RECORDED = "in the config of this llama model is {}; expected 'new' or 'all' there. Upscale the model first, or set trainable: all, "

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from midus_hf import models  # noqa: F401 - registers the families that host memory
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.run import prepare, train
+from midus_hf.training.run import TrainingRun, train
 
 MEMORIES = {
     "headwise": {"type": "headwise", "n": 4, "k": 2, "layers": [1]},
@@ -51,7 +51,7 @@ def shape(memory: str | None) -> PreTrainedConfig:
 
 @pytest.mark.parametrize("memory", [None, *MEMORIES])
 def test_everything_trains_and_learns_and_the_model_is_saved_with_its_tokenizer(memory, begun, tmp_path):
-    run = prepare(begun(model_config=shape(memory), max_steps=60))
+    run = TrainingRun(begun(model_config=shape(memory), max_steps=60))
     start = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     assert all(parameter.requires_grad for parameter in run.model.parameters())
     run.execute()
@@ -67,7 +67,7 @@ def test_everything_trains_and_learns_and_the_model_is_saved_with_its_tokenizer(
 
 def test_weights_follow_from_the_seed(begun):
     first, again, other = (
-        prepare(begun(name, seed=seed)).model.state_dict() for name, seed in (("a", 1), ("b", 1), ("c", 2))
+        TrainingRun(begun(name, seed=seed)).model.state_dict() for name, seed in (("a", 1), ("b", 1), ("c", 2))
     )
     assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
@@ -94,18 +94,18 @@ def test_the_card_names_no_base_and_no_local_path(begun, tmp_path):
 
 def test_the_config_of_a_folder_is_read_without_its_weights_and_its_record_of_a_base(upscaled, begun, tmp_path):
     upscaled_model = upscaled("llama")
-    run = prepare(begun(config_name=str(upscaled_model)))
+    run = TrainingRun(begun(config_name=str(upscaled_model)))
     saved = AutoModelForCausalLM.from_pretrained(upscaled_model).state_dict()
     made = run.model.state_dict()
     assert made.keys() == saved.keys()
     assert not torch.equal(made["model.layers.0.mlp.up_proj.weight"], saved["model.layers.0.mlp.up_proj.weight"])
     assert not hasattr(run.model.config, "upscale")
     with refused("what trains is 'new', but the config of this midus_llama model records no new"):
-        prepare(begun("other", config_name=str(upscaled_model), trainable="new"))
+        TrainingRun(begun("other", config_name=str(upscaled_model), trainable="new"))
 
 
 def test_listed_layers_alone_may_train(begun):
-    model = prepare(begun(trainable=[1])).model
+    model = TrainingRun(begun(trainable=[1])).model
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == {name for name, _ in model.named_parameters() if ".layers.1." in name}
 
@@ -127,14 +127,14 @@ def test_listed_layers_alone_may_train(begun):
         ),
         (
             {"attn_implementation": "none_such"},
-            "and attention that is installed, of which attn_implementation is 'none_such': ",
+            "Specified `attn_implementation=.none_such.` is not supported",
         ),
         ({"sequence_length": 999}, "sequence_length is 999, but the model has positions for 128 tokens"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_in_one_line(changes, message, begun, tmp_path):
     with refused(message) as refusal:
-        prepare(begun(**changes))
+        TrainingRun(begun(**changes))
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "out").exists()
 
@@ -143,10 +143,10 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(changes, message, begun, t
 def test_a_config_of_another_kind_of_model_is_refused(attention, begun, tmp_path):
     config = AutoConfig.for_model("vit", vocab_size=128, max_position_embeddings=128)
     with refused(r"config_name is '.*shape\.json'; expected the file, folder or Hub id of a"):
-        prepare(begun(model_config=config, attn_implementation=attention))
+        TrainingRun(begun(model_config=config, attn_implementation=attention))
     assert not (tmp_path / "out").exists()
 
 
 def test_the_output_may_not_hold_the_tokenizer(begun, tokenizer):
     with refused("which lies in the tokenizer_name "):
-        prepare(begun(output_dir=str(tokenizer / "out")))
+        TrainingRun(begun(output_dir=str(tokenizer / "out")))

@@ -18,7 +18,7 @@ from training.two_processes import SCRIPT
 
 from midus_hf.cli.training.train import main
 from midus_hf.training.checkpoints import latest_whole as last_checkpoint
-from midus_hf.training.run import prepare, train
+from midus_hf.training.run import TrainingRun, train
 
 INTERRUPTER = Path(__file__).with_name("interrupted_rank.py")
 HINT = "Stopping after this step, with a checkpoint; once more stops at once."
@@ -32,7 +32,7 @@ def saved_in(output: Path) -> list[Path]:
 def test_an_interrupted_run_resumes_exactly(config_for, tmp_path):
     options = {"gradient_accumulation_steps": 2, "max_steps": 12}
     train(config_for("whole", **options))
-    stopped = interrupted(prepare(config_for("parts", **options)), 7, signal.SIGTERM)
+    stopped = interrupted(TrainingRun(config_for("parts", **options)), 7, signal.SIGTERM)
     saved = tmp_path / "parts" / "checkpoint-7"
     assert str(stopped) == f"interrupted after step 7; resume_from_checkpoint=true goes on from {saved}"
     assert stopped.signal_number == signal.SIGTERM
@@ -42,7 +42,7 @@ def test_an_interrupted_run_resumes_exactly(config_for, tmp_path):
 
 
 def test_a_run_that_stops_measures_nothing_before_it_ends(config_for, tmp_path):
-    run = prepare(config_for(max_steps=12, eval_text=str(write_corpus(tmp_path / "held-out", 2))))
+    run = TrainingRun(config_for(max_steps=12, eval_text=str(write_corpus(tmp_path / "held-out", 2))))
     measured = []
     run.trainer.evaluate = lambda *_, **__: measured.append(run.trainer.state.global_step) or {}
     assert interrupted(run, 7, signal.SIGTERM).signal_number == signal.SIGTERM
@@ -50,7 +50,7 @@ def test_a_run_that_stops_measures_nothing_before_it_ends(config_for, tmp_path):
 
 
 def test_a_signal_in_the_last_step_changes_nothing(config_for, tmp_path):
-    run = prepare(config_for(max_steps=3))
+    run = TrainingRun(config_for(max_steps=3))
     run.trainer.add_callback(signal_at(3))
     assert run.execute().steps == 3
     assert (tmp_path / "out" / "config.json").exists() and last_checkpoint(tmp_path / "out") is None
@@ -91,7 +91,7 @@ def test_a_second_signal_stops_at_once(config_for, tmp_path):
         signal.raise_signal(signal.SIGINT)
         pytest.fail("nothing stopped")
 
-    run = prepare(config_for())
+    run = TrainingRun(config_for())
     run.trainer.add_callback(AtStep(1, signal_twice))
     with pytest.raises(KeyboardInterrupt) as raised:
         run.execute()

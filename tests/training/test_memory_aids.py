@@ -5,7 +5,7 @@ import math
 import pytest
 from training.steered_runs import executed_with_rates
 
-from midus_hf.training.run import prepare
+from midus_hf.training.run import TrainingRun
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from midus_hf.training.run import prepare
 )
 def test_values_follow_their_schedule(config_for, value_schedule, factor):
     options = {"value_schedule": value_schedule, "value_learning_rate": 3e-2, "key_value_learning_rate": 3e-3}
-    rates = executed_with_rates(prepare(config_for(**options)))
+    rates = executed_with_rates(TrainingRun(config_for(**options)))
     main = [rate / 1e-2 for rate in rates["decay"]]
     assert main[:3] == [0, 0.5, 1] and main[11] == pytest.approx(0.5) and 0 < main[19] < 0.01
     assert main[2:] == pytest.approx([(1 + math.cos(math.pi * i / 18)) / 2 for i in range(18)])

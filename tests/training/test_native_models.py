@@ -10,7 +10,7 @@ from training.outcomes import moved, weights
 from training.tiny_run import NEW_LAYERS, letter_tokenizer, save_native
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
-from midus_hf.training.run import prepare, train
+from midus_hf.training.run import TrainingRun, train
 
 
 class SeenGradients(TrainerCallback):
@@ -31,7 +31,7 @@ def of_layers(names, layers) -> set[str]:
 
 def train_watched(config) -> tuple[set[str], set[str], set[str]]:
     """Train; returns the names of all tensors, of those that moved, and of those that had a gradient."""
-    run, seen = prepare(config), SeenGradients()
+    run, seen = TrainingRun(config), SeenGradients()
     run.trainer.add_callback(seen)
     run.execute()
     return set(weights(config.model_name_or_path)), moved(config.model_name_or_path, config.output_dir), seen.names
@@ -75,7 +75,7 @@ def test_norms_and_biases_do_not_decay_and_matrices_do(family, config_for, tmp_p
             if "norm" in name:
                 parameter.fill_(-1)
     model.save_pretrained(tmp_path / "model")
-    run = prepare(config_for(model=tmp_path / "model", trainable=trainable, weight_decay=0.5))
+    run = TrainingRun(config_for(model=tmp_path / "model", trainable=trainable, weight_decay=0.5))
     before = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
     for parameter in run.model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None

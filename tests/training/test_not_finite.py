@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from midus_hf.cli.training.train import main
 from midus_hf.training.checkpoints import latest_whole as last_checkpoint
-from midus_hf.training.run import prepare
+from midus_hf.training.run import TrainingRun
 from midus_hf.training.trainer import MemoryTrainer, first_not_finite
 
 
@@ -47,7 +47,7 @@ def files_of(output):
 )
 def test_a_gradient_that_is_not_finite_ends_the_run(value, step, changes, config_for, tmp_path):
     options = {"max_steps": 6, "save_steps": 2, "save_total_limit": None, **changes}
-    run = prepare(config_for(**options))
+    run = TrainingRun(config_for(**options))
     run.trainer.add_callback(AtStep(step, of_gradient(value), "on_step_begin"))
     with pytest.raises(
         FloatingPointError,
@@ -100,7 +100,7 @@ def test_tensors_that_are_not_finite_are_never_saved(save_steps, value, config_f
     def spoil(model):
         model.model.layers[4].self_attn.q_proj.weight.data[1, 2] = value
 
-    run = prepare(config_for(max_steps=4, save_steps=save_steps))
+    run = TrainingRun(config_for(max_steps=4, save_steps=save_steps))
     run.trainer.add_callback(AtStep(4, spoil, AFTER))
     with pytest.raises(
         FloatingPointError, match=rf"layers\.4\.self_attn\.q_proj\.weight holds {value} at step 4; expected a"
@@ -111,7 +111,7 @@ def test_tensors_that_are_not_finite_are_never_saved(save_steps, value, config_f
 
 
 def test_a_number_that_the_dtype_of_the_model_cannot_hold_is_not_saved(config_for, tmp_path):
-    run = prepare(config_for(max_steps=1))
+    run = TrainingRun(config_for(max_steps=1))
     name = "model.layers.4.self_attn.q_proj.weight"
     run._dtypes[name] = torch.float16
 
@@ -126,7 +126,7 @@ def test_a_number_that_the_dtype_of_the_model_cannot_hold_is_not_saved(config_fo
 
 def test_what_is_frozen_may_be_what_it_is(config_for, tmp_path):
     """A model may hold infinite numbers that nothing reads, and does not train them."""
-    run = prepare(config_for(max_steps=1))
+    run = TrainingRun(config_for(max_steps=1))
     run.execute()
     frozen, trained = (
         run.model.get_parameter(f"model.{name}.weight") for name in ("embed_tokens", "layers.1.self_attn.q_proj")
@@ -140,7 +140,7 @@ def test_what_is_frozen_may_be_what_it_is(config_for, tmp_path):
 
 
 def test_blocks_of_banks_are_looked_at_too(blocks_for, tmp_path):
-    run = prepare(blocks_for(save_steps=2, trainable="new"))
+    run = TrainingRun(blocks_for(save_steps=2, trainable="new"))
     (bank,) = run.trainer.blocks.banks
     leaves, left = bank.leaves, [3]
 
@@ -158,7 +158,7 @@ def test_blocks_of_banks_are_looked_at_too(blocks_for, tmp_path):
 
 
 def test_blocks_that_are_not_finite_are_not_saved(blocks_for, tmp_path):
-    run = prepare(blocks_for(save_steps=2))
+    run = TrainingRun(blocks_for(save_steps=2))
     (bank,) = run.trainer.blocks.banks
 
     def spoil(model):

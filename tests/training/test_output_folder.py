@@ -8,7 +8,7 @@ from training.tiny_run import refused
 
 from midus_hf.files import locks
 from midus_hf.files.locks import Lock
-from midus_hf.training.run import prepare, train
+from midus_hf.training.run import TrainingRun, train
 
 
 def test_a_folder_with_files_is_refused_and_left_alone(config_for, tmp_path):
@@ -18,7 +18,7 @@ def test_a_folder_with_files_is_refused_and_left_alone(config_for, tmp_path):
         with refused(
             r"output_dir is '.*out', which holds thesis\.txt; choose another folder, remove it, or set resume_from"
         ):
-            prepare(config_for(**changes))
+            TrainingRun(config_for(**changes))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
 
 
@@ -42,7 +42,7 @@ def test_a_place_that_is_none_for_a_run_is_refused(config_for, tmp_path, output,
     (tmp_path / "texts" / "000.txt").write_text("w3 w4 " * 20)
     read = tmp_path / "texts" / ("000.txt" if output == "texts" else "")
     with refused(message):
-        prepare(config_for(output, corpus=str(read)))
+        TrainingRun(config_for(output, corpus=str(read)))
     assert not (tmp_path / "texts" / "out").exists()
 
 
@@ -50,10 +50,10 @@ def test_two_runs_at_once_do_not_write_one_folder(config_for, tmp_path):
     (tmp_path / "out").mkdir()
     other = Lock(tmp_path / "out")
     with refused(r"output_dir '.*out' is being written by another run\. Wait for it, or choose another folder\."):
-        prepare(config_for(max_steps=1, resume_from_checkpoint="auto"))
+        TrainingRun(config_for(max_steps=1, resume_from_checkpoint="auto"))
     assert not list((tmp_path / "out").iterdir())
     other.release()
-    run = prepare(config_for(max_steps=1))
+    run = TrainingRun(config_for(max_steps=1))
     with pytest.raises(BlockingIOError):
         Lock(tmp_path / "out")
     run.execute()
@@ -72,6 +72,6 @@ def test_without_locks_in_the_file_system_a_line_says_so(config_for, monkeypatch
 
 def test_a_run_that_is_refused_leaves_nothing(config_for, corpus, tmp_path):
     with refused("the corpus|sequence"):
-        prepare(config_for("deep/out", corpus=str(corpus / "000.txt"), sequence_length=128))
+        TrainingRun(config_for("deep/out", corpus=str(corpus / "000.txt"), sequence_length=128))
     assert not (tmp_path / "deep" / "out").exists()
     assert train(config_for("deep/out", max_steps=1)).steps == 1

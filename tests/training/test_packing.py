@@ -60,12 +60,10 @@ def test_texts_are_tokenised_with_an_end_and_read_from_the_cache_again(tmp_path,
         packed_sequences(texts.select([0]), tiny_tokenizer(), 16, documents_apart=False)
 
 
-def test_several_processes_and_batches_make_the_same_sequences(monkeypatch):
+def test_several_batches_make_the_same_sequences(monkeypatch):
     texts = rows([document(30, index % 7) for index in range(40)])
     alone = packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=True)
-    monkeypatch.setattr(packing, "_TEXTS_WORTH_A_PROCESS", 10)
     monkeypatch.setattr(packing, "_TEXTS_A_BATCH", 3)
-    monkeypatch.setattr(packing.os, "sched_getaffinity", lambda process: {0, 1})
     texts = texts.map(lambda row: row)  # another dataset, which the cache does not have
     assert packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=True)[:] == alone[:]
 
@@ -74,8 +72,6 @@ def test_what_makes_no_sequence_is_refused():
     tokenizer = tiny_tokenizer()
     with pytest.raises(ValueError, match=r"has 2 tokens; expected at least one sequence of 1,000 tokens"):
         packed_sequences(rows(["w5"]), tokenizer, 1000, documents_apart=False)
-    with pytest.raises(ValueError, match="the corpus is empty"):
-        packed_sequences(rows([]), tokenizer, 4, documents_apart=False)
     with pytest.raises(ValueError, match="embeds"):
         packed_sequences(rows(["w5 w6 w7"]), tokenizer, 4, documents_apart=False, vocab_size=6)
     tokenizer.eos_token = None

@@ -209,7 +209,7 @@ def course(steps: int, **schedule) -> list[float]:
         ({"learning_rate": 0}, "learning_rate is 0; expected a number above 0."),
         ({"memory_learning_rate": -1}, "memory_learning_rate is -1; expected a number above 0."),
         ({"value_weight_decay": -1}, "value_weight_decay is -1; expected 0 or more."),
-        ({"value_schedule": "2x"}, "value_schedule is '2x'; expected one of 'constant', 'fixed', '4x-to-1x'."),
+        ({"value_schedule": "2x"}, "value_schedule is '2x'; expected one of 'constant', 'fixed', '4x-to-1x', None."),
         (
             {"value_decay_ratio": 0.25, "value_schedule": "fixed"},
             "value_decay_ratio is 0.25, which value_schedule 'fixed' does not take; leave it out, or set value_schedule: 4x-to-1x.",

@@ -287,8 +287,9 @@ def test_what_it_refuses(changes, message, texts, trained, tmp_path):
 
 
 def test_a_model_without_a_memory_is_refused_with_what_to_upscale(texts, trained, tmp_path):
-    message = refusal(texts, trained.parent / "base", tmp_path / "run")
-    assert "protect is given, and the model has no memory of known n-grams; expected one that was upscaled" in message
+    message = refusal(texts, trained.parent / "base", tmp_path / "run", trainable="all")
+    assert "trains, which every text reads; expected memories of known n-grams alone." in message
+    assert "upscaled with --method engram --set table=exact" in message
 
 
 def test_an_empty_text_and_an_empty_table_are_refused(texts, trained, tmp_path):

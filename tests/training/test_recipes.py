@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from midus_hf import models  # noqa: F401 - registers the families that host memory
 from midus_hf.cli.flops import count_parameters
-from midus_hf.cli.training.printed_config import config_text
 from midus_hf.config.memories.chapters import PAPER, ChaptersOptions
 from midus_hf.config.memories.ultramem import UltraMemOptions
 from midus_hf.config.memory_entries import read_memories
@@ -54,8 +53,6 @@ RUNS = {
         "config_name=configs/models/ultramem-v2-227m-1.2b.json per_device_train_batch_size=3 max_steps=158945 warmup_steps=0.02",
     ),
 }
-# Methods that are trained as MIDUS-HML.
-TRAINED_AS_MIDUS_HML = ["midus-pkm", "solar", "moc", "moda", "ultramem-v2"]
 
 
 def recipe(name: str, *words: str) -> TrainArguments:
@@ -84,15 +81,6 @@ def test_no_recipe_goes_unchecked():
     assert SETTINGS.keys() == RUNS.keys()
     assert {file for file, _ in RUNS.values()} | {"demo", "hier-ffn"} == set(NAMES)
     recipe("demo")
-
-
-@pytest.mark.parametrize("method", TRAINED_AS_MIDUS_HML)
-def test_another_method_is_printed_as_midus_hml_with_another_model(method, tmp_path):
-    text = config_text("train", method, TrainArguments)
-    (tmp_path / "recipe.yaml").write_text(text)
-    assert f"--method {method} --output llama-3.2-1b-{method}\n" in text and "midus-hml" not in text
-    own = {"model_name_or_path": f"llama-3.2-1b-{method}", "output_dir": f"outputs/llama-3.2-1b-{method}"}
-    assert read_config(TrainArguments, tmp_path / "recipe.yaml").recorded() == recipe("midus-hml").recorded() | own
 
 
 # Settings of the runs by their papers, "sequences" of a step and "tokens" of the run among them.

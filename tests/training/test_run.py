@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midus_hf.training.checkpoints import load_checkpoint
 from midus_hf.training.optim.freezing import set_trainable
-from midus_hf.training.run import prepare, train
+from midus_hf.training.run import TrainingRun, train
 
 
 def is_new(name: str) -> bool:
@@ -36,7 +36,7 @@ def is_new(name: str) -> bool:
 def test_a_resumed_run_reproduces_the_losses_and_the_weights_of_the_uninterrupted_one(family, config_for, tmp_path):
     options = {"save_steps": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.01, "max_steps": 8}
     train(config_for("whole", family, **options))
-    cut_off(prepare(config_for("parts", family, **options)), step=6)
+    cut_off(TrainingRun(config_for("parts", family, **options)), step=6)
     assert logged(tmp_path / "parts", "step") == list(range(1, 5))  # what came after the checkpoint is lost
     result = train(config_for("parts", family, resume_from_checkpoint=True, **options))
     assert [event["step"] for event in exact_log(tmp_path / "whole")] == list(range(1, 9))
@@ -48,7 +48,7 @@ def test_base_tensors_keep_their_bytes_new_ones_move_and_what_comes_out_is_a_mod
     family, upscaled, config_for, tmp_path
 ):
     source, trained = upscaled(family), tmp_path / "out"
-    run = prepare(config_for("out", family, max_steps=6))
+    run = TrainingRun(config_for("out", family, max_steps=6))
     batch = next(iter(run.trainer.get_train_dataloader()))
     logits = AutoModelForCausalLM.from_pretrained(source).train()(input_ids=batch["input_ids"]).logits
     expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
@@ -151,7 +151,7 @@ def test_a_refusal_of_held_out_text_names_its_key(config_for, tmp_path):
 @pytest.mark.parametrize("family", by_default(["qwen2", "gemma2"], FAMILIES))
 def test_in_bf16_a_half_precision_base_keeps_its_bytes_and_new_tensors_move(family, config_for, tmp_path):
     model = save_upscaled(family, tmp_path, dtype=torch.bfloat16)
-    run = prepare(config_for(model=model, bf16=True, max_steps=6))
+    run = TrainingRun(config_for(model=model, bf16=True, max_steps=6))
     held = {name: parameter.dtype for name, parameter in run.model.named_parameters()}
     assert {held[name] for name in held if is_new(name)} == {torch.float32}
     assert {held[name] for name in held if not is_new(name)} == {torch.bfloat16}
@@ -162,7 +162,7 @@ def test_in_bf16_a_half_precision_base_keeps_its_bytes_and_new_tensors_move(fami
 
 def test_fp32_computes_in_float32_whatever_the_checkpoint_holds(config_for, tmp_path):
     model = save_upscaled("llama", tmp_path, dtype=torch.bfloat16)
-    run = prepare(config_for(model=model, max_steps=4))
+    run = TrainingRun(config_for(model=model, max_steps=4))
     assert {parameter.dtype for parameter in run.model.parameters()} == {torch.float32}
     run.execute()
     assert {tensor.dtype for tensor in weights(tmp_path / "out").values()} == {torch.bfloat16}

@@ -18,7 +18,7 @@ from midus_hf.cli.evaluate import main as midus_eval
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.tree import ClusterTree, check_tree
-from midus_hf.training.run import prepare, train
+from midus_hf.training.run import TrainingRun, train
 from upscalers.edits.banks import delete
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.runs.strip import strip
@@ -111,25 +111,25 @@ def test_a_corpus_of_another_tree_than_that_of_the_bank_is_refused(blocks_for, m
     )
     for changes in ({}, {"trainable": "all"}, {"tree": str(made / "other")}):
         with refused(re.escape(message)):
-            prepare(blocks_for(model=made / "model", corpus=made / "other.jsonl", **changes))
+            TrainingRun(blocks_for(model=made / "model", corpus=made / "other.jsonl", **changes))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_tree_that_the_texts_do_not_name_is_refused(blocks_for, made, tmp_path):
     config = blocks_for(corpus=made / "tree.jsonl", tree=str(made / "other"))
     with refused(rf"corpus belongs to the tree .* {TREE.fingerprint[:16]}.*, and tree .*other"):
-        prepare(config)
+        TrainingRun(config)
     random_tree(2, 2, width=WIDTH).save(tmp_path / "small")
     config = blocks_for(corpus=made / "tree.jsonl", tree=str(tmp_path / "small"))
     with refused("expected one tree"):
-        prepare(config)
+        TrainingRun(config)
 
 
 def test_a_tree_of_another_shape_is_refused(blocks_for, tmp_path):
     random_tree(2, 2, width=WIDTH).save(tmp_path / "small")
     config = blocks_for(tree=str(tmp_path / "small"))
     with refused(r"has 2 levels of 2, and memory 'hier-ffn' fetches blocks by a tree of 2 levels of 3"):
-        prepare(config)
+        TrainingRun(config)
 
 
 def test_measuring_and_asking_refuse_another_tree(made, tmp_path, capsys):

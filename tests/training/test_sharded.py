@@ -30,8 +30,8 @@ from midus_hf.training.parallel import (
     save_gathered,
     shares_parameters,
 )
+from midus_hf.training.run import TrainingRun
 from midus_hf.training.run import _loaded_whole as loaded_whole
-from midus_hf.training.run import prepare
 
 SHARDING = Path(__file__).with_name("sharding_rank.py")
 ENVIRONMENT = launched_environment("fsdp2")
@@ -132,7 +132,7 @@ def test_the_first_kind_of_fsdp_is_refused():
 def test_a_checkpoint_has_the_whole_model_where_the_trainer_would_save_it(
     kind, is_there, config_for, tmp_path, monkeypatch
 ):
-    trainer = prepare(config_for()).trainer
+    trainer = TrainingRun(config_for()).trainer
     monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
     plugin = SimpleNamespace(state_dict_type=kind)
     monkeypatch.setattr(trainer.accelerator.state, "fsdp_plugin", plugin, raising=False)
@@ -141,7 +141,7 @@ def test_a_checkpoint_has_the_whole_model_where_the_trainer_would_save_it(
 
 
 def test_a_whole_model_is_uploaded_as_the_trainer_would(config_for, tmp_path, monkeypatch):
-    trainer, there = prepare(config_for()).trainer, []
+    trainer, there = TrainingRun(config_for()).trainer, []
     monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
     monkeypatch.setattr(trainer.args, "push_to_hub", True)
     saved = tmp_path / "saved" / "model.safetensors"

@@ -12,7 +12,7 @@ from transformers import TrainerState
 from midus_hf.files.checkpoint_files import TERMS
 from midus_hf.training import run as runs
 from midus_hf.training.output import add_training
-from midus_hf.training.run import prepare, train
+from midus_hf.training.run import TrainingRun, train
 from upscalers.runs.upscale import upscale
 
 CARD = "---\ntags:\n- upscaled\n---\n\n# A model\n\nWhat it is: ü.\n\n"
@@ -74,7 +74,7 @@ def test_a_model_without_a_card_gets_none(model, config_for, tmp_path):
 
 
 def test_files_that_vanish_while_it_trains_are_carried_all_the_same(model, config_for, tmp_path):
-    run = prepare(config_for(model=model, max_steps=1))
+    run = TrainingRun(config_for(model=model, max_steps=1))
     names = ("LICENSE.txt", "NOTICE", "upscale.json")
     contents = [(model / name).read_bytes() for name in names]
     shutil.rmtree(model)

@@ -13,7 +13,7 @@ from training.tiny_run import refused, tiny_config
 from midus_hf.cli.training.train import main
 from midus_hf.training import checkpoints
 from midus_hf.training.checkpoints import damage_of, latest_whole, remove_checkpoint
-from midus_hf.training.run import prepare, train
+from midus_hf.training.run import TrainingRun, train
 
 OPTIONS = {"max_steps": 6, "save_steps": 2, "save_total_limit": None}
 
@@ -102,11 +102,11 @@ def test_without_a_whole_checkpoint_nothing_is_resumed(resumed, output):
     with refused(
         r"resume_from_checkpoint is true, but '.*out' holds no whole checkpoint; start the run again in another"
     ):
-        prepare(resumed(resume_from_checkpoint=True))
+        TrainingRun(resumed(resume_from_checkpoint=True))
     with refused(
         r"output_dir is '.*out', which holds README.md, checkpoint-2, .*; choose another folder, remove it, or"
     ):
-        prepare(resumed(resume_from_checkpoint=False))
+        TrainingRun(resumed(resume_from_checkpoint=False))
 
 
 def test_a_run_that_died_in_its_first_checkpoint_starts_again(resumed, output, whole, tmp_path):
@@ -123,7 +123,7 @@ def test_a_run_that_died_in_its_first_checkpoint_starts_again(resumed, output, w
     for step in (2, 4, 6):
         shutil.rmtree(output / f"checkpoint-{step}")
     with refused(r"which holds README\.md, .*; choose another folder"):
-        prepare(resumed())
+        TrainingRun(resumed())
 
 
 def test_a_damaged_checkpoint_that_is_named_is_refused(resumed, output):
@@ -134,9 +134,9 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(resumed, output):
         r"checkpoint-N with all that a run wrote there\. Name another one, or set "
         r"resume_from_checkpoint: true for the latest that is whole\."
     ):
-        prepare(resumed(resume_from_checkpoint=str(named)))
+        TrainingRun(resumed(resume_from_checkpoint=str(named)))
     with refused(r"no whole checkpoint \(it does not exist\)"):
-        prepare(resumed(resume_from_checkpoint=str(output / "checkpoint-9")))
+        TrainingRun(resumed(resume_from_checkpoint=str(output / "checkpoint-9")))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(resumed, output):
 )  # fmt: skip
 def test_keys_that_change_the_run_are_refused(resumed, output, changes, message):
     with refused(message):
-        prepare(resumed(**changes))
+        TrainingRun(resumed(**changes))
 
 
 def test_a_step_of_as_many_sequences_may_be_made_otherwise(resumed, output):
@@ -219,7 +219,7 @@ def test_a_model_that_cannot_be_written_leaves_none_that_looks_complete(resumed,
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        run = prepare(resumed(save_steps=3))
+        run = TrainingRun(resumed(save_steps=3))
         patch.setattr(type(run.model), "save_pretrained", full)
         with pytest.raises(OSError, match="No space left on device"):
             run.execute()

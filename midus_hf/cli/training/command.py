@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from midus_hf.cli.command_line import FAILED, WRONG_REQUEST, Ending, is_main_process
 from midus_hf.cli.options import argument, option
-from midus_hf.cli.training.printed_config import recipes
 from midus_hf.config.yaml_options import apply_words, from_mapping, read_config
 
 Overrides = Annotated[
@@ -53,7 +52,6 @@ def read_arguments(
     is_recipe = first.endswith((".yaml", ".yml"))
     options = {"model_name_or_path": ("--model", model), "output_dir": ("--output", output)}
     if not is_recipe:
-        _refuse_other_kinds(command, first)
         options = {_TEXTS[command]: (repr(first), first), **options}
     options = {key: (source, value) for key, (source, value) in options.items() if value is not None}
     for word in overrides:
@@ -65,19 +63,8 @@ def read_arguments(
     values = {key: value for key, (_, value) in options.items()}
     if is_recipe:
         last = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
-        arguments = read_config(arguments_class, first, [*overrides, *last])
-    else:
-        arguments = from_mapping(arguments_class, _short_run(arguments_class, command, first, overrides, values))
-    if (
-        arguments.max_steps > 0
-        and any(word.startswith("num_train_epochs=") for word in overrides)
-        and is_main_process()
-    ):
-        print(
-            f"max_steps={arguments.max_steps} counts, and not num_train_epochs; max_steps=-1 lets epochs count",
-            file=sys.stderr,
-        )
-    return arguments
+        return read_config(arguments_class, first, [*overrides, *last])
+    return from_mapping(arguments_class, _short_run(arguments_class, command, first, overrides, values))
 
 
 def _short_run(
@@ -100,34 +87,6 @@ def _short_run(
     return chosen | written
 
 
-def _refuse_other_kinds(command: str, first: str) -> None:
-    """Refuse a first word that is a model, a method or a word `key=value`, and say what takes it.
-
-    Raises:
-        ValueError: If it is one.
-    """
-    path = Path(first)
-    usage = f"midus {command} TEXTS --model MODEL --output DIR"
-    if (path / "config.json").is_file():
-        raise ValueError(f"{first!r} is a model, and texts are expected; run 'midus {command} TEXTS --model {path}'.")
-    if path.exists():
-        return
-    if "=" in first:
-        raise ValueError(f"{first!r} stands first; expected a recipe or texts before it: '{usage} {first}'.")
-    if first in recipes(command):
-        raise ValueError(
-            f"{first!r} is a recipe's name; run 'midus {command} --print-config {first} > recipe.yaml' and then "
-            f"'midus {command} recipe.yaml'."
-        )
-    import upscalers.methods  # noqa: F401  # which registers the methods
-    from upscalers.methods.contract import METHODS
-
-    if first in METHODS:
-        raise ValueError(
-            f"{first!r} is a method, by which 'upscale --method {first}' makes a model; then run '{usage}'."
-        )
-
-
 def _trains_new_parts(keys: dict[str, Any]) -> bool:
     """Return whether a run trains adapters or new parts of a model alone, which learn at higher rates than a whole model."""
     if keys.get("adapters") is not None:
@@ -141,26 +100,37 @@ def _trains_new_parts(keys: dict[str, Any]) -> bool:
     return trainable == "new" or (isinstance(trainable, list) and all(isinstance(part, str) for part in trainable))
 
 
-def train_in_group(prepare: Callable[[Any], Any], *request: Any) -> None:
+def train_in_group(run_class: Callable[[Any], Any], *request: Any) -> None:
     """Read the arguments of a run, train, and print one line about the result.
 
+    At the end the process leaves the launcher's process group: at exit, a thread of the group that is still alive may
+    abort the process (gloo). A process that a second signal ends at once does not leave, since the others may be waiting
+    for it.
+
     Args:
-        prepare: Makes a run of the arguments, whose `execute` returns a `TrainResult`.
+        run_class: Makes a run of the arguments, whose `execute` returns a `TrainResult`.
         request: What the run is to do: arguments of `read_arguments`.
 
     Raises:
         Ending: If the request is wrong, or the run failed or was interrupted.
     """
-    group_is_ours = not _is_in_process_group()
     # `_train` returns the ending, since a raised exception would keep the trainer alive.
-    ending = _train(prepare, request)
-    if group_is_ours:
-        _leave_process_group()
+    ending = _train(run_class, request)
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+        # A finishing thread of gloo releases tensors. It then waits for the interpreter's lock and holds a lock that the end of the
+        # group needs. If garbage collection comes first, the two wait for each other for ever. The pause lets the thread finish.
+        time.sleep(_SECONDS_TO_SETTLE)
+        gc.collect()  # the cycles of trainer and model keep the group, and so its threads, alive
     if ending is not None:
         raise ending
 
 
-def _train(prepare: Callable[[Any], Any], request: Sequence[Any]) -> Ending | None:
+_SECONDS_TO_SETTLE = 0.5
+
+
+def _train(run_class: Callable[[Any], Any], request: Sequence[Any]) -> Ending | None:
     from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.model_names import check_sources
 
@@ -168,7 +138,7 @@ def _train(prepare: Callable[[Any], Any], request: Sequence[Any]) -> Ending | No
         arguments = read_arguments(*request)
         check_sources(arguments.sources())
         with library_bars_on_terminals():
-            run = prepare(arguments)
+            run = run_class(arguments)
     except ValueError as error:
         return Ending(WRONG_REQUEST, str(error))
     from midus_hf.training.callbacks import RunInterrupted
@@ -184,24 +154,3 @@ def _train(prepare: Callable[[Any], Any], request: Sequence[Any]) -> Ending | No
         loss = "" if result.loss is None else f", loss {result.loss:.4f}"
         print(f"{result.output}: {result.steps:,} steps, {result.tokens:,} tokens{loss}")
     return None
-
-
-_SECONDS_TO_SETTLE = 0.5
-
-
-def _is_in_process_group() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_initialized()
-
-
-def _leave_process_group() -> None:
-    """Leave the launcher's process group: at exit, a thread of the group that is still alive may abort the process (gloo).
-
-    A process that a second signal ends at once does not leave, since the others may be waiting for it.
-    """
-    if _is_in_process_group():
-        sys.modules["torch.distributed"].destroy_process_group()
-        # A finishing thread of gloo releases tensors. It then waits for the interpreter's lock and holds a lock that the end of the
-        # group needs. If garbage collection comes first, the two wait for each other for ever. The pause lets the thread finish.
-        time.sleep(_SECONDS_TO_SETTLE)
-        gc.collect()  # the cycles of trainer and model keep the group, and so its threads, alive

@@ -16,11 +16,6 @@ from midus_hf.config.yaml_options import read_yaml
 
 _PACKAGE = Path(__file__).parents[2]
 _WIDTH = 118
-# Methods whose upscaled models train as MIDUS-HML; the MIDUS paper does so (appendix B.1) with all but the last three.
-_TRAINED_AS_MIDUS_HML = (
-    *("midus-pkm", "midus-linear", "solar", "llama-pro", "lesa", "opt-deus", "avg-deus"),
-    *("moc", "moda", "ultramem-v2"),
-)
 
 
 def print_config_option(command: str, options_class: Callable[[], type]) -> Any:
@@ -75,15 +70,10 @@ def recipes(command: str) -> dict[str, Path]:
 
 
 def _recipe(command: str, method: str) -> str:
-    """Return the text of the recipe of a method or of this name; of required keys for a method whose paper gives no settings."""
+    """Return the text of the recipe of this name; of required keys for a method that has none."""
     by_name = recipes(command)
     if method in by_name:
         return by_name[method].read_text(encoding="utf-8")
-    if command == "train" and method in _TRAINED_AS_MIDUS_HML:
-        text = by_name["midus-hml"].read_text(encoding="utf-8").replace("midus-hml", method)
-        return text.replace("MIDUS-HML on", f"{method}, trained as MIDUS-HML, on").replace(
-            f"configs/train/{method}.yaml", "THIS_FILE"
-        )
     import upscalers.methods  # noqa: F401  # which registers the methods
     from upscalers.methods.contract import METHODS, load_offered_methods
 

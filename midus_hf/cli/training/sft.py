@@ -46,9 +46,9 @@ def midus_sft(
             WRONG_REQUEST,
             f"midus sft needs {', '.join(absent)}, not installed; {install_extra('train')}.",
         )
-    from midus_hf.training.sft.run import prepare
+    from midus_hf.training.sft import SftRun
 
-    train_in_group(prepare, _options(), "sft", config, overrides or [], model, output)
+    train_in_group(SftRun, _options(), "sft", config, overrides or [], model, output)
 
 
 main = partial(run_command, app, name="midus sft", raises=True)

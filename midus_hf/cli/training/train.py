@@ -37,9 +37,9 @@ def midus_train(
     midus train --print-config midus-hml > recipe.yaml
     midus train recipe.yaml model_name_or_path=UPSCALED corpus=TEXTS
     """
-    from midus_hf.training.run import prepare
+    from midus_hf.training.run import TrainingRun
 
-    train_in_group(prepare, _arguments(), "train", config, overrides or [], model, output)
+    train_in_group(TrainingRun, _arguments(), "train", config, overrides or [], model, output)
 
 
 main = partial(run_command, app, name="midus train", raises=True)

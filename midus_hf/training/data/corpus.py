@@ -1,11 +1,11 @@
-"""Texts of a corpus as rows of a `datasets.Dataset`: files of any kind, folders, repositories of datasets, the Hub."""
+"""Texts of a corpus as rows of a `datasets.Dataset`: files, folders, repositories of datasets, the Hub."""
 
 import glob
 import os
 import re
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +28,6 @@ _READER_OPTIONS: dict[str, dict[str, Any]] = {
     "csv": {"keep_default_na": False},  # else a text such as "null" is read as no text
 }
 
-# Words in names of files and folders by which published datasets mark their splits.
-_SPLIT_WORDS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -48,8 +42,8 @@ def read_corpus(
     """Return the texts of a corpus, one per row, with the other columns that the corpus has.
 
     A text file is one text. JSON (a list, or an object per line), CSV and Parquet have a text per row. Text, JSON and CSV
-    may be compressed. Blank texts are left out, which a line on standard error says, as it does of files that are not read.
-    Fields of a column `metadata`, where datatrove keeps its results, become columns.
+    may be compressed. Of a folder, files of one kind are read, rows before text, by the splits that `datasets` finds in their
+    names or its card. Blank texts are left out, which a line on standard error says, as it does of files that are not read.
 
     Args:
         corpus: A file, a folder, or the id of a dataset on the Hub, or several of these.
@@ -106,14 +100,7 @@ def read_rows(
     names = [sources] if isinstance(sources, str) else list(sources)
     if not names or "" in names:
         raise ValueError(f"{key} is empty; expected a file, a folder or a dataset id.")
-    parts: list[Dataset] = []
-    for source in names:
-        path = Path(source).expanduser()
-        parts += (
-            _read_local(key, path, split, name, text_column)
-            if path.exists()
-            else [_read_hub(key, source, split, name)]
-        )
+    parts = [_read_source(key, source, split, name, text_column) for source in names]
     try:
         return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
     except (ValueError, TypeError) as error:
@@ -139,14 +126,6 @@ def _reason(error: BaseException) -> str:
     return first_line(error)
 
 
-def _loaded(key: str, source: object, load: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Return what a function of `datasets` loads, or raise a `ValueError` that names the source."""
-    try:
-        return load(*arguments, **options)
-    except Exception as error:
-        raise ValueError(f"{key} is {str(source)!r}, which cannot be read: {_reason(error)}") from error
-
-
 def _kind_of(path: Path) -> str | None:
     """Return the kind of a file by its name; None if no kind has this name."""
     endings = [suffix.lower() for suffix in path.suffixes]
@@ -156,166 +135,79 @@ def _kind_of(path: Path) -> str | None:
     return KINDS.get(endings[-1]) if endings else None
 
 
-def _read_local(key: str, path: Path, split: str | None, name: str | None, text_column: str | None) -> "list[Dataset]":
-    """Return the rows of a file or a folder, a dataset for each kind of file."""
+def _read_source(key: str, source: str, split: str | None, name: str | None, text_column: str | None) -> "Dataset":
+    """Return the rows of one file, folder or dataset of the Hub; arguments are as in `read_rows`."""
     import datasets
 
-    if "::" in str(path):
+    path = Path(source).expanduser()
+    if not path.exists() and (not _DATASET_ID.fullmatch(source) or _kind_of(path) is not None):
+        raise ValueError(f"{key} is {source!r}, which does not exist; expected a file, a folder or a dataset id.")
+    if "::" in source or (path.is_dir() and glob.escape(source) != source):
         raise ValueError(
-            f"{key} is {str(path)!r}; the package datasets reads '::' in a path as a chain. Rename the file or the folder."
+            f"{key} is {source!r}; the package datasets reads '::', '[', '*' and '?' in a path as a pattern. Rename the file or the "
+            "folder."
         )
-    if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
-        return [_split_of(key, path, _loaded(key, path, datasets.load_from_disk, str(path)), split)]
-    if path.is_dir() and _declares_data(path):
-        loaded = _loaded(key, path, datasets.load_dataset, glob.escape(str(path)), name)
-        return [_split_of(key, path, loaded, split)]
-    if name is not None:
-        raise ValueError(
-            f"{key} is {str(path)!r}, which has no configurations, and {name!r} is named as one; leave the name out."
-        )
-    files = _files_of_folder(key, path, split, text_column) if path.is_dir() else [path]
-    files = [file for file in files if _size_of(key, file)]
-    if not files:
-        expected = "row" if text_column is None else "text with a visible character"
-        raise ValueError(f"{key} is {str(path)!r}, which is empty: it has no {expected}. Add text to it.")
-    by_reader: dict[tuple[str, str], list[Path]] = defaultdict(list)
-    for file in files:
-        kind = _kind_of(file) or "text"
-        if kind == "text" and text_column is None:
-            raise ValueError(
-                f"{key} is {str(file)!r}, which has no rows; expected a file ending in "
-                f"{', '.join(ending for ending, kind in KINDS.items() if kind != 'text')}."
-            )
-        by_reader[kind, "\t" if ".tsv" in file.name.lower() else ","].append(file)
-    base = (split or "train").partition("[")[0]
-    parts = []
-    for (kind, separator), group in by_reader.items():
-        options = {**_READER_OPTIONS.get(kind, {}), **({"sep": separator} if kind == "csv" else {})}
-
-        def load(files: list[Path], kind: str = kind, options: dict[str, Any] = options) -> "Dataset":
-            data_files = {base: [glob.escape(str(file.resolve())) for file in files]}
-            return datasets.load_dataset(kind, data_files=data_files, split=split or base, **options)
-
-        try:
-            rows = load(group)
-        except Exception as error:
-            for file in group:  # the error of `datasets` does not say which file it is about
-                _loaded(key, file, load, [file])
-            raise ValueError(f"{key} is {str(path)!r}, which cannot be read: {_reason(error)}") from error
-        if kind == "text":
-            for file, text in zip(group, rows["text"], strict=False):
-                if "\0" in text:  # zero bytes are valid UTF-8, but no text
-                    raise ValueError(f"file {str(file)!r} is not text: it has zero bytes. Take it out, or convert it.")
-            rows = rows.rename_column("text", text_column) if text_column != "text" else rows
-        parts.append(_with_metadata(rows))
-    return parts
-
-
-def _size_of(key: str, file: Path) -> int:
+    if not path.exists():
+        check_hub_dataset(f"{key} is {source!r}, which is no file or folder", source)
+    kind = _kind_of_files(key, path, text_column is not None) if path.exists() else None
     try:
-        return file.stat().st_size
-    except OSError as error:  # a link to what is gone, or to itself
-        raise ValueError(
-            f"{key} has the file {str(file)!r}, which cannot be read: {error.strerror}. Take it out, or put it back."
-        ) from error
-
-
-def _declares_data(folder: Path) -> bool:
-    """Return whether a folder is a repository of a dataset, whose card says which files are its data."""
-    card = folder / "README.md"
-    if not card.is_file():
-        return False
-    text = card.read_text(encoding="utf-8", errors="replace")
-    head = text[3:].partition("\n---")[0] if text.startswith("---") else ""
-    return re.search(r"^(configs|dataset_info):", head, re.MULTILINE) is not None
-
-
-def _files_of_folder(key: str, folder: Path, split: str | None, text_column: str | None) -> list[Path]:
-    """Return the files of a folder that are read, sorted; say which are not read."""
-    every = sorted(
-        Path(parent, name)
-        for parent, folders, names in os.walk(folder)
-        if not (folders.sort() or any(part.startswith(".") for part in Path(parent).relative_to(folder).parts))
-        for name in names
-        if not name.startswith(".")
-    )
-    read = [file for file in every if _kind_of(file) is not None]
-    rows = [file for file in read if _kind_of(file) != "text"]
-    if rows or text_column is None:  # the card and notes of a dataset are not its text
-        read = rows
-    if not read:
-        raise ValueError(
-            f"{key} is {str(folder)!r}, a folder without data; expected files ending in {', '.join(KINDS)}."
-        )
-    splits = {file: _split_in_name(file.relative_to(folder)) for file in read} if rows else {}
-    chosen = (split or "train").partition("[")[0]
-    if any(splits.values()):
-        known = sorted({each for each in splits.values() if each})
-        if chosen not in known:
+        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+            rows: Any = datasets.load_from_disk(str(path))
+        elif kind is None:
+            rows = datasets.load_dataset(source, name, split=split)
+        else:
+            rows = _read_files(key, path, kind, split, name)
+    except Exception as error:
+        raise ValueError(f"{key} is {source!r}, which cannot be read: {_reason(error)}") from error
+    if isinstance(rows, datasets.DatasetDict):
+        chosen = split or (next(iter(rows)) if len(rows) == 1 else "train")
+        if chosen not in rows:
             raise ValueError(
-                f"{key} is {str(folder)!r}, which has the splits {', '.join(known)}, and not {chosen!r}; name one of them."
+                f"{key} is {source!r}, which has the splits {', '.join(rows)}, and not {chosen!r}; name one of them."
             )
-        read = [file for file in read if splits[file] == chosen]
-        say(f"{key} {str(folder)!r}: split {chosen!r} is read, of {', '.join(known)}")
-    elif split is not None and chosen != "train":
-        raise ValueError(f"{key} is {str(folder)!r}, whose files name no splits, and not {chosen!r}; leave it out.")
-    others = Counter("".join(file.suffixes[-2:]) or file.name for file in set(every) - set(read))
-    if others:
-        kinds = ", ".join(f"{count:,} {ending}" for ending, count in others.most_common(5))
-        say(f"{key} {str(folder)!r}: {len(read):,} of {len(every):,} files are read; not read: {kinds}")
-    return read
+        if len(rows) > 1:
+            say(f"{key} {source!r}: split {chosen!r} is read, of {', '.join(rows)}")
+        rows = rows[chosen]
+    return rows.rename_column("text", text_column) if kind == "text" and text_column not in (None, "text") else rows
 
 
-def _split_in_name(path: Path) -> str | None:
-    """Return the split that the words of a file's path within its folder name; None if they name none."""
-    parts = re.split(r"[^a-z]+", "/".join(path.parts).lower())
-    return next((_SPLIT_WORDS[word] for word in reversed(parts) if word in _SPLIT_WORDS), None)
+def _kind_of_files(key: str, path: Path, takes_text: bool) -> str:
+    """Return the kind of a file, or the most frequent kind of row files in a folder, or else text."""
+    if path.is_file():
+        kinds = Counter([_kind_of(path) or "text"])
+    else:
+        kinds = Counter(kind for file in path.rglob("*") if (kind := _kind_of(file)) is not None)
+    of_rows = [kind for kind, _ in kinds.most_common() if kind != "text"]
+    if not of_rows and (not kinds or not takes_text):
+        endings = ", ".join(ending for ending, kind in KINDS.items() if takes_text or kind != "text")
+        what = "text" if takes_text else "rows"
+        raise ValueError(f"{key} is {str(path)!r}, which has no {what}; expected files ending in {endings}.")
+    return of_rows[0] if of_rows else "text"  # the card and notes of a dataset are not its text
 
 
-def _split_of(key: str, source: object, dataset: Any, split: str | None) -> "Dataset":
-    """Return the named split of a dataset, its only one, or `train`."""
+def _read_files(key: str, path: Path, kind: str, split: str | None, name: str | None) -> Any:
+    """Return the rows of the files of one kind, and say which files of a folder are not read."""
     import datasets
 
-    if isinstance(dataset, datasets.Dataset):
-        if split is not None:
-            raise ValueError(f"{key} is {str(source)!r}, which has no splits, and not {split!r}; leave it out.")
-        return _with_metadata(dataset)
-    base, bracket, part = (split or (next(iter(dataset)) if len(dataset) == 1 else "train")).partition("[")
-    if base not in dataset:
-        raise ValueError(
-            f"{key} is {str(source)!r}, which has the splits {', '.join(dataset)}, and not {base!r}; name one of them."
+    options = dict(_READER_OPTIONS.get(kind, {}))
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if not file.is_dir())
+    files = [
+        file for file in files if path.is_file() or not any(part[0] == "." for part in file.relative_to(path).parts)
+    ]
+    for file in files:
+        file.stat()  # `datasets` would pass over a link to what is gone
+    if path.is_dir() and kind != "text":
+        builder = datasets.load_dataset_builder(str(path), name, **options)
+    else:
+        options |= {"sep": "\t"} if ".tsv" in path.name.lower() else {}
+        texts = [glob.escape(str(file.resolve())) for file in files if path.is_file() or _kind_of(file) == kind]
+        builder = datasets.load_dataset_builder(kind, name, data_files=texts, **options)
+    read = {Path(file).resolve() for of_split in builder.config.data_files.values() for file in of_split}
+    unread = Counter("".join(file.suffixes[-2:]) or file.name for file in files if file.resolve() not in read)
+    if unread:
+        named = ", ".join(f"{count:,} {ending}" for ending, count in unread.most_common(5))
+        say(
+            f"{key} {str(path)!r}: {len(files) - unread.total():,} of {len(files):,} files are read; not read: {named}"
         )
-    if len(dataset) > 1:
-        say(f"{key} {str(source)!r}: split {base!r} is read, of {', '.join(dataset)}")
-    rows = dataset[base]
-    if bracket:
-        instruction = datasets.ReadInstruction.from_spec(base + bracket + part)
-        piece = instruction.to_absolute({base: len(rows)})[0]
-        rows = rows.select(range(piece.from_ or 0, len(rows) if piece.to is None else piece.to))
-    return _with_metadata(rows)
-
-
-def _read_hub(key: str, name_of_dataset: str, split: str | None, name: str | None) -> "Dataset":
-    import datasets
-
-    if not _DATASET_ID.fullmatch(name_of_dataset) or _kind_of(Path(name_of_dataset)) is not None:
-        raise ValueError(
-            f"{key} is {name_of_dataset!r}, which does not exist; expected a file, a folder or a dataset id."
-        )
-    check_hub_dataset(f"{key} is {name_of_dataset!r}, which is no file or folder", name_of_dataset)
-    loaded = _loaded(key, name_of_dataset, datasets.load_dataset, name_of_dataset, name)
-    return _split_of(key, name_of_dataset, loaded, split)
-
-
-def _with_metadata(rows: "Dataset") -> "Dataset":
-    """Return rows with the fields of their column `metadata` as columns, except where a column has the name already."""
-    import datasets
-
-    fields = rows.features.get("metadata")
-    free = [field for field in fields if field not in rows.column_names] if isinstance(fields, dict) else []
-    if not free:
-        return rows
-    lifted = rows.select_columns(["metadata"]).flatten().select_columns([f"metadata.{field}" for field in free])
-    return datasets.concatenate_datasets(
-        [rows, lifted.rename_columns({f"metadata.{field}": field for field in free})], axis=1
-    )
+    builder.download_and_prepare()
+    return builder.as_dataset(split=split)

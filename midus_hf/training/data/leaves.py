@@ -49,8 +49,7 @@ def leaf_sequences(
     ends = np.append((levels[1:] != levels[:-1]).any(1), True)
     tokens = tokenised(dataset, tokenizer, text_column, vocab_size).select(order)
     tokens = tokens.add_column("memory_ids", list(paths[order])).add_column("ends_leaf", ends)
-    packer = Packer(sequence_length, documents_apart, fill=tokenizer.eos_token_id)
-    return packed_by(tokens, packer, [sequence_length, documents_apart, paths[order].tobytes(), ends.tobytes()])
+    return packed_by(tokens, Packer(sequence_length, documents_apart, fill=tokenizer.eos_token_id))
 
 
 def paths_of(dataset: "Dataset", path_column: str) -> np.ndarray:

@@ -5,7 +5,6 @@ row of tokens is cut every `sequence_length` tokens, and the remainder at the en
 pretraining. `datasets` keeps the results in its cache.
 """
 
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,8 @@ if TYPE_CHECKING:
 IGNORED_LABEL = -100
 
 # To be changed with whatever changes the sequences of a text, so that sequences in the cache are not taken for new ones.
-_PROCEDURE = "2"
+_PROCEDURE = "3"
 _TEXTS_A_BATCH = 1000
-_TEXTS_WORTH_A_PROCESS = 2000
 
 
 def packed_sequences(
@@ -54,7 +52,7 @@ def packed_sequences(
             shorter than one sequence.
     """
     tokens = tokenised(dataset, tokenizer, text_column, vocab_size)
-    packed = packed_by(tokens, Packer(sequence_length, documents_apart), [sequence_length, documents_apart])
+    packed = packed_by(tokens, Packer(sequence_length, documents_apart))
     if not len(packed):
         count = sum(map(len, tokens["input_ids"]))
         raise ValueError(
@@ -70,18 +68,12 @@ def tokenised(
     """Return the tokens of each text, ending in EOS, as rows with `input_ids`; all other columns are left out.
 
     Raises:
-        ValueError: As `packed_sequences`, and if the dataset has no texts.
+        ValueError: As `packed_sequences`.
     """
     from datasets.fingerprint import Hasher
 
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no EOS token, which ends every document; set eos_token in its folder.")
-    if not len(dataset):
-        raise ValueError("the corpus is empty: it has no text. Add text to it.")
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    tokenizer_state = backend.to_str() if backend is not None else tokenizer
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    processes = min(cores, len(dataset) // _TEXTS_WORTH_A_PROCESS)
     return dataset.map(
         _tokenise,
         batched=True,
@@ -90,18 +82,7 @@ def tokenised(
         remove_columns=dataset.column_names,
         fn_kwargs={"tokenizer": tokenizer, "vocab_size": vocab_size},
         features=features_of("input_ids"),
-        num_proc=processes if processes > 1 else None,
-        new_fingerprint=Hasher.hash(
-            [
-                _PROCEDURE,
-                dataset._fingerprint,
-                tokenizer_state,
-                tokenizer.eos_token_id,
-                str(tokenizer.init_kwargs),
-                text_column,
-                vocab_size,
-            ]
-        ),
+        new_fingerprint=Hasher.hash([_PROCEDURE, dataset._fingerprint, tokenizer, text_column, vocab_size]),
         desc="tokenising",
     )
 
@@ -185,12 +166,12 @@ class Packer:
         self._pieces = [part for part in np.split(rest, bounds[bounds > 0]) if len(part)]
 
 
-def packed_by(tokens: "Dataset", packer: Packer, settings: list[Any]) -> "Dataset":
+def packed_by(tokens: "Dataset", packer: Packer) -> "Dataset":
     """Return the sequences that a packer cuts from rows of tokens.
 
     Args:
         tokens: Rows as from `tokenised`, with the other columns that the packer reads.
-        settings: Everything beside `tokens` that the sequences depend on; with equal settings they are read from the cache.
+        packer: A packer that has cut nothing yet. With equal tokens and settings, sequences are read from the cache.
     """
     from datasets.fingerprint import Hasher
 
@@ -200,7 +181,7 @@ def packed_by(tokens: "Dataset", packer: Packer, settings: list[Any]) -> "Datase
         batch_size=_TEXTS_A_BATCH,
         remove_columns=tokens.column_names,
         features=features_of(*packer.columns()),
-        new_fingerprint=Hasher.hash([_PROCEDURE, tokens._fingerprint, *settings]),
+        new_fingerprint=Hasher.hash([_PROCEDURE, tokens._fingerprint, packer]),
         desc="packing",
     )
 

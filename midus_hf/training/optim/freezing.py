@@ -44,24 +44,13 @@ class TrainableReport:
     blocks: int = 0
 
     def __str__(self) -> str:
-        if self.blocks and not self.parameters:
-            return f"Training the blocks of the bank alone, {self.blocks:,} parameters, as texts fetch them; the model is frozen"
-        layers = f"layers {', '.join(map(str, self.layers))}"
-        if isinstance(self.trainable, str):
-            trained = {"new": "the new layers alone", "all": "everything"}[self.trainable]
-        elif isinstance(self.trainable[0], str):
-            trained = f"the {' and '.join(map(str, self.trainable))} tensors of new memories alone"
-        else:
-            trained = f"{layers} alone"
-        if self.frozen:
-            trained += f", without the {' and '.join(self.frozen)} tensors of memories"
-        named = "" if layers in trained or self.trainable == "all" else f" ({layers})"
-        blocks = (
-            f"; and the blocks of the bank, {self.blocks:,} parameters, as texts fetch them" if self.blocks else ""
-        )
+        what = self.trainable if isinstance(self.trainable, str) else ", ".join(map(str, self.trainable))
+        without = f" without the {' and '.join(self.frozen)} tensors of memories" if self.frozen else ""
+        blocks = f"; blocks of the bank, {self.blocks:,} parameters, as texts fetch them" if self.blocks else ""
+        layers = f"layers {', '.join(map(str, self.layers))} of {self.num_layers}" if self.layers else "no layer"
         return (
-            f"Training {trained}: {self.parameters:,} of {self.total_parameters:,} parameters "
-            f"({self.parameters / self.total_parameters:.2%}), {len(self.layers)} of {self.num_layers} layers{named}{blocks}"
+            f"Training {what}{without}: {self.parameters:,} of {self.total_parameters:,} parameters "
+            f"({self.parameters / self.total_parameters:.2%}), in {layers}{blocks}"
         )
 
 

@@ -1,7 +1,7 @@
 """Learning rates and weight decays of each kind of tensor, and the courses that rates of memories can take."""
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 # Courses that the rate of memory values can take: see `Rates`.
 ValueSchedule = Literal["constant", "fixed", "4x-to-1x"]
@@ -56,10 +56,14 @@ class Rates:
     value_weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.value_schedule is not None:
-            _check_one_of("value_schedule", self.value_schedule, ValueSchedule)
-        _check_one_of("value_transforms", self.value_transforms, ValueTransforms)
-        _check_one_of("memory_keys", self.memory_keys, MemoryKeys)
+        for name, choices in (
+            ("value_schedule", (*get_args(ValueSchedule), None)),
+            ("value_transforms", get_args(ValueTransforms)),
+            ("memory_keys", get_args(MemoryKeys)),
+        ):
+            if getattr(self, name) not in choices:
+                expected = ", ".join(map(repr, choices))
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {expected}.")
         for name in (
             "learning_rate",
             "memory_learning_rate",
@@ -82,9 +86,3 @@ class Rates:
                 raise ValueError(
                     f"value_decay_ratio is {self.value_decay_ratio}; expected a share of the steps, 0 < ratio <= 1, such as 0.25."
                 )
-
-
-def _check_one_of(name: str, value: object, choices: Any) -> None:
-    if value not in get_args(choices):
-        expected = ", ".join(map(repr, get_args(choices)))
-        raise ValueError(f"{name} is {value!r}; expected one of {expected}.")

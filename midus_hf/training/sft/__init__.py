@@ -1,21 +1,6 @@
-"""Supervised fine-tuning: rows of instruction data become chats, chats become tokens with labels, and TRL trains on them.
+"""Supervised fine-tuning: rows of instruction data become chats, and TRL trains on them. This needs TRL."""
 
-TRL is imported only when a name that needs it is used.
-"""
+from midus_hf.training.sft.arguments import SftArguments
+from midus_hf.training.sft.run import SftRun, finetune
 
-import importlib
-from typing import Any
-
-_MODULE_OF = {"SftArguments": "arguments", "finetune": "run"}
-
-__all__ = list(_MODULE_OF)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__ = ["SftArguments", "SftRun", "finetune"]

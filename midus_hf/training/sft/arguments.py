@@ -17,8 +17,8 @@ class SftArguments(MemoryArguments, SFTConfig):
         dataset_config: Configuration of a dataset on the Hub or of a downloaded one. Default: the dataset's own.
         dataset_train_split: Split of the data. Default: the only one, or `train`.
         max_length: Most tokens of a chat, or of a sequence of packed chats; longer chats are cut. Default: 2048.
-        chat_template_path: Template of chats, saved with the tokenizer: `"chatml"`, `"alpaca"`, or a file with a Jinja
-            template that has `{% generation %}` around answers. Default: the tokenizer's own, for training in TRL's version.
+        chat_template_path: Template of chats, saved with the tokenizer: `"chatml"`, or a file with a Jinja template that has
+            `{% generation %}` around answers. Default: the tokenizer's own, for training in TRL's version.
         assistant_only_loss: Compute the loss only on answers: what the assistant says with the token that ends it, or
             completions. Default: true.
         activation_checkpointing: Compute activations again in the backward pass, in place of keeping them. Default: true.
@@ -36,22 +36,16 @@ class SftArguments(MemoryArguments, SFTConfig):
     assistant_only_loss: bool = True
     packing: bool = False
     gradient_checkpointing: bool | None = None  # type: ignore[assignment]  # an older name, of Transformers and TRL
+    include_num_input_tokens_seen: str | bool = "non_padding"
 
     def __post_init__(self) -> None:
         if not self.dataset_name:
             raise ValueError("config has no 'dataset_name'; set it in the file, or as dataset_name=... after it.")
         if self.max_length is None or self.max_length < 2:
             raise ValueError(f"max_length is {self.max_length}; expected at least 2 tokens.")
-        if self.packing and self.truncation_mode != "keep_start":
-            raise ValueError(
-                f"truncation_mode is {self.truncation_mode!r}, and packing keeps the first tokens of long chats; expected "
-                "keep_start. Leave truncation_mode or packing out."
-            )
-        if self.padding_free and not self.packing:
-            raise ValueError(
-                "padding_free is true and packing is not, and only packed chats share a sequence; set packing: true, which pads "
-                "nothing, or leave padding_free out."
-            )
+        if self.packing:
+            # A packed sequence has no padding, and no attention mask that would tell tokens from padding.
+            self.include_num_input_tokens_seen = "all"
         if self.activation_checkpointing is None and self.gradient_checkpointing is None:
             self.activation_checkpointing = True
         super().__post_init__()

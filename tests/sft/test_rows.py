@@ -1,0 +1,100 @@
+"""Rows of every format become what TRL reads; what would be lost is refused by row and key, and what is not read is named."""
+
+import re
+import types
+
+import pytest
+from datasets import Dataset
+from sft.tiny_chats import character_tokenizer, chat, write_rows
+
+from midus_hf.training.sft.rows import CHATML, read_chats, set_template
+
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def read(data, tokenizer=None, template="chatml"):
+    options = {"dataset_name": str(data), "dataset_train_split": None, "dataset_config": None}
+    arguments = types.SimpleNamespace(**options, chat_template_path=template)
+    return read_chats(arguments, tokenizer or character_tokenizer())
+
+
+CHATS = {
+    "messages": ({"messages": [USER, ANSWER]}, [USER, ANSWER]),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        [USER, ANSWER],
+    ),
+    "roles in conversations": ({"conversations": [USER, ANSWER]}, [USER, ANSWER]),
+    "Alpaca": ({"instruction": "Hi", "input": "", "output": "Hello"}, [USER, ANSWER]),
+    "Alpaca with input": (
+        {"instruction": "Add", "input": "1 2", "output": "3"},
+        [{"role": "user", "content": "Add\n\n1 2"}, {"role": "assistant", "content": "3"}],
+    ),
+    "Dolly": ({"instruction": "Hi", "context": None, "response": "Hello", "category": "x"}, [USER, ANSWER]),
+}
+
+
+@pytest.mark.parametrize("case", CHATS)
+def test_a_row_becomes_its_chat(case, tmp_path):
+    row, messages = CHATS[case]
+    assert read(write_rows(tmp_path / "x.jsonl", [row]))["messages"] == [messages]
+
+
+def test_texts_and_tools_are_kept(tmp_path):
+    row = {"prompt": "a", "completion": "b", "id": 3}
+    assert read(write_rows(tmp_path / "a.jsonl", [row]))[0] == {"prompt": "a", "completion": "b"}
+    row = {"prompt": [USER], "completion": [ANSWER], "tools": '[{"name": "add"}]'}
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ tools }}" + CHATML)
+    assert read(write_rows(tmp_path / "b.jsonl", [row]), template=str(own))[0] == row
+
+
+def test_columns_and_keys_that_are_not_read_are_named(tmp_path, capsys):
+    rows = [{"messages": [{**USER, "id": 1}, ANSWER], "system": "x", "source": "y"}]
+    read(write_rows(tmp_path / "x.jsonl", rows))
+    assert "not read: system, source, messages.id" in capsys.readouterr().err
+
+
+REFUSED = {
+    "dataset_name is 'DATA', whose rows have text; expected the columns of a format (messages; conversations;": {"text": "a"},
+    "row 2 of 'DATA' has a message with weight: 0, which": {"messages": [USER, {**ANSWER, "weight": 0}]},
+    "row 2 of 'DATA' has a message with train: False, which": {"messages": [{**USER, "train": False}, ANSWER]},
+    "has the role 'usr', which no template knows; expected one of system,": {"messages": [{**USER, "role": "usr"}, ANSWER]},
+    "row 2 of 'DATA' has an empty answer; expected text. Fill it in, or": {"messages": [USER, {**ANSWER, "content": " "}]},
+    "row 2 of 'DATA' has no answer; expected a message of the assistant": {"messages": [USER]},
+    "row 2 of 'DATA' has 'tools', which the chat template does not write": {"messages": [USER, ANSWER], "tools": "[]"},
+    "row 2 of 'DATA' has 'tool_calls', which the chat template does not": {"messages": [USER, {**ANSWER, "tool_calls": [CALL]}]},
+    "row 2 of 'DATA' has 'thinking', which the chat template does not": {"messages": [USER, {**ANSWER, "thinking": "hm"}]},
+    "has 'think', which the chat template": {"messages": [USER, ANSWER], "chat_template_kwargs": {"think": True}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_would_be_lost_is_refused(message, tmp_path):
+    row = REFUSED[message]
+    data = write_rows(tmp_path / "x.jsonl", [row if "text" in row else {"messages": chat(1)}, row])
+    with pytest.raises(ValueError, match=re.escape(message.replace("DATA", str(data)))):
+        read(data)
+
+
+def test_a_template_that_writes_what_rows_hold_is_taken(tmp_path):
+    (tmp_path / "own.jinja").write_text(
+        CHATML.replace("message['content'] +", "message.thinking + message['content'] +")
+    )
+    data = tmp_path / "x.parquet"
+    Dataset.from_list([{"messages": [{**USER, "thinking": ""}, {**ANSWER, "thinking": "hm"}]}]).to_parquet(data)
+    tokenizer = character_tokenizer()
+    assert len(read(data, tokenizer, str(tmp_path / "own.jinja"))) == 1
+    assert tokenizer.chat_template == (tmp_path / "own.jinja").read_text()
+
+
+def test_templates_that_cannot_be_are_refused_with_what_to_give():
+    with pytest.raises(ValueError, match="tokenizer has no chat template; set chat_template_path to chatml"):
+        set_template(character_tokenizer(), None)
+    with pytest.raises(ValueError, match="chat_template_path is 'absent'; expected chatml, or a file"):
+        set_template(character_tokenizer(), "absent")
+    with pytest.raises(ValueError, match=r"whose tokens .* this tokenizer lacks"):
+        from training.tiny_run import tiny_tokenizer
+
+        set_template(tiny_tokenizer(), "chatml")
