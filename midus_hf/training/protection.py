@@ -50,7 +50,7 @@ class Protected:
     Args:
         model: The model, before training; `requires_grad` says what trains. N-grams of the texts are taken out of its tables here.
         tokenizer: Tokenizer of the model, which makes tokens of the texts.
-        texts: Documents of each protected source, by its path or id.
+        texts: Documents of each protected source, by the source's name.
 
     Raises:
         ValueError: If anything trains but memories with exact tables, or no n-gram is left to learn with.
@@ -115,9 +115,7 @@ class Protected:
                     "report it."
                 )
             digest = texts_digest(documents)
-            texts.append(
-                {"name": Path(name).name, "documents": len(documents), "tokens": compared.tokens, "sha256": digest}
-            )
+            texts.append({"name": name, "documents": len(documents), "tokens": compared.tokens, "sha256": digest})
         certificate = {
             "texts": texts,
             "memories": {

@@ -6,7 +6,7 @@ import importlib.util
 import resource
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -292,10 +292,8 @@ class TrainingRun:
         arguments = self.arguments
         with arguments.main_process_first(desc="reading protected texts"):
             column = getattr(arguments, "text_column", "text")
-            texts = {
-                source: list(read_corpus(source, text_column=column, key="protect")[column])
-                for source in arguments.protect
-            }
+            read = [read_corpus(each, text_column=column, key="protect")[column] for each in arguments.protect]
+            texts = dict(zip(_labels(arguments.protect), map(list, read), strict=True))
         self._protected = Protected(self.model, self.tokenizer, texts)
         if self.checkpoint is not None:
             self._protected.check_checkpoint(self.model, self.checkpoint)
@@ -403,6 +401,15 @@ def peak_memory_bytes() -> int:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _labels(sources: Sequence[str]) -> list[str]:
+    """Return the last part of each path or id, with a number behind it where several have the same."""
+    names = [Path(source).name for source in sources]
+    return [
+        f"{name} {names[:number].count(name) + 1}" if names.count(name) > 1 else name
+        for number, name in enumerate(names)
+    ]
 
 
 def _load_model(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, bytes]]:

@@ -84,8 +84,9 @@ def test_a_template_of_ones_own_and_those_that_trl_knows_find_answers(own, confi
     tokenizer = character_tokenizer()
     tokenizer.chat_template = qwen2_5_chat_template
     tokenizer.save_pretrained(model)
-    run = SftRun(config_for(model=model, chat_template_path=own and str(own), max_length=256))
-    expected = "it is 0<eos>1<eos>" if own else "it is 0<|im_end|>\n1<|im_end|>\n"
+    options = {"max_length": 128, "truncation_mode": "keep_end"}
+    run = SftRun(config_for(model=model, chat_template_path=own and str(own), **options))
+    expected = "it is 0<eos>1<eos>" if own else "\nit is 0<|im_end|>\n\n1<|im_end|>\n"
     assert expected in list(map(learned, run.trainer.train_dataset))
     assert run.tokenizer.chat_template == (own.read_text() if own else qwen2_5_chat_template)
 
