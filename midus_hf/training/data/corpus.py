@@ -180,8 +180,8 @@ def _kind_of_files(key: str, path: Path, takes_text: bool) -> str:
     of_rows = [kind for kind, _ in kinds.most_common() if kind != "text"]
     if not of_rows and (not kinds or not takes_text):
         endings = ", ".join(ending for ending, kind in KINDS.items() if takes_text or kind != "text")
-        what = "text" if takes_text else "rows"
-        raise ValueError(f"{key} is {str(path)!r}, which has no {what}; expected files ending in {endings}.")
+        content = "text" if takes_text else "rows"
+        raise ValueError(f"{key} is {str(path)!r}, which has no {content}; expected files ending in {endings}.")
     return of_rows[0] if of_rows else "text"  # the card and notes of a dataset are not its text
 
 

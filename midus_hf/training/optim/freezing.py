@@ -44,12 +44,12 @@ class TrainableReport:
     blocks: int = 0
 
     def __str__(self) -> str:
-        what = self.trainable if isinstance(self.trainable, str) else ", ".join(map(str, self.trainable))
+        choice = self.trainable if isinstance(self.trainable, str) else ", ".join(map(str, self.trainable))
         without = f" without the {' and '.join(self.frozen)} tensors of memories" if self.frozen else ""
         blocks = f"; blocks of the bank, {self.blocks:,} parameters, as texts fetch them" if self.blocks else ""
         layers = f"layers {', '.join(map(str, self.layers))} of {self.num_layers}" if self.layers else "no layer"
         return (
-            f"Training {what}{without}: {self.parameters:,} of {self.total_parameters:,} parameters "
+            f"Training {choice}{without}: {self.parameters:,} of {self.total_parameters:,} parameters "
             f"({self.parameters / self.total_parameters:.2%}), in {layers}{blocks}"
         )
 

@@ -121,8 +121,8 @@ def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset
 def _as_messages(row: Mapping[str, Any], columns: tuple[str, ...]) -> dict[str, Any]:
     """Return a row of an instruction and its answer, or of a conversation in ShareGPT's words, as messages."""
     if columns[0] == "instruction":
-        asked = [row[name] for name in ("instruction", *_OF_INSTRUCTIONS) if row.get(name)]
-        pairs = [("user", "\n\n".join(asked)), ("assistant", row[columns[1]])]
+        parts = [row[name] for name in ("instruction", *_OF_INSTRUCTIONS) if row.get(name)]
+        pairs = [("user", "\n\n".join(parts)), ("assistant", row[columns[1]])]
     else:
         pairs = [
             (message.get("from") or message.get("role"), message.get("value") or message.get("content"))
@@ -142,9 +142,9 @@ def _check_chats(rows: "Dataset", template: str, source: str) -> list[str]:
         messages = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
         held = [key for key in ("tools",) if row.get(key)] + list(row.get("chat_template_kwargs") or {})
         for message in messages:
-            given = {key for key, value in message.items() if value not in (None, "", [])}
-            held += [key for key in _WRITTEN if key in given]
-            unread |= {f"messages.{key}" for key in given if key not in (*_READ, *_WRITTEN, *_EXCLUSIONS)}
+            keys = {key for key, value in message.items() if value not in (None, "", [])}
+            held += [key for key in _WRITTEN if key in keys]
+            unread |= {f"messages.{key}" for key in keys if key not in (*_READ, *_WRITTEN, *_EXCLUSIONS)}
         problem = _problem_of(messages, [key for key in held if not re.search(rf"\b{key}\b", template)])
         if problem is not None:
             raise ValueError(f"row {number} of {source!r} has {problem}, or take the row out.")

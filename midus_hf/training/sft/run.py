@@ -115,8 +115,8 @@ class SftRun(TrainingRun):
         check_ids(max(max(ids) for ids in sequences["input_ids"]), self.config.vocab_size)
         left_out = (len(prepared) if arguments.packing else len(self.dataset)) - len(sequences)
         if left_out:
-            what = "packed sequences" if arguments.packing else "rows"
-            say(f"{left_out:,} {what} are left out: no answer in the part of them that is kept")
+            unit = "packed sequences" if arguments.packing else "rows"
+            say(f"{left_out:,} {unit} are left out: no answer in the part of them that is kept")
         tokens = sum(map(len, sequences["input_ids"]))
         labels = sum(label != IGNORED_LABEL for row in sequences["labels"] for label in row)
         if arguments.process_index == 0:
