@@ -143,10 +143,10 @@ def _measured_afterwards(result: Result, run: Run, comparison: Comparison, folde
         shutil.rmtree(folder / "shuffled")
     if run.variant.fine_tune is not None:
         from midus_hf.training.sft.arguments import SftArguments  # needs trl, which is an extra
-        from midus_hf.training.sft.run import prepare
+        from midus_hf.training.sft.run import finetune
 
         tuned = folder / "tuned"
-        prepare(from_mapping(SftArguments, run.fine_tuning_keys(trained, tuned))).execute()
+        finetune(from_mapping(SftArguments, run.fine_tuning_keys(trained, tuned)))
         free_memory()
         measured["tuned"] = Measured(_losses(str(tuned), run, comparison), _tasks(str(tuned), comparison))
     return dataclasses.replace(result, **measured)
