@@ -14,6 +14,7 @@ from midus_hf.evaluation.text_rows import read_rows, text_rows
 from midus_hf.model_names import usable_device
 from midus_hf.saved_models import load_for_reading
 from midus_hf.topics.documents import DocumentPaths, documents_of, read_documents, read_paths
+from midus_hf.topics.tree_files import read_tree
 
 if TYPE_CHECKING:
     from midus_hf.evaluation.harness import Tasks
@@ -37,6 +38,8 @@ def evaluate(models: list[str], settings: EvaluationSettings) -> dict[str, Any]:
         ModuleNotFoundError: If tasks are requested and lm-eval is not installed.
     """
     usable_device(settings.device)
+    if settings.retriever is not None:
+        read_tree(settings.retriever)  # a tree that cannot be read is refused, also where no model fetches blocks
     documents = tasks = written = None
     if settings.text is not None:
         documents = read_documents(settings.text, settings.column)
