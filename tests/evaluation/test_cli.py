@@ -190,7 +190,10 @@ def refusal(capsys, *arguments) -> tuple[int, str]:
             "dtype is 'int8'; expected auto, float32",
         ),
         (["{base}", "--text", "{text}", "--device", "gpu"], "device is 'gpu', which cannot be used here ("),
-        (["{base}", "--text", "{text}", "--retriever", "{room}/absent"], "whose tree.json cannot be read (No such file"),
+        (
+            ["{base}", "--text", "{text}", "--retriever", "{room}/absent"],
+            "whose tree.json cannot be read (No such file",
+        ),
         (["{base}", "--text", "{text}", "--limit", "many"], "Invalid value for '--limit'"),
         (["{base}", "--txet", "{text}"], "No such option: --txet"),
         pytest.param(["{base}", "--tasks", "boolq", "--data", "{room}"], "holds no boolq.jsonl", marks=needs_harness),
