@@ -74,6 +74,15 @@ def test_of_two_words_with_one_key_the_later_one_counts(model):
     assert read("notes", "seed=1", "seed=2", model=model, output="o").seed == 2
 
 
+def test_steps_of_a_recipe_count_before_epochs_which_a_line_says(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("{corpus: c, model_name_or_path: m, output_dir: o, max_steps: 3}")
+    assert read(str(recipe), "num_train_epochs=2").max_steps == 3
+    assert capsys.readouterr().err == "max_steps=3 counts, and not num_train_epochs; max_steps=-1 lets epochs count\n"
+    arguments = read(str(recipe), "num_train_epochs=2", "max_steps=-1")
+    assert (arguments.max_steps, arguments.num_train_epochs, capsys.readouterr().err) == (-1, 2, "")
+
+
 def test_chats_are_fine_tuned_on_likewise(model, tmp_path):
     arguments = read("chats.jsonl", command="sft", kind=SftArguments, model=model, output=str(tmp_path / "out"))
     assert (arguments.dataset_name, arguments.max_length, arguments.learning_rate) == ("chats.jsonl", 256, 1e-3)
@@ -96,6 +105,13 @@ def test_a_folder_of_texts_trains_a_model(tmp_path, monkeypatch, capsys):
             "--model is missing: 'notes' is read as texts; run 'midus train notes --model MODEL --output DIR'",
         ),
         (["notes", "--model", "m"], "--output is missing: 'notes' is read as texts"),
+        (["{model}"], "model' is a model, and texts are expected; run 'midus train TEXTS --model"),
+        (["midus-hml"], "'midus-hml' is a recipe's name; run 'midus train --print-config midus-hml > recipe.yaml'"),
+        (
+            ["llama-pro"],
+            "'llama-pro' is a method, by which 'upscale --method llama-pro' makes a model; then run 'midus",
+        ),
+        (["corpus=notes"], "'corpus=notes' stands first; expected a recipe or texts before it: 'midus train TEXTS"),
         (
             ["notes", "lr=1e-4", "--model", "m", "--output", "o"],
             "config has no option 'lr'. Did you mean 'learning_rate' or",

@@ -10,6 +10,7 @@ from sft.tiny_chats import character_tokenizer, chat, write_rows
 from midus_hf.training.sft.rows import CHATML, read_chats, set_template
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+SYSTEM = {"role": "system", "content": "Be kind"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
 
@@ -31,6 +32,11 @@ CHATS = {
         {"instruction": "Add", "input": "1 2", "output": "3"},
         [{"role": "user", "content": "Add\n\n1 2"}, {"role": "assistant", "content": "3"}],
     ),
+    "a column system": ({"messages": [USER, ANSWER], "system": "Be kind"}, [SYSTEM, USER, ANSWER]),
+    "Alpaca with system and history": (
+        {"instruction": "Bye", "output": "Ciao", "system": "Be kind", "history": [["Hi", "Hello"]]},
+        [SYSTEM, USER, ANSWER, {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "Ciao"}],
+    ),
     "Dolly": ({"instruction": "Hi", "context": None, "response": "Hello", "category": "x"}, [USER, ANSWER]),
 }
 
@@ -47,13 +53,30 @@ def test_texts_and_tools_are_kept(tmp_path):
     row = {"prompt": [USER], "completion": [ANSWER], "tools": '[{"name": "add"}]'}
     own = tmp_path / "own.jinja"
     own.write_text("{{ tools }}" + CHATML)
-    assert read(write_rows(tmp_path / "b.jsonl", [row]), template=str(own))[0] == row
+    assert read(write_rows(tmp_path / "b.jsonl", [row]), template=str(own))[0] == {**row, "tools": [{"name": "add"}]}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_calls_have_their_own_arguments_alone(ending, tmp_path):
+    """A table has every key of the column in each row, null where the row has none."""
+    calls = [{"function": {"name": name, "arguments": {name: 1}}} for name in "ab"]
+    rows = [{"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]} for call in calls]
+    data, own = tmp_path / f"x.{ending}", tmp_path / "own.jinja"
+    own.write_text("{{ tool_calls }}" + CHATML)
+    if ending == "parquet":
+        Dataset.from_list(rows).to_parquet(data)
+    else:
+        write_rows(data, rows)
+    read_rows = read(data, template=str(own))
+    assert [row["messages"][1] for row in read_rows] == [
+        {"role": "assistant", "content": "", "tool_calls": [call]} for call in calls
+    ]
 
 
 def test_columns_and_keys_that_are_not_read_are_named(tmp_path, capsys):
-    rows = [{"messages": [{**USER, "id": 1}, ANSWER], "system": "x", "source": "y"}]
+    rows = [{"messages": [{**USER, "id": 1}, ANSWER], "category": "x", "source": "y"}]
     read(write_rows(tmp_path / "x.jsonl", rows))
-    assert "not read: system, source, messages.id" in capsys.readouterr().err
+    assert "not read: category, source, messages.id" in capsys.readouterr().err
 
 
 REFUSED = {
@@ -63,7 +86,7 @@ REFUSED = {
     "has the role 'usr', which no template knows; expected one of system,": {"messages": [{**USER, "role": "usr"}, ANSWER]},
     "row 2 of 'DATA' has an empty answer; expected text. Fill it in, or": {"messages": [USER, {**ANSWER, "content": " "}]},
     "row 2 of 'DATA' has no answer; expected a message of the assistant": {"messages": [USER]},
-    "row 2 of 'DATA' has 'tools', which the chat template does not write": {"messages": [USER, ANSWER], "tools": "[]"},
+    "row 2 of 'DATA' has 'tools', which the chat template does not write": {"messages": [USER, ANSWER], "tools": '[{"name": "add"}]'},
     "row 2 of 'DATA' has 'tool_calls', which the chat template does not": {"messages": [USER, {**ANSWER, "tool_calls": [CALL]}]},
     "row 2 of 'DATA' has 'thinking', which the chat template does not": {"messages": [USER, {**ANSWER, "thinking": "hm"}]},
     "has 'think', which the chat template": {"messages": [USER, ANSWER], "chat_template_kwargs": {"think": True}},

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from midus_hf.cli.command_line import FAILED, WRONG_REQUEST, Ending, is_main_process
 from midus_hf.cli.options import argument, option
+from midus_hf.cli.training.printed_config import recipes
 from midus_hf.config.yaml_options import apply_words, from_mapping, read_config
 
 Overrides = Annotated[
@@ -63,8 +64,17 @@ def read_arguments(
     values = {key: value for key, (_, value) in options.items()}
     if is_recipe:
         last = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
-        return read_config(arguments_class, first, [*overrides, *last])
-    return from_mapping(arguments_class, _short_run(arguments_class, command, first, overrides, values))
+        arguments = read_config(arguments_class, first, [*overrides, *last])
+    else:
+        _refuse_other_kinds(command, first)
+        arguments = from_mapping(arguments_class, _short_run(arguments_class, command, first, overrides, values))
+    has_epochs = any(word.startswith("num_train_epochs=") for word in overrides)
+    if has_epochs and arguments.max_steps > 0 and is_main_process():
+        print(
+            f"max_steps={arguments.max_steps} counts, and not num_train_epochs; max_steps=-1 lets epochs count",
+            file=sys.stderr,
+        )
+    return arguments
 
 
 def _short_run(
@@ -98,6 +108,34 @@ def _trains_new_parts(keys: dict[str, Any]) -> bool:
         trainable = record.get("trainable")
     # A list of roles names tensors of added memories; a list of numbers may name layers of the base.
     return trainable == "new" or (isinstance(trainable, list) and all(isinstance(part, str) for part in trainable))
+
+
+def _refuse_other_kinds(command: str, first: str) -> None:
+    """Refuse a first word that is a model, a method or a word `key=value`, and say what takes it.
+
+    Raises:
+        ValueError: If it is one.
+    """
+    path = Path(first)
+    usage = f"midus {command} TEXTS --model MODEL --output DIR"
+    if (path / "config.json").is_file():
+        raise ValueError(f"{first!r} is a model, and texts are expected; run 'midus {command} TEXTS --model {path}'.")
+    if path.exists():
+        return
+    if "=" in first:
+        raise ValueError(f"{first!r} stands first; expected a recipe or texts before it: '{usage} {first}'.")
+    if first in recipes(command):
+        raise ValueError(
+            f"{first!r} is a recipe's name; run 'midus {command} --print-config {first} > recipe.yaml' and then "
+            f"'midus {command} recipe.yaml'."
+        )
+    import upscalers.methods  # noqa: F401  # which registers the methods
+    from upscalers.methods.contract import METHODS
+
+    if first in METHODS:
+        raise ValueError(
+            f"{first!r} is a method, by which 'upscale --method {first}' makes a model; then run '{usage}'."
+        )
 
 
 def train_in_group(run_class: Callable[[Any], Any], *request: Any) -> None:

@@ -20,7 +20,7 @@ _FORMATS = (
     ("instruction", "response"),
 )
 # Columns that rows may have beside those of their format.
-_OF_CHATS, _OF_INSTRUCTIONS = ("tools", "chat_template_kwargs"), ("input", "context")
+_OF_CHATS, _OF_INSTRUCTIONS = ("system", "tools", "chat_template_kwargs"), ("system", "history", "input", "context")
 
 # Roles that chat templates know; ShareGPT has other names for two of them.
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -106,11 +106,10 @@ def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset
     kept = [column for column in rows.column_names if column in (*columns, *beside)]
     unread = [column for column in rows.column_names if column not in kept]
     rows = rows.select_columns(kept)
-    if columns[0] in ("conversations", "instruction"):
-        told_apart = [column for column in kept if column not in _OF_CHATS]
-        rows = rows.map(_as_messages, fn_kwargs={"columns": columns}, remove_columns=told_apart, desc="making chats")
-    if "messages" in rows.column_names or isinstance(rows[0]["prompt"], list):
+    is_chat = columns[0] != "prompt" or isinstance(rows[0]["prompt"], list)
+    if is_chat:
         set_template(tokenizer, arguments.chat_template_path)
+        rows = _as_chats(rows, columns)
         template: Any = tokenizer.get_chat_template()
         unread += _check_chats(rows, template, source)
     if unread:
@@ -118,17 +117,37 @@ def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset
     return rows
 
 
-def _as_messages(row: Mapping[str, Any], columns: tuple[str, ...]) -> dict[str, Any]:
-    """Return a row of an instruction and its answer, or of a conversation in ShareGPT's words, as messages."""
-    if columns[0] == "instruction":
-        parts = [row[name] for name in ("instruction", *_OF_INSTRUCTIONS) if row.get(name)]
-        pairs = [("user", "\n\n".join(parts)), ("assistant", row[columns[1]])]
-    else:
-        pairs = [
-            (message.get("from") or message.get("role"), message.get("value") or message.get("content"))
-            for message in row["conversations"]
-        ]
-    return {"messages": [{"role": _ROLE_OF_NAME.get(name, name), "content": text} for name, text in pairs]}
+def _as_chats(rows: "Dataset", columns: tuple[str, ...]) -> "Dataset":
+    """Return rows as chats that TRL reads, as objects, to which a table adds no keys of other rows."""
+    from datasets import Features, Json, List
+    from trl.trainer.utils import remove_none_values
+
+    def as_chat(row: Mapping[str, Any]) -> dict[str, Any]:
+        if columns[0] == "instruction":
+            parts = [row[name] for name in ("instruction", "input", "context") if row.get(name)]
+            turns = [*(row.get("history") or []), ("\n\n".join(parts), row[columns[1]])]
+            pairs = [pair for turn in turns for pair in zip(("user", "assistant"), turn, strict=True)]
+            chat = {"messages": [{"role": role, "content": text} for role, text in pairs]}
+        elif columns[0] == "conversations":
+            pairs = [(m.get("from") or m.get("role"), m.get("value") or m.get("content")) for m in row[columns[0]]]
+            chat = {"messages": [{"role": _ROLE_OF_NAME.get(name, name), "content": text} for name, text in pairs]}
+        else:
+            chat = {column: row[column] for column in columns}
+        first, *_ = chat
+        if row.get("system"):
+            chat[first] = [{"role": "system", "content": row["system"]}, *chat[first]]
+        chat = {
+            column: [{"content": "", **remove_none_values(m)} for m in messages] for column, messages in chat.items()
+        }
+        for column in beside:
+            value = row[column]
+            chat[column] = remove_none_values(value) if isinstance(value, Mapping | list) else value
+        return chat
+
+    beside = [column for column in ("tools", "chat_template_kwargs") if column in rows.column_names]
+    names = columns if columns[0] == "prompt" else ("messages",)
+    features = {**{name: List(Json()) for name in names}, **{column: Json() for column in beside}}
+    return rows.map(as_chat, remove_columns=rows.column_names, features=Features(features), desc="making chats")
 
 
 def _check_chats(rows: "Dataset", template: str, source: str) -> list[str]:
