@@ -141,7 +141,7 @@ def _as_chats(rows: "Dataset", columns: tuple[str, ...]) -> "Dataset":
         }
         for column in beside:
             value = row[column]
-            chat[column] = remove_none_values(value) if isinstance(value, Mapping | list) else value
+            chat[column] = remove_none_values(value) if isinstance(value, dict | list) else value
         return chat
 
     beside = [column for column in ("tools", "chat_template_kwargs") if column in rows.column_names]
