@@ -140,8 +140,8 @@ def _as_chats(rows: "Dataset", columns: tuple[str, ...]) -> "Dataset":
             column: [{"content": "", **remove_none_values(m)} for m in messages] for column, messages in chat.items()
         }
         for column in beside:
-            value = row[column]
-            chat[column] = remove_none_values(value) if isinstance(value, dict | list) else value
+            is_object = isinstance(row[column], dict | list)
+            chat[column] = remove_none_values(row[column]) if is_object else row[column]
         return chat
 
     beside = [column for column in ("tools", "chat_template_kwargs") if column in rows.column_names]
