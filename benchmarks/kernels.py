@@ -100,9 +100,9 @@ def _sized(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
     query, keys = _sized(TOKENS, heads, dim, dtype=dtype), _sized(heads, n, dim // 2, dtype=dtype)
     bank = _sized(heads, n * n, dim, dtype=dtype) if n <= 64 else _sized(n * n, dim, dtype=dtype)
-    output, kept = triton_lookup(LookupInputs(query, keys, keys, bank, None, query, k, 1.0), keeps=True)
+    output, kept = triton_lookup(LookupInputs(query, keys, keys, bank, None, query, k), keeps=True)
     assert kept is not None
-    triton_score_gradients(output, query, keys, keys, bank, kept, 1.0)
+    triton_score_gradients(output, query, keys, keys, bank, kept)
     triton_bank_gradient(output, *kept, bank.shape, dtype)
     scores, chosen = triton_scores(query, keys, keys, k)
     triton_gradients_of_scores(scores, query, keys, keys, chosen)
@@ -112,7 +112,7 @@ def _prompt() -> None:
     """Look up few tokens, without gradient, so that slots and weights are not kept."""
     query, keys = _sized(2048, 32, 64, dtype=torch.bfloat16), _sized(32, 64, 32, dtype=torch.bfloat16)
     bank = _sized(32, 64 * 64, 64, dtype=torch.bfloat16)
-    triton_lookup(LookupInputs(query, keys, keys, bank, None, query, 4, 1.0), keeps=False)
+    triton_lookup(LookupInputs(query, keys, keys, bank, None, query, 4), keeps=False)
 
 
 def _gather(width: int, m: int, dtype: torch.dtype) -> None:

@@ -18,7 +18,6 @@ class HeadwiseMemory(torch.nn.Module):
         value_bank: Values, `[n * n, v]`; or a bank per head, `[H, n * n, v]`.
         value_transform: Transforms of each head, `[H, v, v]`; or None.
         k: Slots retrieved per head.
-        temperature: Divisor of scores before the softmax.
     """
 
     has_backward = True
@@ -29,7 +28,6 @@ class HeadwiseMemory(torch.nn.Module):
     value_bank: torch.Tensor
     value_transform: torch.Tensor | None
     k: int
-    temperature: float
 
     def forward(self, query: torch.Tensor) -> torch.Tensor:
         """Return the output of each head, `[..., H, v]`, for its query, `[..., H, d]`."""
@@ -40,7 +38,6 @@ class HeadwiseMemory(torch.nn.Module):
             self.value_bank,
             self.value_transform,
             self.k,
-            temperature=self.temperature,
         )
 
 

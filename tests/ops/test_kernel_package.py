@@ -83,10 +83,10 @@ def test_layers_compute_the_same(package):
     arguments = tables()
     query = arguments.pop("query")
     module = torch.nn.Module()
-    for name, value in (arguments | {"k": K, "temperature": 2.0}).items():
+    for name, value in (arguments | {"k": K}).items():
         setattr(module, name, torch.nn.Parameter(value) if isinstance(value, torch.Tensor) else value)
     output = package.layers.HeadwiseMemory.forward(module, query)
-    assert torch.equal(output, ops.headwise_memory(query, **arguments, k=K, temperature=2.0))
+    assert torch.equal(output, ops.headwise_memory(query, **arguments, k=K))
     keys = (arguments["row_keys"], arguments["column_keys"])
     outcome = package.layers.ProductKeys.forward(module, query)
     for result, wanted in zip(outcome, ops.product_key_topk(query, *keys, K), strict=True):

@@ -44,7 +44,7 @@ def lookup(inputs: LookupInputs, backend: str, keeps: bool) -> tuple[torch.Tenso
 
 def torch_lookup(inputs: LookupInputs) -> tuple[torch.Tensor, Kept]:
     """Compute a `lookup` without transforms by PyTorch's operations."""
-    query, row_keys, column_keys, bank, _, residual, k, temperature = inputs
+    query, row_keys, column_keys, bank, _, residual, k = inputs
     tokens, heads, _ = query.shape
     n = row_keys.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -55,7 +55,7 @@ def torch_lookup(inputs: LookupInputs) -> tuple[torch.Tensor, Kept]:
         )
     rows, columns = select(row_scores, column_scores, k)  # [H, S, k]
     scores = row_scores.gather(-1, rows) + column_scores.gather(-1, columns)
-    weights = _weights(scores, temperature)  # [H, S, k]
+    weights = _weights(scores)  # [H, S, k]
     slots = rows * n + columns
     output = weighted_rows(*_flat(bank, slots), weights.flatten(0, 1), "torch")
     output = output.view(heads, tokens, bank.shape[-1]).transpose(0, 1)
@@ -78,18 +78,17 @@ def headwise_lookup_op(
     transform: Optional[torch.Tensor],  # noqa: UP045 - torch.library reads this form alone
     residual: Optional[torch.Tensor],  # noqa: UP045
     k: int,
-    temperature: float,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output `[S, H, v]`, and for the gradient the slots `[S, H, k]` and their weights `[S, H, k]`, best first."""
-    inputs = LookupInputs(query, row_keys, column_keys, bank, transform, residual, k, temperature)
+    inputs = LookupInputs(query, row_keys, column_keys, bank, transform, residual, k)
     output, kept = lookup(inputs, backend, keeps=True)
     assert kept is not None
     return output, *kept
 
 
 @headwise_lookup_op.register_fake
-def _(query, row_keys, column_keys, bank, transform, residual, k, temperature, backend):  # type: ignore[no-untyped-def]
+def _(query, row_keys, column_keys, bank, transform, residual, k, backend):  # type: ignore[no-untyped-def]
     tokens, heads, _ = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     return (
@@ -109,7 +108,6 @@ def headwise_lookup_backward_op(
     transform: Optional[torch.Tensor],  # noqa: UP045
     slots: torch.Tensor,
     weights: torch.Tensor,
-    temperature: float,
     wants_scores: bool,
     wants_bank: bool,
     backend: str,
@@ -120,7 +118,7 @@ def headwise_lookup_backward_op(
     there are no transforms.
     """
     in_c = backend == "native" and native_library() is not None
-    scored = (query, row_keys, column_keys, bank, (slots, weights), temperature)
+    scored = (query, row_keys, column_keys, bank, (slots, weights))
     into_transform, into_scored = bank.new_empty(0), [tensor.new_empty(0) for tensor in scored[:3]]
     if transform is not None and in_c:
         *score_gradients, into_transform, gradient = native_score_gradients(gradient, *scored, transform)
@@ -154,7 +152,7 @@ def _bank_gradient(
 
 @headwise_lookup_backward_op.register_fake
 def _(  # type: ignore[no-untyped-def]
-    gradient, query, row_keys, column_keys, bank, transform, slots, weights, temperature, wants_scores, wants_bank, backend
+    gradient, query, row_keys, column_keys, bank, transform, slots, weights, wants_scores, wants_bank, backend
 ):  # fmt: skip
     wanted = ((query, wants_scores), (row_keys, wants_scores), (column_keys, wants_scores), (bank, wants_bank))
     into_transform = bank.new_empty(0) if transform is None else transform.new_empty(transform.shape)
@@ -168,7 +166,6 @@ def _score_gradients(
     column_keys: torch.Tensor,
     bank: torch.Tensor,
     kept: Kept,
-    temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return gradients of query, row keys and column keys, through the softmax and the chosen scores."""
     slots, weights = kept
@@ -177,12 +174,12 @@ def _score_gradients(
     by_head = gradient.transpose(0, 1).flatten(0, 1)  # [H * S, v]
     into_weights = weight_gradients(by_head, *_flat(bank, slots_of_head), "torch").view_as(weights_of_head)
     mean = (into_weights * weights_of_head).sum(-1, keepdim=True)
-    into_scores = weights_of_head * (into_weights - mean) / temperature  # [H, S, k]
+    into_scores = weights_of_head * (into_weights - mean)  # [H, S, k]
     return query_and_key_gradients(into_scores, slots_of_head, query, row_keys, column_keys)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, residual, _, ctx.temperature, ctx.backend = inputs
+    *tensors, residual, _, ctx.backend = inputs
     ctx.adds = residual is not None
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
@@ -190,20 +187,16 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _differentiate(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple:
     needs = ctx.needs_input_grad[:5]
-    gradients = headwise_lookup_backward_op(
-        gradient, *ctx.saved_tensors, ctx.temperature, any(needs[:3]), needs[3], ctx.backend
-    )
+    gradients = headwise_lookup_backward_op(gradient, *ctx.saved_tensors, any(needs[:3]), needs[3], ctx.backend)
     wanted = (part if need else None for part, need in zip(gradients, needs, strict=True))
-    return *wanted, gradient if ctx.adds else None, None, None, None
+    return *wanted, gradient if ctx.adds else None, None, None
 
 
 headwise_lookup_op.register_autograd(_differentiate, setup_context=_save)
 
 
-def _weights(scores: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the softmax of descending scores divided by the temperature."""
-    if temperature != 1:
-        scores = scores / temperature
+def _weights(scores: torch.Tensor) -> torch.Tensor:
+    """Return the softmax of descending scores."""
     if scores.numel() <= _FEW_SCORES:
         return scores.softmax(dim=-1)
     shares = (scores - scores[..., :1]).exp_()  # for so few columns, torch's softmax takes five times as long

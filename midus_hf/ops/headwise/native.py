@@ -30,7 +30,6 @@ class LookupInputs(NamedTuple):
         transform: Matrix per head, `[H, v, v]`, for a bank that heads share, which multiplies the gathered sum; or None.
         residual: Summand of the output, `[S, H, v]`, or None.
         k: Slots retrieved per head.
-        temperature: Divisor of scores before the softmax.
     """
 
     query: torch.Tensor
@@ -40,7 +39,6 @@ class LookupInputs(NamedTuple):
     transform: torch.Tensor | None
     residual: torch.Tensor | None
     k: int
-    temperature: float
 
 
 def room_for_gradient(inputs: LookupInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +56,7 @@ def native_lookup(inputs: LookupInputs, keeps: bool) -> tuple[torch.Tensor, tupl
     Raises:
         ValueError: If a tensor is not on the CPU.
     """
-    query, row_keys, column_keys, bank, transform, residual, k, temperature = inputs
+    query, row_keys, column_keys, bank, transform, residual, k = inputs
     if residual is not None and residual.dtype not in NATIVE_DTYPES:
         output, kept = native_lookup(inputs._replace(residual=None), keeps)
         return (residual + output).to(residual.dtype), kept
@@ -107,7 +105,6 @@ def native_lookup(inputs: LookupInputs, keeps: bool) -> tuple[torch.Tensor, tupl
         0 if slots is None else slots.itemsize,
         False,
         threads_for(tokens * heads),
-        temperature,
     )
     run("midus_lookup", call)
     return output, kept

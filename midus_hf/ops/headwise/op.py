@@ -30,7 +30,6 @@ def headwise_memory(
     k: int,
     *,
     residual: torch.Tensor | None = None,
-    temperature: float = 1.0,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Retrieve from the memory of every head (MIDUS, equations 11 to 17).
@@ -57,7 +56,6 @@ def headwise_memory(
         k: Slots retrieved per head, `1 <= k <= n`.
         residual: Summand of the output, `[..., H, v]`, in any floating dtype, which is then the dtype of the output.
             Default: None.
-        temperature: Divisor of scores before the softmax. Default: 1.
         backend: Body to run, as in `OpChoices`. Default: `"auto"`.
 
     Returns:
@@ -70,7 +68,7 @@ def headwise_memory(
     body = _body(query, tables, value_transform, k, backend)
     with without_autocast(query.device.type):
         if body == "reference":
-            return reference(query, *tables, value_transform, k, residual=residual, temperature=temperature)
+            return reference(query, *tables, value_transform, k, residual=residual)
         row_keys, column_keys, value_bank = (t if t.dtype == query.dtype else t.to(query.dtype) for t in tables)
         tokens = math.prod(query.shape[:-2])
         if value_transform is not None:
@@ -80,8 +78,8 @@ def headwise_memory(
         shape = (tokens, heads, value_bank.shape[-1])
         added = None if residual is None else residual.reshape(shape)
         flat_query = query.reshape(tokens, heads, query.shape[-1])
-        inputs = LookupInputs(flat_query, row_keys, column_keys, value_bank, value_transform, added, k, temperature)
-        if body != "torch" and can_skip_dispatcher(*inputs[:-2]):
+        inputs = LookupInputs(flat_query, row_keys, column_keys, value_bank, value_transform, added, k)
+        if body != "torch" and can_skip_dispatcher(*inputs[:-1]):
             output, _ = lookup(inputs, body, keeps=False)
         else:
             output = headwise_lookup_op(*inputs, body)[0]  # [S, H, v]

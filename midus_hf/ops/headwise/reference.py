@@ -15,7 +15,6 @@ def headwise_memory(
     k: int,
     *,
     residual: torch.Tensor | None = None,
-    temperature: float = 1.0,
 ) -> torch.Tensor:
     """Retrieve from the memory of every head: `M_h = W_h sum_m alpha_m V[slot_m]` (MIDUS, equations 11 to 17).
 
@@ -27,7 +26,6 @@ def headwise_memory(
         value_transform: Transforms W_h, `[H, v, v]`. None uses values without transform.
         k: Slots retrieved per head, `1 <= k <= n`.
         residual: Summand of the output, `[..., H, v]`, whose dtype the output then has. Default: None.
-        temperature: Divisor of scores before the softmax. Default: 1.
 
     Returns:
         `[..., H, v]`, the dtype of `query`, or of `residual` if there is one.
@@ -35,7 +33,7 @@ def headwise_memory(
     with without_autocast(query.device.type):
         scores, slots = product_key_topk(query, row_keys, column_keys, k)  # [..., H, k]
         value_bank = value_bank.to(query.dtype)
-        weights = (scores / temperature).softmax(dim=-1).to(value_bank.dtype)  # [..., H, k]
+        weights = scores.softmax(dim=-1).to(value_bank.dtype)  # [..., H, k]
         # Thousands of tokens may read one slot: this copy sums the gradient of a half-precision bank in float32.
         learns = torch.is_grad_enabled() and value_bank.requires_grad
         summing_bank = value_bank.to(torch.promote_types(value_bank.dtype, torch.float32)) if learns else value_bank

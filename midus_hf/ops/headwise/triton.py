@@ -34,7 +34,7 @@ def weighted_row(bank, slots, shares, rank, valid, width, KP: tl.constexpr, VP: 
 @triton.jit
 def forward_kernel(
     query, row_keys, column_keys, bank, residual, output, slots, weights,
-    tokens, heads, n, half, width, token_stride, head_stride, bank_stride, inverse_temperature,
+    tokens, heads, n, half, width, token_stride, head_stride, bank_stride,
     ADDS: tl.constexpr, KEEPS: tl.constexpr, WIDE: tl.constexpr, TOGETHER: tl.constexpr, ONE: tl.constexpr,
     K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
@@ -46,8 +46,7 @@ def forward_kernel(
         query, row_keys, column_keys, token, head, valid, n, half, token_stride, head_stride, WIDE, ONE, K, KP, BT, BN, DP,
     )  # fmt: skip
     ranks, lanes = tl.arange(0, KP), tl.arange(0, VP)
-    shares = tl.exp((scores - tl.max(scores, axis=1)[:, None]) * inverse_temperature)
-    shares = tl.where(ranks[None, :] < K, shares, 0.0)  # padding has no share, at any temperature
+    shares = tl.exp(scores - tl.max(scores, axis=1)[:, None])
     shares = shares / tl.sum(shares, axis=1)[:, None]
     if KEEPS:
         entries = ((token * heads + head) * K)[:, None] + ranks[None, :]
@@ -74,7 +73,7 @@ def forward_kernel(
 
 def triton_lookup(inputs: LookupInputs, keeps: bool) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
     """Return the output `[S, H, v]` of a lookup without transforms, and, if `keeps`, slots and weights `[S, H, k]` for a gradient."""
-    query, row_keys, column_keys, bank, _, residual, k, temperature = inputs
+    query, row_keys, column_keys, bank, _, residual, k = inputs
     query = query if query.stride(-1) == 1 else query.contiguous()
     row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
     (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
@@ -89,7 +88,7 @@ def triton_lookup(inputs: LookupInputs, keeps: bool) -> tuple[torch.Tensor, tupl
         with on_device_of(query):
             forward_kernel[(quotient_above(tokens, tile["BT"]) * heads,)](
                 query, row_keys, column_keys, bank, added, output, *(kept or (output, output)),
-                tokens, heads, n, half, width, query.stride(0), query.stride(1), bank_stride, 1.0 / temperature,
+                tokens, heads, n, half, width, query.stride(0), query.stride(1), bank_stride,
                 ADDS=residual is not None, KEEPS=keeps, WIDE=is_wide, TOGETHER=HEADS_TOGETHER, K=k, **tile,
             )  # fmt: skip
     return output, kept

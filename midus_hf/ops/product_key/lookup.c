@@ -17,8 +17,7 @@ struct lookup {
     int64_t tokens, heads, n, half, width, k;
     int64_t query_token, query_head, residual_token, residual_head, bank_head; /* strides, in numbers */
     int64_t narrow, residual_narrow, slot_bytes;
-    int64_t raw, threads; /* raw: weights are scores, which no temperature divides */
-    double temperature;
+    int64_t raw, threads; /* raw: weights are scores, of which no softmax is taken */
     /* What follows is not the caller's, who leaves room for it. */
     struct tables tables;
     int64_t groups;
@@ -95,10 +94,9 @@ INLINE void select_block(
         for (int64_t i = 0; i < k; i++) weights[i] = pick(spoiled, all(NAN), weights[i]);
         return;
     }
-    floats total = {0}, temperature = all((float)call->temperature);
-    floats largest = pick(spoiled, all(NAN), weights[0] / temperature);
+    floats total = {0}, largest = pick(spoiled, all(NAN), weights[0]);
     for (int64_t i = 0; i < k; i++) {
-        weights[i] = exponential(weights[i] / temperature - largest);
+        weights[i] = exponential(weights[i] - largest);
         total += weights[i];
     }
     for (int64_t i = 0; i < k; i++) weights[i] /= total;

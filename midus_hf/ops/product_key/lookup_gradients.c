@@ -76,7 +76,6 @@ struct score_gradients {
     int64_t gradient_token, gradient_head, query_token, query_head, bank_head;
     int64_t narrow, gradient_narrow, slot_bytes, stretch;
     int64_t raw, threads; /* raw: `weights` are gradients of scores, [tokens][heads][k] */
-    double temperature;
     /* What follows is not the caller's, who leaves room for it. */
     struct tables tables;
     int64_t groups;
@@ -156,7 +155,7 @@ INLINE void score_block(
         for (int64_t m = 0; m < k; m++) {
             uint32_t slot =
                 (uint32_t)slot_at(call->slots, entry + m, call->slot_bytes); /* 32 bits are divided in half the time */
-            into_scores[m] = call->raw ? weights[m] : weights[m] * (into_scores[m] - mean) / (float)call->temperature;
+            into_scores[m] = call->raw ? weights[m] : weights[m] * (into_scores[m] - mean);
             rows[m] = slot / (uint32_t)n, columns[m] = slot % (uint32_t)n;
         }
         float *into_query = narrow ? wide_answer : (float *)call->into_query + answer;

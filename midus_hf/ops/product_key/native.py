@@ -48,7 +48,6 @@ def native_score_gradients(
     column_keys: torch.Tensor,
     bank: torch.Tensor,
     kept: tuple[torch.Tensor, torch.Tensor],
-    temperature: float,
     transform: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return gradients of query, row keys and column keys, in their dtype.
@@ -63,7 +62,6 @@ def native_score_gradients(
         bank: `[N, v]` or `[H, N, v]`.
         kept: Slots `[S, H, k]` and their weights `[S, H, k]`; without `gradient`, the gradients of their scores instead
             of weights.
-        temperature: Divisor of scores before the softmax.
         transform: Matrix per head, `[H, v, v]`. Default: None, no transform.
     """
     slots, weights = kept
@@ -101,7 +99,6 @@ def native_score_gradients(
         stretch,
         gradient is None,
         threads_for(tokens * heads),
-        temperature,
     )
     run("midus_score_gradients", call)
     return tuple(results)
@@ -125,7 +122,7 @@ def native_scores(
     sizes = (tokens, heads, n, half, 0, k, *query.stride()[:2], 0, 0, 0)
     narrow, raw = query.dtype == torch.bfloat16, True
     kinds = (narrow, False, slots.itemsize, raw, threads_for(tokens * heads))
-    run("midus_lookup", LOOKUP_CALL.pack(*map(address, tensors), *sizes, *kinds, 1.0))
+    run("midus_lookup", LOOKUP_CALL.pack(*map(address, tensors), *sizes, *kinds))
     return scores, slots
 
 
@@ -138,4 +135,4 @@ def native_gradients_of_scores(
 ) -> tuple[torch.Tensor, ...]:
     """Return gradients of query, row keys and column keys, in their dtype, for a gradient of scores, `[S, H, k]`."""
     weights, no_bank = gradient.float(), query.new_empty(0, 0)
-    return native_score_gradients(None, query, row_keys, column_keys, no_bank, (slots, weights), 1.0)
+    return native_score_gradients(None, query, row_keys, column_keys, no_bank, (slots, weights))

@@ -34,7 +34,7 @@ def test_the_lookup_is_registered_rightly(body, with_residual):
     if with_residual != "none":
         residual = torch.randn(6, 2, 5, device=DEVICE)
         residual = (residual.mT.contiguous().mT if with_residual == "strided" else residual).requires_grad_()
-    arguments = (*tables(), None, residual, 3, 0.5, body)
+    arguments = (*tables(), None, residual, 3, body)
     torch.library.opcheck(headwise_lookup_op, arguments)
 
 

@@ -57,11 +57,11 @@ def call_headwise(tokens, heads, n, half, width, k, dtype):
         bank = drawn(*((heads,) if own else ()), n * n, width, dtype=dtype)
         matrices = drawn(heads, width, width, dtype=dtype) if transform else None
         for residual in (None, drawn(tokens, heads, width), drawn(tokens, width, heads).bfloat16().transpose(1, 2)):
-            native_lookup(LookupInputs(query, *keys, bank, matrices, residual, k, 0.7), keeps=False)
-        inputs = LookupInputs(query, *keys, bank, matrices, None, k, 0.7)
+            native_lookup(LookupInputs(query, *keys, bank, matrices, residual, k), keeps=False)
+        inputs = LookupInputs(query, *keys, bank, matrices, None, k)
         _, (slots, weights) = native_lookup(inputs, keeps=True)
         for gradient in (drawn(tokens, heads, width), drawn(tokens, heads, width, dtype=dtype)):
-            native_score_gradients(gradient, query, *keys, bank, (slots, weights), 0.7, matrices)
+            native_score_gradients(gradient, query, *keys, bank, (slots, weights), matrices)
             native_bank_gradient(gradient, slots, weights, bank.shape)
     scores, slots = native_scores(query, *keys, k)
     native_gradients_of_scores(scores, query, *keys, slots)

@@ -58,7 +58,7 @@ def output_and_gradients(arguments, k, **options):
 def test_slots_are_those_of_a_search_through_all_of_them(sizes, k, dtype):
     query, row_keys, column_keys, bank = inputs(**sizes, dtype=dtype)
     query, row_keys, column_keys = ((4 * t).round() for t in (query, row_keys, column_keys))  # sums of these are exact
-    _, (slots, weights) = native_lookup(LookupInputs(query, row_keys, column_keys, bank, None, None, k, 1.0), True)
+    _, (slots, weights) = native_lookup(LookupInputs(query, row_keys, column_keys, bank, None, None, k), True)
     halves = query.float().transpose(0, 1).chunk(2, dim=-1)
     rows, columns = (queries @ keys.float().mT for queries, keys in zip(halves, (row_keys, column_keys), strict=True))
     scores = (rows.unsqueeze(-1) + columns.unsqueeze(-2)).flatten(-2).transpose(0, 1)  # [S, H, n * n]
@@ -94,7 +94,7 @@ assert library.midus_row_sums(call) == 0
 
 def test_the_first_of_equal_slots_is_retrieved():
     query, row_keys, column_keys, bank = inputs(tokens=3, heads=1, n=9)
-    zeros = LookupInputs(query, row_keys * 0, column_keys * 0, bank, None, None, 4, 1.0)
+    zeros = LookupInputs(query, row_keys * 0, column_keys * 0, bank, None, None, 4)
     _, (slots, weights) = native_lookup(zeros, True)
     assert torch.equal(weights, torch.full((3, 1, 4), 0.25))
     assert set(slots.flatten().tolist()) <= {row * 9 + column for row in range(4) for column in range(4)}
@@ -133,7 +133,7 @@ def test_infinite_scores_read_nothing_outside(value):
     arguments = inputs(own=True)
     arguments[1][:, ::2] = value
     arguments[2][:, 1:] = -value
-    _, (slots, _) = native_lookup(LookupInputs(*arguments, None, None, 4, 1.0), True)
+    _, (slots, _) = native_lookup(LookupInputs(*arguments, None, None, 4), True)
     assert slots.min() >= 0 and slots.max() < 144
     assert all(t.shape == a.shape for t, a in zip(output_and_gradients(arguments, 4)[1:], arguments, strict=True))
 
@@ -205,7 +205,7 @@ def test_what_it_cannot_take_is_refused(change, message):
 def test_transforming_what_was_gathered_is_registered_rightly(dtype, with_residual):
     arguments = [argument.requires_grad_() for argument in inputs(tokens=6, transform=True, dtype=dtype)]
     residual = torch.randn(6, 3, 20).requires_grad_() if with_residual else None
-    torch.library.opcheck(headwise_lookup_op, (*arguments, residual, 3, 0.5, "native"))
+    torch.library.opcheck(headwise_lookup_op, (*arguments, residual, 3, "native"))
 
 
 def test_a_graph_that_was_made_for_it_runs_without_it(monkeypatch):

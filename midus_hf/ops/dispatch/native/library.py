@@ -106,7 +106,7 @@ LOOKUP_CALL = _structure(
     "query row_keys column_keys bank transform residual output slots weights",
     "tokens heads n half width k query_token query_head residual_token residual_head bank_head "
     "narrow residual_narrow slot_bytes raw threads",
-    f"d{_OWN}",  # temperature
+    _OWN,
 )
 
 # `struct score_gradients` in `product_key/lookup_gradients.c`.
@@ -115,7 +115,7 @@ SCORE_GRADIENTS_CALL = _structure(
     "passed parts transform_parts",
     "tokens heads n half width k gradient_token gradient_head query_token query_head bank_head "
     "narrow gradient_narrow slot_bytes stretch raw threads",
-    f"d{_OWN}",  # temperature
+    _OWN,
 )
 
 # `struct row_sums` in `gather/native.c`.

@@ -46,7 +46,7 @@ def weight_gradient(upstream, bank, slots, valid, lane_mask, N: tl.constexpr, WI
 
 @triton.jit
 def score_gradients(
-    gradient, bank, slots, weights, first, valid, inverse_temperature, HEADS: tl.constexpr, N: tl.constexpr,
+    gradient, bank, slots, weights, first, valid, HEADS: tl.constexpr, N: tl.constexpr,
     WIDTH: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Return the gradients of the scores of a block of tokens, through the softmax, and their slots: [BT, KP] each."""
@@ -70,7 +70,7 @@ def score_gradients(
     shares = tl.load(weights + entries, mask=rank_mask, other=0.0)
     chosen = tl.load(slots + entries, mask=rank_mask, other=0).to(tl.int32)
     mean = tl.sum(shares * into_weights, axis=1)
-    return shares * (into_weights - mean[:, None]) * inverse_temperature, chosen
+    return shares * (into_weights - mean[:, None]), chosen
 
 
 @triton.jit
@@ -153,7 +153,7 @@ def side_gradients(
 @triton.jit
 def score_gradient_kernel(
     gradient, query, row_keys, column_keys, bank, slots, weights, into_query, partial,
-    tokens, token_stride, head_stride, blocks_a_split, inverse_temperature,
+    tokens, token_stride, head_stride, blocks_a_split,
     OF_LOOKUP: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
     HAS_OWN_BANKS: tl.constexpr, ONE: tl.constexpr, PRECISION: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
@@ -178,20 +178,7 @@ def score_gradient_kernel(
         first = token * HEADS + head
         if OF_LOOKUP:
             scores, chosen = score_gradients(
-                gradient,
-                bank_of_head,
-                slots,
-                weights,
-                first,
-                valid,
-                inverse_temperature,
-                HEADS,
-                N,
-                WIDTH,
-                K,
-                KP,
-                BT,
-                VP,
+                gradient, bank_of_head, slots, weights, first, valid, HEADS, N, WIDTH, K, KP, BT, VP
             )
         else:
             scores, chosen = given_gradients(gradient, slots, first, valid, HEADS, K, KP, BT)
@@ -220,11 +207,10 @@ def triton_score_gradients(
     column_keys: torch.Tensor,
     bank: torch.Tensor,
     kept: tuple[torch.Tensor, torch.Tensor],
-    temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return gradients of query, row keys and column keys for a gradient `[S, H, v]` of a lookup that kept slots and weights."""
     slots, weights = kept
-    return _gradients(gradient, query, row_keys, column_keys, slots, (bank.contiguous(), weights, temperature))
+    return _gradients(gradient, query, row_keys, column_keys, slots, (bank.contiguous(), weights))
 
 
 def triton_gradients_of_scores(
@@ -244,19 +230,18 @@ def _gradients(
     row_keys: torch.Tensor,
     column_keys: torch.Tensor,
     slots: torch.Tensor,
-    looked_up: tuple[torch.Tensor, torch.Tensor, float] | None,
+    looked_up: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return gradients of query, row keys and column keys.
 
-    `gradient` is the gradient of a lookup if `looked_up` has the lookup's bank, weights and temperature, else of
-    scores.
+    `gradient` is the gradient of a lookup if `looked_up` has the lookup's bank and weights, else of scores.
     """
     query = query if query.stride(-1) == 1 else query.contiguous()
     gradient, row_keys, column_keys = gradient.contiguous(), row_keys.contiguous(), column_keys.contiguous()
     (tokens, heads, k), (_, n, half) = slots.shape, row_keys.shape
     if not tokens:
         return torch.zeros_like(query), torch.zeros_like(row_keys), torch.zeros_like(column_keys)
-    bank, weights, temperature = looked_up or (gradient, gradient, 1.0)  # stand-ins that are not read
+    bank, weights = looked_up or (gradient, gradient)  # stand-ins that are not read
     width = bank.shape[-1] if looked_up else 1
     into_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     tile = _tile(n, k, half, width, query.dtype == torch.float32)
@@ -269,7 +254,7 @@ def _gradients(
     with on_device_of(query):
         score_gradient_kernel[(heads * splits,)](
             gradient, query, row_keys, column_keys, bank, slots, weights, into_query, partial,
-            tokens, query.stride(0), query.stride(1), blocks_a_split, 1.0 / temperature,
+            tokens, query.stride(0), query.stride(1), blocks_a_split,
             OF_LOOKUP=looked_up is not None, HEADS=heads, N=n, HALF=half, WIDTH=width,
             HAS_OWN_BANKS=looked_up is not None and bank.dim() == 3, PRECISION=_precision(query), K=k, **tile,
         )  # fmt: skip
