@@ -10,15 +10,15 @@ def weighted_gather(
     """Sum rows of a table, `out = sum_m weights[..., m] * bank[slots[..., m]]` (MIDUS, equation 14).
 
     Args:
-        bank: `[R, v]`, floating point; or `[..., v]`, whose R rows are numbered in order.
+        bank: `[R, v]`, floating point.
         slots: `[..., m]`, int64, `0 <= slot < R`.
         weights: `[..., m]`, floating point.
-        sparse_gradient: Whether the gradient of a bank of two dimensions is a sparse tensor. Default: false.
+        sparse_gradient: Whether the gradient of `bank` is a sparse tensor. Default: false.
 
     Returns:
         `[..., v]`, the dtype of `bank`.
     """
-    rows = _rows(bank.flatten(0, -2), slots, sparse_gradient and bank.dim() == 2)  # [..., m, v]
+    rows = _rows(bank, slots, sparse_gradient)  # [..., m, v]
     return (weights.to(rows.dtype).unsqueeze(-1) * rows).sum(-2).to(bank.dtype)
 
 

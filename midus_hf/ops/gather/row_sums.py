@@ -101,11 +101,10 @@ def products_with_bags(
 def rows_read(bank: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of a bank that slots read, and the index of each slot's row among them.
 
-    The gradient of the bank is a coalesced sparse tensor of these rows, whose only dense dimension is a row's. Counting
-    the rows waits for the device.
+    The gradient of the bank is a coalesced sparse tensor of these rows. Counting the rows waits for the device.
 
     Args:
-        bank: `[..., v]`, whose rows are numbered in order.
+        bank: `[R, v]`.
         slots: Integers of any shape.
     """
     numbers, places = torch.unique(slots, return_inverse=True)
@@ -117,10 +116,11 @@ class _RowsRead(torch.autograd.Function):
     def forward(ctx: Any, bank: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(numbers)
         ctx.shape = bank.shape
-        return bank.flatten(0, -2).index_select(0, numbers)
+        return bank.index_select(0, numbers)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         (numbers,) = ctx.saved_tensors
-        indices = torch.stack(torch.unravel_index(numbers, ctx.shape[:-1]))
-        return torch.sparse_coo_tensor(indices, gradient, ctx.shape, is_coalesced=True, check_invariants=False), None
+        return torch.sparse_coo_tensor(
+            numbers[None], gradient, ctx.shape, is_coalesced=True, check_invariants=False
+        ), None

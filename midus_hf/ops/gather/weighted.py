@@ -24,12 +24,11 @@ def weighted_gather(
     Sums are accumulated in float32 at least. So are sums of gradients, since thousands of tokens may read one row.
 
     Args:
-        bank: `[R, v]`, floating point; with `sparse_gradient` also `[..., v]`, whose R rows are numbered in order.
+        bank: `[R, v]`, floating point.
         slots: `[..., m]`, int64, `0 <= slot < R`.
         weights: `[..., m]`, floating point.
-        sparse_gradient: Whether the gradient of `bank` is a coalesced sparse tensor of the rows that were read, with
-            `v` as its only dense dimension: for tables of which a batch reads few rows. Counting the rows waits for the
-            device. Default: false.
+        sparse_gradient: Whether the gradient of `bank` is a coalesced sparse tensor of the rows that were read: for
+            tables of which a batch reads few rows. Counting the rows waits for the device. Default: false.
         backend: Body to run, as in `OpChoices`. Default: `"auto"`.
 
     Returns:
@@ -39,7 +38,7 @@ def weighted_gather(
         ValueError: If the shapes disagree.
         IndexError: On a CPU, if a slot is no row of the bank.
     """
-    if bank.dim() != 2 and not (sparse_gradient and bank.dim() > 2):
+    if bank.dim() != 2:
         raise ValueError(f"bank is {tuple(bank.shape)}; expected [rows, width].")
     if slots.shape != weights.shape:
         raise ValueError(f"slots is {tuple(slots.shape)} and weights {tuple(weights.shape)}; expected equal shapes.")
@@ -49,7 +48,7 @@ def weighted_gather(
     if sparse_gradient and torch.is_grad_enabled():
         bank, slots = rows_read(bank, slots)
     leading, m = slots.shape[:-1], slots.shape[-1]
-    tensors = (bank.flatten(0, -2), slots.reshape(-1, m), weights.reshape(-1, m))
+    tensors = (bank, slots.reshape(-1, m), weights.reshape(-1, m))
     sums = weighted_rows if can_skip_dispatcher(*tensors) else weighted_gather_op
     output = sums(*tensors, body)
     return output.reshape(*leading, bank.shape[-1])
