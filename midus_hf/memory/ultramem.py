@@ -111,9 +111,10 @@ class UltraMem(MemoryModule):
             query = _rms_normalised(query.to(wide), self.query_norm_weight.to(wide))
             keys, row_vector, column_vector = self._keys_and_vectors(query, keep_vectors and self.training)
             row_scores, column_scores = _scores(query, keys)
-            return tucker_topk(
-                row_scores, column_scores, self.core, row_vector, column_vector, options.k, options.side
-            )
+            core, *vectors = (
+                part[:, 0, 0] for part in (self.core, row_vector, column_vector)
+            )  # [H, 1, 1, ...] in checkpoints
+            return tucker_topk(row_scores, column_scores, core, vectors[0], vectors[1], options.k, options.side)
 
     def _keys_and_vectors(self, query: torch.Tensor, keep: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the result of the function `keys_and_vectors`, in the dtype of `query`.
@@ -171,11 +172,11 @@ def keys_and_vectors(
 
 
 def _scores(query: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores of row keys and of column keys, `[B, T, H, 1, n, r]` each, for queries `[B, T, 2, H, r, D_k]`."""
+    """Return scores of row keys and of column keys, `[B, T, H, n, r]` each, for queries `[B, T, 2, H, r, D_k]`."""
     batch, tokens, _, heads, rank, _ = query.shape
     by_rank = query.flatten(2, 4).flatten(0, 1).transpose(0, 1)  # [2 * H * r, S, D_k]
-    scores = (by_rank @ keys.transpose(1, 2)).view(2, heads, rank, batch, tokens, 1, -1)
-    rows, columns = scores.permute(0, 3, 4, 1, 5, 6, 2)
+    scores = (by_rank @ keys.transpose(1, 2)).view(2, heads, rank, batch, tokens, -1)
+    rows, columns = scores.permute(0, 3, 4, 1, 5, 2)
     return rows, columns
 
 

@@ -165,7 +165,7 @@ class UltraMemOptions(MemoryOptions):
             return DeclaredTensor((outputs, inputs), "projection", linear_initial)
 
         keys = DeclaredTensor(
-            (self.heads, 1, self.keys, self.rank, key_width),  # the op takes several sets of keys; a layer has one
+            (self.heads, 1, self.keys, self.rank, key_width),  # the 1 is a dimension of checkpoints
             "key",
             Normal(key_width**-0.5) if self.scoring == "tucker" else Uniform((2 * key_width) ** -0.5),  # as in Memory+
         )

@@ -15,38 +15,34 @@ def tucker_topk(
     k: int,
     side: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find, for every head, the best pairs of the `side` rows and columns per pair of sets whose leading scores are largest.
+    """Find, for every head, the best pairs of the `side` rows and columns whose leading scores are largest.
 
     Args:
-        row_scores: Scores of the row keys of each set and rank, `[..., H, h, n, r]`, floating point.
-        column_scores: Scores of the column keys of each set and rank, `[..., H, h, n, r]`.
-        core: Core of each pair of sets, `[H, h, h, r, r]`.
-        row_vector: Leading left singular vector of each core, `[H, h, h, r]`.
-        column_vector: Leading right singular vector of each core, `[H, h, h, r]`.
-        k: Slots retrieved per head, `1 <= k <= h * h * side * side`.
-        side: Rows, and columns, that are kept per pair of sets, `1 <= side <= n`.
+        row_scores: Scores of the row keys of each rank, `[..., H, n, r]`, floating point.
+        column_scores: Scores of the column keys of each rank, `[..., H, n, r]`.
+        core: Core of each head, `[H, r, r]`.
+        row_vector: Leading left singular vector of each core, `[H, r]`.
+        column_vector: Leading right singular vector of each core, `[H, r]`.
+        k: Slots retrieved per head, `1 <= k <= side * side`.
+        side: Rows, and columns, that are kept, `1 <= side <= n`.
 
     Returns:
-        Scores `[..., H, k]`, descending, and slots `[..., H, k]`, int64: slot `((a * h + b) * n + i) * n + j` is row i of set a with
-        column j of set b.
+        Scores `[..., H, k]`, descending, and slots `[..., H, k]`, int64: slot `i * n + j` is row i with column j.
     """
-    (sets, n), dtype = row_scores.shape[-3:-1], row_scores.dtype
-    row_leading = torch.einsum("...hanr,habr->...habn", row_scores, row_vector.to(dtype))
-    column_leading = torch.einsum("...hbnr,habr->...habn", column_scores, column_vector.to(dtype))
+    n, dtype = row_scores.shape[-2], row_scores.dtype
+    row_leading = torch.einsum("...hnr,hr->...hn", row_scores, row_vector.to(dtype))
+    column_leading = torch.einsum("...hnr,hr->...hn", column_scores, column_vector.to(dtype))
     rows, columns = (leading.topk(side, dim=-1).indices for leading in (row_leading, column_leading))
-    kept_rows = _at(row_scores.unsqueeze(-3), rows)  # [..., H, h, h, side, r]
-    kept_columns = _at(column_scores.unsqueeze(-4), columns)
-    scores = (kept_rows @ core.to(dtype)) @ kept_columns.transpose(-1, -2)  # [..., H, h, h, side, side]
-    blocks = torch.arange(sets**2, device=rows.device).view(sets, sets, 1, 1)
-    slots = (blocks * n + rows.unsqueeze(-1)) * n + columns.unsqueeze(-2)
-    best, places = scores.flatten(-4).topk(k, dim=-1)  # [..., H, k]
-    return best, slots.flatten(-4).gather(-1, places)
+    kept_rows, kept_columns = _at(row_scores, rows), _at(column_scores, columns)  # [..., H, side, r] each
+    scores = (kept_rows @ core.to(dtype)) @ kept_columns.transpose(-1, -2)  # [..., H, side, side]
+    slots = rows.unsqueeze(-1) * n + columns.unsqueeze(-2)
+    best, places = scores.flatten(-2).topk(k, dim=-1)  # [..., H, k]
+    return best, slots.flatten(-2).gather(-1, places)
 
 
 def _at(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Gather the scores `[..., H, h or 1, 1 or h, n, r]` of keys `[..., H, h, h, side]`, to `[..., H, h, h, side, r]`."""
-    every = scores.expand(*keys.shape[:-1], *scores.shape[-2:])
-    return every.gather(-2, keys.unsqueeze(-1).expand(*keys.shape, scores.shape[-1]))
+    """Gather the scores `[..., H, n, r]` of keys `[..., H, side]`, to `[..., H, side, r]`."""
+    return scores.gather(-2, keys.unsqueeze(-1).expand(*keys.shape, scores.shape[-1]))
 
 
 def leading_vectors(core: torch.Tensor, row_vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
