@@ -12,6 +12,8 @@ from midus_hf.compare.variants import SHUFFLED
 
 # Seeds below which a spread says little.
 _ENOUGH_SEEDS = 3
+# Share of the median by which numbers of trained parameters may differ from it.
+_SHARE = 0.1
 # Student's t at 0.975 for 1 to 10 degrees of freedom; more take the last, which makes intervals wider.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
@@ -104,6 +106,11 @@ class VariantFindings:
     learned: Spread | None
     forgotten: Spread | None
 
+    @property
+    def is_certified(self) -> bool:
+        """True if the trained model of every seed came with a certificate of protected texts."""
+        return all(result.is_certified for result in self.results)
+
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
@@ -151,16 +158,16 @@ def findings(
     # A run that starts at the base measured it in the precision of training.
     starts = [one.start.losses for one in results if one.curve and not one.starts_elsewhere]
     base_losses = base.losses if comparison.stages or not starts else starts[0]
-    found = Findings(comparison, base, base_losses, [], failures, missing)
-    variants = [_variant_findings(name, found, results) for name in comparison.variants]
+    without_variants = Findings(comparison, base, base_losses, [], failures, missing)
+    variants = [_variant_findings(name, without_variants, results) for name in comparison.variants]
     able = [variant for variant in variants if variant is not None]
     able.sort(key=lambda variant: 0.0 if variant.domain_loss is None else variant.domain_loss.mean)
-    return dataclasses.replace(found, variants=able)
+    return dataclasses.replace(without_variants, variants=able)
 
 
-def _variant_findings(name: str, found: Findings, results: Sequence[Result]) -> VariantFindings | None:
+def _variant_findings(name: str, findings: Findings, results: Sequence[Result]) -> VariantFindings | None:
     """Return the findings about a variant; None if none of its runs with the first seed ended at a finite number."""
-    comparison = found.comparison
+    comparison = findings.comparison
     domain, retention = list(comparison.domain), list(comparison.retention)
     own = [result for result in results if result.variant == name]
     searches = [result for result in own if result.seed == comparison.seeds[0]]
@@ -172,8 +179,8 @@ def _variant_findings(name: str, found: Findings, results: Sequence[Result]) -> 
     controls = [
         result for result in results if result.control_of == name and rate_name(result.rate) == rate_name(chosen)
     ]
-    learned = {result.seed: found.falls(result, domain)[-1] for result in best} if domain else {}
-    forgotten = {result.seed: -found.falls(result, retention)[-1] for result in best} if retention else {}
+    learned = {result.seed: findings.falls(result, domain)[-1] for result in best} if domain else {}
+    forgotten = {result.seed: -findings.falls(result, retention)[-1] for result in best} if retention else {}
     return VariantFindings(
         name=name,
         rate=rate_name(chosen),
@@ -222,6 +229,9 @@ def cautions(findings: Findings) -> list[str]:
         "Unequal numbers of tokens": _differing(
             {variant.name: f"{max(result.tokens for result in variant.results):,}" for variant in variants}
         ),
+        "Trained parameters more than 10 % off the median of variants that do not train all": _unlike_the_median(
+            variants
+        ),
         **{f"Different {kind}": _differing(_origins(findings, kind)) for kind in KINDS},
     }
     sentences = [
@@ -237,13 +247,26 @@ def cautions(findings: Findings) -> list[str]:
 def shared_origin(findings: Findings) -> str:
     """Return a sentence on the data, base, code and machine that all rows share; empty if they share none."""
     origins = {kind: _origins(findings, kind) for kind in KINDS}
-    shared = [f"{kind} {words['base']}" for kind, words in origins.items() if not _differing(words)]
+    shared = [f"{kind} {by_row['base']}" for kind, by_row in origins.items() if not _differing(by_row)]
     return f"All rows were made with {'; '.join(shared)}." if shared else ""
 
 
-def _differing(words: Mapping[str, str]) -> Mapping[str, str]:
+def _differing(by_row: Mapping[str, str]) -> Mapping[str, str]:
     """Return what is said of each row if it is not the same of all; else nothing."""
-    return words if len(set(words.values())) > 1 else {}
+    return by_row if len(set(by_row.values())) > 1 else {}
+
+
+def _unlike_the_median(variants: Sequence[VariantFindings]) -> dict[str, str]:
+    """Return the trained parameters of variants that are far from the median of the variants that do not train all."""
+    counts = {
+        variant.name: variant.results[0].trained_parameters
+        for variant in variants
+        if not variant.results[0].trains_all
+    }
+    median = statistics.median(counts.values() or [0])
+    return {
+        name: f"{count:,} of {median:,.0f}" for name, count in counts.items() if abs(count - median) > _SHARE * median
+    }
 
 
 def _origins(findings: Findings, kind: str) -> dict[str, str]:

@@ -25,6 +25,7 @@ from midus_hf.compare.stages import measure_stages
 from midus_hf.compare.variants import SHUFFLED, Variant, available_controls, wanted
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
+from midus_hf.files.checkpoint_files import CERTIFICATE
 
 _SET_PARENT_DEATH_SIGNAL = 1
 # Keys of `midus train` that are refused of models without what trains or what reads paths, and change no loss of such a model.
@@ -135,7 +136,8 @@ def _measured_afterwards(result: Result, run: Run, comparison: Comparison, folde
     from upscalers.edits.shuffling import shuffle
 
     trained = str(folder / "trained")
-    measured: dict[str, Any] = {"tasks": _tasks(trained, comparison)}
+    is_certified = (folder / "trained" / CERTIFICATE).is_file()
+    measured: dict[str, Any] = {"tasks": _tasks(trained, comparison), "is_certified": is_certified}
     if comparison.controls and SHUFFLED in wanted(run.variant, result.controls):
         shuffle(trained, folder / "shuffled", run.seed)
         measured["saved"] = _losses(trained, run, comparison)

@@ -39,10 +39,10 @@ def as_keys(rate: float | Mapping[str, float]) -> Rate:
 
 
 def split_function(function: str) -> tuple[Path, str]:
-    """Return the file and the name of a variant's function, such as `mine.py:teach`.
+    """Return the file and the name of a variant's function, which is written as `mine.py:teach`.
 
     Raises:
-        ValueError: If it is not written so, or there is no such file of Python.
+        ValueError: If it is not written so, or the file is none of Python.
     """
     file, _, name = function.rpartition(":")
     if not (file.endswith(".py") and Path(file).expanduser().is_file() and name.isidentifier()):

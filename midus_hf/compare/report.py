@@ -25,7 +25,11 @@ from midus_hf.compare.runs import searches_of, tokens_of
 from midus_hf.compare.variants import Variant
 from midus_hf.look.page import Section, TableOfWords, write_page
 from midus_hf.look.pictures import as_png, new_figure
+from upscalers.methods.contract import get_method
+from upscalers.request.options import parse_options
 
+# Options of methods that set sizes, which the report has by default too.
+_SIZES = ("n", "k", "slots", "chapters", "memory_tokens", "rows", "sizes", "layers")
 _TRAININGS = {"trained": "after training", "tuned": "after fine-tuning"}
 # Metrics of a task in order of preference: reports show the first that the task has.
 _METRICS = ("acc_norm", "acc", "exact_match")
@@ -76,7 +80,7 @@ def short_count(number: int) -> str:
 def tables(findings: Findings) -> list[TableOfWords]:
     """Return all tables of a report that have rows."""
     failed = TableOfWords("Failed", ["run", "why"], [[name, why] for name, why in findings.failures.items()])
-    all_tables = [variants_table(findings), differences_table(findings), *stage_tables(findings)]
+    all_tables = [variants_table(findings), made_table(findings), differences_table(findings), *stage_tables(findings)]
     all_tables += [*paper_tables(findings), controls_table(findings), failed]
     return [table for table in all_tables if table.rows]
 
@@ -98,6 +102,7 @@ def variants_table(findings: Findings) -> TableOfWords:
     head += ["forgotten"] if comparison.retention else []
     head += ["backward transfer", "documents at their stage"] if comparison.stages else tasks
     head += ["seconds", "memory, GB", "starts at base"]
+    head += ["certified"] if any(variant.is_certified for variant in findings.variants) else []
     cells = [[row.get(column, "") for column in head] for row in rows]
     return TableOfWords("What each learned and forgot", head, cells)
 
@@ -120,7 +125,26 @@ def _variant_cells(findings: Findings, variant: VariantFindings) -> dict[str, st
         "seconds": f"{statistics.fmean(one.seconds for one in results):.0f}",
         "memory, GB": f"{max(one.peak_memory_bytes for one in results) / 1e9:.2f}",
         "starts at base": "" if starts == {None} else "yes" if starts == {True} else "no",
+        "certified": "yes" if variant.is_certified else "",
     }
+
+
+def made_table(findings: Findings) -> TableOfWords:
+    """Return the table of how each variant was made: options that its keys name, and defaults of options that set sizes."""
+    rows = []
+    for variant in findings.variants:
+        request = variant.results[0].request
+        upscaling, function = request.get("upscale"), request.get("function")
+        options = dict((request.get("train") or {}).get("adapters") or {})
+        made = [function["name"] if function else "LoRA" if options else "the base", "", ""]
+        if upscaling is not None:
+            method, values = get_method(upscaling["method"]), upscaling.get("options") or {}
+            recorded = method(parse_options(method.options_class, values, method.name)).recorded_options
+            options = {key: recorded[key] for key in recorded if key in values or key in _SIZES} | options
+            placement = upscaling.get("placement") or method.default_placement or ""
+            made = [method.name, str(upscaling.get("num_new_layers") or ""), str(placement)]
+        rows.append([variant.name, *made, ", ".join(f"{key}={value}" for key, value in options.items())])
+    return TableOfWords("How each was made", ["variant", "method", "new layers", "placement", "options"], rows)
 
 
 def _measured_cells(comparison: Comparison, models: Sequence[Measured]) -> dict[str, str]:
@@ -156,14 +180,14 @@ def controls_table(findings: Findings) -> TableOfWords:
 
 def differences(findings: Findings) -> dict[str, tuple[Spread, Spread | None]]:
     """Return how much more each variant learned and forgot than the reference, over the seeds that both have."""
-    reference, found = findings.reference, {}
+    reference, by_variant = findings.reference, {}
     if reference is None:
         return {}
     for variant in findings.variants:
         learned = paired(reference.learned_by_seed, variant.learned_by_seed)
         if variant.name != reference.name and learned is not None:
-            found[variant.name] = (learned, paired(reference.forgotten_by_seed, variant.forgotten_by_seed))
-    return found
+            by_variant[variant.name] = (learned, paired(reference.forgotten_by_seed, variant.forgotten_by_seed))
+    return by_variant
 
 
 def differences_table(findings: Findings) -> TableOfWords:
@@ -264,7 +288,8 @@ def paper_number(paper: PaperOptions, column: str, result: Result, tuned: bool =
 def draw(findings: Findings) -> bytes:
     """Draw learning against what happened to other texts, a path of mean losses per variant with deviations at its end, as PNG.
 
-    Of variants that do not start at the base, the end alone is drawn. The picture needs matplotlib.
+    Of variants that do not start at the base, the end alone is drawn. A ring marks the end of a certified variant. The picture needs
+    matplotlib.
     """
     import matplotlib
 
@@ -278,12 +303,16 @@ def draw(findings: Findings) -> bytes:
         first = -1 if any(one.starts_elsewhere for one in variant.results) else 0
         xs = [statistics.fmean(falls) for falls in learned][first:]
         ys = [-statistics.fmean(falls) for falls in other][first:]
-        axes.plot(xs, ys, color=colors(number % colors.N), label=variant.name)
+        color = colors(number % colors.N)
+        axes.plot(xs, ys, color=color, label=variant.name + ", certified" * variant.is_certified)
+        if variant.is_certified:
+            axes.scatter(xs[-1], ys[-1], s=160, facecolors="none", edgecolors=color)
         assert variant.learned is not None and variant.forgotten is not None, "there are texts of both kinds"
         deviations = {"xerr": variant.learned.deviation, "yerr": variant.forgotten.deviation}
-        axes.errorbar(xs[-1], ys[-1], **deviations, fmt="o", capsize=3, color=colors(number % colors.N))
+        axes.errorbar(xs[-1], ys[-1], **deviations, fmt="o", capsize=3, color=color)
     axes.axhline(0.0, color="#888888", linewidth=1.0, linestyle=":", zorder=0)
     axes.set(xlabel="learned (nats per token)", ylabel="forgotten (nats per token)")
+    axes.yaxis.set_major_formatter(lambda risen, _: f"{risen:+.3g}" if abs(risen) > 1e-9 else "as the base")
     axes.set_title("means over seeds; ends ± one standard deviation over seeds", fontsize=9, loc="left")
     axes.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
@@ -346,12 +375,14 @@ def as_json(findings: Findings, page: Path) -> dict[str, Any]:
 def write_report(root: Path, findings: Findings) -> Path:
     """Write `report.html`, a page that needs no other file, and return its path.
 
-    The page has a picture if matplotlib is installed, and variants with results are measured on domain and retention texts.
+    The page has a picture, which is also written as `frontier.png`, if matplotlib is installed, and variants with results are
+    measured on domain and retention texts.
     """
     comparison, pictures = findings.comparison, {}
     has_both = findings.variants and comparison.domain and comparison.retention
     if has_both and importlib.util.find_spec("matplotlib") is not None:
         pictures["Learned and forgotten"] = draw(findings)
+        (root / "frontier.png").write_bytes(pictures["Learned and forgotten"])
     how_to_read = [_HOW_TO_READ_STAGES if comparison.stages else _HOW_TO_READ, shared_origin(findings)]
     sections = [Section("", cautions(findings), pictures=pictures), Section("", tables=tables(findings))]
     title = f"What variants of {Path(comparison.base).name} learned and forgot"

@@ -31,12 +31,13 @@ class Measured:
 class Result:
     """Result of a run, or of the base, whose curve is a single point.
 
-    All losses are of packed sequences, in the precision of training; those of stages are of documents. `tasks` are metrics of the
+    All losses are of packed sequences, in the precision of training; with stages they are of documents. `tasks` are metrics of the
     trained model, `tuned` what was measured after fine-tuning. `shuffled` are losses after the rows of the trained model's value
-    tables were permuted, and `saved` those of this model before, with its weights as they are saved. `controls` are the null
+    tables were permuted, and `saved` the losses of this model before, with its weights as they are saved. `controls` are the null
     controls that the memory has, with what each changes; a run that is itself a null control has `control` and `control_of`, its
     name and its variant. `starts_at_base` says whether the upscaled model was verified to compute bit for bit what the base
-    computes; None where nothing was upscaled or verified. `is_causal` says whether every token is computed without later tokens.
+    computes; None where nothing was upscaled or verified. `is_causal` says whether every token is computed without later tokens,
+    `is_certified` whether the trained model came with a certificate of protected texts.
     `tokens` and `seconds` count training alone. `peak_memory_bytes` is what PyTorch allocated on a GPU, else the resident memory of
     the process, up to the end of training. Of a comparison with stages, the curve has the start and a point after each stage, and
     `routed` is the share of each stage's documents that were measured by the model of this stage, where stages have models of their
@@ -60,6 +61,7 @@ class Result:
     tokens: int = 0
     starts_at_base: bool | None = None
     is_causal: bool = True
+    is_certified: bool = False
     seconds: float = 0.0
     peak_memory_bytes: int = 0
     routed: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -70,6 +72,12 @@ class Result:
     def starts_elsewhere(self) -> bool:
         """True if the run upscaled, and the upscaled model was not verified to start from what the base computes."""
         return self.request.get("upscale") is not None and not self.starts_at_base
+
+    @property
+    def trains_all(self) -> bool:
+        """True if the run trained all parameters of its model, as its keys say."""
+        train = self.request.get("train") or {}
+        return train.get("trainable") == "all" and not train.get("adapters")
 
     @property
     def start(self) -> Point:

@@ -21,6 +21,7 @@ from midus_hf.compare.options import Comparison
 from midus_hf.compare.results import Point, Result, read_result
 from midus_hf.compare.runs import Run, base_run, tokens_of, window_keys
 from midus_hf.compare.variants import with_corpora
+from midus_hf.files.checkpoint_files import CERTIFICATE
 
 # Negative log-likelihood in nats, and number of predicted tokens, of each document of a text.
 Losses = Sequence[tuple[float, int]]
@@ -61,7 +62,7 @@ def _in_order(run: Run, comparison: Comparison, folder: Path) -> Result:
         points.append(
             _point(learned, _means(_losses_of_texts(model, _texts_after(stage, comparison), run, comparison)))
         )
-    result = _result(run, points, learned)
+    result = dataclasses.replace(_result(run, points, learned), is_certified=(Path(model) / CERTIFICATE).is_file())
     return dataclasses.replace(result, **made_together(made)) if made else result
 
 

@@ -49,7 +49,7 @@ def packed_loss(folder: Path, text: Path) -> float:
 
 def accuracy(model: Path, room: Path) -> dict[str, float]:
     settings = EvaluationSettings(tasks=["piqa"], data=str(room / "questions"), limit=2)
-    return evaluate([str(model)], settings, quiet=True)["models"][0]["tasks"]["piqa"]
+    return evaluate([str(model)], settings)["models"][0]["tasks"]["piqa"]
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +125,16 @@ def test_a_model_that_was_not_seen_to_start_as_the_base_is_known(room, kept, tmp
     result = comparing.measure(comparing.runs()[0])
     assert result.starts_at_base is starts and result.starts_elsewhere
     assert result.start.losses["plants"] != kept[1].losses["plants"]
+
+
+@pytest.mark.parametrize("train", [{"protect": "stars.txt"}, {}], ids=["protect", "no text"])
+def test_a_result_says_whether_its_model_is_certified(room, kept, tmp_path, train):
+    options = {"table": "exact", "corpus": str(room / "corpus"), "width": 8, "layers": [0], "compress": False}
+    upscaling = {"method": "engram", "options": options}
+    train = {key: [str(room / text)] for key, text in train.items()}
+    variants = {"a": {"upscale": upscaling, "train": train, "rates": [1e-2]}}
+    comparing = with_the_base_of(kept, Comparing(room, tmp_path, variants, controls=False))
+    assert comparing.measure(comparing.runs()[0]).is_certified is bool(train)
 
 
 @pytest.mark.parametrize("routing", ["chunk", "sequence"])

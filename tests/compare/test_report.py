@@ -1,5 +1,6 @@
 """What is written of a comparison, done or not, and of stages: tables, JSON, a page and its picture."""
 
+import base64
 import dataclasses
 import html
 import importlib.util
@@ -20,6 +21,7 @@ from midus_hf.compare.report import (
     differences_table,
     draw,
     gains,
+    made_table,
     metric_of,
     short_count,
     stage_tables,
@@ -65,6 +67,35 @@ def test_the_table_of_variants_has_the_numbers_that_a_hand_computes():
 def test_whether_a_variant_starts_at_the_base_is_told(starts, expected):
     runs = [result("hml", [0.5], seed=seed, starts_at_base=one) for seed, one in enumerate(starts)]
     assert rows_of(variants_table(found(runs, variants=["hml"])))["hml"]["starts at base"] == expected
+
+
+def test_certified_variants_are_marked():
+    certified = [result("hml", [0.5], seed=seed, is_certified=True) for seed in (0, 1)]
+    rows = rows_of(variants_table(found([*certified, *FULL])))
+    assert {name: row["certified"] for name, row in rows.items()} == {"base": "", "hml": "yes", "full": ""}
+    half = [dataclasses.replace(certified[0], is_certified=False), certified[1]]
+    assert "certified" not in variants_table(found([*half, *FULL])).head
+
+
+def test_the_report_says_how_each_variant_was_made():
+    requests = {
+        "hml": {"upscale": {"method": "midus-hml", "num_new_layers": 10, "options": {"n": 32}}},
+        "engram": {"upscale": {"method": "engram", "options": {"corpus": __file__, "table": "exact"}}},
+        "pro": {"upscale": {"method": "llama-pro", "num_new_layers": 3, "placement": "1,2,3"}},
+        "lora": {"train": {"adapters": {"r": 8, "lora_alpha": 16}}},
+        "mine": {"function": {"name": "teach", "sha256": "a" * 64}, "train": {}},
+        "full": {"train": {"trainable": "all"}},
+    }
+    one = found([result(name, [0.1], request=request) for name, request in requests.items()], variants=requests)
+    assert tables(one)[1] == made_table(one)
+    assert {row[0]: row[1:] for row in made_table(one).rows} == {
+        "hml": ["midus-hml", "10", "distributed", "k=4, n=32"],
+        "engram": ["engram", "", "", "table=exact, rows=65536, layers=published, corpus=test_report.py"],
+        "pro": ["llama-pro", "3", "1,2,3", ""],
+        "lora": ["LoRA", "", "", "r=8, lora_alpha=16"],
+        "mine": ["teach", "", "", ""],
+        "full": ["the base", "", "", ""],
+    }
 
 
 def test_tasks_of_base_and_variants_are_told():
@@ -162,8 +193,11 @@ def test_the_page_needs_no_other_file_and_says_what_the_tables_say(tmp_path, mon
     runs = [*HML, *FULL, *FULL_SLOW, *NULL]
     one = found(runs, failures={"a<b": "1 & 2"}, missing=1, base="/folder/of/a/base")
     page = write_report(tmp_path, one).read_text().replace("\u00a0", " ")
-    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [*["frontier.png"] * has_matplotlib, "report.html"]
     assert page.count("data:image/png;base64,") == has_matplotlib
+    if has_matplotlib:
+        assert base64.b64encode((tmp_path / "frontier.png").read_bytes()).decode() in page
     assert not re.findall(r"(?:src|href)=(?!\"data:)|@import|url\(|<script", page)
     for table in tables(one):
         assert f"<h3>{table.title}</h3>" in page
@@ -177,6 +211,7 @@ PICTURES = {
     "several seeds": [*HML, *FULL, *FULL_SLOW],
     "a start elsewhere": [result("hml", [0.1]), *SOLAR],
     "the start alone": [result("hml", []), result("full", [])],
+    "a certificate": [result("hml", [0.1], is_certified=True), *FULL],
     "eleven variants": [result(f"variant-{number}", [0.1]) for number in range(11)],
 }
 

@@ -136,7 +136,7 @@ def test_a_memory_of_each_stage_is_added_before_it_and_trains_alone(room, tmp_pa
         assert torch.equal(tensors[name], tensor), name
     # What the second stage learned reads no n-gram of the first one's corpus.
     assert result.curve[1].losses["greek"] < base.losses["greek"]
-    assert (model / "certificate.json").is_file() and result.new_parameters > comparing.variants[0].new_parameters
+    assert result.is_certified and result.new_parameters > comparing.variants[0].new_parameters
 
 
 def test_each_stage_has_a_model_of_its_own_and_a_document_the_nearest(room, tmp_path, monkeypatch):

@@ -42,7 +42,7 @@ SMALLER = {
     "compare": {
         '"max_steps": 16': '"max_steps": 2',
         '"sequence_length": 256': '"sequence_length": 32',
-        '"evaluations": 4': '"evaluations": 1',
+        '"eval_steps": 4': '"eval_steps": 1',
     },
 }
 """What of each notebook's code is replaced, so that a tiny base takes seconds."""
