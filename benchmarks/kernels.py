@@ -124,9 +124,9 @@ def _gather(width: int, m: int, dtype: torch.dtype) -> None:
 
 
 def _attend(dim: int, memory_tokens: int, dtype: torch.dtype) -> None:
-    blocks, heads, kv_heads, chapters = 512, 32, 8, 64
+    blocks, heads, chapters = 512, 32, 64
     rows, factors = _sized(blocks * BLOCK_ROWS, heads, dim, dtype=dtype), _sized(blocks * BLOCK_ROWS)
-    table = _sized(chapters, memory_tokens, kv_heads, dim, dtype=dtype)
+    table = _sized(chapters, memory_tokens, heads, dim, dtype=dtype)
     arguments = (rows, factors, table, table, *(_sized(size, dtype=torch.int64) for size in (blocks, chapters)))
     outputs, sums = triton_chapter_blocks(*arguments)
     triton_chapter_gradients(outputs, sums, *arguments, outputs, sums, True, True)

@@ -99,9 +99,10 @@ def _gathered(shape: Shape, tokens: int) -> Inputs:
 
 def _opened(shape: Shape, tokens: int, chapters: int = 64, memory_tokens: int = 64, chosen: int = 4) -> Inputs:
     table = (chapters, memory_tokens, shape.heads, shape.head_dim)
-    order = torch.rand(1, tokens, chapters).argsort(-1)
-    query = torch.randn(1, tokens, shape.heads, shape.head_dim)
-    return {"query": query, "keys": torch.randn(table), "values": torch.randn(table), "chapters": order[..., :chosen]}
+    order = torch.rand(tokens, chapters).argsort(-1)
+    query = torch.randn(tokens, 1, shape.heads, shape.head_dim)
+    keys, values, scales = torch.randn(table), torch.randn(table), torch.rand(tokens, chosen)
+    return {"query": query, "keys": keys, "values": values, "chapters": order[:, :chosen], "scales": scales}
 
 
 def _stacked(shape: Shape, tokens: int, slots: int = 16) -> Inputs:

@@ -107,7 +107,7 @@ class Chapters(MemoryModule):
         keys, values, chapters = self._memory_tokens(tables or {}, chapters, hidden_states)
 
         def attend(query: torch.Tensor, numbers: Numbers) -> torch.Tensor:
-            return chapter_attention(query, keys, values, chapters[numbers].unsqueeze(1), scales[numbers].unsqueeze(1))
+            return chapter_attention(query, keys, values, chapters[numbers], scales[numbers])
 
         output = routing.pooled.stretches.read(self._queries(normalised), attend)
         return self.output_projection(output.flatten(-2))

@@ -111,10 +111,9 @@ class UltraMem(MemoryModule):
             query = _rms_normalised(query.to(wide), self.query_norm_weight.to(wide))
             keys, row_vector, column_vector = self._keys_and_vectors(query, keep_vectors and self.training)
             row_scores, column_scores = _scores(query, keys)
-            core, *vectors = (
-                part[:, 0, 0] for part in (self.core, row_vector, column_vector)
-            )  # [H, 1, 1, ...] in checkpoints
-            return tucker_topk(row_scores, column_scores, core, vectors[0], vectors[1], options.k, options.side)
+            # In checkpoints, cores and their vectors are [H, 1, 1, ...].
+            core, row_vector, column_vector = (part[:, 0, 0] for part in (self.core, row_vector, column_vector))
+            return tucker_topk(row_scores, column_scores, core, row_vector, column_vector, options.k, options.side)
 
     def _keys_and_vectors(self, query: torch.Tensor, keep: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the result of the function `keys_and_vectors`, in the dtype of `query`.

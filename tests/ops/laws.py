@@ -71,8 +71,7 @@ def assert_equals_reference(op: OpCase, arguments: Arguments, body: str, **optio
     actual = output_and_gradients(op, arguments, body, **options)
     for name, exact in output_and_gradients(op, arguments, "reference", torch.float64, **options).items():
         assert actual[name].dtype == (torch.float32 if name in op.wide else dtype)
-        # Differences of rounded numbers; and triton's interpreter cuts off what bfloat16 has no place for, where a GPU rounds.
-        assert_close(name, actual[name], exact, dtype, slack=2 if name == "biases" else 1)
+        assert_close(name, actual[name], exact, dtype)
 
 
 def sizes_and_dtypes(op: OpCase, body: str) -> list[tuple[str, torch.dtype]]:

@@ -103,38 +103,34 @@ def opened(
     tokens=37,
     chosen=2,
     heads=4,
-    kv_heads=2,
     width=16,
     chapters=3,
     memory=8,
     dtype=torch.float32,
-    weighed="scales biases",
 ):
     """Make tokens that each read chapters of their own."""
     order = torch.rand(tokens, chapters, generator=torch.Generator().manual_seed(0)).argsort(-1)
-    table = (chapters, memory, kv_heads, width)
+    table = (chapters, memory, heads, width)
     return {
         "query": drawn(tokens, heads, width, seed=1, dtype=dtype),
         "keys": drawn(*table, seed=2, dtype=dtype),
         "values": drawn(*table, seed=3, dtype=dtype),
         "chapters": order[:, :chosen].to(DEVICE),
-    } | {name: drawn(tokens, chosen, seed=len(name)) for name in weighed.split()}
+        "scales": drawn(tokens, chosen, seed=6),
+    }
 
 
 def in_stretches(tokens=64, dtype=torch.float32, **sizes):
     """Make two stretches of tokens, each so long that the rows of its chapters are gathered for all of its tokens."""
     made, stretches = opened(tokens, dtype=dtype, **sizes), min(2, tokens)
-    return {
-        name: tensor if name in ("query", "keys", "values") else tensor[:stretches] for name, tensor in made.items()
-    }
+    return made | {name: made[name][:stretches] for name in ("chapters", "scales")}
 
 
 def attended(arguments: Arguments, backend: str) -> torch.Tensor:
-    """Read one text, of as many stretches as there are choices of chapters."""
-    of_text = {
-        name: tensor if name in ("keys", "values") else tensor.unsqueeze(0) for name, tensor in arguments.items()
-    }
-    return chapter_attention(**of_text, backend=backend).squeeze(0)
+    """Read tokens, in as many stretches as there are choices of chapters."""
+    query, stretches = arguments["query"], max(1, len(arguments["chapters"]))
+    by_stretch = query.reshape(len(arguments["chapters"]), len(query) // stretches, *query.shape[1:])
+    return chapter_attention(**(arguments | {"query": by_stretch}), backend=backend).reshape(query.shape)
 
 
 def blocks_of(arguments: Arguments) -> tuple[torch.Tensor, ...]:
@@ -190,18 +186,16 @@ LOOKED_UP = {
     "many-scores": {"tokens": 350, "half": 2, "n": 5, "width": 3},
 }
 OPENED = {
-    "both": {},
-    **{name or "neither": {"weighed": name} for name in ("", "scales", "biases")},
+    "small": {},
     **{
-        name: dict(zip(("tokens", "chosen", "heads", "kv_heads", "width", "chapters", "memory"), numbers, strict=True))
-        | {"weighed": "scales"}
+        name: dict(zip(("tokens", "chosen", "heads", "width", "chapters", "memory"), numbers, strict=True))
         for name, numbers in {
-            "one-token": (1, 3, 2, 1, 8, 4, 5),
-            "several-stretches": (33, 1, 3, 3, 20, 3, 70),
-            "all-chapters": (150, 2, 4, 1, 32, 2, 33),
-            "few-are-read": (5, 4, 2, 2, 80, 30, 3),
-            "widest": (20, 2, 2, 1, 256, 3, 40),
-            "ones": (65, 1, 1, 1, 1, 1, 2),
+            "one-token": (1, 3, 2, 8, 4, 5),
+            "several-stretches": (33, 1, 3, 20, 3, 70),
+            "all-chapters": (150, 2, 4, 32, 2, 33),
+            "few-are-read": (5, 4, 2, 80, 30, 3),
+            "widest": (20, 2, 2, 256, 3, 40),
+            "ones": (65, 1, 1, 1, 1, 2),
         }.items()
     },
 }
@@ -272,15 +266,15 @@ OPS = {
         lambda arguments, body: (chapter_blocks_op, blocks_of(arguments)),
         "chapter_blocks",
         unregistered=("torch",),
-        wide=("scales", "biases"),
+        wide=("scales",),
         around=True,
     ),
     "chapters in stretches": OpCase(
         in_stretches,
         attended,
         ("torch",),
-        {"both": {}, "neither": {"weighed": ""}, "odd-sizes": {"tokens": 32, "heads": 3, "kv_heads": 1, "width": 20}},
-        wide=("scales", "biases"),
+        {"small": {}, "odd-sizes": {"tokens": 32, "heads": 3, "width": 20}},
+        wide=("scales",),
         unregistered=("torch",),
     ),
     "depth": OpCase(

@@ -20,7 +20,7 @@ with pytest.raises(ValueError, match="backend is 'triton', but triton is not ins
 
 from midus_hf.ops.chapters.op import chapter_attention
 
-tokens = torch.randn(1, 2, 1, 4), *torch.randn(2, 3, 2, 1, 4), torch.tensor([[[0], [2]]])
+tokens = torch.randn(2, 1, 1, 4), *torch.randn(2, 3, 2, 1, 4), torch.tensor([[0], [2]]), torch.ones(2, 1)
 torch.testing.assert_close(chapter_attention(*tokens), chapter_attention(*tokens, backend="reference"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -30,8 +30,7 @@ def segment_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     chapters: torch.Tensor,
-    scales: torch.Tensor | None = None,
-    biases: torch.Tensor | None = None,
+    scales: torch.Tensor,
     *,
     backend: str = "torch",
 ) -> torch.Tensor:
@@ -42,11 +41,10 @@ def segment_attention(
 
     Args:
         query: `[N, H, d]`.
-        keys: `[C, M, K, d]`, in the dtype of `query`.
-        values: `[C, M, K, d]`, in the dtype of `query`.
+        keys: `[C, M, H, d]`, in the dtype of `query`.
+        values: `[C, M, H, d]`, in the dtype of `query`.
         chapters: Chapters that each token reads, `[N, n]`, int64.
-        scales: Factors of the keys and values of a chapter, `[N, n]`. Default: 1.
-        biases: Summands of the attention logits of a chapter, `[N, n]`. Default: 0.
+        scales: Factors of the keys and values of a chapter, `[N, n]`.
         backend: `"torch"` or `"triton"`. Default: `"torch"`.
 
     Returns:
@@ -57,11 +55,8 @@ def segment_attention(
     outputs, sums = chapter_blocks_op(*arguments) if backend == "triton" else block_attention(*arguments)
     pair_outputs = outputs.index_select(0, segments.row_of_pair).unflatten(0, chapters.shape)  # [N, n, H, d]
     log_sums = sums.index_select(0, segments.row_of_pair).unflatten(0, chapters.shape)  # [N, n, H]
-    if biases is not None:
-        log_sums = log_sums + biases.to(log_sums.dtype).unsqueeze(-1)
     weights = log_sums.softmax(dim=1)
-    if scales is not None:
-        weights = weights * scales.to(weights.dtype).unsqueeze(-1)
+    weights = weights * scales.to(weights.dtype).unsqueeze(-1)
     return torch.einsum("tnh,tnhd->thd", weights.to(query.dtype), pair_outputs)
 
 
@@ -70,7 +65,7 @@ def block_arguments(
     keys: torch.Tensor,
     values: torch.Tensor,
     chapters: torch.Tensor,
-    scales: torch.Tensor | None,
+    scales: torch.Tensor,
     segments: Segments,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the arguments of `block_attention`, from the arguments of `segment_attention` and its sorted pairs."""
@@ -78,10 +73,8 @@ def block_arguments(
     # The gradient of an embedding is summed in a fixed order.
     rows = torch.nn.functional.embedding(tokens, query.flatten(1)).unflatten(1, query.shape[1:])  # [R, H, d]
     wide = torch.promote_types(query.dtype, torch.float32)
-    factors = torch.full((len(rows),), 1 / math.sqrt(query.shape[-1]), dtype=wide, device=query.device)
-    if scales is not None:
-        row_scales = factors.new_zeros(len(rows)).index_put((segments.row_of_pair,), scales.flatten().to(wide))
-        factors = factors * row_scales
+    row_scales = rows.new_zeros(len(rows), dtype=wide).index_put((segments.row_of_pair,), scales.flatten().to(wide))
+    factors = row_scales * (1 / math.sqrt(query.shape[-1]))
     return rows, factors, keys, values, segments.chapter_of_block, segments.block_ends
 
 
@@ -98,27 +91,24 @@ def block_attention(
     Args:
         rows: Queries, `[R, H, d]`, block after block.
         factors: Factor of the scores of each row, `[R]`, float32 at least.
-        keys: `[C, M, K, d]`.
-        values: `[C, M, K, d]`.
+        keys: `[C, M, H, d]`.
+        values: `[C, M, H, d]`.
         chapter_of_block: Chapter of each block, `[R / BLOCK_ROWS]`, int64.
         block_ends: Number of blocks up to and including each chapter, `[C]`, int64, for the gradients of kernels.
 
     Returns:
         The outputs `[R, H, d]`, and the logarithm of the sum of the exponentials of scores `[R, H]`, float32 at least.
     """
-    blocks = rows.unflatten(0, (-1, BLOCK_ROWS)).unflatten(2, (keys.shape[2], -1)).permute(0, 2, 3, 1, 4)
+    blocks = rows.unflatten(0, (-1, BLOCK_ROWS)).transpose(1, 2)  # [blocks, H, BLOCK_ROWS, d]
     block_keys, block_values = (
         torch.nn.functional.embedding(chapter_of_block, table.flatten(1)).unflatten(1, table.shape[1:]).transpose(1, 2)
         for table in (keys, values)
-    )  # [blocks, K, M, d]
-    scores = blocks.flatten(2, 3) @ block_keys.transpose(-1, -2)  # [blocks, K, G * BLOCK_ROWS, M]
-    scores = scores.to(factors.dtype).unflatten(2, blocks.shape[2:4])
-    scores = (scores * factors.view(-1, 1, 1, BLOCK_ROWS, 1)).flatten(2, 3)
+    )  # [blocks, H, M, d]
+    scores = blocks @ block_keys.transpose(-1, -2)  # [blocks, H, BLOCK_ROWS, M]
+    scores = scores.to(factors.dtype) * factors.view(-1, 1, BLOCK_ROWS, 1)
     log_sums = scores.logsumexp(dim=-1, keepdim=True)
-    outputs = (scores - log_sums).exp().to(rows.dtype) @ block_values  # [blocks, K, G * BLOCK_ROWS, d]
-    by_row = (part.unflatten(2, blocks.shape[2:4]).permute(0, 3, 1, 2, 4) for part in (outputs, log_sums))
-    outputs, log_sums = (part.flatten(0, 1).flatten(1, 2) for part in by_row)
-    return outputs, log_sums.squeeze(-1)
+    outputs = (scores - log_sums).exp().to(rows.dtype) @ block_values  # [blocks, H, BLOCK_ROWS, d]
+    return outputs.transpose(1, 2).flatten(0, 1), log_sums.squeeze(-1).transpose(1, 2).flatten(0, 1)
 
 
 def sort_by_chapter(chapters: torch.Tensor, num_chapters: int) -> Segments:

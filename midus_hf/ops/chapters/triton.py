@@ -4,8 +4,8 @@ A program takes one block of rows and one query head, and reads the chapter's me
 online softmax. Shares of attention are computed again for the gradients. The gradient of a memory token is summed by
 one program over the blocks of its chapter, in their order, so that no two programs add to the same number.
 
-Sizes: R rows, C chapters of M memory tokens, H query heads, K heads of keys and values; `BP` rows per block, `BM` memory
-tokens per stretch, `DP` the power of two at or above the width of a head, at least 16.
+Sizes: R rows, C chapters of M memory tokens, H heads; `BP` rows per block, `BM` memory tokens per stretch, `DP` the power
+of two at or above the width of a head, at least 16.
 """
 
 import torch
@@ -52,16 +52,16 @@ def store_head_rows(tile, rows, row, valid, WIDTH: tl.constexpr, DP: tl.constexp
 
 
 @triton.jit
-def stretch_of_memory(chapter, start, kv_head, kv_heads, MEMORY: tl.constexpr, BM: tl.constexpr):
-    """Return the rows [BM] of memory tokens from `start` on in a table [C, M, K, d], and a mask of the existing ones."""
+def stretch_of_memory(chapter, start, head, heads, MEMORY: tl.constexpr, BM: tl.constexpr):
+    """Return the rows [BM] of memory tokens from `start` on in a table [C, M, H, d], and a mask of the existing ones."""
     memory = start + tl.arange(0, BM)
-    return (chapter * MEMORY + memory) * kv_heads + kv_head, memory < MEMORY
+    return (chapter * MEMORY + memory) * heads + head, memory < MEMORY
 
 
 @triton.jit
 def chapter_forward_kernel(
     rows, factors, keys, values, chapter_of_block, outputs, sums, heads,
-    GROUP: tl.constexpr, MEMORY: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    MEMORY: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
     BP: tl.constexpr, BM: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Write what each row and head reads [R, H, d], and the log-sum-exp of its scores [R, H]."""
@@ -75,7 +75,7 @@ def chapter_forward_kernel(
     total = tl.zeros([BP], tl.float32)
     read = tl.zeros([BP, DP], tl.float32)
     for start in range(0, MEMORY, BM):
-        memory, there = stretch_of_memory(chapter, start, head // GROUP, heads // GROUP, MEMORY, BM)
+        memory, there = stretch_of_memory(chapter, start, head, heads, MEMORY, BM)
         key, value = head_rows(keys, memory, there, WIDTH, DP), head_rows(values, memory, there, WIDTH, DP)
         scores = product(query, tl.trans(key), PRECISION) * factor[:, None]  # [BP, BM]
         scores = tl.where(there[None, :], scores, float("-inf"))
@@ -92,7 +92,7 @@ def chapter_forward_kernel(
 @triton.jit
 def chapter_row_gradient_kernel(
     gradient, rows, factors, keys, values, chapter_of_block, sums, means, into_rows, into_factors, heads,
-    GROUP: tl.constexpr, MEMORY: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    MEMORY: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
     BP: tl.constexpr, BM: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of rows [R, H, d], and of factors per row and head [R, H]."""
@@ -105,7 +105,7 @@ def chapter_row_gradient_kernel(
     into_row = tl.zeros([BP, DP], tl.float32)
     into_factor = tl.zeros([BP], tl.float32)
     for start in range(0, MEMORY, BM):
-        memory, there = stretch_of_memory(chapter, start, head // GROUP, heads // GROUP, MEMORY, BM)
+        memory, there = stretch_of_memory(chapter, start, head, heads, MEMORY, BM)
         key, value = head_rows(keys, memory, there, WIDTH, DP), head_rows(values, memory, there, WIDTH, DP)
         products = product(query, tl.trans(key), PRECISION)  # [BP, BM]
         shares = tl.where(there[None, :], tl.exp(products * factor[:, None] - log_sum[:, None]), 0.0)
@@ -119,28 +119,26 @@ def chapter_row_gradient_kernel(
 @triton.jit
 def chapter_table_gradient_kernel(
     gradient, rows, factors, keys, values, block_ends, sums, means, into_keys, into_values, heads,
-    GROUP: tl.constexpr, MEMORY: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    MEMORY: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
     BP: tl.constexpr, BM: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of BM memory tokens of one head of a chapter, summed over the blocks of the chapter."""
-    kv_heads = heads // GROUP
-    chapter, kv_head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
+    chapter, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     first = tl.load(block_ends + chapter - 1, mask=chapter > 0, other=0)
     end = tl.load(block_ends + chapter)
-    memory, there = stretch_of_memory(chapter.to(tl.int64), tl.program_id(1) * BM, kv_head, kv_heads, MEMORY, BM)
+    memory, there = stretch_of_memory(chapter.to(tl.int64), tl.program_id(1) * BM, head, heads, MEMORY, BM)
     key, value = head_rows(keys, memory, there, WIDTH, DP), head_rows(values, memory, there, WIDTH, DP)
     into_key = tl.zeros([BM, DP], tl.float32)
     into_value = tl.zeros([BM, DP], tl.float32)
-    for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
-        for block in range(first, end):
-            index = block * BP + tl.arange(0, BP)
-            row, every = index * heads + head, index >= 0
-            query, upstream = head_rows(rows, row, every, WIDTH, DP), head_rows(gradient, row, every, WIDTH, DP)
-            factor, log_sum, mean = tl.load(factors + index), tl.load(sums + row), tl.load(means + row)
-            shares = tl.exp(product(key, tl.trans(query), PRECISION) * factor[None, :] - log_sum[None, :])  # [BM, BP]
-            into_value += product(shares, upstream, PRECISION)
-            into_scores = shares * (product(value, tl.trans(upstream), PRECISION) - mean[None, :])
-            into_key += product(into_scores * factor[None, :], query, PRECISION)
+    for block in range(first, end):
+        index = block * BP + tl.arange(0, BP)
+        row, every = index * heads + head, index >= 0
+        query, upstream = head_rows(rows, row, every, WIDTH, DP), head_rows(gradient, row, every, WIDTH, DP)
+        factor, log_sum, mean = tl.load(factors + index), tl.load(sums + row), tl.load(means + row)
+        shares = tl.exp(product(key, tl.trans(query), PRECISION) * factor[None, :] - log_sum[None, :])  # [BM, BP]
+        into_value += product(shares, upstream, PRECISION)
+        into_scores = shares * (product(value, tl.trans(upstream), PRECISION) - mean[None, :])
+        into_key += product(into_scores * factor[None, :], query, PRECISION)
     store_head_rows(into_key, into_keys, memory, there, WIDTH, DP)
     store_head_rows(into_value, into_values, memory, there, WIDTH, DP)
 
@@ -159,7 +157,7 @@ def triton_chapter_blocks(
     if rows.numel():
         with on_device_of(rows):
             chapter_forward_kernel[(len(chapter_of_block) * rows.shape[1],)](
-                rows, factors.contiguous(), keys, values, chapter_of_block, outputs, sums, rows.shape[1], **_tile(rows, keys)
+                rows, factors.contiguous(), keys, values, chapter_of_block, outputs, sums, rows.shape[1], **_tile(keys)
             )  # fmt: skip
     return outputs, sums
 
@@ -182,7 +180,7 @@ def triton_chapter_gradients(
     gradient, rows, keys, values = (tensor.contiguous() for tensor in (gradient, rows, keys, values))
     # Gradient of a score: its share * (<gradient, value> - <gradient, output> + gradient of the log-sum-exp).
     means = (gradient.float() * outputs.float()).sum(-1) - sums_gradient  # [R, H]
-    heads, kv_heads, tile = rows.shape[1], keys.shape[2], _tile(rows, keys)
+    heads, tile = rows.shape[1], _tile(keys)
     inputs = (gradient, rows, factors.contiguous(), keys, values)
     into_rows, into_factors, into_keys, into_values = (tensor.new_empty(0) for tensor in (rows, factors, keys, values))
     with on_device_of(rows):
@@ -196,7 +194,7 @@ def triton_chapter_gradients(
         if wants_tables:
             into_keys, into_values = torch.zeros_like(keys), torch.zeros_like(values)
             if rows.numel():
-                chapter_table_gradient_kernel[(len(keys) * kv_heads, quotient_above(keys.shape[1], tile["BM"]))](
+                chapter_table_gradient_kernel[(len(keys) * heads, quotient_above(keys.shape[1], tile["BM"]))](
                     *inputs, block_ends, sums, means, into_keys, into_values, heads, **tile
                 )
     return into_rows, into_factors, into_keys, into_values
@@ -211,16 +209,15 @@ def segment_refusal(heads: int, width: int, pairs: int) -> str | None:
     return None
 
 
-def _tile(rows: torch.Tensor, keys: torch.Tensor) -> Tile:
+def _tile(keys: torch.Tensor) -> Tile:
     """Return the constants of all kernels: more warps for wide rows, since registers hold two sums of rows and their terms."""
-    (_, memory_tokens, kv_heads, width), element = keys.shape, keys.element_size()
+    (_, memory_tokens, _, width), element = keys.shape, keys.element_size()
     dims = max(16, power_of_two(width))
     stretch = min(_MOST_STRETCH, power_of_two(memory_tokens), _STRETCH_BYTES // (dims * element))
     return {
-        "GROUP": rows.shape[1] // kv_heads,
         "MEMORY": memory_tokens,
         "WIDTH": width,
-        "PRECISION": product_precision(rows),
+        "PRECISION": product_precision(keys),
         "BP": BLOCK_ROWS,
         "BM": max(16, stretch),
         "DP": dims,
