@@ -104,7 +104,7 @@ def rows_read(bank: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, to
     The gradient of the bank is a coalesced sparse tensor of these rows. Counting the rows waits for the device.
 
     Args:
-        bank: `[R, v]`.
+        bank: Table to read, `[R, v]`.
         slots: Integers of any shape.
     """
     numbers, places = torch.unique(slots, return_inverse=True)
