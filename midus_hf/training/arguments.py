@@ -142,7 +142,10 @@ class MemoryArguments(Rates):
                         f"of the model train. Leave adapters out, or set {other}={free}."
                     )
         is_saved = self.model_name_or_path is not None
-        if is_saved == (self.config_name is not None) or is_saved == (self.tokenizer_name is not None):
+        is_named = (
+            is_saved or self.config_name is not None or self.tokenizer_name is not None
+        )  # scripts bring their own model
+        if is_named and (is_saved == (self.config_name is not None) or is_saved == (self.tokenizer_name is not None)):
             raise ValueError(
                 f"model_name_or_path is {self.model_name_or_path!r}, config_name {self.config_name!r} and tokenizer_name "
                 f"{self.tokenizer_name!r}; expected the first alone, for a saved model with its own tokenizer, or the other two, for "

@@ -175,6 +175,7 @@ SESSIONS = {
             "--sequence-length 256": "--sequence-length 32",
             "heads smollm2-135m": "heads base",
             "--limit 100": "--limit 2",
+            "--layer 11": "--max-tokens 64 --layer 3",
         },
         models={"trained": "midus-hml", "trained-moda": "moda"},
         names=lambda: {

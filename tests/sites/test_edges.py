@@ -59,8 +59,8 @@ def test_what_a_pass_brings_follows_to_another_device_and_still_carries():
     arguments = moved.of(Toy, "toy", 1)
     assert arguments["toy_scale"].is_meta and arguments["tables"]["up"].is_meta
     keys = [Carried("toy", 0), Carried("toy", 0, "key")]
-    moved.carry(keys, [torch.ones(1), None])
-    (output, key) = inputs.carried(keys)
+    moved.carried.update(zip(keys, [torch.ones(1), None], strict=True))
+    (output, key) = (inputs.carried[key] for key in keys)
     assert torch.equal(output, torch.ones(1)) and key is None
 
 

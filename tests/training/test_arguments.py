@@ -135,7 +135,6 @@ BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
         ({"config_name": "c"}, "model_name_or_path is 'm', config_name 'c' and tokenizer_name None; expected the first alone, for"),
         ({**BEGUN, "tokenizer_name": None}, "model_name_or_path is None, config_name 'c' and tokenizer_name None; expected the"),
         ({"tokenizer_name": "t"}, "model_name_or_path is 'm', config_name None and tokenizer_name 't'; expected the first alone"),
-        ({"model_name_or_path": None}, "model_name_or_path is None, config_name None and tokenizer_name None; expected the first"),
         ({"adapters": {}, "trainable": "all"}, "only adapters and new parts of the model train. Leave adapters out, or set tr"),
         ({"adapters": {}, "frozen": ["value"]}, "adapters is set and frozen is ['value']; "),
         ({"adapters": {}, **BEGUN}, "adapters is set and config_name is 'c'; adapters are for weights that are trained already."),

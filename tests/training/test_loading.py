@@ -65,7 +65,7 @@ OF_TABLES = "no memory of this model reads few rows of a large table; expected o
     ("kind", "options", "message"),
     [
         ("headwise", {"sparse_values": True}, OF_TABLES),
-        ("none", {}, "model_name_or_path is None, config_name None and tokenizer_name None; expected the first"),
+        ("none", {}, "model_name_or_path is None; expected the folder or Hub id of the model"),
         ("fetching", {}, r"fetches blocks by the path of a text, and path_column is not given"),
         ("prompted", {}, "routing is 'prompt', and plain text has no prompts; expected chats.*'chunk'"),
     ],

@@ -70,7 +70,7 @@ def nan(tensor: torch.Tensor) -> torch.Tensor:
 REQUESTS = [
     (["--method", "midus-hmm"], r"method 'midus-hmm' is unknown. Did you mean 'midus-hml'"),
     (["--method", "x"], "method 'x' is unknown. Expected one of: .*llama-pro, midus-hml"),
-    (["--set", "m=8"], r"method midus-hml has no option 'm'\. Expected one of: k, query_norm, .*, n, values"),
+    (["--set", "m=8"], r"method midus-hml has no option 'm'\. Expected one of: k, query_norm, .*, n, output_projection"),
     (["--set", "n=8.5"], r"n is 8\.5; expected a whole number"),
     (["--set", "n=many"], "n is 'many'; expected a whole number"),
     (["--set", "n="], "n is None; expected a whole number"),
@@ -80,7 +80,7 @@ REQUESTS = [
     (["--set", "n=["], r"--set 'n=\[' is not YAML: "),
     (["--set", "n=4", "--set", "n=5"], "--set n is given twice; expected each key once. Leave one out."),
     (["--set", "query-norm=true", "--set", "query_norm=true"], "--set query_norm is given twice; expected each key once"),
-    (["--set", "n={a: 1, a: 2}"], "has 'a' twice, '1' in line 1 and '2' in line 1; expected each key once"),
+    (["--set", "n={a: 1, a: 2}"], "has 'a' twice, in lines 1 and 1; expected each key once"),
     (["--seed", "-5"], "seed is -5; expected a number from 0 to 9223372036854775807"),
     (["--seed", str(2**63)], "seed is 9223372036854775808; expected a number from 0 to"),
     (["--placement", "0,6"], r"placement is 0,6; expected indices from 0 to 5, counted in the upscaled model of 4 \+ 2 layers"),
