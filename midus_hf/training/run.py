@@ -107,7 +107,6 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
     source = arguments.model_name_or_path or arguments.config_name
     if source is None:
         raise ValueError("model_name_or_path is None; expected the folder or Hub id of the model to train.")
-    assert source is not None, "arguments name a model or a config"
     path = Path(source).expanduser()
     with refusing(_expected(arguments), OSError, ValueError):
         made_from = path if arguments.config_name is not None and path.exists() else source
