@@ -63,6 +63,6 @@ def test_a_killed_comparison_leaves_nothing_running_and_the_same_command_goes_on
     undisturbed = Comparing(room, tmp_path / "whole", variants, controls=False)
     undisturbed.measure(undisturbed.runs()[0])
     assert results(tmp_path / "killed") == results(tmp_path / "whole")
-    names = {"runs", "report.html"}
+    names = {"runs", "report.html", "frontier.png"}
     assert {path.name for path in (tmp_path / "killed").iterdir()} == names
     assert {path.name for path in (tmp_path / "killed/runs/hml/0.01").iterdir()} == {"seed-0.json", "seed-0.log"}
