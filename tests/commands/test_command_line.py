@@ -149,6 +149,20 @@ def test_every_command_tells_the_version(command, monkeypatch, capsys):
             "midus flops model --bach 2",
             "midus flops: No such option: --bach (Possible options: --batch). See 'midus flops --help'.",
         ),
+        (
+            "midus bank delete model",
+            "midus: No such command 'bank'. The blocks of a bank are listed by 'midus edit blocks MODEL' and deleted by 'midus edit "
+            "delete MODEL --node LEVEL:NODE --output DIR'. See 'midus --help'.",
+        ),
+        (
+            "midus look midus-hml",
+            "midus look: No such command 'midus-hml'. A question comes first, such as 'midus look usage MODEL --text TEXTS'. See "
+            "'midus look --help'.",
+        ),
+        (
+            "midus edit folder",
+            "midus edit: No such command 'folder'. An edit comes first, such as 'midus edit list MODEL'. See 'midus edit --help'.",
+        ),
         ("upscale strp", "upscale: No such command 'strp'. Did you mean 'strip'? See 'upscale --help'."),
         ("upscale strip --k", "upscale strip: No such option: --k. See 'upscale strip --help'."),
     ],
