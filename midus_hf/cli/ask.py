@@ -1,11 +1,14 @@
 """The `midus ask` command."""
 
+import shlex
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Device, argument, flag, model_argument, option
+from midus_hf.cli.options import Device, argument, flag, option
+from midus_hf.model_names import check_model_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -15,7 +18,7 @@ app = command_line()
 
 @app.command()
 def midus_ask(
-    model: Annotated[str, model_argument("Folder or Hub id.", "MODEL")],
+    model: Annotated[str, argument("Folder or Hub id.", "MODEL")],
     question: Annotated[str, argument("What to ask.", "QUESTION")],
     plain: Annotated[bool, flag("--plain", "Continue QUESTION as text, without the chat template.")] = False,
     max_new_tokens: Annotated[int, option("Most tokens of the answer.", "N", min=1)] = 256,
@@ -26,6 +29,7 @@ def midus_ask(
 
     A model with a bank fetches the blocks of the question's topic, which a line on standard error names.
     """
+    _check_model(model, question)
     import torch
     from transformers import TextStreamer
 
@@ -50,6 +54,23 @@ def midus_ask(
             max_new_tokens=max_new_tokens,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
+
+
+def _check_model(model: str, question: str) -> None:
+    """Check that the first word names a model.
+
+    Raises:
+        ValueError: As `check_model_name`. If the second word names a model instead, the message says that the model stands first.
+    """
+    try:
+        check_model_name("model", model)
+    except ValueError:
+        if (Path(question).expanduser() / "config.json").is_file():
+            raise ValueError(
+                f"model is {model!r} and the question {question!r}, which is a model; expected the model first. Run 'midus ask "
+                f"{shlex.join([question, model])}'."
+            ) from None
+        raise
 
 
 def _fetched(loaded: "PreTrainedModel", name: str, question: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from midus_hf.cli.command_line import FAILED, Ending, command_line, run_command
-from midus_hf.cli.options import Json, argument, flag, needing_harness, option, show, show_tables
+from midus_hf.cli.options import Json, argument, flag, needing_harness, option, read_recipe, show, show_tables
 from midus_hf.cli.training.command import Overrides
 
 if TYPE_CHECKING:
@@ -41,9 +41,8 @@ def midus_compare(
         from midus_hf.compare.options import Comparison
         from midus_hf.compare.runs import check
         from midus_hf.compare.variants import plan
-        from midus_hf.config.yaml_options import read_config
 
-        comparison, variants = plan(read_config(Comparison, config, overrides or []))
+        comparison, variants = plan(read_recipe(Comparison, config, overrides or []))
         if not report_only:
             with needing_harness():
                 check(comparison, variants)

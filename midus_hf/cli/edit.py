@@ -133,7 +133,4 @@ def _show_edit(result: dict[str, Any], json_: bool) -> None:
     show(result, json_, print_edit)
 
 
-# What follows a message about an unknown word.
-_HINTS = {"No such command": "An edit comes first, such as 'midus edit list MODEL'."}
-
-main = partial(run_command, app, name="midus edit", hints=_HINTS)
+main = partial(run_command, app, name="midus edit")

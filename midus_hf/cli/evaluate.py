@@ -7,7 +7,16 @@ from typing import Annotated, Any
 import typer
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Json, model_argument, needing_harness, option, options_of, show, tell_unread
+from midus_hf.cli.options import (
+    Json,
+    model_argument,
+    needing_harness,
+    option,
+    options_of,
+    refuse_other_command,
+    show,
+    tell_unread,
+)
 from midus_hf.config.yaml_options import from_mapping, read_mapping
 from midus_hf.evaluation.settings import EvaluationSettings
 
@@ -33,6 +42,8 @@ def midus_eval(
         names = ",".join(options["tasks"]).split(",")
         options["tasks"] = [name.strip() for name in names if name.strip()]
     keys = {} if config is None else read_mapping(config)
+    if config is not None:
+        refuse_other_command(EvaluationSettings, config)
     settings = from_mapping(EvaluationSettings, {**keys, **options})
     if settings.text is not None:
         tell_unread(settings.text)

@@ -29,14 +29,6 @@ class Commands(TyperGroup):
 
 app = command_line(cls=Commands, add_completion=True)
 
-# What to run instead, by the beginning of a message.
-_HINTS = {
-    "No such command 'bank'": (
-        "The blocks of a bank are listed by 'midus edit blocks MODEL' and deleted by 'midus edit delete MODEL --node LEVEL:NODE "
-        "--output DIR'."
-    ),
-}
-
 
 @app.callback()
 def midus(version: Annotated[bool, flag("--version", "Print the version.")] = False) -> None:
@@ -45,4 +37,4 @@ def midus(version: Annotated[bool, flag("--version", "Print the version.")] = Fa
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, by default with the words of `sys.argv`, and return the exit status."""
-    return run_command(app, arguments, name="midus", hints=_HINTS)
+    return run_command(app, arguments, name="midus")

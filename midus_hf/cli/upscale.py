@@ -9,19 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from midus_hf.cli.command_line import FAILED, INTERRUPTED, Ending, command_line, run_command
-from midus_hf.cli.options import Json, argument, flag, option, options_of, show
+from midus_hf.cli.options import Json, argument, flag, option, options_of, refuse_other_command, show
 from midus_hf.config.yaml_options import read_mapping, read_yaml
 from upscalers.record.report import PushError
 from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.request.options import parse_options
 
 app = command_line(add_completion=True)
-
-# What follows a message about an unknown word, by the beginning of the message.
-_HINTS = {
-    "No such option": "Options of a method are given by --set, such as --set k=8.",
-    "No such command": "Run 'upscale --base BASE --method NAME --output DIR'.",
-}
 
 Output = Annotated[str, option("Folder to make.", "DIR2")]
 _OVERWRITE = flag("--overwrite", "Replace what upscale or strip wrote there.")
@@ -243,11 +237,13 @@ def _parse_settings(settings: list[str]) -> dict[str, Any]:
 
 
 def _read_config_file(path: Path) -> dict[str, Any]:
-    options = vars(parse_options(RunRequest, read_mapping(path), f"--config {path}"))
+    content = read_mapping(path)
+    refuse_other_command(RunRequest, path)
+    options = vars(parse_options(RunRequest, content, f"--config {path}"))
     return {key: value for key, value in options.items() if value is not None}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, by default with the words of `sys.argv`, and return the exit status."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # upscale checks the base itself
-    return run_command(app, arguments, name="upscale", hints=_HINTS)
+    return run_command(app, arguments, name="upscale")

@@ -149,10 +149,11 @@ def test_every_command_tells_the_version(command, monkeypatch, capsys):
             "midus flops model --bach 2",
             "midus flops: No such option: --bach (Possible options: --batch). See 'midus flops --help'.",
         ),
+        ("midus methods", "midus: No such command 'methods'. Run 'upscale methods'. See 'midus --help'."),
         (
             "midus bank delete model",
-            "midus: No such command 'bank'. The blocks of a bank are listed by 'midus edit blocks MODEL' and deleted by 'midus edit "
-            "delete MODEL --node LEVEL:NODE --output DIR'. See 'midus --help'.",
+            "midus: No such command 'bank'. Run 'midus edit blocks MODEL', or 'midus edit delete MODEL --node LEVEL:NODE --output "
+            "DIR'. See 'midus --help'.",
         ),
         (
             "midus look midus-hml",
@@ -163,6 +164,16 @@ def test_every_command_tells_the_version(command, monkeypatch, capsys):
             "midus edit folder",
             "midus edit: No such command 'folder'. An edit comes first, such as 'midus edit list MODEL'. See 'midus edit --help'.",
         ),
+        (
+            "midus train notes --text-column body",
+            "midus train: No such option: --text-column. It is a key: text_column=VALUE, without dashes, behind the first word. See "
+            "'midus train --help'.",
+        ),
+        (
+            "midus sft --dataset-name chats.jsonl",
+            "midus sft: No such option: --dataset-name. Chats stand first: 'midus sft CHATS --model MODEL --output DIR'. See "
+            "'midus sft --help'.",
+        ),
         ("upscale strp", "upscale: No such command 'strp'. Did you mean 'strip'? See 'upscale --help'."),
         ("upscale strip --k", "upscale strip: No such option: --k. See 'upscale strip --help'."),
     ],
@@ -171,6 +182,19 @@ def test_a_typo_is_answered_with_what_is_nearest(words, line, monkeypatch, capsy
     program, *rest = words.split()
     assert run_in_process(program, rest, monkeypatch) == 2
     assert capsys.readouterr().err == f"{line}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("midus train --corpus notes", "Texts stand first: 'midus train TEXTS --model MODEL --output DIR'. See"),
+        ("upscale --model base", "The base is given by --base. See"),
+    ],
+)
+def test_a_hint_follows_the_options_that_are_nearest(words, hint, monkeypatch, capsys):
+    program, *rest = words.split()
+    assert run_in_process(program, rest, monkeypatch) == 2
+    assert hint in capsys.readouterr().err
 
 
 def test_output_that_nobody_reads_ends_a_command_without_a_word():

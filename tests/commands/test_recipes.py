@@ -1,4 +1,4 @@
-"""Recipes of commands: `--print-config METHOD` prints recipes that run, and words and files change them."""
+"""Recipes of commands: a file of another command is named, and `--print-config METHOD` prints recipes that run."""
 
 import dataclasses
 import re
@@ -13,6 +13,7 @@ from midus_hf.training.sft.arguments import SftArguments
 from upscalers.methods.contract import METHODS
 
 OPTIONS = {"train": TrainArguments, "sft": SftArguments}
+ANOTHER = "a key of another command; run"
 NEEDED = {
     "train": ["model_name_or_path=m", "output_dir=o", "corpus=c"],
     "sft": ["model_name_or_path=m", "output_dir=o", "dataset_name=d"],
@@ -91,3 +92,32 @@ def test_words_behind_a_recipe_may_be_files_whose_mappings_are_merged(tmp_path):
     assert read_config(TrainArguments, first, ["max_steps=6", str(second)]).max_steps == 5
     with pytest.raises(ValueError, match=r"absent\.yaml', which cannot be read"):
         read_config(TrainArguments, first, ["absent.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("command", "keys", "message"),
+    [
+        (
+            "midus train",
+            "dataset_name: a.jsonl",
+            f"recipe.yaml has 'dataset_name', {ANOTHER} 'midus sft recipe.yaml'.",
+        ),
+        ("midus sft", "corpus: a.txt", f"recipe.yaml has 'corpus', {ANOTHER} 'midus train recipe.yaml'."),
+        ("midus train", "variants: {}", f"recipe.yaml has 'variants', {ANOTHER} 'midus compare recipe.yaml'."),
+        ("midus compare", "method: moc", f"recipe.yaml has 'method', {ANOTHER} 'upscale --config recipe.yaml'."),
+        ("midus sft", "tasks: [piqa]", f"recipe.yaml has 'tasks', {ANOTHER} 'midus eval MODEL --config"),
+        ("midus sft", "corpus: a.txt\ndataset_name: b.jsonl", "config has no option 'corpus'."),
+        ("midus train", "corpus: a.txt\nrates: 1", "config has no option 'rates'."),
+        ("upscale --config", "corpus: a.txt", f"recipe.yaml has 'corpus', {ANOTHER} 'midus train recipe.yaml'."),
+        ("upscale --config", "base: b\nmethods: moc", "--config recipe.yaml has no option 'methods'"),
+        ("midus eval model --config", "method: moc", f"recipe.yaml has 'method', {ANOTHER} 'upscale --config recipe"),
+    ],
+)
+def test_a_file_of_another_command_is_called_that(command, keys, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "recipe.yaml").write_text(f"{keys}\n")
+    assert run_in_process(command, ["recipe.yaml"], monkeypatch) == 2
+    name = " ".join(word for word in command.split()[:2] if word != "--config")
+    assert capsys.readouterr().err.startswith(f"{name}: {message}")

@@ -68,7 +68,4 @@ def _enter(question: str, request_class: type[ModelRequest], help: str) -> None:
 for _question, (_request_class, _help) in QUESTIONS.items():
     _enter(_question, _request_class, _help)
 
-# What follows a message about an unknown word.
-_HINTS = {"No such command": "A question comes first, such as 'midus look usage MODEL --text TEXTS'."}
-
-main = partial(run_command, app, name="midus look", hints=_HINTS)
+main = partial(run_command, app, name="midus look")

@@ -1,5 +1,6 @@
 """Parts of the commands that train: each makes one run, prints one line at its end, and sets the exit status."""
 
+import dataclasses
 import gc
 import json
 import sys
@@ -9,9 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from midus_hf.cli.command_line import FAILED, WRONG_REQUEST, Ending, is_main_process
-from midus_hf.cli.options import argument, option
+from midus_hf.cli.options import argument, option, read_recipe
 from midus_hf.cli.training.printed_config import recipes
-from midus_hf.config.yaml_options import apply_words, from_mapping, read_config
+from midus_hf.config.yaml_options import apply_words, from_mapping
 
 Overrides = Annotated[
     list[str] | None,
@@ -64,7 +65,7 @@ def read_arguments(
     values = {key: value for key, (_, value) in options.items()}
     if is_recipe:
         last = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
-        arguments = read_config(arguments_class, first, [*overrides, *last])
+        arguments = read_recipe(arguments_class, first, [*overrides, *last])
     else:
         _refuse_other_kinds(command, first)
         arguments = from_mapping(arguments_class, _short_run(arguments_class, command, first, overrides, values))
@@ -136,6 +137,18 @@ def _refuse_other_kinds(command: str, first: str) -> None:
         raise ValueError(
             f"{first!r} is a method, by which 'upscale --method {first}' makes a model; then run '{usage}'."
         )
+
+
+def keys_of(options_class: Callable[[], type[Any]]) -> set[str]:
+    """Return the keys of the arguments of a command; none if a package that they need is missing.
+
+    Args:
+        options_class: Function that imports and returns the dataclass of the arguments.
+    """
+    try:
+        return {field.name for field in dataclasses.fields(options_class())}
+    except ModuleNotFoundError:
+        return set()
 
 
 def train_in_group(run_class: Callable[[Any], Any], *request: Any) -> None:

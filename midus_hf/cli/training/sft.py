@@ -6,7 +6,7 @@ from typing import Annotated
 
 from midus_hf.cli.command_line import WRONG_REQUEST, Ending, command_line, run_command
 from midus_hf.cli.options import argument
-from midus_hf.cli.training.command import Model, Output, Overrides, train_in_group
+from midus_hf.cli.training.command import Model, Output, Overrides, keys_of, train_in_group
 from midus_hf.cli.training.printed_config import print_config_option
 from midus_hf.config.wording import install_extra
 
@@ -51,4 +51,4 @@ def midus_sft(
     train_in_group(SftRun, _options(), "sft", config, overrides or [], model, output)
 
 
-main = partial(run_command, app, name="midus sft", raises=True)
+main = partial(run_command, app, name="midus sft", raises=True, keys=lambda: keys_of(_options))

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import argument
-from midus_hf.cli.training.command import Model, Output, Overrides, train_in_group
+from midus_hf.cli.training.command import Model, Output, Overrides, keys_of, train_in_group
 from midus_hf.cli.training.printed_config import print_config_option
 
 
@@ -42,4 +42,4 @@ def midus_train(
     train_in_group(TrainingRun, _arguments(), "train", config, overrides or [], model, output)
 
 
-main = partial(run_command, app, name="midus train", raises=True)
+main = partial(run_command, app, name="midus train", raises=True, keys=lambda: keys_of(_arguments))
