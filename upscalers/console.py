@@ -118,7 +118,8 @@ def print_report(report: UpscaleReport, dry_run: bool) -> None:
     for name, value in rows.items():
         _add(table, name, value)
     RichConsole().print(table)
-    print_measurements(report.measurements)
+    if report.measurements:
+        print_measurements(report.measurements)
 
 
 def _identity(report: UpscaleReport) -> str:
@@ -132,12 +133,11 @@ def _identity(report: UpscaleReport) -> str:
 
 def print_measurements(measurements: list[dict[str, Any]]) -> None:
     """Print what solvers measured, one row per kind of tensor: mean, lowest and highest value over the new layers."""
-    if measurements:
-        header, *rows = summary_table(measurements)
-        table = _table(*header)
-        for row in rows:
-            _add(table, *row)
-        RichConsole().print(table)
+    header, *rows = summary_table(measurements)
+    table = _table(*header)
+    for row in rows:
+        _add(table, *row)
+    RichConsole().print(table)
 
 
 def print_method_list(methods: list[dict[str, Any]]) -> None:
@@ -226,7 +226,8 @@ def print_inspection(inspection: dict[str, Any]) -> None:
         style = "bold" if layer["new"] else None
         _add(layers, str(layer["index"]), layer["from"], f"{layer['parameters']:,}", style=style)
     RichConsole().print(layers)
-    print_measurements(inspection["measurements"])
+    if inspection["measurements"]:
+        print_measurements(inspection["measurements"])
 
 
 def _carried_code(code: dict[str, Any]) -> str:

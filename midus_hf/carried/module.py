@@ -72,7 +72,7 @@ def carried_module(config: Any) -> str:
     hosted = list(zip(memories.entries, modules, strict=True))
     needs = {need for entry, memory in hosted for need in needs_of(entry, memory, memories.sizes)}
     parts: dict[str, type] = {name: part for name, part in {**SERVICES, **SITES}.items() if name in needs}
-    kinds = tuple(dict.fromkeys(f"{entry.type} memory ({entry.site})" for entry in memories.entries))
+    kinds = tuple(dict.fromkeys(f"{entry.options.type} memory ({entry.site})" for entry in memories.entries))
     types = dict.fromkeys(type(each) for entry, memory in hosted for each in (entry.options, memory))
     case = (type(config), kinds, *types, *parts)
     if case not in _written:

@@ -110,12 +110,12 @@ def _print_flops(report: dict[str, Any]) -> None:
 
 
 def _read_config(model: str) -> dict[str, Any]:
-    from upscalers.checkpoint.base_model import read_config, read_config_file
+    from upscalers.checkpoint.base_model import read_config
     from upscalers.checkpoint.source import resolve_source
 
     path = Path(model).expanduser()
     if path.suffix == ".json" and not path.is_dir():
-        return read_config_file(path)
+        return read_config(path)
     with resolve_source(model, config_only=True) as source:
         return read_config(source.folder)
 

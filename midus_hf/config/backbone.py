@@ -95,16 +95,6 @@ class Backbone:
     caps_logits: bool
     tied: bool
 
-    @property
-    def query_width(self) -> int:
-        """H * d, the width of all query heads together."""
-        return self.sizes.num_heads * self.sizes.head_dim
-
-    @property
-    def key_width(self) -> int:
-        """Width of all key heads together, which is also the width of all value heads."""
-        return self.sizes.num_key_value_heads * self.sizes.head_dim
-
 
 def read_backbone(config: Config) -> Backbone:
     """Read the backbone of a config. A key that the config leaves out has the family's default.

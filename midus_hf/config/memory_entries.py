@@ -51,11 +51,6 @@ class MemoryEntry:
     into: tuple[int, ...] = ()
 
     @property
-    def type(self) -> str:
-        """Type of the memory."""
-        return self.options.type
-
-    @property
     def is_attached(self) -> bool:
         """True if the memory is attached to layers of the base, False if layers were inserted for the memory."""
         return self.site != "inserted"
@@ -67,7 +62,7 @@ class MemoryEntry:
     def to_dict(self) -> dict[str, Any]:
         """Return the entry in the form of a config, with every option written out."""
         return {
-            "type": self.type,
+            "type": self.options.type,
             **({"name": self.name} if self.is_attached else {}),
             "site": self.site,
             **dataclasses.asdict(self.options),
@@ -117,12 +112,10 @@ class Memories:
     def layer_tensors(self, layer: int) -> dict[str, DeclaredTensor]:
         """Return the tensors of all memories in a layer, by their name within the layer."""
         tensors: dict[str, DeclaredTensor] = {}
-        if layer in self.inserted:
-            own = self.inserted[layer].tensors_at(layer, self.sizes)
-            tensors = {f"{INSERTED}.{name}": tensor for name, tensor in own.items()}
-        for entry in self.attached_to(layer):
-            prefix = f"{ATTACHED}.{entry.name}"
-            tensors |= {f"{prefix}.{name}": tensor for name, tensor in entry.tensors_at(layer, self.sizes).items()}
+        for entry in self.entries:
+            if layer in entry.layers:
+                prefix = f"{ATTACHED}.{entry.name}" if entry.is_attached else INSERTED
+                tensors |= {f"{prefix}.{name}": tensor for name, tensor in entry.tensors_at(layer, self.sizes).items()}
         return tensors
 
     def tables(self, name: str) -> tuple[SharedTables, ...]:
@@ -133,11 +126,10 @@ class Memories:
     @property
     def banks(self) -> dict[str, BankLayout]:
         """Layouts of the banks, by the name of the memory that fetches blocks from the bank."""
-        fetched = {name: entry.options.fetched(self.sizes) for name, entry in self.attached.items()}
         return {
-            name: BankLayout(self.attached[name].type, self.attached[name].layers, blocks, self.base)
-            for name, blocks in fetched.items()
-            if blocks is not None
+            name: BankLayout(entry.options.type, entry.layers, blocks, self.base)
+            for name, entry in self.attached.items()
+            if (blocks := entry.options.fetched(self.sizes)) is not None
         }
 
     def table_tensors(self) -> dict[str, DeclaredTensor]:
@@ -165,16 +157,6 @@ def inserted_options(entry: MemoryEntry) -> InsertedOptions:
     return entry.options
 
 
-def base_digest(upscale_entry: Any) -> str | None:
-    """Return the SHA-256 of the weights that a model was upscaled from, or None if the config does not hold the SHA-256.
-
-    Args:
-        upscale_entry: Value of the key `upscale` in the model's config. None or any other value is allowed.
-    """
-    digest = upscale_entry.get(BASE_DIGEST) if isinstance(upscale_entry, Mapping) else None
-    return digest if isinstance(digest, str) else None
-
-
 def memories_of(config: Any) -> Memories:
     """Read the current `memory` list of a config.
 
@@ -189,17 +171,18 @@ def memories_of(config: Any) -> Memories:
         ValueError: If `read_memories` refuses the list.
     """
     config = config.get_text_config()
-    return read_memories(config.memory, ModelSizes.of(config), base_digest(getattr(config, "upscale", None)))
+    return read_memories(config.memory, ModelSizes.of(config), getattr(config, "upscale", None))
 
 
-def read_memories(entries: Any, sizes: ModelSizes, base: str | None = None) -> Memories:
+def read_memories(entries: Any, sizes: ModelSizes, upscale_entry: Any = None) -> Memories:
     """Read the `memory` list of a config.
 
     Args:
         entries: `[{"type": ..., "layers": [...], ...}, ...]`, or None for a model without memory. An entry may leave
             out `site` (default: the first site of the type), `name` (default: the type) and any option.
         sizes: Sizes of the model.
-        base: SHA-256 of the weights that the model was upscaled from. Default: None, unknown.
+        upscale_entry: Value of the key `upscale` of the config, which may hold the SHA-256 of the weights that the model was upscaled
+            from. Default: None, which like any other value without it leaves the SHA-256 unknown.
 
     Raises:
         ValueError: If `entries` is not a list of mappings; if a type, site or option is unknown or a value is refused;
@@ -208,6 +191,8 @@ def read_memories(entries: Any, sizes: ModelSizes, base: str | None = None) -> M
     """
     if not isinstance(entries, list | None):
         raise ValueError(f"memory is {entries!r}; expected a list of entries, one per memory.")
+    digest = upscale_entry.get(BASE_DIGEST) if isinstance(upscale_entry, Mapping) else None
+    base = digest if isinstance(digest, str) else None
     memories = Memories(tuple(_read_entry(entry, sizes) for entry in entries or []), sizes, base)
     check_memories(memories)
     return memories

@@ -87,22 +87,23 @@ def _check_entries(entries: list[MemoryEntry], bits: int, sizes: ModelSizes) -> 
     if not entries:
         raise ValueError("the model has no table of values; expected a model with a memory of slots.")
     for entry in entries:
-        if not hasattr(entry.options, "value_bits"):
+        options = entry.options
+        if not hasattr(options, "value_bits"):
             remedy = (
                 "Round its bank with midus edit quantise."
-                if entry.type == "chapters"
+                if options.type == "chapters"
                 else "Its values stay as they are."
             )
             raise ValueError(
-                f"the model has a memory of type {entry.type!r}, whose tables quantise_tables cannot round; expected memories of "
+                f"the model has a memory of type {options.type!r}, whose tables quantise_tables cannot round; expected memories of "
                 f"slots alone. {remedy}"
             )
-        if entry.options.value_bits is not None:
+        if options.value_bits is not None:
             raise ValueError(
-                f"memory {entry.name or entry.type!r} has value_bits = {entry.options.value_bits} already; expected values that were "
+                f"memory {entry.name or options.type!r} has value_bits = {options.value_bits} already; expected values that were "
                 "not rounded. Load the checkpoint from before."
             )
-        check_fit(dataclasses.replace(entry.options, value_bits=bits), sizes)  # type: ignore[call-arg]
+        check_fit(dataclasses.replace(options, value_bits=bits), sizes)  # type: ignore[call-arg]
 
 
 def _check_table(name: str, table: torch.Tensor) -> None:

@@ -262,7 +262,7 @@ def _trained_tables(model: Any) -> list[NgramTable]:
     for name in names:
         options = attached[name].options
         if not isinstance(options, NgramOptions):
-            raise ValueError(_OTHER_MEMORY.format(name=name, type=attached[name].type))
+            raise ValueError(_OTHER_MEMORY.format(name=name, type=options.type))
         if options.table != "exact" or options.addressing != "content":
             raise ValueError(
                 f"protect is given, and memory {name!r} has table {options.table!r} and addressing {options.addressing!r}, where "
@@ -272,7 +272,7 @@ def _trained_tables(model: Any) -> list[NgramTable]:
     if others or not names:
         inserted = next(iter(memories.inserted.values()), None) if memories is not None else None
         if inserted is not None:
-            raise ValueError(_OTHER_MEMORY.format(name="an inserted layer", type=inserted.type))
+            raise ValueError(_OTHER_MEMORY.format(name="an inserted layer", type=inserted.options.type))
         raise ValueError(
             f"protect is given, and {others[0] if others else 'no memory'} trains, which "
             "every text reads; expected memories of known n-grams alone. Set trainable: new, and use a model that was upscaled with "

@@ -19,7 +19,7 @@ from upscalers.request.errors import RequestError
 def test_an_entry_names_a_type_its_options_a_site_and_layers():
     entry = read_entry({"type": "headwise", "layers": [1, 4], "n": 8, "k": 2})
     assert entry.options == HeadwiseOptions(n=8, k=2)
-    assert (entry.type, entry.site, entry.layers) == ("headwise", "inserted", (1, 4))
+    assert (entry.options.type, entry.site, entry.layers) == ("headwise", "inserted", (1, 4))
 
 
 @pytest.mark.parametrize("memory_type", MEMORY_TYPES)

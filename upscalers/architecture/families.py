@@ -42,22 +42,22 @@ def _gemma3_layer_types(config: Config) -> list[str]:
     ]
 
 
-def _family(model_type: str, class_name: str, layer_types: Callable[[Config], list[str]] | None = None) -> Family:
-    traits = vars(FAMILY_TRAITS[model_type])
-    return Family(model_type=model_type, class_name=class_name, layer_types=layer_types, **traits)
-
+# The middle part of the names of classes, and the function that returns the types of layers, by `model_type`.
+_CLASSES_AND_TYPES: dict[str, tuple[str, Callable[[Config], list[str]] | None]] = {
+    "llama": ("Llama", None),
+    "qwen2": ("Qwen2", _qwen_layer_types),
+    "qwen3": ("Qwen3", _qwen_layer_types),
+    "gemma2": ("Gemma2", _gemma2_layer_types),
+    "gemma3_text": ("Gemma3", _gemma3_layer_types),
+    "mistral": ("Mistral", None),
+    "olmo2": ("Olmo2", None),
+}
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        _family("llama", "Llama"),
-        _family("qwen2", "Qwen2", layer_types=_qwen_layer_types),
-        _family("qwen3", "Qwen3", layer_types=_qwen_layer_types),
-        _family("gemma2", "Gemma2", layer_types=_gemma2_layer_types),
-        _family("gemma3_text", "Gemma3", layer_types=_gemma3_layer_types),
-        _family("mistral", "Mistral"),
-        _family("olmo2", "Olmo2"),
+    model_type: Family(
+        model_type=model_type, class_name=class_name, layer_types=layer_types, **vars(FAMILY_TRAITS[model_type])
     )
+    for model_type, (class_name, layer_types) in _CLASSES_AND_TYPES.items()
 }
 
 
@@ -102,14 +102,16 @@ def check_readable(config: Config) -> None:
         RequestError: If the config says so.
     """
     native_type = str(config.get("model_type")).removeprefix(MEMORY_PREFIX)
-    quantization, form = config.get("quantization_config"), quantised_form(config)
-    if quantization and not (form == "mxfp4" or (form == "fp8" and native_type in FAMILIES)):
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
-        raise RequestError(
-            f"the base is quantised (quantization_config: {method}); expected float32, float16 or bfloat16 weights, or "
-            f"FP8 with a scale per block in one of: {', '.join(FAMILIES)}; or MXFP4 in gpt_oss. Start from the unquantised "
-            "checkpoint."
-        )
+    quantization = config.get("quantization_config")
+    if quantization:
+        form = quantised_form(config)
+        if not (form == "mxfp4" or (form == "fp8" and native_type in FAMILIES)):
+            method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+            raise RequestError(
+                f"the base is quantised (quantization_config: {method}); expected float32, float16 or bfloat16 weights, or "
+                f"FP8 with a scale per block in one of: {', '.join(FAMILIES)}; or MXFP4 in gpt_oss. Start from the unquantised "
+                "checkpoint."
+            )
     if config.get("auto_map") and not str(config.get("model_type")).startswith(MEMORY_PREFIX):
         raise RequestError(
             "the base brings code of its own (auto_map in config.json), which is never run; expected a native checkpoint. "

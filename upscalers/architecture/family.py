@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from midus_hf.config.backbone import Backbone, FamilyTraits, read_backbone
-from midus_hf.config.memory_entries import NO_MEMORIES, Memories, base_digest, inserted_options, read_memories
+from midus_hf.config.memory_entries import NO_MEMORIES, Memories, inserted_options, read_memories
 from midus_hf.config.memory_types import InsertedOptions
 from midus_hf.config.model_sizes import ModelSizes
 from upscalers.request.errors import RequestError, refusing_requests
@@ -154,7 +154,7 @@ class Family(FamilyTraits):
         if config.get("memory") in (None, []):
             return replace(backbone, layers=backbone.backbone_layers)
         with refusing_requests():
-            memories = read_memories(config["memory"], backbone.sizes, base_digest(config.get("upscale")))
+            memories = read_memories(config["memory"], backbone.sizes, config.get("upscale"))
             declared = {f"model.{name}": tensor for name, tensor in memories.table_tensors().items()}
         tables = {name: tensor.shape for name, tensor in declared.items()}
         layers, inserted = [], memories.inserted
@@ -213,7 +213,7 @@ class Family(FamilyTraits):
     def _layer_tensors(self, backbone: Backbone) -> dict[str, LayerTensor]:
         """Return roles and shapes of the tensors of one decoder layer, by their name within the layer."""
         hidden, inner, d = backbone.sizes.hidden_size, backbone.sizes.intermediate_size, backbone.sizes.head_dim
-        query_width, key_width = backbone.query_width, backbone.key_width
+        query_width, key_width = backbone.sizes.num_heads * d, backbone.sizes.num_key_value_heads * d
         offset = 1.0 if self.unit_offset_norms else 0.0
         tensors: dict[str, LayerTensor] = {}
         for name, role, out_width, in_width, bias in (
@@ -250,11 +250,6 @@ class Family(FamilyTraits):
 def kept_roles(options: InsertedOptions) -> frozenset[str]:
     """Return the roles of the layer tensors that a block with this memory keeps."""
     return ATTENTION_ROLES | ATTENTION_OUTPUT_ROLES if options.output_projection else ATTENTION_ROLES
-
-
-def is_embedding(name: str) -> bool:
-    """Return whether a tensor outside the layers, by its full name, stands in front of the layers."""
-    return "embed" in name
 
 
 # Roles of the norms, whose gain is 1 + weight in families with `unit_offset_norms`.

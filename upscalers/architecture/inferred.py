@@ -232,7 +232,7 @@ def change_of_settings(before: Sequence[Settings], after: Sequence[Settings], so
     The index of a layer and the number of layers, which differ by right, are not compared. `sources` has the layer that
     each layer of the new model is made from.
     """
-    for index, source in enumerate(sources if before else ()):
+    for index, source in enumerate(sources):
         for name in sorted(before[source].keys() | after[index].keys()):
             pair = before[source].get(name), after[index].get(name)
             if pair[0] != pair[1] and pair not in ((source, index), (len(before), len(after))):

@@ -2,16 +2,16 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from midus_hf.files.checkpoint_files import ADAPTER_CONFIG
+from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE
 from midus_hf.files.json_text import parse_json
-from midus_hf.files.ownership import has_config_entry
+from midus_hf.files.ownership import LANGUAGE_KEY, has_config_entry
 from upscalers.architecture.families import check_readable, family_of
-from upscalers.architecture.family import Config, Family, Layout, Shape, is_embedding
+from upscalers.architecture.family import Config, Family, Layout, Shape
 from upscalers.checkpoint.larger_model import LargerModel, larger_model_of
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.quantised_weights import with_products
@@ -49,6 +49,7 @@ class BaseModel:
         larger: The larger model that the language model is a part of; None if the language model stands alone.
         parts: Names of stored tensors that are parts of quantised weights, such as scales; they are among the unexpected tensors.
         packed: Names of weights that are stored as parts alone, so that whoever carries the parts along carries them.
+        prefix: Prefix of `layers.` in tensor names: `"model."` or nothing. Default: `"model."`.
     """
 
     folder: Path
@@ -60,16 +61,12 @@ class BaseModel:
     larger: LargerModel | None = None
     parts: frozenset[str] = frozenset()
     packed: frozenset[str] = frozenset()
+    prefix: str = _PREFIX
 
     @property
     def num_layers(self) -> int:
         """L, the number of layers."""
         return self.config["num_hidden_layers"]
-
-    @cached_property
-    def prefix(self) -> str:
-        """Prefix of `layers.` in tensor names: `"model."` or nothing."""
-        return _PREFIX if any(name.startswith(_PREFIX) for name in self.tensors) else ""
 
     @cached_property
     def dtype(self) -> str:
@@ -86,24 +83,22 @@ class BaseModel:
                 layers[int(match["layer"])][match["rest"]] = name
         return layers
 
-    def outer_names(self) -> Iterator[str]:
-        """Return the names of the tensors that belong to no layer, in the order in which they are stored."""
-        own = {name for layer in self.layer_names for name in layer.values()}
-        return (name for name in self.tensors if name not in own)
+    def outer_names(self, num_layers: int) -> dict[str, str]:
+        """Return the names, in a model with another number of layers, of the tensors that belong to no layer, by their names here.
 
-    def outer_name(self, name: str, num_layers: int) -> str:
-        """Return the name of a tensor outside the layers in a model with another number of layers.
-
-        Layers that predict further tokens (`num_nextn_predict_layers`) stand behind all layers, and are numbered on.
+        Layers that predict further tokens (`num_nextn_predict_layers`) stand behind all layers, and are numbered on. Names are in
+        the order in which the tensors are stored.
 
         Args:
-            name: Full name of the tensor in this model.
             num_layers: Number of layers of the other model.
         """
-        match = _LAYER_KEY.match(name)
-        if match is None or not name.startswith(f"{self.prefix}layers."):
-            return name
-        return self.new_name(int(match["layer"]) - self.num_layers + num_layers, match["rest"])
+        within = {name for layer in self.layer_names for name in layer.values()}
+        names = {name: name for name in self.tensors if name not in within}
+        for name in names:
+            match = _LAYER_KEY.match(name)
+            if match and name.startswith(f"{self.prefix}layers."):
+                names[name] = self.new_name(int(match["layer"]) - self.num_layers + num_layers, match["rest"])
+        return names
 
     @cached_property
     def repeated_names(self) -> frozenset[str]:
@@ -154,39 +149,16 @@ class BaseModel:
         return f"{self.prefix}layers.{layer}.{name}"
 
 
-def read_config(folder: Path) -> Config:
-    """Read `config.json`.
+def read_config(path: Path) -> Config:
+    """Read a config: the `config.json` of a folder, or a file of any name.
 
     Raises:
-        RequestError: If the file is missing, or is no JSON object.
+        RequestError: If the file is missing, cannot be read, or is no JSON object.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        if (folder / "adapter_config.json").is_file():
-            raise RequestError(
-                f"{folder} has no config.json, but an adapter of PEFT; expected a model. "
-                f"Give the adapter's base, and --adapter {folder}."
-            )
-        ggufs = sorted(folder.glob("*.gguf"))
-        if ggufs:
-            raise RequestError(f"{folder} has no config.json, but a GGUF file; expected that file: --base {ggufs[0]}.")
-        raise RequestError(
-            f"{folder} has no config.json; expected a Hugging Face checkpoint folder, a hub id or a .gguf file."
-        )
-    return read_config_file(path)
-
-
-def write_config(folder: Path, config: Config) -> None:
-    """Write `config.json`."""
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def read_config_file(path: Path) -> Config:
-    """Read a config from a file of any name.
-
-    Raises:
-        RequestError: If the file cannot be read, or is no JSON object.
-    """
+    if path.is_dir():
+        folder, path = path, path / CONFIG_FILE
+        if not path.is_file():
+            raise RequestError(f"{folder} has no config.json{_held_instead(folder)}")
     try:
         config = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -196,6 +168,21 @@ def read_config_file(path: Path) -> Config:
     if not isinstance(config, dict):
         raise RequestError(f"{path} holds a {type(config).__name__}; expected a JSON object.")
     return config
+
+
+def _held_instead(folder: Path) -> str:
+    """Return what a folder without `config.json` holds and what was expected, as the end of a message."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        return f", but an adapter of PEFT; expected a model. Give the adapter's base, and --adapter {folder}."
+    ggufs = sorted(folder.glob("*.gguf"))
+    if ggufs:
+        return f", but a GGUF file; expected that file: --base {ggufs[0]}."
+    return "; expected a Hugging Face checkpoint folder, a hub id or a .gguf file."
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """Write `config.json`."""
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def open_base(
@@ -216,8 +203,9 @@ def open_base(
         RequestError: If the base cannot be upscaled. The message says why and what helps.
     """
     config = read_config(folder)
-    larger = larger_model_of(config)
-    if larger is not None:
+    larger: LargerModel | None = None
+    if isinstance(config.get(LANGUAGE_KEY), dict) and isinstance(config.get("model_type"), str):
+        larger = larger_model_of(config)
         check_readable(config)
         config = larger.language_config
     family = family_of(config)
@@ -235,10 +223,9 @@ def open_base(
             "expected a model alone. Merge the adapter by giving its folder as --adapter, or remove the file."
         )
     layout = family.layout(config)
-    expected = {name: shape for name, shape in layout.outer.items() if is_embedding(name)}
+    expected = dict(layout.outer)
     for layer, tensors in enumerate(layout.layers):
         expected |= {f"{_PREFIX}layers.{layer}.{name}": tensor.shape for name, tensor in tensors.items()}
-    expected |= layout.outer
     integers = layout.integers
     stored = stored_tensors(folder, needs_weights) if gguf is None else gguf
     carried: dict[str, Shape] = {}
@@ -253,8 +240,12 @@ def open_base(
 
     if larger is not None:
         stored = {larger.spelling.language_name(name): tensor for name, tensor in stored.items()}
-    stored, parts, packed = with_products(stored, config)
-    if not any(name.startswith(_PREFIX) for name in stored):
+    parts: frozenset[str] = frozenset()
+    packed: frozenset[str] = frozenset()
+    if config.get("quantization_config"):
+        stored, parts, packed = with_products(stored, config)
+    prefix = _PREFIX if any(name.startswith(_PREFIX) for name in stored) else ""
+    if not prefix:
         expected = {name.removeprefix(_PREFIX): shape for name, shape in expected.items()}
         integers = {name.removeprefix(_PREFIX): dtype for name, dtype in integers.items()}
     missing = [name for name in expected if name not in stored]
@@ -294,12 +285,12 @@ def open_base(
             "Weights and config.json do not belong together."
         )
     if adapter is not None:
-        stored = _merged(adapter, stored, layout, config)
-    return BaseModel(folder, config, family, layout, stored, unexpected, larger, parts, packed)
+        stored = _merged(adapter, stored, prefix, layout, config)
+    return BaseModel(folder, config, family, layout, stored, unexpected, larger, parts, packed, prefix)
 
 
 def _merged(
-    adapter: Adapter, stored: dict[str, StoredTensor], layout: Layout, config: Config
+    adapter: Adapter, stored: dict[str, StoredTensor], prefix: str, layout: Layout, config: Config
 ) -> dict[str, StoredTensor]:
     """Return a base's tensors with an adapter's changes."""
     if has_config_entry(config):
@@ -312,7 +303,6 @@ def _merged(
             f"adapter {adapter.name!r} would be merged into a {config['model_type']!r} model, whose tensors transformers converts "
             "when it loads them; expected a type whose tensors stay as they are. Merge the adapter with PEFT first."
         )
-    prefix = _PREFIX if any(name.startswith(_PREFIX) for name in stored) else ""
     changed = adapter.merged(stored, prefix)
     tied = next((name for name in layout.tied if name in stored), None)
     embedding = f"{prefix}embed_tokens.weight"

@@ -128,17 +128,15 @@ class LargerModel:
         return {**outer, LANGUAGE_KEY: inner}
 
 
-def larger_model_of(config: Config) -> LargerModel | None:
-    """Return the larger model that a config describes; None if the config describes a language model alone.
+def larger_model_of(config: Config) -> LargerModel:
+    """Return the larger model that a config describes.
 
     Args:
-        config: A raw `config.json`.
+        config: A raw `config.json` that holds the config of a language model under `LANGUAGE_KEY`.
 
     Raises:
         RequestError: If transformers cannot build the model, or its language model is none that stands alone.
     """
-    if not isinstance(config.get(LANGUAGE_KEY), dict) or not isinstance(config.get("model_type"), str):
-        return None
     native = _native(config)
     built = _built(json.dumps(native, sort_keys=True))
     inner = language_entry(config)

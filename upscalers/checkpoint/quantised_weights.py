@@ -83,6 +83,10 @@ def with_products(
 ) -> tuple[dict[str, StoredTensor], frozenset[str], frozenset[str]]:
     """Return the tensors of a checkpoint with quantised weights as they are read, and which of them are stored otherwise.
 
+    Args:
+        stored: Every stored tensor, by name.
+        config: A config that says how the weights are quantised, in a form that `quantised_form` knows.
+
     Returns:
         The tensors by name, the stored parts of weights among them; the names of parts, but for weights under their own names; and
         the names of weights that are not stored under these names, but as parts.
@@ -90,8 +94,7 @@ def with_products(
     Raises:
         RequestError: If a quantised weight has no scales, or scales that do not divide it into blocks.
     """
-    form = quantised_form(config)
-    if form == "mxfp4":
+    if quantised_form(config) == "mxfp4":
         packed = _packed(stored, config)
         return (
             {**stored, **packed},
@@ -99,8 +102,6 @@ def with_products(
             frozenset(packed),
         )
     tensors, parts = dict(stored), set()
-    if form is None:
-        return tensors, frozenset(), frozenset()
     dtype = _dtype(config)
     for name, weight in stored.items():
         if weight.dtype not in FP8_NAMES:

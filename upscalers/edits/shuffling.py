@@ -62,7 +62,7 @@ def shuffle(
 def _tables(model: BaseModel) -> Iterator[tuple[str, str]]:
     """Yield the full name of each table of values with several rows, and the name of its memory."""
     for entry in model.layout.memories.entries:
-        memory = entry.name or entry.type
+        memory = entry.name or entry.options.type
         within = f"{ATTACHED}.{entry.name}" if entry.is_attached else INSERTED
         owners = [
             (model.new_name(layer, within), entry.tensors_at(layer, model.layout.memories.sizes))

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from midus_hf.config.plugins import load_offered
 from midus_hf.config.wording import near_matches
 from upscalers.architecture.family import Config
+from upscalers.architecture.inferred import InferredFamily
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.placements import place
@@ -166,10 +167,11 @@ class Method(ABC):
 
     def outer_recipes(self, base: BaseModel, plan: Plan, seed: int) -> dict[str, Recipe]:
         """Return a recipe for each tensor outside the layers, by full name."""
-        copies = {
-            base.outer_name(name, plan.num_layers): Copy(base.tensors[name].shape, name) for name in base.outer_names()
-        }
-        return {**copies, **block_recipes(base, plan)}
+        names = base.outer_names(plan.num_layers)
+        recipes: dict[str, Recipe] = {new: Copy(base.tensors[name].shape, name) for name, new in names.items()}
+        if isinstance(base.family, InferredFamily):
+            recipes |= block_recipes(base, plan)
+        return recipes
 
     @staticmethod
     def copied_layer(base: BaseModel, layer: int) -> dict[str, Recipe]:

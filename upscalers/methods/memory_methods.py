@@ -14,6 +14,7 @@ from upscalers.architecture.family import Config, kept_roles
 from upscalers.architecture.inferred import InferredFamily
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import METHODS, MIDUS, Method
+from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.plan import Base, New, Plan
 from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Copy, Fill, Initialise, Recipe, tensor_seed
@@ -73,7 +74,7 @@ class HostedMemoryMethod(Method):
         """Return the entry that is added to the config's `memory` list."""
 
     def config(self, base: BaseModel, plan: Plan) -> Config:
-        config = super().config(base, plan)
+        config = follow_plan(base, plan)
         config["model_type"] = MEMORY_PREFIX + base.family.model_type
         config["architectures"] = [f"Midus{base.family.class_name}ForCausalLM"]
         config["memory"] = [*(config.get("memory") or []), self.entry(base, plan).to_dict()]
@@ -109,6 +110,8 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     """
 
     memory_options: ClassVar[type[MemoryOptions]]
+    # Sites at which the memory type can be attached to existing layers, the default first.
+    sites: ClassVar[list[Site]]
     # Default of the option `layers`.
     default_layers: ClassVar[Any] = "all"
     # Options that the method has beside those of the memory and of its position: name, type and field.
@@ -117,18 +120,37 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     adds_layers = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Make the class of the method's options: those of its memory type, of the memory's position, and its own."""
         super().__init_subclass__(**kwargs)
-        if "memory_options" in vars(cls):
-            cls.options_class = _with_places(cls.memory_options, cls.default_layers, cls.own_options)
+        if "memory_options" not in vars(cls):
+            return
+        memory = cls.memory_options
+        cls.sites = [site for site in memory.sites if site != "inserted"]
+        forms = (
+            "all | a number of evenly spaced ones | a share of all | early:N, middle:N or late:N | a list of indices"
+        )
+        places: list[tuple[str, Any, Any]] = [
+            ("layers", Any, option(cls.default_layers, "which layers have it", forms)),
+            ("site", str, option(cls.sites[0], f"where it sits in them: {', '.join(cls.sites)}")),
+        ]
+        if "skip" in cls.sites:
+            span = option(_SPAN, "of site skip: how many layers behind the one that it reads it adds")
+            places.append(("span", int, span))
+        places += cls.own_options
+        taken = {name for name, *_ in places} & {named.name for named in fields(memory)}
+        if taken:
+            raise ValueError(
+                f"memory type {memory.type!r} has the option {min(taken)!r}, which says where a memory goes; choose another name."
+            )
+        cls.options_class = make_dataclass(f"Attached{memory.__name__}", places, bases=(memory,), kw_only=True)
 
     def check(self, base: BaseModel) -> None:
         super().check(base)
         with refusing_requests():
             check_fit(self._memory(), base.layout.sizes)
-        sites = _attached_sites(self.memory_options)
-        if self.options.site not in sites:
-            raise RequestError(f"site is {self.options.site!r}; expected one of: {', '.join(sites)}.")
-        if "skip" in sites and self.options.site != "skip" and self.options.span != _SPAN:
+        if self.options.site not in self.sites:
+            raise RequestError(f"site is {self.options.site!r}; expected one of: {', '.join(self.sites)}.")
+        if "skip" in self.sites and self.options.site != "skip" and self.options.span != _SPAN:
             raise RequestError(
                 f"span is {self.options.span} and site is {self.options.site!r}; expected site skip, which alone has a span. Pass "
                 "--set site=skip, or leave span out."
@@ -138,7 +160,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
 
     @classmethod
     def positions(cls) -> list[tuple[Site, str]]:
-        return [(site, cls.memory_options.type) for site in _attached_sites(cls.memory_options)]
+        return [(site, cls.memory_options.type) for site in cls.sites]
 
     def plan(self, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
         for name, value in (("num-new-layers", num_new_layers), ("placement", placement)):
@@ -249,33 +271,6 @@ class AttachedMemoryMethod(HostedMemoryMethod):
 def _own_layers(base: BaseModel) -> list[int]:
     """Return the layers that have a feed-forward network: all but the layers that were inserted for a memory."""
     return [layer for layer in range(base.num_layers) if layer not in base.layout.memories.inserted]
-
-
-def _attached_sites(memory_options: type[MemoryOptions]) -> list[Site]:
-    """Return the sites at which a memory type can be attached to existing layers."""
-    return [site for site in memory_options.sites if site != "inserted"]
-
-
-def _with_places(
-    memory_options: type[MemoryOptions], default_layers: Any, own_options: list[tuple[str, Any, Any]]
-) -> type[MemoryOptions]:
-    """Return a class with the options of a memory type, the position of the memory, and the method's own options."""
-    sites = _attached_sites(memory_options)
-    forms = "all | a number of evenly spaced ones | a share of all | early:N, middle:N or late:N | a list of indices"
-    places: list[tuple[str, Any, Any]] = [
-        ("layers", Any, option(default_layers, "which layers have it", forms)),
-        ("site", str, option(sites[0], f"where it sits in them: {', '.join(sites)}")),
-    ]
-    if "skip" in sites:
-        span = option(_SPAN, "of site skip: how many layers behind the one that it reads it adds")
-        places.append(("span", int, span))
-    places += own_options
-    taken = {name for name, *_ in places} & {named.name for named in fields(memory_options)}
-    if taken:
-        raise ValueError(
-            f"memory type {memory_options.type!r} has the option {min(taken)!r}, which says where a memory goes; choose another name."
-        )
-    return make_dataclass(f"Attached{memory_options.__name__}", places, bases=(memory_options,), kw_only=True)
 
 
 class InsertedMemoryMethod(HostedMemoryMethod):

@@ -53,10 +53,12 @@ def follow_plan(base: BaseModel, plan: Plan) -> Config:
 def pattern_concern(base: BaseModel, config: Config) -> str | None:
     """Return a warning if a runtime that derives attention types from the index would misread the result, else None.
 
-    A model with memory has a model type that no runtime of this kind reads, so the result needs no warning.
+    The base's layers have the types that its family implies from the index (`implies_types` of its layout). A model with memory
+    has a model type that no runtime of this kind reads, so the result needs no warning.
     """
     implied_types = base.family.layer_types
-    if config["model_type"] != base.family.model_type or not base.layout.implies_types or implied_types is None:
+    assert implied_types is not None
+    if config["model_type"] != base.family.model_type:
         return None
     listed, implied = config["layer_types"], implied_types(config)
     num_moved = sum(one != other for one, other in zip(listed, implied, strict=True))

@@ -85,7 +85,7 @@ class Plan:
         """True if some base layer has another index in the upscaled model or is dropped, so that the base's adapters
         do not fit.
         """
-        return any(layer != number for layer, number in self.kept_indices.items()) or bool(self.dropped_layers)
+        return self.kept_indices != {layer: layer for layer in range(self.num_base_layers)}
 
     def owns(self, name: str) -> bool:
         """Return whether a tensor of the upscaled model, by full name, is new, so that `strip` removes it.

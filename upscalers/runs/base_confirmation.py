@@ -55,11 +55,8 @@ def base_tensors(model: BaseModel, plan: Plan) -> list[OutputTensor]:
     def carried(name: str, source: str) -> OutputTensor:
         return OutputTensor(name, Copy(model.tensors[source].shape, source), model.tensors[source].as_stored.dtype)
 
-    outer = [
-        carried(model.outer_name(name, plan.num_base_layers), name)
-        for name in model.outer_names()
-        if not plan.owns(name)
-    ]
+    names_in_base = model.outer_names(plan.num_base_layers)
+    outer = [carried(in_base, name) for name, in_base in names_in_base.items() if not plan.owns(name)]
     layers: dict[int, list[OutputTensor]] = {}
     for layer, index in plan.kept_indices.items():
         names = model.layer_names[index]

@@ -60,16 +60,16 @@ class Job:
         self.method, self.base, self.source, self.plan = method, base, source, plan
         self.seed, self.dtype, self.adapter = seed, dtype, adapter
         self.config = method.config(base, plan)
+        self.config.pop(CONFIG_KEY, None)  # of an earlier upscaling
         layers, outer = method.recipes(base, plan, seed), method.outer_recipes(base, plan, seed)
-        reads_ahead = base.family.layout(self.config).memories.reads_ahead
+        self.layout = base.family.layout(self.config)
         if base.parts:
             modules = _new_modules(base, plan, layers, outer)
             self.config["quantization_config"] = followed_quantization(self.config, plan, modules)
-        self.config[CONFIG_KEY] = config_entry(method, base, plan, seed, reads_ahead)
+        self.config[CONFIG_KEY] = config_entry(method, base, plan, seed, self.layout.memories.reads_ahead)
         if dtype != "auto":
             self.config.pop("torch_dtype", None)
             self.config["dtype"] = dtype
-        self.layout = base.family.layout(self.config)
         self._check(layers, outer)
 
         made_outer, made_layers, in_parts = [], [], set()
@@ -92,24 +92,26 @@ class Job:
                 made_layers.append(OutputTensor(full_name, recipe, new_dtype))
         self.made = in_file_order(made_outer, made_layers)
         self.written = [tensor for tensor in self.made if tensor.name not in in_parts]
-        self.concerns, pattern = method.concerns(base, plan), pattern_concern(base, self.config)
-        if pattern is not None:
+        self.concerns = method.concerns(base, plan)
+        if base.layout.implies_types and (pattern := pattern_concern(base, self.config)) is not None:
             self.concerns = [*self.concerns, pattern]
         banks = self.layout.memories.banks
         self.new_banks = {name: layout for name, layout in banks.items() if name in plan.new_memories}
 
     def _check(self, layers: list[dict[str, Recipe]], outer: dict[str, Recipe]) -> None:
-        base, method, change = self.base, self.method, None
+        base, method, is_inferred = self.base, self.method, isinstance(self.base.family, InferredFamily)
         try:
             check_recipes(method.name, base, self.plan, self.config, self.layout, layers, outer)
         except MethodError as error:
-            if not isinstance(base.family, InferredFamily):
+            if not is_inferred:
                 raise
             difference = (
                 f"the layers of {base.family.model_type!r} differ, and a new layer gets another kind than its source has "
                 f"({one_line(error)})"
             )
         else:
+            if not is_inferred:
+                return
             change = change_of_settings(base.layout.settings, self.layout.settings, self.plan.sources)
             if change is None:
                 return

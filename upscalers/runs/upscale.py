@@ -12,14 +12,13 @@ from typing import Any
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.wording import first_few
 from upscalers.checkpoint.banks import bytes_of_banks
-from upscalers.checkpoint.base_model import BaseModel, open_base
+from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.hub import check_account, check_repo_id, prepare_repository, push_folder, upload_command
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES
 from upscalers.checkpoint.source import name_and_revision, resolve_source
 from upscalers.checkpoint.stored_weights import left_out
-from upscalers.methods.contract import Method, get_method
-from upscalers.plan.plan import Plan
+from upscalers.methods.contract import get_method
 from upscalers.record.report import Bytes, Identity, PushError, UpscaleReport
 from upscalers.request.errors import RequestError, one_line
 from upscalers.request.options import check_seed, parse_options
@@ -117,7 +116,9 @@ def upscale(
     if not dry_run and not local.is_dir():
         # Downloads and conversions take long, so check first that the request fits the base's config.
         with resolve_source(pinned, config_only=True) as source:
-            _planned(chosen, open_base(source.folder, needs_weights=False, adapter=lora), num_new_layers, placement)
+            opened = open_base(source.folder, needs_weights=False, adapter=lora)
+            chosen.check(opened)
+            chosen.plan(opened, num_new_layers, placement)
             pinned = base_name if source.revision is None else f"{base_name}@{source.revision}"
     if not dry_run:
         chosen.check_machine()
@@ -136,7 +137,8 @@ def upscale(
             progress.warn(
                 f"the base holds {len(unknown)} tensors its architecture does not have; they are carried along."
             )
-        job = Job(chosen, opened, source, _planned(chosen, opened, num_new_layers, placement), seed, dtype, lora)
+        chosen.check(opened)
+        job = Job(chosen, opened, source, chosen.plan(opened, num_new_layers, placement), seed, dtype, lora)
         if opened.larger is not None:
             progress.note(
                 f"the base is a {opened.larger.config['model_type']} model. Its language model ({opened.config['model_type']}) is "
@@ -197,11 +199,6 @@ def _push(folder: Path, repository: str, private: bool, report: UpscaleReport, p
             report,
             interrupted,
         ) from error
-
-
-def _planned(method: Method, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
-    method.check(base)
-    return method.plan(base, num_new_layers, placement)
 
 
 def _peak_rss_bytes() -> int:

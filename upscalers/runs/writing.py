@@ -133,8 +133,10 @@ class Writing:
 
         job = self.job
         files = {name: tensor for file in shards for name, tensor in read_header(partial / file).items()}
-        tensors, parts, _ = with_products(job.base.by_name(files), config)
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in parts}
+        tensors = job.base.by_name(files)
+        if job.base.parts:
+            tensors, parts, _ = with_products(tensors, config)
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in parts}
         dtype, promised = job.cast(job.base.dtype), job.method.identity
         return compare_models(job.base, partial, tensors, job.plan, dtype, promised, self.progress)
 

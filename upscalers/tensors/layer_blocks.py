@@ -53,12 +53,12 @@ class _ChosenBlocks(ComputedTensor):
 
 
 def block_recipes(base: BaseModel, plan: Plan) -> dict[str, LayerBlocks]:
-    """Return a recipe for each tensor outside the layers that has a block per layer, by full name.
+    """Return a recipe for each tensor outside the layers that has a block per layer, by full name, of an inferred family.
 
     A layer of the result gets the block of the base layer whose attention it takes. Where the plan leaves the layers as they
     are, there are no recipes, and tensors are copied.
     """
-    if not isinstance(base.family, InferredFamily) or plan.sources == list(range(base.num_layers)):
+    if plan.sources == list(range(base.num_layers)):
         return {}
     return {
         name: LayerBlocks(

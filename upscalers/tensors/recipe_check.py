@@ -62,9 +62,8 @@ def check_recipes(
 
 def _origins(base: BaseModel, num_layers: int) -> dict[str, tuple[str, str | None]]:
     """Return the name within the layer and the role of each base tensor; outside the layers, its name in the result and its own."""
-    origins: dict[str, tuple[str, str | None]] = {
-        name: (base.outer_name(name, num_layers), name) for name in base.outer_names()
-    }
+    names = base.outer_names(num_layers)
+    origins: dict[str, tuple[str, str | None]] = {name: (new, name) for name, new in names.items()}
     for layer in range(base.num_layers):
         tensors = base.layout.layers[layer]
         for name, full_name in base.layer_names[layer].items():

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from midus_hf.files.checkpoint_files import INDEX_FILE, SINGLE_FILE
-from upscalers.architecture.family import is_embedding
 from upscalers.checkpoint.computed_tensor import ComputedTensor
 from upscalers.checkpoint.safetensors_format import (
     INTEGER_NAMES,
@@ -69,8 +68,8 @@ class Written:
 
 def in_file_order(outer: Sequence[OutputTensor], layers: Iterable[OutputTensor]) -> list[OutputTensor]:
     """Return tensors in the order in which a model uses them: embeddings, the layers, then what else is outside the layers."""
-    embeddings = [tensor for tensor in outer if is_embedding(tensor.name)]
-    return [*embeddings, *layers, *(tensor for tensor in outer if not is_embedding(tensor.name))]
+    embeddings = [tensor for tensor in outer if "embed" in tensor.name]
+    return [*embeddings, *layers, *(tensor for tensor in outer if "embed" not in tensor.name)]
 
 
 def split_shards(tensors: Sequence[OutputTensor], max_shard_bytes: int) -> dict[str, list[OutputTensor]]:

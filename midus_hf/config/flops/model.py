@@ -93,7 +93,7 @@ def estimate_flops(config: Mapping[str, Any], tokens: int, batch: int = 1) -> Mo
             parts = _layer(backbone, batch, tokens)
         for memory in (*memories.attached_to(layer), *(() if entry is None else (entry,))):
             counted = flops(memory.options, sizes, batch, tokens, memory.layers.index(layer), len(memory.layers))
-            parts |= {f"{memory.name or memory.type}: {part}": count for part, count in counted.items()}
+            parts |= {f"{memory.name or memory.options.type}: {part}": count for part, count in counted.items()}
         return {part: count for part, count in parts.items() if count}
 
     layers = tuple(layer_parts(layer) for layer in range(sizes.num_layers))
@@ -122,7 +122,7 @@ def _layer(backbone: Backbone, batch: int, tokens: int) -> dict[str, int]:
 def _attention(backbone: Backbone, batch: int, tokens: int, keeps_output: bool) -> dict[str, int]:
     """Count the operations of attention and of the norms before, inside and after attention."""
     sizes, rows = backbone.sizes, batch * tokens
-    query, key = backbone.query_width, backbone.key_width
+    query, key = sizes.num_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
     inner_norms = {
         "head": rms_norm(rows * (sizes.num_heads + sizes.num_key_value_heads), sizes.head_dim),
         "whole": rms_norm(rows, query) + rms_norm(rows, key),

@@ -283,7 +283,7 @@ def _prove_values(trial: _Trial, memory: str) -> None:
     state(stated, trial.hosting, entry, trial.batches().get(entry.name), inputs)
     expected = stated(ids, use_cache=False).logits
     compared = f"logits of {memory} and of a base that states what it computes"
-    if entry.type not in SUMS_IN_ANOTHER_ORDER:
+    if entry.options.type not in SUMS_IN_ANOTHER_ORDER:
         _check_equal(expected, computed, compared)
         return
     by, most = (expected - computed).abs().max().item(), _ROUNDING * (plain - computed).abs().max().item()

@@ -101,7 +101,7 @@ def state(
             continue
         memory = host.memories[entry.name]
         arguments = {**inputs.get(memory, {}), **({"fetched": fetched.of(index)} if fetched else {})}
-        if entry.type == "hier-kv":
+        if entry.options.type == "hier-kv":
             _change_heads(mixer_of(layer), calls, partial(_with_blocks, fetched.of(index)))
         elif entry.options.attends:
             writers = [
