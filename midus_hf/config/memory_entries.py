@@ -10,7 +10,6 @@ from midus_hf.config.declared_tensors import DeclaredTensor
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.memory_types import (
     MEMORY_TYPES,
-    InsertedOptions,
     MemoryOptions,
     SharedTables,
     Site,
@@ -149,12 +148,6 @@ class Memories:
 
 # Memories of a model without memory. The sizes in it mean nothing.
 NO_MEMORIES = Memories((), ModelSizes(hidden_size=0, num_heads=1))
-
-
-def inserted_options(entry: MemoryEntry) -> InsertedOptions:
-    """Return the options of an entry whose site is `inserted`."""
-    assert isinstance(entry.options, InsertedOptions)
-    return entry.options
 
 
 def memories_of(config: Any) -> Memories:

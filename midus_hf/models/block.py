@@ -4,7 +4,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from midus_hf.config.memory_entries import Memories, inserted_options
+from midus_hf.config.memory_entries import Memories
+from midus_hf.config.memory_types import InsertedOptions
 from midus_hf.memory.needs import Service, register_service
 from midus_hf.memory.registry import build_memory
 from midus_hf.models.memory_inputs import MemoryInputs
@@ -45,7 +46,8 @@ class MemoryBlock(NamesParts):
         """
         self.layer_idx = layer_idx
         entry = memories.inserted[layer_idx]
-        options = inserted_options(entry)
+        options = entry.options
+        assert isinstance(options, InsertedOptions)
         output_norm = self.attention_output_norm if options.output_projection else None
         self.normalises_output, self.adds_block_input = output_norm is not None, options.inner_residual
         for name in [

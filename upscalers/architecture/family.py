@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from midus_hf.config.backbone import Backbone, FamilyTraits, read_backbone
-from midus_hf.config.memory_entries import NO_MEMORIES, Memories, inserted_options, read_memories
+from midus_hf.config.memory_entries import NO_MEMORIES, Memories, read_memories
 from midus_hf.config.memory_types import InsertedOptions
 from midus_hf.config.model_sizes import ModelSizes
 from upscalers.request.errors import RequestError, refusing_requests
@@ -160,7 +160,9 @@ class Family(FamilyTraits):
         layers, inserted = [], memories.inserted
         for layer, tensors in enumerate(backbone.backbone_layers):
             if layer in inserted:
-                roles = kept_roles(inserted_options(inserted[layer]))
+                options = inserted[layer].options
+                assert isinstance(options, InsertedOptions)
+                roles = kept_roles(options)
                 tensors = {name: tensor for name, tensor in tensors.items() if tensor.role in roles}
             own = memories.layer_tensors(layer)
             declared |= {f"model.layers.{layer}.{name}": tensor for name, tensor in own.items()}

@@ -22,7 +22,8 @@ from midus_hf.config.flops.rules import (
     rms_norm,
     rotary_embedding,
 )
-from midus_hf.config.memory_entries import inserted_options, read_memories
+from midus_hf.config.memory_entries import read_memories
+from midus_hf.config.memory_types import InsertedOptions
 
 # Price of capping a number softly: a division, a tanh and a product.
 SOFT_CAP = TANH + 2
@@ -87,8 +88,8 @@ def estimate_flops(config: Mapping[str, Any], tokens: int, batch: int = 1) -> Mo
     def layer_parts(layer: int) -> dict[str, int]:
         entry = memories.inserted.get(layer)
         if entry is not None:
-            keeps_output = inserted_options(entry).output_projection
-            parts = _attention(backbone, batch, tokens, keeps_output)
+            assert isinstance(entry.options, InsertedOptions)
+            parts = _attention(backbone, batch, tokens, keeps_output=entry.options.output_projection)
         else:
             parts = _layer(backbone, batch, tokens)
         for memory in (*memories.attached_to(layer), *(() if entry is None else (entry,))):
