@@ -69,24 +69,3 @@ def test_costs_of_the_index_are_those_of_a_dry_run(method, tmp_path):
         *(f"{report.parameters.new or report.parameters.trainable:,}" for report in (small, large)),
         f"{state / 1e9:.1f} GB",
     ]
-
-
-def priced() -> list[tuple[str, str, str, str]]:
-    """Return method, base, new parameters and total of every row of a page that prices a base."""
-    result = []
-    for page in PAGES:
-        (first, *_) = [method for method in SHIPPED if f"({page.name})" in index_row(method)[0]]
-        for line in page.read_text(encoding="utf-8").splitlines():
-            row = cells(line)
-            result.append((row.pop(0) if row[0] in SHIPPED else first, *row))
-    return [(method, base, new, total) for method, base, _, new, total, *_ in filter(priceable, result)]
-
-
-def priceable(row: tuple[str, ...]) -> bool:
-    return len(row) > 4 and row[1] in CONFIGS and "(" not in row[2]
-
-
-@pytest.mark.parametrize(("method", "base", "new", "total"), priced())
-def test_costs_of_pages_are_those_of_a_dry_run(method, base, new, total, tmp_path):
-    counts = upscale(base=write_config(tmp_path / "base", CONFIGS[base]), method=method, dry_run=True).parameters
-    assert (new, total) == (f"{counts.new:,}", f"{counts.total:,}")
