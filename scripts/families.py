@@ -40,7 +40,6 @@ LARGER_HEADING = "## Every larger model"
 
 _CHAPTERS = {"memory_tokens": 24, "chapters": 12, "k": 2}
 _SMALL_PREDICTORS = {"hidden_size": 8, "epochs": 1}
-_SLICES = [{"layers": [0, 3]}, {"layers": [1, 4]}]
 #: Requests with small options that are tried on every type without a row in the table of families; the first that works counts. The
 #: key `placement` is no option, and puts the new layer between layers of one kind in the models that have several kinds.
 REQUESTS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -59,9 +58,6 @@ REQUESTS: dict[str, tuple[dict[str, Any], ...]] = {
     "avg-deus": ({}, {"placement": "1"}),
     "lesa": (_SMALL_PREDICTORS,),
     "solar": ({},),
-    "linear-combination": ({}, {"placement": "1"}),
-    "attenuated-copy": ({},),
-    "slices": ({"slices": _SLICES},),
 }
 #: Methods whose result has more layers than the base.
 DEEPER = tuple(name for name in REQUESTS if METHODS[name].adds_layers)
@@ -75,8 +71,8 @@ SETS = {
     "hier-*": tuple(name for name in METHODS if name.startswith("hier-")),
     "hier-lora-*": ("hier-lora-qk", "hier-lora-vo", "hier-lora-ffn"),
     "midus-*": ("midus-hml", "midus-pkm", "midus-linear"),
-    "copies": ("llama-pro", "solar", "attenuated-copy", "slices"),
-    "combinations": ("opt-deus", "avg-deus", "lesa", "linear-combination"),
+    "copies": ("llama-pro", "solar"),
+    "combinations": ("opt-deus", "avg-deus", "lesa"),
 }
 #: What begins a refusal, or stands in it, and what the page says of all such refusals.
 REASONS = (

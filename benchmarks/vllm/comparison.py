@@ -115,9 +115,6 @@ DENSE_METHODS: dict[str, dict[str, Any]] = {
     "lesa": {"hidden_size": 8, "epochs": 1},
     "opt-deus": {},
     "avg-deus": {},
-    "linear-combination": {},
-    "attenuated-copy": {},
-    "slices": {"slices": [{"layers": [0, 3]}, {"layers": [1, 4]}]},
 }
 
 _RANDOM: dict[str, Any] = {

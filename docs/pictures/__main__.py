@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib
 
 from docs.pictures.canvas import Picture
-from docs.pictures.layers import deus, general, lesa, llama_pro, solar
+from docs.pictures.layers import deus, lesa, llama_pro, solar
 from docs.pictures.memories import engram, hierarchical, midus, moc, moda, ultramem_v2
 
 IMAGES = Path(__file__).parents[1] / "images"
@@ -25,7 +25,6 @@ PICTURES: Mapping[str, Callable[[], Picture]] = {
     "llama-pro": llama_pro,
     "lesa": lesa,
     "deus": deus,
-    "general": general,
     "midus": midus,
     "hierarchical": hierarchical,
     "moc": moc,

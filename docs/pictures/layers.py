@@ -2,9 +2,8 @@
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from docs.pictures.canvas import BLUE, FAINT, RED, SMALL, Box, Picture
 from upscalers.checkpoint.base_model import open_base
@@ -29,20 +28,14 @@ CONFIG = {
 }
 
 
-def plan_of(method: str, options: Mapping[str, Any] | None = None, chooses_number: bool = True) -> Plan:
-    """Return a method's plan for a base of four layers.
-
-    Args:
-        method: Name of the method.
-        options: Options of the method. Default: none.
-        chooses_number: Whether to ask for two new layers; `slices` takes no number. Default: True.
-    """
+def plan_of(method: str) -> Plan:
+    """Return a method's plan for two new layers in a base of four, with default options."""
     method_class = get_method(method)
-    chosen = method_class(parse_options(method_class.options_class, options or {}, f"method {method}"))
+    chosen = method_class(parse_options(method_class.options_class, {}, f"method {method}"))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
         base = open_base(Path(folder), needs_weights=False)
-        return chosen.plan(base, NEW_LAYERS if chooses_number else None, None)
+        return chosen.plan(base, NEW_LAYERS, None)
 
 
 def stack(
@@ -203,28 +196,4 @@ def deus() -> Picture:
     average = picture.box(322, 54, 128, 30, "$(W_1 + W_2)\\ /\\ 2$", "new", size=SMALL)
     picture.text(average.right[0] + 10, 69, "for every tensor; nothing is zeroed", SMALL, FAINT, "left")
     picture.legend("base", "new", "zero")
-    return picture
-
-
-def general() -> Picture:
-    """Draw the layers of the three methods that do what a recipe says."""
-    picture = Picture(316)
-    scaled = {"output_projection": 0.5, "others": 1.0}
-    cases: tuple[tuple[str, Mapping[str, Any], str], ...] = (
-        ("linear-combination", {}, "$0.5\\,W_{}\\ +\\ 0.5\\,W_{}$"),
-        ("attenuated-copy", {}, "layer {}, scaled"),
-        ("slices", {"slices": [{"layers": [0, 3]}, {"layers": [1, 4], "scale": scaled}]}, "layer {}, scaled"),
-    )
-    for number, (method, options, label) in enumerate(cases):
-        x = 24 + number * 232
-        picture.title(x, "slices, an example" if method == "slices" else method)
-        plan = plan_of(method, options, method != "slices")
-        labels = [
-            (f"layer {layer.index}", "base")
-            if isinstance(layer, Base)
-            else (label.format(*sorted(layer.sources)), "new")
-            for layer in plan.layers
-        ]
-        stack(picture, x, 58, labels, 168)
-    picture.legend("base", "new")
     return picture

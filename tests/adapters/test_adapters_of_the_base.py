@@ -23,7 +23,7 @@ from transformers import (
 
 from midus_hf.cli import upscale as cli
 from midus_hf.models.inference.tiny import tiny_model
-from tests.upscalers.checkpoints import edit_config, file_digests
+from tests.upscalers.checkpoints import file_digests
 from tests.upscalers.methods import KINDS as REQUESTS
 from tests.upscalers.test_any_type import PRESENT, methods_on_the_page, options_of
 from upscalers.runs.adapter import KINDS, write_adapter
@@ -340,25 +340,4 @@ def test_an_adapter_that_is_nowhere_is_refused(made, tmp_path, refuse, adapter):
     refuse(
         [tmp_path / "absent", "--onto", made("llama", "midus-hml")[1]],
         r"is no folder and no hub id; expected one of them",
-    )
-
-
-def test_a_layer_that_the_upscaled_model_lacks_is_refused(adapter, made, tmp_path_factory, refuse):
-    upscaled = tmp_path_factory.mktemp("dropped") / "model"
-    base = made("llama", "llama-pro")[0]
-    upscale(
-        base=base,
-        output=upscaled,
-        method="attenuated-copy",
-        options=REQUESTS["attenuated-copy"].get("options"),
-        verify=False,
-    )
-    config = json.loads((upscaled / "config.json").read_text())
-    plan = config["upscale"]["plan"]
-    index = next(index for index, layer in enumerate(plan) if layer.get("base") == 1)
-    plan[index] = {"previous": 0, "next": 2, "sources": [0]}
-    edit_config(upscaled, upscale=config["upscale"])
-    refuse(
-        [adapter, "--onto", upscaled],
-        r"changes layer 1 of the base, which the upscaled model does not hold as it was; expected",
     )

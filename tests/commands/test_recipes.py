@@ -56,7 +56,7 @@ def test_what_is_printed_is_a_recipe_whose_comments_are_the_defaults(command, me
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_keys_stand_below_their_meaning(command, printed):
-    text = printed(command, "slices")
+    text = printed(command, "solar")
     names = "|".join(field.name for field in dataclasses.fields(OPTIONS[command]))
     of_run = text.partition("arguments works too:\n\n")[2]
     entries = [entry.partition("\n") for entry in of_run.split("\n\n")]
@@ -71,7 +71,7 @@ def test_a_method_with_a_recipe_has_its_papers_settings(printed):
     shipped = recipes("train")["midus-hml"].read_text()
     assert printed("train", "midus-hml").startswith(shipped.rstrip())
     assert "\n# sequence_length:" not in printed("train", "midus-hml"), "the recipe has the key"
-    assert "there is no recipe of a paper" in printed("train", "slices")
+    assert "there is no recipe of a paper" in printed("train", "solar")
 
 
 def test_another_name_is_refused_with_those_that_are_there(monkeypatch, capsys):

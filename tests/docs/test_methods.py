@@ -14,8 +14,6 @@ CHOOSING = (FOLDER.parent / "choosing.md").read_text(encoding="utf-8")
 INDEX = (FOLDER / "README.md").read_text(encoding="utf-8")
 PAGES = sorted(page for page in FOLDER.glob("*.md") if page.name != "README.md")
 SHIPPED = sorted(name for name, method in METHODS.items() if method.__module__.startswith("upscalers."))
-# What slices cost depends on which they are.
-PRICED = [name for name in SHIPPED if name != "slices"]
 
 BYTES_TRAINED, BYTES_FROZEN = 16, 2
 SECTIONS = ["When to use it", "How", "Cost", "Evidence", "Limits"]
@@ -54,7 +52,7 @@ def test_pages_have_the_same_sections(page):
     assert re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE) == SECTIONS
 
 
-@pytest.mark.parametrize("method", PRICED)
+@pytest.mark.parametrize("method", SHIPPED)
 def test_costs_of_the_index_are_those_of_a_dry_run(method, tmp_path):
     small, large = (
         upscale(base=write_config(tmp_path / name, config), method=method, dry_run=True)

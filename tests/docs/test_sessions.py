@@ -261,9 +261,6 @@ SESSIONS = {
         },
     ),
     "docs/methods/deus.md": Session(replace={**TINY_LLAMA, "google/gemma-2-2b": "tiny-gemma-2"}),
-    "docs/methods/general.md": Session(
-        replace={**TINY_LLAMA, "meta-llama/Llama-3.1-8B": "tiny-llama-32"}, files=("recipe.yaml", "")
-    ),
     "docs/methods/lesa.md": Session(replace={**TINY_LLAMA, "device=cuda": "device=cpu"}),
     "docs/methods/llama-pro.md": Session(replace={**TINY_LLAMA, "meta-llama/Llama-2-7b-hf": "tiny-llama-32"}),
     "docs/methods/solar.md": Session(replace={"meta-llama/Llama-3.1-8B": "tiny-llama-32"}),

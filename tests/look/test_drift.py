@@ -11,7 +11,6 @@ from midus_hf.look.drift import base_within, drift, drift_rows, drift_table, oth
 from midus_hf.look.effects import Effect
 from upscalers.request.errors import RequestError
 from upscalers.runs.base_confirmation import keeps_base
-from upscalers.runs.upscale import upscale
 
 TEXT = TextRows("text", [prompt(20, 1)[0], prompt(14, 1, seed=2)[0], prompt(9, 1, seed=3)[0]], [0, 1, 2])
 
@@ -94,13 +93,6 @@ def test_a_checkpoint_keeps_its_base_until_that_trains(tmp_path):
     assert keeps_base(tmp_path / "unknown") is None
     with pytest.raises(RequestError, match=r"was not made by upscale: its config\.json has no 'upscale' entry"):
         keeps_base(save_tiny_model("llama", tmp_path / "base"))
-
-
-def test_a_checkpoint_that_dropped_layers_of_its_base_does_not_keep_it(tmp_path):
-    base = save_tiny_model("llama", tmp_path / "base")
-    options = {"slices": [{"layers": [0, 2]}, {"layers": [1, 3]}]}
-    upscale(base=base, method="slices", output=tmp_path / "model", options=options, verify=False)
-    assert keeps_base(tmp_path / "model") is False
 
 
 def test_reports_have_a_row_per_text():

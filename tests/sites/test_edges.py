@@ -64,21 +64,12 @@ def test_what_a_pass_brings_follows_to_another_device_and_still_carries():
     assert torch.equal(output, torch.ones(1)) and key is None
 
 
-@pytest.mark.parametrize(
-    "slices",
-    [[{"layers": [0, 1]}, {"layers": [1, 2]}, {"layers": [3, 4]}], [{"layers": [0, 3]}, {"layers": [2, 4]}]],
-    ids=["left out", "repeated"],
-)
-def test_a_plan_that_changes_the_layer_behind_which_a_memory_adds_is_refused(slices, tmp_path):
+def test_a_plan_that_repeats_the_layer_behind_which_a_memory_adds_is_refused(tmp_path):
     base = save_base(tmp_path / "base", "llama")
     options = {"site": "skip", "layers": [0], "span": 2}
     upscale(base=base, method="toy", output=tmp_path / "toy", options=options, verify=False)
-    with pytest.raises(
-        RequestError, match="memory 'toy' adds behind layer 2, which the plan repeats, changes or leaves out"
-    ):
-        upscale(
-            base=tmp_path / "toy", method="slices", output=tmp_path / "out", options={"slices": slices}, verify=False
-        )
+    with pytest.raises(RequestError, match="memory 'toy' adds behind layer 2, which the plan repeats"):
+        upscale(base=tmp_path / "toy", method="solar", output=tmp_path / "out", verify=False)
 
 
 def test_tables_are_counted_into_the_memory_that_a_comparison_takes():

@@ -120,7 +120,9 @@ SOLAR_ORDER = [0, 1, 2, 1, 2, 3]
 def test_solar_repeats_a_memory_or_is_refused_where_it_ties_layers_together(case, family, upscaled, tmp_path):
     once = trained(upscaled(case, family), tmp_path / "once")
     if case.shares_tables or case.into:
-        message = rf"memory 'toy' ties layers {', '.join(map(str, case.layers))} together, and the plan repeats or leaves out"
+        message = (
+            rf"memory 'toy' ties layers {', '.join(map(str, case.layers))} together, and the plan repeats some of them"
+        )
         with pytest.raises(RequestError, match=message):
             upscale(base=once, method="solar", output=tmp_path / "solar")
         assert not (tmp_path / "solar").exists()

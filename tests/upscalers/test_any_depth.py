@@ -24,13 +24,10 @@ from upscalers.request.errors import RequestError, VerificationError
 from upscalers.request.options import parse_options
 from upscalers.runs.upscale import upscale
 
-# Options by method. Coefficients and scales are such that products and sums are exact, and that they do not add up to 1.
+# Options by method.
 OPTIONS: dict[str, dict[str, Any]] = {
     "solar": {},
     "avg-deus": {},
-    "linear-combination": {"coefficients": {"previous": 0.25, "next": 1.0}},
-    "slices": {"slices": [{"layers": [0, 3]}, {"layers": [1, 4], "scale": {"others": 0.5}}, {"layers": [3, 4]}]},
-    "attenuated-copy": {},
     "lesa": {"hidden_size": 8, "epochs": 1},
     "opt-deus": {},
     "llama-pro": {},
@@ -42,7 +39,7 @@ MATRICES = frozenset(
         "fc2", "c_fc", "c_proj",
     }
 )  # fmt: skip
-FUSING = ("avg-deus", "linear-combination", "lesa", "opt-deus")
+FUSING = ("avg-deus", "lesa", "opt-deus")
 # Norms that multiply by 1 + weight and have biases; norms behind alone; fused projections; a feed-forward network of two
 # matrices; layers of several kinds; experts behind a dense layer; sinks; a mixer beside attention; buffers.
 SAMPLE = [
@@ -121,11 +118,7 @@ def make(base_of, tmp_path_factory):
             assert "expected layers of one kind" in str(error) or "expected dense layers" in str(error)
             placement = "1"
             plan = chosen.plan(opened, None, placement)
-        try:
-            upscale(base=base, method=method, output=output, options=OPTIONS[method], placement=placement)
-        except RequestError as error:
-            assert "is the weight of a norm whose gain cannot be read" in str(error)
-            pytest.skip("a norm of the mixer reads a gate as well, so that only coefficients that add up to 1 will do")
+        upscale(base=base, method=method, output=output, options=OPTIONS[method], placement=placement)
         return Made(base, output, plan)
 
     return made
@@ -155,7 +148,7 @@ def test_layers_of_the_base_keep_every_bit_and_new_layers_are_of_the_kind_of_the
     for index, layer in enumerate(made.plan.layers):
         source, copied = layer_of(old, made.plan.sources[index]), layer_of(new, index)
         assert {name: t.shape for name, t in copied.items()} == {name: t.shape for name, t in source.items()}
-        if isinstance(layer, Base) and method != "slices":
+        if isinstance(layer, Base):
             assert all(same_bits(copied[name], source[name]) for name in source)
     before, after = load(made.base), load(made.output)
     assert type(after) is type(before) and after.config.model_type == model_type
@@ -166,17 +159,10 @@ def test_layers_of_the_base_keep_every_bit_and_new_layers_are_of_the_kind_of_the
     assert torch.equal(logits, expected) if method in ("llama-pro", "opt-deus") else logits.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("model_type", "method"),
-    by_default(
-        [pair for pair in IN_TURN if pair[1] in ("linear-combination", "slices")],
-        itertools.product(INFERRED, ["linear-combination", "slices"]),
-    ),
-)
-def test_norms_are_combined_by_what_they_multiply_by_and_other_tensors_as_they_are(model_type, method, make):
-    made = make(model_type, method)
+@pytest.mark.parametrize("model_type", by_default(made_by("avg-deus"), INFERRED))
+def test_a_mean_of_norms_multiplies_by_the_mean_and_other_tensors_are_means_but_for_buffers(model_type, make):
+    made = make(model_type, "avg-deus")
     base, model = load(made.base), load(made.output)
-    coefficients = {"linear-combination": (1.0, 0.25), "slices": (0.5,)}[method]
     for index, planned in enumerate(made.plan.layers):
         if not isinstance(planned, New):
             continue
@@ -187,14 +173,12 @@ def test_norms_are_combined_by_what_they_multiply_by_and_other_tensors_as_they_a
             if "Norm" in type(module).__name__ and getattr(module, "weight", None) is not None:
                 hidden = torch.randn(3, module.weight.shape[0], generator=torch.Generator().manual_seed(2))
                 with torch.no_grad():
-                    terms = zip(coefficients, originals, strict=True)
-                    expected = sum(coefficient * original(hidden) for coefficient, original in terms)
+                    expected = sum(original(hidden) for original in originals) / 2
                     assert torch.allclose(module(hidden), expected, rtol=1e-4, atol=1e-5), name
                 continue
             for own, parameter in module.named_parameters(recurse=False):
-                terms = zip(coefficients, originals, strict=True)
-                total = sum(coefficient * original.get_parameter(own).double() for coefficient, original in terms)
-                assert torch.equal(parameter, total.float()), f"{name}.{own}"
+                mean = sum(original.get_parameter(own).double() for original in originals) / 2
+                assert torch.equal(parameter, mean.float()), f"{name}.{own}"
             for own, buffer in module.named_buffers(recurse=False):
                 assert own == "layer_scalar" or torch.equal(buffer, originals[0].get_buffer(own)), f"{name}.{own}"
 
@@ -227,12 +211,12 @@ EXPERTS = r"layer 0, whose feed-forward network is a mixture of experts; .* expe
     [
         *[("mixtral", method, EXPERTS.replace("layer 0", r"layer \d")) for method in FUSING],
         ("qwen3_5_text", "avg-deus", "layers 3 and 2, which differ in .*; expected .* Pass --set neighbours=same_type"),
-        ("lfm2", "linear-combination", "expected layers of one kind. Choose another placement. Or choose llama-pro, solar"),
+        ("lfm2", "avg-deus", "expected layers of one kind. .* or choose another placement. Or choose llama-pro or solar"),
         ("qwen3_5_text", "lesa", "layers 0 and 3, which differ in .*; expected layers of one kind. lesa learns from all layers"),
         ("persimmon", "opt-deus", r"no key of its own that is known \(self_attn.query_key_value.weight stacks several projections\)"),
         ("youtu", "lesa", "has no key of its own that is known; lesa needs it"),
         ("falcon_h1", "opt-deus", r"several matrices of the role output_projection \(mamba.out_proj.*, self_attn.o_proj.weight\)"),
-        ("inkling2_text", "llama-pro", "has no down of its own that is known; llama-pro fills it with zeros. Choose solar or slices"),
+        ("inkling2_text", "llama-pro", "has no down of its own that is known; llama-pro fills it with zeros. Choose solar, or"),
         ("diffllama", "solar", "compute otherwise at another index or among more layers: layer 3 has self_attn.lambda_init = 0.55"),
         ("minicpm3", "solar", "among more layers: layer 0 has residual_scale = 0.57.* and its source, layer 0, 0.7. Choose a method"),
         ("jamba", "solar", "the layers of 'jamba' differ, and a new layer gets another kind than its source has"),
@@ -251,15 +235,6 @@ def test_layers_that_the_config_describes_differently_are_fused_with_a_warning(b
         "new layer 4 fuses layers that the config describes differently (no_rope_layers 0, full_attention and no_rope_layers 1, "
         "full_attention). Pass neighbours=same_type to avoid it."
     ) in " ".join(outcome.err.split())
-
-
-def test_a_scale_of_a_norm_whose_gain_cannot_be_read_is_refused(base_of, tmp_path):
-    request = {"base": base_of("qwen3_5_text"), "method": "linear-combination", "placement": "1"}
-    with pytest.raises(
-        RequestError, match=r"linear_attn.norm.weight would be scaled by 1.25, but it is the weight of a norm"
-    ):
-        upscale(**request, output=tmp_path / "out", options=OPTIONS["linear-combination"])
-    assert upscale(**request, output=tmp_path / "out").new_layer_indices == [1]
 
 
 @pytest.mark.parametrize("verify", [True, False])

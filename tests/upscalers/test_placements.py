@@ -39,8 +39,8 @@ get_method("solar")
 # Methods that insert layers where a placement says, and their own placement.
 INSERTING = {
     **dict.fromkeys(("midus-hml", "midus-pkm", "midus-linear"), "distributed"),
-    **dict.fromkeys(("llama-pro", "attenuated-copy"), "llama-pro"),
-    **dict.fromkeys(("avg-deus", "linear-combination", "lesa", "opt-deus"), "top-heavy"),
+    "llama-pro": "llama-pro",
+    **dict.fromkeys(("avg-deus", "lesa", "opt-deus"), "top-heavy"),
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.upscalers.checkpoints import SMALL
 from upscalers.methods.contract import get_method
+from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import MethodError
 from upscalers.runs.upscale import upscale
 from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
@@ -107,6 +108,16 @@ def test_a_method_that_breaks_the_contract_is_stopped_before_it_writes(name, bas
     for request in ({"dry_run": True}, {"output": tmp_path / "out", "verify": False}):
         with pytest.raises(MethodError, match=f"^method llama-pro.*{message}"):
             upscale(base=base, method="llama-pro", **request)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_without_a_layer_of_the_base_is_refused(base, tmp_path, monkeypatch):
+    plan = Plan((Base(0), Base(3), Base(3)), 4)
+    monkeypatch.setattr(get_method("solar"), "plan", lambda *arguments: plan)
+    message = "the plan of method solar has no base layer 1, 2; expected all layers of the base, or strip could not give it back"
+    for request in ({"dry_run": True}, {"output": tmp_path / "out", "verify": False}):
+        with pytest.raises(MethodError, match=message):
+            upscale(base=base, method="solar", **request)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -24,9 +24,7 @@ ONLY_CONFIG = "llama-3.2-1b"
 NO_NORMS = (
     "identity is 'zero_out_norm', but llama has no norm behind its projections; expected 'zero_out_proj' or 'auto'."
 )
-ORDERED = (
-    "placement is {}, but solar orders the layers itself; expected none. Pass --num-new-layers, or use method slices."
-)
+ORDERED = "placement is {}, but solar orders the layers itself; expected none. Pass --num-new-layers."
 COUNT = (
     "num-new-layers is {}; solar leaves the same number of layers out of each of its two stacks, so expected K with "
     "0 < K < {}"
@@ -37,33 +35,12 @@ ONE_SIDE = (
 )
 MEMORY = (
     "new layer {} would be made from base layer {}, which is a memory block; expected a layer with a feed-forward "
-    "network. Choose other layers or another placement."
+    "network. Choose another placement."
 )
 OF_ITS_TYPE = (
     r"new layer 1 stands before base layer 1 \(full_attention\), and no layer before it attends like it; expected one, "
     "since neighbours is 'same_type'. Choose another placement, or neighbours=adjacent."
 )
-NO_MAPPING = "coefficients is {}; expected a mapping such as {{previous: 0.5, next: 0.5}}, or a list with one for each new layer."
-NO_LAYER = (
-    "coefficients names the layer {}; expected the index of a base layer, or previous or next, such as previous-1."
-)
-MAPPINGS = "coefficients lists {} mappings for 2 new layers; expected one for each, or a single mapping for all."
-WITHOUT = (
-    "coefficients names {} for new layer {}, which stands {}; expected base layers from 0 to 3. Choose another placement "
-    "or other layers."
-)
-NO_SCALE = "scale is {}; expected a mapping of roles to numbers, such as .down: 0.5.."
-NO_ROLE = "names the role '{}', which no tensor of a llama layer has. {}"
-NO_SLICES = (
-    r"slices is {}; expected a list such as \[.layers: \[0, 12\]., .layers: \[4, 16\].\]. Give it in a --config file under "
-    "options."
-)
-NO_SLICE = r"slices holds something that is no mapping; expected .layers: \[first, end\]. in each place."
-NO_BOUNDS = r"a slice has layers = {}; expected \[first, end\], the end not included."
-BOUNDS = "a slice has layers = {}; expected 0 <= first < end <= 4, the number of base layers. The end is not included."
-UNCHANGED = "the slices are the base as it is; expected a layer more, less or changed."
-NOTHING_NEW = "trainable is 'new', but the slices repeat and scale nothing; expected 'all'."
-SAID_BY_SLICES = "{} is {}, but slices say which layers there are; expected none."
 
 SOLAR = [
     ("llama", ["--placement", "top-heavy"], ORDERED.format("'top-heavy'")),
@@ -88,60 +65,6 @@ AVG_DEUS = [
     ("memory", ["--placement", "2"], MEMORY.format(2, 1)),
     ("two layers", ["--num-new-layers", "2"], "num-new-layers is 2; placement top-heavy fits at most 1, one in each gap"),
 ]  # fmt: skip
-LINEAR_COMBINATION = [
-    ("llama", ["--set", "coefficients=half"], NO_MAPPING.format("'half'")),
-    ("llama", ["--set", "coefficients="], NO_MAPPING.format("None")),
-    ("llama", ["--set", "coefficients=[]"], NO_MAPPING.format(r"\[\]")),
-    ("llama", ["--set", "coefficients=[{previous: 1}, {}]"], NO_MAPPING.format(r"\[\{'previous': 1\}, \{\}\]")),
-    ("llama", ["--set", "coefficients={}"], NO_MAPPING.format(r"\{\}")),
-    ("llama", ["--set", "coefficients=[{previous: 1}, 2]"], NO_MAPPING.format(r"\[\{'previous': 1\}, 2\]")),
-    ("llama", ["--set", "coefficients={prev: 1}"], NO_LAYER.format("'prev'")),
-    ("llama", ["--set", "coefficients={true: 1}"], NO_LAYER.format(True)),
-    ("llama", ["--set", "coefficients={next*2: 1}"], NO_LAYER.format(r"'next\*2'")),
-    ("llama", ["--set", "coefficients={0.5: 1}"], NO_LAYER.format(0.5)),
-    ("llama", ["--set", "coefficients=[{previous: 1}]"], MAPPINGS.format(1)),
-    ("llama", ["--set", "coefficients=[{next: 1}, {next: 1}, {next: 1}]"], MAPPINGS.format(3)),
-    ("llama", ["--set", "coefficients={4: 1}"], WITHOUT.format(4, 2, "between base 1 and base 2")),
-    ("llama", ["--set", "coefficients={-1: 1}"], WITHOUT.format(-1, 2, "between base 1 and base 2")),
-    ("llama", ["--set", "coefficients={previous-2: 1}"], WITHOUT.format("previous-2", 2, "between base 1 and base 2")),
-    ("llama", ["--set", "coefficients={next+1: 1}"], WITHOUT.format(r"next\+1", 4, "between base 2 and base 3")),
-    ("llama", ["--placement", "0"], WITHOUT.format("previous", 0, "beside base 0")),
-    ("llama", ["--placement", "4"], WITHOUT.format("next", 4, "beside base 3")),
-    ("llama", ["--set", "identity=zero_out_norm"], NO_NORMS),
-    ("memory", ["--placement", "3", "--set", "coefficients={4: 1}"], MEMORY.format(3, 4)),
-]  # fmt: skip
-ATTENUATED_COPY = [
-    ("llama", ["--set", "scale=0.5"], NO_SCALE.format(0.5)),
-    ("llama", ["--set", "scale={1: 0.5}"], NO_SCALE.format(r"\{1: 0.5\}")),
-    ("llama", ["--set", "scale=[down]"], NO_SCALE.format(r"\['down'\]")),
-    ("llama", ["--set", "scale={quary: 0.5}"], NO_ROLE.format("quary", "Did you mean 'query'")),
-    ("llama", ["--set", "scale={mlp_output_norm: 0.5}"], NO_ROLE.format("mlp_output_norm", "Expected one of: attention_norm, down")),
-    ("memory", ["--placement", "2"], MEMORY.format(2, 1)),
-]  # fmt: skip
-SLICES = [
-    ("llama", [], NO_SLICES.format("None")),
-    ("llama", ["--set", "slices=[]"], NO_SLICES.format(r"\[\]")),
-    ("llama", ["--set", "slices={layers: [0, 2]}"], NO_SLICES.format(r"\{'layers': \[0, 2\]\}")),
-    ("llama", ["--set", "slices=[[0, 2]]"], NO_SLICE),
-    ("llama", ["--set", "slices=[{}]"], NO_BOUNDS.format("None")),
-    ("llama", ["--set", "slices=[{layers: 2}]"], NO_BOUNDS.format("2")),
-    *(
-        ("llama", ["--set", f"slices=[{{layers: [{bounds}]}}]"], NO_BOUNDS.format(rf"\[{shown}\]"))
-        for bounds, shown in {"0, 2, 4": "0, 2, 4", "0, '2'": "0, '2'", "0, 2.0": "0, 2.0", "false, true": "False, True"}.items()
-    ),
-    *(
-        ("llama", ["--set", f"slices=[{{layers: [{bounds}]}}]"], BOUNDS.format(rf"\[{bounds}\]"))
-        for bounds in ("0, 5", "2, 2", "3, 1", "-1, 2")
-    ),
-    ("llama", ["--set", "slices=[{layers: [0, 2], scale: 2}]"], f"the scale of a slice is 2; {NO_SCALE.partition('; ')[2]}"),
-    ("llama", ["--set", "slices=[{layers: [0, 2], scale: {u: 2}}]"], f"the scale of a slice {NO_ROLE.format('u', '')}"),
-    ("llama", ["--set", "slices=[{layers: [0, 4]}]"], UNCHANGED),
-    ("llama", ["--set", "slices=[{layers: [0, 1]}, {layers: [1, 4], scale: {up: 1}}]"], UNCHANGED),
-    ("llama", ["--set", "slices=[{layers: [0, 3]}]", "--set", "trainable=new"], NOTHING_NEW),
-    ("llama", ["--set", "slices=[{layers: [0, 3]}]", "--num-new-layers", "2"], SAID_BY_SLICES.format("num-new-layers", 2)),
-    ("llama", ["--set", "slices=[{layers: [0, 3]}]", "--placement", "1"], SAID_BY_SLICES.format("placement", "'1'")),
-    ("memory", ["--set", "slices=[{layers: [0, 6]}, {layers: [0, 2], scale: {up: 2}}]"], MEMORY.format(7, 1)),
-]  # fmt: skip
 PRESETS = [
     ("llama", ["--set", "preset=relase"], "preset is 'relase'; expected one of: release."),
     ("llama", ["--set", "preset=1"], "preset is 1; expected one of: release."),
@@ -153,9 +76,6 @@ DENSE = {
     "solar": SOLAR,
     "llama-pro": LLAMA_PRO,
     "avg-deus": AVG_DEUS + NO_PRESETS,
-    "linear-combination": LINEAR_COMBINATION + NO_PRESETS,
-    "attenuated-copy": ATTENUATED_COPY,
-    "slices": SLICES,
     "lesa": NO_PRESETS,
     "opt-deus": PRESETS,
 }

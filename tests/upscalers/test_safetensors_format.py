@@ -151,7 +151,7 @@ def test_recipes_give_what_they_say_however_little_is_read_at_once(tmp_path, mon
         OutputTensor("steps", Copy((5,), "steps"), "I64"),
         OutputTensor("fill", Fill((4,), 2.5), "F16"),
         OutputTensor("mean", Combine((7, 3), (("a", 0.5), ("b", 0.5))), "F32"),
-        OutputTensor("shifted", Combine((7, 3), (("b", 2.0),), constant=1.0), "F32"),
+        OutputTensor("doubled", Combine((7, 3), (("b", 2.0),)), "F32"),
         OutputTensor("fresh", Initialise((6, 2), uniform, seed=3), "F32"),
     ]
     (tmp_path / "out").mkdir()
@@ -168,13 +168,23 @@ def test_recipes_give_what_they_say_however_little_is_read_at_once(tmp_path, mon
         "steps": sources["steps"],
         "fill": torch.full((4,), 2.5, dtype=torch.float16),
         "mean": (sources["a"] + sources["b"].float()) / 2,
-        "shifted": sources["b"].float() * 2 + 1,
+        "doubled": sources["b"].float() * 2,
         "fresh": torch.rand(6, 2, generator=torch.Generator().manual_seed(3)),
     }
     assert results.keys() == expected.keys()
     assert all(torch.equal(results[name], value) for name, value in expected.items())
     assert progress.num_bytes == sum(value.nbytes for value in expected.values())
     assert written.bytes_read == 3 * sources["a"].nbytes + 3 * sources["b"].nbytes + sources["steps"].nbytes
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_a_sum_of_finite_numbers_that_is_not_finite_is_refused(tmp_path, scan):
+    save_file({"a": torch.ones(3)}, tmp_path / "source.safetensors")
+    (tmp_path / "out").mkdir()
+    writer = CheckpointWriter(read_header(tmp_path / "source.safetensors"), scan=scan, progress=Progress())
+    shards = split_shards([OutputTensor("large", Combine((3,), (("a", 1e39),)), "F32")], 200)
+    with pytest.raises(RequestError, match="large came out as NaN or infinite, though what it is made from is finite"):
+        writer.write(tmp_path / "out", shards)
 
 
 def test_shards_hold_as_much_as_fits_and_a_large_tensor_has_its_own():

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from tests.upscalers.checkpoints import (
-    RECORD,
     config_of,
     content_digest,
     edit_config,
-    file_digests,
     load,
     logits,
     read_tensors,
@@ -31,7 +29,6 @@ from upscalers.checkpoint.base_model import open_base
 from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
-from upscalers.runs.upscale import upscale
 
 
 def test_a_base_of_one_shard_with_an_index_comes_back_as_one(tmp_path):
@@ -121,6 +118,10 @@ NEW_BEFORE, NEW_AFTER = {"previous": None, "next": 0, "sources": [0]}, {"previou
         (
             {"plan": [NEW_BEFORE, {"base": 0}, {"base": 1}, {"base": 2}, NEW_AFTER, {"base": 3}]},
             r"the base lacks \d+ tensors that its config asks for",
+        ),
+        (
+            {"plan": [{"base": 0}, NEW_AFTER, {"base": 1}, {"base": 2}, NEW_AFTER, NEW_AFTER]},
+            "the plan in config.json has 6 layers from 3 of 4 base layers, the model 6; expected a plan of this model",
         ),
         ({"base_config": {"num_hidden_layers": 2**40}}, "has 6 layers from 4 of 1099511627776 base layers"),
     ],
@@ -290,12 +291,6 @@ def test_the_command_says_which_it_is(command, base, tmp_path):
     assert (unknown.json()["base_confirmed"], unknown.json()["differing_tensors"]) == (False, None)
 
 
-def test_where_base_layers_are_left_out_nothing_is_digested(base, tmp_path):
-    upscale(base=base, method="slices", output=tmp_path / "out", options={"slices": [{"layers": [0, 3]}]})
-    assert recorded(tmp_path / "out") is None
-    assert record_of(tmp_path / "out")["base"]["tensor_sha256"] == {}
-
-
 def test_inspect_tells_what_strip_did(command, base, tmp_path):
     once = unverified(base, tmp_path / "once")
     unverified(once, tmp_path / "twice", placement="0,4,8")
@@ -350,35 +345,9 @@ def test_a_file_that_ends_early_is_an_error_and_leaving_stops_the_reading(base, 
     assert all(future.done() for future in started._futures.values())
 
 
-@pytest.mark.parametrize(
-    ("slices", "lost"),
-    [
-        ([{"layers": [0, 3]}], "layer 3 as they were"),
-        ([{"layers": [1, 3]}, {"layers": [1, 3]}], "layers 0, 3 as they were"),
-        ([{"layers": [0, 4], "scale": {"up": 0.5}}], "layers 0, 1, 2, 3 as they were"),
-        ([{"layers": [0, 2]}, {"layers": [2, 4], "scale": {"others": 0}}], "layers 2, 3 as they were"),
-    ],
-    ids=str,
-)
-def test_layers_that_were_dropped_or_scaled_cannot_come_back(slices, lost, base, tmp_path):
-    upscaled(base, tmp_path / "out", "slices", options={"slices": slices})
-    message = f"out no longer holds base {lost}; expected all of them. Go back to the base itself."
-    with pytest.raises(RequestError, match=message):
-        strip(tmp_path / "out", tmp_path / "stripped")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_layer_that_also_stands_there_as_it_was_does_come_back(base, tmp_path):
-    slices = [{"layers": [1, 2], "scale": {"up": 0.5}}, {"layers": [2, 4]}, {"layers": [0, 2]}, {"layers": [0, 4]}]
-    upscaled(base, tmp_path / "out", "slices", options={"slices": slices})
-    result = strip(tmp_path / "out", tmp_path / "stripped")
-    assert result["removed_layer_indices"] == [0, 5, 6, 7, 8]
-    assert file_digests(tmp_path / "stripped", without=RECORD) == file_digests(base)
-
-
 def test_inspect_tells_repeats_copies_and_fusions_apart(base, tmp_path):
     messages = {}
-    for method in ("solar", "llama-pro", "avg-deus", "slices"):
+    for method in ("solar", "llama-pro", "avg-deus"):
         upscaled(base, tmp_path / method, method)
         rows = inspect_checkpoint(tmp_path / method)["layers"]
         messages[method] = {row["index"]: row["from"] for row in rows if row["new"]}
@@ -390,7 +359,6 @@ def test_inspect_tells_repeats_copies_and_fusions_apart(base, tmp_path):
             2: "new, between base 1 and base 2, made from 1 and 2",
             4: "new, between base 2 and base 3, made from 2 and 3",
         },
-        "slices": {index: f"new, between base 2 and base 3, made from {index - 2}" for index in (3, 4, 5)},
     }
 
 

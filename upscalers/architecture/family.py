@@ -254,11 +254,6 @@ def kept_roles(options: InsertedOptions) -> frozenset[str]:
     return ATTENTION_ROLES | ATTENTION_OUTPUT_ROLES if options.output_projection else ATTENTION_ROLES
 
 
-# Roles of the norms, whose gain is 1 + weight in families with `unit_offset_norms`.
-NORM_ROLES = frozenset(
-    {"attention_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm", "query_norm", "key_norm"}
-)
-
 # Roles of the projections of a layer, in the order in which the layer uses them.
 MATRIX_ROLES = ("query", "key", "value", "output_projection", "gate", "up", "down")
 

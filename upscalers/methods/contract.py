@@ -71,8 +71,8 @@ class Method(ABC):
     #: Whether the upscaled model computes exactly what the base computes: of the class, with the default options; of a method,
     #: with its own.
     identity: bool
-    #: The part of the model that is trained after upscaling, likewise.
-    trainable: Literal["new", "all"] = "new"
+    #: The part of the model that is trained after upscaling.
+    trainable: ClassVar[Literal["new", "all"]] = "new"
     #: Placement used if none is requested; None for a method that orders the layers itself, or adds none.
     default_placement: ClassVar[str | None] = "distributed"
     #: Whether the upscaled model is deeper than the base.
@@ -117,20 +117,19 @@ class Method(ABC):
         assert policy is not None, "a method without a placement plans for itself"
         indices = place(policy, base.layout.num_leading_layers, num_new_layers)
         layers = list(insertion_plan(base.num_layers, indices).layers)
-        for number, index in enumerate(indices):
+        for index in indices:
             layer = layers[index]
             assert isinstance(layer, New)
-            layers[index] = replace(layer, sources=self.sources(base, layer, index, number))
+            layers[index] = replace(layer, sources=self.sources(base, layer, index))
         return Plan(tuple(layers), base.num_layers)
 
-    def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
+    def sources(self, base: BaseModel, layer: New, index: int) -> tuple[int, ...]:
         """Return the base layers that a new layer is made from. The first provides the attention and its type.
 
         Args:
             base: The base checkpoint.
             layer: The new layer, as yet without sources.
             index: Index of the new layer in the upscaled model.
-            number: Number of new layers before this one.
         """
         source = layer.next if layer.next is not None else layer.previous
         assert source is not None

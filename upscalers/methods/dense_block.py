@@ -13,9 +13,9 @@ from upscalers.request.errors import RequestError
 from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
 
 # Methods whose new layers are made from one layer each, whatever the layer has.
-COPYING = "llama-pro, solar, slices or attenuated-copy"
+COPYING = "llama-pro or solar"
 # Roles of what writes to the residual stream.
-WRITING_ROLES = frozenset({"output_projection", "down", "attention_output_norm", "mlp_output_norm"})
+_WRITING_ROLES = frozenset({"output_projection", "down", "attention_output_norm", "mlp_output_norm"})
 # Roles of what writes to the residual stream in some layers alone, by the role that is filled in these layers too.
 _ALSO_WRITING = {"down": "per_layer_projection", "mlp_output_norm": "per_layer_output_norm"}
 IdentityInit = Literal["auto", "zero_out_proj", "zero_out_norm", "none"]
@@ -61,34 +61,19 @@ class DenseMethod(Method):
         return plan
 
     def check_sources(self, base: BaseModel, sources: Sequence[int], layer: str) -> None:
-        """Refuse base layers that cannot be combined, or the one that cannot be copied; `layer` names the new layer in messages.
+        """Refuse base layers that no new layer can be made from; `layer` names the new layer in messages.
 
         Raises:
-            RequestError: If a layer lacks projections that the method needs or that the identity fills, or if layers that are
-                combined have other tensors than one another, or experts.
+            RequestError: If the first layer lacks projections that the method needs or that the identity fills.
         """
-        first, *others = (base.layout.backbone_layers[source] for source in sources)
-        experts = [source for source in sources if source in base.layout.expert_layers]
-        if experts and others:
-            raise RequestError(
-                f"{layer} would be made from base layer {experts[0]}, whose feed-forward network is a mixture of experts; "
-                f"{self.name} combines matrices of several layers, and experts of one layer have no counterparts in another; "
-                f"expected dense layers. Choose {COPYING}, or a method that adds memory."
-            )
-        for source, tensors in zip(sources[1:], others, strict=True):
-            if tensors != first:
-                differing = next(name for name in (*first, *tensors) if first.get(name) != tensors.get(name))
-                raise RequestError(
-                    f"{layer} would be made from base layers {sources[0]} and {source}, which differ in {differing}; expected "
-                    f"layers of one kind. {self.kinds_remedy} Or choose {COPYING}."
-                )
+        first = base.layout.backbone_layers[sources[0]]
         filled, needed = self.filled_roles(base), self.needed_roles(base)
         known = {tensor.role for tensor in first.values() if tensor.parts is None}
         known |= {projection.role for projection in projections_of(first)}
         missing = sorted({*needed, *filled} - known)
         if missing:
             stacked = next((name for name, tensor in first.items() if tensor.parts == ()), None)
-            others_that_do = COPYING if set(missing) - WRITING_ROLES else "solar or slices"
+            others_that_do = COPYING if set(missing) - _WRITING_ROLES else "solar"
             raise RequestError(
                 f"{layer} would be made from base layer {sources[0]}, which has no {missing[0]} of its own that is known"
                 f"{f' ({stacked} stacks several projections)' if stacked else ''}; {self.name} "
@@ -99,11 +84,6 @@ class DenseMethod(Method):
     def needed_roles(self, base: BaseModel) -> frozenset[str]:
         """Return the roles that tensors of each source of a new layer must have."""
         return frozenset()
-
-    @property
-    def kinds_remedy(self) -> str:
-        """A sentence that says how layers of one kind are combined."""
-        return "Choose another placement."
 
     def filled_roles(self, base: BaseModel) -> frozenset[str]:
         """Return the roles whose tensors are filled to make a block the identity.
@@ -146,7 +126,7 @@ def whole_layer(base: BaseModel, layer: int, index: int) -> int:
     if layer in base.layout.memories.inserted:
         raise RequestError(
             f"new layer {index} would be made from base layer {layer}, which is a memory block; expected a layer with a "
-            "feed-forward network. Choose other layers or another placement."
+            "feed-forward network. Choose another placement."
         )
     return layer
 
@@ -158,13 +138,52 @@ class FusionMethod(DenseMethod):
 
     @property
     def kinds_remedy(self) -> str:
+        """A sentence that says how layers of one kind are fused."""
         return "Pass --set neighbours=same_type, or choose another placement."
 
-    def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
+    def check_sources(self, base: BaseModel, sources: Sequence[int], layer: str) -> None:
+        """Refuse base layers that cannot be fused; `layer` names the new layer in messages.
+
+        Raises:
+            RequestError: If layers have other tensors than one another, or experts, or lack projections that the method needs or
+                that the identity fills.
+        """
+        first, *others = (base.layout.backbone_layers[source] for source in sources)
+        experts = [source for source in sources if source in base.layout.expert_layers]
+        if experts:
+            raise RequestError(
+                f"{layer} would be made from base layer {experts[0]}, whose feed-forward network is a mixture of experts; "
+                f"{self.name} combines matrices of several layers, and experts of one layer have no counterparts in another; "
+                f"expected dense layers. Choose {COPYING}, or a method that adds memory."
+            )
+        for source, tensors in zip(sources[1:], others, strict=True):
+            if tensors != first:
+                differing = next(name for name in (*first, *tensors) if first.get(name) != tensors.get(name))
+                raise RequestError(
+                    f"{layer} would be made from base layers {sources[0]} and {source}, which differ in {differing}; expected "
+                    f"layers of one kind. {self.kinds_remedy} Or choose {COPYING}."
+                )
+        super().check_sources(base, sources, layer)
+
+    def sources(self, base: BaseModel, layer: New, index: int) -> tuple[int, ...]:
         return both_neighbours(base, layer, index, self.options.neighbours == "same_type")
 
     def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
-        return mixed_types_concern(base, plan, "Pass neighbours=same_type to avoid it.")
+        kinds = base.layout.layer_kinds or [""] * base.num_layers
+        mixed = {
+            index: sorted({kinds[source] for source in layer.sources})
+            for index, layer in enumerate(plan.layers)
+            if isinstance(layer, New) and len({kinds[source] for source in layer.sources}) > 1
+        }
+        if not mixed:
+            return []
+        difference = "sliding and full attention, whose rotary embeddings and windows may differ"
+        if kinds != base.layout.layer_types:
+            difference = f"layers that the config describes differently ({' and '.join(next(iter(mixed.values())))})"
+        return [
+            f"new layer{'s' * (len(mixed) > 1)} {', '.join(map(str, mixed))} fuse{'s' * (len(mixed) == 1)} {difference}. "
+            "Pass neighbours=same_type to avoid it."
+        ]
 
 
 class MatrixMethod(FusionMethod):
@@ -183,17 +202,6 @@ class MatrixMethod(FusionMethod):
                     f"{layer} would be made from base layer {sources[0]}, which has several matrices of the role {role} "
                     f"({', '.join(weights)}); {self.name} expects one. Choose avg-deus, {COPYING}, or a method that adds memory."
                 )
-
-
-def layer_before(base: BaseModel, layer: New, index: int) -> int:
-    """Return the base layer that new layer `index` is a copy of: the layer before the new layer, or else the layer after it.
-
-    Raises:
-        RequestError: If the base layer is a memory block.
-    """
-    source = layer.previous if layer.previous is not None else layer.next
-    assert source is not None
-    return whole_layer(base, source, index)
 
 
 def both_neighbours(base: BaseModel, layer: New, index: int, same_type: bool) -> tuple[int, int]:
@@ -223,57 +231,17 @@ def both_neighbours(base: BaseModel, layer: New, index: int, same_type: bool) ->
     )
 
 
-def mixed_types_concern(base: BaseModel, plan: Plan, remedy: str) -> list[str]:
-    """Return a list with a warning about new layers whose sources have different attention types; empty if there are none.
-
-    The sentence `remedy` says what helps, and ends the warning.
-    """
-    kinds = base.layout.layer_kinds or [""] * base.num_layers
-    mixed = {
-        index: sorted({kinds[source] for source in layer.sources})
-        for index, layer in enumerate(plan.layers)
-        if isinstance(layer, New) and len({kinds[source] for source in layer.sources}) > 1
-    }
-    if not mixed:
-        return []
-    difference = "sliding and full attention, whose rotary embeddings and windows may differ"
-    if kinds != base.layout.layer_types:
-        difference = f"layers that the config describes differently ({' and '.join(next(iter(mixed.values())))})"
-    return [
-        f"new layer{'s' * (len(mixed) > 1)} {', '.join(map(str, mixed))} fuse{'s' * (len(mixed) == 1)} {difference}. {remedy}"
-    ]
-
-
-def combination(base: BaseModel, name: str, tensor: LayerTensor, terms: Sequence[tuple[int, float]]) -> Recipe:
-    """Return the recipe for a linear combination of the same tensor of several base layers.
-
-    Norms are combined by their gains, which are 1 + weight in some families. A buffer, which is no parameter, is that of the
-    first layer.
+def mean(base: BaseModel, name: str, tensor: LayerTensor, sources: Sequence[int]) -> Recipe:
+    """Return the recipe for the mean of a tensor of several base layers; a buffer, which is no parameter, is the first layer's.
 
     Args:
         base: The base checkpoint.
         name: Name of the tensor within the layer.
-        tensor: Role of the tensor, and the offset of its values.
-        terms: Base layers with their coefficients.
-
-    Raises:
-        RequestError: If the coefficients do not add up to 1, and the tensor is the weight of a norm whose gain is unknown.
+        tensor: Role of the tensor.
+        sources: The base layers.
     """
-    sources = tuple((base.layer_names[layer][name], coefficient) for layer, coefficient in terms)
-    source, shape = sources[0][0], base.tensors[sources[0][0]].shape
+    terms = tuple((base.layer_names[layer][name], 1.0 / len(sources)) for layer in sources)
+    first, _ = terms[0]
     if tensor.role == "buffer":
-        return Copy(shape, source)
-    excess = sum(coefficient for _, coefficient in terms) - 1.0
-    if abs(excess) <= 1e-12:
-        return Combine(shape, sources)
-    if tensor.offset is None:
-        raise RequestError(
-            f"{source} would be scaled by {excess + 1:g}, but it is the weight of a norm whose gain cannot be read; expected "
-            "coefficients that add up to 1, or a scale of 1."
-        )
-    return Combine(shape, sources, excess * tensor.offset)
-
-
-def mean(base: BaseModel, name: str, tensor: LayerTensor, sources: Sequence[int]) -> Recipe:
-    """Return the recipe for the mean of the same tensor of several base layers."""
-    return combination(base, name, tensor, [(layer, 1.0 / len(sources)) for layer in sources])
+        return Copy(base.tensors[first].shape, first)
+    return Combine(base.tensors[first].shape, terms)

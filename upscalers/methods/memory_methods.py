@@ -295,7 +295,7 @@ class InsertedMemoryMethod(HostedMemoryMethod):
     def positions(cls) -> list[tuple[Site, str]]:
         return [("inserted", cls.options_class.type)]
 
-    def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
+    def sources(self, base: BaseModel, layer: New, index: int) -> tuple[int, ...]:
         """Return the nearest base layer, behind or else before, that has all tensors which a block keeps.
 
         Memory blocks of an earlier upscaling may lack some of these tensors.

@@ -26,8 +26,7 @@ class Solar(DenseMethod):
         layers = base.num_layers
         if placement is not None:
             raise RequestError(
-                f"placement is {placement!r}, but solar orders the layers itself; expected none. Pass --num-new-layers, or "
-                "use method slices."
+                f"placement is {placement!r}, but solar orders the layers itself; expected none. Pass --num-new-layers."
             )
         if layers < 3:
             raise RequestError(

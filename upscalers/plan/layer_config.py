@@ -38,7 +38,7 @@ def follow_plan(base: BaseModel, plan: Plan) -> Config:
     Raises:
         RequestError: If the config holds, at any depth, an undeclared list as long as the model has layers or an
             undeclared mapping by layer index; if a declared list does not fit the number of layers; or if the plan
-            repeats, changes or leaves out layers that a memory needs once.
+            repeats layers that a memory needs once.
     """
     config = copy.deepcopy(base.config)
     unchanged = plan.sources == list(range(base.num_layers))
@@ -81,14 +81,14 @@ def _followed_layers(base: BaseModel, plan: Plan, entry: MemoryEntry) -> dict[st
     if [layer for _, layer in taken] != list(entry.layers) and entry.is_attached:
         if entry.into or base.layout.memories.tables(entry.name) or entry.options.attends:
             raise RequestError(
-                f"memory {entry.name!r} ties layers {', '.join(map(str, entry.layers))} together, and the plan repeats or leaves out "
+                f"memory {entry.name!r} ties layers {', '.join(map(str, entry.layers))} together, and the plan repeats "
                 "some of them; expected each once. Choose a method that inserts layers."
             )
     for layer in entry.into:
         if sum(isinstance(planned, Base) and planned.index == layer for planned in plan.layers) != 1:
             raise RequestError(
-                f"memory {entry.name!r} adds behind layer {layer}, which the plan repeats, changes or leaves out; expected it once. "
-                "Choose a method that inserts layers."
+                f"memory {entry.name!r} adds behind layer {layer}, which the plan repeats; expected it once. Choose a "
+                "method that inserts layers."
             )
     into = dict(zip(entry.layers, entry.into, strict=False))
     followed = {"layers": [index for index, _ in taken]}

@@ -28,21 +28,16 @@ class New:
         next: The first base layer after the new layer; None if there is none.
         sources: The base layers that the new layer is made from; the first provides the attention. Default: not
             decided yet.
-        coefficients: One coefficient per source, if the new layer is a linear combination of its sources. Default:
-            none.
     """
 
     previous: int | None
     next: int | None
     sources: tuple[int, ...] = ()
-    coefficients: tuple[float, ...] = ()
 
     @property
     def place(self) -> str:
         """The new layer's position between base layers, in words."""
         neighbours = [f"base {index}" for index in (self.previous, self.next) if index is not None]
-        if not neighbours:
-            return "on its own"
         return f"{'between' if len(neighbours) == 2 else 'beside'} {' and '.join(neighbours)}"
 
 
@@ -82,10 +77,8 @@ class Plan:
 
     @property
     def renumbers(self) -> bool:
-        """True if some base layer has another index in the upscaled model or is dropped, so that the base's adapters
-        do not fit.
-        """
-        return self.kept_indices != {layer: layer for layer in range(self.num_base_layers)}
+        """True if some base layer has another index in the upscaled model, so that the base's adapters do not fit."""
+        return any(layer != number for layer, number in self.kept_indices.items())
 
     def owns(self, name: str) -> bool:
         """Return whether a tensor of the upscaled model, by full name, is new, so that `strip` removes it.
@@ -97,11 +90,6 @@ class Plan:
             return True
         within, memory, *_ = (match["rest"] if match else name.removeprefix("model.")).split(".") + [""]
         return within == (ATTACHED if match else TABLES) and memory in self.new_memories
-
-    @property
-    def dropped_layers(self) -> list[int]:
-        """Base layers that the upscaled model does not contain unchanged."""
-        return sorted(set(range(self.num_base_layers)) - self.kept_indices.keys())
 
     @property
     def sources(self) -> list[int]:
@@ -121,19 +109,14 @@ class Plan:
     def to_list(self) -> list[dict[str, Any]]:
         """Return the plan as plain data, one dict per layer.
 
-        A base layer is `{"base": i}`. A new layer is `{"previous": i, "next": j, "sources": [...]}`, with
-        `"coefficients"` if there are any.
+        A base layer is `{"base": i}`, a new layer `{"previous": i, "next": j, "sources": [...]}`.
         """
-        plain: list[dict[str, Any]] = []
-        for layer in self.layers:
-            if isinstance(layer, Base):
-                plain.append({"base": layer.index})
-                continue
-            new: dict[str, Any] = {"previous": layer.previous, "next": layer.next, "sources": list(layer.sources)}
-            if layer.coefficients:
-                new["coefficients"] = list(layer.coefficients)
-            plain.append(new)
-        return plain
+        return [
+            {"base": layer.index}
+            if isinstance(layer, Base)
+            else {"previous": layer.previous, "next": layer.next, "sources": list(layer.sources)}
+            for layer in self.layers
+        ]
 
     @classmethod
     def from_list(

@@ -138,8 +138,10 @@ def read_plan(entry: Config, model: BaseModel) -> Plan:
         if not all(isinstance(name, str) for name in memories):
             raise TypeError(f"new_memories is {list(memories)}, no list of names")
         plan = Plan.from_list(entry["plan"], entry["base_config"]["num_hidden_layers"], memories)
-        sound = 0 < plan.num_base_layers <= MOST_LAYERS and all(
-            layer in range(plan.num_base_layers) for layer in (*plan.kept_indices, *plan.sources)
+        sound = (
+            0 < plan.num_base_layers <= MOST_LAYERS
+            and sorted(plan.kept_indices) == list(range(plan.num_base_layers))
+            and all(layer in range(plan.num_base_layers) for layer in plan.sources)
         )
     except (TypeError, KeyError, IndexError, AttributeError) as error:
         raise RequestError(

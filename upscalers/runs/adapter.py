@@ -141,11 +141,6 @@ def _renumbered(name: str, plan: Plan, folder: Path, config: Config) -> str:
             f"layer {layer}, and the base has {plan.num_base_layers} layers. Expected an adapter of the model that was upscaled. "
             "Give one, or the model that was upscaled from its base."
         )
-    if layer not in plan.kept_indices:
-        raise RequestError(
-            f"the adapter in {folder} changes layer {layer} of the base, which the upscaled model does not hold as it was; expected "
-            "an adapter of layers that it holds. Merge the adapter into the base (merge_and_unload), and upscale what comes out."
-        )
     return f"{match['before']}{plan.kept_indices[layer]}{name[match.end() :]}"
 
 

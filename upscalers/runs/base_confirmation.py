@@ -86,8 +86,6 @@ def keeps_base(model: str | Path) -> bool | None:
         entry = read_config_entry(read_config(source.folder), source.folder)
         opened = open_base(source.folder)
         plan = read_plan(entry, opened)
-        if plan.dropped_layers:
-            return False
         if DIGEST_KEY not in entry:
             return None
         opened = with_blocks_of_base(opened, plan)

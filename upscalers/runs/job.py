@@ -59,6 +59,12 @@ class Job:
     ):
         self.method, self.base, self.source, self.plan = method, base, source, plan
         self.seed, self.dtype, self.adapter = seed, dtype, adapter
+        missing = sorted(set(range(base.num_layers)) - plan.kept_indices.keys())
+        if missing:
+            raise MethodError(
+                f"the plan of method {method.name} has no base layer {', '.join(map(str, missing))}; expected all layers of the "
+                "base, or strip could not give it back."
+            )
         self.config = method.config(base, plan)
         self.config.pop(CONFIG_KEY, None)  # of an earlier upscaling
         layers, outer = method.recipes(base, plan, seed), method.outer_recipes(base, plan, seed)

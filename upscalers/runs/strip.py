@@ -22,7 +22,6 @@ from upscalers.record.provenance import (
     whole_base_config,
     write_record,
 )
-from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress, shown
 from upscalers.runs.base_confirmation import base_tensors, compare_with_base, digested_names
 from upscalers.runs.output_folder import OutputFolder, write_part
@@ -54,8 +53,7 @@ def strip(
         tensors that differ; None if unknown.
 
     Raises:
-        RequestError: If the model was not made by `upscale`, the upscaling dropped base layers, or the output cannot
-            be made.
+        RequestError: If the model was not made by `upscale`, or the output cannot be made.
     """
     started = time.perf_counter()
     progress = progress or Progress()
@@ -63,11 +61,6 @@ def strip(
         entry = read_config_entry(read_config(source.folder), source.folder)
         opened = open_base(source.folder)
         plan = read_plan(entry, opened)
-        if plan.dropped_layers:
-            raise RequestError(
-                f"{source.folder} no longer holds base layer{'s' * (len(plan.dropped_layers) > 1)} "
-                f"{', '.join(map(str, plan.dropped_layers))} as they were; expected all of them. Go back to the base itself."
-            )
         opened = with_blocks_of_base(opened, plan)
         tensors = base_tensors(opened, plan)
         record = read_record(source.folder) or {}

@@ -58,9 +58,7 @@ class Writing:
         """
         job, progress = self.job, self.progress
         shards = split_shards(job.written, self.max_shard_bytes)
-        # If base layers were dropped, `strip` refuses, so that no digest is needed to confirm what it writes.
-        recorded = not job.plan.dropped_layers
-        digested = TensorDigests(job.base.tensors, weight_names(job.base) if recorded else {})
+        digested = TensorDigests(job.base.tensors, weight_names(job.base))
         with self.folder as partial, digested as digests:
             config = copy.deepcopy(job.config)
             self._write_config(partial, config)
@@ -85,7 +83,7 @@ class Writing:
                 "kl_divergence": kl_divergence,
                 "measurements": written.measurements,
             }
-            self._write_provenance(partial, config, record, digests.finish() if recorded else {}, outcome)
+            self._write_provenance(partial, config, record, digests.finish(), outcome)
             self.folder.commit()
             progress.advance()
         return outcome
@@ -146,10 +144,9 @@ class Writing:
         from midus_hf.version import __version__
 
         job, counts, entry = self.job, self.job.counts(), config[CONFIG_KEY]
-        if digests:
-            entry[DIGEST_KEY] = content_sha256(digests)
-            self._write_config(partial, config)
-            self._tie_banks(partial, config)
+        entry[DIGEST_KEY] = content_sha256(digests)
+        self._write_config(partial, config)
+        self._tie_banks(partial, config)
         # A recipe names only bases on the hub: the path of a local base is private.
         request = {
             **({} if job.source.revision is None else {"base": f"{job.source.label}@{job.source.revision}"}),

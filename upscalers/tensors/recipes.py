@@ -75,15 +75,13 @@ class Fill(Recipe):
 
 @dataclass(frozen=True)
 class Combine(Recipe):
-    """Recipe for a linear combination of base tensors, `constant + sum_i c_i x_i`, element by element.
+    """Recipe for a linear combination of base tensors, `sum_i c_i x_i`, element by element.
 
     Args:
         terms: Full names of the tensors x_i in the base, each with its coefficient c_i.
-        constant: Number added to every element. Default: 0.
     """
 
     terms: tuple[tuple[str, float], ...]
-    constant: float = 0.0
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -98,7 +96,7 @@ class Combine(Recipe):
         total = values[0].to(dtype) * coefficient
         for (_, coefficient), value in zip(others, values[1:], strict=True):
             total.add_(value.to(dtype), alpha=coefficient)
-        return total.add_(self.constant) if self.constant else total
+        return total
 
     def build(self, read: "ReadTensor") -> "torch.Tensor":
         return self.combine(*(read(source) for source, _ in self.terms))

@@ -19,8 +19,8 @@ def same_layers(left: Tensors, right: Tensors) -> bool:
 
 
 def coarsen(folder) -> None:
-    """Round the weights of a base to multiples of 2**-9: sums with coefficients that are multiples of 1/8 are exact in
-    float32, in any order, so that a formula in float64 has to give the same bits.
+    """Round the weights of a base to multiples of 2**-9: means of two are exact in float32, so that a formula in float64 has to
+    give the same bits.
     """
     tensors = {name: (tensor.double() * 512).round() / 512 for name, tensor in read_tensors(folder).items()}
     dtypes = {name: tensor.dtype for name, tensor in read_tensors(folder).items()}

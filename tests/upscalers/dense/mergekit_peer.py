@@ -46,21 +46,12 @@ CONFIG: dict[str, Any] = {
 }
 
 ZEROED = {"o_proj": 0.0, "down_proj": 0.0}
-ATTENUATED = {"down_proj": 0.7071, "o_proj": 0.7071, "q_proj": 0.8409, "k_proj": 0.8409}
 # First layer, the one after the last, and factors of the tensors whose names hold the key.
 Slice = tuple[int, int, dict[str, float]]
 
 MERGES: dict[str, list[Slice]] = {
     "overlapping slices": [(0, 5, {}), (1, 6, {})],
     "a zeroed copy after every third layer": [(0, 3, {}), (2, 3, ZEROED), (3, 6, {}), (5, 6, ZEROED)],
-    "an attenuated copy after every third layer": [(0, 3, {}), (2, 3, ATTENUATED), (3, 6, {}), (5, 6, ATTENUATED)],
-    "repeated, reordered and dropped layers": [
-        (0, 2, {}),
-        (0, 2, {}),
-        (4, 6, {}),
-        (3, 4, {"up_proj": 1.5}),
-        (1, 2, {}),
-    ],
 }
 
 

@@ -19,21 +19,12 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "solar": {},
     "llama-pro": {},
     "avg-deus": {},
-    "linear-combination": {"options": {"coefficients": {"previous": 0.5, "next": 0.75, "previous-1": -0.25}}},
-    "attenuated-copy": {},
-    "slices": {"options": {"slices": [{"layers": [0, 3]}, {"layers": [1, 4], "scale": {"down": 0.5}}, {"layers": [3, 4]}]}},
     "lesa": {"options": {"epochs": 1}},
     "opt-deus": {},
-}  # fmt: skip
-
-# Methods after which the whole model is trained, unless an option says otherwise.
-TRAINS_ALL = ("solar", "slices")
-
-# Methods that make a layer from several others, by a formula.
-FUSING = ("avg-deus", "linear-combination")
+}
 
 # Methods with the option `identity`, and its default.
-PROMISING = {"llama-pro": "auto", "opt-deus": "auto", "lesa": "none", **dict.fromkeys(FUSING, "none")}
+PROMISING = {"llama-pro": "auto", "opt-deus": "auto", "lesa": "none", "avg-deus": "none"}
 
 # Families with norms behind attention and feed-forward network.
 OUTPUT_NORMS = ("gemma2", "gemma3", "olmo2")

@@ -7,7 +7,7 @@ from tiny import prompt
 import upscalers.methods  # noqa: F401 - fills the table
 from tests.upscalers.checkpoints import config_of, load, logits, read_tensors, save_base
 from tests.upscalers.dense.layers import layer
-from tests.upscalers.dense.requests import OUTPUT_NORMS, PROMISING, REQUESTS, TRAINS_ALL, upscaled
+from tests.upscalers.dense.requests import OUTPUT_NORMS, PROMISING, REQUESTS, upscaled
 from upscalers.methods.contract import METHODS, get_method, register_method
 from upscalers.methods.dense_block import DenseMethod
 from upscalers.request.errors import VerificationError
@@ -160,7 +160,7 @@ def test_the_config_is_the_bases_but_for_layers_and_record_and_no_code_is_added(
     assert {key: value for key, value in new.items() if key not in follows} == {
         key: value for key, value in old.items() if key not in follows
     }
-    assert new["upscale"]["trainable"] == ("all" if method in TRAINS_ALL else "new")
+    assert new["upscale"]["trainable"] == ("all" if method == "solar" else "new")
     assert new["upscale"]["new_layers"] == report.new_layer_indices
     added = {path.name for path in (tmp_path / "out").iterdir()} - {path.name for path in base.iterdir()}
     assert added == {"README.md", "upscale.json"}

@@ -10,7 +10,7 @@ from tiny import WINDOW
 from midus_hf.cli.upscale import RunRequest
 from tests.upscalers.checkpoints import SMALL, read_tensors, same_bits, save_base
 from tests.upscalers.dense.layers import layer, same_layers
-from tests.upscalers.dense.requests import FUSING, OUTPUT_NORMS, planned, tiny_config, upscaled, upscaled_config
+from tests.upscalers.dense.requests import OUTPUT_NORMS, planned, tiny_config, upscaled, upscaled_config
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 from tests.upscalers.solvers.recording import Recorder
 from tests.upscalers.test_placements import TABLES as PLACED
@@ -81,28 +81,6 @@ def test_llama_pro_copies_byte_for_byte_what_does_not_make_the_identity(native_f
             assert not any(actual[name].any() for name in changed)
 
 
-@pytest.mark.parametrize(
-    ("slices", "sources"),
-    [
-        ([[0, 3], [1, 4]], [0, 1, 2, 1, 2, 3]),
-        ([[0, 1], [0, 1], [0, 1]], [0, 0, 0]),
-        ([[2, 4], [0, 2]], [2, 3, 0, 1]),
-        ([[1, 3]], [1, 2]),
-    ],
-)
-def test_slices_are_taken_in_the_order_given_byte_for_byte(native_family, slices, sources, shared_base, tmp_path):
-    base = shared_base(native_family)
-    options = {"slices": [{"layers": arguments} for arguments in slices]}
-    report = upscaled(base, tmp_path / "out", "slices", options=options, verify=True)
-    assert report.num_layers == len(sources)
-    old, new = read_tensors(base), read_tensors(tmp_path / "out")
-    for index, source in enumerate(sources):
-        assert same_layers(layer(new, index), layer(old, source))
-    assert {name: same_bits(new[name], old[name]) for name in new if ".layers." not in name} == {
-        name: True for name in old if ".layers." not in name
-    }
-
-
 S, F = "sliding_attention", "full_attention"
 
 
@@ -125,22 +103,16 @@ WITH_TYPES = {
 DERIVED_FROM = {"gemma3": {"sliding_window_pattern": 3}}
 
 
-SLICES = {"slices": [{"layers": [2, 6]}, {"layers": [1, 2], "scale": {"up": 2.0}}, {"layers": [0, 2]}]}
-
-
 TYPES_OF_RESULTS = {
     ("gemma3", "solar"): [S, S, F, S, S, S, F, S, S, F],
     ("gemma3", "llama-pro"): [S, S, S, F, S, S, S, F, F, F],
     ("gemma3", "avg-deus"): [S, S, F, F, S, S, S, S, F, F],
-    ("gemma3", "slices"): [F, S, S, F, S, S, S],
     ("gemma2", "solar"): [S, F, S, F, S, F, S, F, S, F],
     ("gemma2", "llama-pro"): [S, F, F, S, F, F, S, F, F, F],
     ("gemma2", "avg-deus"): [S, F, S, S, F, F, S, S, F, F],
-    ("gemma2", "slices"): [S, F, S, F, F, S, F],
     ("qwen2", "solar"): [F, F, F, S, S, F, F, S, S, S],
     ("qwen2", "llama-pro"): [F, F, F, F, S, S, S, S, S, S],
     ("qwen2", "avg-deus"): [F, F, F, F, S, S, S, S, S, S],
-    ("qwen2", "slices"): [F, S, S, S, F, F, F],
 }
 
 
@@ -149,14 +121,13 @@ TYPES_OF_RESULTS |= {
 }
 
 
-"""Types of the results of: solar with 4 new layers, llama-pro at 2,5,8,9, avg-deus at 2,4,6,8 and SLICES."""
+"""Types of the results of: solar with 4 new layers, llama-pro at 2,5,8,9, avg-deus at 2,4,6,8."""
 
 
 REQUESTS = {
     "solar": {"num_new_layers": 4},
     "llama-pro": {"placement": "2,5,8,9"},
     "avg-deus": {"placement": "2,4,6,8"},
-    "slices": {"options": SLICES},
 }
 
 
@@ -170,18 +141,6 @@ def test_the_config_lists_the_type_of_every_layer_also_where_the_base_only_impli
     assert upscaled_config(config, method, **REQUESTS[method])["layer_types"] == TYPES_OF_RESULTS[family, method]
 
 
-def test_the_layer_with_the_largest_coefficient_gives_the_attention_type():
-    config = tiny_config("gemma2")
-    for coefficients, sources in (
-        ({"previous": 0.75, "next": 0.25}, [(1, 2), (2, 3)]),
-        ({"previous": 0.25, "next": -0.75}, [(2, 1), (3, 2)]),
-        ({"previous": 0.5, "next": 0.5}, [(2, 1), (3, 2)]),
-        ({"previous": 0.3, "next": 0.3, 0: 0.4}, [(0, 2, 1), (0, 3, 2)]),
-    ):
-        plan = planned(config, "linear-combination", coefficients=coefficients)
-        assert [plan.layers[index].sources for index in plan.new_indices] == sources
-
-
 def test_a_neighbour_of_the_same_type_is_looked_for_among_the_layers_before_where_there_are_types():
     config = tiny_config("gemma3", **WITH_TYPES["gemma3"])
     plan = planned(config, "avg-deus", None, "3,5,7", neighbours="same_type")
@@ -192,13 +151,7 @@ def test_a_neighbour_of_the_same_type_is_looked_for_among_the_layers_before_wher
     assert [plan.layers[index].sources for index in plan.new_indices] == [(3, 2), (4, 3), (5, 4)]
 
 
-REMEDIES = dict.fromkeys((*FUSING, "lesa", "opt-deus"), "Pass neighbours=same_type to avoid it.")
-
-
-REMEDIES["linear-combination"] = "Name layers of one type in coefficients."
-
-
-@pytest.mark.parametrize("method", REMEDIES)
+@pytest.mark.parametrize("method", ["avg-deus", "lesa", "opt-deus"])
 @pytest.mark.parametrize(
     ("placement", "expected"),
     [("3,5,7", "new layers 3, 7 fuse"), ("4,6", "new layer 6 fuses"), ("1,5", None)],
@@ -214,11 +167,11 @@ def test_fusing_both_types_is_warned_of(method, placement, expected, tmp_path):
     if expected is None:
         assert warnings() == []
         return
-    message = (
-        f"{expected} sliding and full attention, whose rotary embeddings and windows may differ. {REMEDIES[method]}"
-    )
-    assert warnings() == [message]
-    if method != "linear-combination" and placement == "3,5,7":
+    assert warnings() == [
+        f"{expected} sliding and full attention, whose rotary embeddings and windows may differ. Pass neighbours=same_type to "
+        "avoid it."
+    ]
+    if placement == "3,5,7":
         assert warnings(neighbours="same_type") == []
 
 
@@ -270,7 +223,7 @@ COUNTS = {
 }
 
 
-DENSE = ["llama-pro", "solar", "avg-deus", "linear-combination", "attenuated-copy", "lesa", "opt-deus"]
+DENSE = ["llama-pro", "solar", "avg-deus", "lesa", "opt-deus"]
 
 
 @pytest.fixture(params=PUBLISHED)
