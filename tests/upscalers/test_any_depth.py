@@ -27,8 +27,8 @@ from upscalers.runs.upscale import upscale
 # Options by method.
 OPTIONS: dict[str, dict[str, Any]] = {
     "solar": {},
-    "avg-deus": {},
     "lesa": {"hidden_size": 8, "epochs": 1},
+    "avg-deus": {},
     "opt-deus": {},
     "llama-pro": {},
 }
@@ -59,7 +59,7 @@ PRESENT = [model_type for model_type in SAMPLE if model_type in INFERRED]
 EVERYTHING = list(itertools.product(INFERRED, OPTIONS))
 
 # Each type with one method, and each method with a type.
-IN_TURN = taking_turns(PRESENT, OPTIONS, first=3)  # such that each method takes its types
+IN_TURN = taking_turns(PRESENT, OPTIONS)  # in orders such that each method takes its types
 
 of_all_methods = pytest.mark.parametrize(
     ("model_type", "method"),
