@@ -14,7 +14,6 @@ from midus_hf.carried.sources import (
     Name,
     SourceText,
     members_of,
-    read_module,
     with_members,
     with_short_docstrings,
 )
@@ -59,12 +58,14 @@ class Program:
         self._attributes: set[str] = set(_READ_BY_LIBRARIES)
         # For each kept definition, the numbers of the members that are kept.
         self.kept: dict[Name, set[int]] = {}
-        self._collect(roots)
+        names, size = list(roots), -1
+        while size < (size := self._keep(names)):  # a member that is kept may use another attribute
+            names = [reached for name in list(self.kept) for reached in self._reached_from(name)]
 
     def module(self, name: str) -> Module:
         """Return the module of this name, whose source is read once."""
         if name not in self._modules:
-            self._modules[name] = read_module(name, self._packages)
+            self._modules[name] = Module(name, self._packages)
         return self._modules[name]
 
     def resolve(self, module: str, name: str) -> Name | None:
@@ -112,14 +113,10 @@ class Program:
                     if self.resolve(module, ast.unparse(base)) not in self._left_out
                 ]
                 if len(bases) < len(node.bases):
-                    return text.edited([Edit(text.start(node.bases[0]), text.end(node.bases[-1]), ", ".join(bases))])
+                    return text.edited(
+                        [Edit(text.span(node.bases[0])[0], text.span(node.bases[-1])[1], ", ".join(bases))]
+                    )
         return source
-
-    def _collect(self, roots: Iterable[Name]) -> None:
-        """Keep what the roots reach, until nothing new is reached: a member that is kept may use another attribute."""
-        names, size = list(roots), -1
-        while size < (size := self._keep(names)):
-            names = [reached for name in list(self.kept) for reached in self._reached_from(name)]
 
     def _keep(self, names: Iterable[Name]) -> int:
         """Keep definitions, and return a number that grows with all that is kept."""

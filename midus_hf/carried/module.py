@@ -22,7 +22,7 @@ import torch
 import midus_hf.ops
 from midus_hf.carried import standins
 from midus_hf.carried.collecting import Program
-from midus_hf.carried.sources import Edit, Name, SourceText, read_module
+from midus_hf.carried.sources import Edit, Module, Name, SourceText
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.config.memory_entries import Memories
 from midus_hf.memory.memory_state import MemoryState
@@ -99,7 +99,7 @@ _written: dict[tuple[Any, ...], str] = {}
 def _stand_ins() -> dict[str, Name]:
     """Return the definitions that replace, in carried code, every definition of the same name in this package."""
     modules = [*reference_modules(), standins.__name__]
-    definitions = {name: read_module(name, frozenset(_PACKAGES)).definitions for name in modules}
+    definitions = {name: Module(name, frozenset(_PACKAGES)).definitions for name in modules}
     return {name: Name(module, name) for module in modules for name in definitions[module] if not name.startswith("_")}
 
 
@@ -197,7 +197,7 @@ def _analysed(source: str) -> tuple[SourceText, list[tuple[str, int]], frozenset
     text = SourceText(source)
     local = {id(leaf): leaf.id for node in ast.walk(text.tree) for leaf in _local_names(node)}
     names = [
-        (node.id, text.start(node))
+        (node.id, text.span(node)[0])
         for node in ast.walk(text.tree)
         if isinstance(node, ast.Name) and id(node) not in local
     ]

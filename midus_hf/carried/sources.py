@@ -5,7 +5,6 @@ import importlib.util
 import re
 from collections.abc import Collection, Iterable
 from functools import cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 
@@ -42,26 +41,22 @@ class SourceText:
         """Return the offset of a position given as in nodes: line from 1, column in bytes."""
         return self._line_starts[line - 1] + column
 
-    def start(self, node: Any) -> int:
-        """Return the offset of a node's first byte; for a decorated definition, the offset of its first decorator."""
-        decorators = getattr(node, "decorator_list", None)
-        if decorators:
-            return self.offset(decorators[0].lineno, node.col_offset)
-        return self.offset(node.lineno, node.col_offset)
-
-    def end(self, node: Any) -> int:
-        """Return the offset behind a node's last byte."""
-        return self.offset(node.end_lineno, node.end_col_offset)
+    def span(self, node: Any) -> tuple[int, int]:
+        """Return the offsets of a node's first byte and behind its last; a definition begins with its first decorator."""
+        first = next(iter(getattr(node, "decorator_list", ())), node)
+        return self.offset(first.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
 
     def of(self, node: Any) -> str:
         """Return the source of a node."""
-        return self.bytes[self.start(node) : self.end(node)].decode()
+        start, end = self.span(node)
+        return self.bytes[start:end].decode()
 
-    def first_comment(self, line: int) -> int:
-        """Return the number of the first comment line directly above a line, or the line's own number if there is no comment."""
-        while line > 1 and self._lines[line - 2].lstrip().startswith(b"#"):
-            line -= 1
-        return line
+    def line_span(self, statement: Any) -> tuple[int, int]:
+        """Return the numbers of a statement's first and last line, with its decorators and the comments right above it."""
+        first: int = next(iter(getattr(statement, "decorator_list", ())), statement).lineno
+        while first > 1 and self._lines[first - 2].lstrip().startswith(b"#"):
+            first -= 1
+        return first, statement.end_lineno
 
     def lines(self, first: int, last: int) -> str:
         """Return the text of the lines `first` to `last`, counted from 1, inclusive."""
@@ -101,28 +96,15 @@ class Member(NamedTuple):
     last: int
 
 
-def read_module(name: str, packages: frozenset[str]) -> "Module":
-    """Return a module by its source as it is now, taken apart.
+class Module:
+    """A module by its source as it is now, taken apart.
 
     Args:
         name: The module's name, such as `"midus_hf.memory.headwise"`.
         packages: Names of the packages whose sources are copied; all other packages are libraries.
     """
-    imported = importlib.import_module(name)
-    loader: Any = imported.__loader__
-    return Module(imported, loader.get_source(imported.__name__) or "", packages)
 
-
-class Module:
-    """A module by its source.
-
-    Args:
-        imported: The module, whose package relative imports start from.
-        source: The module's source, which may be empty.
-        packages: Names of the packages whose sources are copied; all other packages are libraries.
-    """
-
-    def __init__(self, imported: ModuleType, source: str, packages: frozenset[str]):
+    def __init__(self, name: str, packages: frozenset[str]):
         # For each name imported from a module of the packages, the definition that the name refers to.
         self.imports: dict[str, Name] = {}
         # For each name imported from a library, the module and the name there; the module is empty if a module is
@@ -137,8 +119,9 @@ class Module:
         self.refusal = ""
         # Names of the modules of the packages that this module imports from.
         self.depends: list[str] = []
-        self._package = imported.__package__
-        text = SourceText(source)
+        imported: Any = importlib.import_module(name)
+        self._package: str = imported.__package__
+        text = SourceText(imported.__loader__.get_source(imported.__name__) or "")
         body: list[ast.stmt] = []
         for statement in text.tree.body:
             if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
@@ -192,11 +175,10 @@ def defined(statement: ast.stmt) -> list[str]:
 
 def _with_comments(text: SourceText, statement: ast.stmt, following: list[ast.stmt]) -> str:
     """Return the source of a statement, with the comments right above it and the docstring of a constant right below it."""
-    decorators = getattr(statement, "decorator_list", None)
-    first = text.first_comment(decorators[0].lineno if decorators else statement.lineno)
-    last = _last_line(statement)
+    first, last = text.line_span(statement)
     if isinstance(statement, ast.Assign | ast.AnnAssign) and following and _is_docstring(following[0]):
-        last = max(last, _last_line(following[0]) if following[0].lineno == last + 1 else 0)
+        if following[0].lineno == last + 1:
+            _, last = text.line_span(following[0])
     return text.lines(first, last)
 
 
@@ -211,9 +193,9 @@ def members_of(source: str) -> tuple[Member, ...]:
         ast.unparse(base) == "NamedTuple" for base in node.bases
     )
     members: list[Member] = []
-    first = text.first_comment(_first_line(node.body[0]))
+    first, _ = text.line_span(node.body[0])
     for statement in node.body:
-        last = _last_line(statement)
+        _, last = text.line_span(statement)
         if _is_docstring(statement):  # of the class, or of the attribute before
             members = [*members[:-1], *(member._replace(last=last) for member in members[-1:])]
         else:
@@ -238,16 +220,6 @@ def _is_docstring(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
-def _first_line(statement: ast.stmt) -> int:
-    decorators = getattr(statement, "decorator_list", None)
-    return decorators[0].lineno if decorators else statement.lineno
-
-
-def _last_line(statement: ast.stmt) -> int:
-    assert statement.end_lineno is not None
-    return statement.end_lineno
-
-
 @cache
 def with_short_docstrings(source: str) -> str:
     """Return the source with shorter docstrings: the first paragraph, equations, and sections that give shapes.
@@ -265,7 +237,7 @@ def with_short_docstrings(source: str) -> str:
             first, *others = text.of(docstring).removesuffix('"""').rstrip().split("\n\n")
             kept = [first, *(each for each in others if "`[" in each or _EQUATION.search(each))]
             end = f"\n{' ' * docstring.col_offset}" if "\n" in "\n\n".join(kept) else ""
-            edits.append(Edit(text.start(docstring), text.end(docstring), "\n\n".join(kept) + f'{end}"""'))
+            edits.append(Edit(*text.span(docstring), "\n\n".join(kept) + f'{end}"""'))
     return text.edited(edits)
 
 

@@ -130,17 +130,9 @@ SITES: dict[str, type[Site]] = {}
 MIXINS: dict[type, tuple[str, ...]] = {}
 
 
-def register_service(name: str) -> Callable[[type[Part]], type[Part]]:
-    """Return a decorator that registers a `Service` under a name."""
-    return _entering(SERVICES, name)
+def register(table: dict[str, Any], key: str) -> Callable[[type[Part]], type[Part]]:
+    """Return a decorator that registers a part under a key, in `SERVICES` or `SITES`."""
 
-
-def register_site(name: str) -> Callable[[type[Part]], type[Part]]:
-    """Return a decorator that registers a `Site` under a name."""
-    return _entering(SITES, name)
-
-
-def _entering(table: dict[str, Any], key: str) -> Callable[[type[Part]], type[Part]]:
     def decorate(cls: Any) -> Any:
         cls.key = key
         table[key] = cls

@@ -6,13 +6,13 @@ import torch
 
 from midus_hf.config.memory_entries import Memories
 from midus_hf.config.memory_types import InsertedOptions
-from midus_hf.memory.needs import Service, register_service
+from midus_hf.memory.needs import SERVICES, Service, register
 from midus_hf.memory.registry import build_memory
 from midus_hf.models.memory_inputs import MemoryInputs
 from midus_hf.models.parts import MissingPart, NamesParts, TakesOver
 
 
-@register_service("inserted")
+@register(SERVICES, "inserted")
 class InsertedMemories(Service):
     """Memory blocks in place of the layers that were inserted for memories."""
 
@@ -62,8 +62,9 @@ class MemoryBlock(NamesParts):
         if self.block_attention_class is None or not isinstance(attention, self.block_attention_class.family_class):
             raise MissingPart(f"layer {layer_idx} of class {self.family_class.__name__}", "inserted")
         attention.__class__ = self.block_attention_class
-        if not options.output_projection:
-            attention.drop_output_projection()
+        if not options.output_projection:  # attention then returns the heads' outputs side by side
+            del attention.o_proj
+            attention.o_proj = _NoProjection()
         self.memory = build_memory(options, memories.sizes, entry.layers.index(layer_idx), len(entry.layers))
         self.memory_class = type(self.memory)  # stored, since PEFT may wrap the memory
         self.takes_inputs = bool(self.memory.forward_arguments or self.memory.context)
@@ -101,11 +102,6 @@ class MemoryBlock(NamesParts):
 
 class BlockAttention(TakesOver):
     """Mixin for a family's attention in a memory block, whose output projection can be removed. The forward is the family's own."""
-
-    def drop_output_projection(self) -> None:
-        """Remove the output projection, so that attention returns the heads' outputs side by side."""
-        del self.o_proj
-        self.o_proj = _NoProjection()
 
 
 class _NoProjection:

@@ -8,7 +8,7 @@ import torch
 
 from midus_hf.config.memories.depth_attention import DepthAttentionOptions, Slot, SlotSource
 from midus_hf.config.memory_entries import Memories, MemoryEntry, memories_of
-from midus_hf.memory.needs import LayerCall, mixin_for, register_site
+from midus_hf.memory.needs import SITES, LayerCall, mixin_for, register
 from midus_hf.memory.sequence_heads import SequenceHeads, require_log_sum_exp
 from midus_hf.models.adapted import (
     Adapter,
@@ -26,7 +26,7 @@ from midus_hf.models.sites import InsideAttention
 Heads = tuple[torch.Tensor, torch.Tensor]
 
 
-@register_site("depth")
+@register(SITES, "depth")
 class DepthHeads(InsideAttention):
     """Slots that a layer reads and writes in every pass.
 

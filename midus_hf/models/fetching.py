@@ -16,7 +16,7 @@ from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout
 from midus_hf.config.memory_entries import Memories, memories_of
 from midus_hf.memory.fetched import FetchedBatch
-from midus_hf.memory.needs import Service, mixin_for, register_service
+from midus_hf.memory.needs import SERVICES, Service, mixin_for, register
 from midus_hf.memory.registry import MemoryModule
 
 # Names of arguments of a forward pass: paths whose blocks the rows fetch, and blocks that have been fetched already.
@@ -162,7 +162,7 @@ class Banks:
         return fetched
 
 
-@register_service("fetched")
+@register(SERVICES, "fetched")
 class FetchedBlocks(Service):
     """Blocks that the texts of a pass fetch from banks."""
 

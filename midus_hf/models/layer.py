@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from midus_hf.config.memory_entries import Memories
-from midus_hf.memory.needs import SITES, LayerCall, Service, needs_of, register_service
+from midus_hf.memory.needs import SERVICES, SITES, LayerCall, Service, needs_of, register
 from midus_hf.memory.registry import build_memory
 from midus_hf.models.adapted import View
 from midus_hf.models.memory_inputs import CarriesTensors, MemoryInputs
@@ -17,7 +17,7 @@ from midus_hf.models.parts import MissingPart, NamesParts
 _NOTHING = MemoryInputs()
 
 
-@register_service("attached")
+@register(SERVICES, "attached")
 class AttachedMemories(Service):
     """Host layers in place of all layers of the base, since all layers are called with the inputs for memories."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
-from midus_hf.memory.needs import Service, mixin_for, register_service
+from midus_hf.memory.needs import SERVICES, Service, mixin_for, register
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.routing.report import RouterReports
 from midus_hf.models.parts import CACHE
@@ -17,7 +17,7 @@ _IGNORED_LABEL = -100
 _FIELDS = ("logits", CACHE, "hidden_states", "attentions")
 
 
-@register_service("report")
+@register(SERVICES, "report")
 class Reports(Service):
     """Collector of the routers' reports, if the pass was given one."""
 

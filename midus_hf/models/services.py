@@ -10,7 +10,7 @@ from transformers import Cache, DynamicCache
 
 from midus_hf.config.memory_entries import Memories
 from midus_hf.memory.memory_state import MemoryState, check_taking_back, refuse_one_row, states_in
-from midus_hf.memory.needs import PROMPT_MASK, Service, mixin_for, register_service
+from midus_hf.memory.needs import PROMPT_MASK, SERVICES, Service, mixin_for, register
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.routing.token_places import TokenPlaces, token_places
 from midus_hf.memory.tables import MemoryTables
@@ -20,7 +20,7 @@ from midus_hf.models.parts import CACHE
 _IGNORED_LABEL = -100
 
 
-@register_service("arguments")
+@register(SERVICES, "arguments")
 class Arguments(Service):
     """Arguments of the model's forward that memories take by name."""
 
@@ -49,7 +49,7 @@ class Arguments(Service):
         return {key: value[key] for key in memory_class.forward_arguments if key in value} if value else {}
 
 
-@register_service("tables")
+@register(SERVICES, "tables")
 class Tables(Service):
     """Tables that several layers read. The stack holds them, in `memory_tables`."""
 
@@ -85,7 +85,7 @@ class Tables(Service):
         return {"tables": tables[layer]} if layer in tables else {}
 
 
-@register_service("tokens")
+@register(SERVICES, "tokens")
 class Places(Service):
     """Padding and documents of a pass."""
 
@@ -133,7 +133,7 @@ class TellsPadding:
         return inputs
 
 
-@register_service("state")
+@register(SERVICES, "state")
 class States(Service):
     """States of the sequences, in the cache of a pass."""
 
@@ -189,7 +189,7 @@ class KeepsStates:
         return super().init_continuous_batching(*args, **kwargs)
 
 
-@register_service("prompt")
+@register(SERVICES, "prompt")
 class Prompts(Service):
     """Knowledge of the tokens of the prompt, which reaches memories as an argument."""
 
@@ -257,7 +257,7 @@ class TellsPrompt:
         return super().generate(*args, **kwargs)
 
 
-@register_service("whole")
+@register(SERVICES, "whole")
 class WholeSequences(Service):
     """Passes over whole sequences, since a token depends on later tokens."""
 
@@ -293,7 +293,7 @@ class GeneratesFromWholeSequences:
         return super().generate(*args, **kwargs)
 
 
-@register_service("narrow")
+@register(SERVICES, "narrow")
 class NarrowStart(Service):
     """Start scale `1 / sqrt(2 L)` of the projections that write to the residual stream (UltraMemV2, appendix B.3)."""
 
@@ -314,17 +314,16 @@ class InitialisesNarrowly:
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        _narrow(module)
+        if hasattr(module, "start_scale"):
+            _narrow(module)
 
 
 @torch.no_grad()
 def _narrow(module: nn.Module) -> None:
-    """Multiply the weight of a projection by its start scale, if it has one, unless a checkpoint has filled the weight."""
-    scale: float | None = getattr(module, "start_scale", None)
-    if scale is not None:
-        weight: Any = module.weight
-        if not getattr(weight, "_is_hf_initialized", False):
-            weight.mul_(scale)
+    """Multiply the weight of a projection by its `start_scale`, unless a checkpoint has filled the weight."""
+    weight: Any = module.weight
+    if not getattr(weight, "_is_hf_initialized", False):
+        weight.mul_(module.start_scale)
 
 
 def prompt_of(labels: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from midus_hf.config.memory_entries import Memories
-from midus_hf.memory.needs import LayerCall, Site, first_of, register_site, with_first
+from midus_hf.memory.needs import SITES, LayerCall, Site, first_of, register, with_first
 from midus_hf.models.adapted import Adapter, HeadReaders, note_rotation
 from midus_hf.models.memory_inputs import Carried, skips_into
 
@@ -46,7 +46,7 @@ def _after(first: Adapter | None, memory: Any, role: str, inputs: Mapping[str, A
     return adapter
 
 
-@register_site("attention-adapters")
+@register(SITES, "attention-adapters")
 class AttentionAdapters(InsideAttention):
     """Memories that change the outputs of projections of attention."""
 
@@ -55,7 +55,7 @@ class AttentionAdapters(InsideAttention):
         layer.replaced[layer.mixer_name] = with_adapters(self.name, layer, layer.mixer_name, call)
 
 
-@register_site("attention-heads")
+@register(SITES, "attention-heads")
 class AttentionHeads(InsideAttention):
     """Memories that change the output of attention heads."""
 
@@ -78,7 +78,7 @@ class AttentionHeads(InsideAttention):
             layer.replaced[layer.mixer_name] = partial(attention, readers=HeadReaders(readers))
 
 
-@register_site("behind-attention")
+@register(SITES, "behind-attention")
 class BehindAttention(Site):
     """Memories that add to the residual stream behind attention."""
 
@@ -101,7 +101,7 @@ class BehindAttention(Site):
         return with_first(output, layer.with_added(self.name, added, call.entered + added, call.memory_inputs))
 
 
-@register_site("inside-ffn")
+@register(SITES, "inside-ffn")
 class FeedForwardAdapters(Site):
     """Memories that change the outputs of projections of the feed-forward network."""
 
@@ -120,7 +120,7 @@ class FeedForwardAdapters(Site):
         layer.replaced[layer.feed_forward_name] = with_adapters(self.name, layer, layer.feed_forward_name, call)
 
 
-@register_site("beside-ffn")
+@register(SITES, "beside-ffn")
 class BesideFeedForward(Site):
     """Memories that add to the output of the feed-forward network."""
 
@@ -146,7 +146,7 @@ class BesideFeedForward(Site):
         return with_first(output, layer.with_added(self.name, computed, hidden_states, call.memory_inputs))
 
 
-@register_site("skip")
+@register(SITES, "skip")
 class Skip(Site):
     """Memories that read the input of the layer's feed-forward network, or whose results are added behind the layer."""
 
@@ -192,7 +192,7 @@ class Skip(Site):
         return output
 
 
-@register_site("behind-layer")
+@register(SITES, "behind-layer")
 class BehindLayer(Site):
     """Memories that add to the residual stream behind the layer."""
 

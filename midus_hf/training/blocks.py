@@ -13,7 +13,7 @@ from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.files.checkpoint_files import BLOCK_STATES
 from midus_hf.models.fetching import IDS
 from midus_hf.models.host import MemoryModel
-from midus_hf.training.optim.parameter_groups import BLOCKS_GROUP, banks_that_train
+from midus_hf.training.optim.parameter_groups import BLOCKS_GROUP, banks_of
 
 
 class Blocks:
@@ -35,7 +35,7 @@ class Blocks:
     def __init__(self, trainer: Any, generic_share: float = 0.0):
         self._trainer, self.generic_share = trainer, generic_share
         self._pass = (-1, 0)  # the step, and the number of the pass within it
-        banks = banks_that_train(trainer.model)
+        banks = [bank for bank in banks_of(trainer.model) if bank.trainable]
         if banks and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.args.fp16):
             raise ValueError(
                 "blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not support; expected processes that hold whole "
@@ -124,15 +124,13 @@ def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
     """Check that the banks of a model belong to the tree of a run, and let banks that train be saved with the tree.
 
     Args:
-        tree: Folder of the tree that the arguments name.
-        corpus_tree: Fingerprint of the tree that the texts name.
+        tree: Folder of the tree that the arguments name. None: the texts name one.
+        corpus_tree: Fingerprint of the tree that the texts name. None: the arguments name one.
 
     Raises:
         ValueError: If the two are different trees, the tree cannot be read or has another shape than a bank, or a bank was
             trained with another tree.
     """
-    if tree is None and corpus_tree is None:
-        return
     fingerprint, folder, shape = corpus_tree, None, None
     if tree is not None:
         from midus_hf.topics.tree import ClusterTree

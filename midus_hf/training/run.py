@@ -24,7 +24,6 @@ from transformers import (
 )
 from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 
-from midus_hf import saved_models
 from midus_hf.banks.bank_description import grown_layouts
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.wording import install_extra
@@ -32,7 +31,7 @@ from midus_hf.files.checkpoint_files import ACCOMPANYING, CERTIFICATE, CONFIG_FI
 from midus_hf.files.whole_files import move_into_place
 from midus_hf.library_bars import data_bars_on_terminals, without_library_bars
 from midus_hf.models.host import MemoryConfig
-from midus_hf.saved_models import refusing
+from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
 from midus_hf.training.blocks import use_tree
 from midus_hf.training.callbacks import RunInterrupted, StopInOrder
@@ -148,7 +147,7 @@ def check_sequence_length(key: str, sequence_length: int, config: PreTrainedConf
         )
 
 
-def load_tokenizer(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
+def tokenizer_of(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
     """Load the tokenizer that is saved with the model, or that the arguments name, or raise `ValueError`."""
     source = arguments.model_name_or_path or arguments.tokenizer_name
     assert source is not None, "a config is named with a tokenizer"
@@ -158,7 +157,7 @@ def load_tokenizer(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
         else f"model_name_or_path is {source!r}, which has no tokenizer"
     )
     with refusing(message, OSError, ValueError):
-        return saved_models.load_tokenizer(source)
+        return load_tokenizer(source)
 
 
 class TrainingRun:
@@ -178,7 +177,7 @@ class TrainingRun:
         self.arguments = arguments
         self.config = load_config(arguments)
         check_sequence_length(self.length_key, getattr(arguments, self.length_key), self.config)
-        self.tokenizer = load_tokenizer(arguments)
+        self.tokenizer = tokenizer_of(arguments)
         self.checkpoint, self._lock = open_output(arguments)
         self._protected: Protected | None = None
         try:
@@ -215,12 +214,11 @@ class TrainingRun:
                 "routing is 'prompt', and plain text has no prompts; expected chats, which midus sft trains on, or a model upscaled "
                 "with routing = 'chunk'."
             )
-        folder = None
+        banks: dict[str, BankLayout] = {} if memories is None else memories.banks
         if arguments.tree is not None:
             from midus_hf.topics.tree_files import folder_of_tree
 
-            folder = folder_of_tree(Path(arguments.tree).expanduser())
-        banks: dict[str, BankLayout] = {} if memories is None else grown_layouts(memories.banks, folder)
+            banks = grown_layouts(banks, folder_of_tree(Path(arguments.tree).expanduser()))
         self.dataset, self._tree = self._sequences("corpus", arguments.corpus, banks)
         self.held_out = {
             name: self._sequences(f"eval_text {name}".rstrip(), path, banks)[0]
@@ -279,7 +277,8 @@ class TrainingRun:
         Raises:
             ValueError: If the model's banks belong to another tree than the texts, or the Trainer refuses the arguments.
         """
-        use_tree(self.model, self.arguments.tree, self._tree)
+        if self.arguments.tree is not None or self._tree is not None:
+            use_tree(self.model, self.arguments.tree, self._tree)
         return MemoryTrainer(
             self.model,
             self.arguments,
@@ -425,8 +424,8 @@ def _load_model(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedMod
             made = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
             return made, {"README.md": new_card(arguments, config.model_type)}
         options = {"config": config, "attn_implementation": attention, "use_safetensors": True}
-        model, missing = saved_models.load_model(source, **options)
-    saved_models.check_whole(source, missing)
+        model, missing = load_model(source, **options)
+    check_whole(source, missing)
     return model, _accompanying_files(source)
 
 

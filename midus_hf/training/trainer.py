@@ -23,7 +23,7 @@ from midus_hf.training.checkpoints import (
     save_trained,
 )
 from midus_hf.training.optim.freezing import has_adapters
-from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
+from midus_hf.training.optim.parameter_groups import banks_of, group_schedules, parameter_groups
 from midus_hf.training.optim.rates import Rates
 from midus_hf.training.optim.row_adamw import RowAdamW
 from midus_hf.training.optim.rows import check_sparse_values, clip_gradients, row_gradients
@@ -105,18 +105,19 @@ class TrainsMemory(AnyTrainer):
         # Dtypes in which tensors of a model that processes share are saved, by name; other tensors keep their dtype.
         self.saved_dtypes: dict[str, torch.dtype] = {}
         prepare_sharing(self)
-        self.blocks = Blocks(self, 0.0 if options is None else options.generic_share)
+        self.blocks: Blocks | None = None  # None for a model without banks
+        if banks_of(self.model):
+            self.blocks = Blocks(self, 0.0 if options is None else options.generic_share)
         self.sparse_values = options is not None and options.sparse_values
         if self.sparse_values:
             check_sparse_values(self)
-        self._check_own_losses()
+        if self.label_smoother is not None or self.compute_loss_func is not None:
+            self._refuse_losses_of_routers()
         self._is_checkpointing = False
 
-    def _check_own_losses(self) -> None:
-        """Refuse a loss that the Trainer computes from logits, if the model adds its own losses, which it would leave out."""
+    def _refuse_losses_of_routers(self) -> None:
+        """Refuse a model that adds its own losses, which a loss that the Trainer computes from logits leaves out."""
         key = "label_smoothing_factor" if self.label_smoother is not None else "compute_loss_func"
-        if self.label_smoother is None and self.compute_loss_func is None:
-            return
         config: Any = getattr(self.model, "config", None)
         memories = getattr(config, "memory", None) or []
         if any(entry.get("type") == "chapters" for entry in memories) or getattr(
@@ -165,7 +166,8 @@ class TrainsMemory(AnyTrainer):
         self, model: nn.Module, inputs: dict[str, torch.Tensor | Any], *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """Take a training step as `Trainer.training_step` does, with the blocks that the texts fetch."""
-        self.blocks.begin_pass(inputs)
+        if self.blocks is not None:
+            self.blocks.begin_pass(inputs)
         return super().training_step(model, inputs, *args, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -179,7 +181,8 @@ class TrainsMemory(AnyTrainer):
             if self.sparse_values:
                 optimizer_class, options = RowAdamW, {key: options[key] for key in options if key != "fused"}
             self.optimizer = optimizer_class(parameter_groups(target, rates), **options)
-            self.blocks.follow(self.optimizer)
+            if self.blocks is not None:
+                self.blocks.follow(self.optimizer)
         return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -229,7 +232,9 @@ class TrainsMemory(AnyTrainer):
             FloatingPointError: If a tensor or block is not finite in any process.
         """
         assert isinstance(self.model, nn.Module)
-        finding = first_not_finite(trained_tensors(self.model)) or self.blocks.first_not_finite()
+        finding = first_not_finite(trained_tensors(self.model))
+        if finding is None and self.blocks is not None:
+            finding = self.blocks.first_not_finite()
         if self.largest(finding is not None):
             raise error_of(finding or "what another process trains is not finite", self.state.global_step)
 
@@ -268,7 +273,7 @@ class TrainsMemory(AnyTrainer):
                 )  # the Trainer looks for it before processes that share the model write to it
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
-            if self.args.should_save:
+            if self.args.should_save and self.blocks is not None:
                 self.blocks.save_states(str(folder))
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
@@ -294,7 +299,8 @@ class TrainsMemory(AnyTrainer):
             load_checkpoint(target, resume_from_checkpoint)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.blocks.load(resume_from_checkpoint)
+        if self.blocks is not None:
+            self.blocks.load(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None
@@ -309,10 +315,11 @@ class TrainsMemory(AnyTrainer):
 
     def _clipped(self, model: nn.Module, max_norm: float) -> torch.Tensor | None:
         """Clip gradients of which some are of rows or blocks, and return their norm; None if the Trainer can clip them all."""
-        if not self.blocks.banks and not self.sparse_values:
+        trains_blocks = self.blocks is not None and self.blocks.banks
+        if not trains_blocks and not self.sparse_values:
             return None
         self.accelerator.unscale_gradients()
-        return clip_gradients(model, self.blocks.leaves(), max_norm)
+        return clip_gradients(model, [] if self.blocks is None else self.blocks.leaves(), max_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the norm as `Trainer._get_grad_norm` does, including the gradients of rows and blocks.

@@ -21,7 +21,7 @@ from pairs import by_default, wanted_by_tests
 import midus_hf
 from midus_hf.carried import standins
 from midus_hf.carried.module import reference_modules
-from midus_hf.carried.sources import defined, read_module
+from midus_hf.carried.sources import Module, defined
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.registry import MEMORY_MODULES
@@ -265,7 +265,7 @@ def test_a_stand_in_takes_the_place_of_nothing_else():
     names = {
         name: module
         for module in (*plain, standins.__name__)
-        for name in read_module(module, frozenset({"midus_hf"})).definitions
+        for name in Module(module, frozenset({"midus_hf"})).definitions
         if not name.startswith("_")
     }
     assert set(STANDS_FOR) <= set(names)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from midus_hf.training import MemoryTrainer, set_trainable
 from midus_hf.training.blocks import draw_generic
-from midus_hf.training.optim.parameter_groups import banks_that_train
+from midus_hf.training.optim.parameter_groups import banks_of
 from midus_hf.training.run import TrainingRun, train
 from upscalers.runs.upscale import upscale
 
@@ -184,7 +184,7 @@ def test_one_block_of_each_lora_memory_trains_as_the_lora_of_peft(tmp_path):
     set_trainable(model, "new")
     adapted = get_peft_model(base, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
     copied = 0
-    for trained in (bank for banks in banks_that_train(model) for bank in banks.train_blocks().values()):
+    for trained in (bank for banks in banks_of(model) if banks.trainable for bank in banks.train_blocks().values()):
         for level, fields in trained.layout.records.items():
             record = trained.bank.block(level, 0)
             parts = record.split([field.numel for field in fields])

@@ -59,17 +59,12 @@ def register_larger_family(larger_class: Any) -> Any:
     return larger_class
 
 
-def _import_written() -> None:
-    """Import the modules of families, which register their classes; warn of a family that the installed Transformers does not fit."""
-    for model_type in WRITTEN:
-        try:
-            importlib.import_module(f"{__name__}.{model_type}")
-        except Exception as error:  # an import of transformers by the user comes here too
-            warnings.warn(
-                f"checkpoints of midus_{model_type} cannot be loaded with transformers {transformers.__version__} "
-                f"({type(error).__name__}: {error}); install a version that midus_hf was tried with.",
-                stacklevel=2,
-            )
-
-
-_import_written()
+for _model_type in WRITTEN:  # each module registers its classes
+    try:
+        importlib.import_module(f"{__name__}.{_model_type}")
+    except Exception as error:  # an import of transformers by the user comes here too
+        warnings.warn(
+            f"checkpoints of midus_{_model_type} cannot be loaded with transformers {transformers.__version__} "
+            f"({type(error).__name__}: {error}); install a version that midus_hf was tried with.",
+            stacklevel=1,
+        )

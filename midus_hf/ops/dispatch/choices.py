@@ -91,21 +91,17 @@ def resolve(
     if backend not in BACKENDS:
         OpChoices(backend)  # raises
     body = _standing.backend if backend == "auto" else backend
+    if body == "auto" and tensor.is_cuda:
+        return "triton" if HAS_TRITON and refusal is None and _multiplies(tensor) else "torch"
     if body == "auto":
-        return _fastest(tensor, refusal, native_refusal)
+        takes = tensor.device.type == "cpu" and tensor.dtype in NATIVE_DTYPES and native_refusal is None
+        return "native" if takes and (torch.compiler.is_compiling() or native_library() is not None) else "torch"
     if body == "triton":
         _check_kernels(tensor, refusal)
     elif body == "native":
         _check_native(tensor, native_refusal)
         return "torch" if native_refusal == NO_NATIVE_BODY else "native"
     return body
-
-
-def _fastest(tensor: torch.Tensor, refusal: str | None, native_refusal: str | None) -> str:
-    if tensor.is_cuda:
-        return "triton" if HAS_TRITON and refusal is None and _multiplies(tensor) else "torch"
-    takes = tensor.device.type == "cpu" and tensor.dtype in NATIVE_DTYPES and native_refusal is None
-    return "native" if takes and (torch.compiler.is_compiling() or native_library() is not None) else "torch"
 
 
 def _check_kernels(tensor: torch.Tensor, refusal: str | None) -> None:

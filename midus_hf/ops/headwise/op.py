@@ -1,6 +1,7 @@
 """The head-wise memory of MIDUS: product-key retrieval per head, and values expanded per head from one shared bank."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -93,31 +94,23 @@ def _body(
     k: int,
     backend: str,
 ) -> str:
-    """Check the shapes of a call and return the name of its body; calls like one before are looked up."""
-    if torch.compiler.is_compiling():
-        return _checked_body(query, tables, value_transform, k, backend)
-    shapes = (query.shape[-2:], *(table.shape for table in tables), value_transform is None or value_transform.shape)
-    call = ("headwise_memory", backend, query.device, query.dtype, *shapes, k)
-    body = RESOLVED.get(call)
-    if body is None:
-        body = _checked_body(query, tables, value_transform, k, backend)
-        if body in ("torch", "native") or query.is_cuda:  # the environment decides whether kernels run on a CPU
-            RESOLVED[call] = body
-    return body
-
-
-def _checked_body(
-    query: torch.Tensor,
-    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    value_transform: torch.Tensor | None,
-    k: int,
-    backend: str,
-) -> str:
+    """Check the shapes of a call and return the name of its body; calls like one before are looked up, unless traced."""
+    call: tuple[Any, ...] | None = None
+    if not torch.compiler.is_compiling():
+        transform_shape = value_transform is None or value_transform.shape
+        shapes = (query.shape[-2:], *(table.shape for table in tables), transform_shape)
+        call = ("headwise_memory", backend, query.device, query.dtype, *shapes, k)
+        if call in RESOLVED:
+            return RESOLVED[call]
     row_keys, column_keys, value_bank = tables
     check_product_keys(query, row_keys, column_keys, k)
     heads, n, _ = row_keys.shape
     _check_values(value_bank, value_transform, heads, n)
-    return resolve(backend, query, native_refusal=native_refusal(n, k))
+    body = resolve(backend, query, native_refusal=native_refusal(n, k))
+    # The environment decides whether kernels run on a CPU.
+    if call is not None and (body in ("torch", "native") or query.is_cuda):
+        RESOLVED[call] = body
+    return body
 
 
 def expand_values(value_bank: torch.Tensor, value_transform: torch.Tensor) -> torch.Tensor:

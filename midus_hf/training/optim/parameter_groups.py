@@ -85,7 +85,7 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
     groups = [
         {"params": members[name], "name": name, "lr": lr, "weight_decay": weight_decay, "course": course}
         for name, (lr, weight_decay, course) in settings.items()
-        if members[name] or (name == BLOCKS_GROUP and banks_that_train(model))
+        if members[name] or (name == BLOCKS_GROUP and any(bank.trainable for bank in banks_of(model)))
     ]
     if not groups:
         raise ValueError("no parameter requires a gradient; call set_trainable on the model first.")
@@ -142,7 +142,7 @@ def group_schedules(
     return LambdaLR(optimizer, [factors[course] for course in courses])
 
 
-def banks_that_train(model: torch.nn.Module) -> list[Banks]:
-    """Return the banks of a model, wrapped by PEFT or not, whose blocks train."""
+def banks_of(model: torch.nn.Module) -> list[Banks]:
+    """Return the banks of a model, wrapped by PEFT or not, whose blocks train where they are `trainable`."""
     modules = (module for module in model.modules() if isinstance(module, MemoryModel))
-    return [module.own_banks for module in modules if module.own_banks.layouts and module.own_banks.trainable]
+    return [module.own_banks for module in modules if module.own_banks.layouts]
