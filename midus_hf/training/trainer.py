@@ -106,7 +106,8 @@ class TrainsMemory(AnyTrainer):
         self.saved_dtypes: dict[str, torch.dtype] = {}
         prepare_sharing(self)
         self.blocks: Blocks | None = None  # None for a model without banks
-        if banks_of(self.model):
+        hosting: Any = self.model
+        if banks_of(hosting):
             self.blocks = Blocks(self, 0.0 if options is None else options.generic_share)
         self.sparse_values = options is not None and options.sparse_values
         if self.sparse_values:

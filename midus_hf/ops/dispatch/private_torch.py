@@ -4,15 +4,17 @@ No other file of the package names a private function of the module `torch`. Eac
 torch that lacks the private one; the fallback gives the same results more slowly.
 """
 
+from typing import Any
+
 import torch
 from torch.autograd import forward_ad
 
-_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
-_is_included = getattr(torch._C, "_dispatch_tls_is_dispatch_key_included", None)
-_keys = getattr(torch._C, "DispatchKey", None)
-_before_dispatch = getattr(_keys, "PreDispatch", None)
-_transform = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
-_tracing = getattr(torch._C, "_get_tracing_state", None)
+_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_is_included: Any = getattr(torch._C, "_dispatch_tls_is_dispatch_key_included", None)
+_keys: Any = getattr(torch._C, "DispatchKey", None)
+_before_dispatch: Any = getattr(_keys, "PreDispatch", None)
+_transform: Any = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+_tracing: Any = getattr(torch._C, "_get_tracing_state", None)
 # Whether torch has every private function that `can_skip_dispatcher` calls. `PreDispatch` is included while modes trace
 # calls before autograd sees them; `_modes` does not count these modes.
 _KNOWS_WATCHERS = None not in (_modes, _is_included, _before_dispatch, _transform, _tracing) and hasattr(
@@ -45,7 +47,7 @@ def can_skip_dispatcher(*tensors: torch.Tensor | None) -> bool:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
 
-_graph_task = getattr(torch._C, "_current_graph_task_id", None)
+_graph_task: Any = getattr(torch._C, "_current_graph_task_id", None)
 
 
 def is_in_backward() -> bool:
@@ -56,7 +58,7 @@ def is_in_backward() -> bool:
     return not torch.compiler.is_compiling() and _graph_task is not None and _graph_task() != -1
 
 
-_static = getattr(torch._dynamo, "mark_static_address", None) if hasattr(torch, "_dynamo") else None
+_static: Any = getattr(torch._dynamo, "mark_static_address", None) if hasattr(torch, "_dynamo") else None
 
 
 def keep_address(tensor: torch.Tensor, guard: bool = True) -> None:
