@@ -108,6 +108,60 @@ def test_a_downloaded_dataset_trains_its_train_split_and_not_its_card(folder, ca
         read_corpus(str(folder), split="dev")
 
 
+MIXED = {
+    "one file of rows": ({"data.jsonl": lines(), **{f"{n}.txt": "a\nb\n" for n in "abc"}}, TEXTS, "1 of 4", "3 .txt"),
+    "a hidden setting": (
+        {"a.txt": "a\nb\n", "b.txt": "c\n", ".vscode/settings.json": "{}"},
+        ["a\nb\n", "c\n"],
+        None,
+        "",
+    ),
+    "a table": ({"data.csv": csv_of(","), "notes.txt": "a\nb\n"}, TEXTS, "1 of 2", "1 .txt"),
+    "two kinds of rows": (
+        {"a.tsv": csv_of("\t"), "b.tsv": csv_of("\t"), "c.csv": "no"},
+        TEXTS * 2,
+        "2 of 3",
+        "1 .csv",
+    ),
+    "notes named as a split": ({"data.jsonl": lines(), "notes-test.txt": "a\n"}, TEXTS, "1 of 2", "1 .txt"),
+    "capitals": ({"A.JSONL": lines(), "b.jsonl": lines()}, TEXTS * 2, None, ""),
+    "nothing in a file": ({"a.jsonl": lines(), "b.jsonl": ""}, TEXTS, "1 of 2", "1 .jsonl"),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_the_files_of_a_folder_that_are_read_are_those_that_the_line_says(folder, case, capsys):
+    files, texts, counted, unread = MIXED[case]
+    assert texts_of(write(folder, files)) == texts
+    printed = capsys.readouterr().err
+    assert f"{counted} files are read; not read: {unread}\n" in printed if counted else "not read" not in printed
+
+
+@pytest.mark.parametrize("name", ["json", "csv", "text", "parquet"])
+def test_a_folder_with_the_name_of_a_reader_is_that_folder(folder, name, monkeypatch):
+    """`datasets` reads the current folder for such a name."""
+    monkeypatch.chdir(folder)
+    write(folder, {"beside.jsonl": lines(["beside"]), "beside.csv": "text\nbeside\n", "beside.txt": "beside"})
+    with pytest.raises(ValueError, match="which does not exist; expected a file, a folder or a dataset id"):
+        read_corpus(name)
+    card = "---\nconfigs:\n- config_name: a\n  data_files: x.jsonl\n---\n"
+    write(folder / name, {"README.md": card, "x.jsonl": lines(["inside"])})
+    assert texts_of(name) == ["inside"]
+    (folder / name / "README.md").unlink()
+    assert texts_of(name) == ["inside"]
+
+
+def test_names_of_what_a_source_does_not_have_are_refused(folder):
+    rows = datasets.Dataset.from_dict({"text": ["a"]})
+    rows.save_to_disk(str(folder / "saved"))
+    write(folder, {"texts/a.txt": "a", "rows.jsonl": lines()})
+    with pytest.raises(ValueError, match="saved', which has no splits, and 'test' is named as one; leave it out"):
+        read_corpus(str(folder / "saved"), split="test")
+    for source in ("saved", "texts", "rows.jsonl"):
+        with pytest.raises(ValueError, match=r"which has no configurations, and 'en' is named as one; leave the name"):
+            read_corpus(str(folder / source), name="en")
+
+
 def test_a_dataset_whose_card_declares_its_data_is_read_as_the_card_says(folder, capsys):
     card = "---\nconfigs:\n- config_name: a\n  data_files: [{split: train, path: one.jsonl}, {split: test, path: two.jsonl}]\n"
     card += "- config_name: b\n  data_files: two.jsonl\n---\nWords.\n"
@@ -153,13 +207,13 @@ def test_lines_are_said_by_the_first_process_alone(folder, capsys, monkeypatch):
 REFUSALS = {
     "half a pair": (
         {"x.jsonl": lines(["a"]) + b'{"text": "\\ud83d"}\n'},
-        "which cannot be read: JSON parse error: The surrogate pair in string is invalid. in row 1",
+        "x.jsonl', which cannot be read: JSON parse error: The surrogate pair in string is invalid. in row 1",
     ),
     "no JSON": (
         {"x.jsonl": lines(["a"]) + b"{text\n"},
-        "which cannot be read: JSON parse error: Missing a name for object member. in row 1",
+        "x.jsonl', which cannot be read: JSON parse error: Missing a name for object member. in row 1",
     ),
-    "no objects": ({"x.jsonl": b'"a"\n"b"\n'}, "which cannot be read: "),
+    "no objects": ({"x.jsonl": b'"a"\n"b"\n'}, "x.jsonl', which cannot be read: "),
     "no column": ({"x.jsonl": b'{"content": "a", "id": 1}\n'}, "no column 'text', only content, id; set text_column"),
     "numbers": ({"x.jsonl": b'{"text": 1}\n'}, "has int64 under 'text'; expected text"),
     "empty": ({"x.txt": ""}, "is empty: it has no text with a visible character"),
@@ -167,10 +221,15 @@ REFUSALS = {
     "an empty folder": ({"x.pdf": "a"}, "which has no text; expected files ending in .txt, .md, .jsonl"),
     "latin": (
         {"x.txt": "a \u00fc".encode("latin-1")},
-        "which cannot be read: 'utf-8' codec can't decode byte 0xfc",
+        "x.txt', which cannot be read: 'utf-8' codec can't decode byte 0xfc",
     ),
-    "no Parquet": ({"x.parquet": b"PAR1"}, "cannot be read"),
-    "a cut archive": ({"x.jsonl.gz": gzip.compress(lines())[:-9]}, "Compressed file ended before"),
+    "no rows": ({"x.jsonl": ""}, "which is empty: it has no text with a visible character. Add text to it"),
+    "zero bytes": ({"a.txt": "a", "x.txt": b"a\0b"}, "x.txt', which is not text: it has zero bytes. Take it out"),
+    "no Parquet": ({"a.parquet": b"PAR1"}, "a.parquet', which cannot be read"),
+    "a cut archive": (
+        {"a.jsonl": lines(), "x.jsonl.gz": gzip.compress(lines())[:-9]},
+        "x.jsonl.gz', which cannot be read: Compressed file ended before",
+    ),
 }
 
 

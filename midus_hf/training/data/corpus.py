@@ -1,11 +1,12 @@
 """Texts of a corpus as rows of a `datasets.Dataset`: files, folders, repositories of datasets, the Hub."""
 
+import contextlib
 import glob
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +16,20 @@ from midus_hf.model_names import check_hub_dataset
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# Kinds of files by the ending of their names, in small letters; the name of a kind is that of its reader in `datasets`.
+# Kinds of files by the ending of their names, in small letters; the name of a kind is that of its reader in `datasets`,
+# which is `csv` for `tsv`.
 KINDS = {
     **dict.fromkeys((".txt", ".md"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
-    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    ".csv": "csv",
+    ".tsv": "tsv",
     ".parquet": "parquet",
 }
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _READER_OPTIONS: dict[str, dict[str, Any]] = {
     "text": {"sample_by": "document", "encoding": "utf-8-sig"},
     "csv": {"keep_default_na": False},  # else a text such as "null" is read as no text
+    "tsv": {"keep_default_na": False, "sep": "\t"},
 }
 
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -140,25 +144,33 @@ def _read_source(key: str, source: str, split: str | None, name: str | None, tex
     import datasets
 
     path = Path(source).expanduser()
-    if not path.exists() and (not _DATASET_ID.fullmatch(source) or _kind_of(path) is not None):
+    resolved = os.path.realpath(path)
+    is_id = _DATASET_ID.fullmatch(source) and _kind_of(path) is None and source not in KINDS.values()
+    if not path.exists() and not is_id:  # `datasets` reads the current folder for an id such as `json`
         raise ValueError(f"{key} is {source!r}, which does not exist; expected a file, a folder or a dataset id.")
-    if "::" in source or (path.is_dir() and glob.escape(source) != source):
+    if path.exists() and ("::" in resolved or (path.is_dir() and glob.escape(resolved) != resolved)):
         raise ValueError(
             f"{key} is {source!r}; the package datasets reads '::', '[', '*' and '?' in a path as a pattern. Rename the file or the "
             "folder."
         )
+    is_saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+    if name is not None and path.exists() and (is_saved or not _declares_data(path)):
+        raise ValueError(
+            f"{key} is {source!r}, which has no configurations, and {name!r} is named as one; leave the name out."
+        )
     if not path.exists():
         check_hub_dataset(f"{key} is {source!r}, which is no file or folder", source)
-    kind = _kind_of_files(key, path, text_column is not None) if path.exists() else None
-    try:
-        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-            rows: Any = datasets.load_from_disk(str(path))
-        elif kind is None:
-            rows = datasets.load_dataset(source, name, split=split)
-        else:
-            rows = _read_files(key, path, kind, split, name)
-    except Exception as error:
-        raise ValueError(f"{key} is {source!r}, which cannot be read: {_reason(error)}") from error
+        with _reading(f"{key} is {source!r}"):
+            rows: Any = datasets.load_dataset(source, name, split=split)
+    elif is_saved:
+        with _reading(f"{key} is {source!r}"):
+            rows = datasets.load_from_disk(str(path))
+        if split is not None and isinstance(rows, datasets.Dataset):
+            raise ValueError(f"{key} is {source!r}, which has no splits, and {split!r} is named as one; leave it out.")
+    elif _declares_data(path):
+        rows = _read_declared(key, path, split, name)
+    else:
+        rows = _read_files(key, path, split, text_column)
     if isinstance(rows, datasets.DatasetDict):
         chosen = split or (next(iter(rows)) if len(rows) == 1 else "train")
         if chosen not in rows:
@@ -168,46 +180,119 @@ def _read_source(key: str, source: str, split: str | None, name: str | None, tex
         if len(rows) > 1:
             say(f"{key} {source!r}: split {chosen!r} is read, of {', '.join(rows)}")
         rows = rows[chosen]
-    return rows.rename_column("text", text_column) if kind == "text" and text_column not in (None, "text") else rows
+    return rows
 
 
-def _kind_of_files(key: str, path: Path, takes_text: bool) -> str:
-    """Return the kind of a file, or the most frequent kind of row files in a folder, or else text."""
-    if path.is_file():
-        kinds = Counter([_kind_of(path) or "text"])
-    else:
-        kinds = Counter(kind for file in path.rglob("*") if (kind := _kind_of(file)) is not None)
-    of_rows = [kind for kind, _ in kinds.most_common() if kind != "text"]
-    if not of_rows and (not kinds or not takes_text):
-        endings = ", ".join(ending for ending, kind in KINDS.items() if takes_text or kind != "text")
-        content = "text" if takes_text else "rows"
-        raise ValueError(f"{key} is {str(path)!r}, which has no {content}; expected files ending in {endings}.")
-    return of_rows[0] if of_rows else "text"  # the card and notes of a dataset are not its text
+@contextlib.contextmanager
+def _reading(beginning: str) -> Iterator[None]:
+    """Turn what `datasets` raises inside the context into a `ValueError` in one line, which begins as given."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{beginning}, which cannot be read: {_reason(error)}") from error
 
 
-def _read_files(key: str, path: Path, kind: str, split: str | None, name: str | None) -> Any:
-    """Return the rows of the files of one kind, and say which files of a folder are not read."""
+def _declares_data(folder: Path) -> bool:
+    """Return whether a folder is a repository of a dataset, whose card says which files are its data."""
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    head = text[3:].partition("\n---")[0] if text.startswith("---") else ""
+    return re.search(r"^(configs|dataset_info):", head, re.MULTILINE) is not None
+
+
+def _read_declared(key: str, folder: Path, split: str | None, name: str | None) -> Any:
+    """Return the rows of the files that the card of a folder names, and say which are not read."""
     import datasets
 
-    options = dict(_READER_OPTIONS.get(kind, {}))
+    with _reading(f"{key} is {str(folder)!r}"):
+        builder = datasets.load_dataset_builder(str(folder.resolve()), name)
+        options = (each for each in _READER_OPTIONS.values() if all(hasattr(builder.config, key) for key in each))
+        builder = datasets.load_dataset_builder(str(folder.resolve()), name, **next(options, {}))
+        read = [Path(file).resolve() for of_split in builder.config.data_files.values() for file in of_split]
+        _say_unread(key, folder, _files_of(key, folder), read)
+        builder.download_and_prepare()
+        return builder.as_dataset(split=split)
+
+
+def _read_files(key: str, path: Path, split: str | None, text_column: str | None) -> Any:
+    """Return the rows of a file, or of the files of one kind in a folder, and say which are not read.
+
+    The kind is the most frequent kind of rows, or else text: the card and notes of a dataset are not its text.
+    """
+    import datasets
+
+    files = _files_of(key, path)
+    kind_of = {file: _kind_of(file) or ("text" if file == path else None) for file in files}
+    kinds = [kind for kind, _ in Counter(kind_of.values()).most_common() if kind is not None]
+    kind = next((kind for kind in kinds if kind != "text"), "text")
+    if not kinds or (kind == "text" and text_column is None):
+        endings = ", ".join(ending for ending, kind in KINDS.items() if text_column or kind != "text")
+        content = "text" if text_column else "rows"
+        raise ValueError(f"{key} is {str(path)!r}, which has no {content}; expected files ending in {endings}.")
+    read = [file for file in files if kind_of[file] == kind and file.stat().st_size]
+    if not read:
+        expected = "text with a visible character" if text_column else "row"
+        raise ValueError(f"{key} is {str(path)!r}, which is empty: it has no {expected}. Add text to it.")
+    splits = {"train": read} if kind == "text" or path.is_file() else _by_split(key, path, read)
+    read = [file for of_split in splits.values() for file in of_split]
+    _say_unread(key, path, files, read)
+
+    def prepared(files: Mapping[str, Sequence[Path]]) -> Any:
+        data_files = {name: [glob.escape(str(file.resolve())) for file in each] for name, each in files.items()}
+        reader, options = "csv" if kind == "tsv" else kind, _READER_OPTIONS.get(kind, {})
+        builder = datasets.load_dataset_builder(reader, data_files=data_files, **options)
+        builder.download_and_prepare()
+        return builder
+
+    try:
+        with _reading(f"{key} is {str(path)!r}"):
+            builder = prepared(splits)
+    except ValueError:
+        for file in read if path.is_dir() else ():  # the error of `datasets` does not say which file it is about
+            with _reading(f"{key} has the file {str(file)!r}"):
+                prepared({"train": [file]})
+        raise
+    with _reading(f"{key} is {str(path)!r}"):
+        rows = builder.as_dataset(split=split)
+    if kind != "text":
+        return rows
+    for file, text in zip(read, builder.as_dataset(split="train")["text"], strict=False):
+        if "\0" in text:  # zero bytes are valid UTF-8, but no text
+            raise ValueError(
+                f"{key} has the file {str(file)!r}, which is not text: it has zero bytes. Take it out, or convert it."
+            )
+    return rows if text_column in (None, "text") else rows.rename_column("text", text_column)
+
+
+def _files_of(key: str, path: Path) -> list[Path]:
+    """Return a file, or the sorted files of a folder without hidden ones."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if not file.is_dir())
-    files = [
-        file for file in files if path.is_file() or not any(part[0] == "." for part in file.relative_to(path).parts)
-    ]
-    for file in files:
-        file.stat()  # `datasets` would pass over a link to what is gone
-    if path.is_dir() and kind != "text":
-        builder = datasets.load_dataset_builder(str(path), name, **options)
-    else:
-        options |= {"sep": "\t"} if ".tsv" in path.name.lower() else {}
-        texts = [glob.escape(str(file.resolve())) for file in files if path.is_file() or _kind_of(file) == kind]
-        builder = datasets.load_dataset_builder(kind, name, data_files=texts, **options)
-    read = {Path(file).resolve() for of_split in builder.config.data_files.values() for file in of_split}
-    unread = Counter("".join(file.suffixes[-2:]) or file.name for file in files if file.resolve() not in read)
+    if path.is_dir():
+        files = [file for file in files if not any(part[0] == "." for part in file.relative_to(path).parts)]
+    with _reading(f"{key} is {str(path)!r}"):
+        for file in files:
+            file.stat()  # `datasets` would pass over a link to what is gone
+    return files
+
+
+def _by_split(key: str, folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
+    """Return the files of a folder by the splits that `datasets` finds in names; all are `train` if none of them has one."""
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    base = str(folder.resolve())
+    with _reading(f"{key} is {str(folder)!r}"):
+        found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
+    of_split = {str(split): {Path(file).resolve() for file in named} for split, named in found.items()}
+    splits = {split: [file for file in files if file.resolve() in named] for split, named in of_split.items()}
+    return {split: named for split, named in splits.items() if named} or {"train": list(files)}
+
+
+def _say_unread(key: str, path: Path, files: Sequence[Path], read: Sequence[Path]) -> None:
+    """Say which files of a folder are not read."""
+    named = {file.resolve() for file in read}
+    unread = Counter("".join(file.suffixes[-2:]) or file.name for file in files if file.resolve() not in named)
     if unread:
-        named = ", ".join(f"{count:,} {ending}" for ending, count in unread.most_common(5))
+        endings = ", ".join(f"{count:,} {ending}" for ending, count in unread.most_common(5))
         say(
-            f"{key} {str(path)!r}: {len(files) - unread.total():,} of {len(files):,} files are read; not read: {named}"
+            f"{key} {str(path)!r}: {len(files) - unread.total():,} of {len(files):,} files are read; not read: {endings}"
         )
-    builder.download_and_prepare()
-    return builder.as_dataset(split=split)
