@@ -7,6 +7,7 @@ imported in milliseconds.
 
 import importlib
 import sys
+import warnings
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,7 @@ class _Finder:
             load = spec.loader.exec_module
 
             def load_and_extend(module: ModuleType) -> None:
+                del spec.loader.exec_module  # a loader may load other modules too
                 load(module)
                 _extend(module)
 
@@ -66,9 +68,17 @@ class _Finder:
 
 def _extend(table: ModuleType) -> None:
     """Let the table take types with memory, and stop waiting for the table."""
-    # The extra content has no public name (seen in transformers 5.17 to 5.24).
-    table.CONFIG_MAPPING._extra_content = _Types(table.CONFIG_MAPPING._extra_content)
     _stop_waiting()
+    # The extra content has no public name (seen in transformers 5.17 to 5.24).
+    content = getattr(table.CONFIG_MAPPING, "_extra_content", None)
+    if isinstance(content, dict):
+        table.CONFIG_MAPPING._extra_content = _Types(content)
+    else:
+        warnings.warn(
+            f"midus_hf {__version__} does not find where this version of transformers keeps further types, so AutoModel knows no "
+            "type with memory; import midus_hf.models for the families, or install a version of transformers that was tried.",
+            stacklevel=2,
+        )
 
 
 def _stop_waiting() -> None:
@@ -76,7 +86,9 @@ def _stop_waiting() -> None:
 
 
 _stop_waiting()  # removes the finder of an earlier load, if this module is reloaded
-if hasattr(sys.modules.get(_TABLE), "CONFIG_MAPPING"):
-    _extend(sys.modules[_TABLE])
+# The import waits for a thread that is loading the table.
+_table = importlib.import_module(_TABLE) if _TABLE in sys.modules else None
+if _table is not None and hasattr(_table, "CONFIG_MAPPING"):
+    _extend(_table)
 else:
     sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]

@@ -63,6 +63,23 @@ ORDERS = {
     "again": "import importlib, midus_hf; importlib.reload(midus_hf)",
     "Auto classes in a thread": "import midus_hf, threading; "
     "t = threading.Thread(target=__import__, args=['transformers.models.auto.modeling_auto']); t.start(); t.join()",
+    "while a thread loads the Auto classes": """
+import importlib, sys, threading, time
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "transformers.dynamic_module_utils":  # which the table's module imports before it makes the table
+            started.set()
+            time.sleep(1)
+
+started = threading.Event()
+sys.meta_path.insert(0, Slow())
+thread = threading.Thread(target=importlib.import_module, args=["transformers.models.auto.configuration_auto"])
+thread.start()
+started.wait(60)
+import midus_hf
+thread.join()
+""",
     "behind a hook of another package": """
 import sys
 
@@ -83,6 +100,7 @@ USUAL_ORDERS = (
     "behind the Auto classes",
     "between transformers and its Auto classes",
     "before a module that needs the Auto classes",
+    "while a thread loads the Auto classes",
     "behind a hook of another package",
     "behind an import that failed",
 )
@@ -145,6 +163,19 @@ print(before, "midus_llama" in CONFIG_MAPPING, "midus_hf.models" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "(True, False) True True\n"
+
+
+def test_a_version_of_transformers_that_keeps_types_elsewhere_is_named():
+    code = """
+import warnings
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+del CONFIG_MAPPING._extra_content
+with warnings.catch_warnings(record=True) as caught:
+    import midus_hf
+print(caught[0].message)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "AutoModel knows no type with memory; import midus_hf.models for the families" in done.stdout
 
 
 def test_modules_keep_the_loaders_that_python_gave_them():

@@ -82,6 +82,10 @@ def check_declaration(name: str, cls: type[MemoryOptions]) -> None:
             raise ValueError(
                 f"memory type {name!r} declares the control {control!r}; expected one of {', '.join(get_args(DeclaredControl))}."
             )
+        if not changes:
+            raise ValueError(
+                f"the control {control!r} of memory type {name!r} sets no option; expected options of this type."
+            )
         try:
             cls(**changes)
         except (TypeError, ValueError) as error:

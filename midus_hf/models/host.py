@@ -135,7 +135,10 @@ class HostsMemory(InitialisesNarrowly, HostsBanks, NeedsLogSumExp):
         for adapter in set(model.peft_config) - before:
             names = _adapter_tensors(model).get(adapter, set())
             loaded = names - set(loading_info.missing_keys)
-            _check_adapter_layers(model.config, adapter, loaded, names, model.peft_config[adapter])
+            try:
+                _check_adapter_layers(model.config, adapter, loaded, names, model.peft_config[adapter])
+            except ValueError as error:
+                raise ValueError(f"{error} This model now has the adapter: load the model again.") from None
         return loading_info
 
     def _initialize_weights(self, module: nn.Module, *_: Any) -> None:

@@ -172,12 +172,13 @@ def test_a_vector_has_no_rows():
             {"one-row": {"rows": 1}},
             "'one-row' of memory type 'bad' cannot be built: .* unexpected keyword argument 'rows'",
         ),
+        ({"one-row": {}}, "'one-row' of memory type 'bad' sets no option; expected options of this type"),
         (
             {"one-row": {"width": 0}},
             "'one-row' of memory type 'bad' cannot be built: width is 0; expected one or more",
         ),
     ],
-    ids=["unknown", "strange-option", "refused"],
+    ids=["unknown", "strange-option", "nothing", "refused"],
 )
 def test_a_control_that_cannot_be_is_refused_where_the_type_is_registered(controls, message):
     with pytest.raises(ValueError, match=message):

@@ -39,7 +39,7 @@ REASONS = [
     r"'.*' has no single list of decoder layers; expected one at model\.layers\.",
     r"'.*' does not pass all keyword arguments on to its decoder layers; expected a stack that does\.",
     r"the residual stream of '.*' is not one tensor \[B, T, D\]; expected layers that read and return one\.",
-    r"'.*' holds a language model within a larger model; expected the language model alone\. Save .*",
+    r"'.*' holds a language model within a larger model; expected the language model alone\. If transformers .*",
 ]
 # What is refused by its proof rather than for a part that is lacking, and what the proof says.
 UNPROVEN = {
