@@ -55,14 +55,15 @@ class _Finder:
         finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
         if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
+            loader = spec.loader
+            load = loader.exec_module
 
             def load_and_extend(module: ModuleType) -> None:
-                del spec.loader.exec_module  # a loader may load other modules too
+                del loader.exec_module  # a loader may load other modules too
                 load(module)
                 _extend(module)
 
-            spec.loader.exec_module = load_and_extend  # type: ignore[method-assign]
+            loader.exec_module = load_and_extend  # type: ignore[method-assign]
         return spec
 
 
