@@ -4,6 +4,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from midus_hf.compare.options import Comparison, Rate, rate_name
 from midus_hf.compare.origins import KINDS, short
@@ -14,6 +15,8 @@ from midus_hf.compare.variants import SHUFFLED
 _ENOUGH_SEEDS = 3
 # Share of the median by which numbers of trained parameters may differ from it.
 _SHARE = 0.1
+# Keys of `midus train` that change what the loss of a text is, with their defaults; None of `bf16` is what the device can.
+_READING = {"document_mask": False, "path_column": None, "text_column": "text", "bf16": None, "fp16": False}
 # Student's t at 0.975 for 1 to 10 degrees of freedom; more take the last, which makes intervals wider.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
@@ -86,7 +89,7 @@ def chosen_rate(searches: Sequence[Result], validation: Sequence[str]) -> Rate |
 class VariantFindings:
     """Findings about one variant, at the rate that the validation texts chose, in nats per token.
 
-    `results` are its results at this rate, one per seed, `controls` the results of its null controls, and `num_rates` counts the
+    `results` are its results at this rate, one per seed, `controls` the results of its null controls, and `rates` names the
     rates with results. `ends` are mean final losses of the domain by seed. `learned_by_seed` is what the loss of the domain fell
     by, `forgotten_by_seed` what the loss of the retention texts rose by; they are empty without these texts. `advantages` say how far
     the loss of the domain ended below that of each null control, over the seeds that both have; for `shuffled-addresses`, by how much
@@ -95,7 +98,7 @@ class VariantFindings:
 
     name: str
     rate: str
-    num_rates: int
+    rates: Sequence[str]
     results: Sequence[Result]
     controls: Sequence[Result]
     ends: Mapping[int, float]
@@ -155,8 +158,13 @@ def findings(
 
     Results of null controls count only at the chosen rate of their variant.
     """
-    # A run that starts at the base measured it in the precision of training.
-    starts = [one.start.losses for one in results if one.curve and not one.starts_elsewhere]
+    # A run that starts at the base and reads texts as all do measured the base, in the precision of training and with paths of texts.
+    reading = _reading(comparison.train)
+    starts = [
+        one.start.losses
+        for one in results
+        if one.curve and not one.starts_elsewhere and _reading(one.request.get("train")) == reading
+    ]
     base_losses = base.losses if comparison.stages or not starts else starts[0]
     without_variants = Findings(comparison, base, base_losses, [], failures, missing)
     variants = [_variant_findings(name, without_variants, results) for name in comparison.variants]
@@ -184,7 +192,7 @@ def _variant_findings(name: str, findings: Findings, results: Sequence[Result]) 
     return VariantFindings(
         name=name,
         rate=rate_name(chosen),
-        num_rates=len({rate_name(result.rate) for result in own}),
+        rates=list(dict.fromkeys(rate_name(result.rate) for result in own)),
         results=best,
         controls=controls,
         ends=ends,
@@ -225,7 +233,18 @@ def cautions(findings: Findings) -> list[str]:
         "Not causal, so that losses cannot be compared": {
             variant.name: "" for variant in variants if not all(result.is_causal for result in variant.results)
         },
-        "Unequal numbers of rates": _differing({variant.name: str(variant.num_rates) for variant in variants}),
+        "Texts read in different ways": _differing(
+            {
+                "base": _reading(findings.comparison.train),
+                **{variant.name: _reading(variant.results[0].request.get("train")) for variant in variants},
+            }
+        ),
+        "Rates without a result": {
+            variant.name: " and ".join(lacking)
+            for variant in variants
+            if (lacking := _rates_without(findings, variant))
+        },
+        "Unequal numbers of rates": _differing({variant.name: str(len(variant.rates)) for variant in variants}),
         "Unequal numbers of tokens": _differing(
             {variant.name: f"{max(result.tokens for result in variant.results):,}" for variant in variants}
         ),
@@ -240,7 +259,8 @@ def cautions(findings: Findings) -> list[str]:
         if names
     ]
     if findings.missing:
-        sentences.append(f"Runs that are not done: {findings.missing}, of which {len(findings.failures)} failed.")
+        failed = f", of which {len(findings.failures)} failed" if findings.failures else ""
+        sentences.append(f"Runs that are not done: {findings.missing}{failed}.")
     return sentences
 
 
@@ -254,6 +274,18 @@ def shared_origin(findings: Findings) -> str:
 def _differing(by_row: Mapping[str, str]) -> Mapping[str, str]:
     """Return what is said of each row if it is not the same of all; else nothing."""
     return by_row if len(set(by_row.values())) > 1 else {}
+
+
+def _reading(train: Any) -> str:
+    """Return how a run with these keys of `midus train`, if any, reads texts and computes, in words."""
+    keys = {key: (train or {}).get(key) for key in _READING}
+    set_ones = [f"{key}={value}" for key, value in keys.items() if value not in (None, _READING[key])]
+    return ", ".join(set_ones) or "by default"
+
+
+def _rates_without(findings: Findings, variant: VariantFindings) -> list[str]:
+    """Return the names of a variant's rates that have no result."""
+    return [name for name in map(rate_name, findings.comparison.rates_of(variant.name)) if name not in variant.rates]
 
 
 def _unlike_the_median(variants: Sequence[VariantFindings]) -> dict[str, str]:

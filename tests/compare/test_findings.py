@@ -115,6 +115,13 @@ def test_to_make_up_for_a_start_below_the_base_is_neither_to_learn_nor_to_rememb
     assert solar.learned_by_seed == {0: 0.25, 1: 0.25} and solar.forgotten_by_seed == {0: 0.5, 1: 0.5}
 
 
+def test_the_losses_of_the_base_are_those_of_a_run_that_reads_texts_as_all_do():
+    apart = {"train": {"document_mask": True}}
+    runs = [result("hml", [0.5], loss=3.5, request=apart), result("full", [0.5], loss=3.25)]
+    assert found(runs).base_losses[DOMAIN] == 3.25 and found(runs[:1]).base_losses == BASE.losses
+    assert found(runs, train={"corpus": "corpus", "max_steps": 10, **apart["train"]}).base_losses[DOMAIN] == 3.5
+
+
 def test_several_texts_count_alike():
     losses = [{DOMAIN: 3.0, "roses": 1.0, RETENTION: 2.0}, {DOMAIN: 1.0, "roses": 2.0, RETENTION: 5.0}]
     curve = [dataclasses.replace(BASE.curve[0], losses=one) for one in losses]
@@ -149,18 +156,36 @@ def test_the_reference_is_what_learned_most_or_what_is_named():
 
 
 SEEDS = (0, 1, 2)
-HML_3 = [result("hml", [0.25, 0.5], seed=seed) for seed in SEEDS]
-FULL_3 = [result("full", [0.5, 1.0], seed=seed) for seed in SEEDS]
-SLOW = result("full", [0.25, 0.5], rate=1e-4)
+# What the first seed ended at with the two rates that are not chosen.
+HML_ELSE, FULL_ELSE = ([result(name, [0.0, 0.1], rate=rate) for rate in (1e-2, 1e-4)] for name in ("hml", "full"))
+HML_3 = [*(result("hml", [0.25, 0.5], seed=seed) for seed in SEEDS), *HML_ELSE]
+FULL_3 = [*(result("full", [0.5, 1.0], seed=seed) for seed in SEEDS), *FULL_ELSE]
 TRAINS_ALL = {"train": {"trainable": "all"}}
+DOCUMENTS_APART = {"train": {"document_mask": True, "text_column": "body", "bf16": False}}
+DEFAULTS = {"train": {"document_mask": False, "text_column": "text", "bf16": None, "max_steps": 10}}
 CAUTIONS = {
     "nothing": ([*HML_3, *FULL_3], []),
-    "two seeds": ([*HML, *FULL_3], ["Fewer than three seeds: hml 2."]),
+    "two seeds": ([*HML, *HML_ELSE, *FULL_3], ["Fewer than three seeds: hml 2."]),
     "tokens": (
-        [*HML_3, *(result("full", [0.5, 0.6, 0.7], seed=seed) for seed in SEEDS)],
+        [*HML_3, *(result("full", [0.5, 0.6, 0.7], seed=seed) for seed in SEEDS), *FULL_ELSE],
         ["Unequal numbers of tokens: full 300, hml 200."],
     ),
-    "rates": ([*HML_3, *FULL_3, SLOW], ["Unequal numbers of rates: full 2, hml 1."]),
+    "rates": (
+        [*HML_3[:-1], *FULL_3],
+        ["Rates without a result: hml 0.0001.", "Unequal numbers of rates: full 3, hml 2."],
+    ),
+    "rates of all": (
+        [*HML_3[:-2], *FULL_3[:-2]],
+        ["Rates without a result: full 0.01 and 0.0001, hml 0.01 and 0.0001."],
+    ),
+    "readings": (
+        [*HML_3, *(dataclasses.replace(one, request=DOCUMENTS_APART) for one in FULL_3)],
+        [
+            "Texts read in different ways: base by default, full document_mask=True, text_column=body, bf16=False, "
+            "hml by default."
+        ],
+    ),
+    "defaults by name": ([*HML_3, *(dataclasses.replace(one, request=DEFAULTS) for one in FULL_3)], []),
     "not causal": (
         [*(dataclasses.replace(one, is_causal=False) for one in HML_3), *FULL_3],
         ["Not causal, so that losses cannot be compared: hml."],
@@ -178,7 +203,7 @@ CAUTIONS = {
         [],
     ),
     "an end of the rates": (
-        [*HML_3, *(dataclasses.replace(one, rate={"learning_rate": 1e-4}) for one in FULL_3)],
+        [*HML_3, *(result("full", [1.0, 1.0], seed=seed, rate=1e-4) for seed in SEEDS), *FULL_3[:1], *FULL_ELSE[:1]],
         ["Best rate at an end of its list: full 0.0001."],
     ),
 }
@@ -192,6 +217,7 @@ def test_what_variants_differ_in_beside_their_methods_is_told(case):
 
 def test_runs_that_are_not_done_are_counted():
     assert cautions(found([], failures={"a": "no"}, missing=2)) == ["Runs that are not done: 2, of which 1 failed."]
+    assert cautions(found([], missing=2)) == ["Runs that are not done: 2."]
 
 
 def origin(**changes) -> dict:
