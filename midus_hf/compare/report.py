@@ -23,6 +23,7 @@ from midus_hf.compare.results import Measured, Result, read_result
 from midus_hf.compare.running import repeats_of
 from midus_hf.compare.runs import searches_of, tokens_of
 from midus_hf.compare.variants import Variant
+from midus_hf.files.whole_files import whole_file
 from midus_hf.look.page import Section, TableOfWords, write_page
 from midus_hf.look.pictures import as_png, new_figure
 from upscalers.methods.contract import get_method
@@ -140,7 +141,9 @@ def made_table(findings: Findings) -> TableOfWords:
         if upscaling is not None:
             method, values = get_method(upscaling["method"]), upscaling.get("options") or {}
             recorded = method(parse_options(method.options_class, values, method.name)).recorded_options
-            options = {key: recorded[key] for key in recorded if key in values or key in _SIZES} | options
+            # An exact table has as many rows as its corpus has n-grams.
+            sizes = [key for key in _SIZES if (key, recorded.get("table")) != ("rows", "exact")]
+            options = {key: recorded[key] for key in recorded if key in values or key in sizes} | options
             placement = upscaling.get("placement") or method.default_placement or ""
             made = [method.name, str(upscaling.get("num_new_layers") or ""), str(placement)]
         rows.append([variant.name, *made, ", ".join(f"{key}={value}" for key, value in options.items())])
@@ -382,10 +385,13 @@ def write_report(root: Path, findings: Findings) -> Path:
     measured on domain and retention texts.
     """
     comparison, pictures = findings.comparison, {}
+    picture = root / "frontier.png"
+    picture.unlink(missing_ok=True)  # of an earlier report
     has_both = findings.variants and comparison.domain and comparison.retention
     if has_both and importlib.util.find_spec("matplotlib") is not None:
         pictures["Learned and forgotten"] = draw(findings)
-        (root / "frontier.png").write_bytes(pictures["Learned and forgotten"])
+        with whole_file(picture) as partial:
+            partial.write_bytes(pictures["Learned and forgotten"])
     how_to_read = [_HOW_TO_READ_STAGES if comparison.stages else _HOW_TO_READ, shared_origin(findings)]
     sections = [Section("", cautions(findings), pictures=pictures), Section("", tables=tables(findings))]
     title = f"What variants of {Path(comparison.base).name} learned and forgot"

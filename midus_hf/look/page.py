@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from midus_hf.files.whole_files import whole_file
 from midus_hf.look.pictures import Panel, as_png, draw_panels
 
 # Endings of files that an answer can be written to.
@@ -104,12 +105,14 @@ class Section:
 
 
 def write_page(path: Path, title: str, sections: Sequence[Section]) -> None:
-    """Write a page of HTML with a title and sections."""
+    """Write a page of HTML with a title and sections, whole or not at all."""
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
     environment.filters["base64"] = lambda picture: base64.b64encode(picture).decode()
-    path.write_text(environment.from_string(_PAGE).render(title=title, sections=sections), encoding="utf-8")
+    text = environment.from_string(_PAGE).render(title=title, sections=sections)
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ def test_the_report_says_how_each_variant_was_made():
     requests = {
         "hml": {"upscale": {"method": "midus-hml", "num_new_layers": 10, "options": {"n": 32}}},
         "engram": {"upscale": {"method": "engram", "options": {"corpus": __file__, "table": "exact"}}},
+        "hashed": {"upscale": {"method": "engram", "options": {"rows": 7530}}},
         "pro": {"upscale": {"method": "llama-pro", "num_new_layers": 3, "placement": "1,2,3"}},
         "lora": {"train": {"adapters": {"r": 8, "lora_alpha": 16}}},
         "mine": {"function": {"name": "teach", "sha256": "a" * 64}, "train": {}},
@@ -90,7 +91,8 @@ def test_the_report_says_how_each_variant_was_made():
     assert tables(one)[1] == made_table(one)
     assert {row[0]: row[1:] for row in made_table(one).rows} == {
         "hml": ["midus-hml", "10", "distributed", "k=4, n=32"],
-        "engram": ["engram", "", "", "table=exact, rows=65536, layers=published, corpus=test_report.py"],
+        "engram": ["engram", "", "", "table=exact, layers=published, corpus=test_report.py"],
+        "hashed": ["engram", "", "", "rows=7530, layers=published"],
         "pro": ["llama-pro", "3", "1,2,3", ""],
         "lora": ["LoRA", "", "", "r=8, lora_alpha=16"],
         "mine": ["teach", "", "", ""],
@@ -205,6 +207,15 @@ def test_the_page_needs_no_other_file_and_says_what_the_tables_say(tmp_path, mon
             assert "<tr>" + "".join(f"<td>{html.escape(word)}</td>" for word in row) + "</tr>" in page
     assert all(f"<p>{html.escape(sentence)}</p>" in page for sentence in cautions(one))
     assert "<h1>What variants of base learned and forgot</h1>" in page and "/folder" not in page
+
+
+def test_a_report_without_a_picture_leaves_none_of_an_earlier_report(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    write_report(tmp_path, found([*HML, *FULL]))
+    assert (tmp_path / "frontier.png").is_file()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    write_report(tmp_path, found([*HML, *FULL]))
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
 PICTURES = {
