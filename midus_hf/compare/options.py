@@ -1,5 +1,6 @@
 """Options of a comparison, as its YAML file holds them."""
 
+import ast
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -41,15 +42,40 @@ def as_keys(rate: float | Mapping[str, float]) -> Rate:
 def split_function(function: str) -> tuple[Path, str]:
     """Return the file and the name of a variant's function, which is written as `mine.py:teach`.
 
+    The file is read, and nothing of it runs.
+
     Raises:
-        ValueError: If it is not written so, or the file is none of Python.
+        ValueError: If it is not written so, the file cannot be read as Python, or has no such function.
     """
     file, _, name = function.rpartition(":")
     if not (file.endswith(".py") and Path(file).expanduser().is_file() and name.isidentifier()):
         raise ValueError(
             f"function is {function!r}; expected a file of Python and the name of a function in it, such as mine.py:teach."
         )
-    return Path(file).expanduser(), name
+    path = Path(file).expanduser()
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(
+            f"function is {function!r}, whose file cannot be read: {error}. Expected a file of Python."
+        ) from error
+    defined = {node.name: node.args for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if name not in defined or not _takes_arguments(defined[name]):
+        raise ValueError(
+            f"function is {function!r}, but the file defines {', '.join(defined) or 'no function'}; expected "
+            f"def {name}({', '.join(_FUNCTION_ARGUMENTS)})."
+        )
+    return path, name
+
+
+# Arguments that a variant's function is called with, all by name.
+_FUNCTION_ARGUMENTS = ("base", "corpus", "output", "seed", "keys")
+
+
+def _takes_arguments(taken: ast.arguments) -> bool:
+    """Return whether a function with these arguments takes those that a variant's function is called with."""
+    names = {argument.arg for argument in (*taken.args, *taken.kwonlyargs)}
+    return taken.kwarg is not None or names.issuperset(_FUNCTION_ARGUMENTS)
 
 
 # Mappings of measured texts, by their keys.
@@ -291,7 +317,8 @@ class Comparison:
             }
             for key in (key for key, is_given in foreign.items() if is_given):
                 raise ValueError(
-                    f"{key} is given, and stages are too, which have no {key}; leave {key} out, or set controls: false."
+                    f"{key} is given, and stages are too, which have no {key} beside them. "
+                    f"{'Set controls: false' if key == 'controls' else f'Leave {key} out'}."
                 )
             if len(self.stages) < 2:
                 raise ValueError(
@@ -307,6 +334,10 @@ class Comparison:
                 raise ValueError(
                     f"variants.{name} has one_per_stage, which needs embedding_model; give a model that embeds documents."
                 )
+        if self.embedding_model is not None and not any(one.one_per_stage for one in self.variants.values()):
+            raise ValueError(
+                "embedding_model is given, and no variant has one_per_stage, which reads it; leave it out."
+            )
 
     def _check_what_measures(self) -> None:
         """Check that something measures learning, and that other text chooses the best of several rates."""
@@ -330,6 +361,15 @@ class Comparison:
     def texts(self) -> dict[str, str]:
         """Paths of all measured texts by name: `domain`, then `retention`, then `validation`."""
         return {**self.domain, **self.retention, **self.validation}
+
+    def label(self, text: str) -> str:
+        """Return the key of a measured text, such as `domain.plants`, or `stages.plants.text` of a stage."""
+        if text in self.stages:
+            return f"stages.{text}.text"
+        if self.stages and text in self.validation:
+            return f"stages.{text.removesuffix(_VALIDATION)}.validation"
+        kind = next(kind for kind in TEXT_KINDS if text in getattr(self, kind))
+        return f"{kind}.{text}"
 
     def rates_of(self, variant: str) -> list[Rate]:
         """Return the rates of a variant as keys of `midus train`; a single empty one where `train` has the rate."""

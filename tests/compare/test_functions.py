@@ -122,6 +122,29 @@ def test_what_a_function_returns_and_leaves_is_checked(tmp_path, body, message):
     assert str(refusal.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("def teach(:", "whose file cannot be read: "),
+        ("def learn(): pass", "but the file defines learn; expected def teach(base, corpus, output, seed, keys)."),
+        ("teach = 1", "but the file defines no function; expected def teach("),
+        ("def teach(base, output): pass", "but the file defines teach; expected def teach(base, corpus, output, seed, keys)."),
+    ],
+    ids=["no Python", "another function", "no function", "other arguments"],
+)  # fmt: skip
+def test_a_file_without_the_function_is_refused_before_anything_runs(tmp_path, content, message):
+    function = f"{tmp_path / 'mine.py'}:teach"
+    (tmp_path / "mine.py").write_text(content)
+    with pytest.raises(ValueError) as refusal:
+        VariantOptions(function=function)
+    assert str(refusal.value).startswith(f"function is {function!r}, {message}")
+
+
+def test_a_function_may_take_arguments_by_any_name(tmp_path):
+    (tmp_path / "mine.py").write_text("def teach(base, *, output, **others): pass")
+    assert VariantOptions(function=f"{tmp_path / 'mine.py'}:teach").function is not None
+
+
 @pytest.mark.parametrize("function", ["mine.py", "absent.py:teach", "mine.txt:teach", "mine.py:a b"])
 def test_a_function_that_is_not_there_is_refused_before_anything_runs(tmp_path, monkeypatch, function):
     monkeypatch.chdir(tmp_path)
@@ -135,9 +158,9 @@ def test_a_function_that_is_not_there_is_refused_before_anything_runs(tmp_path, 
 
 
 def test_a_changed_function_is_noticed(tmp_path):
-    (tmp_path / "mine.py").write_text("def teach(): pass")
+    (tmp_path / "mine.py").write_text("def teach(**keys): pass")
     run = Run(Variant("mine", None, {"max_steps": 1}, [{}], function=f"{tmp_path / 'mine.py'}:teach"))
     before = run.request(comparison(["mine"]))["function"]
-    (tmp_path / "mine.py").write_text("def teach(): return 1")
+    (tmp_path / "mine.py").write_text("def teach(**keys): return 1")
     now = run.request(comparison(["mine"]))["function"]
     assert before["name"] == now["name"] == "teach" and before["sha256"] != now["sha256"]

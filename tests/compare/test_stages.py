@@ -212,16 +212,22 @@ def test_a_stage_with_replay_trains_on_as_many_tokens(room, tmp_path):
     assert result.losses["greek"] < without.losses["greek"]
 
 
-def test_a_function_teaches_each_stage(room, tmp_path):
+@pytest.mark.parametrize("apart", [False, True], ids=["in order", "one per stage"])
+def test_a_function_teaches_each_stage_and_several_models_are_never_certified(room, tmp_path, monkeypatch, apart):
+    monkeypatch.setattr("midus_hf.compare.rivals.StageFinder", lambda *_: Nearest())
     (tmp_path / "mine.py").write_text(
         "import shutil\n"
         "def teach(base, corpus, output, seed, keys):\n"
-        "    shutil.copytree(base, output)\n"
+        "    shutil.copytree(base, output, dirs_exist_ok=True)\n"
+        "    open(output + '/certificate.json', 'w').close()\n"
         "    with open(corpus) as file:\n"
         "        return {'trained_parameters': 1, 'tokens': len(file.readlines()) + (keys['corpus'] == corpus)}\n"
     )
-    _, base, result = measured(room, tmp_path / "out", {"function": f"{tmp_path / 'mine.py'}:teach"})
+    options = {"function": f"{tmp_path / 'mine.py'}:teach", "one_per_stage": apart}
+    changes = {"embedding_model": str(room / "bert")} if apart else {}
+    _, base, result = measured(room, tmp_path / "out", options, **changes)
     assert result.tokens == 26 and result.curve[-1].losses == base.losses
+    assert result.is_certified is not apart
 
 
 def test_corpora_stand_in_keys():
@@ -240,11 +246,11 @@ GIVEN = {
 }
 BESIDE = "is given, and stages are too, which have no"
 REFUSED = {
-    "a domain": ({"domain": {"d": "d"}}, f"domain {BESIDE} domain; leave domain out, or set controls: false."),
-    "validation": ({"validation": {"d": "d"}}, f"validation {BESIDE} validation;"),
-    "tasks": ({"tasks": {"names": ["piqa"]}}, f"tasks {BESIDE} tasks;"),
-    "controls": ({"controls": True}, f"controls {BESIDE} controls; leave controls out, or set controls: false."),
-    "fine-tuning": ({"fine_tune": {}}, f"fine_tune {BESIDE} fine_tune;"),
+    "a domain": ({"domain": {"d": "d"}}, f"domain {BESIDE} domain beside them. Leave domain out."),
+    "validation": ({"validation": {"d": "d"}}, f"validation {BESIDE} validation beside them."),
+    "tasks": ({"tasks": {"names": ["piqa"]}}, f"tasks {BESIDE} tasks beside them."),
+    "controls": ({"controls": True}, f"controls {BESIDE} controls beside them. Set controls: false."),
+    "fine-tuning": ({"fine_tune": {}}, f"fine_tune {BESIDE} fine_tune beside them."),
     "one stage": ({"stages": {"x": GIVEN["stages"]["x"]}}, "stages has one stage; expected two or more."),
     "a stage called as a text": ({"retention": {"x": "x"}}, "domain and retention both have a text 'x'; expected a name of its own"),
     "a stage's name": ({"stages": {"x/y": GIVEN["stages"]["x"], "z": GIVEN["stages"]["y"]}}, "stages has 'x/y'; expected letters"),
@@ -257,6 +263,7 @@ REFUSED = {
     "no embedding model": (
         {"variants": {"a": {"one_per_stage": True}}}, "variants.a has one_per_stage, which needs embedding_model; give a model that"
     ),
+    "an embedding model for nothing": ({"embedding_model": "m"}, "embedding_model is given, and no variant has one_per_stage, which"),
     "replay without stages": (
         {"stages": {}, "domain": {"d": "d"}, "variants": {"a": {"replay": 0.5}}}, "variants.a has replay, and there are no"
     ),
