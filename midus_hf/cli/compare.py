@@ -26,7 +26,9 @@ def midus_compare(
     devices: Annotated[
         str | None, option("GPUs such as 0,1, with one run at a time on each.  [default: all, for one run]", "LIST")
     ] = None,
-    dry_run: Annotated[bool, flag("--dry-run", "Check all, and say what would be run and what is done.")] = False,
+    dry_run: Annotated[
+        bool, flag("--dry-run", "Check keys, texts and the base, and say what would be run and what is done.")
+    ] = False,
     report_only: Annotated[bool, flag("--report", "Run nothing; write the report of what is done.")] = False,
     json_: Json = False,
 ) -> None:

@@ -28,8 +28,9 @@ from midus_hf.config.yaml_options import from_mapping
 from midus_hf.files.checkpoint_files import CERTIFICATE
 
 _SET_PARENT_DEATH_SIGNAL = 1
-# Keys of `midus train` that are refused of models without what trains or what reads paths, and change no loss of such a model.
+# Keys of `midus train` that are refused of models without what trains, and change no loss of such a model.
 _OF_MEMORIES = ("adapters", "frozen", "protect", "sparse_values")
+# Keys that the base refuses, which reads no paths: its texts are packed end to end, while a run with paths packs each leaf by itself.
 _OF_PATHS = ("path_column", "tree")
 
 

@@ -55,14 +55,14 @@ class Run:
         if not comparison.texts:
             return keys
         # YAML reads 1e3 as text. `midus train` itself rejects a value that is no number.
-        steps, every = finite_number(keys.get("max_steps")), finite_number(keys.get("eval_steps"))
-        if keys.get("max_steps") is None or (steps is not None and every and steps % every):
+        steps = finite_number(keys.get("max_steps"))
+        if keys.get("max_steps") is None or (steps is not None and steps < 1):
             raise ValueError(
-                f"variants.{self.variant.name} has max_steps {keys.get('max_steps')} and eval_steps {keys.get('eval_steps')}; "
-                "expected max_steps, and eval_steps that divide it, so that the end is measured. Set train.max_steps."
+                f"variants.{self.variant.name} has max_steps {keys.get('max_steps')}; expected at least 1, the budget that variants "
+                "are compared at. Set train.max_steps."
             )
         if keys.get("eval_steps") is None:
-            keys["eval_steps"] = 1 if steps is None else max(1, int(steps))
+            keys["eval_steps"] = 1 if steps is None else int(steps)
         return {**keys, "eval_text": comparison.texts, "eval_on_start": True}
 
     def stage_keys(self, comparison: Comparison, stage: int, model: Path | str, output: Path) -> dict[str, Any]:
@@ -180,12 +180,13 @@ _RATES = [field.name for field in dataclasses.fields(Rates) if isinstance(field.
 
 
 def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
-    """Check what a run would refuse too late: keys of runs, texts that are trained on, lengths of windows, and tasks.
+    """Check what a run would refuse too late: keys of runs, texts, tasks, and the base's tokenizer and positions.
 
-    What cannot be measured otherwise, such as a text of less than a window, ends the first run, which measures the base.
+    Nothing is written but the texts as tokens, to the cache of `datasets`.
 
     Raises:
-        ValueError: If a command would refuse its keys, a text is missing, named twice or trained on, or a task is unknown.
+        ValueError: If a command would refuse its keys, a text is missing, named twice, trained on or shorter than a sequence,
+            variants have sequences of several lengths, a task is unknown, or the base has no tokenizer or too few positions.
         ModuleNotFoundError: If there are tasks, and lm-eval, which is an extra, is not installed.
     """
     output = Path(comparison.output_dir)
@@ -202,28 +203,29 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
 
         with quiet_libraries():
             Tasks(comparison.tasks.names, comparison.tasks.data, comparison.tasks.include_path)
+    _check_base(comparison)
 
 
 def _check_texts(comparison: Comparison, variants: Sequence[Variant]) -> None:
     """Check that all measured texts exist and differ, and that none of them is trained on."""
     texts: dict[str, Path] = {}
     for name, path in comparison.texts.items():
-        text = Path(path).expanduser()
+        label, text = comparison.label(name), Path(path).expanduser()
         if not text.exists():
-            raise ValueError(f"text {name!r} is {path!r}, which does not exist; expected a file or a folder of text.")
+            raise ValueError(f"{label} is {path!r}, which does not exist; expected a file or a folder of text.")
         for other, before in texts.items():
             if _overlap(text, before):
                 raise ValueError(
-                    f"text {name!r} is {path!r}, which shares text with {other!r}, {str(before)!r}; expected texts that differ."
+                    f"{label} is {path!r}, which shares text with {other}, {str(before)!r}; expected texts that differ."
                 )
-        texts[name] = text
+        texts[label] = text
     for variant in variants:
         for corpus in corpora_of(variant, comparison):
-            for name, text in texts.items():
+            for label, text in texts.items():
                 if Path(corpus).expanduser().exists() and _overlap(text, Path(corpus).expanduser()):
                     raise ValueError(
-                        f"text {name!r} is {str(text)!r}, which {variant.name} trains on, since its corpus is {corpus!r}; expected "
-                        "text that no variant trains on."
+                        f"{label} is {str(text)!r}, which {variant.name} trains on, since its corpus is {corpus!r}; expected text "
+                        "that no variant trains on."
                     )
 
 
@@ -262,3 +264,40 @@ def _check_keys(variant: Variant, comparison: Comparison) -> None:
                 from_mapping(options, keys)
             except ValueError as error:
                 raise ValueError(f"variants.{variant.name}, as a run of {command}: {error}") from error
+    assert isinstance(comparison.train, Mapping), "files have been read"
+    length, shared = (window_keys(train)["sequence_length"] for train in (variant.train, comparison.train))
+    if length != shared:
+        raise ValueError(
+            f"variants.{variant.name}.train.sequence_length is {length}, and that of train is {shared}; expected the same, since "
+            "all texts are measured alike. Set train.sequence_length."
+        )
+
+
+def _check_base(comparison: Comparison) -> None:
+    """Check that the base has a tokenizer and positions for a sequence, and that each text has a sequence of its tokens.
+
+    With stages, documents of any length are measured.
+    """
+    from transformers import AutoConfig
+
+    from midus_hf.library_bars import data_bars_on_terminals
+    from midus_hf.saved_models import load_tokenizer, refusing
+    from midus_hf.training.data.corpus import read_corpus
+    from midus_hf.training.data.packing import packed_sequences
+    from midus_hf.training.run import check_sequence_length
+
+    train = base_run(comparison).variant.train
+    keys = window_keys(train)
+    length, column = keys["sequence_length"], keys["column"]
+    with refusing(f"base is {comparison.base!r}, whose config or tokenizer cannot be loaded", OSError, ValueError):
+        config, tokenizer = AutoConfig.from_pretrained(comparison.base), load_tokenizer(comparison.base)
+    check_sequence_length("train.sequence_length", length, config)
+    options: dict[str, Any] = {
+        "documents_apart": bool(train.get("document_mask")),
+        "vocab_size": config.get_text_config().vocab_size,
+    }
+    for name, path in {} if comparison.stages else comparison.texts.items():
+        label = comparison.label(name)
+        with data_bars_on_terminals():
+            rows = read_corpus(path, key=label, text_column=column)
+            packed_sequences(rows, tokenizer, length, key=label, text_column=column, **options)

@@ -96,11 +96,8 @@ def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Va
     from upscalers.runs.upscale import upscale
 
     options = comparison.variants[name]
-    set_for_all = (
-        *_own_training_keys(comparison),
-        "sequence_length",
-    )  # of the windows in which all texts are measured
-    train: dict[str, Any] = {**shared, **_keys(f"variants.{name}.train", options.train, set_for_all)}
+    own = _keys(f"variants.{name}.train", options.train, _own_training_keys(comparison))
+    train: dict[str, Any] = {**shared, **own}
     assert not isinstance(comparison.fine_tune, str), "files have been read"
     variant = Variant(
         name=name,

@@ -129,17 +129,20 @@ def test_a_wrong_request_is_told_in_one_line(run, config, tmp_path, how, words, 
     [
         (
             ["domain.plants=absent"],
-            "text 'plants' is 'absent', which does not exist; expected a file or a folder of text.",
+            "domain.plants is 'absent', which does not exist; expected a file or a folder of text.",
         ),
+        (["train.sequence_length=65"], "sequence_length is 65, but the model has positions for 64 tokens."),
+        (["retention.stars=SHORT"], "retention.stars has 6 tokens; expected at least one sequence of 32 tokens."),
         (
             ["variants.hml.train.sequence_length=16"],
-            "variants.hml.train has 'sequence_length', which the comparison sets for each run; leave it out.",
+            "variants.hml.train.sequence_length is 16, and that of train is 32; expected the same,",
         ),
     ],
-    ids=["no text", "several lengths"],
+    ids=["no text", "long windows", "a short text", "several lengths"],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(run, config, tmp_path, how, words, message):
-    done = run(config, *how, *words)
+    (tmp_path / "short.txt").write_text("short")
+    done = run(config, *how, *(word.replace("SHORT", str(tmp_path / "short.txt")) for word in words))
     assert (done.status, done.out) == (2, "") and message in done.err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 

@@ -182,11 +182,17 @@ def test_texts_are_read_as_the_corpus_is(room, tmp_path):
         "domain": {"plants": str(tmp_path / "plants.jsonl")},
         "retention": {"stars": str(tmp_path / "stars.jsonl")},
     }
-    corpus = {"corpus": str(tmp_path / "corpus.jsonl"), "text_column": "body"}
+    corpus = {"corpus": str(tmp_path / "corpus.jsonl"), "text_column": "body", "eval_steps": STEPS - 1}
     comparing = Comparing(room, tmp_path / "out", {"full": {}}, train=corpus, **texts)
     base = comparing.measure_base()
     assert base.losses["plants"] == pytest.approx(packed_loss(room / "base", room / "plants.txt"), rel=1e-5)
-    assert comparing.measure(comparing.runs()[0]).start.losses == base.losses
+    result = comparing.measure(comparing.runs()[0])
+    assert result.start.losses == base.losses
+    assert [point.step for point in result.curve] == [
+        0,
+        STEPS - 1,
+        STEPS,
+    ]  # the end, though eval_steps does not divide the steps
 
 
 def test_a_fine_tuned_model_is_measured_again(room, kept, tmp_path):

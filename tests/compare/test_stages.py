@@ -305,9 +305,11 @@ def test_an_embedding_model_that_is_not_there_is_refused_before_anything_runs(ro
         check(comparing.comparison, comparing.variants)
 
 
-def test_a_text_of_a_stage_that_another_stage_trains_on_is_refused(room, tmp_path):
+@pytest.mark.parametrize("part", ["text", "validation"])
+def test_a_text_of_a_stage_that_another_stage_trains_on_is_refused(room, tmp_path, part):
     parts = {part: str(room / f"greek-{part}.jsonl") for part in ("corpus", "validation", "text")}
-    other = {**{part: str(room / f"numbers-{part}.jsonl") for part in parts}, "text": parts["corpus"]}
-    comparing = staged(room, tmp_path / "out", {"a": {}}, stages={"greek": parts, "numbers": other})
-    with pytest.raises(ValueError, match=r"text 'numbers' is '.*greek-corpus\.jsonl', which a trains on"):
+    other = {part: str(room / f"numbers-{part}.jsonl") for part in parts}
+    stages = {"greek": parts, "numbers": {**other, part: parts["corpus"]}}
+    comparing = staged(room, tmp_path / "out", {"a": {}}, stages=stages)
+    with pytest.raises(ValueError, match=rf"^stages\.numbers\.{part} is '.*greek-corpus\.jsonl', which a trains on"):
         check(comparing.comparison, comparing.variants)

@@ -1,5 +1,6 @@
 """Variants as they would run: keys from files, sizes by a budget, what trains, and what is refused before anything runs."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -137,7 +138,7 @@ REFUSED = {
     ),
     "windows of its own": (
         {"train": {"sequence_length": 16}},
-        "variants.a.train has 'sequence_length', which the comparison sets for each run; leave it out.",
+        "variants.a.train.sequence_length is 16, and that of train is 32; expected the same, since all texts are measured alike. Set",
     ),
     "a seed of its own": (
         {"train": {"seed": 1}}, "variants.a.train has 'seed', which the comparison sets for each run; leave it out."
@@ -150,7 +151,7 @@ REFUSED = {
     "steps in words": ({"train": {"max_steps": "many"}}, "variants.a, as a run of midus train: max_steps is 'many'; expected"),
     "no steps": (
         {"train": {"max_steps": None, "num_train_epochs": 1}},
-        "variants.a has max_steps None and eval_steps 2; expected max_steps, and eval_steps that divide it, so that the end is",
+        "variants.a has max_steps None; expected at least 1, the budget that variants are compared at. Set train.max_steps.",
     ),
     "a rate that is none": (
         {"rates": [{"per_device_train_batch_size": 4}]},
@@ -173,8 +174,8 @@ def test_what_is_refused_before_anything_runs(planned, tmp_path, refused):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"domain": {"plants": "absent.txt"}}, "text 'plants' is 'absent.txt', which does not exist; expected a file or a folder"),
-        ({"retention": {"stars": "absent"}}, "text 'stars' is 'absent', which does not exist; expected a file or a folder"),
+        ({"domain": {"plants": "absent.txt"}}, "domain.plants is 'absent.txt', which does not exist; expected a file or a folder"),
+        ({"retention": {"stars": "absent"}}, "retention.stars is 'absent', which does not exist; expected a file or a folder"),
         ({"base": "absent"}, "variants.a.upscale: "),
         ({"fine_tune": {"model_name_or_path": "m"}}, "fine_tune has 'model_name_or_path', which the comparison sets for each run"),
         ({"fine_tune": {"dataset_name": "d", "max_step": 3}}, "variants.a, as a run of midus sft: config has no option 'max_step'."),
@@ -191,16 +192,16 @@ def test_what_is_refused_of_all_variants(planned, changes, message):
 def test_one_text_under_two_names_is_refused(room, planned):
     with pytest.raises(
         ValueError,
-        match=r"text 'stars' is .*, which shares text with 'plants', .*; expected texts that differ\.",
+        match=r"retention\.stars is .*, which shares text with domain\.plants, .*; expected texts that differ\.",
     ):
         planned({"a": {}}, retention={"stars": str(room / "base" / ".." / "plants.txt")})
     with pytest.raises(
         ValueError,
-        match=r"text 'herbs' is .*, which shares text with 'plants', .*; expected texts that differ\.",
+        match=r"validation\.herbs is .*, which shares text with domain\.plants, .*; expected texts that differ\.",
     ):
         planned({"a": {}}, validation={"herbs": str(room / "plants.txt")})
     (room / "copy.txt").write_bytes((room / "plants.txt").read_bytes())
-    with pytest.raises(ValueError, match=r"text 'herbs' is .*copy.txt', which shares text with 'plants'"):
+    with pytest.raises(ValueError, match=r"validation\.herbs is .*copy.txt', which shares text with domain\.plants"):
         planned({"a": {}}, validation={"herbs": str(room / "copy.txt")})
 
 
@@ -210,9 +211,37 @@ def test_a_text_that_is_trained_on_is_refused(room, planned, kind, text):
     with pytest.raises(ValueError) as refusal:
         planned({"a": {}}, **{kind: {"read": str(room / text)}})
     assert str(refusal.value) == (
-        f"text 'read' is {str(room / text)!r}, which a trains on, since its corpus is {str(room / 'corpus')!r}; expected text that "
+        f"{kind}.read is {str(room / text)!r}, which a trains on, since its corpus is {str(room / 'corpus')!r}; expected text that "
         "no variant trains on."
     )
+
+
+def test_a_text_that_one_variant_trains_on_is_refused(room, planned):
+    with pytest.raises(
+        ValueError, match=r"^validation\.herbs is .*herbs\.txt', which b trains on, since its corpus is"
+    ):
+        planned({"a": {}, "b": {"train": {"corpus": str(room / "herbs.txt")}}})
+
+
+def test_windows_of_its_own_are_refused_in_a_file_of_a_variant_too(room, planned, file):
+    with pytest.raises(ValueError, match=r"^variants\.a\.train\.sequence_length is 16, and that of train is 32;"):
+        planned({"a": {"train": file({"sequence_length": 16})}})
+    (variant,) = planned({"a": {"train": file({"sequence_length": "3.2e1"})}})[1]
+    assert variant.train["sequence_length"] == "3.2e1"
+
+
+def test_a_text_of_less_than_a_sequence_is_refused(tmp_path, planned):
+    (tmp_path / "short.txt").write_text("short")
+    with pytest.raises(
+        ValueError, match=r"^retention\.stars has \d tokens; expected at least one sequence of 32 tokens"
+    ):
+        planned({"a": {}}, retention={"stars": str(tmp_path / "short.txt")})
+
+
+def test_a_base_without_a_tokenizer_is_refused(room, tmp_path, planned):
+    shutil.copytree(room / "base", tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "special*"))
+    with pytest.raises(ValueError, match=r"^base is '.*bare', whose config or tokenizer cannot be loaded: "):
+        planned({"a": {}}, base=str(tmp_path / "bare"))
 
 
 def test_an_output_that_is_a_file_is_refused(planned, tmp_path):
