@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from compare.made_results import BASE, comparison, result
 from compare.small_comparison import write_room
+from evaluation.byte_models import byte_tokenizer
 
 from midus_hf.compare.findings import findings
 from midus_hf.compare.options import Comparison, PaperOptions, TaskOptions
@@ -45,6 +46,7 @@ def test_every_file_belongs_to_a_table():
 def test_every_row_of_a_table_is_planned_on_its_base(table, tmp_path, monkeypatch):
     arguments = read(table, "train.corpus=corpus") if table.startswith("5") else read(table)
     folder = write_config(tmp_path / "base", LLAMAS[arguments.base])
+    byte_tokenizer().save_pretrained(folder)
     monkeypatch.setattr("midus_hf.evaluation.harness.Tasks", lambda names, data, include_path: None)
     planned, variants = plan(dataclasses.replace(arguments, base=str(folder), output_dir=str(tmp_path / "out")))
     check(planned, variants)
