@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from midus_hf.cli.training.sft import main
 from midus_hf.config.yaml_options import read_config
 from midus_hf.training.sft.arguments import SftArguments
-from midus_hf.training.sft.rows import CHATML
+from midus_hf.training.sft.template import CHATML
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = REPOSITORY / "configs" / "sft"

@@ -5,9 +5,10 @@ import types
 
 import pytest
 from datasets import Dataset
-from sft.tiny_chats import character_tokenizer, chat, write_rows
+from sft.tiny_chats import character_tokenizer, write_rows
 
-from midus_hf.training.sft.rows import CHATML, read_chats, set_template
+from midus_hf.training.sft.rows import read_chats
+from midus_hf.training.sft.template import CHATML, set_template
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be kind"}
@@ -31,6 +32,15 @@ CHATS = {
     "Alpaca with input": (
         {"instruction": "Add", "input": "1 2", "output": "3"},
         [{"role": "user", "content": "Add\n\n1 2"}, {"role": "assistant", "content": "3"}],
+    ),
+    "what other rows lack": (
+        {
+            "conversations": [
+                {"from": "human", "value": "Hi", "weight": 1},
+                {"role": "gpt", "content": "Hello", "id": 7},
+            ]
+        },
+        [{**USER, "weight": 1}, {**ANSWER, "id": 7}],
     ),
     "a column system": ({"messages": [USER, ANSWER], "system": "Be kind"}, [SYSTEM, USER, ANSWER]),
     "Alpaca with system and history": (
@@ -62,7 +72,7 @@ def test_calls_have_their_own_arguments_alone(ending, tmp_path):
     calls = [{"function": {"name": name, "arguments": {name: 1}}} for name in "ab"]
     rows = [{"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]} for call in calls]
     data, own = tmp_path / f"x.{ending}", tmp_path / "own.jinja"
-    own.write_text("{{ tool_calls }}" + CHATML)
+    own.write_text("{{ messages[1].tool_calls }}" + CHATML)
     if ending == "parquet":
         Dataset.from_list(rows).to_parquet(data)
     else:
@@ -71,6 +81,18 @@ def test_calls_have_their_own_arguments_alone(ending, tmp_path):
     assert [row["messages"][1] for row in read_rows] == [
         {"role": "assistant", "content": "", "tool_calls": [call]} for call in calls
     ]
+
+
+def test_json_text_is_parsed_and_keeps_its_nulls(tmp_path):
+    """A template that gets arguments as text encodes them again."""
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ tools }}{{ loud }}{{ messages[0].tool_calls }}" + CHATML)
+    row = {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}], "tools": '[{"name": "add", "x": null}]'}
+    rows = [{**row, "chat_template_kwargs": '{"loud": true}'}, {"messages": [USER, ANSWER]}]
+    first, second = read(write_rows(tmp_path / "x.jsonl", rows), template=str(own))
+    assert first["messages"][1]["tool_calls"] == [{**CALL, "function": {"name": "add", "arguments": {"a": 1}}}]
+    assert first["tools"] == [{"name": "add", "x": None}] and first["chat_template_kwargs"] == {"loud": True}
+    assert second["tools"] is None and second["chat_template_kwargs"] == {}
 
 
 def test_columns_and_keys_that_are_not_read_are_named(tmp_path, capsys):
@@ -82,7 +104,32 @@ def test_columns_and_keys_that_are_not_read_are_named(tmp_path, capsys):
 REFUSED = {
     "dataset_name is 'DATA', whose rows have text; expected the columns of a format (messages; conversations;": {"text": "a"},
     "row 2 of 'DATA' has a message with weight: 0, which": {"messages": [USER, {**ANSWER, "weight": 0}]},
+    "row 2 of 'DATA' has a message with weight: 0.5, which": {"messages": [USER, {**ANSWER, "weight": 0.5}]},
     "row 2 of 'DATA' has a message with train: False, which": {"messages": [{**USER, "train": False}, ANSWER]},
+    "row 2 of 'DATA' has a message with loss: False, which": {"messages": [USER, {**ANSWER, "loss": False}]},
+    "row 2 of 'DATA' has a message with loss_mask: 0, which": {"messages": [USER, {**ANSWER, "loss_mask": 0}]},
+    "has 'system' and a system message. Leave one of them out": {"messages": [SYSTEM, USER, ANSWER], "system": "a"},
+    "row 2 of 'DATA' has 'messages': 'Hi'; expected a list of messages. Correct it, or": {"messages": "Hi"},
+    "row 2 of 'DATA' has 'messages': None; expected a list of messages": {"messages": None},
+    "row 2 of 'DATA' has 'messages': [1]; expected a list of messages": {"messages": [1]},
+    "has a message of the user with the content None; expected text": {"messages": [{"role": "user"}, ANSWER]},
+    "has a message of the user with the content [{'type': 'text'}]; expected text": {
+        "messages": [{"role": "user", "content": [{"type": "text"}]}, ANSWER]
+    },
+    "has 'thinking' and 'reasoning_content' with another text; a template reads one of them": {
+        "messages": [USER, {**ANSWER, "thinking": "a", "reasoning_content": "b"}]
+    },
+    "has 'tool_calls' in a message of the user; expected the assistant": {"messages": [{**USER, "tool_calls": [CALL]}, ANSWER]},
+    "has the call {'arguments': '{}'} in 'tool_calls'; expected a function with name": {
+        "messages": [USER, {**ANSWER, "tool_calls": [{"arguments": "{}"}]}]
+    },
+    "row 2 of 'DATA' has 'arguments of add', which is not JSON: Expecting": {
+        "messages": [USER, {**ANSWER, "tool_calls": [{"name": "add", "arguments": "{"}]}]
+    },
+    "row 2 of 'DATA' has 'tools', which is not JSON": {"messages": [USER, ANSWER], "tools": "["},
+    "has 'chat_template_kwargs': ['a']; expected an object": {"messages": [USER, ANSWER], "chat_template_kwargs": '["a"]'},
+    "has 'a(b', which the chat template does not write": {"messages": [USER, ANSWER], "chat_template_kwargs": {"a(b": 1}},
+    "row 2 of 'DATA' has 'reasoning', which the chat template does not": {"messages": [USER, {**ANSWER, "reasoning": "hm"}]},
     "has the role 'usr', which no template knows; expected one of system,": {"messages": [{**USER, "role": "usr"}, ANSWER]},
     "row 2 of 'DATA' has an empty answer; expected text. Fill it in, or": {"messages": [USER, {**ANSWER, "content": " "}]},
     "row 2 of 'DATA' has no answer; expected a message of the assistant": {"messages": [USER]},
@@ -93,12 +140,49 @@ REFUSED = {
 }  # fmt: skip
 
 
+REFUSED_OF_OTHER_FORMATS = {
+    "row 1 of 'DATA' has 'system', which only chats have": {"prompt": "a", "completion": "b", "system": "c"},
+    "row 1 of 'DATA' has 'tools', which only chats have": {"prompt": "a", "completion": "b", "tools": "[{}]"},
+    "row 1 of 'DATA' has 'completion': None; expected text": {"prompt": "a", "completion": None},
+    "row 1 of 'DATA' has an empty answer; expected text. Fill it in": {"prompt": "a", "completion": " "},
+    "row 1 of 'DATA' has 'completion': 'Hello'; expected a list of messages": {"prompt": [USER], "completion": "Hello"},
+    "row 1 of 'DATA' has 'prompt': []; expected a list of messages": {"prompt": [], "completion": [ANSWER]},
+    "row 1 of 'DATA' has 'instruction': 1; expected text": {"instruction": 1, "output": "a"},
+    "row 1 of 'DATA' has an empty instruction; expected text": {"instruction": "", "output": "a"},
+    "row 1 of 'DATA' has an empty answer": {"instruction": "a", "output": " "},
+    "row 1 of 'DATA' has 'history': ['abc']; expected a list of pairs": {"instruction": "a", "output": "b", "history": ["abc"]},
+    "row 1 of 'DATA' has 'history': ['ab']; expected a list of pairs": {"instruction": "a", "output": "b", "history": ["ab"]},
+    "row 1 of 'DATA' has a message with weight: 0, which": {
+        "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", "weight": 0}]
+    },
+    "row 1 of 'DATA' has 'reasoning_content', which the chat template": {
+        "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", "reasoning_content": "hm"}]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED_OF_OTHER_FORMATS)
+def test_what_would_be_lost_of_other_formats_is_refused(message, tmp_path):
+    data = write_rows(tmp_path / "x.jsonl", [REFUSED_OF_OTHER_FORMATS[message]])
+    with pytest.raises(ValueError, match=re.escape(message.replace("DATA", str(data)))):
+        read(data)
+
+
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_would_be_lost_is_refused(message, tmp_path):
     row = REFUSED[message]
-    data = write_rows(tmp_path / "x.jsonl", [row if "text" in row else {"messages": chat(1)}, row])
+    data = write_rows(tmp_path / "x.jsonl", [row if "text" in row else {"messages": [USER, ANSWER]}, row])
     with pytest.raises(ValueError, match=re.escape(message.replace("DATA", str(data)))):
         read(data)
+
+
+def test_text_and_comments_of_a_template_do_not_write_a_key(tmp_path):
+    (tmp_path / "own.jinja").write_text("{# message.thinking #}<thinking>{% if thinking %}{% endif %}" + CHATML)
+    data = write_rows(tmp_path / "x.jsonl", [{"messages": [USER, {**ANSWER, "thinking": "hm"}]}])
+    with pytest.raises(
+        ValueError, match=r"has 'thinking', which the chat template does not write\. Set chat_template_path"
+    ):
+        read(data, template=str(tmp_path / "own.jinja"))
 
 
 def test_a_template_that_writes_what_rows_hold_is_taken(tmp_path):

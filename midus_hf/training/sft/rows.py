@@ -1,11 +1,12 @@
-"""Rows of instruction data in the formats that TRL reads, and the template that makes texts of chats."""
+"""Rows of instruction data in the formats that TRL reads; what is refused is named by its row, what is not read in a line."""
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.training.data.corpus import read_rows, say
+from midus_hf.training.sft.chats import EXCLUSIONS, OF_CHATS, OF_INSTRUCTIONS, as_chat, as_texts
+from midus_hf.training.sft.template import WRITTEN, check_written, reads_key, set_template
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -19,63 +20,8 @@ _FORMATS = (
     ("instruction", "output"),
     ("instruction", "response"),
 )
-# Columns that rows may have beside those of their format.
-_OF_CHATS, _OF_INSTRUCTIONS = ("system", "tools", "chat_template_kwargs"), ("system", "history", "input", "context")
-
-# Roles that chat templates know; ShareGPT has other names for two of them.
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_ROLE_OF_NAME = {**{role: role for role in _ROLES}, "human": "user", "gpt": "assistant"}
-
-# Keys of messages: those that every template may read, those that are refused where the template does not write them, and those by
-# which other trainers leave an answer out of the loss, which TRL's trainer cannot.
-_READ, _WRITTEN, _EXCLUSIONS = (
-    ("role", "content", "name", "tool_call_id"),
-    ("tool_calls", "reasoning_content", "thinking"),
-    ("weight", "train"),
-)
-
-_CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-# ChatML, with the marks around answers by which TRL finds their tokens.
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
-    "{{ '\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
-
-def set_template(tokenizer: "PreTrainedTokenizerBase", named: str | None) -> None:
-    """Give a tokenizer the template that a person names.
-
-    Args:
-        named: `"chatml"`, or the path of a file with a Jinja template. None: the tokenizer keeps its own.
-
-    Raises:
-        ValueError: If the template cannot be read, the tokenizer lacks its tokens, or has no template at all.
-    """
-    if named == "chatml":
-        if not all(token in tokenizer.get_vocab() for token in _CHATML_TOKENS):
-            raise ValueError(
-                f"chat_template_path is 'chatml', whose tokens {' and '.join(_CHATML_TOKENS)} this tokenizer lacks; give a file with "
-                "a template of tokens that it has."
-            )
-        begins = tokenizer.bos_token_id is not None and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
-        tokenizer.chat_template = "{{ bos_token }}" * begins + CHATML
-    elif named is not None:
-        try:
-            tokenizer.chat_template = Path(named).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"chat_template_path is {named!r}; expected chatml, or a file with a Jinja template."
-            ) from error
-    if not tokenizer.chat_template:
-        raise ValueError(
-            "the model's tokenizer has no chat template; set chat_template_path to chatml, or to a file with a template that has "
-            "{% generation %} around answers."
-        )
+# Keys of messages that every template may read.
+_READ = ("role", "content", "name", "tool_call_id")
 
 
 def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset":
@@ -102,95 +48,61 @@ def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset
         )
     if not len(rows):
         raise ValueError(f"dataset_name is {source!r}, which has no rows. Add data.")
-    beside = _OF_INSTRUCTIONS if columns[0] == "instruction" else _OF_CHATS
+    beside = OF_INSTRUCTIONS if columns[0] == "instruction" else OF_CHATS
     kept = [column for column in rows.column_names if column in (*columns, *beside)]
     unread = [column for column in rows.column_names if column not in kept]
-    rows = rows.select_columns(kept)
-    is_chat = columns[0] != "prompt" or isinstance(rows[0]["prompt"], list)
-    if is_chat:
+    template, kind = None, getattr(rows.features[columns[0]], "dtype", None)
+    if columns[0] != "prompt" or kind not in ("string", "large_string"):
         set_template(tokenizer, arguments.chat_template_path)
-        rows = _as_chats(rows, columns)
-        template: Any = tokenizer.get_chat_template()
-        unread += _check_chats(rows, template, source)
-    if unread:
-        say(f"dataset_name {source!r}: not read: {', '.join(unread)}")
+        template = re.sub(r"\{#.*?#\}", "", tokenizer.get_chat_template(), flags=re.DOTALL)
+    rows, keys = _converted(rows.select_columns(kept), columns, template, source)
+    if unread + keys:
+        say(f"dataset_name {source!r}: not read: {', '.join(unread + keys)}")
     return rows
 
 
-def _as_chats(rows: "Dataset", columns: tuple[str, ...]) -> "Dataset":
-    """Return rows as chats that TRL reads, as objects, to which a table adds no keys of other rows."""
-    from datasets import Features, Json, List
-    from trl.trainer.utils import remove_none_values
+def _converted(
+    rows: "Dataset", columns: tuple[str, ...], template: str | None, source: str
+) -> tuple["Dataset", list[str]]:
+    """Return rows as TRL reads them, and the keys of messages that nothing reads.
 
-    def as_chat(row: Mapping[str, Any]) -> dict[str, Any]:
-        if columns[0] == "instruction":
-            parts = [row[name] for name in ("instruction", "input", "context") if row.get(name)]
-            turns = [*(row.get("history") or []), ("\n\n".join(parts), row[columns[1]])]
-            pairs = [pair for turn in turns for pair in zip(("user", "assistant"), turn, strict=True)]
-            chat = {"messages": [{"role": role, "content": text} for role, text in pairs]}
-        elif columns[0] == "conversations":
-            pairs = [(m.get("from") or m.get("role"), m.get("value") or m.get("content")) for m in row[columns[0]]]
-            chat = {"messages": [{"role": _ROLE_OF_NAME.get(name, name), "content": text} for name, text in pairs]}
-        else:
-            chat = {column: row[column] for column in columns}
-        first, *_ = chat
-        if row.get("system"):
-            chat[first] = [{"role": "system", "content": row["system"]}, *chat[first]]
-        chat = {
-            column: [{"content": "", **remove_none_values(m)} for m in messages] for column, messages in chat.items()
-        }
-        for column in beside:
-            is_object = isinstance(row[column], dict | list)
-            chat[column] = remove_none_values(row[column]) if is_object else row[column]
-        return chat
-
-    beside = [column for column in ("tools", "chat_template_kwargs") if column in rows.column_names]
-    names = columns if columns[0] == "prompt" else ("messages",)
-    features = {**{name: List(Json()) for name in names}, **{column: Json() for column in beside}}
-    return rows.map(as_chat, remove_columns=rows.column_names, features=Features(features), desc="making chats")
-
-
-def _check_chats(rows: "Dataset", template: str, source: str) -> list[str]:
-    """Check the chats of all rows, and return the keys of messages that nothing reads.
-
-    Raises:
-        ValueError: If a row has no answer, or a value that would be lost: see `_problem_of`.
-    """
-    unread = set()
-    for number, row in enumerate(rows, start=1):
-        messages = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
-        held = [key for key in ("tools",) if row.get(key)] + list(row.get("chat_template_kwargs") or {})
-        for message in messages:
-            keys = {key for key, value in message.items() if value not in (None, "", [])}
-            held += [key for key in _WRITTEN if key in keys]
-            unread |= {f"messages.{key}" for key in keys if key not in (*_READ, *_WRITTEN, *_EXCLUSIONS)}
-        problem = _problem_of(messages, [key for key in held if not re.search(rf"\b{key}\b", template)])
-        if problem is not None:
-            raise ValueError(f"row {number} of {source!r} has {problem}, or take the row out.")
-    return sorted(unread)
-
-
-def _problem_of(messages: list[dict[str, Any]], unwritten: list[str]) -> str | None:
-    """Return what is wrong with a chat, and the remedy; None if it can be learned whole.
+    Chats are stored as objects, to which a table adds no keys of other rows.
 
     Args:
-        unwritten: What the row holds and the template does not write.
+        columns: The columns of the rows' format.
+        template: Template of chats, without comments; None if the rows are texts.
+        source: Name of the data, for messages.
+
+    Raises:
+        ValueError: If a row cannot be learned whole.
     """
-    if unwritten:
-        return f"{unwritten[0]!r}, which the chat template does not write. Set chat_template_path to one that does"
-    for message in messages:
-        if message.get("role") not in _ROLES:
-            expected = ", ".join(_ROLES)
-            return f"the role {message.get('role')!r}, which no template knows; expected one of {expected}. Correct it"
-        for key in _EXCLUSIONS:
-            if message.get(key) is not None and not message[key]:
-                return (
-                    f"a message with {key}: {message[key]}, which would leave its text out of the loss; TRL computes the loss of "
-                    "every answer. End the chat before the message"
-                )
-    answers = [message for message in messages if message["role"] == "assistant"]
-    if not answers:
-        return "no answer; expected a message of the assistant. Add it"
-    if not all(answer.get("tool_calls") or str(answer.get("content") or "").strip() for answer in answers):
-        return "an empty answer; expected text. Fill it in"
-    return None
+    from datasets import Features, Json, List, Value
+
+    unread: set[str] = set()
+
+    def convert(row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        try:
+            if template is None:
+                return as_texts(row)
+            chat = as_chat(row, columns)
+            check_written(chat, template)
+        except ValueError as problem:
+            raise ValueError(f"row {index + 1} of {source!r} has {problem}, or take the row out.") from problem
+        for message in [message for name in messages for message in chat[name]]:
+            held = [key for key, value in message.items() if value not in ("", [])]
+            known = (*_READ, *WRITTEN, *EXCLUSIONS)
+            unread.update(f"messages.{key}" for key in held if key not in known and not reads_key(template, key))
+        return chat
+
+    messages = columns if columns[0] == "prompt" else ("messages",)
+    kept = [column for column in ("tools", "chat_template_kwargs") if column in rows.column_names and template]
+    features = {name: List(Json()) if template else Value("string") for name in messages}
+    converted = rows.map(
+        convert,
+        with_indices=True,
+        remove_columns=rows.column_names,
+        features=Features({**features, **{column: Json() for column in kept}}),
+        load_from_cache_file=False,
+        desc="reading rows",
+    )
+    return converted, sorted(unread)

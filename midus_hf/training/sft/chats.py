@@ -1,0 +1,158 @@
+"""One row of instruction data as a chat, or as a prompt and its completion; what would be lost is refused."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from midus_hf.training.sft.template import REASONING
+
+# Columns that chats may have beside those of their format, and instructions.
+OF_CHATS, OF_INSTRUCTIONS = ("system", "tools", "chat_template_kwargs"), ("system", "history", "input", "context")
+
+# Roles that chat templates know; ShareGPT has other names for two of them.
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROLE_OF_NAME = {**{role: role for role in _ROLES}, "human": "user", "gpt": "assistant"}
+
+# Keys of messages by which other trainers leave an answer out of the loss or weigh it, which TRL's trainer cannot.
+EXCLUSIONS = ("weight", "train", "loss", "loss_mask")
+
+Row = Mapping[str, Any]
+
+
+def as_texts(row: Row) -> dict[str, str]:
+    """Return a prompt and its completion, to which no template is applied."""
+    for column in OF_CHATS:
+        if row.get(column):
+            raise ValueError(
+                f"{column!r}, which only chats have, beside a prompt. Make it a chat, leave the column out"
+            )
+    texts = {column: _text(row, column) for column in ("prompt", "completion")}
+    if not texts["completion"].strip():
+        raise ValueError("an empty answer; expected text. Fill it in")
+    return texts
+
+
+def as_chat(row: Row, columns: tuple[str, ...]) -> dict[str, Any]:
+    """Return lists of messages, with `tools` and `chat_template_kwargs` where the row has these columns.
+
+    Args:
+        columns: The columns of the row's format.
+
+    Raises:
+        ValueError: If the row holds what a template would not get or TRL would not follow; the message is about the row.
+    """
+    if columns[0] == "instruction":
+        chat: dict[str, Any] = {"messages": _instructed(row, columns[1])}
+    else:
+        chat = {"messages" if len(columns) == 1 else column: _messages(row, column) for column in columns}
+    messages = [message for each in chat.values() for message in each]
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError("no answer; expected a message of the assistant. Add it")
+    if row.get("system"):
+        if any(message["role"] in ("system", "developer") for message in messages):
+            raise ValueError("'system' and a system message. Leave one of them out")
+        first, *_ = chat
+        chat[first].insert(0, {"role": "system", "content": _text(row, "system")})
+    for column, kind, none in (("tools", list, None), ("chat_template_kwargs", dict, {})):
+        if column in row:
+            chat[column] = _parsed(row[column], kind, column) if row[column] else none
+    return chat
+
+
+def _instructed(row: Row, answer: str) -> list[dict[str, Any]]:
+    """Return an instruction, followed by its context if there is any, and its answer, behind the turns of `history`."""
+    turns = row.get("history") or []
+    if not isinstance(turns, list) or not all(
+        isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in turns
+    ):
+        raise ValueError(f"'history': {turns!r:.60}; expected a list of pairs of question and answer. Correct it")
+    parts = [_text(row, "instruction")]
+    parts += [_text(row, column) for column in ("input", "context") if row.get(column) is not None]
+    question = "\n\n".join(part for part in parts if part.strip())
+    if not question:
+        raise ValueError("an empty instruction; expected text. Fill it in")
+    texts = [text for turn in (*turns, (question, _text(row, answer))) for text in turn]
+    roles = ("user", "assistant") * (len(texts) // 2)
+    return [_message({"role": role, "content": text}) for role, text in zip(roles, texts, strict=True)]
+
+
+def _messages(row: Row, column: str) -> list[dict[str, Any]]:
+    value = row[column]
+    if not value or not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise ValueError(f"{column!r}: {value!r:.60}; expected a list of messages. Correct it")
+    return [_message(message) for message in value]
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with the names of TRL, parsed calls and no nulls, which tables store for what other rows have."""
+    message = _without_nulls(message)
+    for name, key in (("from", "role"), ("value", "content")):
+        if name in message and key not in message:
+            message[key] = message.pop(name)
+    role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
+    if role not in list(_ROLE_OF_NAME):
+        expected = ", ".join(_ROLES)
+        raise ValueError(f"the role {role!r}, which no template knows; expected one of {expected}. Correct it")
+    role = message["role"] = _ROLE_OF_NAME[role]
+    for key in EXCLUSIONS:
+        if message.get(key, 1) != 1:
+            raise ValueError(
+                f"a message with {key}: {message[key]}, which the loss would not follow; TRL learns every answer alike. End the chat "
+                "before the message"
+            )
+    reasoning = [key for key in REASONING if message.get(key)]
+    for key in reasoning[1:]:
+        if message[key] != message[reasoning[0]]:
+            raise ValueError(
+                f"{key!r} and {reasoning[0]!r} with another text; a template reads one of them. Leave one out"
+            )
+    if calls:
+        if role != "assistant":
+            raise ValueError(
+                f"'tool_calls' in a message of the {role}; expected the assistant to call tools. Correct it"
+            )
+        message["tool_calls"] = [_call(call) for call in _parsed(calls, list, "tool_calls")]
+    elif role == "assistant" and not str(content or "").strip():
+        raise ValueError("an empty answer; expected text. Fill it in")
+    message["content"] = "" if content is None and calls else content
+    if not isinstance(message["content"], str):
+        raise ValueError(f"a message of the {role} with the content {content!r:.60}; expected text. Correct it")
+    return message
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """Return a call of a tool, with arguments parsed where they are JSON text, which some templates would encode again."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(
+            f"the call {call!r:.60} in 'tool_calls'; expected a function with name and arguments. Correct it"
+        )
+    arguments = _parsed(function.get("arguments") or {}, dict, f"arguments of {function['name']}")
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _text(row: Row, column: str) -> str:
+    if not isinstance(row[column], str):
+        raise ValueError(f"{column!r}: {row[column]!r:.60}; expected text. Correct it")
+    return row[column]
+
+
+def _parsed(value: Any, kind: type, name: str) -> Any:
+    """Return a list or an object, parsed where it is JSON text."""
+    parsed = _without_nulls(value)
+    if isinstance(value, str):
+        try:
+            parsed = json.loads(value)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{name!r}, which is not JSON: {error}. Correct it") from error
+    if not isinstance(parsed, kind):
+        expected = "a list" if kind is list else "an object"
+        raise ValueError(f"{name!r}: {parsed!r:.60}; expected {expected}. Correct it")
+    return parsed
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
