@@ -364,7 +364,7 @@ class TrainingRun:
             trainer.model = model = model.merge_and_unload()
         model.config.use_cache = self._use_cache
         output, partial = Path(arguments.output_dir), Path(arguments.output_dir, PARTIAL_MODEL)
-        pushes, arguments.push_to_hub = arguments.push_to_hub, False
+        pushes, trainer.args.push_to_hub = arguments.push_to_hub, False
         try:
             if arguments.process_index == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -384,6 +384,8 @@ class TrainingRun:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+        finally:
+            trainer.args.push_to_hub = pushes
         if self._protected is not None and arguments.process_index == 0:
             self._certify(self._protected, trainer, output)
         if pushes and arguments.process_index == 0:

@@ -4,6 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -18,9 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.chat_template_utils import qwen2_5_chat_template
 
 from midus_hf.training.data.packing import IGNORED_LABEL
-from midus_hf.training.sft.template import CHATML
 from midus_hf.training.sft.run import SftRun, finetune, has_loss
+from midus_hf.training.sft.template import CHATML
 
+REFUSES = "{{% if {} %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
 ALPACA = Path(__file__).parents[2] / "configs" / "sft" / "alpaca.jinja"
 
 
@@ -95,8 +97,8 @@ def test_a_template_of_ones_own_and_those_that_trl_knows_find_answers(own, confi
     ("template", "message"),
     [
         (CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", ""), "The chat template is not training-comp"),
-        ("{{ raise_exception('no') }}" + CHATML, "of which TRL refuses a row: no"),
-        (CHATML.replace("assistant'", "Assistant'"), "of which TRL refuses a row: You're using `assistant_only_loss=True`, but"),
+        (REFUSES.format("'say 3' in messages[0].content") + CHATML, "row 4 of .* is refused by the chat template: no. Correct"),
+        (CHATML.replace("assistant'", "Assistant'"), "row 1 of .* has no answer that the chat template marks; expected"),
     ],
 )  # fmt: skip
 def test_a_template_that_cannot_train_is_refused_and_nothing_is_written(template, message, config_for, base, tmp_path):
@@ -106,14 +108,117 @@ def test_a_template_that_cannot_train_is_refused_and_nothing_is_written(template
     assert not (tmp_path / "out").exists()
 
 
+def test_an_error_of_a_device_is_not_taken_for_a_row(config_for, base, monkeypatch):
+    """Such as that a model does not fit, which is a RuntimeError as TRL's own are."""
+
+    def fail(*arguments, **options):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("trl.trainer.sft_trainer.DataCollatorForLanguageModeling", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        SftRun(config_for(model=base()))
+
+
+def test_a_call_that_the_template_reads_and_leaves_out_of_answers_is_refused(config_for, base, tmp_path):
+    """As templates do that write the calls of the last turn alone, or outside of their marks of answers."""
+    calls = [{"name": "add", "arguments": "{}"}, {"name": "look", "arguments": "{}"}]
+    rows = [{"messages": chat(1)}, {"messages": [chat(1)[0], {"role": "assistant", "tool_calls": calls}]}]
+    data, own = write_rows(tmp_path / "x.jsonl", rows), tmp_path / "own.jinja"
+    call = "{% for call in message.tool_calls %}{{ call.name }}{% endfor %}"
+    inside = CHATML.replace("{{ message['content'] + '<|im_end|>' }}{% endg", call + "{{ message['content'] }}{% endg")
+    options = {"model": base(), "data": data, "chat_template_path": str(own)}
+    own.write_text(inside)
+    assert "addlook" in map(learned, SftRun(config_for(**options)).trainer.train_dataset)
+    message = r"row 2 of .* has a call of '{}', which the chat template does not write into an answer. Set"
+    own.write_text(inside.replace("message.tool_calls", "(message.tool_calls or [])[:1]"))
+    with refused(message.format("look")):
+        SftRun(config_for("last", **options))
+    own.write_text(CHATML.replace("{% endgeneration %}", "{% endgeneration %}" + call))
+    with refused(message.format("add")):
+        SftRun(config_for("outside", **options))
+    SftRun(config_for("all", **options, assistant_only_loss=False))
+
+
+@pytest.mark.parametrize("ends", ["<|im_end|>", None])
+def test_the_stop_token_is_that_of_the_rows_and_of_no_chat_that_a_template_refuses(
+    ends, config_for, base, tmp_path, capsys
+):
+    """Here the template needs a system message."""
+    system = {"role": "system", "content": "x"}
+    data, own = write_rows(tmp_path / "x.jsonl", [{"messages": [system, *chat(1)]}]), tmp_path / "own.jinja"
+    template = CHATML if ends else CHATML.replace("'<|im_end|>'", "'.'")
+    own.write_text(REFUSES.format("messages[0].role != 'system'") + template)
+    run = SftRun(config_for(model=base(), data=data, chat_template_path=str(own)))
+    said = "ends answers with no special token, so the model will not learn to stop" in capsys.readouterr().err
+    assert said == (ends is None)
+    stops = np.atleast_1d(run.model.generation_config.eos_token_id)
+    assert (run.tokenizer.convert_tokens_to_ids("<|im_end|>") in stops) == (ends is not None)
+
+
+def test_arguments_stay_as_they_are_given(config_for, base, tmp_path):
+    """The record and the card show them, and a second run reads them."""
+    data = write_rows(tmp_path / "x.jsonl", [{"prompt": "1 + 2 =", "completion": " 3"}])
+    arguments = config_for(model=base(), data=data, max_steps=1)
+    before = dict(vars(arguments))
+    for _ in range(2):
+        run = SftRun(arguments)
+        assert learned(run.trainer.train_dataset[0]) == " 3<eos>"
+        run.execute()
+        assert {key: value for key, value in vars(arguments).items() if before[key] != value} == {}
+        shutil.rmtree(tmp_path / "out")
+
+
+MESSAGES = {"prompt": chat(1)[:2] + chat(1)[2:3], "completion": chat(1)[3:]}
+WHOLE = "<|im_start|>user\nsay 1"
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "expected"),
+    [
+        (MESSAGES, {}, "2<|im_end|>"),
+        (MESSAGES, {"assistant_only_loss": False}, WHOLE),
+        (MESSAGES, {"completion_only_loss": False}, "it is 1<|im_end|>2<|im_end|>"),
+        (MESSAGES, {"assistant_only_loss": False, "completion_only_loss": True}, "2<|im_end|>"),
+        ({"prompt": "1 + 2 =", "completion": " 3"}, {"completion_only_loss": False}, "1 + 2 = 3<eos>"),
+        (
+            {"prompt": "1 =", "completion": " 3"},
+            {"assistant_only_loss": False, "completion_only_loss": True},
+            " 3<eos>",
+        ),
+        ({"messages": chat(1)}, {"completion_only_loss": False}, "it is 1<|im_end|>2<|im_end|>"),
+        ({"messages": chat(1)}, {"completion_only_loss": True}, None),
+    ],
+)
+def test_the_loss_is_computed_where_the_arguments_say(row, options, expected, config_for, base, tmp_path):
+    config = config_for(model=base(), data=write_rows(tmp_path / "x.jsonl", [row]), **options)
+    if expected is None:
+        with refused(
+            "completion_only_loss is true, .* whose rows have no completion; expected the columns prompt and"
+        ):
+            SftRun(config)
+    else:
+        text = learned(SftRun(config).trainer.train_dataset[0])
+        assert text.startswith(WHOLE) if expected == WHOLE else text.strip() == expected.strip()
+
+
+def test_tokens_are_counted_as_the_arguments_say(config_for):
+    assert config_for().include_num_input_tokens_seen == "non_padding"
+    assert config_for(packing=True).include_num_input_tokens_seen == "all"
+    assert config_for(packing=True, include_num_input_tokens_seen="no").include_num_input_tokens_seen == "no"
+
+
 def test_long_chats_are_cut_and_rows_without_an_answer_are_left_out_with_a_line(config_for, base, tmp_path, capsys):
     rows = [{"messages": [{"role": "user", "content": "a" * 80}, *chat(1)]}, {"messages": chat(2)}]
     data = write_rows(tmp_path / "x.jsonl", rows)
     run = SftRun(config_for(model=base("llama"), data=data, max_length=64))
     assert [len(row) <= 64 for row in run.trainer.train_dataset["input_ids"]] == [True]
-    assert "1 rows are left out: no answer in the part of them that is kept" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "1 rows are left out: no answer in the part of them that is kept" in said
+    assert "1 of 2 rows are longer than max_length, 64 tokens, and keep their first tokens" in said
     run = SftRun(config_for("end", model=base("llama"), data=data, max_length=32, truncation_mode="keep_end"))
-    assert len(run.trainer.train_dataset) == 2 and "left out" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert len(run.trainer.train_dataset) == 2 and "left out" not in said
+    assert "2 of 2 rows are longer than max_length, 32 tokens, and keep their last tokens" in said
     with refused("which has no answer to learn from within 4 tokens"):
         SftRun(config_for("none", model=base("llama"), data=data, max_length=4))
 
@@ -126,6 +231,8 @@ def test_no_packed_sequence_is_without_an_answer(strategy, config_for, base, tmp
     options = {"packing": True, "packing_strategy": strategy, "max_length": 64, "per_device_train_batch_size": 1}
     run = SftRun(config_for(model=base("llama"), data=data, **options))
     said = capsys.readouterr().err
+    what = "keep their first tokens" if strategy == "bfd" else "go on in another sequence, which does not see"
+    assert f"1 of 2 rows are longer than max_length, 64 tokens, and {what}" in said
     assert re.search(rf"[{1 if strategy == 'bfd' else 23}] packed sequences are left out: no answer in the part", said)
     for labels in run.trainer.train_dataset["labels"]:
         assert any(label != IGNORED_LABEL for label in labels)

@@ -22,7 +22,10 @@ class SftArguments(MemoryArguments, SFTConfig):
         assistant_only_loss: Compute the loss only on answers: what the assistant says with the token that ends it, or
             completions. Default: true.
         activation_checkpointing: Compute activations again in the backward pass, in place of keeping them. Default: true.
+        completion_only_loss: Compute the loss only on completions, of rows that have them. Default: as `assistant_only_loss`.
         packing: Let short chats share a sequence, where they do not see one another. Default: false.
+        include_num_input_tokens_seen: Tokens that count as seen. Default: `"non_padding"`, and `"all"` with `packing`, whose
+            sequences have no padding, and no attention mask that would tell tokens from it.
 
     Raises:
         ValueError: If a value lies outside its range or contradicts another.
@@ -36,16 +39,20 @@ class SftArguments(MemoryArguments, SFTConfig):
     assistant_only_loss: bool = True
     packing: bool = False
     gradient_checkpointing: bool | None = None  # type: ignore[assignment]  # an older name, of Transformers and TRL
-    include_num_input_tokens_seen: str | bool = "non_padding"
+    include_num_input_tokens_seen: str | bool | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if not self.dataset_name:
             raise ValueError("config has no 'dataset_name'; set it in the file, or as dataset_name=... after it.")
         if self.max_length is None or self.max_length < 2:
             raise ValueError(f"max_length is {self.max_length}; expected at least 2 tokens.")
-        if self.packing:
-            # A packed sequence has no padding, and no attention mask that would tell tokens from padding.
-            self.include_num_input_tokens_seen = "all"
+        if self.packing and self.truncation_mode != "keep_start":
+            raise ValueError(
+                f"truncation_mode is {self.truncation_mode!r}, and packing keeps the first tokens of long chats; expected "
+                "keep_start. Leave truncation_mode or packing out."
+            )
+        if self.include_num_input_tokens_seen is None:
+            self.include_num_input_tokens_seen = "all" if self.packing else "non_padding"
         if self.activation_checkpointing is None and self.gradient_checkpointing is None:
             self.activation_checkpointing = True
         super().__post_init__()

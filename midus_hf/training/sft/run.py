@@ -1,47 +1,22 @@
 """One run of supervised fine-tuning: TRL makes tokens and labels of chats, cuts and packs them; the rest is a run as any other."""
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from jinja2 import TemplateError
-from torch import nn
-from transformers import Trainer
-from trl import SFTTrainer
 
 from midus_hf.models.host import MemoryConfig
-from midus_hf.saved_models import check_ids, refusing
+from midus_hf.saved_models import check_ids
 from midus_hf.training.data.corpus import read_corpus, say
 from midus_hf.training.data.packing import IGNORED_LABEL, packed_sequences
 from midus_hf.training.run import TrainingRun, TrainResult
 from midus_hf.training.sft.arguments import SftArguments
 from midus_hf.training.sft.rows import read_chats
-from midus_hf.training.trainer import TrainsMemory
+from midus_hf.training.sft.trainer import SftTrainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-class SftTrainer(TrainsMemory, SFTTrainer):
-    """TRL's trainer with the loss that the model computes, which may have terms that TRL does not know."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        # TRL's constructor needs the tokenizer, but a Trainer that keeps it rewrites the special tokens in the model's config.
-        self.processing_class = None
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, torch.Tensor | Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
-        return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write no card, since the run extends the card of its model."""
 
 
 def finetune(arguments: SftArguments) -> TrainResult:
@@ -68,9 +43,18 @@ class SftRun(TrainingRun):
     length_key = "max_length"
 
     def read_data(self) -> None:
-        """Read the chats, and held-out texts as packed sequences."""
+        """Read the chats, and held-out texts as packed sequences.
+
+        Raises:
+            ValueError: If they cannot be read, or have no completions and the loss is asked for on completions alone.
+        """
         arguments = self.arguments
         self.dataset = read_chats(arguments, self.tokenizer)
+        if arguments.completion_only_loss and "completion" not in self.dataset.column_names:
+            raise ValueError(
+                f"completion_only_loss is true, and dataset_name is {arguments.dataset_name!r}, whose rows have no completion; "
+                "expected the columns prompt and completion. Leave completion_only_loss out."
+            )
         self.held_out = {}
         for name, path in arguments.eval_texts.items():
             key = f"eval_text {name}".rstrip()
@@ -87,26 +71,25 @@ class SftRun(TrainingRun):
         """
         arguments, tokenizer, source = self.arguments, self.tokenizer, self.arguments.dataset_name
         self._check_banks()
-        is_chat = "messages" in self.dataset.column_names or isinstance(self.dataset[0]["prompt"], list)
-        if not is_chat:  # TRL tells completions from answers of an assistant
-            arguments.completion_only_loss, arguments.assistant_only_loss = arguments.assistant_only_loss, False
-        named, arguments.chat_template_path = arguments.chat_template_path, None  # the tokenizer has it already
-        with refusing(
-            f"dataset_name is {source!r}, of which TRL refuses a row", TemplateError, RuntimeError, TypeError
-        ):
-            trainer = SftTrainer(
-                self.model,
-                arguments,
-                train_dataset=self.dataset,
-                eval_dataset=self.held_out.get("", self.held_out) or None,
-                processing_class=tokenizer,
-            )
-        arguments.chat_template_path = named
-        if is_chat and arguments.assistant_only_loss:
-            _stop_behind_answers(self.model, tokenizer, trainer.chat_template)
+        columns = self.dataset.column_names
+        is_chat = "messages" in columns or isinstance(self.dataset[0]["prompt"], list)
+        options = copy.copy(arguments)  # TRL has other words for what the arguments say, which are recorded
+        options.chat_template_path = None  # the tokenizer has it already
+        options.assistant_only_loss = arguments.assistant_only_loss and is_chat
+        if arguments.completion_only_loss is None:
+            options.completion_only_loss = arguments.assistant_only_loss and "completion" in columns
+        trainer = SftTrainer(
+            self.model,
+            options,
+            train_dataset=self.dataset,
+            eval_dataset=self.held_out.get("", self.held_out) or None,
+            processing_class=tokenizer,
+        )
+        if options.assistant_only_loss:
+            _stop_behind_answers(self.model, tokenizer, trainer.first_labels)
         prepared: Any = trainer.train_dataset
         columns = [name for name in ("labels", "seq_lengths") if name in prepared.column_names]
-        sequences = prepared.filter(has_loss, input_columns=columns)
+        sequences = prepared.filter(has_loss, input_columns=columns, load_from_cache_file=False)
         if not len(sequences):
             raise ValueError(
                 f"dataset_name is {source!r}, which has no answer to learn from within {arguments.max_length:,} tokens. Add data, or "
@@ -157,24 +140,20 @@ def has_loss(labels: list[int], lengths: Sequence[int] = ()) -> bool:
     return bool(learned.any())
 
 
-def _stop_behind_answers(model: Any, tokenizer: "PreTrainedTokenizerBase", template: str | None) -> None:
+def _stop_behind_answers(model: Any, tokenizer: "PreTrainedTokenizerBase", answer: Sequence[int]) -> None:
     """Let generation stop at the special token that ends answers; say so if text ends them.
 
     Args:
-        template: Template by which TRL finds answers. None: the tokenizer's own.
+        answer: Tokens of answers, uncut.
     """
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    options: dict[str, Any] = {"return_dict": True, "return_assistant_tokens_mask": True}
-    encoded: Any = tokenizer.apply_chat_template(chat, chat_template=template, **options)
-    pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
     # Some templates also mark the line break behind the token that ends an answer.
-    answer = [token for token, is_learned in pairs if is_learned and str(tokenizer.decode([token])).strip()]
+    last = next((token for token in reversed(answer) if str(tokenizer.decode([token])).strip()), None)
     added = tokenizer.added_tokens_decoder
-    if answer[-1] not in tokenizer.all_special_ids and not (answer[-1] in added and added[answer[-1]].special):
+    if last not in tokenizer.all_special_ids and not (last in added and added[last].special):
         say("the chat template ends answers with no special token, so the model will not learn to stop")
         return
     settings = model.generation_config
     stops = settings.eos_token_id
     stops = [] if stops is None else stops if isinstance(stops, list) else [stops]
-    if answer[-1] not in stops:
-        settings.eos_token_id = [*stops, answer[-1]] if stops else answer[-1]
+    if last not in stops:
+        settings.eos_token_id = [*stops, last] if stops else last

@@ -1,0 +1,125 @@
+"""TRL's trainer on chats, which are checked when they are tokens with labels and before they are cut."""
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jinja2 import TemplateError
+from torch import nn
+from transformers import Trainer
+from trl import SFTTrainer
+
+from midus_hf.config.wording import first_line
+from midus_hf.training.data.corpus import say
+from midus_hf.training.data.packing import IGNORED_LABEL
+from midus_hf.training.trainer import TrainsMemory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class SftTrainer(TrainsMemory, SFTTrainer):
+    """TRL's trainer with the loss that the model computes, which may have terms that TRL does not know."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        # TRL's constructor needs the tokenizer, but a Trainer that keeps it rewrites the special tokens in the model's config.
+        self.processing_class = None
+
+    def _prepare_dataset(
+        self,
+        dataset: Any,
+        processing_class: Any,
+        args: Any,
+        packing: bool,
+        formatting_func: Any,
+        dataset_name: str,
+    ) -> Any:
+        """Return tokens and labels as TRL makes them, of chats in two steps: checks need chats whole, before they are cut."""
+        if "input_ids" in dataset.column_names:  # a held-out text
+            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        whole = copy.copy(args)
+        whole.max_length, whole.shuffle_dataset = None, False
+        try:
+            encoded = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
+        except (TemplateError, RuntimeError, TypeError, KeyError, IndexError, AttributeError) as error:
+            # A template is a program that computes with the chat, and can fail in any of these ways.
+            _refuse_row(dataset, processing_class, self.chat_template, args)
+            raise ValueError(
+                f"dataset_name is {args.dataset_name!r}, of which TRL refuses a row: {first_line(error)}"
+            ) from error
+        self.first_labels = _check_encoded(encoded, processing_class, args)
+        encoded = encoded.select_columns(["input_ids", "labels"])
+        return super()._prepare_dataset(encoded, processing_class, args, packing, formatting_func, dataset_name)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor | Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write no card, since the run extends the card of its model."""
+
+
+def _refuse_row(dataset: Any, tokenizer: "PreTrainedTokenizerBase", template: str | None, arguments: Any) -> None:
+    """Raise a `ValueError` about the first chat that a template refuses, or in which it marks no answer, if there is one."""
+    for number, row in enumerate(dataset, start=1):
+        messages = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
+        if not isinstance(messages[0], dict):
+            return
+        options = {"return_dict": True, "return_assistant_tokens_mask": arguments.assistant_only_loss}
+        options |= {"tools": row.get("tools"), "chat_template": template, **row.get("chat_template_kwargs", {})}
+        location = f"row {number} of {arguments.dataset_name!r}"
+        try:
+            encoded: Any = tokenizer.apply_chat_template(messages, **options)
+        except Exception as error:
+            raise ValueError(
+                f"{location} is refused by the chat template: {first_line(error)}. Correct it, or take it out."
+            ) from error
+        if not any(encoded.get("assistant_masks", [True])):
+            raise ValueError(
+                f"{location} has no answer that the chat template marks; expected {{% generation %}} around answers. Set "
+                "chat_template_path to a template that has it, or take the row out."
+            )
+
+
+def _check_encoded(encoded: Any, tokenizer: "PreTrainedTokenizerBase", arguments: Any) -> list[int]:
+    """Say how many rows are longer than what is kept of them, and return the labels of the first row that has some.
+
+    Args:
+        encoded: Rows with `input_ids` and `labels`, not cut yet, beside their chats.
+
+    Raises:
+        ValueError: If a template reads a call and leaves it out of what is learned, as templates do that write the calls of
+            the last turn alone, or outside of their marks of answers.
+    """
+    source, limit = arguments.dataset_name, arguments.max_length
+    long = sum(len(ids) > limit for ids in encoded["input_ids"])
+    if long:
+        kept = f"keep their {'first' if arguments.truncation_mode == 'keep_start' else 'last'} tokens"
+        if arguments.packing and arguments.packing_strategy != "bfd":
+            kept = "go on in another sequence, which does not see their beginning"
+        say(f"{long:,} of {len(encoded):,} rows are longer than max_length, {limit:,} tokens, and {kept}")
+    for number, row in enumerate(encoded, start=1):
+        answers = row.get("messages") or row["completion"]
+        if isinstance(answers, str):
+            break
+        calls = [call for message in answers for call in message.get("tool_calls", ())]
+        learned = tokenizer.decode(_learned(row["labels"])) if calls else ""
+        for call in calls:
+            name = call.get("function", call)["name"]
+            if name not in learned:
+                raise ValueError(
+                    f"row {number} of {source!r} has a call of {name!r}, which the chat template does not write into an answer. Set "
+                    "chat_template_path to one that does, or take the row out."
+                )
+    return next(filter(None, map(_learned, encoded["labels"])), [])
+
+
+def _learned(labels: Sequence[int]) -> list[int]:
+    return [label for label in labels if label != IGNORED_LABEL]
