@@ -25,6 +25,17 @@ METHODS: dict[str, dict[str, Any]] = {
     "ultramem-v2": {"n": 8, "k": 4},
 }
 
+# Kinds of these methods whose memories need other parts of a model, by a name: the method, and options beside its own.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "engram-behind-layers": ("engram", {"site": "behind-layer"}),
+    "moc-own": ("moc", {"share": "none", "site": "behind-layer"}),
+    "moc-per-prompt": ("moc", {"routing": "prompt"}),
+    "moc-per-sequence": ("moc", {"routing": "sequence"}),
+    "moc-per-token": ("moc", {"routing": "token"}),
+    "ultramem-v2-ring": ("ultramem-v2", {"share": "ring:4"}),
+    "ultramem-v2-skip": ("ultramem-v2", {"site": "skip", "span": 2}),
+}
+
 # The number of lines that the code of a checkpoint may have, by method.
 MOST_LINES = dict.fromkeys(METHODS, 3000) | {"midus-hml": 2000}
 
@@ -47,12 +58,13 @@ class Checkpoints:
         self._folder = folder
 
     def __call__(self, family: str, method: str) -> Path:
-        """Return the folder of a checkpoint."""
+        """Return the folder of a checkpoint of a method, or of a kind of one."""
         # Transformers calls the package of remote code after the last folder.
         output = self._folder / family / f"{family}_{method}"
         if not output.exists():
             base = self._folder / family / "base"
             if not base.exists():
                 save_tiny_model(family, base)
-            upscale(base=base, method=method, output=output, options=dict(METHODS[method]), verify=False)
+            method, changes = KINDS.get(method, (method, {}))
+            upscale(base=base, method=method, output=output, options={**METHODS[method], **changes}, verify=False)
         return output

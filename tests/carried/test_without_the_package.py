@@ -9,7 +9,7 @@ import cloudpickle
 import pytest
 import torch
 from carried import computing
-from carried.made import CASES
+from carried.made import CASES, KINDS
 from carried.test_module import imported
 from models.fresh_process import run_python
 from pairs import wanted_by_tests
@@ -19,6 +19,8 @@ from tiny import prompt
 # Those whose whole model is traced: a memory in a layer of its own, and two that are attached, of which one carries
 # slots.
 TRACED = [("llama", method) for method in ("midus-hml", "moda", "moc")]
+
+ON_LLAMA = [("llama", kind) for kind in KINDS]
 
 # Methods whose module registers an attention function with transformers, so that it has to be imported where its
 # models run.
@@ -139,7 +141,7 @@ def with_the_package(folder: Path, kind: str, family: str, method: str) -> dict[
     return computing.computed(model, inputs_of(method))
 
 
-@pytest.mark.parametrize(("family", "method"), CASES)
+@pytest.mark.parametrize(("family", "method"), [*CASES, *ON_LLAMA])
 def test_the_module_alone_computes_what_the_package_does(family, method, folder):
     assert findings(folder)["absent"] == [True] * 2
     (module,) = findings(folder)[name_of(family, method)]["modules"]
