@@ -29,6 +29,8 @@ MEMORY_OPTIONS = {
 # Small sizes for each method that inserts memory.
 SMALL = {"midus-hml": SMALL_MEMORY, "midus-pkm": SMALL_MEMORY, "midus-linear": {"slots": 12, "k": 2}}
 
+# Head-wise memories of such sizes, as words of the command `upscale`.
+REQUEST = ("--method", "midus-hml", "--output", "out", "--set", "n=8", "--set", "k=2", "--no-verify")
 
 # What `strip` puts beside the base that it gives back.
 RECORD = ("upscale.json",)

@@ -103,7 +103,7 @@ def point_client_at(address: str, monkeypatch) -> None:
 @pytest.fixture
 def hub(monkeypatch, tmp_path) -> Iterator[LoopbackHub]:
     """An empty hub, which huggingface_hub's client in this process talks to; the working directory is the test's own."""
-    with LoopbackHub({}) as server:
+    with LoopbackHub() as server:
         point_client_at(server.address, monkeypatch)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

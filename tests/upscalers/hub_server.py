@@ -56,30 +56,20 @@ def _commit(files: dict[str, bytes], commits: int = 0) -> str:
 class LoopbackHub:
     """Serves repositories until it is closed.
 
-    Args:
-        repositories: By id, their files by path.
-
     Attributes:
+        repositories: By id.
         dies_in: A part of the path of those uploads whose connection is cut after half of their body.
-        refuses_commits: The status that commits are refused with.
         answers_with: The status that every question about a model is answered with; 0 cuts the connection instead.
         requests: Every request, its method and path.
     """
 
-    def __init__(self, repositories: dict[str, dict[str, bytes]]):
-        self.repositories = {name: Repository(dict(files)) for name, files in repositories.items()}
+    def __init__(self) -> None:
+        self.repositories: dict[str, Repository] = {}
         self.large_objects: dict[str, bytes] = {}
         self.dies_in: str | None = None
-        self.refuses_commits: int | None = None
         self.answers_with: int | None = None
         self.requests: list[tuple[str, str]] = []
-        hub = self
-
-        class Handler(_Handler):
-            pass
-
-        Handler.hub = hub
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.address = f"http://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
 
@@ -225,8 +215,6 @@ class _Handler(BaseHTTPRequestHandler):
             request = json.loads(body)
             sound = len(self.hub.large_objects.get(request["oid"], b"")) == request["size"]
             self._send(200 if sound else 404, {})
-        elif "/commit/" in path and self.hub.refuses_commits is not None:
-            self._send(self.hub.refuses_commits, {"error": "no longer allowed"})
         elif "/commit/" in path:
             self._commit(path.removeprefix("/api/models/").partition("/commit/")[0], body)
         else:

@@ -13,7 +13,7 @@ from tiny import prompt
 from transformers import AutoModelForCausalLM
 
 from midus_hf.model_names import check_model_name
-from tests.upscalers.checkpoints import config_of, load, logits, record_of, save_base
+from tests.upscalers.checkpoints import REQUEST, config_of, load, logits, record_of, save_base
 from tests.upscalers.conftest import point_client_at
 from tests.upscalers.hub_server import Repository, client_environment, files_of
 from tests.upscalers.processes import run_python
@@ -129,9 +129,6 @@ def test_a_model_with_a_bank_is_not_uploaded_without_it(base, hub, tmp_path):
     assert "me/fetching" not in hub.repositories
 
 
-REQUEST = ("--method", "midus-hml", "--output", "out", "--set", "n=8", "--set", "k=2", "--no-verify")
-
-
 HF = "from huggingface_hub.cli.hf import main; main()"
 
 
@@ -238,12 +235,11 @@ def test_private_is_refused_where_nothing_is_uploaded(base, command, refused):
     refused(command("--base", base, *REQUEST, "--private"), message, None)
 
 
-@pytest.mark.parametrize("path", ["/commit/", "/lfs/"], ids=["small files", "weights"])
-def test_a_connection_that_dies_while_uploading_keeps_report_and_checkpoint(
-    base, hub, command, tmp_path, monkeypatch, path
+def test_a_connection_that_dies_while_uploading_keeps_report_and_checkpoint_and_names_what_uploads_it(
+    base, hub, command, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the client's own attempts
-    hub.dies_in = path
+    hub.dies_in = "/lfs/"
     done = command("--base", base, *REQUEST, "--push-to-hub", "me/x", "--private", "--json")
     assert hub.repositories["me/x"].commits == 0
     assert done.status == 1, done.err
@@ -253,13 +249,8 @@ def test_a_connection_that_dies_while_uploading_keeps_report_and_checkpoint(
     assert last_line.endswith("; out is complete. Upload it with: hf upload me/x out --private")
     assert "Traceback" not in done.err
     assert torch.equal(logits(base), logits(tmp_path / "out"))
-
-
-def test_the_command_that_a_failed_upload_names_uploads_the_folder(base, hub, command, tmp_path):
-    hub.refuses_commits = 503
-    failed = command("--base", base, *REQUEST, "--push-to-hub", "me/x", "--private")
-    hub.refuses_commits = None
-    words = shlex.split(failed.err.rpartition("Upload it with: hf ")[2])
+    hub.dies_in = None
+    words = shlex.split(last_line.rpartition("Upload it with: hf ")[2])
     uploaded = run_python(HF, *words, folder=tmp_path, **client_environment(hub, tmp_path))
     assert uploaded.returncode == 0, uploaded.stderr
     assert hub.repositories["me/x"].private

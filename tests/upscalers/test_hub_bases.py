@@ -9,12 +9,11 @@ from huggingface_hub import constants, hf_hub_download
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tests.upscalers.checkpoints import read_tensors, record_of, same_tensors, save_base
+from tests.upscalers.checkpoints import REQUEST, read_tensors, record_of, same_tensors, save_base
 from tests.upscalers.hub_server import Repository, files_of
 from upscalers.runs import upscale as run
 from upscalers.runs.upscale import upscale
 
-REQUEST = ("--method", "midus-hml", "--output", "out", "--set", "n=8", "--set", "k=2", "--no-verify")
 OF_THE_MODEL = (
     "tekken.json", "tokenizer.model.v3", "chat_template.jinja", "tool_use.jinja", "preprocessor_config.json",
     "SYSTEM_PROMPT.txt", "LICENSE.txt", "USE_POLICY.md", "additional_chat_templates/rag.jinja",
@@ -149,17 +148,13 @@ def test_a_repository_in_another_layout_alone_says_what_is_expected(hub, bases, 
     ) in done.err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("cached_by", ["upscale", "transformers"])
-def test_a_cached_base_needs_no_hub(hub, bases, command, tmp_path, monkeypatch, cached_by):
+def test_a_base_that_transformers_downloaded_needs_no_hub(hub, bases, command, tmp_path, monkeypatch):
     hub.repositories["org/base"] = Repository(files_of(bases[0]))
-    if cached_by == "upscale":
-        assert command("--base", "org/base", *REQUEST, "--overwrite").status == 0
-    else:
-        for name in ("config.json", "model.safetensors"):
-            hf_hub_download("org/base", name)
+    for name in ("config.json", "model.safetensors"):
+        hf_hub_download("org/base", name)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.requests.clear()
-    done = command("--base", "org/base", *REQUEST, "--overwrite")
+    done = command("--base", "org/base", *REQUEST)
     assert done.status == 0, done.err
     assert hub.requests == []
     assert base_tensors(tmp_path / "out") == base_tensors(bases[0])

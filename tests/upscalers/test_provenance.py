@@ -1,9 +1,6 @@
 """What an output says of itself: config entry, `upscale.json`, model card; what comes along from the base, its card too."""
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,21 +15,23 @@ import midus_hf
 from midus_hf.version import __version__
 from tests.upscalers.checkpoints import (
     MEMORY_OPTIONS,
+    REQUEST,
     config_of,
     edit_config,
-    file_digests,
     load,
     read_tensors,
+    recipe_of,
     record_of,
     save_base,
     with_memory,
 )
 from tests.upscalers.hub_server import Repository, files_of
+from tests.upscalers.processes import run_python
 from upscalers.runs.inspection import inspect_code
 from upscalers.runs.upscale import upscale
 
 NOT_OF_THE_MODEL = ("pytorch_model.bin", "training_args.bin", "model.gguf", "modeling_x.py", ".gitattributes")
-WORDS = ["<unk>", "<s>", "</s>", "hello", "world"]
+WORDS = "<unk> <s> </s> hello world Once upon a time there was".split()
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -67,10 +66,7 @@ def test_generation_config_and_licence_travel_and_what_is_not_the_models_does_no
     generation = load(tmp_path / "out").generation_config
     assert (generation.max_new_tokens, generation.temperature) == (7, 0.3)
     assert (tmp_path / "out" / "LICENSE").read_text() == "licence of the base"
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert (
-        not {"pytorch_model.bin", "training_args.bin", "model.gguf", "modeling_x.py", ".gitattributes", "onnx"} & names
-    )
+    assert not {*NOT_OF_THE_MODEL, "onnx"} & {path.name for path in (tmp_path / "out").iterdir()}
     assert all((tmp_path / "out" / name).read_text() != "of the base" for name in ("README.md", "upscale.json"))
 
 
@@ -89,7 +85,7 @@ def test_the_record_says_what_was_made_from_what(tmp_path):
     assert sorted(itertools.chain(*record["base"]["files"].values())) == sorted(read_tensors(base))
 
 
-def test_the_model_card_holds_configuration_plan_counts_and_citation(command, tmp_path):
+def test_the_model_card_holds_configuration_plan_counts_and_citation(tmp_path):
     base = save_base(tmp_path / "base")
     report = with_memory(base, tmp_path / "out", placement="0,2,6", options={"n": 9, "k": 3}, seed=4)
     card = (tmp_path / "out" / "README.md").read_text()
@@ -100,19 +96,15 @@ def test_the_model_card_holds_configuration_plan_counts_and_citation(command, tm
         "tags": ["midus-hf", "midus-hml", "upscaled"],
     }
     assert body.startswith("\n# base, upscaled with midus-hml\n")
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(body.split("```yaml\n")[1].split("```")[0])
     message = "`upscale --config FILE --base BASE --output DIR`, BASE being base, makes it again from:"
     assert message in body
-    assert yaml.safe_load(recipe.read_text()) == {
+    assert yaml.safe_load(recipe_of(tmp_path / "out")) == {
         "method": "midus-hml",
         "placement": [0, 2, 6],
         "options": {**MEMORY_OPTIONS, "n": 9, "k": 3},
         "seed": 4,
         "dtype": "auto",
     }
-    assert command("--config", recipe, "--base", base, "--output", tmp_path / "again").status == 0
-    assert file_digests(tmp_path / "again") == file_digests(tmp_path / "out")
     for row in (
         "| **0** | **new, beside base 0, made from 0** |",
         "| 1 | base 0 |",
@@ -150,9 +142,6 @@ def test_a_cast_is_written_into_the_config(tmp_path):
     config = config_of(tmp_path / "out")
     assert config["dtype"] == "bfloat16"
     assert "torch_dtype" not in config
-
-
-REQUEST = ("--method", "midus-hml", "--output", "out", "--set", "n=8", "--set", "k=2", "--no-verify")
 
 
 CARD = """---
@@ -284,28 +273,13 @@ def test_upscaling_again_keeps_licence_and_base(metadata_from, command, tmp_path
 
 @pytest.mark.parametrize("method", ["midus-hml", "llama-pro"])
 def test_the_cards_example_runs_as_pasted_where_the_package_is_not_installed(base, tmp_path, method):
-    words = {
-        "<unk>": 0,
-        "</s>": 1,
-        **{word: 2 + number for number, word in enumerate("Once upon a time there was".split())},
-    }
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>").save_pretrained(base)
+    tokenizer().save_pretrained(base)
     options = {"n": 8, "k": 2} if method == "midus-hml" else None
     upscale(base=base, method=method, output=tmp_path / "out", options=options, verify=False)
     example = (tmp_path / "out" / "README.md").read_text().split("```python\n")[1].split("```")[0]
     assert "AutoTokenizer.from_pretrained(PATH" in example
-    program = f"{_BLOCK_IMPORTS}\n{example}"
-    report = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path / "out",
-        env=report,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+    environment = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = run_python(f"{_BLOCK_IMPORTS}\n{example}", folder=tmp_path / "out", **environment)
     assert done.returncode == 0 and done.stdout.startswith("Once upon a time"), done.stderr
 
 
