@@ -112,17 +112,28 @@ def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.reshape(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape).contiguous()
 
 
-@pytest.fixture(params=by_default(FILES, [f"{a}-{q}" for a in ("llama", "qwen2", "gemma2") for q in TOLERANCES]))
-def base(request, tmp_path):
-    """A tiny model as GGUF, with what it was before it was written."""
-    architecture, _, quantisation = request.param.partition("-")
-    path = tmp_path / "models" / f"{request.param}.gguf"
+of_all_files = pytest.mark.parametrize(
+    "file", by_default(FILES, [f"{a}-{q}" for a in ("llama", "qwen2", "gemma2") for q in TOLERANCES])
+)
+
+
+def written(folder: Path, file: str) -> tuple[Path, Any]:
+    """Write a tiny model as GGUF, and return the file and what the model was before it was written."""
+    architecture, _, quantisation = file.partition("-")
+    path = folder / "models" / f"{file}.gguf"
     path.parent.mkdir()
     return path, write_gguf(path, gguf.GGMLQuantizationType[quantisation], architecture)
 
 
-def test_tensors_are_read_one_by_one_as_the_loader_reads_the_whole_file(base, tmp_path):
-    path, _ = base
+@pytest.fixture
+def base(tmp_path) -> Path:
+    """A tiny Llama of few bits as GGUF."""
+    return written(tmp_path, "llama-Q4_1")[0]
+
+
+@of_all_files
+def test_tensors_are_read_one_by_one_as_the_loader_reads_the_whole_file(file, tmp_path):
+    path, _ = written(tmp_path, file)
     (tmp_path / "read").mkdir()
     tensors = open_gguf(path, tmp_path / "read")
     own = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).state_dict()
@@ -133,7 +144,6 @@ def test_tensors_are_read_one_by_one_as_the_loader_reads_the_whole_file(base, tm
 
 
 def test_a_tensor_that_no_tensor_of_the_file_is_alone_is_refused(base, tmp_path, monkeypatch):
-    path, _ = base
     honest = gguf_utils.get_gguf_hf_weights_map
 
     def names(*arguments, **options):
@@ -143,12 +153,13 @@ def test_a_tensor_that_no_tensor_of_the_file_is_alone_is_refused(base, tmp_path,
     message = r"cannot be read tensor by tensor: no tensor of the file alone is model.layers.0.mlp.up_proj.weight, .* 1 more\. Give"
     for dry_run in (True, False):
         with pytest.raises(RequestError, match=message):
-            with_memory(path, tmp_path / "out", dry_run=dry_run)
+            with_memory(base, tmp_path / "out", dry_run=dry_run)
     assert [file.name for file in tmp_path.iterdir()] == ["models"]
 
 
-def test_the_result_computes_what_transformers_own_loading_computes(base, tmp_path):
-    path, original = base
+@of_all_files
+def test_the_result_computes_what_transformers_own_loading_computes(file, tmp_path):
+    path, original = written(tmp_path, file)
     own = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     with torch.no_grad():
         expected, before = own(prompt()).logits, original.eval()(prompt()).logits
@@ -162,23 +173,19 @@ def test_the_result_computes_what_transformers_own_loading_computes(base, tmp_pa
     assert load(tmp_path / "out").dtype == torch.float32
 
 
-def test_nothing_is_left_beside_the_file_or_among_temporary_files(base, tmp_path, monkeypatch):
-    path, _ = base
+def test_tokenizer_and_provenance_come_from_the_file_and_nothing_is_left_of_them_elsewhere(
+    base, tmp_path, monkeypatch
+):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    with_memory(path, tmp_path / "out", verify=False)
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    with_memory(base, tmp_path / "out", verify=False)
+    assert [file.name for file in base.parent.iterdir()] == [base.name]
     assert list((tmp_path / "temporary").iterdir()) == []
-
-
-def test_tokenizer_and_provenance_come_from_the_file(base, tmp_path):
-    path, _ = base
-    with_memory(path, tmp_path / "out", verify=False)
-    own = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    own = AutoTokenizer.from_pretrained(base.parent, gguf_file=base.name)
     travelled = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert travelled("th").input_ids == own("th").input_ids
     assert travelled.eos_token == own.eos_token
-    assert record_of(tmp_path / "out")["base"]["name"] == path.name
+    assert record_of(tmp_path / "out")["base"]["name"] == base.name
     assert "quantization_config" not in config_of(tmp_path / "out")
 
 
@@ -196,7 +203,7 @@ def test_the_missing_package_is_named(base, tmp_path, monkeypatch):
         RequestError,
         match=r"is a GGUF file, which needs the gguf package; in the clone of midus_hf, run: pip",
     ):
-        with_memory(base[0], tmp_path / "out")
+        with_memory(base, tmp_path / "out")
 
 
 def test_a_file_whose_tensors_do_not_fit_its_header_is_refused(tmp_path):

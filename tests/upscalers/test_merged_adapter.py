@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import by_default
+from pairs import by_default, in_turn
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import prompt
 from transformers import AutoModelForCausalLM
@@ -65,8 +65,7 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "dtype"), in_turn(ADAPTERS, [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("family", by_default(["llama"], ["llama", "gemma3", "qwen2"]))
 def test_the_result_is_that_of_the_base_that_peft_merges(tmp_path, kind, dtype, family):
     base = save_base(tmp_path / "base", family, dtype, tie_word_embeddings=True)

@@ -3,11 +3,13 @@
 import json
 import os
 import random
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
+from pairs import in_turn
 from torch import nn
 
 from tests.upscalers.checkpoints import logits, read_tensors, same_bits, save_base, with_memory
@@ -43,8 +45,7 @@ def pickle_weights(folder: Path, num_shards: int = 1) -> dict[str, torch.Tensor]
     return tensors
 
 
-@pytest.mark.parametrize("num_shards", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_shards", "dtype"), in_turn([1, 3], [torch.float32, torch.bfloat16]))
 def test_a_pickled_base_gives_what_its_safetensors_give(tmp_path, num_shards, dtype):
     base = save_base(tmp_path / "base", dtype=dtype)
     with_memory(base, tmp_path / "expected")
@@ -149,8 +150,6 @@ def overlong(folder: Path) -> None:
 
 
 def compressed(folder: Path) -> None:
-    import zipfile
-
     file = folder / "pytorch_model.bin"
     with zipfile.ZipFile(file) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
