@@ -60,7 +60,7 @@ NEAREST = {
     "midus_hf/config": "tests/config tests/memory/test_registry.py tests/upscalers/test_families.py tests/upscalers/test_refusals.py",
     "midus_hf/files": "tests/files",
     "midus_hf/files/checkpoint_files.py": "tests/files tests/upscalers/test_ownership.py",
-    "midus_hf/files/ownership.py": "tests/upscalers/test_ownership.py tests/upscalers/test_output_folder.py",
+    "midus_hf/files/ownership.py": "tests/files tests/upscalers/test_ownership.py tests/upscalers/test_output_folder.py",
     "midus_hf/files/whole_files.py": "tests/files tests/upscalers/test_output_folder.py",
     "midus_hf/compare": "tests/compare --ignore=tests/compare/test_killed_comparisons.py",
     "midus_hf/compare/findings.py": "tests/compare/test_findings.py tests/compare/test_report.py",

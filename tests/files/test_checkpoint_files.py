@@ -66,6 +66,12 @@ OURS = {
     "runs/events": False,
     ".gitattributes": True,
     "notes.txt": False,
+    ".env": False,
+    ".git/HEAD": False,
+    "config.json.bak": False,
+    "checkpoint-5/trainer_state.json": False,
+    ".cache/huggingface": False,  # a file
+    ".cache/mine": False,
 }
 
 
