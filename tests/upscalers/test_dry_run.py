@@ -134,7 +134,6 @@ def test_a_dry_run_does_without_shards_that_the_index_names(tmp_path):
     [
         ({"num_new_layers": "2"}, "num-new-layers is '2'; expected an integer"),
         ({"seed": 1.5}, "seed is 1.5; expected an integer"),
-        ({"placement": ""}, "placement '' is unknown"),
         ({"placement": []}, "placement '' is unknown"),
     ],
 )

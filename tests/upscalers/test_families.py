@@ -75,7 +75,7 @@ def by_the_table(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], li
     return tensors, layout.layer_types
 
 
-@pytest.mark.parametrize(("biased", "tied"), [(None, None), *itertools.product([True, False], repeat=2)])
+@pytest.mark.parametrize(("biased", "tied"), [(None, None), (True, True), (False, False)])
 def test_a_minimal_config_implies_what_transformers_implies_and_one_with_biases_and_a_tied_head(
     model_type, biased, tied
 ):

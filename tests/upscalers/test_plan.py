@@ -28,27 +28,17 @@ def insertions(draw) -> tuple[int, list[int]]:
 
 
 @given(insertions())
-def test_each_base_layer_appears_once_in_order(insertion):
+def test_each_base_layer_appears_once_in_order_and_new_layers_know_those_around_them_also_as_plain_data(insertion):
     num_layers, indices = insertion
     plan = insertion_plan(num_layers, indices)
     assert [layer.index for layer in plan.layers if isinstance(layer, Base)] == list(range(num_layers))
     assert plan.new_indices == indices
     assert plan.num_layers == num_layers + len(indices)
-
-
-@given(insertions())
-def test_the_neighbours_of_a_new_layer_are_the_base_layers_around_it(insertion):
-    plan = insertion_plan(*insertion)
     for index, layer in enumerate(plan.layers):
         if isinstance(layer, New):
             before = [other.index for other in plan.layers[:index] if isinstance(other, Base)]
             after = [other.index for other in plan.layers[index:] if isinstance(other, Base)]
             assert layer == New(before[-1] if before else None, after[0] if after else None)
-
-
-@given(insertions())
-def test_a_plan_survives_being_written_as_plain_data(insertion):
-    plan = insertion_plan(*insertion)
     assert Plan.from_list(plan.to_list(), plan.num_base_layers) == plan
 
 

@@ -57,19 +57,7 @@ def test_a_failure_ends_the_display(shared_base, tmp_path, monkeypatch):
 def test_a_fresh_process_shows_the_stages_on_a_terminal_and_prints_one_object_on_standard_output(tmp_path):
     code = "import sys; from midus_hf.cli.upscale import main; sys.exit(main())"
     base = save_base(tmp_path / "base", dtype=torch.bfloat16)
-    arguments = [
-        "--base",
-        "base",
-        "--method",
-        "midus-hml",
-        "--output",
-        "out",
-        "--set",
-        "n=8",
-        "--set",
-        "k=2",
-        "--json",
-    ]
+    arguments = "--base base --method midus-hml --output out --set n=8 --set k=2 --json".split()
     reader, writer = pty.openpty()
     environment = {**os.environ, "COLUMNS": "120", "TERM": "xterm", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(

@@ -7,7 +7,7 @@ import torch
 from pairs import in_turn
 from tiny import prompt
 
-from tests.upscalers.checkpoints import SMALL, load, read_tensors, save_base, write_tensors
+from tests.upscalers.checkpoints import SMALL, load, read_tensors, save_base, unverified, write_tensors
 from tests.upscalers.methods import KINDS, base_changes
 from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.computed_tensor import read_tensor
@@ -45,7 +45,9 @@ def test_logits_are_those_of_the_model_in_memory(native_family, tmp_path, layout
         assert torch.equal(streamed_logits(folder, dtype), expected_logits(folder, dtype))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind]["method"] in SMALL])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if KINDS[kind]["method"] in SMALL and "placement" not in KINDS[kind]]
+)
 def test_memories_that_were_trained_are_computed_as_they_are_in_memory(family, tmp_path, kind):
     base, folder = save_base(tmp_path / "base", family, **base_changes(kind)), tmp_path / "out"
     upscale(base=base, output=folder, verify=False, **KINDS[kind])
@@ -111,9 +113,8 @@ def test_a_file_that_ends_early_is_an_error(tmp_path):
         read_tensor(entry)
 
 
-def test_code_that_a_checkpoint_brings_is_not_run(family, shared_base, tmp_path):
-    folder = tmp_path / "upscaled"
-    upscale(base=shared_base(family), method="midus-hml", output=folder, options={"n": 8, "k": 2}, verify=False)
+def test_code_that_a_checkpoint_brings_is_not_run(base, tmp_path):
+    folder = unverified(base, tmp_path / "upscaled")
     brought = list(folder.glob("*.py"))
     assert brought
     for file in brought:

@@ -1,16 +1,17 @@
 """The upscaled model's tokenizer is the base's, also where transformers would choose another class for another model type."""
 
+import itertools
 import json
 
 import pytest
+from pairs import by_default, taking_turns
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from tests.upscalers.checkpoints import RECORD, SMALL_MEMORY, file_digests, save_base
+from tests.upscalers.checkpoints import RECORD, file_digests, save_base, unverified
 from upscalers.checkpoint.tokenizer import keep_tokenizer_class
 from upscalers.request.errors import VerificationError
 from upscalers.runs.strip import strip
-from upscalers.runs.upscale import upscale
 
 TEXT = "In 1984, don't   forget: naïve x=3.14!"
 
@@ -27,14 +28,18 @@ def save_tokenizer(folder, tokenizer_class: str | None) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("tokenizer_class", [None, "PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer"])
-@pytest.mark.parametrize("of_family", ["llama", "qwen2", "qwen3"])
+CLASSES = [None, "PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer"]
+OF_FAMILIES = ["llama", "qwen2", "qwen3"]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_class", "of_family"),
+    by_default([*taking_turns(CLASSES, OF_FAMILIES), (None, "qwen2")], itertools.product(CLASSES, OF_FAMILIES)),
+)
 def test_the_tokenizer_reads_as_before_and_comes_back(tmp_path, of_family, tokenizer_class):
     base = save_base(tmp_path / "base", of_family)
     save_tokenizer(base, tokenizer_class)
-    upscale(
-        base=base, method="midus-hml", output=tmp_path / "out", num_new_layers=2, options=SMALL_MEMORY, verify=False
-    )
+    unverified(base, tmp_path / "out")
     before, after = AutoTokenizer.from_pretrained(base), AutoTokenizer.from_pretrained(tmp_path / "out")
     assert type(after) is type(before)
     assert after(TEXT).input_ids == before(TEXT).input_ids
@@ -63,22 +68,13 @@ def test_a_tokenizer_that_reads_otherwise_even_so_is_an_error(tmp_path, monkeypa
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", other_ids)
     with pytest.raises(VerificationError, match=r"reads a text otherwise than the base's .*expected the same ids"):
-        upscale(
-            base=base,
-            method="midus-hml",
-            output=tmp_path / "out",
-            num_new_layers=2,
-            options=SMALL_MEMORY,
-            verify=False,
-        )
+        unverified(base, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_that_does_not_work_in_the_base_travels_as_it_is(tmp_path):
     base = save_base(tmp_path / "base", "gemma3")
     save_tokenizer(base, None)  # Gemma's own class, which wants an <unk> that this vocabulary lacks
-    upscale(
-        base=base, method="midus-hml", output=tmp_path / "out", num_new_layers=2, options=SMALL_MEMORY, verify=False
-    )
+    unverified(base, tmp_path / "out")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()

@@ -84,7 +84,7 @@ def basis_of(matrices):
     return shared_basis(len(matrices), lambda layer: matrices[layer], lambda: None)
 
 
-@pytest.mark.parametrize(("count", "out", "width"), [(5, 12, 20), (3, 30, 10), (4, 16, 16), (3, 40, 7)])
+@pytest.mark.parametrize(("count", "out", "width"), [(5, 12, 20), (3, 30, 10), (3, 40, 7)])
 def test_the_gram_route_equals_the_singular_value_decomposition_of_the_layers_side_by_side(count, out, width):
     matrices = layers(count, out, width)
     joined = torch.cat(matrices, dim=1)

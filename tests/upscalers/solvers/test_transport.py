@@ -99,7 +99,7 @@ def test_no_more_iterations_are_made_than_allowed(limit):
     assert result.iterations == limit and result.residual > 1e-14
 
 
-@pytest.mark.parametrize("n", [3, 1500])
+@pytest.mark.parametrize("n", [3, 1100])  # fewer and more columns than are taken at once
 def test_effective_sources_of_a_uniform_plan_are_all_and_of_a_permutation_one(n):
     same = torch.zeros(n, 4, dtype=torch.float64)
     assert solve(same, same).effective_sources == pytest.approx(n)
