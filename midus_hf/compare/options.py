@@ -42,10 +42,10 @@ def as_keys(rate: float | Mapping[str, float]) -> Rate:
 def split_function(function: str) -> tuple[Path, str]:
     """Return the file and the name of a variant's function, which is written as `mine.py:teach`.
 
-    The file is read, and nothing of it runs.
+    The file is read, and none of its code runs.
 
     Raises:
-        ValueError: If it is not written so, the file cannot be read as Python, or has no such function.
+        ValueError: If the value is written otherwise, the file cannot be read as Python, or the function is missing.
     """
     file, _, name = function.rpartition(":")
     if not (file.endswith(".py") and Path(file).expanduser().is_file() and name.isidentifier()):
@@ -73,7 +73,7 @@ _FUNCTION_ARGUMENTS = ("base", "corpus", "output", "seed", "keys")
 
 
 def _takes_arguments(taken: ast.arguments) -> bool:
-    """Return whether a function with these arguments takes those that a variant's function is called with."""
+    """Return whether a function with these arguments takes every argument that a variant's function is called with."""
     names = {argument.arg for argument in (*taken.args, *taken.kwonlyargs)}
     return taken.kwarg is not None or names.issuperset(_FUNCTION_ARGUMENTS)
 

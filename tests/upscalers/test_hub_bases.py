@@ -181,16 +181,17 @@ def test_an_adapter_and_the_upscaled_model_are_read_from_the_hub_without_weights
 def test_the_main_branch_is_pinned_too_and_may_move_while_working(
     two_revisions, bases, command, tmp_path, monkeypatch
 ):
-    planned = run._planned
+    resolve = run.resolve_source
     first, files = two_revisions.revision, dict(two_revisions.files)
 
-    def then_someone_pushes(*arguments):
-        two_revisions.tags["before"] = files
-        two_revisions.files = files_of(bases[0])
-        return planned(*arguments)
+    def after_a_push(name, **options):
+        if not options["config_only"]:  # the run has been planned
+            two_revisions.tags["before"] = files
+            two_revisions.files = files_of(bases[0])
+        return resolve(name, **options)
 
     two_revisions.tags.clear()
-    monkeypatch.setattr(run, "_planned", then_someone_pushes)
+    monkeypatch.setattr(run, "resolve_source", after_a_push)
     assert command("--base", "org/base", *REQUEST).status == 0
     assert base_tensors(tmp_path / "out") == base_tensors(bases[1])
     assert record_of(tmp_path / "out")["base"]["revision"] == first

@@ -289,6 +289,8 @@ def test_strip_inspect_and_methods_tell_of_a_memory(command, base, tmp_path):
 def test_a_base_without_any_output_projection_is_refused(base, tmp_path):
     with_memory(base, tmp_path / "bare", placement="0")
     edit_config(tmp_path / "bare", num_hidden_layers=1)  # that of the block alone
+    for weights in (tmp_path / "bare").glob("*.safetensors*"):
+        weights.unlink()
     with pytest.raises(
         RequestError, match=r"new layer 0 needs an attention with an output projection.*Choose midus-hml"
     ):

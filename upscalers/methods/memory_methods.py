@@ -120,7 +120,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     adds_layers = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make the class of the method's options: those of its memory type, of the memory's position, and its own."""
+        """Make the class of the method's options: options of its memory type, of the memory's position, and its own."""
         super().__init_subclass__(**kwargs)
         if "memory_options" not in vars(cls):
             return

@@ -281,10 +281,10 @@ def _by_split(key: str, folder: Path, files: Sequence[Path]) -> dict[str, list[P
 
     base = str(folder.resolve())
     with _reading(f"{key} is {str(folder)!r}"):
-        found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
-    of_split = {str(split): {Path(file).resolve() for file in named} for split, named in found.items()}
-    splits = {split: [file for file in files if file.resolve() in named] for split, named in of_split.items()}
-    return {split: named for split, named in splits.items() if named} or {"train": list(files)}
+        patterns = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
+    names = {str(split): {Path(name).resolve() for name in matched} for split, matched in patterns.items()}
+    splits = {split: [file for file in files if file.resolve() in matched] for split, matched in names.items()}
+    return {split: of_kind for split, of_kind in splits.items() if of_kind} or {"train": list(files)}
 
 
 def _say_unread(key: str, path: Path, files: Sequence[Path], read: Sequence[Path]) -> None:
