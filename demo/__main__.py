@@ -6,12 +6,11 @@ Every step is a command that a person would type; it is printed before it runs.
 import argparse
 import json
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
 
-from demo import BIN, CONFIGS, run
+from demo import BIN, CONFIGS, empty_folder, run
 from demo.report import write_report
 from material.addresses import addresses
 from material.excerpts import address_excerpts, article_excerpts
@@ -19,6 +18,7 @@ from material.registry import MaterialError
 from material.smollm2 import smollm2_135m
 from midus_hf.compare.origins import machine, short
 
+OUTPUT = Path("outputs/demo")
 # What the run measures while it trains: text like the corpus, and text that tells what is forgotten.
 TEXTS = {"addresses": "held-out addresses, to be learned", "articles": "encyclopedia articles, to be kept"}
 PROMPT = "Fellow-citizens of the Senate and House of Representatives: I congratulate you on"
@@ -26,12 +26,10 @@ PROMPT = "Fellow-citizens of the Senate and House of Representatives: I congratu
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path("outputs/demo"), help="default: outputs/demo")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help=f"default: {OUTPUT}")
     parser.add_argument("--steps", type=int, help="training steps (default: as configs/train/demo.yaml says)")
     arguments = parser.parse_args()
-    output: Path = arguments.output
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
+    output = empty_folder(arguments.output, OUTPUT)
 
     try:
         base, corpus = smollm2_135m(), addresses()
@@ -55,7 +53,7 @@ def main() -> None:
 
     step(BIN / "upscale", "--config", CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled)
     before = evaluate(base, upscaled)
-    steps = [f"max_steps={arguments.steps}"] if arguments.steps else []
+    steps = [f"max_steps={arguments.steps}"] if arguments.steps is not None else []
     training = [CONFIGS / "train" / "demo.yaml", f"model_name_or_path={upscaled}"]
     measured = [f"eval_text={json.dumps({name: str(path) for name, path in texts.items()})}"]
     measured += ["eval_on_start=true", "eval_steps=0.2"]

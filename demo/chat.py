@@ -5,21 +5,21 @@ Every step is a command that a person would type; it is printed before it runs.
 
 import argparse
 import json
-import shutil
 import sys
 from pathlib import Path
 
-from demo import BIN, CONFIGS, run
+from demo import BIN, CONFIGS, empty_folder, run
 from material.chats import chats
 from material.registry import MaterialError
 from material.smollm2 import smollm2_135m
 
+OUTPUT = Path("outputs/demo-chat")
 _NEW_TOKENS = 96
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m demo.chat", description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path("outputs/demo-chat"), help="default: outputs/demo-chat")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help=f"default: {OUTPUT}")
     parser.add_argument("--steps", type=int, help="training steps (default: as configs/sft/demo.yaml says)")
     parser.add_argument("--questions", type=int, default=3, help="held-out questions to ask (default: 3)")
     arguments = parser.parse_args()
@@ -27,10 +27,10 @@ def main() -> None:
         base, data = smollm2_135m(), chats()
     except MaterialError as error:
         sys.exit(f"demo: {error}")
-    shutil.rmtree(arguments.output, ignore_errors=True)
-    upscaled, tuned = arguments.output / "upscaled", arguments.output / "tuned"
+    output = empty_folder(arguments.output, OUTPUT)
+    upscaled, tuned = output / "upscaled", output / "tuned"
     run(BIN / "upscale", "--config", CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled)
-    steps = [f"max_steps={arguments.steps}"] if arguments.steps else []
+    steps = [f"max_steps={arguments.steps}"] if arguments.steps is not None else []
     recipe = CONFIGS / "sft" / "demo.yaml"
     settings = [f"model_name_or_path={upscaled}", f"output_dir={tuned}", f"dataset_name={data.train}"]
     run(BIN / "midus", "sft", recipe, *settings, *steps)

@@ -9,11 +9,12 @@ import shutil
 import sys
 from pathlib import Path
 
-from demo import BIN, CONFIGS, run
+from demo import BIN, CONFIGS, empty_folder, run
 from material.addresses import addresses
 from material.excerpts import address_excerpts, article_excerpts
 from material.registry import MaterialError
 
+OUTPUT = Path("outputs/checkpoint")
 BASE = "HuggingFaceTB/SmolLM2-135M"
 # Loads the checkpoint as its users will: by the modules that lie in it, without this package.
 LOADS = """
@@ -30,21 +31,20 @@ print(tokenizer.decode(model.generate(tokens, max_new_tokens=20, do_sample=False
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m demo.checkpoint", description=__doc__.partition("\n")[0])
     parser.add_argument("--base", default=BASE, help=f"folder or Hub id (default: {BASE})")
-    parser.add_argument("--output", type=Path, default=Path("outputs/checkpoint"), help="default: outputs/checkpoint")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help=f"default: {OUTPUT}")
     parser.add_argument("--steps", type=int, help="training steps (default: as configs/train/demo.yaml says)")
     arguments = parser.parse_args()
-    output: Path = arguments.output
+    output = empty_folder(arguments.output, OUTPUT)
     try:
         corpus = addresses()
         texts = {"held_out_addresses": str(address_excerpts()), "articles": str(article_excerpts())}
     except MaterialError as error:
         sys.exit(f"demo: {error}")
-    shutil.rmtree(output, ignore_errors=True)
     upscaled, model, stripped = output / "upscaled", output / "model", output / "stripped"
 
     upscale = [BIN / "upscale", "--config", CONFIGS / "upscale" / "demo.yaml", "--base", arguments.base]
     run(*upscale, "--output", upscaled)
-    steps = [f"max_steps={arguments.steps}"] if arguments.steps else []
+    steps = [f"max_steps={arguments.steps}"] if arguments.steps is not None else []
     keys = [f"model_name_or_path={upscaled}", f"output_dir={model}", f"corpus={corpus.train}", *steps]
     measured = [f"eval_text={json.dumps(texts)}", "eval_on_start=true", "eval_steps=0.5"]
     run(BIN / "midus", "train", CONFIGS / "train" / "demo.yaml", *keys, *measured)

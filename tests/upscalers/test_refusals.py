@@ -378,3 +378,13 @@ def test_an_unknown_preset_is_refused():
         parse_options(Presets, {"preset": "slow"}, "method x")
     with pytest.raises(RequestError, match="method midus-hml has no option 'preset'"):
         parse_options(HeadwiseOptions, {"preset": "fast"}, "method midus-hml")
+
+
+@pytest.mark.parametrize("attributes", [{}, {"identity": "auto"}], ids=["nothing", "a word"])
+def test_a_method_that_does_not_say_whether_it_keeps_the_base_is_not_registered(attributes):
+    before = dict(METHODS)
+    with pytest.raises(
+        ValueError, match=r"method x has identity = (None|'auto'); expected True or False: whether, with the"
+    ):
+        register_method("x")(type("X", (), attributes))
+    assert before == METHODS

@@ -189,7 +189,8 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
     """Register a method under the name that `--method` takes.
 
     Raises:
-        ValueError: If the name is taken or is not lower-case words joined by hyphens.
+        ValueError: If the name is taken or is not lower-case words joined by hyphens, or the class does not say whether the method
+            keeps what the base computes.
     """
     if name in METHODS:
         raise ValueError(f"method {name!r} is already registered; choose another name.")
@@ -197,6 +198,11 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
         raise ValueError(f"method name is {name!r}; expected lower case words joined by hyphens.")
 
     def decorate(cls: type[Method]) -> type[Method]:
+        if not isinstance(getattr(cls, "identity", None), bool):
+            raise ValueError(
+                f"method {name} has identity = {getattr(cls, 'identity', None)!r}; expected True or False: whether, with the default "
+                "options, the new model computes what the base computes."
+            )
         cls.name = name
         METHODS[name] = cls
         return cls

@@ -25,11 +25,7 @@ class ModelRequest:
     device: Device = None
 
     def check(self) -> None:
-        """Check what can be checked before a model is loaded.
-
-        Raises:
-            ValueError: If an option names what is not there.
-        """
+        """Check what the command line did not, before a model is loaded: nothing, for options that every question has."""
 
     def load(self, name: str, label: str = "model") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
         """Load a model and its tokenizer, as `midus_hf.saved_models.load_for_reading` does."""
