@@ -153,7 +153,7 @@ def test_a_function_that_is_not_there_is_refused_before_anything_runs(tmp_path, 
     with pytest.raises(ValueError) as refusal:
         VariantOptions(function=function)
     assert str(refusal.value).startswith(
-        f"function is {function!r}; expected a file of Python and the name of a function in it"
+        f"function is {function!r}; expected a file of Python and the name of a function in it, such as mine.py:teach."
     )
 
 

@@ -1,9 +1,8 @@
-"""A comparison in processes of its own is killed and run again: nothing of it goes on, and it finds what an undisturbed one finds."""
+"""A comparison with runs in processes is killed and run again: nothing of it goes on, and it finds what an undisturbed one finds."""
 
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,15 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 from compare.small_comparison import HEADWISE, Comparing, keys, write_room
+from processes.forks import end_with
+
+from midus_hf.cli.compare import main
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes end with their parent on Linux alone")
-
-
-def start(words: list[str]) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "midus_hf", "compare", *words], env=environment, stderr=subprocess.PIPE, text=True
-    )
 
 
 def children(process: int) -> list[int]:
@@ -40,7 +35,8 @@ def results(output: Path) -> dict[str, dict]:
     return outcomes
 
 
-def test_a_killed_comparison_leaves_nothing_running_and_the_same_command_goes_on(tmp_path):
+def test_a_killed_comparison_leaves_nothing_running_and_the_same_command_goes_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     room = write_room(tmp_path)
     variants = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}}
     recipe = keys(room, tmp_path / "killed", variants, controls=False)
@@ -48,18 +44,22 @@ def test_a_killed_comparison_leaves_nothing_running_and_the_same_command_goes_on
     words = [str(tmp_path / "compare.yaml")]
     for folder in ("killed", "whole"):  # here, since a process takes seconds to import what it needs
         Comparing(room, tmp_path / folder, variants, controls=False).measure_base()
-    killed, began = start(words), time.monotonic()
+    killed, began = os.fork(), time.monotonic()
+    if not killed:
+        end_with(main, words)
     while not (tmp_path / "killed/runs/hml/0.01/seed-0/trained").exists():
-        assert killed.poll() is None and time.monotonic() < began + 300
+        assert os.waitpid(killed, os.WNOHANG) == (0, 0) and time.monotonic() < began + 300
         time.sleep(0.05)
-    (run,) = children(killed.pid)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    (run,) = children(killed)
+    os.kill(killed, signal.SIGKILL)
+    os.waitpid(killed, 0)
     while Path(f"/proc/{run}/stat").exists() and ") Z" not in Path(f"/proc/{run}/stat").read_text():
         assert time.monotonic() < began + 300
+        time.sleep(0.01)
     assert set(results(tmp_path / "killed")) == {"runs/base.json"}
-    again = start(words)
-    assert again.communicate(timeout=300)[1].startswith("hml/0.01/seed-0: done (") and again.returncode == 0
+    capsys.readouterr()
+    assert main(words) == 0
+    assert capsys.readouterr().err.startswith("hml/0.01/seed-0: done (")
     undisturbed = Comparing(room, tmp_path / "whole", variants, controls=False)
     undisturbed.measure(undisturbed.runs()[0])
     assert results(tmp_path / "killed") == results(tmp_path / "whole")

@@ -115,34 +115,28 @@ def test_tasks_of_the_base_and_of_trained_models_are_measured(room, kept, varian
     assert result.tasks["piqa"] == accuracy(comparing.folder(run) / "trained", room)
 
 
-@pytest.mark.parametrize(
-    ("upscaling", "starts"),
-    [({"method": "solar"}, False), ({"method": "solar", "verify": False}, None)],
-    ids=["other", "not verified"],
-)
-def test_a_model_that_was_not_seen_to_start_as_the_base_is_known(room, kept, tmp_path, upscaling, starts):
-    comparing = with_the_base_of(kept, Comparing(room, tmp_path, {"a": {"upscale": upscaling}}, controls=False))
-    result = comparing.measure(comparing.runs()[0])
-    assert result.starts_at_base is starts and result.starts_elsewhere
+def test_a_model_that_does_not_start_as_the_base_is_known(room, kept, tmp_path):
+    comparing = Comparing(room, tmp_path, {"a": {"upscale": {"method": "solar"}}}, controls=False)
+    result = with_the_base_of(kept, comparing).measure(comparing.runs()[0])
+    assert result.starts_at_base is False and result.starts_elsewhere
     assert result.start.losses["plants"] != kept[1].losses["plants"]
 
 
-@pytest.mark.parametrize("train", [{"protect": "stars.txt"}, {}], ids=["protect", "no text"])
-def test_a_result_says_whether_its_model_is_certified(room, kept, tmp_path, train):
+def test_a_result_says_whether_its_model_was_compared_with_the_base_and_is_causal(room, kept, tmp_path):
+    options = {"memory_tokens": 16, "chapters": 4, "k": 2, "routing": "sequence"}
+    variants = {"a": {"upscale": {"method": "moc", "options": options, "verify": False}}}
+    comparing = with_the_base_of(kept, Comparing(room, tmp_path, variants, controls=False))
+    result = comparing.measure(comparing.runs()[0])
+    assert result.starts_at_base is None and result.starts_elsewhere
+    assert result.is_causal is False and kept[2]["hml"][1].is_causal is True
+
+
+def test_a_result_says_whether_its_model_is_certified(room, kept, tmp_path):
     options = {"table": "exact", "corpus": str(room / "corpus"), "width": 8, "layers": [0], "compress": False}
     upscaling = {"method": "engram", "options": options}
-    train = {key: [str(room / text)] for key, text in train.items()}
-    variants = {"a": {"upscale": upscaling, "train": train, "rates": [1e-2]}}
+    variants = {"a": {"upscale": upscaling, "train": {"protect": [str(room / "stars.txt")]}, "rates": [1e-2]}}
     comparing = with_the_base_of(kept, Comparing(room, tmp_path, variants, controls=False))
-    assert comparing.measure(comparing.runs()[0]).is_certified is bool(train)
-
-
-@pytest.mark.parametrize("routing", ["chunk", "sequence"])
-def test_a_result_says_whether_its_model_is_causal(room, kept, tmp_path, routing):
-    options = {"memory_tokens": 16, "chapters": 4, "k": 2, "routing": routing}
-    variants = {"a": {"upscale": {"method": "moc", "options": options}}}
-    comparing = with_the_base_of(kept, Comparing(room, tmp_path, variants, controls=False))
-    assert comparing.measure(comparing.runs()[0]).is_causal is (routing == "chunk")
+    assert comparing.measure(comparing.runs()[0]).is_certified is True and kept[2]["hml"][1].is_certified is False
 
 
 def test_shuffled_addresses_are_those_of_the_trained_model(room, kept, tmp_path):

@@ -15,7 +15,6 @@ from midus_hf.compare.making import made_together
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.rivals import StageFinder, write_replayed
 from midus_hf.compare.runs import check
-from midus_hf.compare.variants import with_corpora
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.evaluation.text_rows import read_rows, text_rows
 from midus_hf.topics.documents import read_documents
@@ -100,11 +99,6 @@ def test_a_memory_is_added_once_and_learns_all_stages(room, tmp_path):
     comparing, base, result = measured(room, tmp_path / "out", {"upscale": HEADWISE})
     assert result.start.losses == base.losses and result.starts_at_base is True
     assert result.trained_parameters == result.new_parameters == comparing.variants[0].new_parameters
-
-
-def test_what_upscaling_lost_is_known(room, tmp_path):
-    _, base, result = measured(room, tmp_path / "out", {"upscale": {"method": "solar"}})
-    assert result.start.losses != base.losses and result.starts_at_base is False and result.starts_elsewhere
 
 
 @pytest.mark.parametrize(
@@ -228,12 +222,6 @@ def test_a_function_teaches_each_stage_and_several_models_are_never_certified(ro
     _, base, result = measured(room, tmp_path / "out", options, **changes)
     assert result.tokens == 26 and result.curve[-1].losses == base.losses
     assert result.is_certified is not apart
-
-
-def test_corpora_stand_in_keys():
-    keys = {"options": {"corpus": "{corpus}", "n": 4}, "protect": "{earlier}"}
-    assert with_corpora(keys, "b", ["a"]) == {"options": {"corpus": "b", "n": 4}, "protect": ["a"]}
-    assert with_corpora(keys, "a", []) == {"options": {"corpus": "a", "n": 4}}
 
 
 GIVEN = {
