@@ -1,3 +1,3 @@
 """Checkpoints and texts of the training tests, for runs with adapters."""
 
-from training.conftest import assigned, blocks_for, config_for, corpus, models, upscaled  # noqa: F401
+from training.conftest import assigned, blocks_for, config_for, corpus, fetching, upscaled  # noqa: F401

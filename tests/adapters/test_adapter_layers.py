@@ -28,6 +28,7 @@ def save_adapter(model, config, folder):
     return logits(adapted)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_an_adapter_of_the_base_is_refused_by_either_loader(family, upscaled, tmp_path):
     folder = upscaled(family)
     # New layers of this method have attention and no feed-forward part.

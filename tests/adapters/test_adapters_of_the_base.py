@@ -227,7 +227,7 @@ def test_adapters_of_other_tasks_are_moved(auto, task, made, tmp_path):
             assert not isinstance(ours, torch.Tensor) or torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("method", ["midus-hml", "llama-pro", "moc"])
+@pytest.mark.parametrize("method", ["midus-hml", "llama-pro"])
 def test_transformers_loads_the_moved_adapter_as_well(method, made, tmp_path, recwarn):
     config = LoraConfig(r=2, target_modules=ALL_LAYERS, layers_to_transform=[0, 1], task_type="CAUSAL_LM")
     moved = check_moved(made("llama", method), config, tmp_path, recwarn)

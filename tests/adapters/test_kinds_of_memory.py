@@ -8,6 +8,7 @@ from models.depth_models import depth_model
 from models.hierarchical_models import IDS, OTHER_IDS, hierarchical_model
 from models.hierarchical_models import KINDS as FETCHING
 from models.ultramem_models import ultramem_model
+from pairs import by_default
 from peft import PeftModel
 from tiny import prompt
 from transformers import AutoModelForCausalLM
@@ -15,7 +16,10 @@ from transformers import AutoModelForCausalLM
 GREEDY = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
 
 
-@pytest.mark.parametrize("kind", [*DEPTH, *FETCHING, "own", "heads"])
+@pytest.mark.parametrize(
+    "kind",
+    by_default(["default", "reused", "projected", "some", *FETCHING, "own"], [*DEPTH, *FETCHING, "own", "heads"]),
+)
 def test_adapters_on_all_projections_change_nothing_then_act_and_are_merged(native_family, kind, tmp_path):
     tokens, inputs = prompt(6), {"memory_ids": IDS} if kind in FETCHING else {}
     if kind in FETCHING:

@@ -12,7 +12,9 @@ from adapters.adapted_models import (
 )
 from models.optimizer_steps import train_steps
 from models.upscaled import upscaled_model
+from pairs import by_default
 from peft import PeftModel
+from tiny import FAMILIES
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,7 @@ def test_adapters_land_on_the_projections_that_exist(family, targets, of_layer):
         assert adapted_projections(model, layer) == (of_block if layer in (1, 4) else of_layer)
 
 
+@pytest.mark.parametrize("family", by_default(["llama", "gemma3"], FAMILIES))
 def test_a_new_adapter_changes_nothing_and_a_trained_one_survives_saving_and_merging(family, tmp_path):
     model = adapted_model(upscaled_model(family), lora_alpha=16)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}

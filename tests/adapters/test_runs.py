@@ -105,10 +105,10 @@ def test_the_best_of_a_run_with_adapters_is_merged(base, config_for, corpus, tmp
     assert moved(base, tmp_path / "out") == linear(weights(base))
 
 
-def test_blocks_of_a_bank_are_new_and_train_beside_them(blocks_for, models, tmp_path, capsys):
+def test_blocks_of_a_bank_are_new_and_train_beside_them(blocks_for, fetching, tmp_path, capsys):
     config = blocks_for(trainable="auto", adapters={"r": 4})
     train(config)
-    assert moved(models / "hier-ffn", tmp_path / "out") == linear(weights(models / "hier-ffn"))
+    assert moved(fetching, tmp_path / "out") == linear(weights(fetching))
     bank = bank_of(tmp_path / "out")
     assert (bank.written(1), bank.written(2)) == ([0, 1], LEAVES)
     assert "; and the blocks of the bank, " in " ".join(capsys.readouterr().out.split())

@@ -1,4 +1,4 @@
-"""What runs need that train the blocks of a bank: tiny models that fetch, texts that have paths, and a look at what was trained."""
+"""What runs need that train blocks of a bank: a tiny model that fetches, texts that have paths, a look at what was trained."""
 
 import json
 from pathlib import Path
@@ -16,15 +16,12 @@ TYPES = ["hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv"]
 LEAVES = [0, 4, 5]
 
 
-def save_fetching(folder: Path) -> Path:
-    """Save upscaled models whose texts fetch blocks, each in a folder named by its method."""
-    base = save_tiny_model("llama", folder / "base")
-    for method in TYPES:
-        upscale(
-            base=base, method=method, output=folder / method, options={"sizes": [4, 2], "branching": 3}, verify=False
-        )
-        tiny_tokenizer().save_pretrained(folder / method)
-    return folder
+def save_fetching(folder: Path, method: str = "hier-ffn") -> Path:
+    """Save an upscaled model whose texts fetch blocks, and return its folder."""
+    base, output = save_tiny_model("llama", folder / "base"), folder / method
+    upscale(base=base, method=method, output=output, options={"sizes": [4, 2], "branching": 3}, verify=False)
+    tiny_tokenizer().save_pretrained(output)
+    return output
 
 
 def write_assigned(path: Path) -> Path:

@@ -48,8 +48,8 @@ def native(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory) -> Path:
-    """Tiny models whose texts fetch blocks, by their method; nobody may change them."""
+def fetching(tmp_path_factory) -> Path:
+    """A tiny model whose texts fetch blocks; nobody may change it."""
     return save_fetching(tmp_path_factory.mktemp("fetching"))
 
 
@@ -72,11 +72,11 @@ def config_for(upscaled, corpus, tmp_path):
 
 
 @pytest.fixture
-def blocks_for(models, assigned, tmp_path):
+def blocks_for(fetching, assigned, tmp_path):
     """Return what gives the options of a tiny run that trains the blocks of a bank by the name of its output."""
 
     def config(
-        output: str | Path = "out", *, model: Path = models / "hier-ffn", corpus: Path = assigned, **changes
+        output: str | Path = "out", *, model: Path = fetching, corpus: Path = assigned, **changes
     ) -> TrainArguments:
         return config_of(model, corpus, tmp_path / output, **changes)
 

@@ -1,8 +1,8 @@
 """A process of its own that starts runs of `midus train` and kills them, at points that it is told, with SIGKILL.
 
-It imports everything once and computes nothing, so that each run is a child that begins at once:
+It imports everything once and computes nothing, so that each run is a child that begins at once. Its one argument is JSON:
 
-    python killed_runs.py '[{"words": ["recipe.yaml", ...], "output": "out", "kill": ["os.rename", "a/b", 1], "copy": "seen"}]'
+    [{"words": ["recipe.yaml", ...], "output": "out", "kill": ["os.rename", "a/b", 1], "copy": "seen"}]
 
 A point is what a run is about to do to a file of its output (an event of Python's audit hooks), with `*` for what differs between
 runs, and at the how manieth time; or `["step", "", 3]`, when blocks have had their third update. `copy` is where the output as it
@@ -10,7 +10,6 @@ was left is kept. It prints how each run ended, as JSON: its exit status, or min
 """
 
 import fnmatch
-import gc
 import json
 import os
 import shutil
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from processes.server import import_libraries
 
 import midus_hf.training.run  # noqa: F401 - so that each run begins at once
 from midus_hf.banks import trained_bank
@@ -78,9 +76,6 @@ def one_run(request: dict[str, Any]) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    import_libraries()
-    gc.collect()
-    gc.freeze()
     endings = []
     for asked in json.loads(sys.argv[1]):
         endings.append(one_run(asked))

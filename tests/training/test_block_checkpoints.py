@@ -17,10 +17,10 @@ OPTIONS = {"save_steps": 2, "save_total_limit": None}
 
 
 @pytest.fixture(scope="module")
-def whole(models, assigned, tmp_path_factory) -> Path:
+def whole(fetching, assigned, tmp_path_factory) -> Path:
     """Return the output of a run with all of its checkpoints, which nobody may change."""
     output = tmp_path_factory.mktemp("whole") / "out"
-    train(config_of(models / "hier-ffn", assigned, output, **OPTIONS))
+    train(config_of(fetching, assigned, output, **OPTIONS))
     return output
 
 
@@ -50,8 +50,8 @@ def test_checkpoints_hold_the_blocks_that_changed_and_no_bank(whole):
     assert names == ["level-1.safetensors", "level-2.safetensors"]
 
 
-def test_a_script_of_ones_own_gets_the_blocks_of_the_best_step_as_well(models, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(models / "hier-ffn")
+def test_a_script_of_ones_own_gets_the_blocks_of_the_best_step_as_well(fetching, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(fetching)
     set_trainable(model)
     learned, held_out = (tiny_tokenizer()(document(40, seed), return_tensors="pt").input_ids[0] for seed in (0, 99))
     rows = [{"input_ids": ids, "labels": ids, "memory_ids": torch.tensor([1, 4])} for ids in (learned, held_out)]
@@ -82,7 +82,7 @@ def test_a_script_of_ones_own_gets_the_blocks_of_the_best_step_as_well(models, t
     best = Path(trainer.state.best_model_checkpoint)
     assert best.name == "checkpoint-4"
     model.save_pretrained(tmp_path / "saved")
-    last = AutoModelForCausalLM.from_pretrained(models / "hier-ffn")
+    last = AutoModelForCausalLM.from_pretrained(fetching)
     set_trainable(last)
     again = MemoryTrainer(last, arguments, train_dataset=rows[:1], eval_dataset=rows[1:])
     again._load_from_checkpoint(str(best))

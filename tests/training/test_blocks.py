@@ -8,7 +8,7 @@ import torch
 from pairs import by_default
 from peft import LoraConfig, get_peft_model
 from tiny import save_tiny_model
-from training.block_runs import LEAVES, TYPES, assert_same_blocks, bank_of
+from training.block_runs import LEAVES, TYPES, assert_same_blocks, bank_of, save_fetching
 from training.outcomes import assert_resumes, logged, moved, weights
 from training.tiny_run import document, refused
 from training.two_processes import in_two_processes, write_recipe
@@ -28,12 +28,13 @@ PROJECTIONS = {
 
 
 @pytest.mark.parametrize("method", by_default(["hier-ffn", "hier-lora-qk"], TYPES))
-def test_texts_are_learned_by_blocks_that_they_fetch_and_by_nothing_else(blocks_for, models, tmp_path, method):
-    train(blocks_for(model=models / method, max_steps=25))
+def test_texts_are_learned_by_blocks_that_they_fetch_and_by_nothing_else(blocks_for, tmp_path, method):
+    source = save_fetching(tmp_path, method)
+    train(blocks_for(model=source, max_steps=25))
     losses = logged(tmp_path / "out")
     assert sum(losses[-3:]) < sum(losses[:3]) - 0.05
-    assert moved(models / method, tmp_path / "out") == set()
-    bank, fresh = bank_of(tmp_path / "out", method), bank_of(models / method, method)
+    assert moved(source, tmp_path / "out") == set()
+    bank, fresh = bank_of(tmp_path / "out", method), bank_of(source, method)
     assert (bank.written(1), bank.written(2)) == ([0, 1], LEAVES) and not fresh.written(1)
     assert torch.equal(bank.block(2, 3), fresh.block(2, 3)) and not torch.equal(bank.block(2, 4), fresh.block(2, 4))
 
@@ -46,10 +47,10 @@ def test_what_is_reported_trains(blocks_for, capsys):
     assert [bank.layout.bank for bank in run.trainer.blocks.banks] == [bank]
 
 
-def test_the_model_trains_as_well_where_everything_does(blocks_for, models, tmp_path):
+def test_the_model_trains_as_well_where_everything_does(blocks_for, fetching, tmp_path):
     train(blocks_for(trainable="all"))
-    matrices = {name for name in weights(models / "hier-ffn") if "proj" in name}
-    assert matrices <= moved(models / "hier-ffn", tmp_path / "out")
+    matrices = {name for name in weights(fetching) if "proj" in name}
+    assert matrices <= moved(fetching, tmp_path / "out")
     assert bank_of(tmp_path / "out").written(2) == LEAVES
 
 
@@ -85,7 +86,7 @@ def test_the_generic_memory_is_drawn_by_the_place_in_the_run_alone():
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}, {"generic_share": 0.5}],
+    [{}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "generic_share": 0.5}],
     ids=str,
 )
 def test_a_resumed_run_is_the_uninterrupted_one(blocks_for, tmp_path, changes):
@@ -110,11 +111,11 @@ def test_gradients_of_blocks_are_clipped(blocks_for, tmp_path):
     assert norms[1][0] == pytest.approx(norms[0][0], rel=1e-4) and norms[0][0] > 1e-2
 
 
-def test_two_processes_agree_on_blocks_and_train_as_one(blocks_for, models, assigned, tmp_path):
+def test_two_processes_agree_on_blocks_and_train_as_one(blocks_for, fetching, assigned, tmp_path):
     train(blocks_for("one", generic_share=0.4))
     output = tmp_path / "two"
     words = {"generic_share": 0.4, "save_steps": 3, "path_column": "memory_ids", "output_dir": output}
-    in_two_processes(write_recipe(tmp_path, models / "hier-ffn", assigned, **words))
+    in_two_processes(write_recipe(tmp_path, fetching, assigned, **words))
     assert logged(output, "loss") == pytest.approx(logged(tmp_path / "one", "loss"), rel=1e-5)
     one, two = bank_of(tmp_path / "one"), bank_of(output)
     for level in (1, 2):

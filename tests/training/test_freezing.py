@@ -70,8 +70,8 @@ def test_roles_name_tensors_of_the_new_memories(load, roles):
     assert report.layers == NEW_LAYERS
 
 
-def test_roles_can_be_kept_from_training(family, load):
-    model = load(family=family)
+def test_roles_can_be_kept_from_training(load):
+    model = load()
     every = set_trainable(model, "all") and what_trains(model)
     report = set_trainable(model, "all", frozen=["value"])
     values = {name for name in every if name.endswith("value_bank")}

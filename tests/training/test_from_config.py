@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from pairs import by_default
 from tiny import FAMILIES
 from training.outcomes import assert_resumes, logged
 from training.tiny_run import refused, tiny_tokenizer
@@ -49,7 +50,7 @@ def shape(memory: str | None) -> PreTrainedConfig:
     return AutoConfig.for_model("midus_llama", **values, memory=[MEMORIES[memory]])
 
 
-@pytest.mark.parametrize("memory", [None, *MEMORIES])
+@pytest.mark.parametrize("memory", by_default(["chapters"], [None, *MEMORIES]))
 def test_everything_trains_and_learns_and_the_model_is_saved_with_its_tokenizer(memory, begun, tmp_path):
     run = TrainingRun(begun(model_config=shape(memory), max_steps=60))
     start = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}

@@ -3,12 +3,11 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes.warm import run_warm
 from safetensors.torch import load_file
 from training.block_runs import bank_of
 from training.outcomes import events
@@ -37,12 +36,12 @@ KILLS = {
 
 
 @pytest.fixture(scope="module")
-def runs(models, assigned, tmp_path_factory):
+def runs(fetching, assigned, tmp_path_factory):
     """A run that nobody disturbed, with all of its checkpoints, and those that were killed, each with what it left."""
     folder = tmp_path_factory.mktemp("killed")
     (folder / "recipe.yaml").write_text(
         f"corpus: {assigned}\npath_column: memory_ids\n"
-        f"model_name_or_path: {models / 'hier-ffn'}\ntrainable: all\ngeneric_share: 0.3\n"
+        f"model_name_or_path: {fetching}\ntrainable: all\ngeneric_share: 0.3\n"
         "learning_rate: 1e-2\nsequence_length: 16\nper_device_train_batch_size: 4\nmax_steps: 6\n"
         "save_steps: 2\nbf16: false\nlogging_steps: 1\n"
     )
@@ -60,18 +59,8 @@ def runs(models, assigned, tmp_path_factory):
                 )
             )
         list_.append(asked(name, "resume_from_checkpoint=true"))
-    process = subprocess.run(
-        [sys.executable, "-W", "ignore", HELPER, json.dumps(list_)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, HELPER.parents[1:3])),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-        },
-    )
+    roots = os.pathsep.join(map(str, HELPER.parents[1:3]))
+    process = run_warm(HELPER.read_text(encoding="utf-8"), json.dumps(list_), PYTHONPATH=roots)
     assert process.returncode == 0, process.stderr
     expected = [-signal.SIGKILL if asked["kill"] else 0 for asked in list_]
     assert json.loads(process.stdout) == expected, process.stderr

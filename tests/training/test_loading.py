@@ -71,12 +71,12 @@ OF_TABLES = "no memory of this model reads few rows of a large table; expected o
     ],
 )
 def test_what_a_model_cannot_do_is_refused_before_anything_is_written(
-    kind, options, message, upscaled, models, corpus, tmp_path
+    kind, options, message, upscaled, fetching, corpus, tmp_path
 ):
     model = {
         "headwise": lambda: upscaled("llama"),
         "none": lambda: None,
-        "fetching": lambda: models / "hier-ffn",
+        "fetching": lambda: fetching,
         "prompted": lambda: upscaled("llama", "moc", routing="prompt"),
     }[kind]()
     with refused(message):
@@ -89,11 +89,9 @@ def test_a_base_that_was_not_upscaled_can_train_whole(upscaled, config_for):
     assert train(config_for(model=base, trainable="all", max_steps=1)).steps == 1
 
 
-def test_a_sequence_longer_than_the_model_has_positions_for_is_refused_before_anything_is_loaded(
-    upscaled, tmp_path, family
-):
+def test_a_sequence_longer_than_the_model_has_positions_for_is_refused_before_anything_is_loaded(upscaled, tmp_path):
     model = tmp_path / "model"
-    shutil.copytree(upscaled(family), model)
+    shutil.copytree(upscaled("llama"), model)
     for name in ("model.safetensors", "tokenizer.json"):
         (model / name).unlink()
     with refused(r"sequence_length is 129, but the model has positions for 128 tokens\. Lower "):

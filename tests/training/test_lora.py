@@ -1,5 +1,6 @@
 """LoRA on an upscaled model: the config that is offered for it, and the warning where another leaves memories dead."""
 
+import itertools
 import re
 import warnings
 
@@ -14,8 +15,9 @@ from adapters.adapted_models import (
 )
 from models.optimizer_steps import train_steps
 from models.upscaled import SIZES, upscaled_model
+from pairs import by_default
 from peft import get_peft_model
-from tiny import tiny_model
+from tiny import FAMILIES, tiny_model
 from training.tiny_run import refused
 from transformers import AutoModelForCausalLM
 
@@ -40,7 +42,10 @@ def train_four_steps(model, **rates) -> None:
     train_steps(model, 4, parameter_groups(model, Rates(learning_rate=1e-2, weight_decay=0.1, **rates)))
 
 
-@pytest.mark.parametrize("memory_type", SIZES)
+@pytest.mark.parametrize(
+    ("family", "memory_type"),
+    by_default(zip(("llama", "qwen2", "gemma3"), SIZES, strict=True), itertools.product(FAMILIES, SIZES)),
+)
 def test_the_offered_config_adapts_the_base_and_trains_new_layers_whole(family, memory_type, tmp_path):
     torch.manual_seed(0)
     base = fresh_model(family, memory_type)
@@ -71,8 +76,8 @@ def test_the_offered_config_adapts_the_base_and_trains_new_layers_whole(family, 
     assert all(m.value_bank.any() for m in loaded.modules() if isinstance(m, MemoryModule))
 
 
-def test_keys_and_values_have_their_group_beside_adapters(family):
-    model = fresh_model(family)
+def test_keys_and_values_have_their_group_beside_adapters():
+    model = fresh_model("llama")
     model = get_peft_model(model, lora_config(model, r=4))
     groups = {group["name"]: group for group in parameter_groups(model, Rates(learning_rate=1e-3, weight_decay=0.1))}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -114,6 +119,7 @@ def test_new_layers_of_a_dense_method_train_whole_too():
     }
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_the_offered_config_trains_the_same_under_activation_checkpointing(family):
     def adapted():
         model = upscaled_model(family)

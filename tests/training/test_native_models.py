@@ -1,16 +1,14 @@
 """A model of a family's own class trains like a memory model: by what its config records, or by a list of layers."""
 
-import json
-
 import pytest
 import torch
 from pairs import by_default
 from tiny import FAMILIES, save_tiny_model
 from training.outcomes import moved, weights
 from training.tiny_run import NEW_LAYERS, letter_tokenizer, save_native
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
-from midus_hf.training.run import TrainingRun, train
+from midus_hf.training.run import TrainingRun
 
 
 class SeenGradients(TrainerCallback):
@@ -37,6 +35,7 @@ def train_watched(config) -> tuple[set[str], set[str], set[str]]:
     return set(weights(config.model_name_or_path)), moved(config.model_name_or_path, config.output_dir), seen.names
 
 
+@pytest.mark.parametrize("family", by_default(["qwen2", "gemma2"], FAMILIES))
 def test_the_layers_that_the_config_records_as_new_train_in_bf16_and_all_else_keeps_its_bytes(
     family, config_for, tmp_path
 ):
@@ -45,7 +44,7 @@ def test_the_layers_that_the_config_records_as_new_train_in_bf16_and_all_else_ke
     assert changed == with_gradient == of_layers(names, NEW_LAYERS)
 
 
-@pytest.mark.parametrize("family", by_default(["llama", "gemma3"], FAMILIES))
+@pytest.mark.parametrize("family", by_default(["gemma3"], FAMILIES))
 def test_listed_layers_or_everything_trains_in_a_plain_base(family, config_for, tmp_path):
     base = save_tiny_model(family, tmp_path / "base")
     letter_tokenizer().save_pretrained(base)
@@ -55,19 +54,7 @@ def test_listed_layers_or_everything_trains_in_a_plain_base(family, config_for, 
     assert changed == names
 
 
-@pytest.mark.parametrize("family", by_default(["qwen3"], FAMILIES))
-def test_the_record_survives_training_and_a_second_training(family, native, config_for, tmp_path):
-    train(config_for("first", model=native(family), max_steps=2))
-    train(config_for("second", model=tmp_path / "first", max_steps=1))
-    before = json.loads((native(family) / "config.json").read_text())
-    for folder in ("first", "second"):
-        after = json.loads((tmp_path / folder / "config.json").read_text())
-        assert after["upscale"] == before["upscale"]
-        assert AutoConfig.from_pretrained(tmp_path / folder).upscale == before["upscale"]
-    assert json.loads((tmp_path / "second" / "config.json").read_text()) == before
-
-
-@pytest.mark.parametrize("trainable", ["new", "all"])
+@pytest.mark.parametrize(("family", "trainable"), [("qwen2", "new"), ("gemma3", "all")])
 def test_norms_and_biases_do_not_decay_and_matrices_do(family, config_for, tmp_path, trainable):
     model = AutoModelForCausalLM.from_pretrained(save_native(family, tmp_path / "model"))
     with torch.no_grad():

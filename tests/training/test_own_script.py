@@ -104,8 +104,8 @@ def state(model) -> dict[str, torch.Tensor]:
     [(WITH_MEMORY_TRAINER, MemoryTrainer), (WITH_PLAIN_TRAINER, Trainer)],
     ids=["docs", "docs-plain"],
 )
-def test_what_is_said_for_trainer(family, upscaled, scene, monkeypatch, block, trainer_class):
-    settings = scene(upscaled(family))
+def test_what_is_said_for_trainer(upscaled, scene, monkeypatch, block, trainer_class):
+    settings = scene(upscaled("llama"))
     before, rates = state(settings["model"]), watch_rates(monkeypatch)
     exec(block.text, settings)
     check_moved(before, settings["model"].state_dict())

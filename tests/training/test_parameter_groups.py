@@ -1,11 +1,13 @@
 """Groups of parameters, their rates and schedules, and the dtypes in which tensors are held while they train."""
 
 import dataclasses
+import math
 import re
 
 import pytest
 import torch
 from look.memory_models import memory_model
+from training.steered_runs import executed_with_rates
 from training.tiny_run import refused
 from transformers import AutoModelForCausalLM, TrainingArguments
 
@@ -14,6 +16,7 @@ from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.optim.freezing import hold_for_training, restore_dtypes, set_trainable
 from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
 from midus_hf.training.optim.rates import Rates
+from midus_hf.training.run import TrainingRun
 from midus_hf.training.trainer import MemoryTrainer
 from tests.memory.building import build
 
@@ -236,6 +239,16 @@ def test_the_schedule_of_mixture_of_chapters_warms_up_stays_and_falls_where_the_
     assert factors[8880] == pytest.approx(0.55) and factors[9600] == pytest.approx(0.1)
 
 
+def test_values_follow_their_schedule_in_a_run(config_for):
+    options = {"value_schedule": "4x-to-1x", "value_learning_rate": 3e-2, "key_value_learning_rate": 3e-3}
+    rates = executed_with_rates(TrainingRun(config_for(**options)))
+    main = [rate / 1e-2 for rate in rates["decay"]]
+    assert main[:2] == [0, 0.5]
+    assert main[2:] == pytest.approx([(1 + math.cos(math.pi * step / 18)) / 2 for step in range(18)])
+    assert rates["values"] == pytest.approx([3e-2 * max(1, 4 - 3 * step / 5) * main[step] for step in range(20)])
+    assert rates["keys"] == [3e-3] * 20
+
+
 def plateau(*courses: str):
     groups = [{"params": [torch.zeros(1)], "lr": 1.0, "course": course} for course in courses]
     optimizer = torch.optim.SGD(groups)
@@ -292,9 +305,9 @@ def test_plain_arguments_give_one_rate_and_any_schedule(upscaled, tmp_path):
     assert [factor(20) for factor in trainer.lr_scheduler.lr_lambdas] == [0.5, 0.5, 1, 1]
 
 
-def test_blocks_of_a_bank_follow_the_schedule_unless_told_otherwise(models):
+def test_blocks_of_a_bank_follow_the_schedule_unless_told_otherwise(fetching):
     """Hierarchical memories, appendix A.2; values in the model stay constant (MIDUS)."""
-    model = AutoModelForCausalLM.from_pretrained(models / "hier-ffn")
+    model = AutoModelForCausalLM.from_pretrained(fetching)
     set_trainable(model)
     for schedule, course in ((None, "schedule"), ("constant", "constant"), ("4x-to-1x", "4x-to-1x")):
         (group,) = parameter_groups(model, Rates(value_schedule=schedule))

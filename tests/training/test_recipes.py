@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import by_default
 from training.outcomes import logged
 from training.tiny_run import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
@@ -275,7 +276,7 @@ SMALL_MEMORIES = {
 }
 
 
-@pytest.mark.parametrize("name", [*PARAMETERS, *TABLE_7])
+@pytest.mark.parametrize("name", by_default(["moc-371m", "ultramem-v2-1b-7b"], [*PARAMETERS, *TABLE_7]))
 def test_a_small_copy_trains(name, corpus, tmp_path):
     small = {**model_config(name), "vocab_size": 128, "hidden_size": 48, "intermediate_size": 64, "head_dim": 4}
     for entry in small.get("memory", []):

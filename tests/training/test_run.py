@@ -65,9 +65,8 @@ def test_base_tensors_keep_their_bytes_new_ones_move_and_what_comes_out_is_a_mod
 
 
 KINDS = {
-    "bf16": {"bf16": True},
+    "bf16 and a sparse log": {"bf16": True, "logging_steps": 3},
     "num_train_epochs": {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 20},
-    "sparse-log": {"logging_steps": 3},
     "4x-to-1x": {"value_schedule": "4x-to-1x", "value_learning_rate": 3e-2},
     "checkpointing": {"gradient_accumulation_steps": 2, "logging_steps": 4, "activation_checkpointing": True},
     "memory": {"memory_learning_rate": 2e-2, "value_weight_decay": 0.1, "neftune_noise_alpha": 1.0},
@@ -148,7 +147,7 @@ def test_a_refusal_of_held_out_text_names_its_key(config_for, tmp_path):
         train(config_for(eval_text=str(tmp_path / "blank.txt"), eval_steps=1))
 
 
-@pytest.mark.parametrize("family", by_default(["qwen2", "gemma2"], FAMILIES))
+@pytest.mark.parametrize("family", by_default(["gemma2"], FAMILIES))
 def test_in_bf16_a_half_precision_base_keeps_its_bytes_and_new_tensors_move(family, config_for, tmp_path):
     model = save_upscaled(family, tmp_path, dtype=torch.bfloat16)
     run = TrainingRun(config_for(model=model, bf16=True, max_steps=6))
@@ -169,7 +168,7 @@ def test_fp32_computes_in_float32_whatever_the_checkpoint_holds(config_for, tmp_
     assert all(is_new(name) for name in moved(model, tmp_path / "out"))
 
 
-@pytest.mark.parametrize("family", by_default(["qwen3", "gemma2"], FAMILIES))
+@pytest.mark.parametrize("family", by_default(["qwen3"], FAMILIES))
 def test_activation_checkpointing_changes_no_loss(family, config_for, tmp_path):
     for checkpointing in (False, True):
         output = tmp_path / str(checkpointing)

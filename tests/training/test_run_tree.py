@@ -36,7 +36,7 @@ def named(assigned, path, tree):
 
 
 @pytest.fixture(scope="module")
-def made(models, assigned, tmp_path_factory):
+def made(fetching, assigned, tmp_path_factory):
     """Both trees, a corpus assigned by each, and a model that was trained with the first; nobody may change them."""
     folder = tmp_path_factory.mktemp("trees")
     for name, tree in (("tree", TREE), ("other", OTHER)):
@@ -44,7 +44,7 @@ def made(models, assigned, tmp_path_factory):
         named(assigned, folder / f"{name}.jsonl", tree)
     train(
         config_of(
-            models / "hier-ffn",
+            fetching,
             folder / "tree.jsonl",
             folder / "model",
             tree=str(folder / "tree"),
@@ -71,8 +71,8 @@ def fingerprints(folder) -> tuple[str | None, str | None]:
     return json.loads((bank / "bank.json").read_text())["tree"], beside
 
 
-def test_the_tree_of_a_run_is_saved_beside_its_model_and_goes_wherever_the_model_goes(made, models, tmp_path):
-    assert fingerprints(models / "hier-ffn") == (None, None), "nothing trained this bank"
+def test_the_tree_of_a_run_is_saved_beside_its_model_and_goes_wherever_the_model_goes(made, fetching, tmp_path):
+    assert fingerprints(fetching) == (None, None), "nothing trained this bank"
     both = (TREE.fingerprint, TREE.fingerprint)
     assert fingerprints(made / "model") == both
     AutoModelForCausalLM.from_pretrained(made / "model").save_pretrained(tmp_path / "saved")
@@ -145,7 +145,7 @@ def test_measuring_and_asking_refuse_another_tree(made, tmp_path, capsys):
         assert words in capsys.readouterr().err
 
 
-def test_a_bank_of_another_base_or_of_other_layers_is_not_opened(made, models, tmp_path):
+def test_a_bank_of_another_base_or_of_other_layers_is_not_opened(made, tmp_path):
     options = {"sizes": [4, 2], "branching": 3}
     base = another_base(tmp_path / "base")
     upscale(base=base, method="hier-ffn", output=tmp_path / "another", options=options, verify=False)

@@ -61,13 +61,6 @@ def is_new(name, config):
     return not name.startswith("model.") or any(part in name for part in new)
 
 
-def test_what_is_new_and_the_head_train_alone(head):
-    model = head(AutoModelForSequenceClassification)
-    set_trainable(model)
-    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trains == {name for name, _ in model.named_parameters() if is_new(name, model.config)}
-
-
 def test_the_head_of_a_language_model_and_a_bare_stack_stay_frozen(upscaled):
     causal = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
     set_trainable(causal)

@@ -1,10 +1,9 @@
 """`midus train` from the outside: what it prints, what it writes, how it exits."""
 
-import subprocess
 from importlib.util import find_spec
 
 import pytest
-from processes.warm import run_ranks, run_warm
+from processes.warm import run_ranks
 from training.outcomes import assert_close_weights, by_step, logged
 from training.tiny_run import refused
 from training.two_processes import SCRIPT
@@ -25,21 +24,18 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
 
-def run_script(words: list[str]) -> subprocess.CompletedProcess:
-    return run_warm(f"import runpy\nrunpy.run_path({str(SCRIPT)!r}, run_name='__main__')", *words, COLUMNS="120")
-
-
 @pytest.fixture
 def words(words) -> list[str]:
     """A recipe and what it needs: config, model, corpus, output."""
     return [*words, "max_steps=5", "learning_rate=1e-2"]
 
 
-def test_it_trains_resumes_and_leaves_a_model(words, tmp_path):
-    first = run_script([*words, "save_steps=3"])
-    assert first.returncode == 0, first.stderr
-    assert "Training new: " in first.stdout and "layers 1, 4" in first.stdout
-    assert first.stdout.splitlines()[-1].startswith(f"{tmp_path / 'out'}: 5 steps, 160 tokens, loss ")
+def test_it_trains_resumes_and_leaves_a_model(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main([*words, "save_steps=3"]) == 0
+    printed = capsys.readouterr().out
+    assert "Training new: " in printed and "layers 1, 4" in printed
+    assert printed.splitlines()[-1].startswith(f"{tmp_path / 'out'}: 5 steps, 160 tokens, loss ")
     losses = logged(tmp_path / "out")
     assert list(by_step(tmp_path / "out", "loss")) == [1, 2, 3, 4, 5]
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
