@@ -9,8 +9,6 @@ from topics.tiny_bert import save_tiny_bert
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.windows import load_fast_tokenizer
 
-WINDOW_TOKENS = 5
-
 
 @pytest.fixture(scope="session")
 def bert(tmp_path_factory):

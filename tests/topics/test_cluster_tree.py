@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from topics.trees import random_tree
 
-from midus_hf.topics.tree import ClusterTree, squared_distances
+from midus_hf.topics.tree import ClusterTree
 
 
 def leads_to_a_leaf(tree: ClusterTree, level: int, node: int) -> bool:
@@ -57,12 +57,6 @@ def test_paths_do_not_depend_on_what_descends_along(dtype):
 def test_equally_near_children_give_the_first():
     tree = ClusterTree(3, [torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])])
     assert tree.paths(torch.tensor([[0.3, 0.3], [0.0, 1.0]])).tolist() == [[0], [1]]
-
-
-def test_distances_are_those_between_points():
-    rows, centroids = torch.randn(6, 5), torch.randn(6, 4, 5)
-    torch.testing.assert_close(squared_distances(rows, centroids[0]), torch.cdist(rows, centroids[0]).square())
-    torch.testing.assert_close(squared_distances(rows, centroids), (rows[:, None] - centroids).square().sum(-1))
 
 
 def test_the_fingerprint_is_that_of_branching_and_centroids():
