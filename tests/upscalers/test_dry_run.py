@@ -29,11 +29,11 @@ finally:
 """
 
 
-def test_the_report_has_exactly_the_promised_keys(tmp_path):
+def test_the_report_has_exactly_the_promised_keys(command, tmp_path):
     folder = write_config(tmp_path / "base", LLAMA_3_2_1B)
-    result = run_upscale("--base", folder, "--method", "midus-hml", "--dry-run", "--json")
-    assert (result.returncode, result.stderr) == (0, "")
-    report = json.loads(result.stdout)
+    result = command("--base", folder, "--method", "midus-hml", "--dry-run", "--json")
+    assert (result.status, result.err) == (0, "")
+    report = result.json()
     assert list(report) == [
         "method", "base", "output", "model_type", "num_layers", "new_layer_indices", "parameters", "bytes", "identity",
         "seconds", "peak_rss_bytes",

@@ -1,14 +1,15 @@
 """Every stage of the work tells of steps, and none stands at its end while work goes on."""
 
+import contextlib
 import json
 import os
 import pty
 import re
-import subprocess
-import sys
+import threading
 
 import pytest
 import torch
+from processes.warm import run_warm
 
 from tests.upscalers.checkpoints import SMALL, logits, save_base
 from tests.upscalers.solvers.recording import Recorder
@@ -54,32 +55,35 @@ def test_a_failure_ends_the_display(shared_base, tmp_path, monkeypatch):
     assert progress.shown == ["start", "finish"]
 
 
-def test_a_fresh_process_shows_the_stages_on_a_terminal_and_prints_one_object_on_standard_output(tmp_path):
-    code = "import sys; from midus_hf.cli.upscale import main; sys.exit(main())"
+ON_A_TERMINAL = """
+import os, sys
+os.dup2(os.open(sys.argv.pop(1), os.O_WRONLY | os.O_NOCTTY), 2)
+from midus_hf.cli.upscale import main
+sys.exit(main())
+"""
+
+
+def test_a_process_shows_the_stages_on_a_terminal_and_prints_one_object_on_standard_output(tmp_path):
     base = save_base(tmp_path / "base", dtype=torch.bfloat16)
     arguments = "--base base --method midus-hml --output out --set n=8 --set k=2 --json".split()
     reader, writer = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "120", "TERM": "xterm", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", code, *arguments],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=writer,
-        env=environment,
-    )
+    shown: list[bytes] = []
+
+    def read() -> None:  # meanwhile, or the terminal would be full
+        with contextlib.suppress(OSError):  # the other end is closed
+            while chunk := os.read(reader, 4096):
+                shown.append(chunk)
+
+    terminal = threading.Thread(target=read)
+    terminal.start()
+    done = run_warm(ON_A_TERMINAL, os.ttyname(writer), *arguments, folder=tmp_path, COLUMNS="120", TERM="xterm")
     os.close(writer)
-    shown = b""
-    try:
-        while chunk := os.read(reader, 4096):
-            shown += chunk
-    except OSError:  # the other end is closed
-        pass
+    terminal.join()
     os.close(reader)
-    printed, _ = process.communicate()
-    assert process.returncode == 0, shown.decode()
-    assert json.loads(printed)["identity"].items() >= {"checked": "logits", "max_abs_diff": 0.0}.items()
+    assert done.returncode == 0, shown
+    assert json.loads(done.stdout)["identity"].items() >= {"checked": "logits", "max_abs_diff": 0.0}.items()
     assert torch.equal(logits(base), logits(tmp_path / "out"))
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(shown).decode())
     order = [text.index(name) for name in ("loading libraries", "writing 1 shard", "comparing with the base")]
     assert order == sorted(order)
     assert re.search(r"comparing with the base .* \d+ of 12 layers and heads", text)

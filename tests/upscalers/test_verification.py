@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from pairs import in_turn
+from processes.warm import run_warm
 
 from midus_hf.memory.headwise import HeadwiseMemory
 from tests.upscalers.checkpoints import (
@@ -19,7 +20,6 @@ from tests.upscalers.checkpoints import (
     with_memory,
     write_tensors,
 )
-from tests.upscalers.processes import run_python
 from upscalers.methods.contract import get_method
 from upscalers.methods.midus import MidusHml
 from upscalers.request.errors import RequestError, VerificationError
@@ -47,10 +47,8 @@ def put_nan(folder, name, index=0, value=math.nan):
 
 
 @pytest.mark.parametrize(("method", "dtype"), in_turn(SMALL, [torch.float32, torch.bfloat16]), ids=str)
-def test_values_that_are_not_zero_are_caught_even_if_too_small_for_any_tolerance(
-    family, tmp_path, monkeypatch, dtype, method
-):
-    base = save_base(tmp_path / "base", family, dtype)
+def test_values_that_are_not_zero_are_caught_even_if_too_small_for_any_tolerance(tmp_path, monkeypatch, dtype, method):
+    base = save_base(tmp_path / "base", dtype=dtype)
     value = 1e-6 if dtype == torch.float32 and method == "midus-hml" else 0.05
     replace_recipe(
         monkeypatch, "memory.value_bank", lambda base, recipe: Fill(recipe.shape, value), get_method(method)
@@ -160,7 +158,7 @@ def test_a_limit_on_the_address_space_counts_with_what_is_taken_of_it(tmp_path):
     assert verify.available_bytes(tmp_path) == os.sysconf("SC_PAGE_SIZE") * os.sysconf(
         "SC_PHYS_PAGES"
     )  # no limit known
-    done = run_python(LIMITED)
+    done = run_warm(LIMITED)
     before, after = map(int, done.stdout.split())
     assert 500_000_000 < before <= 1_000_000_000 and 290_000_000 < before - after < 310_000_000, done.stderr
 
