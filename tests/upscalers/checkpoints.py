@@ -148,6 +148,11 @@ def load(folder: Path, dtype: torch.dtype | str = "auto") -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
 
 
+def long_prompt() -> torch.Tensor:
+    """Return token ids `[2, 20]` that every tiny model knows, longer than the sliding windows."""
+    return torch.randint(3, 96, (2, 20), generator=torch.Generator().manual_seed(1))
+
+
 def logits(folder: Path, dtype: torch.dtype | str = "auto") -> torch.Tensor:
     """Logits of the prompt."""
     with torch.no_grad():

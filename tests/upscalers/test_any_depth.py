@@ -13,7 +13,16 @@ from torch import nn
 
 from midus_hf.models.inference.tiny import tiny_model
 from scripts.families import methods_on_the_page
-from tests.upscalers.checkpoints import config_of, edit_config, load, read_tensors, same_bits, write_tensors
+from tests.upscalers.checkpoints import (
+    config_of,
+    edit_config,
+    load,
+    long_prompt,
+    read_tensors,
+    same_bits,
+    write_tensors,
+)
+from tests.upscalers.dense.layers import layer as layer_of
 from upscalers.architecture.families import FAMILIES
 from upscalers.architecture.inferred import change_of_settings, settings_of
 from upscalers.architecture.layer_roles import gain_offset, gate_and_up
@@ -124,17 +133,6 @@ def make(base_of, tmp_path_factory):
     return made
 
 
-def tokens() -> torch.Tensor:
-    """Return token ids `[2, 20]`, longer than the sliding windows."""
-    return torch.randint(3, 96, (2, 20), generator=torch.Generator().manual_seed(1))
-
-
-def layer_of(tensors: dict[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of a layer by their name within the layer."""
-    prefix = f"model.layers.{index}."
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
 def buffers_of(model: nn.Module) -> set[str]:
     """Return the names within a layer of what a model holds and does not train."""
     stored = model.state_dict().keys() - dict(model.named_parameters()).keys()
@@ -155,7 +153,7 @@ def test_layers_of_the_base_keep_every_bit_and_new_layers_are_of_the_kind_of_the
     settings = [[settings_of(layer) for layer in model.model.layers] for model in (before, after)]
     assert change_of_settings(*settings, made.plan.sources) is None
     with torch.no_grad():
-        expected, logits = before(tokens()).logits, after(tokens()).logits
+        expected, logits = before(long_prompt()).logits, after(long_prompt()).logits
     assert torch.equal(logits, expected) if method in ("llama-pro", "opt-deus") else logits.isfinite().all()
 
 
@@ -315,18 +313,6 @@ def test_what_a_norm_multiplies_by_is_read_from_what_it_computes(model_type, pat
     before = {name: parameter.clone() for name, parameter in norm.named_parameters()}
     assert gain_offset(norm) == offset
     assert all(torch.equal(parameter, before[name]) for name, parameter in norm.named_parameters())
-
-
-def test_settings_but_the_index_and_the_number_of_layers_are_compared():
-    def settings(index: int, number: int, window: int | None) -> dict[str, Any]:
-        return {"layer_idx": index, "num_hidden_layers": number, "window": window}
-
-    base = [settings(index, 3, [8, None, 8][index]) for index in range(3)]
-    plan = [0, 1, 1, 2]
-    moved = [settings(index, 4, [8, None, None, 8][index]) for index in range(4)]
-    assert change_of_settings(base, moved, plan) is None
-    moved[2]["window"] = 8
-    assert change_of_settings(base, moved, plan) == "layer 2 has window = 8 and its source, layer 1, None"
 
 
 @pytest.mark.parametrize(

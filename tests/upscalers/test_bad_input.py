@@ -114,13 +114,10 @@ BASES: dict[str, tuple[Mutation, str]] = {
     "config no object": (replace("config.json", "[1]"), "config.json holds a list; expected a JSON object"),
     "config nested without end": (replace("config.json", '{"a":' * 100_000), "config.json is not JSON"),
     "unknown family": (config(model_type="lama"), "'lama' is no causal language model of .* expected one\\. Install a newer"),
-    "no family": (config(model_type=...), "config.json has model_type = None; expected one of: llama"),
     "no layers": (config(num_hidden_layers=0), "num_hidden_layers = 0; expected an integer from 1 to 10000"),
-    "layers as text": (config(num_hidden_layers="4"), "num_hidden_layers = '4'; expected an integer"),
     "too many layers": (config(num_hidden_layers=5), "the base lacks 9 tensors that its config asks for, such as model.layers.4."),
     "too few layers": (config(num_hidden_layers=3), r"the base holds model\.layers\.3\..*, but config.json has num_hidden_layers"),
     "wrong size": (config(intermediate_size=49), r"is \[48, 32\] in the base; expected \[49, 32\] by its config"),
-    "no hidden size": (config(hidden_size=None), "hidden_size = None; expected a positive integer"),
     "config transformers refuses": (config(rms_norm_eps="small"), r"transformers refuses the config: .*rms_norm_eps.* Repair"),
     "unknown activation": (config(hidden_act="gelo"), "transformers cannot run the base .KeyError: 'gelo'.. Repair it or download"),
     "scale not a number": (
@@ -154,10 +151,6 @@ BASES: dict[str, tuple[Mutation, str]] = {
         sharded(lambda base: tensor_files(base)[1].unlink()),
         "index.json names model-00002-of-.*, which is missing. Download or save the base again",
     ),
-    "cut shard": (
-        sharded(lambda base: truncate(tensor_files(base)[1].name, -5)(base)),
-        "model-00002-of-.* is not a sound safetensors file",
-    ),
     "index names an absent tensor": (
         edit_index(lambda names: names.update({"model.extra": next(iter(names.values()))})),
         r"index.json places model.extra in model-.*, which does not hold it .1 such tensors.",
@@ -165,10 +158,6 @@ BASES: dict[str, tuple[Mutation, str]] = {
     "index points outside": (
         edit_index(lambda names: names.update({"lm_head.weight": "../other.safetensors"})),
         "index.json names the shard '../other.safetensors'; expected a .safetensors file beside it",
-    ),
-    "index names a pickle": (
-        edit_index(lambda names: names.update({"lm_head.weight": "pytorch_model.bin"})),
-        "index.json names the shard 'pytorch_model.bin'; expected a .safetensors file",
     ),
     "D no multiple of H": (
         lambda base: (shutil.rmtree(base), save_base(base, "qwen3", hidden_size=34)),
@@ -192,20 +181,10 @@ def test_a_base_that_cannot_be_upscaled_is_refused(command, tmp_path, case, refu
     refused(command(*arguments), message, ["base"])
 
 
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        ("exists", "output .*exists exists; pass --overwrite to replace it, or choose another folder"),
-        ("base", "output .*base lies inside the base"),
-        ("file/out", "output .*out cannot be made: .*file is not a writable folder"),
-    ],
-)
-def test_an_output_that_cannot_be_made_is_refused(command, tmp_path, output, message, refused):
-    base = save_base(tmp_path / "base")
-    (tmp_path / "exists").mkdir()
+def test_an_output_that_cannot_be_made_is_refused(command, base, tmp_path, refused):
     (tmp_path / "file").write_text("x")
-    outcome = command("--base", base, "--method", "midus-hml", "--output", tmp_path / output, "--set", "n=8")
-    refused(outcome, message, ["base", "exists", "file"])
+    outcome = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "file" / "out")
+    refused(outcome, "output .*out cannot be made: .*file is not a writable folder", ["file"])
 
 
 @pytest.mark.parametrize("missing", ["--base", "--method", "--output"])

@@ -86,6 +86,7 @@ def test_a_single_file_goes_before_an_index_as_in_transformers_and_links_are_rea
     assert torch.equal(logits(base), logits(tmp_path / "out"))
 
 
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gemma3"])  # whose types of layers are implied
 def test_minimal_configs_mean_to_the_output_what_they_mean_to_the_base(family, tmp_path):
     base = save_base(tmp_path / "base", family, num_hidden_layers=6)
     keys = {"layer_types", "dtype", "transformers_version", "initializer_range", "architectures"}
@@ -94,6 +95,7 @@ def test_minimal_configs_mean_to_the_output_what_they_mean_to_the_base(family, t
     assert torch.equal(logits(base, torch.float32), logits(tmp_path / "out"))
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_tied_and_untied_heads(family, tmp_path, tied):
     base = save_base(tmp_path / "base", family, tie_word_embeddings=tied)

@@ -5,7 +5,7 @@ import yaml
 
 from tests.upscalers.checkpoints import MEMORY_OPTIONS, file_digests, record_of, same_tensors, save_base
 from upscalers.methods.contract import METHODS
-from upscalers.request.errors import VerificationError
+from upscalers.request.errors import MethodError, VerificationError
 from upscalers.runs.upscale import upscale
 
 SMALL = ("--set", "n=8", "--set", "k=2")
@@ -61,12 +61,9 @@ def test_a_configuration_file_places_by_name_list_or_number(command, base, tmp_p
         ("- base", "holds a list; expected a mapping of keys to values"),
         ("bsae: x", "has no option 'bsae'. Did you mean 'base'"),
         ("num_new_layers: many", "num_new_layers is 'many'; expected a whole number"),
-        ("num_new_layers: 2.5", "num_new_layers is 2.5; expected a whole number"),
         ("verify: maybe", "verify is 'maybe'; expected true or false"),
         ("base: 5", "base is 5; expected a string"),
         ("options: [n]", "options is ['n']; expected a mapping"),
-        ("seed: x", "seed is 'x'; expected a whole number"),
-        ("push_to_hub: 7", "push_to_hub is 7; expected a string"),
     ],
 )
 def test_a_configuration_file_that_makes_no_sense_is_refused(command, base, tmp_path, text, message):
@@ -120,12 +117,6 @@ def test_the_list_of_methods_has_a_line_each_that_says_how_the_model_starts(comm
 def test_words_that_people_try_are_answered_with_what_to_type(words, message, command, base):
     outcome = command(*[word.replace("{base}", str(base)) for word in words], "--dry-run")
     assert (outcome.status, outcome.err.count("\n")) == (2, 1) and message in outcome.err
-
-
-def test_help_begins_with_what_upscale_does_and_an_example(command):
-    beginning = command("--help").out.partition("Options:")[0]
-    assert "Add memory or layers to a pretrained model." in beginning
-    assert "upscale --base HuggingFaceTB/SmolLM2-135M --method midus-hml --output OUT" in beginning
 
 
 @pytest.mark.parametrize(
@@ -182,6 +173,7 @@ def test_the_summary_on_a_terminal_says_what_was_done(command, base, tmp_path):
     ("error", "status", "line"),
     [
         (VerificationError("it lies"), 1, "upscale: failed: VerificationError: it lies\n"),
+        (MethodError("no recipe"), 1, "upscale: failed: MethodError: no recipe\n"),
         (OSError(28, "No space left on device"), 1, "upscale: failed: OSError: [Errno 28] No space left on device\n"),
         (RuntimeError("first\nsecond"), 1, "upscale: failed: RuntimeError: first second\n"),
         (KeyboardInterrupt(), 130, "upscale: interrupted\n"),
@@ -198,9 +190,12 @@ def test_work_that_fails_ends_in_one_line_and_its_own_status(
     assert (outcome.status, outcome.out, outcome.err) == (status, "", line)
 
 
-def test_help_names_every_option_and_command(command):
+def test_help_begins_with_what_upscale_does_and_an_example_and_names_every_option_and_command(command):
     shown = command("--help")
     assert shown.status == 0
+    beginning = shown.out.partition("Options:")[0]
+    assert "Add memory or layers to a pretrained model." in beginning
+    assert "upscale --base HuggingFaceTB/SmolLM2-135M --method midus-hml --output OUT" in beginning
     options = (
         "--base", "--method", "--output", "--num-new-layers", "--placement", "--config", "--set", "--seed", "--dtype",
         "--max-shard-size", "--dry-run", "--json", "--verify", "--no-verify", "--overwrite", "--push-to-hub",

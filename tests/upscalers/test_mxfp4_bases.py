@@ -15,6 +15,7 @@ from tests.upscalers.checkpoints import (
     config_of,
     edit_config,
     load,
+    long_prompt,
     read_tensors,
     record_of,
     same_bits,
@@ -22,7 +23,6 @@ from tests.upscalers.checkpoints import (
     write_tensors,
 )
 from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES
-from tests.upscalers.test_any_type import tokens
 from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.computed_tensor import read_tensor
 from upscalers.runs.strip import strip
@@ -61,7 +61,7 @@ def base(tmp_path) -> Path:
 
 def logits(folder: Path) -> torch.Tensor:
     with torch.no_grad():
-        return load(folder)(tokens()).logits
+        return load(folder)(long_prompt()).logits
 
 
 def test_experts_are_read_as_transformers_reads_them(base):

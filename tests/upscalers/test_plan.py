@@ -75,21 +75,6 @@ def test_a_new_layer_has_the_type_of_the_next_base_layer_and_the_last_one_of_the
     assert followed(config, [0, 2, 6])["num_hidden_layers"] == 7
 
 
-@pytest.mark.parametrize(
-    ("family", "expected"),
-    [
-        ("qwen2", [FULL, FULL, FULL, SLIDING, SLIDING, SLIDING]),
-        ("qwen3", [FULL] * 6),
-        ("gemma2", [SLIDING, FULL, FULL, SLIDING, FULL, FULL]),
-        ("gemma3", [SLIDING, FULL, FULL, SLIDING, FULL, FULL]),
-    ],
-)
-def test_types_that_the_base_leaves_implied_are_written_out_before_layers_move(family, expected):
-    config = tiny_config(family, sliding_window_pattern=2)
-    del config["layer_types"]
-    assert followed(config, [1, 4])["layer_types"] == expected
-
-
 def test_a_family_without_layer_types_is_given_none():
     assert "layer_types" not in followed(tiny_config("llama"), [1])
 

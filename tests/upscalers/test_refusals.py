@@ -45,9 +45,8 @@ OF_ITS_TYPE = (
 SOLAR = [
     ("llama", ["--placement", "top-heavy"], ORDERED.format("'top-heavy'")),
     ("two layers", [], "the base has 2 layers; solar needs at least 3 to leave some out of each stack."),
-    *(("llama", ["--num-new-layers", k], COUNT.format(k, "4 and 4 - K even. The nearest: 2.")) for k in ("1", "3", "0", "4", "-2")),
+    *(("llama", ["--num-new-layers", k], COUNT.format(k, "4 and 4 - K even. The nearest: 2.")) for k in ("3", "0")),
     (ONLY_CONFIG, ["--num-new-layers", "7"], COUNT.format(7, "16 and 16 - K even. The nearest: 6 and 8.")),
-    (ONLY_CONFIG, ["--num-new-layers", "40"], COUNT.format(40, "16 and 16 - K even. The nearest: 12 and 14.")),
     ("llama", ["--set", "identity=auto"], "method solar has no option 'identity'. It has none."),
 ]  # fmt: skip
 LLAMA_PRO = [
@@ -59,7 +58,6 @@ AVG_DEUS = [
     ("llama", ["--set", "identity=zero_out_norm"], NO_NORMS),
     ("llama", ["--placement", "0,3"], ONE_SIDE.format(0, "before")),
     ("llama", ["--placement", "llama-pro"], ONE_SIDE.format(5, "after")),
-    ("llama", ["--placement", "bottom-heavy"], ONE_SIDE.format(0, "before")),
     ("gemma2", ["--placement", "1", "--set", "neighbours=same_type"], OF_ITS_TYPE),
     ("memory", ["--placement", "1"], MEMORY.format(1, 1)),
     ("memory", ["--placement", "2"], MEMORY.format(2, 1)),
@@ -67,7 +65,6 @@ AVG_DEUS = [
 ]  # fmt: skip
 PRESETS = [
     ("llama", ["--set", "preset=relase"], "preset is 'relase'; expected one of: release."),
-    ("llama", ["--set", "preset=1"], "preset is 1; expected one of: release."),
     ("llama", ["--set", "preset=[release]"], r"preset is \['release'\]; expected one of: release."),
 ]  # fmt: skip
 NO_PRESETS = [("llama", ["--set", "preset=release"], "method .* has no option 'preset'")]
@@ -82,8 +79,6 @@ DENSE = {
 
 OPT_DEUS = [
     ("regularization=0", r"regularization is 0\.0; expected a number above 0\."),
-    ("regularization=-1", r"regularization is -1\.0; expected a number above 0\."),
-    ("tolerance=-1e-4", r"tolerance is -0\.0001; expected a number above 0\."),
     ("tolerance=0", r"tolerance is 0\.0; expected a number above 0\."),
     ("max_iterations=0", "max_iterations is 0; expected at least 1."),
     ("identity=zero_out_norm", "identity is 'zero_out_norm', but llama has no norm behind its projections"),
@@ -91,12 +86,9 @@ OPT_DEUS = [
 LESA = [
     ("hidden_size=0", "hidden_size is 0; expected at least 1."),
     ("epochs=0", "epochs is 0; expected at least 1."),
-    ("epochs=-3", "epochs is -3; expected at least 1."),
     ("batch_size=0", "batch_size is 0; expected at least 1."),
     ("learning_rate=.nan", r"learning_rate is nan; expected a number\."),
-    ("norm_weight=-1", r"norm_weight is -1\.0; expected 0 <= norm_weight <= 1\."),
     ("learning_rate=0", r"learning_rate is 0\.0; expected a number above 0\."),
-    ("learning_rate=.inf", r"learning_rate is inf; expected a number\."),
     ("weight_decay=-0.1", r"weight_decay is -0\.1; expected 0 or more\."),
     ("norm_weight=1.5", r"norm_weight is 1\.5; expected 0 <= norm_weight <= 1\."),
     ("identity=zero_out_norm", "identity is 'zero_out_norm', but llama has no norm behind its projections"),
@@ -119,8 +111,6 @@ MOC = [
     ("shared_chapters=63", r"k is 4; expected 1 <= k <= 1, the chapters = 64 less shared_chapters = 63\."),
     ("shared_chapters=-1", r"shared_chapters is -1; expected 0 or more\."),
     ("share=every:0", "share is 'every:0'; expected all, none, or every:K"),
-    ("share=every:2x", "share is 'every:2x'; expected all, none, or every:K"),
-    ("chapters=9999", r"chapters is 9999, which does not divide memory_tokens = 4096; expected chapters of equal"),
     ("chapters=5 k=1", r"chapters is 5, which does not divide memory_tokens = 4096; expected .* Choose a divisor\."),
     ("share=some", r"share is 'some'; expected all, none, or every:K such as every:2\."),
     ("chunk_size=0", r"chunk_size is 0; expected 2 or more\."),
@@ -136,7 +126,7 @@ ULTRAMEM = [
     ("share=ring:5", "share is 'ring:5', but 4 layers have the memory; expected a group of at most that many tables."),
     *(
         (f"share={share}", f"share is '{share}'; expected none, all or ring:G, such as ring:4.")
-        for share in ("ring", "ring:0", "ring:-1", "Ring:2", "block:2")
+        for share in ("ring", "ring:0", "Ring:2")
     ),
     ("value_width=0", "value_width is 0; expected 1 or more."),
     ("pre_value_width=-1", "pre_value_width is -1; expected 0 or more."),
@@ -200,12 +190,7 @@ SETTINGS = {
     **HIERARCHICAL,
 }
 
-ENDS = [
-    ("--placement 0", ONE_SIDE.format(0, "before")),
-    ("--placement 4", ONE_SIDE.format(4, "after")),
-    ("--placement llama-pro", ONE_SIDE.format(5, "after")),
-    ("--placement bottom-heavy", ONE_SIDE.format(0, "before")),
-]
+ENDS = [("--placement 0", ONE_SIDE.format(0, "before")), ("--placement 4", ONE_SIDE.format(4, "after"))]
 ATTACHED = "attaches memory to layers that there are"
 WORDS = {
     "lesa": ENDS,

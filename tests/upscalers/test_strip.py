@@ -135,8 +135,7 @@ def test_an_entry_that_was_tampered_with_is_refused(base, tmp_path, entry, messa
     assert not (tmp_path / "stripped").exists()
 
 
-def test_inspect_tells_what_was_done(family, shared_base, tmp_path):
-    base = shared_base(family)
+def test_inspect_tells_what_was_done(base, tmp_path):
     model = unverified(base, tmp_path / "out", placement="0,2,6", seed=7)
     inspected = inspect_checkpoint(model)
     tensors = read_tensors(model)
@@ -187,8 +186,8 @@ def saved_again(folder, output, train=(), with_record=False, **kwargs):
     return output
 
 
-def test_training_a_base_layer_is_found(family, shared_base, tmp_path):
-    unverified(shared_base(family), tmp_path / "out")
+def test_training_a_base_layer_is_found(base, tmp_path):
+    unverified(base, tmp_path / "out")
     moved = "model.layers.2."
     count = sum(name.startswith(moved) for name in read_tensors(tmp_path / "out"))
     for with_record, expected in ((True, (False, count)), (False, (False, None))):

@@ -15,6 +15,7 @@ from tests.upscalers.checkpoints import (
     edit_config,
     load,
     logits,
+    long_prompt,
     read_tensors,
     same_bits,
     same_tensors,
@@ -54,11 +55,6 @@ def test_a_method_that_does_not_take_the_type_names_those_that_do(method, site, 
     assert str(refused.value).endswith(f"Choose one of {methods} (docs/families.md).")
 
 
-def tokens() -> torch.Tensor:
-    """Return token ids `[2, 20]`, longer than the sliding windows."""
-    return torch.randint(3, 96, (2, 20), generator=torch.Generator().manual_seed(1))
-
-
 @pytest.mark.parametrize(("method", "placement"), [("llama-pro", None), ("llama-pro", "4"), ("avg-deus", None)])
 def test_blocks_of_the_embeddings_follow_their_layers_and_strip_gives_the_base_back(
     method, placement, gemma4, tmp_path
@@ -83,12 +79,12 @@ def test_llama_pro_computes_what_the_base_computes_whatever_the_scalars_of_layer
     new = model.model.layers[2]
     assert new.layer_scalar.item() == 1 and not new.post_per_layer_input_norm.weight.any()
     with torch.no_grad():
-        assert torch.equal(model(tokens()).logits, expected(tokens()).logits)
+        assert torch.equal(model(long_prompt()).logits, expected(long_prompt()).logits)
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[0, :5] = 0
-    generated = [each.generate(tokens(), attention_mask=mask, max_new_tokens=8) for each in (model, expected)]
+    generated = [each.generate(long_prompt(), attention_mask=mask, max_new_tokens=8) for each in (model, expected)]
     assert torch.equal(*generated)
-    model(tokens(), labels=tokens()).loss.backward()
+    model(long_prompt(), labels=long_prompt()).loss.backward()
     assert new.post_per_layer_input_norm.weight.grad.any()
 
 

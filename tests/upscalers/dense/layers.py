@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.upscalers.checkpoints import read_tensors, same_bits, write_tensors
+from tests.upscalers.checkpoints import read_tensors, write_tensors
 
 Tensors = dict[str, torch.Tensor]
 
@@ -11,11 +11,6 @@ def layer(tensors: Tensors, index: int) -> Tensors:
     """The tensors of a layer by their name within it."""
     prefix = f"model.layers.{index}."
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def same_layers(left: Tensors, right: Tensors) -> bool:
-    """Whether two layers hold the same bytes."""
-    return left.keys() == right.keys() and all(same_bits(left[name], right[name]) for name in left)
 
 
 def coarsen(folder) -> None:

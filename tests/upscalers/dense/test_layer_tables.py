@@ -3,13 +3,12 @@
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from tiny import WINDOW
 
 from midus_hf.cli.upscale import RunRequest
 from tests.upscalers.checkpoints import SMALL, read_tensors, same_bits, save_base
-from tests.upscalers.dense.layers import layer, same_layers
+from tests.upscalers.dense.layers import layer
 from tests.upscalers.dense.requests import OUTPUT_NORMS, planned, tiny_config, upscaled, upscaled_config
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 from tests.upscalers.solvers.recording import Recorder
@@ -20,19 +19,6 @@ from upscalers.runs.upscale import upscale
 
 def plan(num_layers: int, method: str, *request, **options):
     return planned(tiny_config("llama", num_hidden_layers=num_layers), method, *request, **options)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_solar_copies_every_layer_byte_for_byte_and_the_rest_once(native_family, dtype, tmp_path):
-    base = save_base(tmp_path / "base", native_family, getattr(torch, dtype))
-    upscaled(base, tmp_path / "out", "solar")
-    old, new = read_tensors(base), read_tensors(tmp_path / "out")
-    for index, source in enumerate([0, 1, 2, 1, 2, 3]):
-        assert same_layers(layer(new, index), layer(old, source))
-    outer = {name for name in old if ".layers." not in name}
-    assert {name for name in new if ".layers." not in name} == outer
-    assert all(same_bits(new[name], old[name]) for name in outer)
-    assert len(new) == len(outer) + 6 * len(layer(old, 0))
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_what_is_measured_is_true_of_what_was_made(tmp_path):
         assert rows[index]["seconds"] > 0
 
 
-@pytest.mark.parametrize("angle", [0.0, 0.05, 0.15])
+@pytest.mark.parametrize("angle", [0.0, 0.15])
 def test_layers_that_change_smoothly_are_predicted_and_constant_ones_return(angle, tmp_path):
     layers = turning(angle)
     made, rows = predicted(layers, tmp_path)
@@ -101,22 +101,9 @@ def test_layers_that_change_smoothly_are_predicted_and_constant_ones_return(angl
 def test_without_the_norm_loss_predictions_collapse(tmp_path):
     layers = random_matrices(LAYERS)
     _, without = predicted(layers, tmp_path, norm_weight=0.0)
-    _, little = predicted(layers, tmp_path, norm_weight=5e-5)
     _, usual = predicted(layers, tmp_path)
     for index in GAPS:
-        ratios = [rows[index]["norm_ratio"] for rows in (without, little, usual)]
-        assert ratios == sorted(ratios)
-        assert ratios[0] < 0.25 < 0.5 < ratios[2]
-
-
-def test_directions_that_no_layer_has_stay_empty(tmp_path):
-    layers = random_matrices(6)
-    for matrix in layers:
-        matrix[10:15] = 0
-    made, rows = predicted(layers, tmp_path, {3: (2, 3)})
-    assert rows[3]["directions_left_out"] == 5
-    assert made[3].shape == (SIZE, SIZE)
-    assert made[3][10:15].abs().max() < 1e-6 * made[3].abs().max()
+        assert without[index]["norm_ratio"] < 0.25 < 0.5 < usual[index]["norm_ratio"]
 
 
 def test_a_matrix_that_is_zero_in_some_layers_is_still_learnt_from(tmp_path):
@@ -161,11 +148,13 @@ def upscaled(base, output, verify=False, seed=0, num_new_layers=2, **options):
     return report, recorder
 
 
-@pytest.mark.parametrize("norm_init", ["layer0", "previous", "next", "mean"])
+@pytest.mark.parametrize(
+    ("norm_init", "family"), [("layer0", "olmo2"), ("previous", "qwen2"), ("next", "gemma3"), ("mean", "llama")]
+)
 def test_norms_are_taken_from_where_it_is_asked_and_all_other_vectors_are_means(
-    native_family, norm_init, shared_base, tmp_path
+    norm_init, family, shared_base, tmp_path
 ):
-    base = shared_base(native_family)
+    base = shared_base(family)
     upscaled(base, tmp_path / "out", norm_init=norm_init)
     before, after = read_tensors(base), read_tensors(tmp_path / "out")
     for index, (previous, following) in {2: (1, 2), 4: (2, 3)}.items():
@@ -182,8 +171,9 @@ def test_norms_are_taken_from_where_it_is_asked_and_all_other_vectors_are_means(
                 torch.testing.assert_close(made[name], (one + other) / 2)
 
 
-def test_all_seven_matrices_are_predicted_and_measured(native_family, shared_base, tmp_path):
-    base = shared_base(native_family)
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_all_seven_matrices_are_predicted_and_measured(family, shared_base, tmp_path):
+    base = shared_base(family)
     report, recorder = upscaled(base, tmp_path / "out")
     assert sorted((row["layer"], row["tensor"]) for row in report.measurements) == sorted(
         (index, role) for index in (2, 4) for role in ROLES

@@ -143,22 +143,6 @@ def test_the_guard_lies_at_a_millionth_of_the_largest_value(share, kept):
     assert basis.num_left_out == (0 if kept else 1)
 
 
-def test_coordinates_go_to_the_file_and_come_back(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    stored = torch.randn(7, 5, 11, generator=generator)  # rows, layers, width
-    path = tmp_path / "query.rows"
-    with RowFile(path, 7, 5, 11) as rows:
-        for layer in (3, 0, 4, 1, 2):
-            rows.write_layer(layer, stored[:, layer].double())
-        assert path.stat().st_size == 4 * stored.numel()
-        result = rows.read([(6, 0), (0, 2), (3, 1), (0, 2)], 3)
-        assert torch.equal(result, torch.stack([stored[6, 0:3], stored[0, 2:5], stored[3, 1:4], stored[0, 2:5]]))
-        for layer in range(5):
-            assert torch.equal(rows.read([(row, layer) for row in range(7)], 1)[:, 0], stored[:, layer])
-        assert rows.read([], 3).shape == (0, 3, 11)
-    assert not path.exists()
-
-
 def test_a_file_that_ends_early_is_an_error_and_not_zeros(tmp_path):
     with RowFile(tmp_path / "rows", 2, 3, 4) as rows:
         rows.write_layer(0, torch.ones(2, 4))
