@@ -18,10 +18,14 @@ TEST_TMP ?= $(shell free=$$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 {print $$
 TEST_ENV = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE= \
 	TORCHINDUCTOR_CACHE_DIR="$${TMPDIR:-/tmp}/torchinductor-midus" TMPDIR=$(TEST_TMP)
 # Kernels are compiled at a few shapes for a target of each maker with the newest triton alone.
-# What both versions run, the oldest run with each value of a parameter, not in pairs, and without what compilers take long for.
+# What both versions run, the oldest run with each value of a parameter, not in pairs. Of ops and memories they run what versions do
+# differently: kernels, what torch is told of ops, caches, and modules that are copied, saved, compiled and exported. Sums are the same, and
+# whole models call the rest; a type proves its wiring where it hosts a memory. test-oldest-pairs runs all of it.
 OLDEST_FILES = tests/ops tests/memory tests/models
-OLDEST_TESTS = $(OLDEST_FILES) -k 'not test_offline_compilation and not inductor and not without_triton and not native_build'
-IN_BOTH = tests/models tests/memory tests/ops/native $(wildcard tests/ops/test_*.py)
+OLDEST_TESTS = tests/models tests/ops/kernels $(patsubst %,tests/ops/test_%.py,laws direct_calls private_torch triton_launch) \
+	$(patsubst %,tests/memory/test_%.py,kept_values memory_state ngram quantised_tables) \
+	-k 'not test_offline_compilation and not inductor and not is_proven_in_a_wiring'
+IN_BOTH = tests/models tests/memory $(wildcard tests/ops/test_*.py)
 
 .PHONY: demo checkpoint test test-all test-newest test-newest-release test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu bench-upscale mutants test-deepspeed test-vllm test-gguf test-kernels release-check clean
 
