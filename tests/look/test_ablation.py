@@ -144,7 +144,7 @@ def test_rows_fetch_by_the_path_of_their_document(tmp_path):
 
 
 def test_a_compiled_model_does_without_its_parts_too():
-    base, folder = saved_pair("llama", "moc")
+    base, folder = saved_pair("llama", "llama-pro")
     called = torch.compile(acting(loaded(folder)), backend="eager")
     logits(called)  # so that it has been compiled before
     with switched_off(called, added_parts(called)):

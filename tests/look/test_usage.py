@@ -113,24 +113,24 @@ def test_recording_changes_no_gradient_and_leaves_nothing_behind(entry, bf16):
 def compiled(model, kind: str):
     """The model to call, and the model to record, with a part of it compiled."""
     if kind == "module":
-        wrapped = torch.compile(model, backend="aot_eager")
+        wrapped = torch.compile(model, backend="eager")
         return wrapped, wrapped
     if kind == "function":
-        return torch.compile(lambda tokens: model(tokens), backend="aot_eager"), model
+        return torch.compile(lambda tokens: model(tokens), backend="eager"), model
     if kind == "in place":
-        model.compile(backend="aot_eager")
+        model.compile(backend="eager")
     elif kind == "forward":
-        model.forward = torch.compile(model.forward, backend="aot_eager")
+        model.forward = torch.compile(model.forward, backend="eager")
     else:
         for layer in model.model.layers:
-            layer.compile(backend="aot_eager")
+            layer.compile(backend="eager")
     return model, model
 
 
 COMPILED = ("module", "function", "in place", "forward", "layers")
 
 
-@pytest.mark.parametrize("kind", by_default(["module", "layers"], COMPILED))
+@pytest.mark.parametrize("kind", by_default(["module"], COMPILED))
 def test_a_compiled_model_is_counted_like_any_other(kind):
     tokens = prompt(length=6)
     with torch.no_grad():

@@ -10,15 +10,15 @@ from models.chapter_models import chapter_model
 from models.upscaled import upscaled_model, upscaled_pair
 from pairs import by_default
 from tiny import FAMILIES, prompt
-from transformers import CompileConfig, PreTrainedModel, StaticCache
+from transformers import CompileConfig, StaticCache
 
 from midus_hf.memory.kept_values import kept_values
 from midus_hf.models.parts import CACHE
 
 MEMORIES = ["headwise", "product-key", "linear", "chunk", "prompt", "ultramem own", "ultramem skip"]
 MEMORIES += ["depth default", "depth joint", "depth projected"]
-USUAL = [("llama", case) for case in MEMORIES if case not in ("linear", "ultramem own", "depth projected")]
-USUAL += [("qwen3", "headwise"), ("gemma3", "headwise"), ("gemma3", "chunk")]
+USUAL = [("llama", case) for case in ("chunk", "prompt", "ultramem skip", "depth default")]
+USUAL += [("gemma3", "product-key")]
 ALL = [(family, case) for family in ("llama", "qwen3", "gemma3") for case in MEMORIES]
 LENGTH = 16
 
@@ -30,10 +30,13 @@ def no_graphs_of_other_tests():
     torch._dynamo.reset()
 
 
-def logits_and_gradients(model: PreTrainedModel, forward) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    logits = forward(input_ids=prompt(), use_cache=False).logits
-    upstream = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
-    return logits.detach(), torch.autograd.grad(logits, list(model.parameters()), upstream)
+def output_and_gradients(model: torch.nn.Module, given: torch.Tensor, forward: Any) -> dict[str, torch.Tensor]:
+    output = forward(given)
+    output = getattr(output, "logits", output)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(5))
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad(output, list(parameters.values()), upstream)
+    return {"output": output.detach(), **dict(zip(parameters, gradients, strict=True))}
 
 
 def test_a_step_with_kept_values_is_one_graph_with_one_call_of_the_op():
@@ -59,17 +62,18 @@ def test_a_step_with_kept_values_is_one_graph_with_one_call_of_the_op():
     os.environ.get("ATEN_CPU_CAPABILITY") == "default",
     reason="inductor does not support ATEN_CPU_CAPABILITY=default on every processor",
 )
-def test_inductor_compiles_the_whole_model_for_training():
-    model = upscaled_model("llama", num_hidden_layers=1, new_layers=(0,))
-    logits, eager = logits_and_gradients(model, model)
-    compiled_logits, compiled = logits_and_gradients(model, torch.compile(model, fullgraph=True))
+@pytest.mark.parametrize("part", by_default(["model.layers.0.memory"], ["model.layers.0.memory", ""]))
+def test_inductor_compiles_a_memory_or_the_whole_model_for_training(part):
+    model = upscaled_model("llama", num_hidden_layers=1, new_layers=(0,)).get_submodule(part)
+    given = prompt() if part == "" else torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1))
+    compiled = torch.compile(model, fullgraph=True)
+    results = [output_and_gradients(model, given, forward) for forward in (model, compiled)]
     # Fused kernels add in another order.
-    torch.testing.assert_close(compiled_logits, logits, rtol=1e-4, atol=1e-5)
-    for (name, _), a, b in zip(model.named_parameters(), compiled, eager, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+    torch.testing.assert_close(results[1].pop("output"), results[0].pop("output"), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", by_default(["llama", "gemma2"], FAMILIES))
+@pytest.mark.parametrize("family", by_default(["llama"], FAMILIES))
 def test_a_compiled_step_of_blocks_without_values_changes_no_bit(family):
     sizes = {"attention": "eager", "num_hidden_layers": 2, "new_layers": (1,)}
     base, model = upscaled_pair(family, acting=False, **sizes)

@@ -9,6 +9,7 @@ from models.upscaled import upscaled_model
 from pairs import by_default
 from tiny import prompt
 
+from midus_hf.memory import MemoryModule
 from midus_hf.memory.kept_values import kept_values
 
 
@@ -40,10 +41,10 @@ def logits(model, seed=0):
     return model(prompt(), use_cache=False).logits
 
 
-def of_seed(model, seed=0, forward=None):
+def of_seed(model, seed=0):
     """Return loss and gradients of a pass."""
     torch.manual_seed(seed)
-    return loss_and_gradients(model, prompt(), forward)
+    return loss_and_gradients(model, prompt())
 
 
 def test_one_seed_gives_the_same_logits_in_training_and_evaluation_alike(made, family):
@@ -102,11 +103,21 @@ def no_graphs_of_other_tests():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("made", by_default(["chapters"], MODELS), indirect=True)
-def test_a_model_is_one_graph(made, no_graphs_of_other_tests):
-    model = made("llama").train()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(of_seed(model, forward=compiled), of_seed(model), rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("kind", by_default(["headwise", "ultramem", "chapters"], MODELS))
+def test_a_memory_is_one_graph(kind, no_graphs_of_other_tests):
+    own_tables = {"share": "none"} if kind == "chapters" else {}
+    model, results = MODELS[kind]("llama", **own_tables).train(), []
+    memory = next(module for module in model.modules() if isinstance(module, MemoryModule))
+    states = torch.randn(2, 9, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    for forward in (memory, torch.compile(memory, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(0)
+        memory.zero_grad()
+        output = forward(states)
+        output.square().sum().backward()
+        learnt = {name: parameter for name, parameter in memory.named_parameters() if parameter.grad is not None}
+        assert learnt
+        results.append({"output": output, **{name: parameter.grad.clone() for name, parameter in learnt.items()}})
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
 def test_losses_of_routers_are_finite():

@@ -1,5 +1,7 @@
 """Training with memories that act: checkpointing, frozen bases, several passes, compilation and autocast."""
 
+import itertools
+
 import pytest
 import torch
 from models.cases import CASES, CHAPTERS, INSERTED
@@ -7,7 +9,7 @@ from models.gradients import check_close, enable_checkpointing, gradients_of, lo
 from models.hosting import logits
 from models.optimizer_steps import train_steps
 from models.upscaled import upscaled_model
-from pairs import by_default
+from pairs import by_default, in_turn
 from tiny import prompt, tiny_model
 
 each_case = pytest.mark.parametrize("case", CASES)
@@ -29,10 +31,12 @@ def new_parameters(model):
     return {name for name, _ in model.named_parameters() if ".memor" in name or name.startswith(inserted)}
 
 
-@pytest.mark.parametrize(
-    ("case", "use_reentrant"),
-    [(name, kind) for name, case in CASES.items() for kind in ((False, True) if case.is_reentrant else (False,))],
-)
+# By default each case with one kind of checkpointing, in turn where it takes both.
+CHECKPOINTED = [(name, number % 2 == 1 and case.is_reentrant) for number, (name, case) in enumerate(CASES.items())]
+ALSO_CHECKPOINTED = [(name, not kind) for name, kind in CHECKPOINTED if CASES[name].is_reentrant]
+
+
+@pytest.mark.parametrize(("case", "use_reentrant"), by_default(CHECKPOINTED, CHECKPOINTED + ALSO_CHECKPOINTED))
 def test_activation_checkpointing_changes_no_loss_and_no_gradient(native_family, case, use_reentrant, tmp_path):
     model, arguments, passes = trained(case, native_family, tmp_path), CASES[case].of_training(prompt()), []
     loss, expected = loss_and_gradients(model, prompt(), **arguments)
@@ -63,8 +67,7 @@ def test_with_a_frozen_base_what_is_new_learns_alike_under_checkpointing(native_
     check_close(loss_and_gradients(model, prompt(), **arguments)[1], expected, RELATIVE[CASES[case].dtype])
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@each_case
+@pytest.mark.parametrize(("case", "checkpointing"), in_turn(CASES, [False, True]))
 def test_two_passes_before_one_backward_have_the_gradients_of_both(native_family, case, checkpointing, tmp_path):
     model, batches = trained(case, native_family, tmp_path), (prompt(7), prompt(9, batch=1, seed=2))
     arguments = [CASES[case].of_training(tokens) for tokens in batches]
@@ -79,30 +82,41 @@ def test_two_passes_before_one_backward_have_the_gradients_of_both(native_family
     check_close(gradients_of(model), expected, RELATIVE[CASES[case].dtype])
 
 
-COMPILED = ["headwise", "chunk", "ultramem heads", "ultramem skip", "depth default", "all fetched"]
-MORE_COMPILED = ["product-key", "prompt", "ultramem memory-plus", "depth released", "hier-kv"]
+# Passes without gradients are in test_compile.py; memories alone, which AOTAutograd traces too, in test_random_slots.py.
+COMPILED = [("llama", case, "eager") for case in ("chunk", "ultramem skip", "all fetched")]
+COMPILED += [("llama", "depth default", "aot_eager")]
+COMPILED_CASES = ["headwise", "product-key", "chunk", "prompt", "all fetched", "hier-kv"]
+COMPILED_CASES += ["ultramem heads", "ultramem skip", "ultramem memory-plus", "depth default", "depth released"]
+ALL_COMPILED = itertools.product(("llama", "gemma3"), COMPILED_CASES, ("eager", "aot_eager"))
 
 
-@pytest.mark.parametrize("case", by_default(COMPILED, COMPILED + MORE_COMPILED))
-def test_training_and_inference_compile_as_one_graph(case, tmp_path):
+def trained_to_compile(case, name, folder):
     torch._dynamo.reset()
-    model = trained(case, "gemma3", tmp_path, torch.float32, small=True)
+    model = trained(case, name, folder, torch.float32, small=True)
     model.set_attn_implementation("eager")  # whose graph adds in the order that it does
-    tokens = prompt(9)
+    return model
+
+
+@pytest.mark.parametrize(("name", "case", "backend"), by_default(COMPILED, ALL_COMPILED))
+def test_training_compiles_as_one_graph(name, case, backend, tmp_path):
+    model, tokens = trained_to_compile(case, name, tmp_path), prompt(9)
     arguments = CASES[case].of_training(tokens)
     loss, expected = loss_and_gradients(model, tokens, **arguments)
-    fetches = CASES[case].fetches
-    if fetches:  # what is fetched within a pass is no part of a graph
+    if CASES[case].fetches:  # what is fetched within a pass is no part of a graph
         arguments = {"labels": tokens, "memory_blocks": model.fetch_memory(arguments["memory_ids"])}
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     found_loss, actual = loss_and_gradients(model, tokens, compiled, **arguments)
-    same = {"rtol": 0, "atol": 0} if case in INSERTED else {}
-    torch.testing.assert_close(found_loss, loss, **same)
+    torch.testing.assert_close(found_loss, loss, **({"rtol": 0, "atol": 0} if case in INSERTED else {}))
     check_close(actual, expected, 0 if case in INSERTED else 1e-4)
-    model.eval()
-    ids = CASES[case].given().get("memory_ids")
-    for of_pass in [{"memory_blocks": model.fetch_memory(each)} for each in (ids, ids.flip(0))] if fetches else [{}]:
-        torch.testing.assert_close(logits(compiled, tokens, **of_pass), logits(model, tokens, **of_pass), **same)
+    torch._dynamo.reset()
+
+
+def test_a_graph_reads_the_blocks_that_each_pass_is_given(tmp_path):
+    model, tokens = trained_to_compile("all fetched", "llama", tmp_path).eval(), prompt(9)
+    compiled, ids = torch.compile(model, fullgraph=True, backend="eager"), CASES["all fetched"].given()["memory_ids"]
+    for blocks in (model.fetch_memory(each) for each in (ids, ids.flip(0))):
+        expected = logits(model, tokens, memory_blocks=blocks)
+        torch.testing.assert_close(logits(compiled, tokens, memory_blocks=blocks), expected)
     torch._dynamo.reset()
 
 
