@@ -134,9 +134,9 @@ def test_it_is_registered_rightly(case):
     op, body = case
     if body in op.unregistered:
         pytest.skip("it is no op of its own")
-    for dtype in dtypes_of(op, body)[:2]:
-        op_of_torch, arguments = op.registered(leaves_of(op.make(tokens=6, dtype=dtype)), body)
-        torch.library.opcheck(op_of_torch, arguments)
+    # A dtype that is said wrongly shows where arguments are narrower than what sums are computed in.
+    op_of_torch, arguments = op.registered(leaves_of(op.make(tokens=6, dtype=torch.bfloat16)), body)
+    torch.library.opcheck(op_of_torch, arguments)
 
 
 def test_a_graph_holds_it_and_its_gradient_as_one_node_each_and_gives_the_same_bits(case):

@@ -1,7 +1,6 @@
 """Ops where triton is not installed."""
 
-import subprocess
-import sys
+from processes.warm import run_warm
 
 
 def test_ops_run_by_pytorch_and_kernels_are_refused():
@@ -23,5 +22,5 @@ from midus_hf.ops.chapters.op import chapter_attention
 tokens = torch.randn(2, 1, 1, 4), *torch.randn(2, 3, 2, 1, 4), torch.tensor([[0], [2]]), torch.ones(2, 1)
 torch.testing.assert_close(chapter_attention(*tokens), chapter_attention(*tokens, backend="reference"))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = run_warm(code)
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ import pytest
 import torch
 from ops.kernels.conftest import DEVICE
 from ops.laws import (  # noqa: F401 - tests of this file
+    leaves_of,
     test_a_graph_holds_it_and_its_gradient_as_one_node_each_and_gives_the_same_bits,
     test_it_is_registered_rightly,
 )
@@ -28,32 +29,18 @@ def tables(dtype=torch.float32):
     return [torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.parametrize("with_residual", ["none", "plain", "strided"])
-def test_the_lookup_is_registered_rightly(body, with_residual):
-    residual = None
-    if with_residual != "none":
-        residual = torch.randn(6, 2, 5, device=DEVICE)
-        residual = (residual.mT.contiguous().mT if with_residual == "strided" else residual).requires_grad_()
+@pytest.mark.parametrize("is_strided", [False, True], ids=["plain", "strided"])
+def test_the_lookup_is_registered_rightly_with_a_residual(body, is_strided):
+    residual = torch.randn(6, 2, 5, device=DEVICE)
+    residual = (residual.mT.contiguous().mT if is_strided else residual).requires_grad_()
     arguments = (*tables(), None, residual, 3, body)
     torch.library.opcheck(headwise_lookup_op, arguments)
 
 
-# Arguments of ops that may be left out, or are otherwise in the table.
-OTHERS = {
-    "depth without a cap": lambda: (
-        depth_attention_op,
-        [(made := stacked())["query"], *slots_of(made), 0.3, None],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_may_be_left_out_is_registered_rightly(name):
-    op, arguments = OTHERS[name]()
-    for tensor in (tensor for part in arguments for tensor in (part if isinstance(part, list) else [part])):
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-            tensor.requires_grad_()
-    torch.library.opcheck(op, tuple(arguments))
+def test_depth_without_a_cap_is_registered_rightly():
+    leaves = leaves_of(stacked(tokens=2))
+    arguments = (leaves["query"], *slots_of(leaves), 0.3, None)
+    torch.library.opcheck(depth_attention_op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_kernels_are_refused_where_they_cannot_run(monkeypatch):

@@ -5,13 +5,12 @@ import os
 import platform
 import re
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from processes.warm import run_warm
 
 from midus_hf.ops import headwise_memory
 from midus_hf.ops.dispatch.native import build, library
@@ -281,13 +280,11 @@ def test_a_library_in_the_package_comes_first(monkeypatch, tmp_path):
 
 def test_importing_the_package_builds_nothing(tmp_path):
     code = (
+        "import warnings; warnings.simplefilter('error', RuntimeWarning)\n"
         "import midus_hf.models.families, midus_hf.ops.dispatch.native.library as n\n"
         "assert n._library is n._missing is None"
     )
-    environment = os.environ | {CACHE_VARIABLE: str(tmp_path / "none"), "CC": "no-such-compiler"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", "-c", code], env=environment, capture_output=True, text=True
-    )
+    done = run_warm(code, **{CACHE_VARIABLE: str(tmp_path / "none"), "CC": "no-such-compiler"})
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "none").exists()
 

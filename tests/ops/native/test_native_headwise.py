@@ -200,12 +200,9 @@ def test_what_it_cannot_take_is_refused(change, message):
         headwise_memory(*arguments, None, k, backend="native")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
-def test_transforming_what_was_gathered_is_registered_rightly(dtype, with_residual):
-    arguments = [argument.requires_grad_() for argument in inputs(tokens=6, transform=True, dtype=dtype)]
-    residual = torch.randn(6, 3, 20).requires_grad_() if with_residual else None
-    torch.library.opcheck(headwise_lookup_op, (*arguments, residual, 3, "native"))
+def test_transforming_what_was_gathered_is_registered_rightly_with_a_residual():
+    arguments = [argument.requires_grad_() for argument in inputs(tokens=6, transform=True, dtype=torch.bfloat16)]
+    torch.library.opcheck(headwise_lookup_op, (*arguments, torch.randn(6, 3, 20).requires_grad_(), 3, "native"))
 
 
 def test_a_graph_that_was_made_for_it_runs_without_it(monkeypatch):
