@@ -1,6 +1,6 @@
 """One rank of the FSDP2 tests: trains a step sharded, and the same step whole, and reports how they differ.
 
-Argument: a folder, where each rank writes its findings as JSON.
+Arguments: a folder, where each rank writes its findings as JSON, and names of `CASES`.
 """
 
 import json
@@ -52,14 +52,21 @@ def largest_relative_difference(results: Gradients, expected: Gradients) -> floa
     return max(((results[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
 
 
-def findings(case: str, checkpointing: bool) -> dict[str, float | bool]:
-    """What one model's sharded step is, beside whole steps on the halves of the batch and on all of it."""
+def findings(case: str) -> dict[str, dict[str, float | bool]]:
+    """What a model's sharded steps are, with and without checkpointing, beside whole ones on each half and on all of a batch."""
+    halves = prompt(batch=4).chunk(2)
+    whole = CASES[case][0]().train()
+    expected = [loss_and_gradients(whole, tokens) for tokens in (*halves, torch.cat(halves))]
+    return {how: of_sharded(case, how == "with", halves, expected) for how in ("with", "without")}
+
+
+def of_sharded(
+    case: str, checkpointing: bool, halves: tuple[torch.Tensor, ...], expected: list[tuple[torch.Tensor, Gradients]]
+) -> dict[str, float | bool]:
+    """What a sharded step is, with what whole ones are on the halves and on all of the batch."""
     rank = dist.get_rank()
     build, memory = CASES[case]
-    halves = prompt(batch=4).chunk(2)
-    whole = build().train()
-    first, second, all_of_it = (loss_and_gradients(whole, tokens) for tokens in (*halves, torch.cat(halves)))
-
+    first, second, all_of_it = expected
     sharded = build().train()
     if checkpointing:
         enable_checkpointing(sharded, use_reentrant=False)
@@ -85,18 +92,14 @@ def findings(case: str, checkpointing: bool) -> dict[str, float | bool]:
     }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *cases: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    results = {
-        f"{case} {'with' if checkpointing else 'without'} checkpointing": findings(case, checkpointing)
-        for case in CASES
-        for checkpointing in (False, True)
-    }
+    results = {case: findings(case) for case in cases}
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

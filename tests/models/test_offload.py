@@ -5,11 +5,9 @@ import torch
 from accelerate import cpu_offload, infer_auto_device_map
 from models.cases import CASES, GREEDY
 from models.hosting import logits
-from pairs import in_turn
+from pairs import by_default, in_turn
 from tiny import prompt
 from transformers import AutoModelForCausalLM
-
-each_case = pytest.mark.parametrize("case", CASES)
 
 
 @pytest.mark.parametrize(("case", "on_disk"), in_turn(CASES, ["odd", "all"]))
@@ -37,7 +35,7 @@ def test_layers_on_disk_and_modules_fetched_one_by_one_give_the_same_output(nati
         assert torch.equal(loaded.generate(prompt(), **GREEDY, **arguments), generated)
 
 
-@each_case
+@pytest.mark.parametrize("case", by_default(["headwise", "chunk", "all fetched"], CASES))
 def test_an_automatic_device_map_never_splits_a_layer(native_family, case, tmp_path):
     model = CASES[case].model(native_family, tmp_path, torch.float32)
     assert {type(layer).__name__ for layer in model.model.layers} <= set(model._no_split_modules)

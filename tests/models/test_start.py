@@ -55,8 +55,7 @@ def test_its_logits_are_those_of_the_base(pair, case, way):
         assert torch.equal(model(inputs_embeds=embeddings, **ids).logits, base(inputs_embeds=embeddings).logits)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("case", BASES)
+@pytest.mark.parametrize(("case", "mode"), in_turn(BASES, [torch.no_grad, torch.inference_mode]))
 def test_it_generates_what_the_base_does_with_any_cache(pair, case, mode):
     """By steps whose memories are called directly, with what they keep and without."""
     base, model = pair(case)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from models.fresh_process import run_python
+from pairs import by_default, wanted_by_tests
 from sites.cases import CASES
 from tiny import NATIVE_FAMILIES, prompt
 from transformers import AutoModelForCausalLM
@@ -49,16 +50,26 @@ for name in json.load(open("names.json")):
 print(json.dumps(findings))
 """
 
-_BY_FAMILY = [(case, "llama") for case in CASES] + [("inside-attention", family) for family in NATIVE_FAMILIES]
-_NAMES = {f"{case.replace(' ', '-')}-{family}-saved": (case, family, "saved") for case, family in _BY_FAMILY}
-_NAMES |= {f"{case}-gemma3-upscaled": (case, "gemma3", "upscaled") for case in ("beside-ffn", "skip", "inserted")}
+
+def named(cases: list[tuple[str, str]], by: str) -> dict[str, tuple[str, str, str]]:
+    """Return rows of the table with families, by what names their folders."""
+    return {f"{case.replace(' ', '-')}-{family}-{by}": (case, family, by) for case, family in cases}
+
+
+_USUAL = named([*((case, "llama") for case in CASES), ("inside-attention", "gemma3")], "saved")
+_USUAL |= named([("skip", "gemma3"), ("inserted", "gemma3")], "upscaled")
+_NAMES = _USUAL | named([("inside-attention", family) for family in NATIVE_FAMILIES], "saved")
+_NAMES |= named([("beside-ffn", "gemma3")], "upscaled")
+each_name = pytest.mark.parametrize("name", by_default(_USUAL, _NAMES))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, upscaled, toy_model) -> Path:
+def folder(request, tmp_path_factory, upscaled, toy_model) -> Path:
     """Models as `save_pretrained` and as `upscale` left them, which a process without their code loaded and saved again."""
     folder = tmp_path_factory.mktemp("remote")
-    for name, (case, family, by) in _NAMES.items():
+    names = [name for (name,) in wanted_by_tests(request, "name")]
+    for name in names:
+        case, family, by = _NAMES[name]
         model = toy_model(CASES[case], family, acting=by == "saved")
         if by == "saved":
             model.save_pretrained(folder / name)
@@ -69,7 +80,7 @@ def folder(tmp_path_factory, upscaled, toy_model) -> Path:
             expected, scaled = model(prompt()).logits, model(prompt(), toy_scale=scales).logits
             loss = model.train()(prompt(), labels=prompt(), toy_scale=scales).loss
         torch.save((prompt(), scales, expected, scaled, loss), folder / f"{name}.pt")
-    (folder / "names.json").write_text(json.dumps(list(_NAMES)))
+    (folder / "names.json").write_text(json.dumps(names))
     printed = run_python(_LOAD, folder, package_present=False)
     (folder / "findings.json").write_text(printed.splitlines()[-1])
     return folder
@@ -79,14 +90,14 @@ def test_the_process_of_these_tests_can_import_no_code_but_that_of_folders(folde
     assert json.loads((folder / "findings.json").read_text())["absent"] == [True] * 3
 
 
-@pytest.mark.parametrize("name", _NAMES)
+@each_name
 def test_a_folder_loads_and_is_saved_again_without_the_packages(name, folder):
     result = json.loads((folder / "findings.json").read_text())[name]
     assert len(result) == 5
     assert [kind for kind, holds in result.items() if holds is not True] == []
 
 
-@pytest.mark.parametrize("name", _NAMES)
+@each_name
 def test_what_was_saved_without_the_packages_loads_with_them(name, folder, toy_model):
     case, family, by = _NAMES[name]
     expected = toy_model(CASES[case], family, acting=by == "saved")
@@ -97,7 +108,7 @@ def test_what_was_saved_without_the_packages_loads_with_them(name, folder, toy_m
     assert set_trainable(again).parameters == set_trainable(expected).parameters > 0
 
 
-@pytest.mark.parametrize("name", _NAMES)
+@each_name
 def test_the_code_is_the_same_however_often_it_is_saved(name, folder):
     code = [
         {path.name: path.read_text() for path in at.glob("*.py")} for at in (folder / name, folder / f"{name}-again")
