@@ -14,6 +14,7 @@ from midus_hf.carried.sources import (
     Name,
     SourceText,
     members_of,
+    syntax_tree,
     with_members,
     with_short_docstrings,
 )
@@ -148,7 +149,7 @@ class Program:
 @cache
 def _used(source: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names and the attributes that a source uses, quoted annotations aside."""
-    tree = ast.parse(source)
+    tree = syntax_tree(source)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):

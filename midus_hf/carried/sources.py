@@ -22,6 +22,12 @@ class Edit(NamedTuple):
     text: str
 
 
+@cache
+def syntax_tree(source: str) -> ast.Module:
+    """Return the syntax tree of a source, which is parsed once and must not be changed."""
+    return ast.parse(source)
+
+
 class SourceText:
     """A source text with its syntax tree, and the text of each node.
 
@@ -31,7 +37,7 @@ class SourceText:
 
     def __init__(self, source: str):
         self.bytes = source.encode()
-        self.tree = ast.parse(source)
+        self.tree = syntax_tree(source)
         self._line_starts = [0]
         self._lines = self.bytes.splitlines(keepends=True)
         for line in self._lines:
