@@ -3,52 +3,58 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
-from pairs import by_default
+from pairs import by_default, wanted_by_tests
 
 import midus_hf
-from midus_hf.config.memory_types import MEMORY_TYPES
 
-CODE = """
-import json, sys
+# Of a process that looks a type up and then makes a model, and what such a process sees.
+MODELS = """
+import sys, midus_hf
+from transformers import CONFIG_MAPPING
+
+before = ["llama" in CONFIG_MAPPING, "midus_hf.models" in sys.modules]
+after = ["midus_llama" in CONFIG_MAPPING, "midus_hf.models" in sys.modules]
+
 from midus_hf.config.memories.ultramem_statistics import MEASURED
+from midus_hf.config.memory_types import MEMORY_TYPES
 from midus_hf.models import FAMILIES
 from midus_hf.memory.registry import MEMORY_MODULES
 
-imported = sorted(sys.modules)
 config_class = FAMILIES["llama"].config_class
 FAMILIES["llama"](config_class(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1))
-print(json.dumps({"imported": imported, "with a model": sorted(sys.modules), "memories": sorted(MEMORY_MODULES),
-    "drawn": ["scores of UltraMemV2"] if MEASURED else []}))
+found = {"before and after": [*before, *after], "imported": sorted(sys.modules), "declared": sorted(MEMORY_TYPES),
+    "memories": sorted(MEMORY_MODULES), "drawn": ["scores of UltraMemV2"] if MEASURED else []}
 """
+TYPES_ELSEWHERE = """
+import warnings
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+del CONFIG_MAPPING._extra_content
+with warnings.catch_warnings(record=True) as caught:
+    import midus_hf
+found = str(caught[0].message)
+"""
+PROGRAMS = {"models": MODELS, "types are elsewhere": TYPES_ELSEWHERE}
 
 
-@pytest.fixture(scope="module")
-def imports() -> dict[str, list[str]]:
-    """What such a process sees."""
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120, check=True)
-    return json.loads(done.stdout)
+def test_models_are_imported_when_a_type_of_theirs_is_named(found):
+    assert found["models"]["before and after"] == [True, False, True, True]
 
 
-def test_no_model_imports_what_only_training_and_evaluation_need(imports):
-    assert "midus_hf.models" in imports["imported"]
-    assert not {"midus_hf.config.yaml_options", "midus_hf.topics.documents"} & {
-        *imports["imported"],
-        *imports["with a model"],
-    }
+def test_no_model_imports_what_only_training_and_evaluation_need(found):
+    imported = set(found["models"]["imported"])
+    assert "midus_hf.models" in imported
+    assert not {"peft", "midus_hf.config.yaml_options", "midus_hf.topics.documents"} & imported
 
 
-def test_a_model_does_not_import_peft(imports):
-    assert "peft" not in imports["with a model"]
+def test_importing_the_models_registers_every_memory_module(found):
+    assert found["models"]["memories"] == found["models"]["declared"] != []
 
 
-def test_importing_the_models_registers_every_memory_module(imports):
-    assert set(imports["memories"]) == set(MEMORY_TYPES)
-
-
-def test_declarations_are_registered_without_what_takes_long_to_work_out(imports):
-    assert imports["drawn"] == []
+def test_declarations_are_registered_without_what_takes_long_to_work_out(found):
+    assert found["models"]["drawn"] == []
 
 
 # Imports, in the first place of a process.
@@ -98,54 +104,56 @@ assert {"transformers", "transformers.generation.utils"} <= {*Hook.seen}
 # Each takes seconds. The others run with the product.
 USUAL_ORDERS = (
     "behind the Auto classes",
-    "between transformers and its Auto classes",
-    "before a module that needs the Auto classes",
     "while a thread loads the Auto classes",
     "behind a hook of another package",
-    "behind an import that failed",
 )
 
-EACH_ORDER = """
-import json, os, sys
-import torch  # which every order needs, and which knows nothing of the package
+# What an order of imports leads to: where the Auto classes find a config and its model, and finders of the package that stay.
+REGISTERED = """
+import sys
+from transformers import AutoConfig, AutoModelForCausalLM
+import midus_hf
+config = AutoConfig.for_model("midus_qwen3", num_hidden_layers=1)
+found = [
+    type(config).__module__,
+    AutoModelForCausalLM._model_mapping[type(config)].__module__,
+    [type(finder).__name__ for finder in sys.meta_path if type(finder).__module__ == "midus_hf"],
+]
+"""
+
+# Imports what transformers imports for a model, which knows nothing of the package, and forks a process for each program.
+EACH_PROGRAM = """
+import contextlib, json, os, sys
+for name in ("torch._dynamo", "sklearn.metrics", "tokenizers", "huggingface_hub", "accelerate"):
+    with contextlib.suppress(ImportError):
+        __import__(name)
 
 for name, code in json.loads(sys.argv[1]).items():
     child = os.fork()
     if child == 0:
-        exec(code, {})
-        from transformers import AutoConfig, AutoModelForCausalLM
-        import midus_hf
-        config = AutoConfig.for_model("midus_qwen3", num_hidden_layers=1)
-        found = [type(config).__module__, AutoModelForCausalLM._model_mapping[type(config)].__module__]
-        watched = [type(finder).__name__ for finder in sys.meta_path if type(finder).__module__ == "midus_hf"]
-        print(json.dumps([name, found, watched]), flush=True)
+        names = {}
+        exec(code, names)
+        print(json.dumps([name, names["found"]]), flush=True)
         os._exit(0)
     os.waitpid(child, 0)
 """
 
 
 @pytest.fixture(scope="module")
-def registered(request) -> dict[str, tuple[list[str], list[str]]]:
-    """Return where the Auto classes find a config and its model after each order of imports, and finders of the package that stay."""
-    orders = {order: code for order, code in ORDERS.items() if needed(request, order)}
-    line = [sys.executable, "-c", EACH_ORDER, json.dumps(orders)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=True)
+def found(request) -> dict[str, Any]:
+    """What each program found in a process that had done nothing else."""
+    orders = {order: f"{ORDERS[order]}\n{REGISTERED}" for (order,) in wanted_by_tests(request, "order")}
+    line = [sys.executable, "-c", EACH_PROGRAM, json.dumps({**PROGRAMS, **orders})]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=600, check=True)
     rows = [json.loads(row) for row in done.stdout.splitlines()]
-    return {name: (classes, finders) for name, classes, finders in rows}
-
-
-def needed(request, order: str) -> bool:
-    """Whether a test of the session is about an order of imports."""
-    return any(
-        getattr(item, "callspec", None) and item.callspec.params.get("order") == order
-        for item in request.session.items
-    )
+    assert [name for name, _ in rows] == [*PROGRAMS, *orders], done.stderr
+    return dict(rows)
 
 
 @pytest.mark.parametrize("order", by_default(USUAL_ORDERS, ORDERS))
-def test_the_auto_classes_know_every_family_whatever_was_imported_first(registered, order):
+def test_the_auto_classes_know_every_family_whatever_was_imported_first(found, order):
     family = "midus_hf.models.families.qwen3"
-    assert registered.get(order) == ([family, family], [])
+    assert found[order] == [family, family, []]
 
 
 def test_options_and_files_are_read_without_torch():
@@ -154,28 +162,9 @@ def test_options_and_files_are_read_without_torch():
     assert done.stdout == "set()\n"
 
 
-def test_models_are_imported_when_a_type_of_theirs_is_named():
-    code = """
-import sys, midus_hf
-from transformers import CONFIG_MAPPING
-before = "llama" in CONFIG_MAPPING, "midus_hf.models" in sys.modules
-print(before, "midus_llama" in CONFIG_MAPPING, "midus_hf.models" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "(True, False) True True\n"
-
-
-def test_a_version_of_transformers_that_keeps_types_elsewhere_is_named():
-    code = """
-import warnings
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-del CONFIG_MAPPING._extra_content
-with warnings.catch_warnings(record=True) as caught:
-    import midus_hf
-print(caught[0].message)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert "AutoModel knows no type with memory; import midus_hf.models for the families" in done.stdout
+def test_a_version_of_transformers_that_keeps_types_elsewhere_is_named(found):
+    message = "AutoModel knows no type with memory; import midus_hf.models for the families"
+    assert message in found["types are elsewhere"]
 
 
 def test_modules_keep_the_loaders_that_python_gave_them():
