@@ -1,5 +1,6 @@
 """The package of docs/extend.md, word for word: installed, upscaled with, trained, stripped, loaded without any package."""
 
+import json
 import os
 import shlex
 import subprocess
@@ -45,25 +46,25 @@ def work(tmp_path_factory, installed) -> Path:
     """A folder with a base, where the commands of the page have run."""
     folder = tmp_path_factory.mktemp("work")
     save_tiny_model("llama", folder / "BASE")
-    for command in COMMANDS.strip().splitlines():
-        words = shlex.split(command)
-        if words == ["pip", "install", "."]:
-            continue  # `installed` has done it
-        assert words[0] == "upscale"
-        done = run([*words[1:]], folder, installed)
-        assert done.returncode == 0, f"{command}\n{done.stderr}"
+    first, *commands = [shlex.split(command) for command in COMMANDS.strip().splitlines()]
+    assert first == ["pip", "install", "."]  # `installed` has done it
+    assert {words[0] for words in commands} == {"upscale"}
+    done = run([words[1:] for words in commands], folder, installed)
+    assert done.returncode == 0, done.stderr
     return folder
 
 
-def run(arguments: list[str], folder: Path, *paths: Path) -> subprocess.CompletedProcess:
-    """Run `upscale` in a process that sees further folders of packages."""
+def run(commands: list[list[str]], folder: Path, *paths: Path) -> subprocess.CompletedProcess:
+    """Run `upscale` with the words of each command, until one fails, in a process that sees further folders of packages."""
+    code = """
+import json, sys
+from midus_hf.cli.upscale import main
+for words in json.loads(sys.argv[1]):
+    if status := main(words):
+        sys.exit(status)
+"""
     path = os.pathsep.join(map(str, (*paths, Path(__file__).parents[2])))
-    return run_warm(
-        "import sys; from midus_hf.cli.upscale import main; sys.exit(main())",
-        *arguments,
-        folder=folder,
-        PYTHONPATH=path,
-    )
+    return run_warm(code, json.dumps(commands), folder=folder, PYTHONPATH=path)
 
 
 def test_the_package_takes_sixty_lines_of_python():
@@ -128,11 +129,10 @@ def test_a_package_that_cannot_be_imported_is_a_warning_and_takes_nothing_along(
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-memory\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[upscalers.methods]\nbroken = no_such_module\n")
-    done = run(["methods"], work, broken)
-    assert done.returncode == 0 and "midus-hml" in done.stdout
+    done = run([["methods"], ["--base", "BASE", "--method", "broken", "--dry-run"]], work, broken)
+    assert "midus-hml" in done.stdout
     assert "broken-memory offers no_such_module under upscalers.methods, which cannot be imported" in done.stderr
     assert "Traceback" not in done.stderr
-    done = run(["--base", "BASE", "--method", "broken", "--dry-run"], work, broken)
     assert done.returncode == 2 and "method 'broken' is unknown" in done.stderr
 
 

@@ -34,6 +34,7 @@ from upscalers.runs.upscale import upscale
 BASE = {"HuggingFaceTB/SmolLM2-135M": "base"}
 LLAMA_CONFIG = {"meta-llama/Llama-3.2-1B": "llama-3.2-1b"}
 TINY_LLAMA = {"meta-llama/Llama-3.2-1B": "tiny-llama-16"}
+SMALL_LLAMA = {"meta-llama/Llama-3.2-1B": "small-base"}
 # A page's recipe with keys behind it, and a page's options with smaller numbers, so that a run takes a second.
 SHORT = "max_steps=2 sequence_length=32 per_device_train_batch_size=2"
 SHORT_RUNS = {
@@ -50,7 +51,7 @@ class Session:
 
     Attributes:
         replace: Pieces of blocks, and what stands there instead. Every piece must occur on the page.
-        models: Folders of models that the page takes as made, and the method that makes each from the tiny base.
+        models: Folders of models that the page takes as made, and the method that makes each from a base of few layers.
         files: Names of the files that the page's blocks of YAML are, in order; of a block whose name is
             empty, the base is upscaled by the block if it names a method, and else the block is read as keys of `midus train`.
         names: A function of no argument that returns the names which blocks of Python take as defined.
@@ -85,7 +86,7 @@ def datatrove_names() -> dict[str, Any]:
 
 
 METHODS: dict[str, dict[str, Any]] = {
-    "midus-hml": {"num_new_layers": 5, "options": {"n": 8, "k": 2}},
+    "midus-hml": {"num_new_layers": 2, "options": {"n": 8, "k": 2}},
     "moc by prompt": {"options": {"memory_tokens": 24, "chapters": 12, "k": 2, "layers": [1, 3], "routing": "prompt"}},
     "moda": {},
 }
@@ -215,12 +216,14 @@ SESSIONS = {
             "num_new_layers: 3": "num_new_layers: 2",
             "trainable: [10, 20]": "trainable: [1, 2]",
             "[1.0e-4, 3.0e-5, 1.0e-5]": "[1.0e-4]",
+            # The notebook on comparisons runs other variants.
+            "--jobs 2": "--jobs 2 'variants={lora: {train: {adapters: {r: 32, lora_alpha: 64}}}}'",
         },
         files=("compare.yaml", "stages.yaml"),
     ),
     "docs/banks.md": Session(
         replace={
-            **BASE,
+            "HuggingFaceTB/SmolLM2-135M": "small-base",
             "sentence-transformers/all-MiniLM-L6-v2": "bert",
             "--levels 3": "--levels 2 --branching 3 --samples 20",
             "tasks=100": "tasks=1",
@@ -260,8 +263,8 @@ SESSIONS = {
             "value_learning_rate=0.1": f"value_learning_rate=0.1 {SHORT}",
         },
     ),
-    "docs/methods/deus.md": Session(replace={**TINY_LLAMA, "google/gemma-2-2b": "tiny-gemma-2"}),
-    "docs/methods/lesa.md": Session(replace={**TINY_LLAMA, "device=cuda": "device=cpu"}),
+    "docs/methods/deus.md": Session(replace={**SMALL_LLAMA, "google/gemma-2-2b": "tiny-gemma-2"}),
+    "docs/methods/lesa.md": Session(replace={**SMALL_LLAMA, "device=cuda": "device=cpu"}),
     "docs/methods/llama-pro.md": Session(replace={**TINY_LLAMA, "meta-llama/Llama-2-7b-hf": "tiny-llama-32"}),
     "docs/methods/solar.md": Session(replace={"meta-llama/Llama-3.1-8B": "tiny-llama-32"}),
 }
@@ -276,10 +279,11 @@ def room(tmp_path_factory) -> Path:
     """Make a folder with a tiny base, texts, questions and an embedding model."""
     folder = tmp_path_factory.mktemp("room")
     save_byte_model("llama", folder / "base", num_hidden_layers=10)
+    save_byte_model("llama", folder / "small-base", num_hidden_layers=4)
     save_tiny_bert(folder / "bert")
     save_byte_model("llama", folder / "tiny-llama-16", num_hidden_layers=16)
     save_byte_model("llama", folder / "tiny-llama-32", num_hidden_layers=32)
-    save_byte_model("gemma2", folder / "tiny-gemma-2", num_hidden_layers=26)
+    save_byte_model("gemma2", folder / "tiny-gemma-2", num_hidden_layers=6)
     tiny_model("qwen3_moe").save_pretrained(folder / "tiny-qwen3-moe")
     write_config(folder / "llama-3.2-1b", LLAMA_3_2_1B)
     for name in ("texts", "held_out", "addresses", "questions/train"):
@@ -300,13 +304,13 @@ def room(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def upscaled(room) -> Callable[[str], Path]:
-    """Return a function from a name in `METHODS` to a folder with the tiny base that is upscaled so."""
+    """Return a function from a name in `METHODS` to a folder with the base of few layers that is upscaled so."""
     made: dict[str, Path] = {}
 
     def model(name: str) -> Path:
         if name not in made:
             made[name] = room.parent / name
-            upscale(base=room / "base", method=name.split()[0], output=made[name], verify=False, **METHODS[name])
+            upscale(base=room / "small-base", method=name.split()[0], output=made[name], verify=False, **METHODS[name])
         return made[name]
 
     return model

@@ -15,12 +15,16 @@ pytest.importorskip("lm_eval")
 
 from midus_hf.evaluation.harness import Tasks
 
+# Without lists of packages and compilers, and without the harness's own tasks, whose files take ten seconds to read.
 _LM_EVAL = """
 import sys
+from functools import partialmethod
 sys.argv = ["lm_eval", *{arguments!r}]
 from lm_eval import evaluator
 from lm_eval.__main__ import cli_evaluate
-evaluator.add_env_info = lambda results: None  # lists of packages and compilers, which take a second
+from lm_eval.tasks import TaskManager
+evaluator.add_env_info = lambda results: None
+TaskManager.__init__ = partialmethod(TaskManager.__init__, include_defaults=False)
 cli_evaluate()
 assert "midus_hf" not in sys.modules
 """

@@ -32,6 +32,7 @@ CLAIMS = {
 SMALLER = {
     "first_steps": {'"max_new_tokens": 32': '"max_new_tokens": 4'},
     "train_and_look_inside": {
+        "num_new_layers=10": "num_new_layers=2",
         "sequence_length=256,\n": "sequence_length=32,\n",
         "max_steps=40": "max_steps=2",
         '"sequence_length": 256, "max_tokens": 2048': '"sequence_length": 32, "max_tokens": 64',
@@ -43,10 +44,12 @@ SMALLER = {
         '"max_steps": 16': '"max_steps": 2',
         '"sequence_length": 256': '"sequence_length": 32',
         '"eval_steps": 4': '"eval_steps": 1',
+        '"num_new_layers": 10': '"num_new_layers": 2',
+        '"num_new_layers": 3': '"num_new_layers": 2',
     },
 }
 """What of each notebook's code is replaced, so that a tiny base takes seconds."""
-NUM_LAYERS = {"first_steps": 5, "train_and_look_inside": 10, "compare": 30}
+NUM_LAYERS = {"first_steps": 5, "train_and_look_inside": 4, "compare": 4}
 """Of the tiny base: new layers are as many as divide it."""
 
 Output = dict[str, str]
