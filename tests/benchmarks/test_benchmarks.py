@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from pairs import by_default, in_pairs
 from tiny import FAMILIES
 
 from benchmarks import models, ops
@@ -24,9 +25,9 @@ def read_rows(path):
 OPS_AT_ONCE = ["--device", "cpu", "--shapes", "tiny", "--seconds", "0"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("body", ["auto", "reference", "torch", "compiled"])
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(
+    ("name", "body", "dtype"), in_pairs(OPS, ["auto", "reference", "torch", "compiled"], ["float32", "bfloat16"])
+)
 def test_every_body_agrees_with_float64(name, body, dtype, monkeypatch):
     # Graphs are traced, forward and backward, and run as they are: compiling them takes minutes.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
@@ -111,12 +112,18 @@ def tiny_base(tmp_path):
     return str(path)
 
 
-def test_all_methods_are_measured_in_all_phases(tiny_base, tmp_path):
+# A model of each kind: the base, dense, with layers of memory, and with attached memory.
+OF_EACH_KIND = ["base", "solar", "midus-hml", "moc"]
+
+
+@pytest.mark.parametrize("methods", by_default([OF_EACH_KIND], [OF_EACH_KIND, METHODS]))
+def test_methods_are_measured_in_all_phases(methods, tiny_base, tmp_path):
     words = ["--device", "cpu", "--base", tiny_base, "--seconds", "0", "--batches", "2", "--lengths", "16"]
-    assert models.main([*words, "--prompts", "8", "--dtype", "float32"], tmp_path / "model.csv") == 0
+    words += ["--prompts", "8", "--dtype", "float32", "--methods", ",".join(methods)]
+    assert models.main(words, tmp_path / "model.csv") == 0
     rows = read_rows(tmp_path / "model.csv")
     phases = {(row["method"], row["phase"]) for row in rows}
-    assert phases == {(method, phase) for method in METHODS for phase in ("train", "generate", "prefill")}
+    assert phases == {(method, phase) for method in methods for phase in ("train", "generate", "prefill")}
     assert all(float(row["seconds"]) > 0 and float(row["tokens_per_s"]) > 0 for row in rows)
     counts = {row["method"]: row for row in rows}
     assert counts["midus-hml"]["trained_parameters"] == counts["midus-hml"]["new_parameters"]

@@ -12,6 +12,12 @@ def loaded(folder: str | Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="float32", trust_remote_code=True).eval()
 
 
+def logits_of(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the logits of a forward pass without gradients."""
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
 def computed(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Return logits, greedy tokens, those of beams, a loss, and the names of the parameters that it has gradients for.
 
@@ -22,8 +28,7 @@ def computed(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
     greedy = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     labels = inputs["input_ids"].clone()
     labels[:, :3] = -100  # a prompt, which some routers read
-    with torch.no_grad():
-        logits = model(**inputs).logits
+    logits = logits_of(model, inputs)
     tokens = model.generate(**inputs, **greedy)
     beams = model.generate(**inputs, **greedy, num_beams=3)  # selects, repeats and reorders what a cache keeps
     loss = model.train()(**inputs, labels=labels, use_cache=False).loss

@@ -150,10 +150,9 @@ def test_nothing_in_the_module_resists_pickling_by_value(method, checkpoints):
     module = imported(checkpoints("llama", method))
     cloudpickle.register_pickle_by_value(module)
     try:
-        pickled = {name: cloudpickle.dumps(value) for name, value in vars(module).items() if not name.startswith("__")}
+        cloudpickle.dumps([value for name, value in vars(module).items() if not name.startswith("__")])
     finally:
         cloudpickle.unregister_pickle_by_value(module)
-    assert len(pickled) > 20
 
 
 _WRITTEN_TWICE = [("llama", "hier-lora-qk"), ("llama", "moc"), ("gemma3", "midus-hml")]

@@ -138,6 +138,13 @@ def answer(address: str, model: str) -> str:
         return json.load(reply)["choices"][0]["message"]["content"]
 
 
+def test_a_server_of_many_models_runs_the_code_of_each_without_the_package(folder, alone):
+    with server(folder, False) as address:
+        for name in ("headwise", "chapters"):  # classes of the same names, of two modules
+            assert answer(address, name) == alone[name]["text"]
+
+
+@pytest.mark.product
 def test_a_server_of_one_model_answers_what_generate_does(folder, alone):
     """The package may be installed: the server imports nothing of it. A chat on the command line has the same answer."""
     with server(folder, True, "headwise") as address:
@@ -149,12 +156,6 @@ def test_a_server_of_one_model_answers_what_generate_does(folder, alone):
             **{"capture_output": True, "timeout": MOST_SECONDS},
         )
     assert alone["headwise"]["text"] in " ".join(talk.stdout.split()), talk.stderr + talk.stdout
-
-
-def test_a_server_of_many_models_runs_the_code_of_each_without_the_package(folder, alone):
-    with server(folder, False) as address:
-        for name in ("headwise", "chapters"):  # classes of the same names, of two modules
-            assert answer(address, name) == alone[name]["text"]
 
 
 def test_pipelines_and_continuous_batching_run_the_code_of_a_checkpoint(alone):

@@ -12,13 +12,13 @@ from carried import computing
 from carried.made import CASES, KINDS
 from carried.test_module import imported
 from models.fresh_process import run_python
-from pairs import wanted_by_tests
+from pairs import by_default, wanted_by_tests
 from safetensors.torch import load_file, save_file
 from tiny import prompt
 
-# Those whose whole model is traced: a memory in a layer of its own, and two that are attached, of which one carries
-# slots.
-TRACED = [("llama", method) for method in ("midus-hml", "moda", "moc")]
+# Those whose whole model is traced: a memory in a layer of its own, and two that are attached, of which one carries slots. By default
+# the last alone; docs/serve.md exports the first with the package.
+TRACED = by_default([("llama", "moc")], [("llama", method) for method in ("midus-hml", "moda", "moc")])
 
 ON_LLAMA = [("llama", kind) for kind in KINDS]
 
@@ -31,7 +31,6 @@ import json
 import os
 import sys
 import cloudpickle
-import torch._dynamo
 
 def is_absent(name):
     try:
@@ -39,33 +38,37 @@ def is_absent(name):
     except ModuleNotFoundError:
         return True
 
-def traced(model, inputs):
-    with torch.no_grad():
-        eager = model(**inputs, use_cache=False).logits
-        compiled = torch.compile(model, fullgraph=True, backend="eager")(**inputs, use_cache=False).logits
-        exported = torch.export.export(model, (), {**inputs, "use_cache": False}).module()(**inputs, use_cache=False).logits
-    torch._dynamo.reset()
-    return {"compiles": torch.equal(eager, compiled), "exports": torch.equal(eager, exported)}
-
 def sent_to_another_process(name, inputs):
     classes = cloudpickle.loads(open(f"{name}.pickle", "rb").read())
-    with torch.no_grad():
-        model = classes["model"].from_pretrained(name, config=classes["config"].from_pretrained(name)).eval()
-        return model(**inputs).logits
+    return logits_of(classes["model"].from_pretrained(name, config=classes["config"].from_pretrained(name)).eval(), inputs)
 
 findings = {"absent": [is_absent(name) for name in ("midus_hf", "upscalers")]}
 for name in json.load(open("names.json")):
     inputs = torch.load(f"{name}.pt")
-    models = {kind: loaded(f"{name}_{kind}") for kind in ("born", "acting")}
-    package = type(models["born"]).__module__.rpartition(".")[0]
-    findings[name] = {"modules": [module for module in sys.modules if module.startswith(package + ".")]}
-    if name in json.load(open("traced.json")):
-        findings[name] |= traced(models["acting"], inputs)
-    results = {kind: computed(model, inputs) for kind, model in models.items()}
+    born, acting = (loaded(f"{name}_{kind}") for kind in ("born", "acting"))
+    package = type(born).__module__.rpartition(".")[0]
+    findings[name] = [module for module in sys.modules if module.startswith(package + ".")]
+    results = {"born": logits_of(born, inputs), "acting": computed(acting, inputs)}
     if os.path.exists(f"{name}_acting.pickle"):
         results["pickled"] = sent_to_another_process(f"{name}_acting", inputs)
     torch.save(results, f"{name}_found.pt")
 print(json.dumps(findings))
+"""
+
+_TRACE = """
+import json
+import torch._dynamo
+
+results = {}
+for name in names:
+    model, inputs = loaded(f"{name}_acting"), {**torch.load(f"{name}.pt"), "use_cache": False}
+    with torch.no_grad():
+        eager = model(**inputs).logits
+        compiled = torch.compile(model, fullgraph=True, backend="eager")(**inputs).logits
+        exported = torch.export.export(model, (), inputs).module()(**inputs).logits
+    torch._dynamo.reset()
+    results[name] = {"compiles": torch.equal(eager, compiled), "exports": torch.equal(eager, exported)}
+print(json.dumps(results))
 """
 
 
@@ -106,11 +109,21 @@ def folder(request, checkpoints, tmp_path_factory) -> Path:
             pickle_by_value(made, folder / f"{name}_acting.pickle")
         names.append(name)
     (folder / "names.json").write_text(json.dumps(names))
-    (folder / "traced.json").write_text(json.dumps([name_of(*case) for case in TRACED]))
-    program = Path(computing.__file__).read_text(encoding="utf-8") + _RUN
-    printed = run_python(program, folder, package_present=False)
-    (folder / "findings.json").write_text(printed.splitlines()[-1])
+    (folder / "findings.json").write_text(json.dumps(without_the_package(_RUN, folder)))
     return folder
+
+
+@pytest.fixture(scope="module")
+def graphs(request, folder) -> dict[str, dict[str, bool]]:
+    """Whether the graphs of each model that is traced compute what the model does, in a process without the package."""
+    names = [name_of(*case) for case in wanted_by_tests(request, "family", "method")]
+    return without_the_package(f"names = {names!r}\n{_TRACE}", folder)
+
+
+def without_the_package(program: str, folder: Path) -> dict[str, Any]:
+    """Run a program behind the functions of `computing`, and return the JSON that it prints last."""
+    functions = Path(computing.__file__).read_text(encoding="utf-8")
+    return json.loads(run_python(functions + program, folder, package_present=False).splitlines()[-1])
 
 
 def pickle_by_value(checkpoint: Path, path: Path) -> None:
@@ -135,27 +148,31 @@ def results(folder: Path, family: str, method: str) -> dict[str, Any]:
     return torch.load(folder / f"{name_of(family, method)}_found.pt")
 
 
-def with_the_package(folder: Path, kind: str, family: str, method: str) -> dict[str, Any]:
+def with_the_package(folder: Path, kind: str, family: str, method: str) -> Any:
+    """Return a case's model in this process, whose classes are the package's."""
     model = computing.loaded(folder / f"{name_of(family, method)}_{kind}")
     assert type(model).__module__.startswith("midus_hf.")
-    return computing.computed(model, inputs_of(method))
+    return model
 
 
 @pytest.mark.parametrize(("family", "method"), [*CASES, *ON_LLAMA])
 def test_the_module_alone_computes_what_the_package_does(family, method, folder):
     assert findings(folder)["absent"] == [True] * 2
-    (module,) = findings(folder)[name_of(family, method)]["modules"]
+    (module,) = findings(folder)[name_of(family, method)]
     assert module.endswith(".modeling_midus")
-    result = results(folder, family, method)
-    born, acting = (with_the_package(folder, kind, family, method) for kind in ("born", "acting"))
-    assert torch.equal(result["born"]["logits"], born["logits"])
-    torch.testing.assert_close(result["acting"]["logits"], acting["logits"], rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(acting["logits"], born["logits"], atol=1e-2)
-    for here, there in ((born, result["born"]), (acting, result["acting"])):
-        assert torch.equal(here["tokens"], there["tokens"])
-        assert torch.equal(here["beams"], there["beams"])
-        torch.testing.assert_close(there["loss"], here["loss"], rtol=1e-5, atol=1e-5)
-        assert here["reached"] == there["reached"] and here["reached"]
+    there = results(folder, family, method)
+    born = computing.logits_of(with_the_package(folder, "born", family, method), inputs_of(method))
+    assert torch.equal(there["born"], born)
+    here, there = (
+        computing.computed(with_the_package(folder, "acting", family, method), inputs_of(method)),
+        there["acting"],
+    )
+    torch.testing.assert_close(there["logits"], here["logits"], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(here["logits"], born, atol=1e-2)
+    assert torch.equal(here["tokens"], there["tokens"])
+    assert torch.equal(here["beams"], there["beams"])
+    torch.testing.assert_close(there["loss"], here["loss"], rtol=1e-5, atol=1e-5)
+    assert here["reached"] == there["reached"] and here["reached"]
 
 
 @pytest.mark.parametrize(
@@ -167,6 +184,5 @@ def test_its_classes_compute_the_same_where_they_were_sent_by_value(family, meth
 
 
 @pytest.mark.parametrize(("family", "method"), TRACED)
-def test_a_whole_model_is_one_graph_to_compile_and_to_export(family, method, folder):
-    result = findings(folder)[name_of(family, method)]
-    assert result["compiles"] and result["exports"]
+def test_a_whole_model_is_one_graph_to_compile_and_to_export(family, method, graphs):
+    assert graphs[name_of(family, method)] == {"compiles": True, "exports": True}

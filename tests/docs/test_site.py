@@ -6,11 +6,11 @@ import importlib
 import os
 import re
 import subprocess
-import sys
 import zlib
 from pathlib import Path
 
 import pytest
+from processes.warm import run_warm
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -21,20 +21,10 @@ for _package in ("sphinx", "myst_parser", "furo"):
 def sphinx(source: Path, output: Path, builder: str) -> subprocess.CompletedProcess:
     """Build the pages below a folder with the project's configuration, in which a warning is an error, as in the Makefile."""
     (options,) = re.findall(r"-m sphinx (.*--write-all)", (ROOT / "Makefile").read_text(encoding="utf-8"))
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        *options.split(),
-        "--builder",
-        builder,
-        "--conf-dir",
-        DOCS,
-        source,
-        output,
-    ]
+    code = "import sys; from sphinx.cmd.build import main; sys.exit(main(sys.argv[1:]))"
+    words = [*options.split(), "--builder", builder, "--conf-dir", DOCS, source, output]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    return run_warm(code, *words, timeout=900, PYTHONPATH=path)
 
 
 @pytest.fixture(scope="session")
