@@ -105,30 +105,21 @@ DEAD_LINKS = {
 }
 
 
-def test_dead_links_fail_the_build(tmp_path):
+def test_dead_links_and_pages_that_no_readme_links_to_fail_the_build(tmp_path):
+    readmes = {"docs/README.md": f"{LISTED}- [Methods](methods/README.md)\n", "docs/methods/README.md": "# Methods\n"}
+    unlisted = dict.fromkeys(("docs/new.md", "docs/methods/new.md"), "# New\n")
     links = "\n\n".join(DEAD_LINKS)
-    result = built(tmp_path, {"docs/README.md": LISTED, "docs/other.md": f"# Other\n\n{links}\n"})
+    result = built(tmp_path, {**readmes, "docs/other.md": f"# Other\n\n{links}\n", **unlisted})
     assert result.returncode == 1
     assert [warning for warning in DEAD_LINKS.values() if warning not in result.stderr] == []
-
-
-def test_links_to_pages_files_and_folders_are_alive(tmp_path):
-    links = "[a](README.md) [b](../README.md#first) [c](#there) [d](../configs) [e](../configs/one.yaml)"
-    pages = {"docs/README.md": LISTED, "docs/other.md": f"# Other\n\n## There\n\n{links}\n"}
-    result = built(tmp_path, {**pages, "configs/one.yaml": "a: 1\n"})
-    assert (result.returncode, result.stderr) == (0, "")
-
-
-def test_pages_that_no_readme_links_to_fail_the_build(tmp_path):
-    readmes = {"docs/README.md": f"{LISTED}- [Methods](methods/README.md)\n", "docs/methods/README.md": "# Methods\n"}
-    pages = dict.fromkeys(("docs/new.md", "docs/methods/new.md"), "# New\n")
-    result = built(tmp_path, {**readmes, "docs/other.md": "# Other\n", **pages})
-    assert result.returncode == 1
-    for page in pages:
+    for page in unlisted:
         assert f"{page}: WARNING: document isn't included in any toctree" in result.stderr
         with (tmp_path / page).with_name("README.md").open("a", encoding="utf-8") as readme:
             readme.write("\nA [new](new.md) page.\n")
-    result = built(tmp_path, {})
+    # Links to pages, headings, files and folders that are there.
+    links = "[a](README.md) [b](../README.md#first) [c](#there) [d](../configs) [e](../configs/one.yaml)"
+    alive = {"docs/other.md": f"# Other\n\n## There\n\n{links}\n", "configs/one.yaml": "a: 1\n"}
+    result = built(tmp_path, alive)
     assert (result.returncode, result.stderr) == (0, "")
 
 
