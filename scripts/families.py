@@ -137,8 +137,10 @@ def counted(rows: list[Row]) -> list[str]:
 
 def causal_types() -> list[str]:
     """Return the causal types of the installed Transformers that hold no other language model, in alphabetical order."""
-    names = (name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("midus_"))
-    return sorted(name for name in names if name not in larger_types())
+    larger = larger_types()
+    return sorted(
+        name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("midus_") and name not in larger
+    )
 
 
 def larger_types() -> list[str]:
