@@ -361,7 +361,7 @@ def plan_table(comparison: Comparison, variants: Sequence[Variant]) -> TableOfWo
     title = (
         "Each rate with the first seed, the best rate with the others" + ", then null controls" * comparison.controls
     )
-    return TableOfWords(title, ["variant", "method", "new", "trains", "rates", "tokens", "runs done"], rows)
+    return TableOfWords(title, ["variant", "method", "new", "trains", "rates", "tokens in all", "runs done"], rows)
 
 
 def as_json(findings: Findings, page: Path) -> dict[str, Any]:
