@@ -141,7 +141,7 @@ for name, code in json.loads(sys.argv[1]).items():
 
 @pytest.fixture(scope="module")
 def found(request) -> dict[str, Any]:
-    """What each program found in a process that had done nothing else."""
+    """Return what each program prints in a process that had done nothing else."""
     orders = {order: f"{ORDERS[order]}\n{REGISTERED}" for (order,) in wanted_by_tests(request, "order")}
     line = [sys.executable, "-c", EACH_PROGRAM, json.dumps({**PROGRAMS, **orders})]
     done = subprocess.run(line, capture_output=True, text=True, timeout=600, check=True)

@@ -115,7 +115,7 @@ def folder(request, checkpoints, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def graphs(request, folder) -> dict[str, dict[str, bool]]:
-    """Whether the graphs of each model that is traced compute what the model does, in a process without the package."""
+    """Return for each traced model whether its graphs compute what the model does, in a process without the package."""
     names = [name_of(*case) for case in wanted_by_tests(request, "family", "method")]
     return without_the_package(f"names = {names!r}\n{_TRACE}", folder)
 

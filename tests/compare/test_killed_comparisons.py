@@ -1,4 +1,4 @@
-"""A comparison with runs in processes is killed and run again: nothing of it goes on, and it finds what an undisturbed one finds."""
+"""Kill a comparison whose runs are processes, and run it again: nothing of it goes on, and it finds what an undisturbed one finds."""
 
 import json
 import os

@@ -53,7 +53,7 @@ def largest_relative_difference(results: Gradients, expected: Gradients) -> floa
 
 
 def findings(case: str) -> dict[str, dict[str, float | bool]]:
-    """What a model's sharded steps are, with and without checkpointing, beside whole ones on each half and on all of a batch."""
+    """Return how a model's sharded steps, with and without checkpointing, compare with whole ones on halves and all of a batch."""
     halves = prompt(batch=4).chunk(2)
     whole = CASES[case][0]().train()
     expected = [loss_and_gradients(whole, tokens) for tokens in (*halves, torch.cat(halves))]
@@ -63,7 +63,7 @@ def findings(case: str) -> dict[str, dict[str, float | bool]]:
 def of_sharded(
     case: str, checkpointing: bool, halves: tuple[torch.Tensor, ...], expected: list[tuple[torch.Tensor, Gradients]]
 ) -> dict[str, float | bool]:
-    """What a sharded step is, with what whole ones are on the halves and on all of the batch."""
+    """Return how a sharded step compares with the `expected` whole ones on the halves and on all of the batch."""
     rank = dist.get_rank()
     build, memory = CASES[case]
     first, second, all_of_it = expected

@@ -49,7 +49,7 @@ def native(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def fetching(tmp_path_factory) -> Path:
-    """A tiny model whose texts fetch blocks; nobody may change it."""
+    """Return the folder of a tiny model whose texts fetch blocks; nobody may change it."""
     return save_fetching(tmp_path_factory.mktemp("fetching"))
 
 

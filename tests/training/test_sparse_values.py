@@ -162,7 +162,7 @@ def test_rows_are_clipped_to_a_norm_that_they_have_together():
 def test_a_run_whose_tables_start_at_zero_reads_the_rows_that_a_dense_one_reads(
     ultramem, config_for, tmp_path, changes
 ):
-    """In the first step rows that are read move alike, and the log has the norm of all gradients; other rows keep their bytes."""
+    """Train one step: rows that are read move alike, others keep their bytes, and the log has the norm of all gradients."""
     for is_sparse in (False, True):
         words = {"max_steps": 1, "warmup_steps": 0, "sparse_values": is_sparse, **changes}
         train(config_for(str(is_sparse), model=ultramem, **words))
