@@ -73,8 +73,9 @@ def test_the_trainer_shifts_labels_where_the_package_is_absent(adapting, tmp_pat
 
 
 def test_a_class_is_listed_where_the_class_of_its_family_is():
+    model = upscaled_model("qwen2")
     listed = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    assert listed["midus_qwen2"] == type(upscaled_model("qwen2")).__name__ and listed["qwen2"] == "Qwen2ForCausalLM"
+    assert listed["midus_qwen2"] == type(model).__name__ and listed["qwen2"] == "Qwen2ForCausalLM"
 
 
 def test_adapters_of_experts_from_before_transformers_5_find_the_experts():
