@@ -60,7 +60,9 @@ def whole_file(path: Path) -> Iterator[Path]:
     partial, lock = begin_unfinished(path, lambda partial: partial.touch(exist_ok=False))
     try:
         yield partial
-        put_in_place(partial, path)
+        sync(partial)
+        os.replace(partial, path)
+        sync(path.parent)
     finally:
         partial.unlink(missing_ok=True)
         if lock is not None:
@@ -99,13 +101,6 @@ def begin_unfinished(path: Path, make: Callable[[Path], object]) -> tuple[Path, 
         if lock.is_on(partial):
             return partial, lock
         lock.release()
-
-
-def put_in_place(written: Path, path: Path) -> None:
-    """Move a complete file to its path on the same file system. First the file reaches the disk, and then the move."""
-    sync(written)
-    os.replace(written, path)
-    sync(path.parent)
 
 
 def move_into_place(source: Path, target: Path, last: str) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints of a run: what trains and the optimizer, finite numbers only, and a manifest that is written last."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,7 +14,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from midus_hf.files.checkpoint_files import CHECKPOINT_NAME, MANIFEST_FILE, TRAINED_FILE, TRAINER_STATE
-from midus_hf.files.manifest import describe_files, first_damage
 from midus_hf.files.whole_files import sync, whole_file
 
 
@@ -88,7 +88,7 @@ def checkpoints_in(output: str | os.PathLike) -> dict[int, Path]:
 def damage_of(checkpoint: Path) -> str | None:
     """Return one line about what is wrong with a checkpoint, or None if every file has the bytes that were written.
 
-    Files that the manifest does not name are ignored.
+    Names and sizes of all files are compared before any file is read. Files that the manifest does not name are ignored.
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
@@ -98,7 +98,27 @@ def damage_of(checkpoint: Path) -> str | None:
         return f"its {MANIFEST_FILE} is damaged"
     if not isinstance(manifest, dict) or TRAINER_STATE not in manifest:
         return f"its {MANIFEST_FILE} is damaged"
-    return first_damage(checkpoint, manifest)
+    name = ""
+    try:
+        for name, entry in manifest.items():
+            size = (checkpoint / name).stat().st_size
+            if size != entry["bytes"]:
+                return f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
+        for name, entry in manifest.items():
+            if _sha256(checkpoint / name) != entry["sha256"]:
+                return f"{name} does not have the contents that were written"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror or error}"
+    except (KeyError, TypeError, ValueError):
+        return f"its {MANIFEST_FILE} is damaged"
+    return None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def latest_whole(output: str | os.PathLike) -> Path | None:
@@ -150,9 +170,16 @@ def remove_checkpoint(checkpoint: Path) -> None:
 
 
 def finish_checkpoint(checkpoint: Path) -> None:
-    """Force all files of a checkpoint to the disk, and then write the manifest that makes the checkpoint whole."""
+    """Force all files of a checkpoint to the disk, and then write the manifest that makes the checkpoint whole.
+
+    The manifest holds `{"bytes": ..., "sha256": ...}` of each file by its path in the checkpoint, with `/` between the parts.
+    """
     contents = sorted(checkpoint.rglob("*"))
-    manifest = describe_files(checkpoint, [path for path in contents if path.is_file()])
+    manifest = {
+        path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in contents
+        if path.is_file()
+    }
     for path in (*contents, checkpoint, checkpoint.parent):
         sync(path)
     with whole_file(checkpoint / MANIFEST_FILE) as partial:

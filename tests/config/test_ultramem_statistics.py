@@ -62,22 +62,23 @@ def test_cores_start_positive_with_singular_values_up_to_one(rank):
     assert torch.equal(again, core.bfloat16())
 
 
+# Layers of the model, and options.
 KINDS = {
-    "rank-1": {"rank": 1},
-    "rank-4": {"rank": 4},
-    "heads": {"heads": 2},
-    "no-pre-values": {"pre_value_width": 0},
-    "every-key-kept": {"k": 64},
-    "more-slots": {"n": 128, "k": 32},
+    "rank-1": (24, {"rank": 1}),
+    "rank-4": (4, {"rank": 4}),
+    "heads": (24, {"heads": 2}),
+    "no-pre-values": (64, {"pre_value_width": 0}),
+    "every-key-kept": (24, {"k": 64}),
+    "more-slots": (16, {"n": 128, "k": 32}),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_memories_of_every_kind_start_with_mean_score_one_and_the_variance_of_equation_20(kind):
-    depth, inner, hidden = 24, 3, 128
+    (depth, changes), inner, hidden = KINDS[kind], 3, 128
     sizes = ModelSizes(hidden_size=hidden, num_heads=4, intermediate_size=inner * hidden, num_layers=depth)
     sides = {"n": 64, "k": 16, "value_width": 64, "pre_value_width": 64, "zero": "none"}
-    options, scores, squares = UltraMemOptions(**{**sides, **KINDS[kind]}), [], []
+    options, scores, squares = UltraMemOptions(**{**sides, **changes}), [], []
     for seed in range(6):
         torch.manual_seed(seed)
         memory, states = build_memory(options, sizes), torch.randn(1, 256, hidden)

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 
@@ -327,14 +326,6 @@ def test_every_metric_of_a_task_of_ones_own_is_shown(room, tmp_path, capsys):
     assert shown["mine worst (0-shot)"] == "not finite"
     assert shown["mine kind (0-shot)"] == "round"
     assert not any("stderr" in measure or "num_" in measure for measure in shown)
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interruption_ends_with_one_line(room, capsys, monkeypatch, keyboard, number, status):
-    monkeypatch.setattr(cli, "from_mapping", lambda *_: os.kill(os.getpid(), number))
-    before = signal.getsignal(signal.SIGTERM)
-    assert refusal(capsys, room / "base") == (status, "midus eval: interrupted")
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @needs_harness

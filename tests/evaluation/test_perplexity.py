@@ -52,12 +52,6 @@ def test_memory_with_zero_values_leaves_every_measure_as_it_is(family, tmp_path)
     assert results[0].perplexity == results[1].perplexity
 
 
-def test_the_same_call_gives_the_same_result(family):
-    model, tokenizer = byte_model(family), byte_tokenizer()
-    first, second = (perplexity(model, tokenizer, DOCUMENTS, sequence_length=16) for _ in range(2))
-    assert first.perplexity == second.perplexity
-
-
 @pytest.mark.parametrize("batch_size", [2, 3, 100])
 def test_the_batch_size_changes_nothing_but_rounding(family, batch_size):
     model, tokenizer = byte_model(family).double(), byte_tokenizer()
@@ -65,11 +59,6 @@ def test_the_batch_size_changes_nothing_but_rounding(family, batch_size):
     together = perplexity(model, tokenizer, DOCUMENTS, sequence_length=16, batch_size=batch_size)
     assert together.tokens == alone.tokens
     assert together.perplexity == pytest.approx(alone.perplexity, rel=1e-6)
-
-
-def test_max_tokens_limits_what_is_predicted():
-    model, tokenizer = byte_model("llama"), byte_tokenizer()
-    assert perplexity(model, tokenizer, DOCUMENTS, sequence_length=16, max_tokens=40).tokens == 32
 
 
 def test_a_uniform_model_has_the_perplexity_of_its_vocabulary():

@@ -24,28 +24,6 @@ def test_suites_are_zero_shot(recipe):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("task: [piqa]", r"config has no option 'task'\. Did you mean 'tasks'"),
-        ("tasks: piqa", r"tasks is 'piqa'; expected a list, each item of it a string or null"),
-        ("text: a\nmax_tokens: 1.5", r"max_tokens is 1\.5; expected a whole number or null"),
-        ("text: a\ntrust_remote_code: 1", r"trust_remote_code is 1; expected true or false"),
-        ("- piqa", r"a\.yaml' holds a list; expected a mapping of keys to values"),
-        ("", "there is nothing to measure"),
-    ],
-)
-def test_a_wrong_file_is_refused(tmp_path, text, message):
-    (tmp_path / "a.yaml").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        read_config(EvaluationSettings, tmp_path / "a.yaml")
-
-
-def test_null_and_text_that_is_a_number_are_read_as_everywhere(tmp_path):
-    (tmp_path / "a.yaml").write_text("text: a\nmax_tokens: 1e5\nlimit: null\n")
-    assert read_config(EvaluationSettings, tmp_path / "a.yaml") == EvaluationSettings(text="a", max_tokens=100_000)
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({}, "there is nothing to measure; give a text, tasks, or both"),

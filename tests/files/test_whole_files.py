@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from midus_hf.files.whole_files import (
-    move_into_place,
-    put_in_place,
-    whole_file,
-)
+from midus_hf.files.whole_files import move_into_place, whole_file
 
 
 @pytest.fixture
@@ -126,13 +122,6 @@ def test_it_is_on_the_disk_before_it_takes_its_place_and_its_name_is_afterwards(
     with whole_file(tmp_path / "record.json") as partial:
         partial.write_text("new")
     assert on_the_disk == [("synced", partial.name), ("named", "record.json"), ("synced", tmp_path.name)]
-
-
-def test_a_file_that_was_written_elsewhere_takes_its_place_the_same_way(tmp_path, on_the_disk):
-    (tmp_path / "made").mkdir()
-    (tmp_path / "made" / "file").write_text("new")
-    put_in_place(tmp_path / "made" / "file", tmp_path / "record.json")
-    assert on_the_disk == [("synced", "file"), ("named", "record.json"), ("synced", tmp_path.name)]
 
 
 def folder(path: Path, **files: str) -> Path:

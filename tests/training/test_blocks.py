@@ -161,13 +161,6 @@ def test_held_out_text_of_other_paths_is_refused(blocks_for, tmp_path, leaves, m
     assert not (tmp_path / "out").exists()
 
 
-def test_activation_checkpointing_changes_nothing(blocks_for, tmp_path):
-    for name, aids in (("with", True), ("without", False)):
-        changes = {"activation_checkpointing": aids, "max_steps": 3}
-        train(blocks_for(name, **changes))
-    assert logged(tmp_path / "with", "loss") == pytest.approx(logged(tmp_path / "without", "loss"), rel=1e-6)
-
-
 def test_one_block_of_each_lora_memory_trains_as_the_lora_of_peft(tmp_path):
     """The same losses and norms in every step: three stacked memories of one block of rank r, and PEFT's LoRA with alpha 2 r."""
     rank = 5

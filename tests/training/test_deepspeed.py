@@ -18,13 +18,9 @@ from training.two_processes import (
     assert_tied_tensors_are_saved_once,
     write_recipe,
 )
-from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.training.sft import main as sft
 from midus_hf.cli.training.train import main
-from midus_hf.training.optim.freezing import set_trainable
-from midus_hf.training.optim.parameter_groups import parameter_groups
-from midus_hf.training.optim.rates import Rates
 
 ROOT = SCRIPT.parents[2]
 CONFIG = ROOT / "configs" / "accelerate" / "zero3.yaml"
@@ -85,18 +81,6 @@ def test_what_trains_is_counted_where_every_parameter_is_cut(corpus, tmp_path):
     assert largest_difference(two, one) < 1e-4
 
 
-@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
-def test_a_file_whose_rates_would_stand_in_place_of_the_runs_is_refused(section, corpus, tmp_path):
-    recipe = write_recipe(tmp_path, save_upscaled("llama", tmp_path), corpus)
-    types = {"optimizer": "AdamW", "scheduler": "WarmupLR"}
-    settings = settings_of_deepspeed(tmp_path / "deepspeed.json", **{section: {"type": types[section], "params": {}}})
-    refused = launched(SCRIPT, recipe, f"output_dir={tmp_path / 'out'}", settings=settings)
-    assert (
-        refused.returncode != 0 and f"the file of DeepSpeed has a section '{section}', which would" in refused.stderr
-    )
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.fixture(scope="module", params=[2, 3])
 def stage(request) -> int:
     return request.param
@@ -120,62 +104,12 @@ def test_a_run_goes_on_exactly(step, whole, stage, tmp_path):
     assert moved(output, whole) == set()
 
 
-def test_other_stages_and_whole_models_do_not_go_on_with_it(whole, stage, capfd):
-    words = [whole.with_name("recipe.yaml"), "resume_from_checkpoint=true", f"output_dir={whole}"]
-    shared = {2: "share moments by DeepSpeed", 3: "share parameters by DeepSpeed"}
-    refused = launched(SCRIPT, *words, stage=5 - stage)
-    assert refused.returncode != 0
-    assert f"checkpoint-6 was saved by processes that {shared[stage]}, and these {shared[5 - stage]}" in refused.stderr
-    assert main([str(word) for word in words]) == 2
-    assert f"processes that {shared[stage]}, and these hold whole models" in capfd.readouterr().err
-
-
-OWN_TRAINER = """
-import json
-import sys
-from pathlib import Path
-
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, TrainingArguments
-import midus_hf
-from midus_hf.training.trainer import MemoryTrainer
-from midus_hf.training.optim.rates import Rates
-from midus_hf.training.optim.freezing import set_trainable
-
-arguments = TrainingArguments(sys.argv[2], max_steps=2, report_to="none", save_strategy="no", use_cpu=True, learning_rate=1e-2)
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-assert all(parameter.numel() == 0 for parameter in model.parameters()), "transformers cuts what is loaded now"
-set_trainable(model, "all")
-texts = Dataset.from_list([{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 8)
-trainer = MemoryTrainer(model, arguments, train_dataset=texts, rates=Rates(learning_rate=1e-2, weight_decay=0.1))
-trainer.create_optimizer()
-groups = {group["name"]: sum(parameter.ds_numel for parameter in group["params"]) for group in trainer.optimizer.param_groups}
-if trainer.is_world_process_zero():
-    Path(sys.argv[3]).write_text(json.dumps(groups))
-trainer.optimizer = None
-trainer.train()
-trainer.save_model()
-"""
-
-
-def test_a_trainer_of_ones_own_tells_matrices_from_norms_that_are_cut(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(save_upscaled("llama", tmp_path))
-    set_trainable(model, "all")
-    (tmp_path / "own.py").write_text(OWN_TRAINER)
-    run = launched(tmp_path / "own.py", tmp_path / "model", tmp_path / "out", tmp_path / "groups.json")
-    assert run.returncode == 0, run.stderr[-4000:]
-    groups = parameter_groups(model, Rates(learning_rate=1e-2, weight_decay=0.1))
-    expected = {group["name"]: sum(parameter.numel() for parameter in group["params"]) for group in groups}
-    assert json.loads((tmp_path / "groups.json").read_text()) == expected
-    assert largest_difference(tmp_path / "out", tmp_path / "model") > 1e-3
-
-
 def test_chats_are_trained_on_as_by_one_process(tmp_path):
     model = save_base("llama", tmp_path, "midus-hml")
     chats = write_rows(tmp_path / "chats.jsonl", [{"messages": chat(number)} for number in range(16)])
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        f"model_name_or_path: {model}\ndataset_name: {chats}\nchat_template: chatml\nmax_length: 96\n"
+        f"model_name_or_path: {model}\ndataset_name: {chats}\nchat_template_path: chatml\nmax_length: 96\n"
         "per_device_train_batch_size: 2\nmax_steps: 4\n"
         "learning_rate: 1.0e-3\nbf16: false\nlogging_steps: 1\ntrainable: all\n"
     )
@@ -184,16 +118,3 @@ def test_chats_are_trained_on_as_by_one_process(tmp_path):
     assert run.returncode == 0, run.stderr[-4000:]
     one, two = (logged(tmp_path / folder, "loss") for folder in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-5) and len(one) == 4
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["adapters={r: 2}"], "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 cuts; expected"),
-    ],
-    ids=["adapters"],
-)
-def test_what_reads_weights_that_are_cut_is_refused(words, message, corpus, tmp_path):
-    recipe = write_recipe(tmp_path, save_upscaled("llama", tmp_path), corpus)
-    refused = launched(SCRIPT, recipe, f"output_dir={tmp_path / 'out'}", *words)
-    assert refused.returncode != 0 and message in refused.stderr and not (tmp_path / "out").exists()

@@ -94,12 +94,6 @@ def test_losses_of_routers_are_in_the_loss(made, run, tmp_path):
     assert 15 < first[10.0] - first[0.0] < 60
 
 
-def test_activation_checkpointing_gives_the_same_weights(made, run, tmp_path):
-    for checkpointed in (False, True):
-        run(made(routing="token"), str(checkpointed), activation_checkpointing=checkpointed)
-    assert moved(tmp_path / "True", tmp_path / "False") == set()
-
-
 def test_a_run_with_gradients_of_rows_moves_the_bank_as_a_dense_one_does(made, run, tmp_path):
     """In the first step rows that are read move alike; without decay the others keep their bytes, as in any run."""
     model = made(memory_tokens=192, chapters=96, routing="sequence")

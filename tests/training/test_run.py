@@ -166,11 +166,3 @@ def test_fp32_computes_in_float32_whatever_the_checkpoint_holds(config_for, tmp_
     run.execute()
     assert {tensor.dtype for tensor in weights(tmp_path / "out").values()} == {torch.bfloat16}
     assert all(is_new(name) for name in moved(model, tmp_path / "out"))
-
-
-@pytest.mark.parametrize("family", by_default(["qwen3"], FAMILIES))
-def test_activation_checkpointing_changes_no_loss(family, config_for, tmp_path):
-    for checkpointing in (False, True):
-        output = tmp_path / str(checkpointing)
-        train(config_for(output, family, max_steps=4, activation_checkpointing=checkpointing))
-    assert exact_log(tmp_path / "True") == exact_log(tmp_path / "False")

@@ -1,6 +1,7 @@
 """A checkpoint is believed by its manifest: what is damaged is passed over, said, and never costs the one that is whole."""
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -42,6 +43,13 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+def without_digests(path: Path) -> None:
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps({name: {"bytes": entry["bytes"]} for name, entry in manifest.items()}))
+
+
+# Manifests with an entry that says nothing of its file.
+ENTRIES = [f'{{"trainer_state.json": {entry}}}' for entry in ("3", "null", "{}")]
 CONTENTS = "{} does not have the contents that were written"
 WEIGHTS = "trained.safetensors"
 DAMAGES = {
@@ -56,9 +64,9 @@ DAMAGES = {
     "unfinished": (Path.unlink, "manifest.json", "it was not written to its end"),
     **{
         f"manifest-{number}": (lambda path, text=text: path.write_text(text), "manifest.json", "its {} is damaged")
-        for number, text in enumerate(("", "{}", "[]", "{" * 100_000, "[" * 100_000, "null"))
+        for number, text in enumerate(("", "{}", "[]", "{" * 100_000, "[" * 100_000, "null", *ENTRIES))
     },
-    "manifest-of-no-entry": (lambda path: path.write_text('{"trainer_state.json": 3}'), "manifest.json", "its manifest is damaged"),
+    "manifest-without-digests": (without_digests, "manifest.json", "its {} is damaged"),
 }  # fmt: skip
 
 
