@@ -8,6 +8,7 @@ from typing import Any
 from midus_hf.config.memory_entries import NO_MEMORIES, Memories
 from midus_hf.look.watched_models import depth_heads, held_hooks, hosted_memories
 from midus_hf.memory.protocols import AttendsToDepth
+from midus_hf.models.layer import without_memories
 from midus_hf.models.parts import decoder_of
 
 
@@ -108,24 +109,13 @@ def switched_off(model: Any, parts: Iterable[Part]) -> Iterator[None]:
         for part in parts:
             for layer in part.layers:
                 if part.kind in ("memory", "bank"):
-                    passed_by.enter_context(_passed_by(blocks[layer], part.memory))
+                    passed_by.enter_context(without_memories([blocks[layer]], [part.memory]))
                 elif part.kind == "depth":
                     (module,) = (one.module for one in readers if (one.layer, one.name) == (layer, part.memory))
                     hold(module.register_forward_hook(_sequence_alone, with_kwargs=True))
                 else:
                     hold(blocks[layer].register_forward_hook(_residual_alone, with_kwargs=True))
         yield
-
-
-@contextlib.contextmanager
-def _passed_by(block: Any, name: str) -> Iterator[None]:
-    """Take a memory out of a layer's `sites`, which every pass looks up, so that the layer skips the memory."""
-    before = block.sites
-    block.sites = {other: site for other, site in before.items() if other != name}
-    try:
-        yield
-    finally:
-        block.sites = before
 
 
 def _residual_alone(layer: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

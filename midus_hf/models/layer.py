@@ -1,5 +1,7 @@
 """Decoder layer of the base with attached memories, at any of the sites."""
 
+import contextlib
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -58,7 +60,7 @@ class LayerWithSites(NamesParts):
             entry.name: build_memory(entry.options, memories.sizes, entry.layers.index(layer_idx), len(entry.layers))
             for entry in entries
         }
-        # The site of each memory by name. A memory that is taken out of this is passed by.
+        # The site of each memory by name, which every pass looks up: a memory that is taken out of this is passed by.
         self.sites = {entry.name: entry.site for entry in entries}
         # Stored, since PEFT may wrap memories.
         self.classes = {name: type(memory) for name, memory in built.items()}
@@ -148,3 +150,17 @@ class HostLayer(CarriesTensors, LayerWithSites):
     def lacks_attention(self) -> bool:
         """True if the layer has another attention than the family's."""
         return self.attention_class is None or not isinstance(self.mixer_part, self.attention_class.family_class)
+
+
+@contextlib.contextmanager
+def without_memories(layers: Iterable[Any], names: Collection[str]) -> Iterator[None]:
+    """Let layers skip attached memories, by their names, while the context is open. Layers without memories may be among them."""
+    hosts = [layer for layer in layers if hasattr(layer, "sites")]
+    before = [layer.sites for layer in hosts]
+    for layer in hosts:
+        layer.sites = {name: site for name, site in layer.sites.items() if name not in names}
+    try:
+        yield
+    finally:
+        for layer, sites in zip(hosts, before, strict=True):
+            layer.sites = sites

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from midus_hf.config.memories.ngram import NgramOptions
 from midus_hf.config.memory_entries import ATTACHED, TABLES, Memories
+from midus_hf.evaluation.text_rows import evaluating
 from midus_hf.files.checkpoint_files import (
     CARD_FILE,
     CERTIFICATE,
@@ -29,6 +30,7 @@ from midus_hf.files.checkpoint_files import (
     indexed_weights,
 )
 from midus_hf.files.whole_files import whole_file
+from midus_hf.models.layer import without_memories
 from midus_hf.models.parts import decoder_of
 from midus_hf.training.data.ngrams import TAKEN_OUT, NgramTable, known_ngrams
 
@@ -195,38 +197,22 @@ def compare_texts(model: Any, tokenizer: Any, documents: Sequence[str], memories
     length = min(
         _TOKENS_PER_PASS, getattr(model.config.get_text_config(), "max_position_embeddings", _TOKENS_PER_PASS)
     )
-    total, differing, was_training = 0, [], model.training
-    model.eval()
-    with torch.no_grad():
+    total, differing = 0, []
+    with evaluating(model):
         for number, document in enumerate(tqdm(documents, desc="comparing texts", unit=" texts", disable=None)):
             ids = torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.int64, device=model.device)
             total += len(ids)
             parts = ids.unsqueeze(0).split(length, 1) if len(ids) else ()
             if not all(_has_same_logits(model, part, memories) for part in parts):
                 differing.append(number)
-    model.train(was_training)
     return Compared(total, differing)
 
 
 def _has_same_logits(model: Any, ids: torch.Tensor, memories: Sequence[str]) -> bool:
     """Return whether tokens `[1, T]` have the same logits, bit for bit, with and without memories."""
     logits = model(input_ids=ids, use_cache=False).logits
-    with without_memories(model, memories):
+    with without_memories(decoder_of(model).layers, memories):
         return torch.equal(model(input_ids=ids, use_cache=False).logits, logits)
-
-
-@contextlib.contextmanager
-def without_memories(model: Any, memories: Sequence[str]) -> Iterator[None]:
-    """Let all layers skip attached memories while the context is open."""
-    layers = [layer for layer in decoder_of(model).layers if hasattr(layer, "sites")]
-    before = [layer.sites for layer in layers]
-    for layer in layers:
-        layer.sites = {name: site for name, site in layer.sites.items() if name not in memories}
-    try:
-        yield
-    finally:
-        for layer, sites in zip(layers, before, strict=True):
-            layer.sites = sites
 
 
 def exact_tables(memories: Memories, tensors: Mapping[str, torch.Tensor]) -> list[NgramTable]:
