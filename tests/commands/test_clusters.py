@@ -180,17 +180,6 @@ def test_a_corpus_without_text_makes_no_tree_and_no_paths(tree, bert, tmp_path, 
     assert "a folder without text; expected files ending in" in last_line(words, capsys)
 
 
-def test_embeddings_of_another_model_are_not_clustered(bert, corpus, tmp_path, capsys):
-    assert main(build_words(bert, corpus, tmp_path / "tree")) == 0
-    capsys.readouterr()
-    other = str(save_tiny_bert(tmp_path / "other", seed=1))
-    words = build_words(bert, corpus, tmp_path / "tree")
-    words[words.index("--embedding-model") + 1] = other
-    line = last_line([*words, "--overwrite"], capsys)
-    assert "holds windows that were made with another embedding_model, " in line
-    assert line.endswith("Choose another output, or delete this folder.")
-
-
 def test_what_leaves_only_empty_clusters_is_refused(bert, tmp_path, capsys):
     """Two texts make one cluster: its siblings are empty, and no path leads to them."""
     corpus, paths = tmp_path / "two.jsonl", tmp_path / "paths.jsonl"

@@ -16,14 +16,11 @@ from look.memory_models import write_text
 from look.upscaled_folders import METHODS, acting, loaded, saved_pair, saved_with_bank
 from models.depth_models import depth_model
 from safetensors.torch import load_file, save_file
-from topics.tiny_bert import WIDTH
-from topics.trees import random_tree
 from training.tiny_run import document, letter_tokenizer, tiny_tokenizer
 
 from midus_hf.config.wording import install_extra
 from midus_hf.look.usage import record_usage, summarise
 from midus_hf.topics.memory_retriever import MemoryRetriever
-from midus_hf.topics.tree_files import TreeOrigin
 from upscalers.runs.upscale import upscale
 
 QUESTIONS = [
@@ -394,18 +391,6 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(run, room, tmp_path):
     save_file(tensors, lacking / "model.safetensors", {"format": "pt"})
     message = "whose checkpoint lacks 1 of its tensors, such as model.layers.1.memory.value_bank"
     assert message in run("usage", lacking, *room.text, refused=True).err
-
-
-@pytest.mark.parametrize(("branching", "levels"), [(2, 2), (5, 2), (3, 1)], ids=["fewer", "more", "flat"])
-def test_a_tree_of_another_shape_than_that_of_the_bank_is_refused(branching, levels, run, bank, tmp_path):
-    origin = TreeOrigin(embedding_model=str(bank.bert))
-    random_tree(branching, levels, width=WIDTH, origin=origin).save(tmp_path / "tree")
-    done = run("usage", bank.model, *bank.text, "--retriever", tmp_path / "tree", refused=True)
-    message = (
-        f"memory 'hier-ffn' fetches blocks by a tree of 2 levels of 3, and the retriever has {levels} levels of {branching}; "
-        "expected the tree that the bank was trained with.\n"
-    )
-    assert message in done.err
 
 
 def test_pictures_need_matplotlib(run, room, monkeypatch):

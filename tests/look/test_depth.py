@@ -196,14 +196,6 @@ def test_generation_is_recorded_from_a_cache():
         torch.testing.assert_close(reading.shares, at_once.shares)
 
 
-def test_a_layer_or_head_that_cannot_be_mapped_is_refused():
-    model, (row,) = depth_model(), rows(9).rows
-    with pytest.raises(ValueError, match=r"layer is 0; expected one that reads the depth: 1, 2, 3\."):
-        depth_map(model, row, 0, 0)
-    with pytest.raises(ValueError, match=r"head is 4; expected one from 0 to 3, those of layer 1\."):
-        depth_map(model, row, 1, 4)
-
-
 @pytest.mark.parametrize("kind", ["default", "reused", "last"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_the_map_of_a_head_has_shares_of_tokens_that_are_those_that_are_recorded_and_add_up(attention, kind):

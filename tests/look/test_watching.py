@@ -9,9 +9,9 @@ from look.chapter_models import routed_model
 from look.memory_models import memory_model
 from models.depth_models import depth_model
 from models.hierarchical_models import hierarchical_model
-from tiny import prompt, tiny_model
+from tiny import prompt
 
-from midus_hf.look.depth import depth_rows, record_depth
+from midus_hf.look.depth import record_depth
 from midus_hf.look.usage import record_usage
 
 ROW = prompt(5, 1)
@@ -23,53 +23,45 @@ class Watch(NamedTuple):
     Args:
         model: Makes one, given a folder.
         record: The context.
-        found: What was recorded, to be compared.
         tokens: How many tokens each memory was seen to read, given what was recorded.
-        refusal: What is said of a model without such a memory.
         memory: Name of the memory's module, or nothing if it has no parameters.
         inputs: Of a pass, beside tokens.
     """
 
     model: Callable[[Any], Any]
     record: Callable[[Any], Any]
-    found: Callable[[Any], Any]
     tokens: Callable[[Any], set[float]]
-    refusal: str
     memory: str = ""
     inputs: dict[str, Any] = {}
-
-
-def counts_of(usage) -> dict[str, Any]:
-    return {str(position): counts.tolist() for position, counts in usage.items()}
 
 
 def tokens_of(counts_per_token: int) -> Callable[[Any], set[float]]:
     return lambda usage: {counts.sum().item() / counts_per_token for counts in usage.values() if counts.any()}
 
 
-NOTHING_TO_COUNT = (
-    r"this llama model has no memory that retrieves slots, reads chapters or fetches blocks; expected one"
-)
 WATCHES = {
     "slots": Watch(
-        *(lambda folder: memory_model("llama"), record_usage, counts_of, tokens_of(4 * 3)),
-        NOTHING_TO_COUNT,
+        lambda folder: memory_model("llama"),
+        record_usage,
+        tokens_of(4 * 3),
         "memory",
     ),
     "opened chapters": Watch(
-        *(lambda folder: routed_model(routing="chunk", chunk_size=4), record_usage, counts_of, tokens_of(2)),
-        NOTHING_TO_COUNT,
+        lambda folder: routed_model(routing="chunk", chunk_size=4),
+        record_usage,
+        tokens_of(2),
         "memories.chapters",
     ),
     "depth": Watch(
-        *(lambda folder: depth_model(), record_depth, depth_rows),
+        lambda folder: depth_model(),
+        record_depth,
         lambda readings: {reading.tokens for reading in readings},
-        r"this llama model has no memory that reads the depth; expected one upscaled",
         "memories.depth-attention",
     ),
     "blocks": Watch(
-        *(lambda folder: hierarchical_model("llama", "hier-ffn", folder), record_usage, counts_of, tokens_of(1)),
-        NOTHING_TO_COUNT,
+        lambda folder: hierarchical_model("llama", "hier-ffn", folder),
+        record_usage,
+        tokens_of(1),
         inputs={"memory_ids": torch.tensor([[1, 4, 13]])},
     ),
 }
@@ -102,11 +94,6 @@ def test_a_generated_token_counts_once(watch, tmp_path):
     with watch.record(model) as recorded:
         model.generate(ROW, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0, **watch.inputs)
     assert watch.tokens(recorded) == {5 + 3}, "the last token is not read"
-
-
-def test_a_model_without_such_a_memory_is_refused(watch):
-    with pytest.raises(ValueError, match=watch.refusal), watch.record(tiny_model("llama")):
-        pass
 
 
 @pytest.mark.parametrize("name", [name for name, watch in WATCHES.items() if watch.memory])

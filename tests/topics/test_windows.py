@@ -12,10 +12,12 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+from topics.tiny_bert import save_tiny_bert
 from transformers import PreTrainedTokenizerFast
 
 from midus_hf.topics import windows as module
 from midus_hf.topics.documents import Document, DocumentError, documents_of
+from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.windows import cut_windows, load_fast_tokenizer, open_windows, store_windows
 
 ARRAYS = ("embeddings.npy", "documents.npy", "windows.json")
@@ -76,6 +78,9 @@ def test_another_request_is_refused(tmp_path, corpus, tokenizer, embedder):
         store(tmp_path / "windows", corpus, tokenizer, embedder, window_tokens=6)
     with pytest.raises(ValueError, match=r"made with another dtype, 'float32'; expected 'float16'"):
         store(tmp_path / "windows", corpus, tokenizer, embedder, dtype="float16")
+    other = TextEmbedder(str(save_tiny_bert(tmp_path / "other", seed=1)))
+    with pytest.raises(ValueError, match=r"made with another embedding_model, .* or delete this folder"):
+        store(tmp_path / "windows", corpus, tokenizer, other)
     with open(corpus, "a") as file:
         file.write(json.dumps({"text": "w1"}) + "\n")
     with pytest.raises(ValueError, match=r"made with another files, .* or delete this folder"):
