@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Json, argument, flag, option, options_of, show
+from midus_hf.cli.options import Json, argument, flag, option, options_of, show, show_tables
 
 Model = Annotated[str, argument("A checkpoint that upscale made; it stays as it is.", "DIR")]
 Chapters = Annotated[str, option("Chapters by number, such as 3,7-9.", "LIST")]
@@ -103,14 +103,13 @@ def _request(options: dict[str, Any]) -> Any:
 
 
 def _print_blocks(listed: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from midus_hf.look.page import TableOfWords
 
-    console = Console()
+    head = ["level", "nodes", "parameters of a block", "written", "deleted", "generic", "on the disk"]
     for bank in listed["banks"]:
-        table = Table("level", "nodes", "parameters of a block", "written", "deleted", "generic", "on the disk")
-        for level in bank["levels"]:
-            table.add_row(
+        print(f"{bank['memory']} ({bank['type']}): a text fetches {bank['fetched']:,} of {bank['bank']:,} parameters")
+        rows = [
+            [
                 str(level["level"]),
                 f"{level['nodes']:,}",
                 f"{level['parameters']:,}",
@@ -118,13 +117,12 @@ def _print_blocks(listed: dict[str, Any]) -> None:
                 f"{len(level['deleted']):,}",
                 "written" if level["generic"] else "not written",
                 f"{level['bytes_on_disk'] / 1e6:,.1f} MB",
-            )
-        console.print(
-            f"{bank['memory']} ({bank['type']}): a text fetches {bank['fetched']:,} of {bank['bank']:,} parameters"
-        )
-        console.print(table)
+            ]
+            for level in bank["levels"]
+        ]
+        show_tables([TableOfWords("", head, rows)])
     if len(listed["banks"]) > 1:
-        console.print(f"all banks: a text fetches {listed['fetched']:,} of {listed['bank']:,} parameters")
+        print(f"all banks: a text fetches {listed['fetched']:,} of {listed['bank']:,} parameters")
 
 
 def _show_edit(result: dict[str, Any], json_: bool) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Json, argument, option, show
+from midus_hf.cli.options import Json, argument, option, show, show_tables
 
 app = command_line()
 
@@ -85,27 +85,22 @@ def count_parameters(config: dict[str, Any]) -> dict[str, int]:
 
 
 def _print_flops(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from midus_hf.look.page import TableOfWords
 
-    table = Table("part", title="Floating-point operations")
-    for name in ("FLOPs", "share"):
-        table.add_column(name, justify="right")
-    for part, count in report["parts"].items():
-        table.add_row(part, f"{count:,}", f"{count / report['forward']:.1%}")
-    table.add_section()
-    for name, count in (("forward", report["forward"]), ("backward", report["backward"]), ("both", report["total"])):
-        table.add_row(name, f"{count:,}", "100.0%" if name == "forward" else "")
-    console = Console()
-    console.print(table)
-    console.print(
+    passes = {"forward": report["forward"], "backward": report["backward"], "both": report["total"]}
+    width = len(f"{report['total']:,}")  # digits stand below digits
+    rows = [
+        [name, f"{count:{width},}", f"{count / report['forward']:.1%}"]
+        for name, count in {**report["parts"], **passes}.items()
+    ]
+    show_tables([TableOfWords("Floating-point operations", ["part", "FLOPs", "of forward"], rows)])
+    print(
         "{total:,} parameters: {backbone:,} of the backbone, {memory_values:,} values of memories, "
         "{memory_rest:,} other ones of memories\n"
         "{activated:,} activated by a token\n"
         "without embeddings {total_without_embeddings:,}, activated {activated_without_embeddings:,}".format(
             **report["parameters"]
-        ),
-        highlight=False,
+        )
     )
 
 
