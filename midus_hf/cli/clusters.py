@@ -171,8 +171,6 @@ def report(
     texts = sample_texts(corpus or stored.corpus, stored.column, numbers) if samples else {}
     console = Console()
     console.print(level_table(level_reports(built, leaves)))
-    for row in built.calibration:
-        console.print(f"of {row['texts']:,} held-out texts of {row['words']} words, {row['found']:,} find their node")
     console.print(node_table(largest, level, texts))
 
 

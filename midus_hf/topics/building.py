@@ -307,40 +307,30 @@ def calibrate(
 ) -> None:
     """Lower a tree's least similarity so that 95 of 100 texts that the tree was not built from reach it, of every length.
 
-    Of each text, some consecutive words are embedded, of 6, 15, 60 and 240. The tree's `calibration` then has how many of
-    each length find their node: the node of the first level that the whole text takes.
+    Of each text, some consecutive words are embedded: 6, 15, 60 and 240.
 
     Args:
         texts: Texts of topics of the tree. None: the tree stays as it is.
         embed: Embeds texts, as `TextEmbedder.embed`.
         seed: Seed of where words are taken.
     """
-    cuts = {length: _stretches(texts, length, seed) for length in _LENGTHS}
-    cuts = {length: stretches for length, stretches in cuts.items() if stretches}
+    cuts = [stretches for length in _LENGTHS if (stretches := _stretches(texts, length, seed))]
     if not cuts:
         return
-    whole = tree.paths(embed(texts))[:, 0]
-    embedded = {length: embed([text for _, text in stretches]) for length, stretches in cuts.items()}
-    similarities = {length: tree.similarity(rows) for length, rows in embedded.items()}
-    reached = min(float(np.percentile(each.numpy(), _REJECTED, method="lower")) for each in similarities.values())
+    similarities = [tree.similarity(embed(stretches)).numpy() for stretches in cuts]
+    reached = min(float(np.percentile(each, _REJECTED, method="lower")) for each in similarities)
     reached = math.floor(reached * 10_000) / 10_000  # more than a row's similarity changes in another batch
     tree.min_similarity = max(-1.0, min(reached, 1.0 if tree.min_similarity is None else tree.min_similarity))
-    tree.calibration = []
-    for length, stretches in cuts.items():
-        own = whole[[number for number, _ in stretches]]
-        is_found = (tree.paths(embedded[length])[:, 0] == own) & (similarities[length] >= tree.min_similarity)
-        tree.calibration.append({"words": length, "texts": len(stretches), "found": int(is_found.sum())})
 
 
-def _stretches(texts: Sequence[str], length: int, seed: int) -> list[tuple[int, str]]:
-    """Return the number of each text that has so many words, and that many consecutive words from the text."""
+def _stretches(texts: Sequence[str], length: int, seed: int) -> list[str]:
+    """Return so many consecutive words of each text that has as many."""
     rng = np.random.default_rng([seed, 2, length])
     stretches = []
-    for number, text in enumerate(texts):
-        split = text.split()
-        if len(split) >= length:
-            begin = int(rng.integers(len(split) - length + 1))
-            stretches.append((number, " ".join(split[begin : begin + length])))
+    for words in map(str.split, texts):
+        if len(words) >= length:
+            begin = int(rng.integers(len(words) - length + 1))
+            stretches.append(" ".join(words[begin : begin + length]))
     return stretches
 
 

@@ -24,8 +24,6 @@ class AssignPaths(PipelineStep):
 
     Args:
         tree: Folder that `midus cluster build` wrote.
-        embedding_model: Folder or hub id of the tree's embedding model. Default: the model recorded in the tree.
-        tokenizer: Folder or hub id of the tokenizer that cuts windows. Default: the tokenizer recorded in the tree.
         device: Device of the model. Default: `"cpu"`.
         batch_size: Texts per forward pass. Default: 64.
     """
@@ -33,33 +31,24 @@ class AssignPaths(PipelineStep):
     name = "paths in a tree of topics"
     type = "clusters"
 
-    def __init__(
-        self,
-        tree: str,
-        embedding_model: str | None = None,
-        tokenizer: str | None = None,
-        device: str = "cpu",
-        batch_size: int = 64,
-    ):
+    def __init__(self, tree: str, device: str = "cpu", batch_size: int = 64):
         super().__init__()
-        self.tree, self.embedding_model, self.tokenizer = tree, embedding_model, tokenizer
-        self.device, self.batch_size = device, batch_size
+        self.tree, self.device, self.batch_size = tree, device, batch_size
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         """Yield the documents of the previous step with their paths, in the same order; `rank` and `world_size` are ignored.
 
         Raises:
-            ValueError: If `MemoryRetriever.load` or `load_fast_tokenizer` refuses its arguments, or neither the tree nor
-                `tokenizer` names a tokenizer.
+            ValueError: If `MemoryRetriever.load` or `load_fast_tokenizer` refuses what the tree names, or the tree names no
+                tokenizer.
         """
-        retriever = MemoryRetriever.load(self.tree, self.embedding_model, self.device, self.batch_size)
+        retriever = MemoryRetriever.load(self.tree, self.device, self.batch_size)
         origin = retriever.tree.origin
-        name = self.tokenizer or origin.tokenizer
-        if name is None:
+        if origin.tokenizer is None:
             raise ValueError(
-                f"tree {self.tree!r} does not say which tokenizer cuts windows; expected one. Set tokenizer."
+                f"tree {self.tree!r} does not say how windows are cut; expected a tree that 'midus cluster build' made."
             )
-        tokenizer = load_fast_tokenizer(name)
+        tokenizer = load_fast_tokenizer(origin.tokenizer)
         remaining = iter(data or ())
         while batch := list(itertools.islice(remaining, _DOCUMENTS)):
             with self.track_time(unit="batch"):

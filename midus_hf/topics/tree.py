@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,6 @@ class ClusterTree:
         min_similarity: Least `similarity` of texts that belong to a topic of the tree, like the texts that the tree was
             built from. Default: None; not measured.
         grown_from: Fingerprints of the trees that the tree was grown from, the first one first. Default: none.
-        calibration: For texts of several lengths that the tree was not built from, how many find their node:
-            `{"words", "texts", "found"}` each. Default: none.
 
     Raises:
         ValueError: If shapes do not fit, a value is infinite, `min_similarity` is not a cosine, or no path leads to a
@@ -57,11 +55,9 @@ class ClusterTree:
         sizes: list[torch.Tensor] | None = None,
         min_similarity: float | None = None,
         grown_from: Sequence[str] = (),
-        calibration: Sequence[Mapping[str, int]] = (),
     ):
         check_similarity(min_similarity)
-        self.grown_from, self.calibration = tuple(grown_from), [dict(row) for row in calibration]
-        self.min_similarity = min_similarity
+        self.grown_from, self.min_similarity = tuple(grown_from), min_similarity
         if branching < 2:
             raise ValueError(f"branching is {branching}; expected at least 2 children of a node.")
         if not centroids:
@@ -160,7 +156,6 @@ class ClusterTree:
             **dataclasses.asdict(self.origin),
             "grown_from": list(self.grown_from),
             "min_similarity": self.min_similarity,
-            "calibration": self.calibration,
             "sizes": None if self.sizes is None else [level.tolist() for level in self.sizes],
         }
         write_tree(folder, self.centroids, record)

@@ -114,9 +114,6 @@ def read_tree(folder: str | Path) -> dict[str, Any]:
             "sizes": None if sizes is None else [torch.tensor(level, dtype=torch.int64) for level in sizes],
             "min_similarity": check_similarity(record.get("min_similarity")),
             "grown_from": [str(fingerprint) for fingerprint in record["grown_from"]],
-            "calibration": [
-                {key: int(row[key]) for key in ("words", "texts", "found")} for row in record["calibration"]
-            ],
         }
         fingerprint = fingerprint_of(branching, centroids)
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:

@@ -5,9 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
-from topics.tiny_bert import save_tiny_bert
+from topics.tiny_bert import WIDTH, save_tiny_bert
+from topics.trees import random_tree
 
 from midus_hf.cli.clusters import main
+from midus_hf.topics.tree_files import TreeOrigin
 
 
 @pytest.fixture(scope="module")
@@ -195,11 +197,7 @@ def test_what_leaves_only_empty_clusters_is_refused(bert, tmp_path, capsys):
     assert main(["report", "--tree", str(tmp_path / "tree"), "--level", "2"]) == 0
 
 
-def test_a_tree_that_does_not_say_how_windows_are_cut_is_refused(tree, corpus, tmp_path, capsys):
-    from midus_hf.topics.memory_retriever import MemoryRetriever
-
-    loaded = MemoryRetriever.load(tree)
-    bare = type(loaded.tree)(loaded.tree.branching, loaded.tree.centroids)
-    MemoryRetriever(bare, loaded.embedder).save(tmp_path / "bare")
+def test_a_tree_that_does_not_say_how_windows_are_cut_is_refused(bert, corpus, tmp_path, capsys):
+    random_tree(width=WIDTH, origin=TreeOrigin(embedding_model=bert)).save(tmp_path / "bare")
     words = ["assign", "--tree", str(tmp_path / "bare"), "--corpus", corpus, "--output", str(tmp_path / "p.jsonl")]
     assert "does not say how windows are cut; expected a tree that" in last_line([*words, "--column", "body"], capsys)

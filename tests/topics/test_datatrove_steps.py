@@ -10,6 +10,7 @@ from midus_hf.topics.building import TreeOptions
 from midus_hf.topics.documents import documents_of
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.tree import ClusterTree
+from midus_hf.topics.tree_files import TreeOrigin
 
 pytest.importorskip("datatrove")
 
@@ -44,10 +45,10 @@ def test_documents_get_their_paths_in_their_order(tree, corpus, tokenizer, monke
     assert step.stats["with a path"].total == 39 and step.stats["blank"].total == 1
 
 
-def test_a_tree_that_names_no_tokenizer_needs_one(tree, bert, tmp_path):
-    bare = ClusterTree(3, ClusterTree.load(tree).centroids)
-    MemoryRetriever(bare, MemoryRetriever.load(tree).embedder).save(tmp_path / "bare")
-    with pytest.raises(ValueError, match=r"does not say which tokenizer cuts windows; expected one\. Set tokenizer\."):
+def test_a_tree_that_names_no_tokenizer_is_refused(tree, bert, tmp_path):
+    assert list(AssignPaths(tree).run([])) == [] and list(AssignPaths(tree).run(None)) == []
+    ClusterTree(3, ClusterTree.load(tree).centroids, TreeOrigin(embedding_model=bert)).save(tmp_path / "bare")
+    with pytest.raises(
+        ValueError, match=r"does not say how windows are cut; expected a tree that 'midus cluster build'"
+    ):
         list(AssignPaths(str(tmp_path / "bare")).run([]))
-    step = AssignPaths(str(tmp_path / "bare"), tokenizer=bert)
-    assert list(step.run([])) == [] and list(step.run(None)) == []

@@ -1,5 +1,7 @@
 """A retriever gives the paths of what its embedder makes of texts, and takes no other embedder than its tree's."""
 
+import json
+
 import pytest
 import torch
 from topics.tiny_bert import WIDTH, save_tiny_bert
@@ -8,7 +10,7 @@ from topics.trees import random_tree
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.tree import ClusterTree
-from midus_hf.topics.tree_files import TreeOrigin
+from midus_hf.topics.tree_files import TreeOrigin, lasting_name
 
 TEXTS = [f"w{index} w{index + 1} w{index // 2}" for index in range(30)]
 
@@ -37,17 +39,8 @@ def test_texts_that_are_near_no_topic_have_the_path_of_the_generic_memory(embedd
     paths, is_far = MemoryRetriever(limited, embedder).paths(TEXTS), nearest < limit
     assert (paths[is_far] == -1).all() and is_far.sum() == 11
     assert torch.equal(paths[~is_far], free.paths(rows)[~is_far])
-    for retriever in (MemoryRetriever(limited, embedder, -1), MemoryRetriever(free, embedder)):
-        assert torch.equal(retriever.paths(TEXTS), free.paths(rows))
-    assert torch.equal(MemoryRetriever(free, embedder, limit).paths(TEXTS), paths)
-    with pytest.raises(ValueError, match="min_similarity is 2; expected a cosine"):
-        MemoryRetriever(free, embedder, 2)
-
-
-def test_the_limit_of_a_retriever_is_saved_and_may_be_another_when_it_is_loaded(embedder, tmp_path):
-    MemoryRetriever(random_tree(width=WIDTH), embedder, 0.3).save(tmp_path)
-    assert MemoryRetriever.load(tmp_path).min_similarity == 0.3
-    assert MemoryRetriever.load(tmp_path, min_similarity=-1).min_similarity == -1
+    for tree in (ClusterTree(3, centroids, min_similarity=-1), free):
+        assert torch.equal(MemoryRetriever(tree, embedder).paths(TEXTS), free.paths(rows))
 
 
 @pytest.mark.parametrize("text", ["", "  \n"], ids=repr)
@@ -56,31 +49,41 @@ def test_a_blank_text_is_about_nothing(text, embedder):
     assert paths[1].tolist() == [-1, -1, -1] and (paths[0] >= 0).all()
 
 
-def test_a_saved_retriever_finds_its_model_again(embedder, tmp_path):
-    MemoryRetriever(random_tree(width=WIDTH), embedder).save(tmp_path)
+def test_a_saved_tree_finds_its_model_again(embedder, tmp_path):
+    origin = TreeOrigin(embedder.name, embedder.fingerprint, embedding_max_tokens=12)
+    random_tree(width=WIDTH, origin=origin).save(tmp_path)
     again = MemoryRetriever.load(tmp_path)
-    expected = TreeOrigin(embedder.name, embedder.fingerprint, embedding_max_tokens=12)
-    assert again.tree.origin == expected and again.embedder.max_tokens == 12
+    assert again.embedder.max_tokens == 12
     assert torch.equal(again.paths(TEXTS), MemoryRetriever(random_tree(width=WIDTH), embedder).paths(TEXTS))
 
 
-def test_a_saved_retriever_finds_its_model_from_another_folder(tmp_path, monkeypatch):
+def test_a_saved_tree_finds_its_model_from_another_folder(tmp_path, monkeypatch):
     folder = save_tiny_bert(tmp_path / "near" / "model")
     monkeypatch.chdir(folder.parent)
-    MemoryRetriever(random_tree(width=WIDTH), TextEmbedder("model")).save(tmp_path / "tree")
+    random_tree(width=WIDTH, origin=TreeOrigin(lasting_name("model"))).save(tmp_path / "tree")
     monkeypatch.chdir(tmp_path)
     assert MemoryRetriever.load("tree").embedder.name == str(folder)
 
 
-def test_a_model_that_has_moved_is_named_anew_and_another_is_refused(embedder, tmp_path):
-    origin = TreeOrigin("gone", embedder.fingerprint)
-    random_tree(width=WIDTH, origin=origin).save(tmp_path / "tree")
-    assert MemoryRetriever.load(tmp_path / "tree", embedder.name).embedder.name == embedder.name
-    with pytest.raises(ValueError, match=r"embedding model is 'gone', which cannot be loaded"):
+def test_a_model_that_has_moved_is_named_anew_in_the_trees_record_and_another_is_refused(embedder, tmp_path):
+    folder = save_tiny_bert(tmp_path / "gone")
+    tree = random_tree(width=WIDTH, origin=TreeOrigin(str(folder), TextEmbedder(str(folder)).fingerprint))
+    tree.save(tmp_path / "tree")
+    file = tmp_path / "tree" / "tree.json"
+
+    def rename(model):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "embedding_model": str(model)}))
+
+    moved = folder.rename(tmp_path / "moved")
+    message = rf"with the embedding model '{folder}', which is not there; .* as embedding_model in {file}\."
+    with pytest.raises(ValueError, match=message):
         MemoryRetriever.load(tmp_path / "tree")
-    other = save_tiny_bert(tmp_path / "other", seed=1)
-    with pytest.raises(ValueError, match=r"has the fingerprint .*\.\.\.; expected .* of 'gone', with which the tree"):
-        MemoryRetriever.load(tmp_path / "tree", str(other))
+    rename(moved)
+    loaded = MemoryRetriever.load(tmp_path / "tree")
+    assert loaded.embedder.name == str(moved) and loaded.tree.fingerprint == tree.fingerprint
+    rename(save_tiny_bert(tmp_path / "other", seed=1))
+    with pytest.raises(ValueError, match=r"has the fingerprint .*\.\.\.; expected .*, with which the tree was built"):
+        MemoryRetriever.load(tmp_path / "tree")
 
 
 def test_an_embedder_of_another_width_is_refused(embedder):
@@ -88,8 +91,8 @@ def test_an_embedder_of_another_width_is_refused(embedder):
         MemoryRetriever(random_tree(width=5), embedder)
 
 
-def test_a_tree_that_names_no_model_needs_one(embedder, tmp_path):
+def test_a_tree_that_names_no_model_needs_one(tmp_path):
     random_tree(width=WIDTH).save(tmp_path)
-    with pytest.raises(ValueError, match=r"does not say which model embeds its texts; .*\. Set embedding_model"):
+    message = rf"does not say which model embeds its texts; .* hub id as embedding_model in {tmp_path}/tree\.json\."
+    with pytest.raises(ValueError, match=message):
         MemoryRetriever.load(tmp_path)
-    assert MemoryRetriever.load(tmp_path, embedder.name).tree.levels == 3

@@ -77,7 +77,6 @@ def test_the_record_says_what_the_tree_is(folder):
         "min_similarity": None,
         "roots": 3,
         "grown_from": [],
-        "calibration": [],
         "sizes": [[3, 12, 21], list(range(9))],
     }
 
