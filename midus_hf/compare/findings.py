@@ -133,12 +133,8 @@ class Findings:
 
     @property
     def reference(self) -> VariantFindings | None:
-        """The variant that others are subtracted from: the comparison's `reference`, or the one that learned most.
-
-        None if it has no result, or there is no domain text.
-        """
-        name = self.comparison.reference
-        able = [one for one in self.variants if one.learned is not None and name in (None, one.name)]
+        """The variant that others are subtracted from, which is the one that learned most; None without domain texts or results."""
+        able = [one for one in self.variants if one.learned is not None]
         return max(able, key=lambda one: 0.0 if one.learned is None else one.learned.mean) if able else None
 
     def falls(self, result: Result, texts: Sequence[str]) -> list[float]:

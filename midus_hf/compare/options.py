@@ -107,7 +107,6 @@ class TaskOptions:
     Args:
         names: Names of tasks of `midus eval`, at least one.
         data: Folder with the questions of the local tasks. Default: none, every task is lm-eval's own.
-        include_path: Folder with more task files. Default: none.
         limit: Questions per task. Default: all.
         num_fewshot: Worked examples before a question. Default: what the task says, else 0.
 
@@ -117,7 +116,6 @@ class TaskOptions:
 
     names: list[str]
     data: str | None = None
-    include_path: str | None = None
     limit: int | None = None
     num_fewshot: int | None = None
 
@@ -251,7 +249,6 @@ class Comparison:
             keys of `midus train` to numbers. Default: the rate in `train`.
         seeds: Seeds of new parameters and of the order of texts. Default: `[0, 1, 2]`.
         controls: Whether all null controls that a variant's memory has are trained beside it, at its chosen rate. Default: true.
-        reference: Name of the variant that the others are subtracted from, seed by seed. Default: the one that learned most.
         paper: Options of `PaperOptions`: the numbers of a paper's table that the variants reproduce. Default: none.
 
     Raises:
@@ -272,7 +269,6 @@ class Comparison:
     rates: list[float | dict[str, float]] | None = None
     seeds: list[int] = dataclasses.field(default_factory=lambda: [0, 1, 2])
     controls: bool = True
-    reference: str | None = None
     paper: PaperOptions | None = None
 
     def __post_init__(self) -> None:
@@ -282,8 +278,6 @@ class Comparison:
         check_rates(self.rates)
         self._read_stages()
         self._check_what_measures()
-        if self.reference is not None and self.reference not in self.variants:
-            raise ValueError(f"reference is {self.reference!r}; expected one of: {', '.join(self.variants)}.")
         for kind in ("variants", "stages", *TEXT_KINDS):
             for name in getattr(self, kind):
                 if not (isinstance(name, str) and _NAME.fullmatch(name)):

@@ -47,7 +47,7 @@ class Inputs:
         if self._base is None:
             self._base = base_digest(self._comparison.base)
         tasks, tuning = self._comparison.tasks, variant.fine_tune or {}
-        others = [] if tasks is None else [tasks.data, tasks.include_path]
+        others = [] if tasks is None else [tasks.data]
         others += [tuning.get("dataset_name"), self._comparison.embedding_model if variant.one_per_stage else None]
         paths = [*corpora_of(variant, self._comparison), *self._comparison.texts.values(), *filter(None, others)]
         data = hashlib.sha256("\n".join(map(self._digest, paths)).encode())

@@ -202,7 +202,7 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
         from midus_hf.evaluation.quiet import quiet_libraries
 
         with quiet_libraries():
-            Tasks(comparison.tasks.names, comparison.tasks.data, comparison.tasks.include_path)
+            Tasks(comparison.tasks.names, comparison.tasks.data)
     _check_base(comparison)
 
 

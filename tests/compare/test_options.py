@@ -37,7 +37,6 @@ REFUSED = {
     "no domain for controls": (
         {"domain": {}, "tasks": {"names": ["piqa"]}}, "domain is empty, and controls are true; expected held-out text by which"
     ),
-    "a reference that is not there": ({"reference": "solar"}, "reference is 'solar'; expected one of: full, midus.hml-2."),
     "a function and a method": (
         {"variants": {"a": {"function": "mine.py:teach", "upscale": {"method": "moda"}}}},
         "function is 'mine.py:teach', and upscale or replay is given too; expected one of them, since the function makes the model",

@@ -47,7 +47,7 @@ def test_every_row_of_a_table_is_planned_on_its_base(table, tmp_path, monkeypatc
     arguments = read(table, "train.corpus=corpus") if table.startswith("5") else read(table)
     folder = write_config(tmp_path / "base", LLAMAS[arguments.base])
     byte_tokenizer().save_pretrained(folder)
-    monkeypatch.setattr("midus_hf.evaluation.harness.Tasks", lambda names, data, include_path: None)
+    monkeypatch.setattr("midus_hf.evaluation.harness.Tasks", lambda names, data: None)
     planned, variants = plan(dataclasses.replace(arguments, base=str(folder), output_dir=str(tmp_path / "out")))
     check(planned, variants)
     assert (planned.seeds, planned.controls, planned.domain) == ([0], False, {})
@@ -64,7 +64,7 @@ def test_every_row_of_a_table_is_planned_on_its_base(table, tmp_path, monkeypatc
 
 def test_a_table_is_planned_small_by_a_file_behind_it(tmp_path, monkeypatch):
     room = write_room(tmp_path)
-    monkeypatch.setattr("midus_hf.evaluation.harness.Tasks", lambda names, data, include_path: None)
+    monkeypatch.setattr("midus_hf.evaluation.harness.Tasks", lambda names, data: None)
     words = [f"base={room / 'base'}", f"train.corpus={room / 'corpus'}", "train.sequence_length=64"]
     words += [f"domain.articles={room / 'stars.txt'}", "fine_tune.dataset_name=chats", "tasks.data=questions"]
     arguments = read("1", str(FOLDER / "small.yaml"), *words)

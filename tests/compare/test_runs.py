@@ -123,7 +123,7 @@ def test_a_rate_wins_over_what_all_runs_are_told():
             ["train.corpus", "train.per_device_train_batch_size"],
         ),
         # What a result does not depend on.
-        ({"output_dir": "elsewhere", "seeds": [3, 4], "reference": "hml", "controls": False}, []),
+        ({"output_dir": "elsewhere", "seeds": [3, 4], "controls": False}, []),
         ({"variant": {"name": "b", "rates": [{}, {"learning_rate": 1.0}]}}, []),
     ],
     ids=str,
