@@ -17,8 +17,10 @@ from upscalers.request.errors import RequestError, refusing_requests
 Config = dict[str, Any]
 Shape = tuple[int, ...]
 
-# Keys that an upscaled model's config has and its base's has not, and one that does not change which tensors are read.
-OF_UPSCALING = ("memory", "upscale", "auto_map", "architectures", "quantization_config")
+# Keys that an upscaled model's config has and its base's has not, or that differ.
+OF_UPSCALING = ("memory", "upscale", "auto_map", "architectures")
+# Keys that do not change which tensors a model without memories has.
+NOT_OF_BACKBONE = (*OF_UPSCALING, "quantization_config")
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class Family(FamilyTraits):
         Raises:
             RequestError: If a size is missing or not a positive integer, or if `layer_types` is no list of names.
         """
-        native = {key: value for key, value in config.items() if key not in OF_UPSCALING}
+        native = {key: value for key, value in config.items() if key not in NOT_OF_BACKBONE}
         try:
             backbone = read_backbone({**native, "model_type": self.model_type})
         except ValueError as error:

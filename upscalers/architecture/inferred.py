@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.model_sizes import ModelSizes
-from upscalers.architecture.family import OF_UPSCALING, Config, Family, LayerTensor, Layout, Shape
+from upscalers.architecture.family import NOT_OF_BACKBONE, Config, Family, LayerTensor, Layout, Shape
 from upscalers.architecture.per_layer import PER_LAYER_KEYS, SHARED_LAYERS_KEY, per_layer_lists
 from upscalers.request.errors import RequestError, one_line
 
@@ -33,7 +33,7 @@ class InferredFamily(Family):
     """
 
     def backbone(self, config: Config) -> Layout:
-        native = {key: value for key, value in config.items() if key not in OF_UPSCALING}
+        native = {key: value for key, value in config.items() if key not in NOT_OF_BACKBONE}
         native["model_type"] = self.model_type
         return _built(json.dumps(native, sort_keys=True))
 

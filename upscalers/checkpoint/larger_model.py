@@ -15,14 +15,13 @@ from typing import Any
 
 from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.files.ownership import LANGUAGE_KEY, language_entry
-from upscalers.architecture.family import Config, Shape
+from upscalers.architecture.family import OF_UPSCALING, Config, Shape
 from upscalers.architecture.inferred import model_on_meta
 from upscalers.request.errors import RequestError, one_line
 
 _STACK, _HEAD = "model.", "lm_head."
 _HOST = "Midus"  # what the names of classes begin with that host memory
-# Keys of a config that describe the file, or the upscaled model, and not the architecture.
-_OF_UPSCALING = ("memory", "upscale", "auto_map", "architectures")
+# Keys of a config that describe the file, and not the architecture.
 _OF_FILE = ("_name_or_path", "transformers_version", "architectures", "auto_map")
 
 
@@ -140,7 +139,7 @@ def larger_model_of(config: Config) -> LargerModel:
     native = _native(config)
     built = _built(json.dumps(native, sort_keys=True))
     inner = language_entry(config)
-    added = {key: inner[key] for key in (*_OF_UPSCALING, "model_type") if key in inner}
+    added = {key: inner[key] for key in (*OF_UPSCALING, "model_type") if key in inner}
     dtype = config.get("dtype", config.get("torch_dtype"))
     language_config = {**copy.deepcopy(built.language_config), **copy.deepcopy(added)}
     if dtype is not None:
@@ -150,8 +149,8 @@ def larger_model_of(config: Config) -> LargerModel:
 
 def _native(config: Config) -> Config:
     """Return the config of the larger model without the memories of its language model."""
-    native = {key: value for key, value in config.items() if key not in _OF_UPSCALING}
-    inner = {key: value for key, value in config[LANGUAGE_KEY].items() if key not in _OF_UPSCALING}
+    native = {key: value for key, value in config.items() if key not in OF_UPSCALING}
+    inner = {key: value for key, value in config[LANGUAGE_KEY].items() if key not in OF_UPSCALING}
     for values in (native, inner):
         if isinstance(values.get("model_type"), str):
             values["model_type"] = values["model_type"].removeprefix(MEMORY_PREFIX)

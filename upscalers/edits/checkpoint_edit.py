@@ -11,14 +11,13 @@ from typing import Any
 from midus_hf.files.checkpoint_files import CARD_FILE, CODE
 from midus_hf.files.ownership import CONFIG_KEY, has_config_entry
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base, read_config, write_config
 from upscalers.checkpoint.source import copy_travelling_files, resolve_source
 from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan, read_record, write_record
-from upscalers.request.progress import Progress, shown
-from upscalers.runs.output_folder import OutputFolder, write_code_of
+from upscalers.request.progress import Progress
+from upscalers.runs.output_folder import OutputFolder, write_code_of, written_from
 from upscalers.tensors.recipes import Copy
-from upscalers.tensors.writer import CheckpointWriter, OutputTensor
+from upscalers.tensors.writer import OutputTensor
 
 _HEADING = "## Edits"
 
@@ -90,17 +89,11 @@ def edit_checkpoint(command: str, request: EditRequest, decide: Callable[[BaseMo
         result = {"command": command, "memories": list(decided.memories), **decided.details}
         edit = {**result, "version": importlib.metadata.version("midus-hf")}
         shards = edited_shards(opened, decided.tensors)
-        num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
         banks = opened.layout.memories.banks
         folder = OutputFolder(request.output, source.folder, request.overwrite)
-        folder.check_space(num_bytes + bytes_of_banks(source.folder, banks))
-        with folder as partial, shown(progress):
-            writer = CheckpointWriter(opened.tensors, scan=False, progress=progress, stored_name=opened.stored_name)
-            written = writer.write(partial, shards)
-            carry_banks(source.folder, partial, banks)
-            _write_siblings(opened, partial, edit, decided.options)
-            open_base(partial)
-            folder.commit()
+        with written_from(opened, folder, shards, banks, progress, stored_name=opened.stored_name) as written:
+            _write_siblings(opened, folder.partial, edit, decided.options)
+            open_base(folder.partial)
     return {
         **result,
         "model": str(request.model),

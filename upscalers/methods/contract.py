@@ -12,7 +12,7 @@ from upscalers.architecture.inferred import InferredFamily
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.placements import place
-from upscalers.plan.plan import Base, New, Plan, insertion_plan
+from upscalers.plan.plan import New, Plan, insertion_plan
 from upscalers.request.errors import RequestError
 from upscalers.tensors.layer_blocks import block_recipes
 from upscalers.tensors.recipes import Copy, Recipe
@@ -157,12 +157,14 @@ class Method(ABC):
 
     def recipes(self, base: BaseModel, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
         """Return, for each output layer, a recipe for each of its tensors by the name within the layer."""
-        return [
-            self.copied_layer(base, layer.index)
-            if isinstance(layer, Base)
-            else self.new_layer_recipes(base, layer, index, seed)
-            for index, layer in enumerate(plan.layers)
-        ]
+        recipes = []
+        for index, layer in enumerate(plan.layers):
+            if isinstance(layer, New):
+                recipes.append(self.new_layer_recipes(base, layer, index, seed))
+                continue
+            names = base.layer_names[layer.index]
+            recipes.append({name: Copy(base.tensors[source].shape, source) for name, source in names.items()})
+        return recipes
 
     def outer_recipes(self, base: BaseModel, plan: Plan, seed: int) -> dict[str, Recipe]:
         """Return a recipe for each tensor outside the layers, by full name."""
@@ -171,11 +173,6 @@ class Method(ABC):
         if isinstance(base.family, InferredFamily):
             recipes |= block_recipes(base, plan)
         return recipes
-
-    @staticmethod
-    def copied_layer(base: BaseModel, layer: int) -> dict[str, Recipe]:
-        """Return recipes that copy a base layer unchanged."""
-        return {name: Copy(base.tensors[source].shape, source) for name, source in base.layer_names[layer].items()}
 
     def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
         """Return a recipe for each tensor of the new layer `index`, by its name within the layer.

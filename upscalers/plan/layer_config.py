@@ -43,7 +43,7 @@ def follow_plan(base: BaseModel, plan: Plan) -> Config:
     config = copy.deepcopy(base.config)
     unchanged = plan.sources == list(range(base.num_layers))
     config |= copy.deepcopy(base.layout.per_layer_values)
-    followed = config if unchanged else _Followed(plan).mapping(config, "")
+    followed = config if unchanged else _followed_values(config, plan)
     for values, entry in zip(followed.get("memory") or [], base.layout.memories.entries, strict=True):
         values |= _followed_layers(base, plan, entry)
     followed["num_hidden_layers"] = plan.num_layers
@@ -95,69 +95,56 @@ def _followed_layers(base: BaseModel, plan: Plan, entry: MemoryEntry) -> dict[st
     return {**followed, "into": [plan.kept_indices[into[layer]] for _, layer in taken]} if into else followed
 
 
-class _Followed:
-    """Values of a config, brought up to date for a plan."""
+def _followed_values(config: Config, plan: Plan) -> Config:
+    """Return a config with all values that describe single layers brought up to date, at any depth."""
+    sources, num_layers = plan.sources, plan.num_base_layers
 
-    def __init__(self, plan: Plan):
-        self._sources, self._num_layers = plan.sources, plan.num_base_layers
-
-    def mapping(self, values: Config, path: str) -> Config:
-        """Return a mapping with all values brought up to date; `path` leads to the mapping from the top of the config."""
-        return {key: self._value(key, value, f"{path}.{key}" if path else str(key)) for key, value in values.items()}
-
-    def _value(self, key: str, value: Any, path: str) -> Any:
+    def followed(key: str, value: Any, path: str) -> Any:
+        """Return the value of a key; `path` leads to the value from the top of the config."""
         if key in NOT_PER_LAYER_KEYS:
             return value
         if key in PER_LAYER_MAPPING_KEYS and isinstance(value, dict):
-            return {
-                str(index): value[str(source)] for index, source in enumerate(self._sources) if str(source) in value
-            }
+            return {str(index): value[str(source)] for index, source in enumerate(sources) if str(source) in value}
         if key in LEADING_LAYERS_KEYS and type(value) is int:
-            return self._leading(value + LEADING_LAYERS_KEYS[key]) - LEADING_LAYERS_KEYS[key]
+            number = value + LEADING_LAYERS_KEYS[key]
+            leading = [source < number for source in sources]
+            # Elsewhere no number describes the plan: the number stays, and layers that differ from the plan are refused later.
+            leads_the_plan = leading == sorted(leading, reverse=True)
+            return sum(leading) - LEADING_LAYERS_KEYS[key] if leads_the_plan else value
         if isinstance(value, dict):
             if key != "text_config" and "model_type" in value:  # config of another model, such as an audio encoder
                 return value
-            if value and all(str(index).isdecimal() and int(index) < self._num_layers for index in value):
-                raise self._undeclared(path, f"a mapping by numbers below that of the layers ({self._num_layers})")
-            return self.mapping(value, path)
+            if value and all(str(index).isdecimal() and int(index) < num_layers for index in value):
+                raise _undeclared(path, f"a mapping by numbers below that of the layers ({num_layers})")
+            return {inner: followed(inner, each, f"{path}.{inner}") for inner, each in value.items()}
         if not isinstance(value, list):
             return value
         if key in PER_LAYER_KEYS:
-            if len(value) != self._num_layers:
+            if len(value) != num_layers:
                 raise RequestError(
-                    f"config.json lists {len(value)} {path}; expected {self._num_layers}, one per layer. Repair the base "
+                    f"config.json lists {len(value)} {path}; expected {num_layers}, one per layer. Repair the base checkpoint."
+                )
+            return [value[source] for source in sources]
+        if key in LAYER_INDEX_KEYS:
+            stray = [layer for layer in value if type(layer) is not int or not 0 <= layer < num_layers]
+            if stray:
+                raise RequestError(
+                    f"config.json lists {stray[0]!r} in {path}; expected layers from 0 to {num_layers - 1}. Repair the base "
                     "checkpoint."
                 )
-            return [value[source] for source in self._sources]
-        if key in LAYER_INDEX_KEYS:
-            return self._translated(value, path)
-        if len(value) == self._num_layers:
-            raise self._undeclared(path, f"a list as long as the model has layers ({self._num_layers})")
-        return [self._value("", entry, f"{path}[{number}]") for number, entry in enumerate(value)]
+            return [index for index, source in enumerate(sources) if source in value]
+        if len(value) == num_layers:
+            raise _undeclared(path, f"a list as long as the model has layers ({num_layers})")
+        return [followed("", entry, f"{path}[{number}]") for number, entry in enumerate(value)]
 
-    def _leading(self, number: int) -> int:
-        """Return how many layers of the plan come from the first `number` layers, where these lead the plan as well.
+    return {key: followed(key, value, key) for key, value in config.items()}
 
-        Elsewhere no number describes the plan: the number stays, and layers that differ from the plan are refused later.
-        """
-        leading = [source < number for source in self._sources]
-        return sum(leading) if leading == sorted(leading, reverse=True) else number
 
-    def _translated(self, layers: list[Any], path: str) -> list[int]:
-        stray = [layer for layer in layers if type(layer) is not int or not 0 <= layer < self._num_layers]
-        if stray:
-            raise RequestError(
-                f"config.json lists {stray[0]!r} in {path}; expected layers from 0 to {self._num_layers - 1}. "
-                "Repair the base checkpoint."
-            )
-        return [index for index, source in enumerate(self._sources) if source in layers]
-
-    @staticmethod
-    def _undeclared(path: str, description: str) -> RequestError:
-        return RequestError(
-            f"config.json has {path}, {description}; expected one whose meaning is known. Declare it in "
-            "upscalers/architecture/per_layer.py."
-        )
+def _undeclared(path: str, description: str) -> RequestError:
+    return RequestError(
+        f"config.json has {path}, {description}; expected one whose meaning is known. Declare it in "
+        "upscalers/architecture/per_layer.py."
+    )
 
 
 def followed_quantization(config: Config, plan: Plan, new_modules: Iterable[str]) -> dict[str, Any]:

@@ -7,17 +7,14 @@ from typing import Any
 from midus_hf.files.ownership import CONFIG_KEY
 from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.record.provenance import DIGEST_KEY, LARGER_KEY
 from upscalers.request.errors import RequestError
-from upscalers.request.progress import Progress, shown
-from upscalers.runs.output_folder import OutputFolder, write_part
+from upscalers.request.progress import Progress
+from upscalers.runs.output_folder import OutputFolder, write_part, written_from
 from upscalers.tensors.recipes import Copy
-from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
-
-_SHARD_BYTES = 5 * 10**9
+from upscalers.tensors.writer import OutputTensor, split_shards
 
 
 def extract(
@@ -42,7 +39,6 @@ def extract(
         RequestError: If the model is a language model already, or the output cannot be made.
     """
     started = time.perf_counter()
-    progress = progress or Progress()
     with resolve_source(str(model)) as source:
         opened = open_base(source.folder)
         if opened.larger is None:
@@ -56,16 +52,10 @@ def extract(
             for name, stored in opened.tensors.items()
             if name not in outside
         ]
-        num_bytes = sum(tensor.num_bytes for tensor in tensors)
         folder = OutputFolder(output, source.folder, overwrite)
-        folder.check_space(num_bytes + bytes_of_banks(source.folder, opened.layout.memories.banks))
-        shards = split_shards(tensors, _SHARD_BYTES)
-        with folder as partial, shown(progress):
-            written = CheckpointWriter(opened.tensors, scan=False, progress=progress).write(partial, shards)
-            carry_banks(source.folder, partial, opened.layout.memories.banks)
-            config = _config(opened)
-            write_part(source.folder, partial, config)
-            folder.commit()
+        config, banks, shards = _config(opened), opened.layout.memories.banks, split_shards(tensors)
+        with written_from(opened, folder, shards, banks, progress or Progress()) as written:
+            write_part(source.folder, folder.partial, config)
     return {
         "model": str(model),
         "output": str(output),

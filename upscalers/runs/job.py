@@ -78,10 +78,13 @@ class Job:
             self.config["dtype"] = dtype
         self._check(layers, outer)
 
+        # Quantised weights and their scales keep their dtypes where they are carried along.
+        stored_dtypes = {name: stored.as_stored.dtype for name, stored in base.tensors.items()}
+        carried = {name: stored if name in base.parts else self.cast(stored) for name, stored in stored_dtypes.items()}
         made_outer, made_layers, in_parts = [], [], set()
         for name, recipe in outer.items():
             if isinstance(recipe, Copy | LayerBlocks):
-                new_dtype = self._carried(recipe.source)
+                new_dtype = carried[recipe.source]
             else:
                 new_dtype = INTEGERS if isinstance(recipe, Integers) else self.cast(base.dtype)
             made_outer.append(OutputTensor(name, recipe, new_dtype))
@@ -89,7 +92,7 @@ class Job:
             for name, recipe in layers[index].items():
                 full_name = base.new_name(index, name)
                 if isinstance(layer, Base) and isinstance(recipe, Copy):
-                    new_dtype = self._carried(recipe.source)
+                    new_dtype = carried[recipe.source]
                     if recipe.source in base.packed:
                         in_parts.add(full_name)
                 else:  # new layers are trained, and no weight in FP8 can be
@@ -129,11 +132,6 @@ class Job:
                 "layers, or a method that adds no layer."
             )
         raise RequestError(f"{difference}. {remedy}")
-
-    def _carried(self, source: str) -> str:
-        """Return the dtype of a tensor that is carried along from the base: quantised weights and their scales keep theirs."""
-        stored = self.base.tensors[source].as_stored.dtype
-        return stored if source in self.base.parts else self.cast(stored)
 
     def cast(self, dtype: str) -> str:
         """Return the dtype that a tensor of the base has in the output, as safetensors names both dtypes."""

@@ -1,23 +1,26 @@
 """Output folder of all commands that write a checkpoint, and the files beside the weights of one that was made from another one."""
 
+import contextlib
 import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
+from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.files.locks import Lock, has_no_locks, warn_of_no_locks
 from midus_hf.files.ownership import check_replaceable
 from midus_hf.files.whole_files import begin_unfinished, new_unfinished_path, sync, unfinished_paths
 from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.banks import tie_banks
-from upscalers.checkpoint.base_model import open_base, write_config
+from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, tie_banks
+from upscalers.checkpoint.base_model import BaseModel, open_base, write_config
 from upscalers.checkpoint.source import copy_travelling_files
 from upscalers.request.errors import RequestError, refusing_requests
-from upscalers.request.progress import Progress
+from upscalers.request.progress import Progress, shown
+from upscalers.tensors.writer import CheckpointWriter, OutputTensor, Written
 
 # Errors of file systems for files that are too large; `ENOSPC` comes from file systems without holes.
 _FILE_TOO_LARGE = frozenset({errno.EFBIG, errno.EINVAL, errno.ENOSPC})
@@ -193,6 +196,42 @@ class OutputFolder:
         shutil.rmtree(self.partial, ignore_errors=True)  # nothing after a commit
         if self._lock is not None:
             self._lock.release()
+
+
+@contextlib.contextmanager
+def written_from(
+    model: BaseModel,
+    folder: OutputFolder,
+    shards: dict[str, list[OutputTensor]],
+    banks: Mapping[str, BankLayout],
+    progress: Progress,
+    copied: Callable[[str], None] = lambda name: None,
+    stored_name: Callable[[str], str] = lambda name: name,
+) -> Iterator[Written]:
+    """Write tensors and banks of a checkpoint to an output folder, and commit the folder after the block if the block raises nothing.
+
+    The block writes the files beside them, to `folder.partial`.
+
+    Args:
+        model: The checkpoint that has the tensors and banks.
+        folder: The output folder.
+        shards: Tensors to write by file name.
+        banks: Layout of each bank to copy, by the name of its memory.
+        progress: Display that shows every step, started before the first and finished after the last.
+        copied: As of `CheckpointWriter`. Default: does nothing.
+        stored_name: As of `CheckpointWriter`. Default: the full name.
+
+    Raises:
+        RequestError: If the disk has too little room, or a bank is absent or another model's.
+    """
+    num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
+    folder.check_space(num_bytes + bytes_of_banks(model.folder, banks))
+    with folder as partial, shown(progress):
+        writer = CheckpointWriter(model.tensors, scan=False, progress=progress, copied=copied, stored_name=stored_name)
+        written = writer.write(partial, shards)
+        carry_banks(model.folder, partial, banks)
+        yield written
+        folder.commit()
 
 
 def write_part(source: Path, partial: Path, config: Config) -> None:

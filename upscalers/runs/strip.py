@@ -8,7 +8,6 @@ from typing import Any
 
 from midus_hf.files.ownership import STRIPPED_KEY
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_model import open_base, read_config
 from upscalers.checkpoint.content_digest import TensorDigests
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
@@ -22,13 +21,11 @@ from upscalers.record.provenance import (
     whole_base_config,
     write_record,
 )
-from upscalers.request.progress import Progress, shown
+from upscalers.request.progress import Progress
 from upscalers.runs.base_confirmation import base_tensors, compare_with_base, digested_names
-from upscalers.runs.output_folder import OutputFolder, write_part
+from upscalers.runs.output_folder import OutputFolder, write_part, written_from
 from upscalers.tensors.layer_blocks import with_blocks_of_base
-from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
-
-_DEFAULT_SHARD_BYTES = 5 * 10**9
+from upscalers.tensors.writer import OutputTensor, split_shards
 
 
 def strip(
@@ -67,22 +64,15 @@ def strip(
         shards = _base_shards(tensors, record)
         folder = OutputFolder(output, source.folder, overwrite)
         kept = {name: bank for name, bank in opened.layout.memories.banks.items() if name not in plan.new_memories}
-        folder.check_space(sum(tensor.num_bytes for tensor in tensors) + bytes_of_banks(source.folder, kept))
         digested = TensorDigests(opened.tensors, digested_names(opened, tensors) if DIGEST_KEY in entry else {})
-        with folder as partial, shown(progress), digested as digests:
-            writer = CheckpointWriter(
-                opened.tensors,
-                scan=False,
-                progress=progress,
-                copied=digests.add,
-                stored_name=opened.stored_name,
-            )
-            written = writer.write(partial, shards)
-            carry_banks(source.folder, partial, kept)
+        with (
+            digested as digests,
+            written_from(opened, folder, shards, kept, progress, digests.add, opened.stored_name) as written,
+        ):
             folder.flush(progress)  # runs beside the digests: it takes about as long, and no processor
             progress.stage("checking what was written", 1)
-            write_part(source.folder, partial, _base_config(entry, tensors, progress))
-            _restore_tokenizer_config(partial, record)
+            write_part(source.folder, folder.partial, _base_config(entry, tensors, progress))
+            _restore_tokenizer_config(folder.partial, record)
             hashes = digests.finish()
             comparison = compare_with_base(hashes, entry, record)
             if comparison["base_confirmed"] is False:
@@ -95,8 +85,7 @@ def strip(
             removal = {"model": source.label, "method": entry["method"], "removed_layers": plan.new_indices}
             removal |= {"removed_memories": list(plan.new_memories)} if plan.new_memories else {}
             version = importlib.metadata.version("midus-hf")
-            write_record(partial, {"midus_hf": version, STRIPPED_KEY: {**removal, **comparison}})
-            folder.commit()
+            write_record(folder.partial, {"midus_hf": version, STRIPPED_KEY: {**removal, **comparison}})
             progress.advance()
     return {
         "model": str(model),
@@ -138,7 +127,7 @@ def _base_shards(tensors: list[OutputTensor], record: dict[str, Any]) -> dict[st
     by_name: Callable[[str], OutputTensor] = {tensor.name: tensor for tensor in tensors}.__getitem__
     recorded = [name for names in files.values() for name in names]
     if sorted(recorded) != sorted(tensor.name for tensor in tensors):
-        return split_shards(tensors, _DEFAULT_SHARD_BYTES)
+        return split_shards(tensors)
     return {file: [by_name(name) for name in names] for file, names in files.items()}
 
 

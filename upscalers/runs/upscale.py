@@ -16,7 +16,7 @@ from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.hub import check_account, check_repo_id, prepare_repository, push_folder, upload_command
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES
-from upscalers.checkpoint.source import name_and_revision, resolve_source
+from upscalers.checkpoint.source import resolve_source
 from upscalers.checkpoint.stored_weights import left_out
 from upscalers.methods.contract import get_method
 from upscalers.record.report import Bytes, Identity, PushError, UpscaleReport
@@ -104,8 +104,7 @@ def upscale(
     if output is None and not dry_run:
         raise RequestError("output is missing; expected the folder to make. Pass --output DIR, or --dry-run.")
     pinned = str(base)
-    base_name, _ = name_and_revision(pinned)
-    local = Path(base_name).expanduser()
+    local = Path(base).expanduser()
     if private and not push_to_hub:
         raise RequestError("private is given without push-to-hub; expected both. Pass --push-to-hub REPO as well.")
     if push_to_hub:
@@ -119,7 +118,7 @@ def upscale(
             opened = open_base(source.folder, needs_weights=False, adapter=lora)
             chosen.check(opened)
             chosen.plan(opened, num_new_layers, placement)
-            pinned = base_name if source.revision is None else f"{base_name}@{source.revision}"
+            pinned = source.name if source.revision is None else f"{source.name}@{source.revision}"
     if not dry_run:
         chosen.check_machine()
         if push_to_hub:

@@ -10,8 +10,8 @@ from upscalers.tensors.layer_blocks import LayerBlocks
 from upscalers.tensors.recipes import Combine, Copy, Recipe
 
 Recipes = Mapping[str, Recipe]
-# Names of base tensors within their layer, and their roles, by full name.
-Origins = Mapping[str, tuple[str, str | None]]
+# Name within the layer and role of each base tensor, by full name; outside the layers, its name in the result and its own.
+Origin = tuple[str, str | None]
 
 _LISTED = 3
 
@@ -51,28 +51,21 @@ def check_recipes(
             raise MethodError(
                 f"method {method} gives {subject} {number}; expected {plan.num_layers}, as many as its plan has."
             )
-    origins = _origins(base, plan.num_layers)
+    names = base.outer_names(plan.num_layers)
+    origins: dict[str, Origin] = {name: (new, name) for name, new in names.items()}
+    for tensors, full_names in zip(base.layout.layers, base.layer_names, strict=True):
+        for name, full_name in full_names.items():
+            origins[full_name] = (name, tensors[name].role if name in tensors else None)
     for index, (recipes, expected) in enumerate(zip(layers, layout.layers, strict=True)):
         _check_part(f"method {method}, layer {index}", base, origins, expected, recipes)
-    tensors = {name if base.prefix else name.removeprefix("model."): shape for name, shape in layout.outer.items()}
-    tensors |= {name: shape for name, shape in layout.tied.items() if name in outer}
-    expected = {name: LayerTensor(name, shape) for name, shape in tensors.items()}
+    shapes = {name if base.prefix else name.removeprefix("model."): shape for name, shape in layout.outer.items()}
+    shapes |= {name: shape for name, shape in layout.tied.items() if name in outer}
+    expected = {name: LayerTensor(name, shape) for name, shape in shapes.items()}
     _check_part(f"method {method}, outside the layers", base, origins, expected, outer)
 
 
-def _origins(base: BaseModel, num_layers: int) -> dict[str, tuple[str, str | None]]:
-    """Return the name within the layer and the role of each base tensor; outside the layers, its name in the result and its own."""
-    names = base.outer_names(num_layers)
-    origins: dict[str, tuple[str, str | None]] = {name: (new, name) for name, new in names.items()}
-    for layer in range(base.num_layers):
-        tensors = base.layout.layers[layer]
-        for name, full_name in base.layer_names[layer].items():
-            origins[full_name] = (name, tensors[name].role if name in tensors else None)
-    return origins
-
-
 def _check_part(
-    where: str, base: BaseModel, origins: Origins, expected: Mapping[str, LayerTensor], recipes: Recipes
+    where: str, base: BaseModel, origins: Mapping[str, Origin], expected: Mapping[str, LayerTensor], recipes: Recipes
 ) -> None:
     missing = [name for name in expected if name not in recipes]
     if missing:

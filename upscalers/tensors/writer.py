@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 _CHUNK_ELEMENTS = 1 << 20
+_DEFAULT_SHARD_BYTES = 5 * 10**9
 _SCRATCH = ".scratch"
 
 
@@ -72,7 +73,9 @@ def in_file_order(outer: Sequence[OutputTensor], layers: Iterable[OutputTensor])
     return [*embeddings, *layers, *(tensor for tensor in outer if "embed" not in tensor.name)]
 
 
-def split_shards(tensors: Sequence[OutputTensor], max_shard_bytes: int) -> dict[str, list[OutputTensor]]:
+def split_shards(
+    tensors: Sequence[OutputTensor], max_shard_bytes: int = _DEFAULT_SHARD_BYTES
+) -> dict[str, list[OutputTensor]]:
     """Assign tensors, in order, to as few files as `max_shard_bytes` allows; a larger tensor gets a separate file."""
     shards: list[list[OutputTensor]] = [[]]
     size = 0

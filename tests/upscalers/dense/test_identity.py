@@ -12,6 +12,7 @@ from upscalers.methods.contract import METHODS, get_method, register_method
 from upscalers.methods.dense_block import DenseMethod
 from upscalers.request.errors import VerificationError
 from upscalers.runs.upscale import upscale
+from upscalers.tensors.recipes import Copy
 
 PROJECTIONS = {"self_attn.o_proj", "mlp.down_proj"}
 # What is zero at first in families without and with norms behind them, and alone has a gradient in the first step.
@@ -131,7 +132,10 @@ def test_a_class_that_names_no_sources_takes_the_next_layer_and_behind_the_last_
 def test_a_promise_that_its_recipes_do_not_keep_is_found_out(registry, base, tmp_path):
     whole = {
         "identity": True,
-        "new_layer_recipes": lambda self, base, layer, *_: self.copied_layer(base, layer.sources[0]),
+        "new_layer_recipes": lambda self, base, layer, *_: {
+            name: Copy(base.tensors[source].shape, source)
+            for name, source in base.layer_names[layer.sources[0]].items()
+        },
     }
     register_method("false-promise")(type("FalsePromise", (Copies,), whole))
     with pytest.raises(VerificationError):
