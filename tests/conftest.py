@@ -1,10 +1,11 @@
 """Fixtures that several test folders share."""
 
 import gc
+import importlib.util
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -154,3 +155,16 @@ def keyboard() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return what lets a machine lack a package."""
+    find = importlib.util.find_spec
+
+    def lack(package: str) -> None:
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest)
+        )
+
+    return lack

@@ -5,7 +5,9 @@ from typing import Any
 
 from pairs import by_default
 from tiny import NATIVE_FAMILIES, save_tiny_model
+from transformers import CONFIG_MAPPING
 
+from midus_hf.models.inference.tiny import tiny_model
 from upscalers.runs.upscale import upscale
 
 TREE = {"sizes": [3, 0, 2], "branching": 3}
@@ -45,6 +47,12 @@ _USUAL = [("llama", method) for method in METHODS] + [
 ALL_CASES = [(family, method) for family in NATIVE_FAMILIES for method in METHODS]
 # Families with methods: by default every method on one family, and every family with one method.
 CASES = by_default(_USUAL, ALL_CASES)
+# Types that no table describes, with methods: linear attention, experts, latent attention.
+INFERRED = [
+    (model_type, method)
+    for model_type, method in (("qwen3_5_text", "moc"), ("gpt_oss", "midus-hml"), ("deepseek_v3", "hier-lora-ffn"))
+    if model_type in CONFIG_MAPPING
+]
 
 
 class Checkpoints:
@@ -63,8 +71,10 @@ class Checkpoints:
         output = self._folder / family / f"{family}_{method}"
         if not output.exists():
             base = self._folder / family / "base"
-            if not base.exists():
+            if not base.exists() and family in NATIVE_FAMILIES:
                 save_tiny_model(family, base)
+            elif not base.exists():
+                tiny_model(family, vocab_size=128).save_pretrained(base)
             method, changes = KINDS.get(method, (method, {}))
             upscale(base=base, method=method, output=output, options={**METHODS[method], **changes}, verify=False)
         return output

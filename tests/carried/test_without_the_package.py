@@ -9,7 +9,7 @@ import cloudpickle
 import pytest
 import torch
 from carried import computing
-from carried.made import CASES, KINDS
+from carried.made import CASES, INFERRED, KINDS
 from carried.test_module import imported
 from models.fresh_process import run_python
 from pairs import by_default, wanted_by_tests
@@ -155,7 +155,7 @@ def with_the_package(folder: Path, kind: str, family: str, method: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("family", "method"), [*CASES, *ON_LLAMA])
+@pytest.mark.parametrize(("family", "method"), [*CASES, *ON_LLAMA, *INFERRED])
 def test_the_module_alone_computes_what_the_package_does(family, method, folder):
     assert findings(folder)["absent"] == [True] * 2
     (module,) = findings(folder)[name_of(family, method)]

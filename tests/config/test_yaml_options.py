@@ -27,6 +27,7 @@ class Settings:
     precision: Literal["bf16", "fp32"] = "bf16"
     mask: bool = False
     resume: bool | str = False
+    table: dict | None = None
 
 
 NEEDED = {"model": "m", "text": "t"}
@@ -50,7 +51,7 @@ def test_a_number_without_a_point_is_a_number_although_yaml_takes_it_for_text(tm
     settings = read_config(Settings, write(tmp_path, "model: m\ntext: t\nrate: 3e-5\nsteps: 1e3\nrates: [1e-4, 2]"))
     assert settings.rate == 3e-5
     assert settings.steps == 1000 and isinstance(settings.steps, int)
-    assert settings.rates == [1e-4, 2.0]
+    assert settings.rates == [1e-4, 2.0] and all(isinstance(rate, float) for rate in settings.rates)
 
 
 def test_a_large_whole_number_keeps_every_digit():
@@ -91,6 +92,7 @@ def test_a_scalar_stands_for_the_first_key_of_a_group_and_words_reach_inside_it(
         ({"mask": 1}, "mask is 1; expected true or false."),
         ({"precision": "fp16"}, "precision is 'fp16'; expected one of: bf16, fp32."),
         ({"resume": 3}, "resume is 3; expected true or false or a string."),
+        ({"table": [1]}, "table is [1]; expected a mapping or null."),
         ({"tasks": "a"}, "tasks is 'a'; expected a list, each item of it a string."),
         ({"tasks": ["a", 1]}, "tasks[1] is 1; expected a string."),
         ({"rates": 1}, "rates is 1; expected a list, each item of it a number or null, such as [4, 2] or 4,2."),

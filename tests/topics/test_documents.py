@@ -208,8 +208,8 @@ def test_what_is_no_text_is_refused(tmp_path, name, data, message):
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.zst"])
-def test_without_the_package_datasets_files_say_how_to_install_it(tmp_path, monkeypatch, name):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+def test_without_the_package_datasets_files_say_how_to_install_it(tmp_path, without, name):
+    without("datasets")
     (tmp_path / name).touch()
     with pytest.raises(
         DocumentError, match=rf"{name}' needs the package datasets; install it with pip install datasets"

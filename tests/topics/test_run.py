@@ -1,7 +1,6 @@
 """From a corpus to a tree and back to the paths of its documents."""
 
 import dataclasses
-import importlib.util
 import json
 import re
 
@@ -153,9 +152,8 @@ def test_an_output_that_is_something_else_is_refused(make, tmp_path):
         make(".")
 
 
-def test_clustering_needs_scikit_learn(make, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sklearn" else find(name))
+def test_clustering_needs_scikit_learn(make, without):
+    without("sklearn")
     with pytest.raises(ValueError, match=re.escape(f"needs scikit-learn; {install_extra('clusters')}.")):
         make()
 

@@ -153,10 +153,10 @@ def long_prompt() -> torch.Tensor:
     return torch.randint(3, 96, (2, 20), generator=torch.Generator().manual_seed(1))
 
 
-def logits(folder: Path, dtype: torch.dtype | str = "auto") -> torch.Tensor:
-    """Logits of the prompt."""
+def logits(folder: Path, dtype: torch.dtype | str = "auto", **inputs: torch.Tensor) -> torch.Tensor:
+    """Logits of the prompt, or of other `inputs` of the forward pass."""
     with torch.no_grad():
-        return load(folder, dtype)(prompt()).logits
+        return load(folder, dtype)(**{"input_ids": prompt(), **inputs}).logits
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

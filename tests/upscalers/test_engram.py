@@ -1,6 +1,5 @@
 """The method engram: its layers, the numbers of its tokens, the n-grams of a corpus, and what it refuses."""
 
-import importlib.util
 import json
 import shutil
 
@@ -148,11 +147,8 @@ def test_a_tokenizer_that_does_not_load_is_refused(spoken_base, corpus, tmp_path
         made(tmp_path / "base", tmp_path)
 
 
-def test_a_corpus_needs_datasets(spoken_base, corpus, tmp_path, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "datasets" else find(name, *rest)
-    )
+def test_a_corpus_needs_datasets(spoken_base, corpus, tmp_path, without):
+    without("datasets")
     with pytest.raises(RequestError, match="a corpus needs datasets, which is not installed; in the clone"):
         made(spoken_base, tmp_path, **EXACT, corpus=str(corpus))
 

@@ -39,14 +39,6 @@ def write(output, mark="new", **kwargs):
         folder.commit()
 
 
-def test_work_that_fails_leaves_the_old_checkpoint(tmp_path):
-    checkpoint(tmp_path / "out")
-    with pytest.raises(ZeroDivisionError), OutputFolder(tmp_path / "out", overwrite=True):
-        raise ZeroDivisionError
-    assert names(tmp_path) == ["out"]
-    assert (tmp_path / "out" / "config.json").read_text() == text("old")
-
-
 def test_a_commit_that_fails_puts_the_old_checkpoint_back(tmp_path, monkeypatch):
     checkpoint(tmp_path / "out")
     rename = os.rename
@@ -74,14 +66,10 @@ def test_an_empty_folder_may_be_replaced_on_request(tmp_path):
     assert (tmp_path / "out" / "config.json").read_text() == text("new")
 
 
-def test_what_is_no_checkpoint_is_never_replaced(tmp_path):
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "thesis.tex").write_text("years")
+def test_a_file_is_never_replaced(tmp_path):
     (tmp_path / "file").write_text("x")
-    for name, reason in (("thesis", "was not written by upscale or strip"), ("file", "is a file")):
-        with pytest.raises(RequestError, match=f"{name} {reason}, so --overwrite will not delete it"):
-            OutputFolder(tmp_path / name, overwrite=True)
-    assert (tmp_path / "thesis" / "thesis.tex").read_text() == "years"
+    with pytest.raises(RequestError, match="file is a file, so --overwrite will not delete it"):
+        OutputFolder(tmp_path / "file", overwrite=True)
 
 
 def test_the_output_may_lie_neither_inside_the_base_nor_around_it(tmp_path):
@@ -128,14 +116,6 @@ def test_whether_a_file_is_too_large_is_tried_and_leaves_nothing(tmp_path, monke
     monkeypatch.setattr(tempfile, "TemporaryFile", fail)
     with pytest.raises(OSError, match="Input/output error"):
         folder.can_hold_file(1)
-
-
-def test_an_output_that_a_killed_run_moved_aside_comes_back(tmp_path):
-    checkpoint(tmp_path / ".out.midus-0123abcd.replaced", "replaced")
-    checkpoint(tmp_path / ".out.midus-89abcdef.partial", "unfinished")
-    with pytest.raises(RequestError, match="out exists; pass --overwrite"):
-        write(tmp_path / "out")
-    assert names(tmp_path) == ["out"] and (tmp_path / "out" / "config.json").read_text() == text("replaced")
 
 
 def test_of_two_runs_that_begin_at_once_one_at_most_writes(tmp_path, monkeypatch):

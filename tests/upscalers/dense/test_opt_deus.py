@@ -1,7 +1,6 @@
 """OpT-DeUS makes the blocks of its definition, on every family and with every option."""
 
 import dataclasses
-import importlib.util
 import itertools
 import re
 from functools import cache
@@ -249,19 +248,6 @@ NEEDED = [
 
 def request(*settings: str) -> list[str]:
     return ["--method", "opt-deus", *(word for setting in settings for word in ("--set", setting))]
-
-
-@pytest.fixture
-def without(monkeypatch):
-    """A machine that lacks a package."""
-    result = importlib.util.find_spec
-
-    def lack(package: str) -> None:
-        monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name, *rest: None if name == package else result(name, *rest)
-        )
-
-    return lack
 
 
 @pytest.mark.parametrize(("method", "device"), [("opt-deus", "cuda:99"), ("opt-deus", "gpu"), ("lesa", "meta")])

@@ -1,98 +1,74 @@
-"""Tiny checkpoints with chapters, written tensor by tensor, and what their banks hold."""
+"""Tiny checkpoints with memories that act, and what banks of chapters hold."""
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from midus_hf.config.memories.chapters import ChaptersOptions
-from midus_hf.config.memory_entries import Memories, MemoryEntry
-from midus_hf.config.model_sizes import ModelSizes
-from tests.upscalers.checkpoints import config_of, content_digest, read_tensors, save_base
-from upscalers.runs.output_folder import write_code_of
+from tests.upscalers.checkpoints import save_base, tensor_files
+from upscalers.edits.chapters import quantise
+from upscalers.edits.checkpoint_edit import EditRequest
+from upscalers.runs.upscale import upscale
 
-# C, S, T, the layers with a memory, and D of the checkpoints.
-CHAPTERS, SHARED, TOKENS, LAYERS, HIDDEN = 6, 1, 4, (0, 1, 2, 3), 32
+# C, T and the layers with a memory of the checkpoints.
+CHAPTERS, TOKENS, LAYERS = 6, 4, (0, 1, 2, 3)
 
 
 def options(**changes: Any) -> dict[str, Any]:
-    """Options of a memory with so many chapters, and what differs from the usual."""
-    chapters = changes.get("chapters", CHAPTERS)
-    return {
-        "memory_tokens": chapters * TOKENS,
-        "chapters": chapters,
-        "shared_chapters": SHARED,
-        "k": 2,
-        "share": "all",
-        **changes,
-    }
+    """Options of a memory in all layers, and what differs from the usual."""
+    return {"memory_tokens": CHAPTERS * TOKENS, "chapters": CHAPTERS, "k": 2, "layers": list(LAYERS), **changes}
 
 
 def save_chapters(
     folder: Path,
     dtype: torch.dtype = torch.float32,
-    seed: int = 0,
     sharded: bool = False,
     prefix: str = "model.",
     names: tuple[str, ...] = ("chapters",),
+    bank_bits: Literal[8, 4] | None = None,
     **changes: Any,
 ) -> Path:
-    """Save a tiny Llama to whose layers memories of chapters are attached, with what an upscaling writes beside it.
+    """Attach memories of chapters with random values to all layers of a tiny Llama, and return the folder.
 
-    Its base lies in the folder of that name with `-base` behind it.
+    The Llama lies in the folder of that name with `-base` behind it.
 
     Args:
         folder: Where to.
         dtype: Of every tensor.
-        seed: Of the memory's values.
-        sharded: Whether there are two files and an index.
+        sharded: Whether there are several files and an index.
         prefix: In front of the names of the decoder's tensors, `"model."` or nothing.
         names: Of its memories, the last one new and those before it of the base.
+        bank_bits: Bits to which banks are rounded.
         changes: Options that differ from the usual.
     """
     base = save_base(folder.with_name(f"{folder.name}-base"), dtype=dtype, prefix=prefix)
-    base_config, tensors = config_of(base), read_tensors(base)
-    sizes = ModelSizes(hidden_size=HIDDEN, num_heads=4, num_layers=len(LAYERS))
-    entries = [MemoryEntry(ChaptersOptions(**options(**changes)), "behind-attention", LAYERS, name) for name in names]
-    generator = torch.Generator().manual_seed(seed)
-    for entry in entries:
-        memories = Memories((entry,), sizes)
-        declared = {
-            f"layers.{layer}.{name}": t for layer in LAYERS for name, t in memories.layer_tensors(layer).items()
-        }
-        for name, tensor in {**declared, **memories.table_tensors()}.items():
-            if tensor.dtype:
-                integers = torch.randint(0, 127, tensor.shape, generator=generator)
-                tensors[prefix + name] = integers.to(getattr(torch, tensor.dtype))
-            else:
-                tensors[prefix + name] = torch.randn(tensor.shape, generator=generator).to(dtype)
-    report = [entry.to_dict() for entry in entries]
-    if names[1:]:
-        base_config = {**base_config, "memory": report[:-1]}
-    record = {
-        "method": "moc",
-        "new_layers": [],
-        "new_memories": [names[-1]],
-        "plan": [{"base": layer} for layer in LAYERS],
-        "options": {},
-        "base_config": base_config,
-        "base_sha256": content_digest(read_tensors(base)),
-    }
-    config = {**base_config, "model_type": "midus_llama", "memory": report, "upscale": record}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    files = {"model.safetensors": list(read_tensors(base))}
-    (folder / "upscale.json").write_text(
-        json.dumps({"midus_hf": "0", **record, "base": {"name": "base", "files": files}})
-    )
-    (folder / "README.md").write_text("# A model\n\nWith chapters.\n")
-    (folder / "tokenizer.json").write_text("a tokenizer")
-    (folder / "generation_config.json").write_text("{}")
-    write_code_of(folder)
-    _save(folder, tensors, sharded)
+    (base / "tokenizer.json").write_text("a tokenizer")
+    request = {"options": options(**changes), "max_shard_size": "40KB" if sharded else "5GB", "verify": False}
+    for name in names:
+        output = folder if name == names[-1] and bank_bits is None else folder.with_name(f"{folder.name}-{name}")
+        upscale(base=base, method="moc", output=output, **request)
+        base = output
+    give_values(base)
+    for name in names if bank_bits is not None else ():
+        output = folder if name == names[-1] else folder.with_name(f"{folder.name}-rounded-{name}")
+        quantise(EditRequest(base, output, name), bank_bits)
+        base = output
     return folder
+
+
+def give_values(folder: Path, never_chosen: Sequence[int] = ()) -> None:
+    """Give random values to all that memories have; no router chooses some chapters, if any."""
+    generator = torch.Generator().manual_seed(0)
+    for file in tensor_files(folder):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if "memor" in name:
+                tensors[name] = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+            if name.endswith("router_bias"):
+                tensors[name][list(never_chosen)] = -1e6
+        save_file(tensors, file, {"format": "pt"})
 
 
 def bank_name(number: int = 0, memory: str = "chapters") -> str:
@@ -108,15 +84,3 @@ def router_names(layer: int, memory: str = "chapters") -> tuple[str, str]:
 def rows(number: int) -> slice:
     """The rows of a chapter."""
     return slice(number * TOKENS, (number + 1) * TOKENS)
-
-
-def _save(folder: Path, tensors: dict[str, torch.Tensor], sharded: bool) -> None:
-    if not sharded:
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        return
-    names = list(tensors)
-    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
-    for file, of_file in parts.items():
-        save_file({name: tensors[name] for name in of_file}, folder / file, {"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: file for file, of_file in parts.items() for name in of_file}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))

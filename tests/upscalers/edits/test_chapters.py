@@ -26,6 +26,7 @@ from tests.upscalers.edits.made import (
     LAYERS,
     TOKENS,
     bank_name,
+    give_values,
     options,
     router_names,
     rows,
@@ -145,7 +146,7 @@ def test_edits_are_told_and_recorded_and_all_else_comes_along(tmp_path, chapters
     unknown = {"identity": {"checked": None, "max_abs_diff": None}, "promises_identity": False}
     assert record_of(output) == {**record_of(checkpoint), "edits": edits, **unknown}
     assert (output / "README.md").read_text() == (
-        "# A model\n\nWith chapters.\n\n## Edits\n\n"
+        (checkpoint / "README.md").read_text().rstrip() + "\n\n## Edits\n\n"
         "The text and the numbers above describe the model after its upscaling. Since then:\n\n"
         f"- zero of chapters, chapters 1-2, chapters_before 6, chapters_after 6 (midus_hf {version('midus-hf')})\n"
         f"- prune of chapters, chapters 4, chapters_before 6, chapters_after 5 (midus_hf {version('midus-hf')})\n"
@@ -210,7 +211,7 @@ def test_a_model_without_chapters_is_refused(tmp_path, refusal):
     model = save_chapters(tmp_path / "model")
     edit_config(model, memory=[])
     assert "has no memory of type 'chapters'" in refusal("zero", model, "--chapters", "1")
-    edit_config(model, memory=[{"type": "chapters", **options(), "layers": list(LAYERS)}], upscale=...)
+    edit_config(model, memory=[{"type": "chapters", **options()}], upscale=...)
     assert "was not made by upscale" in refusal("zero", model, "--chapters", "1")
 
 
@@ -257,17 +258,6 @@ def acting(folder, **changes):
     upscale(base=base, method="moc", options={**OPTIONS, **changes}, output=folder / "model", verify=False)
     give_values(folder / "model")
     return folder / "model"
-
-
-def give_values(folder, never_chosen=()):
-    """Give random values to all that memories have; no router chooses some chapters, if any."""
-    tensors, generator = read_tensors(folder), torch.Generator().manual_seed(0)
-    for name, tensor in tensors.items():
-        if ".memor" in name:
-            tensors[name] = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
-        if name.endswith("router_bias"):
-            tensors[name][list(never_chosen)] = -1e6
-    write_tensors(folder, tensors)
 
 
 @pytest.mark.parametrize("changes", SHARES, ids=str)

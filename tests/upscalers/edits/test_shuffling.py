@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from tests.upscalers.checkpoints import config_of, logits, read_tensors, record_of
-from tests.upscalers.edits.made import save_chapters
+from tests.upscalers.edits.made import give_values, save_chapters
 from upscalers.edits.shuffling import row_order, shuffle
 from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint
@@ -36,12 +35,7 @@ def make(shared_base, tmp_path_factory):
     def made(kind: str) -> Path:
         (method, options), folder = KINDS[kind], tmp_path_factory.mktemp("made") / "trained"
         upscale(base=shared_base("llama"), method=method, output=folder, options=options, verify=False)
-        generator = torch.Generator().manual_seed(1)
-        tensors = {
-            name: torch.randn(tensor.shape, generator=generator) if ".memor" in name else tensor
-            for name, tensor in read_tensors(folder).items()
-        }
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        give_values(folder)
         return folder
 
     return made
