@@ -184,7 +184,7 @@ def _(memory: Chapters) -> KeptValues | None:
 
 @keeper_of.register
 def _(memory: UltraMem) -> KeptValues | None:
-    if memory.options.scoring != "tucker" or 2 * memory.row_keys.numel() > _MOST_KEPT:
+    if 2 * memory.row_keys.numel() > _MOST_KEPT:
         return None
     names = ("row_keys", "column_keys", "key_norm_weight", "core", "row_vector")
     return KeptValues(names, keys_and_vectors, as_stored=True)

@@ -1,4 +1,4 @@
-"""The memory layer of UltraMemV2, which covers its predecessors too: Memory+, and the pre-values of PEER."""
+"""The memory layer of UltraMemV2, with the pre-values of PEER."""
 
 from collections.abc import Mapping
 
@@ -14,12 +14,10 @@ from midus_hf.ops.dispatch.precision import without_autocast
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 from midus_hf.ops.gather.products import gathered_products
 from midus_hf.ops.gather.weighted import weighted_gather
-from midus_hf.ops.product_key.op import product_key_topk
 from midus_hf.ops.tucker.op import tucker_topk
 from midus_hf.ops.tucker.reference import leading_vectors
 
 _EPS = 1e-6
-_ACTIVATIONS = {"none": lambda products: products, "gelu": nn.functional.gelu, "silu": nn.functional.silu}
 
 
 @register_memory("ultramem")
@@ -41,7 +39,6 @@ class UltraMem(MemoryModule):
     row_vector: torch.Tensor
     column_vector: torch.Tensor
     pre_projection: nn.Linear
-    gate_projection: nn.Linear
     value_projection: nn.Linear
     value_table: torch.Tensor
     pre_value_table: torch.Tensor
@@ -71,8 +68,7 @@ class UltraMem(MemoryModule):
         if hidden_states.numel() == 0:
             return hidden_states * 0
         tables = tables or {}
-        scores, slots = self._select(hidden_states)
-        weights = scores.softmax(-1) if self.options.weights == "softmax" else scores
+        weights, slots = self._select(hidden_states)
         weights, slots = weights.flatten(-2), slots.flatten(-2)  # [B, T, H * k]
         stored = self._stored("value_table", tables)
         rows = self._rows(slots, len(stored[0]))
@@ -80,20 +76,15 @@ class UltraMem(MemoryModule):
             pre_values, places = self._read(self._stored("pre_value_table", tables), rows)
             read = self.pre_projection(hidden_states)
             products = gathered_products(read, pre_values, places, sparse_gradient=self.sparse_gradient)
-            weights = weights * _ACTIVATIONS[self.options.activation](products).to(weights.dtype)
+            weights = weights * products.to(weights.dtype)
         value_table, places = self._read(stored, rows)
         values = weighted_gather(value_table, places, weights, sparse_gradient=self.sparse_gradient)  # [B, T, D_v]
-        values = values.to(hidden_states.dtype)
-        if self.options.output_gate:
-            values = values * nn.functional.silu(self.gate_projection(hidden_states))
-        return self.value_projection(values)
+        return self.value_projection(values.to(hidden_states.dtype))
 
     def retrieve(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weights, float32, and the table rows, int64, that each head retrieves, both `[B, T, H, k]`; change nothing.
         Rows are counted within the rows that this layer reads."""
-        scores, slots = self._select(hidden_states, keep_vectors=False)
-        weights = scores.softmax(-1) if self.options.weights == "softmax" else scores
-        return weights, slots
+        return self._select(hidden_states, keep_vectors=False)
 
     def _select(self, hidden_states: torch.Tensor, keep_vectors: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores, float32 at least, and the slots, both `[B, T, H, k]`."""
@@ -102,10 +93,6 @@ class UltraMem(MemoryModule):
         query = query.unflatten(-1, (2, options.heads, options.rank, self.key_width))  # [B, T, 2, H, r, D_k]
         if options.addressing == "random":
             query = random_directions(query)
-        if options.scoring == "sum":
-            row_keys, column_keys = self.row_keys[:, 0, :, 0], self.column_keys[:, 0, :, 0]  # [H, n, D_k]
-            joined = query.squeeze(-2).movedim(-3, -2).flatten(-2)  # [B, T, H, 2 * D_k]
-            return product_key_topk(joined, row_keys, column_keys, options.k)
         wide = torch.promote_types(query.dtype, torch.float32)
         with without_autocast(hidden_states.device.type):
             query = _rms_normalised(query.to(wide), self.query_norm_weight.to(wide))

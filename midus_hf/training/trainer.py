@@ -198,7 +198,6 @@ class TrainsMemory(AnyTrainer):
                 lr_scheduler_type=args.lr_scheduler_type,
                 warmup_steps=args.warmup_steps,
                 lr_scheduler_kwargs=args.lr_scheduler_kwargs,
-                value_decay_ratio=getattr(args, "value_decay_ratio", None),
             )
             self._created_lr_scheduler = True
         return self.lr_scheduler

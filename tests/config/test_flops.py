@@ -225,10 +225,8 @@ def test_tucker_retrieval_asks_with_every_rank_keeps_sides_and_scores_their_pair
         "choice": ROWS * 2 * (2 * 2 * 8 + 8 * 2)  # leading scores of rows and of columns, and 4 of 8 of each
         + ROWS * (2 * 4 * 2 * 2 + 2 * 16 * 2)  # rows times the core, times columns
         + ROWS * 16 * 2,  # 4 of 16 pairs
-        "weights": 0,
         "pre-values": 2 * ROWS * 32 * 2 + ROWS * 4 * (2 * 2 + 1),
         "values": 2 * ROWS * 4 * 10,
-        "gate": 0,
         "output projection": 2 * ROWS * 10 * 32,
         "residual adds": ROWS * 32,
     }
@@ -241,33 +239,23 @@ def test_heads_work_as_often_as_there_are():
     assert heads["output projection"] == plain["output projection"]
 
 
-def test_what_other_memories_do_with_slots_has_its_price():
-    plain = ultramem()
-    assert ultramem(weights="softmax")["weights"] == ROWS * 4 * 5
-    assert ultramem(output_gate=True)["gate"] == 2 * ROWS * 32 * 10 + ROWS * 10 * (4 + 1)
+def test_tables_without_pre_values_and_shared_ones_have_their_price():
     assert ultramem(pre_value_width=0)["pre-values"] == 0
-    assert ultramem(activation="gelu")["pre-values"] - plain["pre-values"] == ROWS * 4 * 8
-    summed = ultramem(scoring="sum", rank=1)
-    assert summed["queries"] == 2 * ROWS * 32 * 2 * 6
-    assert summed["choice"] == ROWS * (2 * 8 * 2 + 16 + 16 * 2)
-    assert ultramem(share="ring:4", n=4) == plain  # twice as many keys for four tables of a quarter
+    assert ultramem(share="ring:4", n=4) == ultramem()  # twice as many keys for four tables of a quarter
 
 
 @pytest.mark.parametrize("changes", [{}, {"heads": 2, "rank": 3}], ids=str)
 def test_matrix_products_of_tucker_retrieval_are_those_that_torch_counts(changes):
-    options = UltraMemOptions(**{**ULTRAMEM, "output_gate": True, **changes})
+    options = UltraMemOptions(**{**ULTRAMEM, **changes})
     memory = build_memory(options, SIZES)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         memory(torch.zeros(BATCH, TOKENS, 32))
     by_module = {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
     vectors = options.heads * options.rank
-    queries, pre_values, gates, outputs = (
-        by_module[f"UltraMem.{name}_projection"] for name in ("query", "pre", "gate", "value")
-    )
+    queries, pre_values, outputs = (by_module[f"UltraMem.{name}_projection"] for name in ("query", "pre", "value"))
     counted = of_memory(options)
     assert counted["queries"] - queries == 2 * vectors * (ROWS + 8) * (4 * 6 + 4)
     assert counted["pre-values"] - pre_values == ROWS * options.heads * 4 * (2 * 2 + 1)
-    assert counted["gate"] - gates == ROWS * 10 * (4 + 1)
     assert counted["output projection"] == outputs
 
 

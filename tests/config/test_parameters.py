@@ -45,12 +45,10 @@ MEMORIES: list[tuple[dict[str, Any], int]] = [
             "k": 2,
             "share": "ring:2",
             "heads": 2,
-            "output_gate": True,
             "layers": [0, 1, 2, 3],
         },
         4 * 64 * 8,
     ),
-    ({"type": "ultramem", "n": 8, "k": 2, "scoring": "sum", "rank": 1, "weights": "softmax", "layers": [2]}, 64 * 8),
 ]
 
 

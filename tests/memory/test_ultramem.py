@@ -16,13 +16,10 @@ SIZES = ModelSizes(hidden_size=16, num_heads=2, intermediate_size=40, num_layers
 SMALL = {"n": 4, "k": 3, "key_width": 5, "value_width": 6, "pre_value_width": 2, "zero": "none"}
 KINDS = {
     "plain": {},
-    "peer": {"activation": "gelu"},
     "no-pre-values": {"pre_value_width": 0},
     "heads": {"heads": 2, "rank": 3},
     "rank-1": {"rank": 1},
-    "gated": {"output_gate": True, "weights": "softmax"},
-    "memory-plus": {"scoring": "sum", "rank": 1, "weights": "softmax", "output_gate": True, "pre_value_width": 0, "heads": 2},
-}  # fmt: skip
+}
 
 
 def build(index=0, dtype=torch.float64, **options):
@@ -49,32 +46,23 @@ def by_equations(memory, state, value_table, pre_value_table, first=0):
         scored = []
         for i, j in itertools.product(range(keys), range(keys)):
             row, column = memory.row_keys[head, 0, i], memory.column_keys[head, 0, j]  # [r, D_k]
-            if options.scoring == "sum":
-                score = query[0, head, 0] @ row[0] + query[1, head, 0] @ column[0]
-            else:
-                by_rank = [
-                    torch.stack(
-                        [
-                            normalised(query[side, head, r], memory.query_norm_weight)
-                            @ normalised(key[r], memory.key_norm_weight)
-                            for r in range(options.rank)
-                        ]
-                    )
-                    for side, key in enumerate((row, column))
-                ]
-                score = by_rank[0] @ memory.core[head, 0, 0] @ by_rank[1]
-            scored.append((score, i * keys + j))
+            by_rank = [
+                torch.stack(
+                    [
+                        normalised(query[side, head, r], memory.query_norm_weight)
+                        @ normalised(key[r], memory.key_norm_weight)
+                        for r in range(options.rank)
+                    ]
+                )
+                for side, key in enumerate((row, column))
+            ]
+            scored.append((by_rank[0] @ memory.core[head, 0, 0] @ by_rank[1], i * keys + j))
         best = sorted(scored, key=lambda pair: -pair[0].item())[: options.k]
-        factors = torch.stack([score for score, _ in best])
-        factors = factors.softmax(0) if options.weights == "softmax" else factors
-        for factor, (_, slot) in zip(factors, best, strict=True):
+        for factor, slot in best:
             position = (slot + first) % len(value_table)
             if pre_value_table is not None:
-                product = pre_value_table[position] @ (weights["pre_projection.weight"] @ state)
-                factor = factor * (torch.nn.functional.gelu(product) if options.activation == "gelu" else product)
+                factor = factor * (pre_value_table[position] @ (weights["pre_projection.weight"] @ state))
             values += factor * value_table[position]
-    if options.output_gate:
-        values = values * torch.nn.functional.silu(weights["gate_projection.weight"] @ state)
     return weights["value_projection.weight"] @ values
 
 
@@ -163,7 +151,7 @@ def test_two_passes_before_one_backward_have_the_gradients_of_both():
 
 
 @pytest.mark.parametrize("way", ["float32", "bfloat16", "autocast"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "memory-plus"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_narrow_dtypes_and_autocast_stay_near(kind, way):
     options = {
         **KINDS[kind],
@@ -207,10 +195,3 @@ def test_where_all_slots_are_chosen_scores_start_as_far_apart_as_one():
         weights, _ = memory.retrieve(torch.randn(1, 512, 128))
     assert best_scores(options.keys, options.rank, options.side, options.k).mean < 0.5
     assert weights.std().item() == pytest.approx(1, rel=0.3)
-
-
-def test_keys_whose_scores_are_added_start_as_those_of_memory_plus():
-    """Uniform up to one over the root of the width of a whole query, which has a half for each side."""
-    memory = build(**{**KINDS["memory-plus"], "n": 40, "key_width": 8})
-    largest = torch.stack([memory.row_keys, memory.column_keys]).abs().max().item()
-    assert 0.99 * 16**-0.5 < largest <= 16**-0.5

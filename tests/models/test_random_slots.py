@@ -24,7 +24,6 @@ MODELS = {
     "product-key": inserted("product-key"),
     "linear": inserted("linear"),
     "ultramem": lambda family, **options: ultramem_model(family, dtype=torch.float32, addressing="random", **options),
-    "memory-plus": lambda family: ultramem_model(family, "memory-plus", dtype=torch.float32, addressing="random"),
     "chapters": lambda family, **options: chapter_model(family, dtype=torch.float32, addressing="random", **options),
 }
 

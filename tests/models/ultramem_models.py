@@ -10,7 +10,6 @@ KINDS = {
     "ring": {"share": "ring:2"},
     "skip": {"site": "skip", "layers": [1, 2], "into": [2, 3]},
     "shared skip": {"site": "skip", "layers": [1, 2], "into": [1, 2], "share": "ring:2"},
-    "memory-plus": {"scoring": "sum", "weights": "softmax", "rank": 1, "output_gate": True, "pre_value_width": 0},
 }
 
 

@@ -28,7 +28,6 @@ WITH_TRANSFORMS = ("decay", "weights transforms", 1e-3, 0.1, "schedule")
 NO_DECAY = ("no_decay", "norms", 1e-3, 0, "schedule")
 KEYS = ("keys", "keys", 1e-3, 0, "constant")
 VALUES = ("values", "values", 1e-3, 0, "constant")
-VALUES_WITH_TRANSFORMS = ("values", "values transforms", 1e-3, 0, "constant")
 # Rates beside a rate of 1e-3 and a decay of 0.1, and the groups: name, kinds of tensors, rate, decay and course.
 CASES = [
     ({}, [WITH_TRANSFORMS, NO_DECAY, KEYS, VALUES]),
@@ -49,19 +48,9 @@ CASES = [
             ("4x-to-1x", None, 2e-3, "4x-to-1x"),
         )
     ),
-    ({"value_transforms": "weights"}, [WITH_TRANSFORMS, NO_DECAY, KEYS, VALUES]),
-    ({"value_transforms": "values"}, [DECAY, NO_DECAY, KEYS, VALUES_WITH_TRANSFORMS]),
-    (
-        {"value_transforms": "values", "value_learning_rate": 1e-2, "value_schedule": "4x-to-1x"},
-        [DECAY, NO_DECAY, KEYS, ("values", "values transforms", 1e-2, 0, "4x-to-1x")],
-    ),
     (
         {"memory_learning_rate": 2e-3},
         [DECAY, NO_DECAY, ("memory", "transforms", 2e-3, 0.1, "schedule"), KEYS, VALUES],
-    ),
-    (
-        {"memory_learning_rate": 2e-3, "value_transforms": "values"},
-        [DECAY, NO_DECAY, KEYS, VALUES_WITH_TRANSFORMS],
     ),
     (
         {"memory_keys": "weights"},
@@ -163,34 +152,25 @@ def test_a_frozen_model_is_refused():
         parameter_groups(torch.nn.Linear(2, 2).requires_grad_(False), Rates(learning_rate=1e-3))
 
 
-@pytest.mark.parametrize(
-    ("ratio", "expected"),
-    [
-        (None, {0: 4.0, 1: 3.4, 4: 1.6, 5: 1.0, 6: 1.0, 15: 1.0, 20: 1.0}),
-        (0.5, {0: 4.0, 4: 2.8, 10: 1.0, 15: 1.0, 20: 1.0}),
-        (1.0, {0: 4.0, 4: 3.4, 10: 2.5, 15: 1.75, 20: 1.0}),
-    ],
-    ids=["as-in-the-paper", "half", "all"],
-)
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant_with_warmup"])
-def test_values_can_fall_from_four_times_the_schedule_to_once(schedule, ratio, expected):
+def test_values_can_fall_from_four_times_the_schedule_to_once(schedule):
     weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     groups = [
         {"params": weights[:1], "lr": 0.5, "course": "schedule"},
         {"params": weights[1:], "lr": 3.0, "course": "4x-to-1x"},
     ]
     optimizer = torch.optim.AdamW(groups)
-    scheduler = group_schedules(optimizer, 20, lr_scheduler_type=schedule, warmup_steps=0.2, value_decay_ratio=ratio)
+    scheduler = group_schedules(optimizer, 20, lr_scheduler_type=schedule, warmup_steps=0.2)
     multipliers = []
     for _ in range(21):
         main, values = scheduler.get_last_lr()
         multipliers.append((main / 0.5, values / 3.0))
         optimizer.step()
         scheduler.step()
-    for step, factor in expected.items():
+    for step, factor in {0: 4.0, 1: 3.4, 4: 1.6, 5: 1.0, 6: 1.0, 15: 1.0, 20: 1.0}.items():
         main, values = multipliers[step]
         assert values == pytest.approx(factor * main)
-    assert multipliers[0] == (0, 0) and multipliers[4] == (1, pytest.approx(expected[4]))
+    assert multipliers[0] == (0, 0) and multipliers[4] == (1, pytest.approx(1.6))
     end = 1 if schedule == "constant_with_warmup" else 0
     assert multipliers[20] == (pytest.approx(end), pytest.approx(end))
 
@@ -213,15 +193,6 @@ def course(steps: int, **schedule) -> list[float]:
         ({"memory_learning_rate": -1}, "memory_learning_rate is -1; expected a number above 0."),
         ({"value_weight_decay": -1}, "value_weight_decay is -1; expected 0 or more."),
         ({"value_schedule": "2x"}, "value_schedule is '2x'; expected one of 'constant', 'fixed', '4x-to-1x', None."),
-        (
-            {"value_decay_ratio": 0.25, "value_schedule": "fixed"},
-            "value_decay_ratio is 0.25, which value_schedule 'fixed' does not take; leave it out, or set value_schedule: 4x-to-1x.",
-        ),
-        (
-            {"value_decay_ratio": 0, "value_schedule": "4x-to-1x"},
-            "value_decay_ratio is 0; expected a share of the steps, 0 < ratio <= 1, such as 0.25.",
-        ),
-        ({"value_transforms": "keys"}, "value_transforms is 'keys'; expected one of 'weights', 'values'."),
         ({"memory_keys": "values"}, "memory_keys is 'values'; expected one of 'constant', 'weights'."),
     ],
 )

@@ -86,7 +86,7 @@ def test_no_recipe_goes_unchecked():
 
 # Settings of the runs by their papers, "sequences" of a step and "tokens" of the run among them.
 _MIDUS = {  # appendix B; the first row of table 9, 1e-4 and 1e-6, is the row of MIDUS-HML in table 1
-    **{"key_value_learning_rate": None, "weight_decay": 1e-6, "value_transforms": "weights", "trainable": "auto"},
+    **{"key_value_learning_rate": None, "weight_decay": 1e-6, "trainable": "auto"},
     **{"lr_scheduler_type": "cosine", "warmup_steps": 0.1, "sequence_length": 2048, "sequences": 64, "tokens": 1.5e9},
 }
 _MODA = {  # section 4: 2,000 steps up to 3e-4 and a cosine down to 3e-5

@@ -55,10 +55,9 @@ _OPTIONS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "zero projection": {"zero": "projection"},
             "ring": {"share": "ring:4"},
             "no square": {"share": "ring:2", "layers": [0, 1, 3]},
-            "heads": {"heads": 2, "rank": 3, "activation": "gelu"},
+            "heads": {"heads": 2, "rank": 3},
             "no pre-values": {"pre_value_width": 0},
             "skip": {"site": "skip", "span": 2},
-            "memory plus": {"preset": "memory-plus", "n": 8, "k": 3, "key_width": 4},
         },
     ),
     "engram": (

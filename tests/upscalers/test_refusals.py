@@ -133,8 +133,6 @@ ULTRAMEM = [
     ("key_width=wide", "key_width is 'wide'; expected a number, or a fraction of the hidden size such as 3/16."),
     ("k=17 n=4", "k is 17; expected at most 16, the pairs of 4 rows and 4 columns that the first stage keeps."),
     ("heads=0", "heads is 0; expected 1 or more."),
-    ("scoring=sum", "scoring is 'sum', which has no core, with rank 2; expected rank 1."),
-    ("scoring=sum rank=1 n=8 k=9", "scoring is 'sum', which keeps k keys of each side, with k 9; expected at most 8"),
     ("zero=none", "zero is 'none', with which the new memory changes what the base computes; expected values or projection."),
     ("site=behind-layer", "site is 'behind-layer'; expected one of: beside-ffn, skip."),
 ]  # fmt: skip

@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from midus_hf.config.declarations import register_memory_type
 from midus_hf.config.declared_tensors import (
@@ -13,10 +13,9 @@ from midus_hf.config.declared_tensors import (
     DeclaredTensor,
     Initial,
     Normal,
-    Uniform,
     WhenFilled,
 )
-from midus_hf.config.flops.rules import ACTIVATIONS, SOFTMAX, flops, linear, rms_norm, top_k, values_read
+from midus_hf.config.flops.rules import flops, linear, rms_norm, top_k, values_read
 from midus_hf.config.memories.retrieval import (
     ADDRESSING_HELP,
     RANDOM_SLOTS,
@@ -26,7 +25,7 @@ from midus_hf.config.memories.retrieval import (
     check_bits,
     in_bits,
 )
-from midus_hf.config.memories.ultramem_statistics import UniformCores, gain_of_norms, value_std, values_of_scores
+from midus_hf.config.memories.ultramem_statistics import UniformCores, gain_of_norms, values_of_scores
 from midus_hf.config.memory_types import MemoryOptions, SharedTables, check_fit, check_options
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
@@ -41,7 +40,7 @@ _MOST_SLOTS = 2**31 - 1
 @register_memory_type("ultramem")
 @dataclass(kw_only=True)
 class UltraMemOptions(MemoryOptions):
-    """Size of the table, scoring of slots, and use of values (sections 3.1 to 3.5, appendices B and E).
+    """Size of the table, retrieval of slots, and use of values (sections 3.1 to 3.5, appendices B and E).
 
     A layer that reads g value tables of n * n rows has sqrt(g) * n row keys, rounded down, and as many column keys, one pair for
     every row that it reads. A first stage keeps k rows and k columns, at most 128 and all keys.
@@ -51,21 +50,6 @@ class UltraMemOptions(MemoryOptions):
     controls = {"one-row": {"n": 1, "k": 1, "share": "none"}, **RANDOM_SLOTS}
     value_roles = ("value",)  # the core has the role "transform" but mixes scores
     narrows_start = True  # equation 21 assumes feed-forward networks that start as in equation 20
-    presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "memory-plus": {
-            "n": 1024,
-            "scoring": "sum",
-            "weights": "softmax",
-            "rank": 1,
-            "heads": 4,
-            "k": 32,
-            "key_width": 256,
-            "value_width": "1/1",
-            "pre_value_width": 0,
-            "output_gate": True,
-            "share": "all",
-        },
-    }
 
     n: int = option(128, "keys per side; a value table has n * n rows")
     rank: int = option(2, "r of the Tucker core; each rank has separate queries and keys")
@@ -78,14 +62,6 @@ class UltraMemOptions(MemoryOptions):
         "D_p, the width of pre-values, whose products with the input scale values; 0: values are not scaled",
         "a number | 1/16",
     )
-    activation: Literal["none", "gelu", "silu"] = option(
-        "none", "activation of the products of the input and pre-values"
-    )
-    scoring: Literal["tucker", "sum"] = option(
-        "tucker", "tucker: a core mixes the scores of rows and columns; sum: they are added up, as product keys are"
-    )
-    weights: Literal["scores", "softmax"] = option("scores", "numbers by which values are weighed")
-    output_gate: bool = option(False, "whether SiLU of a projection of the input scales the summed values")
     share: str = option(
         "none",
         "which value tables a layer reads. none: its own; all: one that all layers read; ring:G: its own and those of its G - 1 "
@@ -113,7 +89,7 @@ class UltraMemOptions(MemoryOptions):
     @property
     def side(self) -> int:
         """Number of rows, and of columns, that the first stage keeps."""
-        return self.k if self.scoring == "sum" else min(self.k, _MOST_ON_A_SIDE, self.keys)
+        return min(self.k, _MOST_ON_A_SIDE, self.keys)
 
     @property
     def num_rows(self) -> int:
@@ -164,31 +140,25 @@ class UltraMemOptions(MemoryOptions):
         def projection(outputs: int, inputs: int) -> DeclaredTensor:
             return DeclaredTensor((outputs, inputs), "projection", linear_initial)
 
-        keys = DeclaredTensor(
-            (self.heads, 1, self.keys, self.rank, key_width),  # the 1 is a dimension of checkpoints
-            "key",
-            Normal(key_width**-0.5) if self.scoring == "tucker" else Uniform((2 * key_width) ** -0.5),  # as in Memory+
-        )
+        key_shape, cores = (
+            (self.heads, 1, self.keys, self.rank, key_width),
+            (self.heads, 1, 1, self.rank),
+        )  # as checkpoints have them
+        keys = DeclaredTensor(key_shape, "key", Normal(key_width**-0.5))
+        gain = DeclaredTensor((key_width,), "norm", WhenFilled(gain_of_norms, (key_width, *self._first_choice)))
+        vector = DeclaredTensor(cores, "buffer", Constant(self.rank**-0.5))
         tensors = {
             "query_projection.weight": projection(2 * self.heads * self.rank * key_width, hidden),
             "row_keys": keys,
             "column_keys": keys,
+            "query_norm_weight": gain,
+            "key_norm_weight": gain,
+            "core": DeclaredTensor((*cores, self.rank), "transform", UniformCores()),
+            "row_vector": vector,
+            "column_vector": vector,
         }
-        if self.scoring == "tucker":
-            cores = (self.heads, 1, 1, self.rank)
-            gain = DeclaredTensor((key_width,), "norm", WhenFilled(gain_of_norms, (key_width, *self._first_choice)))
-            vector = DeclaredTensor(cores, "buffer", Constant(self.rank**-0.5))
-            tensors |= {
-                "query_norm_weight": gain,
-                "key_norm_weight": gain,
-                "core": DeclaredTensor((*cores, self.rank), "transform", UniformCores()),
-                "row_vector": vector,
-                "column_vector": vector,
-            }
         if pre_width:
             tensors["pre_projection.weight"] = projection(pre_width, hidden)
-        if self.output_gate:
-            tensors["gate_projection.weight"] = DeclaredTensor((value_width, hidden), "gate", linear_initial)
         output = ZEROS if self.zero == "projection" else linear_initial
         shape = (hidden, value_width)
         tensors["value_projection.weight"] = DeclaredTensor(shape, "projection", output)
@@ -203,17 +173,6 @@ class UltraMemOptions(MemoryOptions):
             )
         return (SharedTables(layers, self._value_tables(sizes, 1 if self.share == "all" else len(layers))),)
 
-    def value_initial(self, sizes: ModelSizes) -> Initial:
-        """Return the distribution of rows of value tables that do not start at zero (equation 21)."""
-        slots = (1 if self.weights == "softmax" else self.k) * self.heads
-        widths = self.width("value_width", sizes), self.width("pre_value_width", sizes)
-        hidden = sizes.hidden_size
-        inner = (sizes.intermediate_size or 4 * hidden) / hidden
-        arguments = (slots, *widths, max(1, sizes.num_layers), inner, hidden)
-        if self.scoring == "tucker":
-            return WhenFilled(values_of_scores, (*arguments, *self._first_choice))
-        return Normal(value_std(1.0, *arguments))
-
     @property
     def _first_choice(self) -> tuple[int, int, int, int]:
         """Arguments of `best_scores`."""
@@ -221,10 +180,13 @@ class UltraMemOptions(MemoryOptions):
 
     def _value_tables(self, sizes: ModelSizes, tables: int) -> dict[str, DeclaredTensor]:
         """Declare a number of tables that are stored as one."""
-        rows, pre_width = tables * self.n**2, self.width("pre_value_width", sizes)
-        drawn = self.value_initial(sizes)
+        rows, hidden = tables * self.n**2, sizes.hidden_size
+        width, pre_width = self.width("value_width", sizes), self.width("pre_value_width", sizes)
+        inner = (sizes.intermediate_size or 4 * hidden) / hidden
+        arguments = (self.k * self.heads, width, pre_width, max(1, sizes.num_layers), inner, hidden)
+        drawn = WhenFilled(values_of_scores, (*arguments, *self._first_choice))
         initial: Initial = ZEROS if self.zero == "values" else drawn
-        values = {"value_table": DeclaredTensor((rows, self.width("value_width", sizes)), "value", initial)}
+        values = {"value_table": DeclaredTensor((rows, width), "value", initial)}
         if pre_width:
             values["pre_value_table"] = DeclaredTensor((rows, pre_width), "value", drawn)
         return in_bits(values, self.value_bits)
@@ -241,13 +203,6 @@ def check_ultramem_options(options: UltraMemOptions) -> None:
         raise ValueError(
             f"n is {options.n} and share {options.share!r}, which make {options.num_rows:,} slots; expected at most "
             f"{_MOST_SLOTS:,}. Lower n."
-        )
-    if options.scoring == "sum" and options.rank != 1:
-        raise ValueError(f"scoring is 'sum', which has no core, with rank {options.rank}; expected rank 1.")
-    if options.scoring == "sum" and options.k > options.keys:
-        raise ValueError(
-            f"scoring is 'sum', which keeps k keys of each side, with k {options.k}; expected at most {options.keys}, all "
-            "keys. Lower k."
         )
     if options.k > options.side**2:
         raise ValueError(
@@ -289,22 +244,16 @@ def ultramem_flops(
     rows, hidden, key_width = batch * tokens, sizes.hidden_size, options.width("key_width", sizes)
     value_width, pre_width = options.width("value_width", sizes), options.width("pre_value_width", sizes)
     queries, vectors, slots = rows * options.heads, options.heads * options.rank, rows * options.heads * options.k
-    grid, tucker = options.side**2, options.scoring == "tucker"
-    first, second = 2 * top_k(queries, options.keys, options.side), queries * grid
-    if tucker:
-        first += 4 * queries * options.rank * options.keys
-        second = queries * (2 * options.side * options.rank**2 + 2 * grid * options.rank)
-    activation = 0 if options.activation == "none" else ACTIVATIONS[options.activation]
-    gate = linear(rows, hidden, value_width) + rows * value_width * (ACTIVATIONS["silu"] + 1)
+    grid = options.side**2
+    first = 2 * top_k(queries, options.keys, options.side) + 4 * queries * options.rank * options.keys
+    second = queries * (2 * options.side * options.rank**2 + 2 * grid * options.rank)
     return {
         "queries": linear(rows, hidden, 2 * vectors * key_width)
-        + (rms_norm(2 * vectors * (rows + options.keys), key_width) if tucker else 0),
+        + rms_norm(2 * vectors * (rows + options.keys), key_width),
         "scores": 2 * linear(rows * vectors, key_width, options.keys),
         "choice": first + second + top_k(queries, grid, options.k),
-        "weights": slots * SOFTMAX if options.weights == "softmax" else 0,
-        "pre-values": (linear(rows, hidden, pre_width) + slots * (2 * pre_width + activation + 1)) if pre_width else 0,
+        "pre-values": (linear(rows, hidden, pre_width) + slots * (2 * pre_width + 1)) if pre_width else 0,
         "values": 2 * slots * value_width,
-        "gate": gate if options.output_gate else 0,
         "output projection": linear(rows, value_width, hidden),
         "residual adds": rows * hidden,
     }

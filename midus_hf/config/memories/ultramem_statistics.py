@@ -83,32 +83,25 @@ def gain_of_norms(key_width: int, *first_choice: int) -> Constant:
 def values_of_scores(
     slots: int, width: int, pre_width: int, layers: int, inner: float, hidden: int, *first_choice: int
 ) -> Normal:
-    """Return the distribution of values that scores weigh, with the arguments of `value_std` and then of `best_scores`."""
-    scores = best_scores(*first_choice)
-    mean_square = (scores.mean**2 + scores.variance) / _score_scale(scores) ** 2
-    return Normal(value_std(mean_square, slots, width, pre_width, layers, inner, hidden))
-
-
-def value_std(
-    mean_square: float, slots: int, width: int, pre_width: int, layers: int, inner: float, hidden: int
-) -> float:
-    """Return sigma_V, with which the memory's output starts with the variance of the feed-forward network's output (equation 21).
+    """Return the distribution of values with which the output starts with the variance of the feed-forward network's (equation 21).
 
     The formula without pre-values follows from the same derivation.
 
     Args:
-        mean_square: Mean of the squared weights.
         slots: Number of slots that a token reads.
         width: D_v, the width of values.
         pre_width: D_p, the width of pre-values; 0 without pre-values.
         layers: Number of layers of the model.
         inner: Width of the feed-forward networks divided by `hidden`.
         hidden: Width of the model.
+        first_choice: Arguments of `best_scores`.
     """
+    scores = best_scores(*first_choice)
+    mean_square = (scores.mean**2 + scores.variance) / _score_scale(scores) ** 2
     summed = slots * mean_square * width * layers
     if pre_width:
-        return (0.2 * inner * hidden / (summed * pre_width)) ** 0.25
-    return math.sqrt(0.08 * inner * hidden / summed)
+        return Normal((0.2 * inner * hidden / (summed * pre_width)) ** 0.25)
+    return Normal(math.sqrt(0.08 * inner * hidden / summed))
 
 
 def _score_scale(scores: ScoreStatistics) -> float:

@@ -13,7 +13,10 @@ from midus_hf.config.declared_tensors import Role
 from midus_hf.memory.tables import DeclaredModule
 from midus_hf.models.fetching import Banks
 from midus_hf.models.host import MemoryModel
-from midus_hf.training.optim.rates import VALUE_DECAY_RATIO, Rates
+from midus_hf.training.optim.rates import Rates
+
+# Share of the steps in which the course `4x-to-1x` falls (UltraMemV2, appendix E.6).
+_FALLING_SHARE = 0.25
 
 _COURSE_OF_VALUES = {"constant": "constant", "fixed": "schedule", "4x-to-1x": "4x-to-1x"}
 
@@ -70,7 +73,7 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
         role = role_of.get(id(parameter))
         if not parameter.requires_grad:
             continue
-        if role == "value" or (role == "transform" and rates.value_transforms == "values"):
+        if role == "value":
             members["values"].append(parameter)
         elif role == "key" and rates.memory_keys == "constant":
             members["keys"].append(parameter)
@@ -99,12 +102,11 @@ def group_schedules(
     lr_scheduler_type: str = "cosine",
     warmup_steps: float = 0.1,
     lr_scheduler_kwargs: dict[str, Any] | None = None,
-    value_decay_ratio: float | None = None,
 ) -> Any:
     """Return a scheduler under which each group takes its `course`: the schedule, a constant rate, or `"4x-to-1x"`.
 
-    `"4x-to-1x"` is the schedule times a factor that falls linearly from 4 to 1 in the first `value_decay_ratio` of the
-    steps. `"reduce_lr_on_plateau"` leaves groups of a constant rate at their rate.
+    `"4x-to-1x"` is the schedule times a factor that falls linearly from 4 to 1 in the first quarter of the steps.
+    `"reduce_lr_on_plateau"` leaves groups of a constant rate at their rate.
 
     Args:
         optimizer: An optimizer built on `parameter_groups`.
@@ -113,7 +115,6 @@ def group_schedules(
         warmup_steps: Steps in which the rate rises from zero, or a share of all steps, rounded up, if below 1. Default:
             0.1.
         lr_scheduler_kwargs: Other arguments of the schedule, as in `TrainingArguments`. Default: None, no others.
-        value_decay_ratio: Share of the steps in which the factor of `"4x-to-1x"` falls to 1. Default: None, as 0.25.
 
     Raises:
         ValueError: If the schedule does not scale the maximum rate.
@@ -133,7 +134,7 @@ def group_schedules(
             f"lr_scheduler_type is {kind.value!r}, whose rate is no multiple of each group's maximum rate; expected one that scales "
             f"it, such as cosine{', or another value_schedule' if kind is SchedulerType.REDUCE_ON_PLATEAU else ''}."
         )
-    factor, falling_steps = scheduler.lr_lambdas[0], (value_decay_ratio or VALUE_DECAY_RATIO) * total_steps
+    factor, falling_steps = scheduler.lr_lambdas[0], _FALLING_SHARE * total_steps
     factors: dict[str, Callable[[int], float]] = {
         "schedule": factor,
         "constant": lambda step: 1.0,

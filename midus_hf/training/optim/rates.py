@@ -6,14 +6,8 @@ from typing import Literal, get_args
 # Courses that the rate of memory values can take: see `Rates`.
 ValueSchedule = Literal["constant", "fixed", "4x-to-1x"]
 
-# Kinds of tensor that value transforms can be trained as: see `Rates`.
-ValueTransforms = Literal["weights", "values"]
-
 # Kinds of tensor that memory keys can be trained as: see `Rates`.
 MemoryKeys = Literal["constant", "weights"]
-
-# Default share of the steps in which the rate of values falls from 4x to 1x.
-VALUE_DECAY_RATIO = 0.25
 
 
 @dataclasses.dataclass
@@ -28,13 +22,9 @@ class Rates:
         value_learning_rate: Rate of memory values alone. Default: `key_value_learning_rate`.
         value_schedule: Course of the rate of values. `"constant"`: as for keys (MIDUS). `"fixed"`: with warm-up and
             schedule (Memory Layers at Scale, Mixture of Chapters). `"4x-to-1x"`: `"fixed"` times a factor that falls
-            linearly from 4 to 1 (UltraMemV2, appendix E.6). Default: `"constant"` for values in the model, `"fixed"` for
-            blocks of a bank (hierarchical memories, appendix A.2).
-        value_decay_ratio: Share of the steps, from the first, in which the factor of `"4x-to-1x"` falls; then it is 1.
-            Default: 0.25, as in the paper (350 billion of 1.4 trillion tokens).
-        value_transforms: Training of tensors that make values from others (W_h of HIVE, second factor of a bank of
-            chapters). `"weights"`: with schedule and decay (MIDUS, B.1). `"values"`: like values (MIDUS, F.3). Default:
-            `"weights"`.
+            linearly from 4 to 1 in the first quarter of the steps (UltraMemV2, appendix E.6: 350 billion of 1.4 trillion
+            tokens). Default: `"constant"` for values in the model, `"fixed"` for blocks of a bank (hierarchical
+            memories, appendix A.2).
         memory_keys: Training of keys. `"constant"`: at one rate, without decay (MIDUS). `"weights"`: with schedule and
             decay (Memory Layers at Scale, UltraMemV2). Default: `"constant"`.
         weight_decay: Decay of matrices. Norms and biases have none, nor do constant keys. Default: 0.
@@ -49,8 +39,6 @@ class Rates:
     key_value_learning_rate: float | None = None
     value_learning_rate: float | None = None
     value_schedule: ValueSchedule | None = None
-    value_decay_ratio: float | None = None
-    value_transforms: ValueTransforms = "weights"
     memory_keys: MemoryKeys = "constant"
     weight_decay: float = 0.0
     value_weight_decay: float = 0.0
@@ -58,7 +46,6 @@ class Rates:
     def __post_init__(self) -> None:
         for name, choices in (
             ("value_schedule", (*get_args(ValueSchedule), None)),
-            ("value_transforms", get_args(ValueTransforms)),
             ("memory_keys", get_args(MemoryKeys)),
         ):
             if getattr(self, name) not in choices:
@@ -76,13 +63,3 @@ class Rates:
         for name in ("weight_decay", "value_weight_decay"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more.")
-        if self.value_decay_ratio is not None:
-            if self.value_schedule != "4x-to-1x":
-                raise ValueError(
-                    f"value_decay_ratio is {self.value_decay_ratio}, which value_schedule {self.value_schedule!r} does not take; "
-                    "leave it out, or set value_schedule: 4x-to-1x."
-                )
-            if not 0 < self.value_decay_ratio <= 1:
-                raise ValueError(
-                    f"value_decay_ratio is {self.value_decay_ratio}; expected a share of the steps, 0 < ratio <= 1, such as 0.25."
-                )
