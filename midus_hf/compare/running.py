@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -19,7 +19,7 @@ from midus_hf.compare.origins import FIXED, Inputs
 from midus_hf.compare.results import Result, log_file, read_result
 from midus_hf.compare.runs import Run, base_run, changed_keys, runs_at, searches_of
 from midus_hf.compare.variants import Variant, control_variants
-from midus_hf.files.locks import lock_or_warn
+from midus_hf.files.locks import alone_in
 
 _SECONDS_BETWEEN_LOOKS = 0.2
 
@@ -42,7 +42,12 @@ def run_all(
         ValueError: If the folder has a result of another request, or another comparison runs in the same folder.
     """
     places = list(devices) if devices else [None] * jobs
-    with _alone_in(Path(comparison.output_dir)):
+    output = Path(comparison.output_dir)
+    refusal = (
+        f"output_dir is {str(output)!r}, in which another comparison runs; expected one at a time. Wait for it, or choose another "
+        "output_dir; --jobs does several runs at a time."
+    )
+    with alone_in(output, refusal):
         inputs = Inputs(comparison)
         check_finished(comparison, variants, inputs)
         base = base_run(comparison)
@@ -181,24 +186,6 @@ def _last_words(run: Run, comparison: Comparison, status: int) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     printed = [line.strip() for line in lines if line.strip()]
     return f"{printed[-1] if printed else 'it said nothing'} (status {status}; see {log})"
-
-
-@contextlib.contextmanager
-def _alone_in(output: Path) -> Iterator[None]:
-    """Lock the folder of a comparison while the context lasts."""
-    output.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = lock_or_warn(output, output)
-    except BlockingIOError:
-        raise ValueError(
-            f"output_dir is {str(output)!r}, in which another comparison runs; expected one at a time. Wait for it, or choose "
-            "another output_dir; --jobs does several runs at a time."
-        ) from None
-    try:
-        yield
-    finally:
-        if lock is not None:
-            lock.release()
 
 
 def _check_same(runs: Sequence[Run], comparison: Comparison, inputs: Inputs | None) -> None:

@@ -1,10 +1,12 @@
 """Locks on files and folders, which end at the latest with the process that holds them."""
 
+import contextlib
 import errno
 import fcntl
 import os
 import sys
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 # Errors of file systems without locks, such as some network file systems.
@@ -50,15 +52,38 @@ class Lock:
         self._closing()
 
 
-def lock_or_warn(path: Path, output: Path) -> Lock | None:
-    """Lock a file or folder of an output, and return the lock; or warn that the file system has no locks, and return None.
+@contextlib.contextmanager
+def alone_in(folder: Path, refusal: str) -> Iterator[None]:
+    """Create a folder if there is none, and lock it while the context lasts.
+
+    Args:
+        folder: The folder.
+        refusal: Message of the error if somebody else holds the lock.
+
+    Raises:
+        ValueError: If somebody else holds the lock.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = lock_or_warn(folder)
+    except BlockingIOError:
+        raise ValueError(refusal) from None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def lock_or_warn(output: Path) -> Lock | None:
+    """Lock a folder, and return the lock; or warn that the file system has no locks, and return None.
 
     Raises:
         BlockingIOError: If somebody else holds the lock.
         OSError: If there is nothing at the path, or locking fails for another reason.
     """
     try:
-        return Lock(path)
+        return Lock(output)
     except OSError as error:
         if not has_no_locks(error):
             raise

@@ -56,7 +56,7 @@ def _open_here(output: Path, arguments: Any) -> tuple[Path | None, Lock | None]:
     new_folders = [folder for folder in (output, *output.parents) if not folder.exists()]
     output.mkdir(parents=True, exist_ok=True)
     try:
-        lock = lock_or_warn(output, output)
+        lock = lock_or_warn(output)
     except BlockingIOError:
         raise ValueError(
             f"output_dir {str(output)!r} is being written by another run. Wait for it, or choose another folder."
