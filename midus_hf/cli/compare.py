@@ -48,17 +48,17 @@ def midus_compare(
         if not report_only:
             with needing_harness():
                 check(comparison, variants)
+    from midus_hf.compare.running import check_finished, run_all
+
     if dry_run:
         from midus_hf.compare.origins import Inputs
         from midus_hf.compare.report import plan_table, planned
-        from midus_hf.compare.running import check_finished
 
         check_finished(comparison, variants, Inputs(comparison))
-        plan_report = {"variants": planned(comparison, variants), "seeds": comparison.seeds}
-        show(plan_report, json_, lambda _: show_tables([plan_table(comparison, variants)]), indent=2)
+        records = planned(comparison, variants)
+        as_table = partial(plan_table, records, comparison.controls)
+        show({"variants": records, "seeds": comparison.seeds}, json_, lambda _: show_tables([as_table()]), indent=2)
         return
-    from midus_hf.compare.running import check_finished, run_all
-
     if report_only:  # also where base and texts are no longer
         check_finished(comparison, variants, None)
     failures = {} if report_only else run_all(comparison, variants, jobs, gpus)

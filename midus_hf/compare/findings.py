@@ -121,7 +121,7 @@ class Findings:
 
     `base_losses` are the losses of the base, as runs measure them. `variants` rise by their loss of the domain; without domain texts
     they are in the order of the comparison, and variants without a chosen rate are left out. `failures` say why runs failed, by name,
-    and `missing` is the number of runs that are not done, of null controls too.
+    and `missing` is the number of runs that are not done, of null controls too where their variant has a rate.
     """
 
     comparison: Comparison
@@ -256,8 +256,16 @@ def cautions(findings: Findings) -> list[str]:
     ]
     if findings.missing:
         failed = f", of which {len(findings.failures)} failed" if findings.failures else ""
-        sentences.append(f"Runs that are not done: {findings.missing}{failed}.")
+        sentences.append(f"Runs that are not done: {findings.missing}{failed}{_uncounted(findings)}.")
     return sentences
+
+
+def _uncounted(findings: Findings) -> str:
+    """Return what is not counted among runs that are not done: null controls of upscaled variants whose rate is not chosen yet."""
+    have_rates = {variant.name for variant in findings.variants}
+    upscaled = {name for name, options in findings.comparison.variants.items() if options.upscale is not None}
+    is_complete = upscaled <= have_rates or not findings.comparison.controls
+    return "" if is_complete else "; null controls of variants without a rate are not counted yet"
 
 
 def shared_origin(findings: Findings) -> str:

@@ -99,13 +99,15 @@ def variants_table(findings: Findings) -> TableOfWords:
         tuned = [result.tuned for result in variant.results if result.tuned is not None]
         if tuned:
             rows.append({"variant": f"{variant.name}, fine-tuned", **_measured_cells(comparison, tuned)})
-    head = ["variant", "rate", "seeds", "trains", *(["domain loss", "learned"] if comparison.domain else [])]
+    head = ["variant", "rate", "seeds", "trained parameters"]
+    head += ["domain loss", "learned"] if comparison.domain else []
     head += ["forgotten"] if comparison.retention else []
     head += ["backward transfer", "documents at their stage"] if comparison.stages else tasks
-    head += ["seconds", "memory, GB", "starts at base"]
+    head += ["seconds", "peak GB", "starts at base"]
     head += ["certified"] if any(variant.is_certified for variant in findings.variants) else []
     cells = [[row.get(column, "") for column in head] for row in rows]
-    return TableOfWords("What each learned and forgot", head, cells)
+    title = "What each learned and forgot" + "; losses in nats per token" * bool(comparison.texts)
+    return TableOfWords(title, head, cells)
 
 
 def _variant_cells(findings: Findings, variant: VariantFindings) -> dict[str, str]:
@@ -118,13 +120,13 @@ def _variant_cells(findings: Findings, variant: VariantFindings) -> dict[str, st
         "variant": variant.name,
         "rate": variant.rate,
         "seeds": str(len(results)),
-        "trains": short_count(results[0].trained_parameters),
+        "trained parameters": short_count(results[0].trained_parameters),
         "learned": with_spread(variant.learned, "{:+.4f}"),
         "forgotten": with_spread(variant.forgotten, "{:+.4f}"),
         "backward transfer": with_spread(backward_transfer(findings, variant), "{:+.4f}"),
         "documents at their stage": with_spread(spread(routed), "{:.0f} %"),
         "seconds": f"{statistics.fmean(one.seconds for one in results):.0f}",
-        "memory, GB": f"{max(one.peak_memory_bytes for one in results) / 1e9:.2f}",
+        "peak GB": f"{max(one.peak_memory_bytes for one in results) / 1e9:.2f}",
         "starts at base": "" if starts == {None} else "yes" if starts == {True} else "no",
         "certified": "yes" if variant.is_certified else "",
     }
@@ -135,9 +137,9 @@ def made_table(findings: Findings) -> TableOfWords:
     rows = []
     for variant in findings.variants:
         request = variant.results[0].request
-        upscaling, function = request.get("upscale"), request.get("function")
-        options = dict((request.get("train") or {}).get("adapters") or {})
-        made = [function["name"] if function else "LoRA" if options else "the base", "", ""]
+        upscaling, function, train = request.get("upscale"), request.get("function"), request.get("train") or {}
+        options = dict(train.get("adapters") or {})
+        made = [_made_by(upscaling, function and function["name"], train), "", ""]
         if upscaling is not None:
             method, values = get_method(upscaling["method"]), upscaling.get("options") or {}
             recorded = method(parse_options(method.options_class, values, method.name)).recorded_options
@@ -145,9 +147,16 @@ def made_table(findings: Findings) -> TableOfWords:
             sizes = [key for key in _SIZES if (key, recorded.get("table")) != ("rows", "exact")]
             options = {key: recorded[key] for key in recorded if key in values or key in sizes} | options
             placement = upscaling.get("placement") or method.default_placement or ""
-            made = [method.name, str(upscaling.get("num_new_layers") or ""), str(placement)]
+            made[1:] = [str(upscaling.get("num_new_layers") or ""), str(placement)]
         rows.append([variant.name, *made, ", ".join(f"{key}={value}" for key, value in options.items())])
     return TableOfWords("How each was made", ["variant", "method", "new layers", "placement", "options"], rows)
+
+
+def _made_by(upscaling: Mapping[str, Any] | None, function: str | None, train: Mapping[str, Any]) -> str:
+    """Return what makes a variant: its method, or its function, or LoRA on the base; `the base` where the base itself trains."""
+    if upscaling is not None:
+        return str(upscaling["method"])
+    return function or ("LoRA" if train.get("adapters") else "the base")
 
 
 def _measured_cells(comparison: Comparison, models: Sequence[Measured]) -> dict[str, str]:
@@ -200,7 +209,7 @@ def differences_table(findings: Findings) -> TableOfWords:
         for name, (learned, forgotten) in differences(findings).items()
     ]
     name = "" if findings.reference is None else findings.reference.name
-    title = f"Difference to {name}, paired by seed, with 95 % intervals"
+    title = f"Difference to {name}, which learned most, paired by seed, with 95 % intervals"
     return TableOfWords(title, ["variant", "learned", "forgotten", "seeds"], rows)
 
 
@@ -328,7 +337,7 @@ def draw(findings: Findings) -> bytes:
 def planned(comparison: Comparison, variants: Sequence[Variant]) -> list[dict[str, Any]]:
     """Return a record per variant with its size, its number of runs, their tokens, and how many runs are done.
 
-    Runs of null controls are not counted: they are added once all variants have ended.
+    Runs of the base and of null controls are not counted; the latter are added once all variants have ended.
     """
     records = []
     for variant in variants:
@@ -338,7 +347,7 @@ def planned(comparison: Comparison, variants: Sequence[Variant]) -> list[dict[st
         records.append(
             {
                 "variant": variant.name,
-                "method": variant.function if variant.upscale is None else variant.upscale["method"],
+                "method": _made_by(variant.upscale, variant.function, variant.train),
                 "new_parameters": variant.new_parameters,
                 "trained_parameters": variant.trained_parameters,
                 "rates": [rate_name(rate) for rate in variant.rates],
@@ -350,18 +359,18 @@ def planned(comparison: Comparison, variants: Sequence[Variant]) -> list[dict[st
     return records
 
 
-def plan_table(comparison: Comparison, variants: Sequence[Variant]) -> TableOfWords:
-    """Return the plan of a comparison as a table with a row per variant; a number that training alone knows is empty."""
+def plan_table(records: Sequence[Mapping[str, Any]], has_controls: bool) -> TableOfWords:
+    """Return the plan of a comparison as a table with a row per record of `planned`; a number that training alone knows is empty."""
     rows = []
-    for record in planned(comparison, variants):
+    for record in records:
         trained, tokens = record["trained_parameters"], record["tokens"]
         sizes = [short_count(record["new_parameters"]), "" if trained is None else short_count(trained)]
         counts = ["" if tokens is None else f"{tokens:,}", f"{record['done']} of {record['runs']}"]
-        rows.append([record["variant"], record["method"] or "the base", *sizes, ", ".join(record["rates"]), *counts])
-    title = (
-        "Each rate with the first seed, the best rate with the others" + ", then null controls" * comparison.controls
-    )
-    return TableOfWords(title, ["variant", "method", "new", "trains", "rates", "tokens in all", "runs done"], rows)
+        rows.append([record["variant"], record["method"], *sizes, ", ".join(record["rates"]), *counts])
+    title = "Each rate with the first seed, the best rate with the others"
+    title += "; then null controls, which are not counted here" * has_controls
+    head = ["variant", "method", "new parameters", "trained parameters", "rates", "tokens of all runs", "runs done"]
+    return TableOfWords(title, head, rows)
 
 
 def as_json(findings: Findings, page: Path) -> dict[str, Any]:

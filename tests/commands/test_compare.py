@@ -61,7 +61,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(run, config, tmp_path)
         "variant": "hml", "method": "midus-hml", "new_parameters": 0, "trained_parameters": 0,
         "rates": ["0.01", "0.001"], "runs": 3, "tokens": 3 * 4 * 64, "done": 0,
     }  # fmt: skip
-    assert pro["trained_parameters"] > 0 and (full["method"], full["trained_parameters"]) == (None, None)
+    assert pro["trained_parameters"] > 0 and (full["method"], full["trained_parameters"]) == ("the base", None)
     table = run(config, "--dry-run").out
     assert "null controls" not in table and "0 of 3" in table and "768" in table
     assert not (tmp_path / "out").exists()
@@ -94,11 +94,15 @@ def test_a_dry_run_refuses_results_of_other_texts(run, config, measured, room, m
 
 
 def test_a_dry_run_says_that_null_controls_follow(run, config):
-    assert "then null controls" in " ".join(run(config, "controls=true", "--dry-run").out.split())
+    assert "then null controls, which are not counted here" in " ".join(
+        run(config, "controls=true", "--dry-run").out.split()
+    )
 
 
 def test_words_after_the_file_win(run, config):
-    report = json.loads(run(config, "seeds=[7]", "variants.full.rates=[1,2,3]", "--dry-run", "--json").out)
+    words = ["seeds=[7]", "variants.full.rates=[1,2,3]", "variants.full.train.adapters.r=2"]
+    report = json.loads(run(config, *words, "--dry-run", "--json").out)
+    assert report["variants"][2]["method"] == "LoRA"
     assert report["seeds"] == [7] and [variant["runs"] for variant in report["variants"]] == [2, 1, 3]
 
 

@@ -18,6 +18,7 @@ from midus_hf.compare.findings import (
     spread,
     verdict,
 )
+from midus_hf.compare.options import VariantOptions
 
 
 def test_a_spread_is_that_of_its_numbers():
@@ -217,6 +218,10 @@ def test_what_variants_differ_in_beside_their_methods_is_told(case):
 def test_runs_that_are_not_done_are_counted():
     assert cautions(found([], failures={"a": "no"}, missing=2)) == ["Runs that are not done: 2, of which 1 failed."]
     assert cautions(found([], missing=2)) == ["Runs that are not done: 2."]
+    upscaled = {"hml": VariantOptions(upscale={"method": "midus-hml"})}
+    waiting = dataclasses.replace(comparison(["hml"]), variants=upscaled)
+    (sentence,) = cautions(findings(waiting, BASE, [], {}, missing=2))
+    assert sentence == "Runs that are not done: 2; null controls of variants without a rate are not counted yet."
 
 
 def origin(**changes) -> dict:

@@ -44,12 +44,12 @@ def test_the_table_of_variants_has_the_numbers_that_a_hand_computes():
         "variant": "hml",
         "rate": "0.001",
         "seeds": "2",
-        "trains": "1k",
+        "trained parameters": "1k",
         "domain loss": f"2.3750 ± {distance:.4f}",
         "learned": f"+0.6250 ± {distance:.4f}",
         "forgotten": f"+0.2500 ± {distance:.4f}",
         "seconds": "2",
-        "memory, GB": "1.00",
+        "peak GB": "1.00",
         "starts at base": "",
     }
     assert rows["full"]["rate"] == "0.001" and rows["full"]["domain loss"] == f"1.7500 ± {0.5 / math.sqrt(2):.4f}"
@@ -142,7 +142,7 @@ def test_variants_stand_beside_their_null_controls():
 def test_variants_are_subtracted_from_what_learned_most_seed_by_seed():
     # full learned 1.0 and 1.5, hml 0.5 and 0.75; full forgot 1.0 and 2.0, hml 0.125 and 0.375.
     table = differences_table(found([*HML, *FULL]))
-    assert table.title == "Difference to full, paired by seed, with 95 % intervals"
+    assert table.title == "Difference to full, which learned most, paired by seed, with 95 % intervals"
     # Of two numbers that differ by d, the deviation is d by the root of 2, and half of the interval 12.706 / 2 d.
     assert table.rows == [["hml", f"-0.6250 ± {12.706 / 8:.4f}", f"-1.2500 ± {12.706 * 3 / 8:.4f}", "2"]]
     assert differences_table(found([HML[0], FULL[0]])).rows == [["hml", "-0.5000", "-0.8750", "1"]]
