@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
 from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
@@ -94,6 +97,14 @@ def save_tiny_model(family: str, folder: Path, dtype: torch.dtype = torch.float3
     """Save `tiny_model(family)` to `folder` as any checkpoint is saved; `kwargs` go to `save_pretrained`."""
     tiny_model(family, dtype).save_pretrained(folder, **kwargs)
     return folder
+
+
+def save_tiny_tokenizer(folder: Path, **kwargs: Any) -> None:
+    """Save a tokenizer of the words `word1` to `word127`, whose numbers are their ids; `kwargs` go to the tokenizer."""
+    words = {"<unk>": 0, **{f"word{number}": number for number in range(1, _COMMON["vocab_size"])}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **kwargs).save_pretrained(folder)
 
 
 def prompt(length: int = 3 * WINDOW, batch: int = 2, seed: int = 1) -> torch.Tensor:

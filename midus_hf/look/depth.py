@@ -13,7 +13,6 @@ from midus_hf.evaluation.text_rows import evaluating
 from midus_hf.look.page import TableOfWords, table_of
 from midus_hf.look.pictures import Panel, grid
 from midus_hf.look.watched_models import HostedMemory, depth_heads, held_hooks, hosted_memories, lacking
-from midus_hf.memory.protocols import AttendsToDepth
 from midus_hf.memory.routing.token_places import token_places
 from midus_hf.models.parts import decoder_of
 from midus_hf.ops.depth.op import joint_shares
@@ -101,7 +100,7 @@ class DepthReading:
 def _readers(model: nn.Module) -> list[tuple[HostedMemory, tuple[ReadSlot, ...]]]:
     """Return the memories that read the depth in some layer, in the order of layers, with the slots that they read."""
     readers = []
-    for hosted in hosted_memories(model, AttendsToDepth):
+    for hosted in hosted_memories(model, "attend"):
         depth = depth_heads(hosted.block)
         if depth is not None and depth.slots and depth.memory == hosted.name:
             slots = tuple(ReadSlot(key.layer, key.part.removesuffix("_key")) for key, _ in depth.slots)

@@ -7,7 +7,6 @@ from typing import Any
 
 from midus_hf.config.memory_entries import NO_MEMORIES, Memories
 from midus_hf.look.watched_models import depth_heads, held_hooks, hosted_memories
-from midus_hf.memory.protocols import AttendsToDepth
 from midus_hf.models.layer import without_memories
 from midus_hf.models.parts import decoder_of
 
@@ -96,7 +95,7 @@ def switched_off(model: Any, parts: Iterable[Part]) -> Iterator[None]:
     Raises:
         ValueError: If the model lacks a part, or parameters of heads that read the depth are offloaded.
     """
-    blocks, readers = decoder_of(model).layers, hosted_memories(model, AttendsToDepth)
+    blocks, readers = decoder_of(model).layers, hosted_memories(model, "attend")
     parts = list(parts)
     for part in parts:
         for layer in part.layers:

@@ -13,7 +13,6 @@ from midus_hf.banks.block_reader import GENERIC
 from midus_hf.look.page import Row, TableOfWords, table_of
 from midus_hf.look.pictures import Panel, curves
 from midus_hf.look.watched_models import held_hooks, hosted_memories, lacking
-from midus_hf.memory.protocols import ReadsChapters, RetrievesSlots
 from midus_hf.models.parts import decoder_of
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 
@@ -77,18 +76,18 @@ def record_usage(model: nn.Module) -> Iterator[Counts]:
     counts: Counts = {}
     decoder = decoder_of(model)
     with held_hooks() as hold:
-        for hosted in hosted_memories(model, RetrievesSlots, ReadsChapters):
-            has_slots = isinstance(hosted.module, RetrievesSlots)
-            shape = (
-                (hosted.module.num_heads, hosted.module.num_slots) if has_slots else (1, _num_routed(hosted.module))
+        for hosted in hosted_memories(model, "retrieve", "route"):
+            memory, has_slots = hosted.module, hasattr(hosted.module, "retrieve")
+            heads, choices = (
+                (memory.num_heads, memory.num_slots) if has_slots else (1, memory.num_chapters - memory.num_shared)
             )
-            device = next(hosted.module.parameters()).device
-            counts[hosted.place] = torch.zeros(shape, dtype=torch.int64, device=device)
+            device = next(memory.parameters()).device
+            counts[hosted.place] = torch.zeros(heads, choices, dtype=torch.int64, device=device)
             if has_slots:
-                hold(hosted.module.register_forward_hook(partial(_count_slots, counts[hosted.place])))
+                hold(memory.register_forward_hook(partial(_count_slots, counts[hosted.place])))
             else:
                 hook = partial(_count_chapters, counts[hosted.place])
-                hold(hosted.module.register_forward_pre_hook(hook, with_kwargs=True))
+                hold(memory.register_forward_pre_hook(hook, with_kwargs=True))
         levels: dict[str, int] = {}
         for name, layout in getattr(getattr(decoder, "own_banks", None), "layouts", {}).items():
             for level in layout.levels:
@@ -100,10 +99,6 @@ def record_usage(model: nn.Module) -> Iterator[Counts]:
         if not counts:
             raise lacking(model, "retrieves slots, reads chapters or fetches blocks")
         yield counts
-
-
-def _num_routed(memory: ReadsChapters) -> int:
-    return memory.num_chapters - memory.num_shared
 
 
 def _add(counts: torch.Tensor, chosen: torch.Tensor, times: torch.Tensor | None = None) -> None:

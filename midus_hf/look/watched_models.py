@@ -32,12 +32,12 @@ class HostedMemory(NamedTuple):
         return f"{self.layer} {self.name}".rstrip()
 
 
-def hosted_memories(model: nn.Module, *kinds: type) -> list[HostedMemory]:
-    """Return the memories of a model that are of one of some kinds, in the order of layers.
+def hosted_memories(model: nn.Module, *methods: str) -> list[HostedMemory]:
+    """Return the memories of a model that have one of some methods, in the order of layers; PEFT's copies have them too.
 
     Args:
         model: A causal language model whose decoder has `layers`.
-        *kinds: Protocols of `midus_hf.memory.protocols`, of which the memories implement one.
+        methods: Names of methods: `retrieve` of slots, `route` to chapters, or `attend` to the depth.
 
     Raises:
         ValueError: If a parameter of one of these memories is offloaded.
@@ -48,8 +48,7 @@ def hosted_memories(model: nn.Module, *kinds: type) -> list[HostedMemory]:
         own = {"": block.memory} if isinstance(getattr(block, "memory", None), nn.Module) else {}
         memories: dict[str, Any] = {**own, **getattr(block, "memories", {})}
         for name, memory in memories.items():
-            is_one = isinstance(memory, kinds)
-            if not is_one:
+            if not any(hasattr(memory, method) for method in methods):
                 continue
             if any(parameter.device.type == "meta" for parameter in memory.parameters()):
                 raise ValueError(

@@ -11,7 +11,6 @@ from torch import nn
 
 from midus_hf.memory.chapters import Chapters, derive_all
 from midus_hf.memory.headwise import HeadwiseMemory
-from midus_hf.memory.protocols import HostsTables
 from midus_hf.memory.registry import keeper_of, while_generating
 from midus_hf.memory.ultramem import UltraMem, keys_and_vectors
 from midus_hf.ops.dispatch.private_torch import keep_address
@@ -136,12 +135,12 @@ def _tensors_of(derived: Any) -> tuple[torch.Tensor, ...]:
     return (derived,) if isinstance(derived, torch.Tensor) else derived
 
 
-def _tables_of_readers(model: nn.Module) -> dict[int, Mapping[str, torch.Tensor]]:
+def _tables_of_readers(model: Any) -> dict[int, Mapping[str, torch.Tensor]]:
     """Return the shared tables that memories in a model read, by the `id` of each module, including PEFT's copies."""
     return {
         id(module): tables
         for stack in model.modules()
-        if isinstance(stack, HostsTables)
+        if hasattr(stack, "table_readers")
         for reader, tables in stack.table_readers()
         for module in reader.modules()
     }

@@ -58,11 +58,6 @@ class Service:
         """
         return {}
 
-    @staticmethod
-    def has_work(value: Any, name: str) -> bool:
-        """Return whether a memory that takes the service's arguments has something to do in the pass. Default: true."""
-        return True
-
 
 class LayerCall(NamedTuple):
     """One call of a layer with attached memories.

@@ -1,4 +1,4 @@
-"""Decoder layer that is inserted for a memory, and the attention before the memory."""
+"""Decoder layer that is inserted for a memory."""
 
 from typing import Any, ClassVar
 
@@ -9,7 +9,7 @@ from midus_hf.config.memory_types import InsertedOptions
 from midus_hf.memory.needs import SERVICES, Service, register
 from midus_hf.memory.registry import build_memory
 from midus_hf.models.memory_inputs import MemoryInputs
-from midus_hf.models.parts import MissingPart, NamesParts, TakesOver
+from midus_hf.models.parts import MissingPart, NamesParts
 
 
 @register(SERVICES, "inserted")
@@ -31,7 +31,8 @@ class MemoryBlock(NamesParts):
     output is added directly to the residual stream: an output norm (Gemma) would give a zero output a gradient of 1 / sqrt(eps).
     """
 
-    block_attention_class: ClassVar[Any] = None
+    # Class of the attention whose heads a memory can read; None if the family's layers have none.
+    block_attention: ClassVar[Any] = None
 
     def host(self, config: Any, layer_idx: int, memories: Memories) -> None:
         """Drop what the block does not need of a layer of the family, whose class has just become this one, and build its memory.
@@ -59,9 +60,8 @@ class MemoryBlock(NamesParts):
         for name in [*self._parameters, *self._buffers]:  # such as Gemma 4's factor of a layer's output
             delattr(self, name)
         attention: Any = getattr(self, self.mixer_name)
-        if self.block_attention_class is None or not isinstance(attention, self.block_attention_class.family_class):
+        if self.block_attention is None or not isinstance(attention, self.block_attention):
             raise MissingPart(f"layer {layer_idx} of class {self.family_class.__name__}", "inserted")
-        attention.__class__ = self.block_attention_class
         if not options.output_projection:  # attention then returns the heads' outputs side by side
             del attention.o_proj
             attention.o_proj = _NoProjection()
@@ -98,10 +98,6 @@ class MemoryBlock(NamesParts):
             inputs = memory_inputs.of(self.memory_class, "", self.layer_idx)
             return self.memory(attention_output, hidden_states, **inputs)
         return self.memory(attention_output, hidden_states)
-
-
-class BlockAttention(TakesOver):
-    """Mixin for a family's attention in a memory block, whose output projection can be removed. The forward is the family's own."""
 
 
 class _NoProjection:

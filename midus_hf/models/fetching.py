@@ -192,11 +192,6 @@ class FetchedBlocks(Service):
         """Return the blocks of the layer."""
         return {"fetched": value[name].of(layer)}
 
-    @staticmethod
-    def has_work(value: Any, name: str) -> bool:
-        """Return whether blocks were fetched for the memory."""
-        return value is not None and name in value
-
 
 @torch.compiler.disable
 def _fetch(model: Any, memory_ids: torch.Tensor | None, batch: int, device: torch.device) -> dict[str, FetchedBatch]:

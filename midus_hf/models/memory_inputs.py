@@ -56,10 +56,7 @@ class MemoryInputs:
 
     def are_there_for(self, memory_class: type[MemoryModule], name: str) -> bool:
         """Return whether a memory has something to do. A memory that fetches blocks has nothing to do if none were fetched for it."""
-        for keyword in memory_class.context:
-            if keyword in SERVICES and not SERVICES[keyword].has_work(self._values.get(keyword), name):
-                return False
-        return True
+        return "fetched" not in memory_class.context or name in self._values.get("fetched", ())
 
     def to(self, device: Any, non_blocking: bool = False) -> "MemoryInputs":
         """Return the inputs on another device; accelerate calls this before a layer if layers are on several devices."""

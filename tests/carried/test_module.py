@@ -122,6 +122,9 @@ def test_the_module_needs_torch_and_transformers_alone_and_has_what_its_memories
     classes = {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     for name, methods in NEEDED_BY.items():
         assert (name in classes) is any(map(method.startswith, methods)), name
+    (model,) = json.loads((checkpoints(family, method) / "config.json").read_text())["architectures"]
+    own = model.removesuffix("ForCausalLM")
+    assert model in classes and all(name.startswith(own) for name in classes if name.startswith("Midus")), own
     other_memories = {module.__name__ for module in MEMORY_MODULES.values()} - {
         module.__name__ for module in imported(checkpoints(family, method)).MEMORY_MODULES.values()
     }

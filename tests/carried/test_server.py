@@ -14,25 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models.fresh_process import run_python
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
+from models.fresh_process import BLOCK_IMPORTS, run_python
+from tiny import save_tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 MOST_SECONDS = 120
 QUESTION = "word5 word9 word20"
-
-# Makes this project absent from a process, also where it is installed.
-_ABSENT = """
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("midus_hf", "upscalers"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Absent())
-"""
 
 _EXPECTED = """
 import json
@@ -69,14 +56,10 @@ print(json.dumps(found))
 def folder(checkpoints, tmp_path_factory) -> Path:
     """A folder with two checkpoints of one family, each with a tokenizer that has a chat template."""
     folder = tmp_path_factory.mktemp("served")
-    words = {"<unk>": 0, **{f"word{number}": number for number in range(1, 128)}}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
     template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     for name, method in {"headwise": "midus-hml", "chapters": "moc"}.items():
         shutil.copytree(checkpoints("llama", method), folder / name)
-        of_chats = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=template)
-        of_chats.save_pretrained(folder / name)
+        save_tiny_tokenizer(folder / name, chat_template=template)
     return folder
 
 
@@ -90,7 +73,7 @@ def alone(folder) -> dict[str, Any]:
 def command(package_present: bool, *arguments: str) -> list[str]:
     """The command line `transformers ARGUMENTS`, with or without this project."""
     start = "import runpy; runpy.run_module('transformers.cli.transformers', run_name='__main__')"
-    return [sys.executable, "-c", f"{'' if package_present else _ABSENT}\n{start}", *arguments]
+    return [sys.executable, "-c", f"{'' if package_present else BLOCK_IMPORTS}\n{start}", *arguments]
 
 
 def environment(folder: Path, offline: str = "1") -> dict[str, str]:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from config.reading import read_entry
 from memory.building import acting, read_by, retrieving
-from models.gradients import enable_checkpointing
 from models.upscaled import memory_config, upscaled_model, upscaled_pair
 from tiny import FAMILIES, prompt, tiny_model
 from torch.utils.checkpoint import checkpoint
@@ -247,19 +246,6 @@ def test_statistics_are_updated_once_though_checkpointing_runs_the_forward_twice
     assert torch.equal(plain.query_variance, repeated.query_variance)
     for one, other in zip(plain.parameters(), repeated.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_so_are_those_of_a_whole_model(memory_type, use_reentrant):
-    states = []
-    for checkpointed in (False, True):
-        model = upscaled_model("llama", memory_type=memory_type, memory_options={"query_norm": "batch"}).train()
-        if checkpointed:
-            enable_checkpointing(model, use_reentrant)
-        model(prompt(), labels=prompt(), use_cache=False).loss.backward()
-        states.append({name: buffer.clone() for name, buffer in model.named_buffers() if ".memory." in name})
-    assert len(states[0]) == 4 and all(states[0][name].any() for name in states[0])
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])

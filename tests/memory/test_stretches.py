@@ -10,7 +10,7 @@ from memory.chapter_layers import assert_reads, by_loops, indices, layer, places
 
 from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.routing.pooling import ChunkSizes
-from midus_hf.memory.routing.stretches import EqualStretches, PaddedStretches, Stretches
+from midus_hf.memory.routing.stretches import EqualStretches, PaddedStretches
 from midus_hf.memory.routing.token_places import TokenPlaces
 from midus_hf.ops.chapters import op as chapter_attention
 
@@ -181,11 +181,3 @@ def test_padding_reads_nothing_where_stretches_are_filled_up(fewest_together):
     mask = [[0, 0, 0, 1, 1, 1, 1, 1], [0] * 8]
     output = layer()(states(2), tokens=places_of(mask))
     assert not output[0, :3].any() and not output[1].any() and output[0, 3:].any(-1).all()
-
-
-def test_a_list_of_stretches_alone_reads_by_token():
-    stretches = Stretches(torch.tensor([[1, 0, 1]]))
-    read = stretches.read(
-        torch.tensor([[[1.0], [2.0], [3.0]]]), lambda tokens, numbers: tokens * numbers[:, None, None]
-    )
-    assert read.flatten().tolist() == [1.0, 0.0, 3.0]

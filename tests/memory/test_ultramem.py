@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 from midus_hf.config.memories.ultramem import UltraMemOptions
 from midus_hf.config.memories.ultramem_statistics import best_scores
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.protocols import GivesRowGradients, RetrievesSlots
 from midus_hf.memory.registry import build_memory
 
 SIZES = ModelSizes(hidden_size=16, num_heads=2, intermediate_size=40, num_layers=4)
@@ -103,7 +102,6 @@ def test_gradients_are_right(kind):
 
 def test_what_it_retrieves_can_be_counted():
     memory = build(heads=2)
-    assert isinstance(memory, RetrievesSlots) and isinstance(memory, GivesRowGradients)
     weights, rows = memory.retrieve(torch.randn(2, 3, 16, dtype=torch.float64))
     assert weights.shape == rows.shape == (2, 3, 2, 3) and (memory.num_heads, memory.num_slots) == (2, 16)
     assert 0 <= rows.min() and rows.max() < 16

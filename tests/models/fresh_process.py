@@ -4,7 +4,8 @@ from pathlib import Path
 
 from processes.warm import run_warm
 
-_BLOCK_IMPORTS = """
+# Makes this project absent from a process, also where it is installed.
+BLOCK_IMPORTS = """
 import sys
 
 class _Absent:
@@ -35,7 +36,7 @@ def run_python(code: str, folder: Path, *, package_present: bool) -> str:
     Returns:
         What it printed.
     """
-    program = ("" if package_present else _BLOCK_IMPORTS) + _SETTINGS + code
+    program = ("" if package_present else BLOCK_IMPORTS) + _SETTINGS + code
     result = run_warm(program, folder=folder, HF_MODULES_CACHE=str(folder / "modules"))
     assert result.returncode == 0, result.stderr
     return result.stdout

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from models.chapter_models import act, chapter_model, memories_of
+from models.chapter_models import chapter_model, memories_of
 from models.generated_logits import CLOSE, generated, passed
 from models.gradients import enable_checkpointing
 from tiny import prompt
@@ -43,17 +43,8 @@ def test_gradients_of_rows_are_those_of_the_whole_bank(options, checkpointing):
 SHARES = {"shared": {}, "own": {"share": "none"}, "neighbours": {"share": "every:1"}}
 
 
-def in_place(model):
-    model.get_parameter(BANK).add_(2)
-
-
 def through_data(model):
     model.get_parameter(BANK).data.add_(1)
-
-
-def other_data(model):
-    bank = model.get_parameter(BANK)
-    bank.data = bank.data + 1
 
 
 def another_bank(model):
@@ -61,26 +52,8 @@ def another_bank(model):
     tables.bank = torch.nn.Parameter(tables.bank + 1)
 
 
-def a_loaded_state(model, assign=False):
-    other = copy.deepcopy(model)
-    act(other, seed=12)
-    model.load_state_dict(other.state_dict(), assign=assign)
-
-
-def an_assigned_state(model):
-    a_loaded_state(model, assign=True)
-
-
-def an_optimizer(model):
-    with torch.enable_grad():
-        model(prompt(7), labels=prompt(7)).loss.backward()
-    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
-
-
-CHANGES = (in_place, through_data, other_data, another_bank, a_loaded_state, an_assigned_state, an_optimizer)
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+# In place and by another tensor: whatever writes into parameters does one or the other.
+@pytest.mark.parametrize("change", (through_data, another_bank), ids=lambda change: change.__name__)
 def test_generate_follows_a_bank_that_changed_since_the_last_call(change):
     model = chapter_model()
     before = generated(model)

@@ -117,8 +117,3 @@ def test_a_memory_is_one_graph(kind, no_graphs_of_other_tests):
         assert learnt
         results.append({"output": output, **{name: parameter.grad.clone() for name, parameter in learnt.items()}})
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
-
-
-def test_losses_of_routers_are_finite():
-    model = chapter_model(dtype=torch.float32, addressing="random").train()
-    assert model(prompt(), labels=prompt(), use_cache=False).loss.isfinite()

@@ -6,30 +6,11 @@ from pathlib import Path
 
 import pytest
 from models.upscaled import memory_config, upscaled_model
-from tiny import FAMILIES, tiny_model
+from tiny import tiny_model
 
 from midus_hf.carried.module import carried_module, write_code
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.memory.registry import MEMORY_MODULES
-from midus_hf.models.language_model import MemoryForCausalLM
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
-    """Every family saved whole."""
-    folder = tmp_path_factory.mktemp("remote")
-    for family in FAMILIES:
-        upscaled_model(family).save_pretrained(folder / family)
-    return folder
-
-
-def test_the_code_is_one_file_that_holds_this_family_alone(family, saved):
-    (path,) = (saved / family).glob("*.py")
-    assert path.name == f"{ENTRY_MODULE}.py"
-    own, *others = (type(upscaled_model(name)).__name__ for name in sorted(FAMILIES, key=lambda name: name != family))
-    source = path.read_text()
-    assert f"class {own}(" in source and not any(f"class {other}(" in source for other in others)
-    assert "class HeadwiseMemory(" in source
 
 
 def test_a_model_without_memory_entries_saves_no_memory_layer(family, tmp_path):
@@ -54,20 +35,6 @@ def somebody(tmp_path, monkeypatch) -> Path:
     yield package
     for name in [name for name in sys.modules if name.partition(".")[0] == "somebody"]:
         del sys.modules[name]
-
-
-@pytest.mark.parametrize("module", ["somebody.models", "midus_hf.models.families.elsewhere"])
-def test_classes_that_extend_ours_elsewhere_change_no_code(module, monkeypatch):
-    config = memory_config(tiny_model("llama"))
-    expected = carried_module(config)
-    monkeypatch.setattr("midus_hf.carried.module._written", {})
-
-    class OfLibrary:
-        output_class = None
-
-    elsewhere = type("Elsewhere", (MemoryForCausalLM, OfLibrary), {"__module__": module})
-    assert carried_module(config) == expected and "output_class" not in expected
-    assert elsewhere in MemoryForCausalLM.__subclasses__()
 
 
 def test_the_code_names_the_outputs_that_trainer_leaves_out_of_predictions(family):

@@ -7,11 +7,8 @@ import pytest
 import torch
 from larger import larger_model
 from models.upscaled import upscaled_model
-from tiny import prompt
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast, pipeline
+from tiny import prompt, save_tiny_tokenizer
+from transformers import pipeline
 from transformers.cli.serving import model_manager
 from transformers.pipelines import base
 
@@ -28,14 +25,6 @@ def manager() -> Iterator[model_manager.ModelManager]:
     manager.shutdown()
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Save a tokenizer, which serving asks for."""
-    words = {"<unk>": 0, **{f"word{number}": number for number in range(1, 128)}}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
-
-
 @pytest.fixture
 def save(tmp_path):
     """Save a tiny model with memory that acts, and a tokenizer."""
@@ -43,7 +32,7 @@ def save(tmp_path):
     def saved(family: str):
         model = upscaled_model(family).eval()
         model.save_pretrained(tmp_path)
-        save_tokenizer(tmp_path)
+        save_tiny_tokenizer(tmp_path)
         return model
 
     return saved
@@ -64,7 +53,7 @@ def test_the_server_finds_the_classes_of_every_family(native_family, manager, sa
 def test_the_server_finds_a_larger_model(manager, tmp_path):
     larger_model("llava").save_pretrained(tmp_path / "base")
     upscale(base=tmp_path / "base", method="midus-hml", output=tmp_path / "upscaled", options={"n": 8, "k": 3})
-    save_tokenizer(tmp_path / "upscaled")
+    save_tiny_tokenizer(tmp_path / "upscaled")
     assert type(served(manager, tmp_path / "upscaled")) is LARGER_FAMILIES["llava"]
 
 

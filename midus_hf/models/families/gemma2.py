@@ -10,7 +10,7 @@ from transformers.models.gemma2.modeling_gemma2 import (
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
-from midus_hf.models.block import BlockAttention, MemoryBlock
+from midus_hf.models.block import MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
@@ -26,10 +26,6 @@ class MidusGemma2Config(MemoryConfig, Gemma2Config):
 
 class MidusGemma2Attention(HostAttention, Gemma2Attention):
     """`Gemma2Attention` in a layer that memories are attached to."""
-
-
-class MidusGemma2BlockAttention(BlockAttention, Gemma2Attention):
-    """`Gemma2Attention` in a memory block."""
 
 
 class MidusGemma2MLP(Adapted, Gemma2MLP):
@@ -50,7 +46,7 @@ class MidusGemma2Block(MemoryBlock, Gemma2DecoderLayer):
 
     attention_output_norm = "post_attention_layernorm"
     mlp_output_norm = "post_feedforward_layernorm"
-    block_attention_class = MidusGemma2BlockAttention
+    block_attention = Gemma2Attention
 
 
 class MidusGemma2Model(MemoryModel, Gemma2Model):

@@ -10,7 +10,7 @@ from transformers.models.gemma3.modeling_gemma3 import (
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
-from midus_hf.models.block import BlockAttention, MemoryBlock
+from midus_hf.models.block import MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
@@ -26,10 +26,6 @@ class MidusGemma3Config(MemoryConfig, Gemma3TextConfig):
 
 class MidusGemma3Attention(HostAttention, Gemma3Attention):
     """`Gemma3Attention` in a layer that memories are attached to."""
-
-
-class MidusGemma3BlockAttention(BlockAttention, Gemma3Attention):
-    """`Gemma3Attention` in a memory block."""
 
 
 class MidusGemma3MLP(Adapted, Gemma3MLP):
@@ -50,7 +46,7 @@ class MidusGemma3Block(MemoryBlock, Gemma3DecoderLayer):
 
     attention_output_norm = "post_attention_layernorm"
     mlp_output_norm = "post_feedforward_layernorm"
-    block_attention_class = MidusGemma3BlockAttention
+    block_attention = Gemma3Attention
 
 
 class MidusGemma3Model(MemoryModel, Gemma3TextModel):

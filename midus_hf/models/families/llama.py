@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
-from midus_hf.models.block import BlockAttention, MemoryBlock
+from midus_hf.models.block import MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
@@ -28,10 +28,6 @@ class MidusLlamaAttention(HostAttention, LlamaAttention):
     """`LlamaAttention` in a layer that memories are attached to."""
 
 
-class MidusLlamaBlockAttention(BlockAttention, LlamaAttention):
-    """`LlamaAttention` in a memory block."""
-
-
 class MidusLlamaMLP(Adapted, LlamaMLP):
     """`LlamaMLP` in a layer that memories are attached to."""
 
@@ -46,7 +42,7 @@ class MidusLlamaLayer(HostLayer, LlamaDecoderLayer):
 class MidusLlamaBlock(MemoryBlock, LlamaDecoderLayer):
     """`LlamaDecoderLayer` that was inserted for a memory."""
 
-    block_attention_class = MidusLlamaBlockAttention
+    block_attention = LlamaAttention
 
 
 class MidusLlamaModel(MemoryModel, LlamaModel):

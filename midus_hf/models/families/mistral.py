@@ -10,7 +10,7 @@ from transformers.models.mistral.modeling_mistral import (
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
-from midus_hf.models.block import BlockAttention, MemoryBlock
+from midus_hf.models.block import MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
@@ -28,10 +28,6 @@ class MidusMistralAttention(HostAttention, MistralAttention):
     """`MistralAttention` in a layer that memories are attached to."""
 
 
-class MidusMistralBlockAttention(BlockAttention, MistralAttention):
-    """`MistralAttention` in a memory block."""
-
-
 class MidusMistralMLP(Adapted, MistralMLP):
     """`MistralMLP` in a layer that memories are attached to."""
 
@@ -46,7 +42,7 @@ class MidusMistralLayer(HostLayer, MistralDecoderLayer):
 class MidusMistralBlock(MemoryBlock, MistralDecoderLayer):
     """`MistralDecoderLayer` that was inserted for a memory."""
 
-    block_attention_class = MidusMistralBlockAttention
+    block_attention = MistralAttention
 
 
 class MidusMistralModel(MemoryModel, MistralModel):

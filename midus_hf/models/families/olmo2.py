@@ -10,7 +10,7 @@ from transformers.models.olmo2.modeling_olmo2 import (
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
-from midus_hf.models.block import BlockAttention, MemoryBlock
+from midus_hf.models.block import MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
@@ -26,10 +26,6 @@ class MidusOlmo2Config(MemoryConfig, Olmo2Config):
 
 class MidusOlmo2Attention(HostAttention, Olmo2Attention):
     """`Olmo2Attention` in a layer that memories are attached to."""
-
-
-class MidusOlmo2BlockAttention(BlockAttention, Olmo2Attention):
-    """`Olmo2Attention` in a memory block."""
 
 
 class MidusOlmo2MLP(Adapted, Olmo2MLP):
@@ -52,7 +48,7 @@ class MidusOlmo2Block(MemoryBlock, Olmo2DecoderLayer):
     attention_norm = None
     attention_output_norm = "post_attention_layernorm"
     mlp_output_norm = "post_feedforward_layernorm"
-    block_attention_class = MidusOlmo2BlockAttention
+    block_attention = Olmo2Attention
 
 
 class MidusOlmo2Model(MemoryModel, Olmo2Model):

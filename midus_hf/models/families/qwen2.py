@@ -10,7 +10,7 @@ from transformers.models.qwen2.modeling_qwen2 import (
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
-from midus_hf.models.block import BlockAttention, MemoryBlock
+from midus_hf.models.block import MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
@@ -28,10 +28,6 @@ class MidusQwen2Attention(HostAttention, Qwen2Attention):
     """`Qwen2Attention` in a layer that memories are attached to."""
 
 
-class MidusQwen2BlockAttention(BlockAttention, Qwen2Attention):
-    """`Qwen2Attention` in a memory block."""
-
-
 class MidusQwen2MLP(Adapted, Qwen2MLP):
     """`Qwen2MLP` in a layer that memories are attached to."""
 
@@ -46,7 +42,7 @@ class MidusQwen2Layer(HostLayer, Qwen2DecoderLayer):
 class MidusQwen2Block(MemoryBlock, Qwen2DecoderLayer):
     """`Qwen2DecoderLayer` that was inserted for a memory."""
 
-    block_attention_class = MidusQwen2BlockAttention
+    block_attention = Qwen2Attention
 
 
 class MidusQwen2Model(MemoryModel, Qwen2Model):

@@ -10,7 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
-from midus_hf.models.block import BlockAttention, MemoryBlock
+from midus_hf.models.block import MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
@@ -28,10 +28,6 @@ class MidusQwen3Attention(HostAttention, Qwen3Attention):
     """`Qwen3Attention` in a layer that memories are attached to."""
 
 
-class MidusQwen3BlockAttention(BlockAttention, Qwen3Attention):
-    """`Qwen3Attention` in a memory block."""
-
-
 class MidusQwen3MLP(Adapted, Qwen3MLP):
     """`Qwen3MLP` in a layer that memories are attached to."""
 
@@ -46,7 +42,7 @@ class MidusQwen3Layer(HostLayer, Qwen3DecoderLayer):
 class MidusQwen3Block(MemoryBlock, Qwen3DecoderLayer):
     """`Qwen3DecoderLayer` that was inserted for a memory."""
 
-    block_attention_class = MidusQwen3BlockAttention
+    block_attention = Qwen3Attention
 
 
 class MidusQwen3Model(MemoryModel, Qwen3Model):

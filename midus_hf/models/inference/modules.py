@@ -120,15 +120,15 @@ def _layer_source(family: str, kind: str, layer: type, architecture: Architectur
         hosts["some_do_not_rotate"] = True
     if not parts.adds_mixer:
         hosts["adds_mixer"] = False
-    reads = architecture.attention is not None and parts.reads_norm
+    block = dict(differing)
+    if architecture.attention is not None and parts.reads_norm:
+        block["block_attention"] = architecture.attention.__name__
     return _LAYER.format(
         family=family,
         kind=kind,
         layer=layer.__name__,
         host=_attributes({**differing, **hosts}),
-        block=_attributes(
-            {**differing, **({"block_attention_class": f"Midus{family}BlockAttention"} if reads else {})}
-        ),
+        block=_attributes(block),
     )
 
 
@@ -213,7 +213,7 @@ from {modeling} import (
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
-from midus_hf.models.block import BlockAttention, MemoryBlock
+from midus_hf.models.block import MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
@@ -256,10 +256,6 @@ _LOGIT_SCALE = '''
 _ATTENTION = '''
 class Midus{family}Attention(HostAttention, {attention}):
     """`{attention}` in a layer that memories are attached to."""
-
-
-class Midus{family}BlockAttention(BlockAttention, {attention}):
-    """`{attention}` in a memory block."""
 
 '''
 

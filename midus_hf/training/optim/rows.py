@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from transformers.training_args import OptimizerNames
 
-from midus_hf.memory.protocols import GivesRowGradients
-
 # Optimizers of Transformers whose updates `RowAdamW` computes row by row.
 _ROW_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
@@ -89,6 +87,6 @@ def clip_rows(tables: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
     return norm
 
 
-def _row_readers(model: nn.Module) -> list[GivesRowGradients]:
+def _row_readers(model: nn.Module) -> list[Any]:
     """Return what computes the gradients of the model's large tables."""
-    return [module for module in model.modules() if isinstance(module, GivesRowGradients)]
+    return [module for module in model.modules() if hasattr(module, "sparse_gradient")]
