@@ -99,11 +99,6 @@ class Memories:
         """True if a memory lets a token depend on later tokens. The model is then not causal."""
         return any(entry.options.reads_ahead for entry in self.entries)
 
-    @property
-    def reads_prompts(self) -> bool:
-        """True if a memory needs to know which tokens are a prompt."""
-        return any(entry.options.reads_prompts for entry in self.entries)
-
     def attached_to(self, layer: int) -> list[MemoryEntry]:
         """Return the entries of the memories that are attached to a layer, in the order of the config."""
         return [entry for entry in self.attached.values() if layer in entry.layers]

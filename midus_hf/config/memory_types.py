@@ -63,14 +63,6 @@ class MemoryOptions:
         """True if a token depends on later tokens. The model is then not causal. Default: False."""
         return False
 
-    @property
-    def reads_prompts(self) -> bool:
-        """True if forward passes must say which tokens are a prompt. Default: False.
-
-        Plain text counts as prompt. A token of a prompt depends on later tokens of the prompt.
-        """
-        return False
-
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         """Return the tensors of the memory in one layer, by their name within the memory, in the order of storage.
 

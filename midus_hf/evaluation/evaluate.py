@@ -121,4 +121,4 @@ def _path_finder(
 def _reads_ahead(model: PreTrainedModel) -> bool:
     """Return whether a memory of the model gives tokens of plain text information about later tokens."""
     memories = model.config.memories() if hasattr(model.config, "memories") else None
-    return memories is not None and (memories.reads_ahead or memories.reads_prompts)
+    return memories is not None and memories.reads_ahead

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from midus_hf.models.parts import decoder_of
 from midus_hf.saved_models import check_ids
 
 DEFAULT_SEQUENCE_LENGTH = 1024
@@ -60,8 +59,6 @@ class TextRows:
         kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
         if not bool(mask.all()):
             kwargs["attention_mask"] = mask.long()
-        if "prompt_mask" in getattr(decoder_of(model), "memory_input_names", ()):
-            kwargs["prompt_mask"] = mask  # the whole row is the prompt
         if self.paths is not None:
             kwargs["memory_ids"] = self.paths[self.documents]
         return kwargs

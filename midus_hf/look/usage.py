@@ -124,7 +124,7 @@ def _count_chapters(counts: torch.Tensor, memory: Any, arguments: tuple[Any, ...
     """Count the chapters that tokens will open. The hook runs before the pass changes the state that routing reads."""
     if is_in_backward() or not arguments[0].numel():
         return
-    routing = memory.route(arguments[0], **{name: kwargs.get(name) for name in ("tokens", "state", "prompt_mask")})
+    routing = memory.route(arguments[0], **{name: kwargs.get(name) for name in ("tokens", "state")})
     torch.clear_autocast_cache()  # of casts without a gradient, which the pass would use
     tokens = routing.pooled.counts.to(torch.int64).unsqueeze(-1).expand_as(routing.chosen)  # [B, U, k]
     _add(counts, (routing.chosen - memory.num_shared).flatten()[None], tokens.flatten()[None])

@@ -12,15 +12,7 @@ from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.retrieval import random_directions
-from midus_hf.memory.routing.pooling import (
-    ChunkSizes,
-    Pooled,
-    Routing,
-    pool_chunks,
-    pool_prompt,
-    pool_sequence,
-    pool_tokens,
-)
+from midus_hf.memory.routing.pooling import ChunkSizes, Pooled, Routing, pool_chunks, pool_sequence, pool_tokens
 from midus_hf.memory.routing.report import RouterReport, balance_loss, z_loss
 from midus_hf.memory.routing.stretches import Numbers
 from midus_hf.memory.routing.token_places import TokenPlaces
@@ -43,7 +35,7 @@ class Chapters(MemoryModule):
         sizes: Sizes of the model.
     """
 
-    forward_arguments: tuple[str, ...] = ("prompt_mask",)
+    can_forget = False
     context: tuple[Literal["tokens", "state", "report"], ...] = ("tokens", "state", "report")
 
     options: ChaptersOptions
@@ -60,12 +52,9 @@ class Chapters(MemoryModule):
     def __init__(self, options: ChaptersOptions, sizes: ModelSizes):
         super().__init__(options, sizes)
         self.num_heads, self.head_dim = sizes.num_heads, sizes.hidden_size // sizes.num_heads
-        if options.routing != "prompt":
-            self.forward_arguments = ()
         self.num_chapters, self.num_shared = options.chapters, options.shared_chapters
         if options.routing == "token":
             self.context = ("tokens", "report")
-        self.can_forget = options.routing == "prompt"
         self.bank_names = tuple(options.bank(sizes))
         self.sparse_gradient = False
 
@@ -76,7 +65,6 @@ class Chapters(MemoryModule):
         tables: Mapping[str, torch.Tensor] | None = None,
         tokens: TokenPlaces | None = None,
         state: MemoryState | None = None,
-        prompt_mask: torch.Tensor | None = None,
         report: RouterReport | None = None,
     ) -> torch.Tensor:
         """Read, for each token, the chapters that the router chose for the token.
@@ -86,19 +74,18 @@ class Chapters(MemoryModule):
             tables: The bank, if layers share one. Default: the layer's own bank.
             tokens: Padding and documents. Default: no padding, one document per row.
             state: State of the sequence from earlier passes. Default: the sequence begins here, and no state is kept.
-            prompt_mask: `[B, T]`, true for tokens of the prompt, if routing is `prompt`. Default: all tokens are.
             report: Receives the router's logits and losses. Default: not reported.
 
         Returns:
             `[B, T, D]`, to be added to the hidden states.
 
         Raises:
-            ValueError: If routing is `sequence` and `state` is not empty; the errors of `pool_prompt`.
+            ValueError: If routing is `sequence` and `state` is not empty.
         """
         if hidden_states.shape[0] == 0 or hidden_states.shape[1] == 0:
             return hidden_states * 0
         normalised = _rms_normalised(hidden_states)
-        routing = self._route(normalised, tokens, state, prompt_mask)
+        routing = self._route(normalised, tokens, state)
         if state is not None:
             state.keep(routing.pooled.kept)
         if report is not None:
@@ -117,24 +104,17 @@ class Chapters(MemoryModule):
         hidden_states: torch.Tensor,
         tokens: TokenPlaces | None = None,
         state: MemoryState | None = None,
-        prompt_mask: torch.Tensor | None = None,
     ) -> Routing:
         """Choose chapters, with the arguments of `forward`, and change nothing."""
-        return self._route(_rms_normalised(hidden_states), tokens, state, prompt_mask)
+        return self._route(_rms_normalised(hidden_states), tokens, state)
 
-    def _route(
-        self,
-        normalised: torch.Tensor,
-        tokens: TokenPlaces | None,
-        state: MemoryState | None,
-        prompt_mask: torch.Tensor | None,
-    ) -> Routing:
+    def _route(self, normalised: torch.Tensor, tokens: TokenPlaces | None, state: MemoryState | None) -> Routing:
         """Choose chapters for hidden states that are divided by their root mean square.
 
         Elements are limited to -1 ... 1: in trained models a few elements are many times larger in every token of every text, and
         would make the means of all texts much the same.
         """
-        pooled = self._pool(normalised.clamp(-1, 1), tokens or TokenPlaces(), state, prompt_mask)
+        pooled = self._pool(normalised.clamp(-1, 1), tokens or TokenPlaces(), state)
         states = pooled.states if self.options.addressing == "content" else random_directions(pooled.states)
         wide = torch.promote_types(normalised.dtype, torch.float32)
         with without_autocast(normalised.device.type):
@@ -150,19 +130,11 @@ class Chapters(MemoryModule):
         query = self.query_projection(normalised * self.norm_weight.to(normalised.dtype))
         return query.unflatten(-1, (self.num_heads, self.head_dim))
 
-    def _pool(
-        self,
-        states: torch.Tensor,
-        tokens: TokenPlaces,
-        state: MemoryState | None,
-        prompt_mask: torch.Tensor | None,
-    ) -> Pooled:
+    def _pool(self, states: torch.Tensor, tokens: TokenPlaces, state: MemoryState | None) -> Pooled:
         kept = {} if state is None else state.kept
         if self.options.routing == "chunk":
             sizes = ChunkSizes(self.options.first_tokens, self.options.chunk_size)
             return pool_chunks(states, tokens, sizes, kept, keeps=state is not None)
-        if self.options.routing == "prompt":
-            return pool_prompt(states, tokens, prompt_mask, kept)
         if self.options.routing == "token":
             return pool_tokens(states, tokens)
         if kept:

@@ -145,7 +145,7 @@ def check_taking_back(stateful: Mapping[tuple[str, int], Any]) -> None:
 def _refusal(name: str) -> ValueError:
     return ValueError(
         f"the memory {name!r} routes by all tokens before, and cannot take tokens back; expected decoding without "
-        "an assistant or prompt lookup. Or upscale with routing = 'token' or 'prompt'."
+        "an assistant or prompt lookup. Or upscale with routing = 'token'."
     )
 
 

@@ -115,8 +115,6 @@ class Site:
         return output
 
 
-#: Name of the argument that marks the tokens of the prompt. Without it, the prompt ends at the first label.
-PROMPT_MASK = "prompt_mask"
 #: Services by name. Memories name in their `context` the services whose arguments they take.
 SERVICES: dict[str, type[Service]] = {}
 #: Sites by name, in the order in which they stand around the parts of a layer, from the inside out.
@@ -159,7 +157,6 @@ def needs_of(entry: MemoryEntry, memory: MemoryModule, sizes: ModelSizes) -> set
         "attached": is_attached,
         "arguments": bool(memory.forward_arguments),
         "tables": is_attached and bool(options.tables(sizes, entry.layers)),
-        "prompt": PROMPT_MASK in memory.forward_arguments,
         "whole": options.reads_ahead,
         "narrow": is_attached and options.narrows_start,
         "attention-adapters": is_inside and bool(memory.projections),

@@ -11,13 +11,12 @@ from midus_hf.models.host import HostsMemory
 from midus_hf.models.listing import list_model
 from midus_hf.models.parts import named_cache
 from midus_hf.models.router_losses import AddsRouterLosses
-from midus_hf.models.services import GeneratesFromWholeSequences, KeepsStates, TellsPadding, TellsPrompt
+from midus_hf.models.services import GeneratesFromWholeSequences, KeepsStates, TellsPadding
 
 
 class MemoryForCausalLM(
     GeneratesFromWholeSequences,
     TellsPadding,
-    TellsPrompt,
     KeepsStates,
     GeneratesFromBanks,
     AddsRouterLosses,
@@ -57,15 +56,14 @@ class MemoryForCausalLM(
         *,
         past_key_values: Cache | None = None,
         output_router_logits: bool | None = None,
-        prompt_mask: torch.Tensor | None = None,
         token_mask: torch.Tensor | None = None,
         memory_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run the family's forward, and add the losses of routers.
 
-        Arguments that are not listed here are passed to the family's forward. The signature names `prompt_mask`, `token_mask` and
-        `memory_ids`, since a Trainer drops the columns of a dataset that the signature lacks.
+        Arguments that are not listed here are passed to the family's forward. The signature names `token_mask` and `memory_ids`,
+        since a Trainer drops the columns of a dataset that the signature lacks.
 
         Args:
             input_ids: `[B, T]`, or None if `inputs_embeds` are passed.
@@ -74,12 +72,11 @@ class MemoryForCausalLM(
             past_key_values: Older name of `cache`.
             output_router_logits: Whether to return the routers' logits and add their losses outside training too; if false, losses
                 are never added. Default: the config's value; if that is None, losses are added in training.
-            prompt_mask: `[B, T]`, true for tokens of the prompt, for memories that need it. Default: tokens before the first label.
             token_mask: `[B, T]`, zero for padding, for attention masks of another form. Default: the attention mask.
             memory_ids: `[B, p]`, the paths whose blocks the rows fetch, for memories that fetch.
             kwargs: Other arguments of the family's forward.
         """
-        inputs: dict[str, Any] = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
+        inputs: dict[str, Any] = {"token_mask": token_mask, "memory_ids": memory_ids}
         if "report" in self.stack.services:
             inputs["output_router_logits"] = output_router_logits
         kwargs |= {name: value for name, value in inputs.items() if value is not None}

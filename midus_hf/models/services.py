@@ -1,4 +1,4 @@
-"""Services of a model for its memories: arguments, tables, places of tokens, states, prompts, and how projections start."""
+"""Services of a model for its memories: arguments, tables, places of tokens, states, and how projections start."""
 
 import warnings
 from collections.abc import Mapping
@@ -10,14 +10,12 @@ from transformers import Cache, DynamicCache
 
 from midus_hf.config.memory_entries import Memories
 from midus_hf.memory.memory_state import MemoryState, check_taking_back, refuse_one_row, states_in
-from midus_hf.memory.needs import PROMPT_MASK, SERVICES, Service, mixin_for, register
+from midus_hf.memory.needs import SERVICES, Service, mixin_for, register
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.routing.token_places import TokenPlaces, token_places
 from midus_hf.memory.tables import MemoryTables
 from midus_hf.models.adapted import PROJECTION_NAMES
 from midus_hf.models.parts import CACHE
-
-_IGNORED_LABEL = -100
 
 
 @register(SERVICES, "arguments")
@@ -189,74 +187,6 @@ class KeepsStates:
         return super().init_continuous_batching(*args, **kwargs)
 
 
-@register(SERVICES, "prompt")
-class Prompts(Service):
-    """Knowledge of the tokens of the prompt, which reaches memories as an argument."""
-
-
-@mixin_for("prompt")
-class TellsPrompt:
-    """Mixin for a language model whose memories choose by the prompt."""
-
-    def forward(self, **arguments: Any) -> Any:
-        """Run the family's forward. Without a mask of the prompt, tokens before the first label are the prompt."""
-        if "prompt" in self.stack.services and PROMPT_MASK not in arguments:
-            if arguments["labels"] is not None:
-                arguments[PROMPT_MASK] = prompt_of(arguments["labels"])
-            elif self.training and torch.is_grad_enabled():
-                raise ValueError(
-                    "routing is 'prompt', and a pass that trains has neither prompt_mask nor labels; expected one of them. Label "
-                    "smoothing and a loss of your own take the labels away: give prompt_mask with them."
-                )
-        return super().forward(**arguments)
-
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: torch.Tensor,
-        *args: Any,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """Prepare the inputs as the family does, with a mask of the prompt for all tokens so far.
-
-        Raises:
-            ValueError: If the first pass has only a part of the prompt.
-        """
-        inputs = super().prepare_inputs_for_generation(
-            input_ids, *args, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
-        )
-        if "prompt" not in self.stack.services or inputs.get(PROMPT_MASK) is None:
-            return inputs
-        cache = inputs.get(CACHE)
-        if cache is not None and cache.get_seq_length() > 0:
-            del inputs[PROMPT_MASK]  # the cache keeps what memories need of the prompt
-            return inputs
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-            num_seen = attention_mask.shape[1]
-        else:
-            num_seen = max(input_ids.shape[1], _tokens_of(inputs).shape[1])
-        missing = num_seen - inputs[PROMPT_MASK].shape[1]
-        if missing < 0:
-            raise ValueError(
-                f"the first pass has {num_seen} tokens of a prompt of {num_seen - missing}, by all of which a memory of this model "
-                "chooses; expected the whole prompt. Leave prefill_chunk_size out, or upscale with routing = 'chunk'."
-            )
-        # Tokens behind the mask do not belong to the prompt.
-        inputs[PROMPT_MASK] = nn.functional.pad(inputs[PROMPT_MASK], (0, missing))
-        return inputs
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as the family does. Without a mask of the prompt, all tokens are the prompt."""
-        if "prompt" in self.stack.services and PROMPT_MASK not in kwargs:
-            named = (kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
-            inputs = (args[0] if args else None, *named)
-            prompt = next((tensor for tensor in inputs if isinstance(tensor, torch.Tensor)), None)
-            if prompt is not None:  # set here, since a later pass without a cache holds answers too
-                kwargs[PROMPT_MASK] = torch.ones(prompt.shape[:2], dtype=torch.bool, device=prompt.device)
-        return super().generate(*args, **kwargs)
-
-
 @register(SERVICES, "whole")
 class WholeSequences(Service):
     """Passes over whole sequences, since a token depends on later tokens."""
@@ -324,11 +254,6 @@ def _narrow(module: nn.Module) -> None:
     weight: Any = module.weight
     if not getattr(weight, "_is_hf_initialized", False):
         weight.mul_(module.start_scale)
-
-
-def prompt_of(labels: torch.Tensor) -> torch.Tensor:
-    """Return a mask `[B, T]` of the tokens before the first token that is to be predicted."""
-    return (labels != _IGNORED_LABEL).cumsum(1) == 0
 
 
 def _tokens_of(inputs: Mapping[str, Any]) -> torch.Tensor:

@@ -209,11 +209,6 @@ class TrainingRun:
         """
         arguments = self.arguments
         memories = self.config.memories() if isinstance(self.config, MemoryConfig) else None
-        if memories is not None and memories.reads_prompts:
-            raise ValueError(
-                "routing is 'prompt', and plain text has no prompts; expected chats, which midus sft trains on, or a model upscaled "
-                "with routing = 'chunk'."
-            )
         banks: dict[str, BankLayout] = {} if memories is None else memories.banks
         if arguments.tree is not None:
             from midus_hf.topics.tree_files import folder_of_tree

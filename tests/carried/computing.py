@@ -26,12 +26,10 @@ def computed(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
         inputs: Of a forward pass, and of `generate`.
     """
     greedy = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    labels = inputs["input_ids"].clone()
-    labels[:, :3] = -100  # a prompt, which some routers read
     logits = logits_of(model, inputs)
     tokens = model.generate(**inputs, **greedy)
     beams = model.generate(**inputs, **greedy, num_beams=3)  # selects, repeats and reorders what a cache keeps
-    loss = model.train()(**inputs, labels=labels, use_cache=False).loss
+    loss = model.train()(**inputs, labels=inputs["input_ids"], use_cache=False).loss
     loss.backward()
     model.eval()
     reached = {name for name, parameter in model.named_parameters() if parameter.grad is not None}

@@ -31,7 +31,6 @@ METHODS: dict[str, dict[str, Any]] = {
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "engram-behind-layers": ("engram", {"site": "behind-layer"}),
     "moc-own": ("moc", {"share": "none", "site": "behind-layer"}),
-    "moc-per-prompt": ("moc", {"routing": "prompt"}),
     "moc-per-sequence": ("moc", {"routing": "sequence"}),
     "moc-per-token": ("moc", {"routing": "token"}),
     "ultramem-v2-ring": ("ultramem-v2", {"share": "ring:4"}),

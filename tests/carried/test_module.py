@@ -48,7 +48,6 @@ NEEDED_BY = {
     "States": ("engram", "moc"),
     "Places": ("engram", "moc"),
     "AddsRouterLosses": ("moc",),
-    "TellsPrompt": (),
     "GeneratesFromWholeSequences": (),
     "NarrowStart": ("ultramem-v2",),
 }

@@ -267,10 +267,6 @@ def chapters(**options: Any) -> dict[str, int]:
     return of_memory(ChaptersOptions(**{**CHAPTERS, **options}))
 
 
-def test_a_prompt_chooses_as_a_sequence_does():
-    assert chapters(routing="prompt") == chapters()
-
-
 def test_a_choice_for_each_stretch_or_token_is_routed_and_reads_the_bank_once_at_most():
     read = {"sequence": BATCH * SELECTED, "chunk": 256, "token": 256}
     choices = {"sequence": BATCH, "chunk": 3 * BATCH, "token": ROWS}

@@ -87,7 +87,6 @@ def datatrove_names() -> dict[str, Any]:
 
 METHODS: dict[str, dict[str, Any]] = {
     "midus-hml": {"num_new_layers": 2, "options": {"n": 8, "k": 2}},
-    "moc by prompt": {"options": {"memory_tokens": 24, "chapters": 12, "k": 2, "layers": [1, 3], "routing": "prompt"}},
     "moda": {},
 }
 SESSIONS = {
@@ -151,7 +150,7 @@ SESSIONS = {
     ),
     "docs/serve.md": Session(
         replace={"max_new_tokens=32": "max_new_tokens=4"},
-        models={"smollm2-135m-hml": "moc by prompt", "trained": "midus-hml"},
+        models={"smollm2-135m-hml": "midus-hml", "trained": "midus-hml"},
         names=lambda: {**load("smollm2-135m-hml"), "torch": torch, "requests": [torch.arange(3, 9)[None]]},
         elsewhere=("from llama_cpp import", "from gguf import", "from kernels import"),
     ),
@@ -310,7 +309,7 @@ def upscaled(room) -> Callable[[str], Path]:
     def model(name: str) -> Path:
         if name not in made:
             made[name] = room.parent / name
-            upscale(base=room / "small-base", method=name.split()[0], output=made[name], verify=False, **METHODS[name])
+            upscale(base=room / "small-base", method=name, output=made[name], verify=False, **METHODS[name])
         return made[name]
 
     return model

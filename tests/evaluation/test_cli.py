@@ -99,9 +99,8 @@ def test_a_table_compares_models_side_by_side(room, capsys):
     assert cells[1] == cells[2]
 
 
-@pytest.mark.parametrize("routing", ["sequence", "prompt"])
-def test_a_model_that_is_not_causal_on_plain_text_is_named(room, tmp_path, capsys, routing):
-    options = {"routing": routing, "memory_tokens": 16, "chapters": 4, "k": 2}
+def test_a_model_that_is_not_causal_is_named(room, tmp_path, capsys):
+    options = {"routing": "sequence", "memory_tokens": 16, "chapters": 4, "k": 2}
     upscale(base=room / "base", method="moc", output=tmp_path / "ahead", options=options, verify=False)
     words = [str(room / "base"), str(tmp_path / "ahead"), "--text", str(room / "text.txt"), "--sequence-length", "32"]
     cli.main([*words, "--json"])

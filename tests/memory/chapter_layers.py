@@ -47,7 +47,6 @@ def by_loops(
     memory: Chapters,
     hidden_states: torch.Tensor,
     documents: list[list[list[int]]] | None = None,
-    prompts: list[list[int]] | None = None,
 ) -> dict[tuple[int, int], Read]:
     """What the loops read with the tensors of a layer."""
     return read_by_loops(
@@ -56,7 +55,6 @@ def by_loops(
         dict(memory.named_parameters()),
         hidden_states,
         whole_rows(hidden_states) if documents is None else documents,
-        prompts,
     )
 
 

@@ -30,7 +30,6 @@ def read_by_loops(
     tensors: Mapping[str, torch.Tensor],
     hidden_states: torch.Tensor,
     documents: Sequence[Sequence[Sequence[int]]],
-    prompts: Sequence[Sequence[int]] | None = None,
 ) -> dict[tuple[int, int], Read]:
     """What each token that is no padding gets, by row and index.
 
@@ -40,13 +39,10 @@ def read_by_loops(
         tensors: Of the layer and of the bank, by name, float64.
         hidden_states: `[B, T, D]`, float64.
         documents: For each row its documents, each the indices of its tokens; padding is in none.
-        prompts: For each row the indices of its prompt. Default: all tokens of the row.
     """
     reads = {}
     for row, of_row in enumerate(documents):
         states = hidden_states[row]
-        everything = [index for document in of_row for index in document]
-        prompt = everything if prompts is None else prompts[row]
         first_chunk = min(8, options.chunk_size)
         for document in of_row:
             for position, index in enumerate(document):
@@ -57,7 +53,6 @@ def read_by_loops(
                 pooled_over = {
                     "token": [index],
                     "sequence": list(document),
-                    "prompt": list(prompt),
                     "chunk": list(document[:begin]),
                 }[options.routing]
                 if len(pooled_over) > 1 and options.routing != "token":

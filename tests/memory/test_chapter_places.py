@@ -7,7 +7,7 @@ from memory.chapter_layers import assert_reads, by_loops, indices, layer, places
 from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.routing.token_places import TokenPlaces, token_places
 
-ROUTINGS = ("chunk", "prompt", "token", "sequence")
+ROUTINGS = ("chunk", "token", "sequence")
 
 RIGHT = [[1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]]
 LEFT = [[0, 0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 1]]
@@ -38,49 +38,10 @@ def test_padding_changes_nothing(name, routing):
     assert all(torch.isfinite(parameter.grad).all() for parameter in memory.parameters() if parameter.grad is not None)
 
 
-def test_a_row_of_several_documents_has_no_prompt():
-    starts = torch.tensor([[False, False, True, False]])
-    with pytest.raises(
-        ValueError, match="routing is 'prompt', and a row holds several documents; expected one prompt"
-    ):
-        layer(routing="prompt")(states(1, 4), tokens=TokenPlaces(None, starts))
-
-
-@pytest.mark.parametrize("name", [None, "right", "left", "both"])
-def test_the_prompt_is_what_the_mask_of_prompts_says(name):
-    mask = MASKS[name] if name else [[1] * 8] * 2
-    memory, hidden_states = layer(routing="prompt"), states(len(mask))
-    prompt_mask = torch.zeros(len(mask), 8, dtype=torch.bool)
-    prompts = []
-    for row, of_row in enumerate(mask):
-        real = [index for index, is_real in enumerate(of_row) if is_real]
-        prompts.append(real[: max(1, len(real) // 2)])
-        prompt_mask[row, : prompts[-1][-1] + 1] = True  # padding in front included, as labels have it
-    output = memory(hidden_states, tokens=places_of(mask) if name else None, prompt_mask=prompt_mask)
-    assert_reads(output, by_loops(memory, hidden_states, indices(mask), prompts))
-    integers = memory(hidden_states, tokens=places_of(mask) if name else None, prompt_mask=prompt_mask.long())
-    assert torch.equal(integers, output)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "prompt_mask"),
-    [(None, [[1, 1, 0, 0], [0, 0, 0, 0]]), ([[1, 1, 1, 1], [0, 0, 1, 1]], [[1, 0, 0, 0], [1, 1, 0, 0]])],
-    ids=["no prompt", "a prompt of padding"],
-)
-def test_a_row_without_a_prompt_is_refused(tokens, prompt_mask):
-    message = r"routing is 'prompt', and a row has no token of a prompt; expected prompt_mask to be true somewhere"
-    with pytest.raises(ValueError, match=message):
-        layer(routing="prompt")(
-            states(2, 4), tokens=tokens and places_of(tokens), prompt_mask=torch.tensor(prompt_mask)
-        )
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
-@pytest.mark.parametrize("routing", ["chunk", "prompt", "sequence"])
+@pytest.mark.parametrize("routing", ["chunk", "sequence"])
 def test_neither_the_first_token_of_a_document_nor_the_size_of_states_decides(routing, packed):
     """In trained models the first token is an attention sink, a hundred times as large as others and alike in all texts."""
-    if packed and routing == "prompt":
-        pytest.skip("rows of prompts hold one document")
     memory, hidden_states = layer(routing=routing), states().detach()
     starts = torch.zeros(2, 8, dtype=torch.bool)
     starts[:, 4] = packed
@@ -113,18 +74,6 @@ def test_a_right_padded_prompt_is_continued_behind_its_tokens():
     documents = [[[*of_row[0], 8, 9, 10, 11]] for of_row in indices(RIGHT)]
     reads = by_loops(memory, torch.cat([hidden_states, further], dim=1), documents)
     assert_reads(torch.cat(outputs, dim=1), reads)
-
-
-@pytest.mark.parametrize("steps", [[3, 5], [2, 1, 4, 1], [6, 1, 1]], ids=str)
-def test_the_first_pass_is_the_prompt_of_those_behind_it(steps):
-    memory, hidden_states = layer(routing="prompt"), states()
-    state, outputs, first = MemoryState("chapters", 0, can_forget=True), [], 0
-    for step in steps:
-        outputs.append(memory(hidden_states[:, first : first + step], state=state))
-        first += step
-    prompts = [list(range(steps[0]))] * 2
-    output = torch.cat(outputs, dim=1)
-    assert_reads(output, by_loops(memory, hidden_states, prompts=prompts))
 
 
 def test_sums_of_many_half_precision_tokens_stay_exact():

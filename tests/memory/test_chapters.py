@@ -12,7 +12,7 @@ from midus_hf.memory.registry import build_memory
 from midus_hf.ops import op_choices
 from midus_hf.ops.chapters import op as chapter_attention
 
-ROUTINGS = ("chunk", "prompt", "token", "sequence")
+ROUTINGS = ("chunk", "token", "sequence")
 BODIES = ("reference", "segments", "gathered")
 
 

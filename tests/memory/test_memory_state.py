@@ -79,7 +79,7 @@ def test_tokens_are_taken_back_where_that_leaves_it_right(state):
     with pytest.raises(
         ValueError,
         match=r"the memory 'chapters' routes by all tokens before, and cannot take tokens back; expected decoding without "
-        r"an assistant or prompt lookup\. Or upscale with routing = 'token' or 'prompt'\.",
+        r"an assistant or prompt lookup\. Or upscale with routing = 'token'\.",
     ):
         state.crop(-1)
     MemoryState("chapters", 0, can_forget=True, layers=[DynamicLayer()]).crop(-1)

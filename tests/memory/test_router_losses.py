@@ -11,7 +11,7 @@ from memory.chapter_layers import WIDTH, by_loops, indices, layer, places_of, st
 from midus_hf.memory.routing.report import RouterReports, balance_loss, z_loss
 from midus_hf.memory.routing.token_places import TokenPlaces
 
-ROUTINGS = ("chunk", "prompt", "token", "sequence")
+ROUTINGS = ("chunk", "token", "sequence")
 
 # Three stretches over four chapters, of probabilities 1/8, 1/8, 1/4, 1/2 or a rotation of these.
 PROBABILITIES = torch.tensor(

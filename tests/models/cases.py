@@ -27,7 +27,6 @@ class Case:
     Args:
         make: Makes the model of a family, with a folder for what lies beside its checkpoint, a dtype, and whether memories act.
         dtype: In which passes that compute in another order still choose the same slots, chapters and tokens.
-        reads_prompt: Whether a pass is told by `prompt_mask` which tokens are the prompt.
         fetches: The number of memories whose blocks rows fetch by the ids that they name.
         is_base_at_first: Whether a model whose memories do not act computes what its base does.
         takes_back: Whether a sequence may be cropped, as assisted decoding does.
@@ -37,7 +36,6 @@ class Case:
 
     make: Callable[..., PreTrainedModel]
     dtype: torch.dtype = torch.float64
-    reads_prompt: bool = False
     fetches: int = 0
     is_base_at_first: bool = True
     takes_back: bool = True
@@ -54,16 +52,9 @@ class Case:
         """Return what a pass and `generate` take beside that many rows of tokens."""
         return {"memory_ids": hierarchical_models.IDS[:rows]} if self.fetches else {}
 
-    def of_pass(self, tokens: torch.Tensor, prompt_length: int) -> dict[str, torch.Tensor]:
-        """Return what one pass over a prompt and what follows it takes beside tokens."""
-        mask = (torch.arange(tokens.shape[1]) < prompt_length).expand(tokens.shape)
-        return self.given(len(tokens)) | ({"prompt_mask": mask} if self.reads_prompt else {})
-
     def of_training(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return what a pass that trains takes: labels of all tokens, of which one is the prompt where memories read prompts."""
-        labels = tokens.clone()
-        labels[:, : int(self.reads_prompt)] = -100
-        return {"labels": labels, **self.given(len(tokens))}
+        """Return what a pass that trains takes beside tokens: labels of all of them, and what a pass takes."""
+        return {"labels": tokens.clone(), **self.given(len(tokens))}
 
 
 def _inserted(family, folder, dtype, acting, small, *, new_layers=(1, 4), **options):
@@ -119,7 +110,6 @@ INSERTED = {
 }
 CHAPTERS = {
     "chunk": {"routing": "chunk"},
-    "prompt": {"routing": "prompt"},
     "token behind layers": {"routing": "token", "site": "behind-layer"},
 }
 # Memories at every site: inserted, behind attention, behind layers, beside the feed-forward network, across layers,
@@ -127,12 +117,7 @@ CHAPTERS = {
 CASES = (
     {name: Case(partial(_inserted, **options), torch.float32) for name, options in INSERTED.items()}
     | {
-        name: Case(
-            partial(_chapters, **options),
-            reads_prompt=name == "prompt",
-            takes_back=name != "chunk",
-            is_reentrant=False,
-        )
+        name: Case(partial(_chapters, **options), takes_back=name != "chunk", is_reentrant=False)
         for name, options in CHAPTERS.items()
     }
     | {

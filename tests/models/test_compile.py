@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from models.cases import CASES
-from models.chapter_models import chapter_model
 from models.upscaled import upscaled_model, upscaled_pair
 from pairs import by_default
 from tiny import FAMILIES, prompt
@@ -15,9 +14,9 @@ from transformers import CompileConfig, StaticCache
 from midus_hf.memory.kept_values import kept_values
 from midus_hf.models.parts import CACHE
 
-MEMORIES = ["headwise", "product-key", "linear", "chunk", "prompt", "ultramem own", "ultramem skip"]
+MEMORIES = ["headwise", "product-key", "linear", "chunk", "ultramem own", "ultramem skip"]
 MEMORIES += ["depth default", "depth joint", "depth projected"]
-USUAL = [("llama", case) for case in ("chunk", "prompt", "ultramem skip", "depth default")]
+USUAL = [("llama", case) for case in ("chunk", "ultramem skip", "depth default")]
 USUAL += [("gemma3", "product-key")]
 ALL = [(family, case) for family in ("llama", "qwen3", "gemma3") for case in MEMORIES]
 LENGTH = 16
@@ -99,15 +98,6 @@ def test_a_pass_without_gradients_between_two_with_them_changes_neither():
     together = together + model(second).logits.sum()
     for result, *parts in zip(torch.autograd.grad(together, tables), *apart, strict=True):
         torch.testing.assert_close(result, sum(parts), rtol=1e-4, atol=1e-6)
-
-
-def test_a_pass_that_is_told_nothing_of_prompts_is_one_graph():
-    model = chapter_model(routing="prompt", config={"num_hidden_layers": 1}, layers=(0,))
-    with torch.no_grad(), pytest.warns(UserWarning, match="prompt"):
-        expected = model(prompt(9)).logits
-    with torch.no_grad():
-        compiled = torch.compile(model, fullgraph=True, backend="eager")(prompt(9)).logits
-    assert torch.equal(compiled, expected)
 
 
 @pytest.mark.parametrize(("name", "case"), by_default(USUAL, ALL))

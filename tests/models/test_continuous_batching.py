@@ -18,9 +18,7 @@ LENGTHS = (5, 2 * WINDOW, 9, 3 * WINDOW)
 SMALL = {"num_blocks": 16, "max_batch_tokens": 64}
 USUAL = ["headwise", "product-key", "linear", "token behind layers", "ultramem own", "ultramem skip", "all fetched"]
 LOOK_AT_ONE_TOKEN = [
-    name
-    for name in CASES
-    if name not in ("chunk", "prompt", "ngram", "ngram behind layers") and not name.startswith("depth")
+    name for name in CASES if name not in ("chunk", "ngram", "ngram behind layers") and not name.startswith("depth")
 ]
 READ_THE_DEPTH = [name for name in CASES if name.startswith("depth")]
 # From this version on, continuous batching runs attention "sdpa" as any pass does.
@@ -83,7 +81,7 @@ def test_heads_that_read_the_depth_need_attention_that_tells_its_sum(case, tmp_p
         )
 
 
-@pytest.mark.parametrize("routing", ["chunk", "prompt", "sequence"])
+@pytest.mark.parametrize("routing", ["chunk", "sequence"])
 def test_a_memory_that_keeps_a_state_of_a_sequence_is_refused(routing):
     model = chapter_model(routing=routing)
     with pytest.raises(ValueError) as raised:

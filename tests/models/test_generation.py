@@ -17,9 +17,8 @@ CACHES = {"dynamic": {}, "static": {"cache_implementation": "static"}, "none": {
 
 def by_full_passes(case, model, tokens):
     """Greedy tokens, each by a pass over all tokens before it."""
-    length = tokens.shape[1]
     for _ in range(GREEDY["max_new_tokens"]):
-        last = logits(model, tokens, **case.of_pass(tokens, length))[:, -1]
+        last = logits(model, tokens, **case.given(len(tokens)))[:, -1]
         tokens = torch.cat([tokens, last.argmax(-1, keepdim=True)], dim=1)
     return tokens
 
@@ -29,7 +28,7 @@ def test_greedy_tokens_are_those_of_full_passes_with_any_cache(native_family, ca
     case, tokens = CASES[case], prompt(WINDOW + 3)
     model, base = case.model(native_family, tmp_path), tiny_model(native_family, case.dtype)
     of_base = logits(base, tokens)
-    change = logits(model, tokens, **case.of_pass(tokens, tokens.shape[1])) - of_base
+    change = logits(model, tokens, **case.given()) - of_base
     assert change.abs().max() > 0.02 * of_base.abs().max(), "the memories change nothing"
     expected = by_full_passes(case, model, tokens)
     for cache in CACHES.values():
@@ -41,10 +40,9 @@ STEPS = [[10, 5, *[1] * 9], [3, 1, 12, 1, 1, 6], [1] * 24]
 
 @pytest.mark.parametrize(("case", "steps"), in_turn(CASES, STEPS), ids=str)
 def test_a_sequence_in_steps_has_the_logits_of_one_pass(native_family, case, steps, tmp_path):
-    """The first step is the prompt, where a memory reads by it."""
     case, tokens = CASES[case], prompt(sum(steps))
     model = case.model(native_family, tmp_path)
-    expected = logits(model, tokens, **case.of_pass(tokens, steps[0]))
+    expected = logits(model, tokens, **case.given())
     for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=32)):
         actual = in_steps(model, tokens, steps, cache, **case.given())
         torch.testing.assert_close(actual, expected, **CLOSE[case.dtype])
@@ -92,7 +90,7 @@ def test_beams_depend_neither_on_the_cache_nor_on_other_rows(native_family, case
         assert torch.equal(alone.sequences, expected.sequences[2 * row : 2 * row + 2])
 
 
-ASSISTED = ["headwise", "prompt", "token behind layers", "ultramem own", "depth default", "depth last", "hier-ffn"]
+ASSISTED = ["headwise", "token behind layers", "ultramem own", "depth default", "depth last", "hier-ffn"]
 
 
 @pytest.mark.parametrize("help_", ["assistant", "lookup"])
@@ -111,7 +109,7 @@ def test_assisted_decoding_gives_the_same_tokens_or_is_refused(case, help_, tmp_
             model.generate(row, **GREEDY, **arguments)
 
 
-@pytest.mark.parametrize("case", [name for name, case in CASES.items() if not case.reads_prompt])
+@each_case
 def test_documents_in_one_row_do_not_see_each_other(native_family, case, tmp_path):
     """Positions that begin again, without a mask, as collators for packed rows give them."""
     case, lengths = CASES[case], (WINDOW + 5, 3, 2 * WINDOW, 1)
@@ -127,7 +125,7 @@ def test_later_tokens_change_no_earlier_logits(native_family, case, tmp_path):
     case, tokens = CASES[case], prompt()
     model = case.model(native_family, tmp_path)
     changed = torch.cat([tokens[:, :WINDOW], prompt(2 * WINDOW, seed=9)], dim=1)
-    before, after = (logits(model, each, **case.of_pass(each, WINDOW)) for each in (tokens, changed))
+    before, after = (logits(model, each, **case.given()) for each in (tokens, changed))
     torch.testing.assert_close(after[:, :WINDOW], before[:, :WINDOW], **CLOSE[case.dtype])
     if case.dtype == torch.float32:  # those that are inserted, which compute each token alike whatever follows it
         assert torch.equal(after[:, :WINDOW], before[:, :WINDOW])

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from midus_hf.models.parts import CACHE
 
-ROUTINGS = ("chunk", "prompt", "token", "sequence")
+ROUTINGS = ("chunk", "token", "sequence")
 COEFFICIENTS = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.01}
 TOKENS, CHUNK = 8, 3
 
@@ -163,25 +163,6 @@ def test_two_memories_add_the_loss_of_each():
     assert output.loss.item() == pytest.approx(cross_entropy(output.logits, labels) + added, rel=1e-6)
 
 
-@pytest.mark.parametrize("left", [0, 3])
-def test_labels_say_what_the_prompt_is(left):
-    model, tokens = model_with("prompt").train(), prompt(TOKENS)
-    labels = labels_of(tokens, 5)
-    labels[:, 6] = -100  # a gap behind the first token that is predicted is no prompt
-    mask = (torch.arange(TOKENS) >= left).long().expand(2, TOKENS)
-    by_labels = model(tokens, labels=labels, attention_mask=mask)
-    with_prompt = model(tokens, attention_mask=mask, prompt_mask=(torch.arange(TOKENS) < 5).expand(2, TOKENS))
-    torch.testing.assert_close(by_labels.logits, with_prompt.logits)
-    other = model(tokens, labels=labels, attention_mask=mask, prompt_mask=(torch.arange(TOKENS) < 4).expand(2, TOKENS))
-    assert not torch.allclose(other.logits, with_prompt.logits, atol=1e-4), "a mask that is given goes before labels"
-
-
-def test_labels_without_a_prompt_are_refused():
-    model = model_with("prompt").train()
-    with pytest.raises(ValueError, match=r"a row has no token of a prompt; expected prompt_mask to be true somewhere"):
-        model(prompt(TOKENS), labels=prompt(TOKENS))
-
-
 def test_a_model_without_routers_takes_no_such_option_further():
     model = upscaled_model("llama")
     output = model(prompt(TOKENS), labels=prompt(TOKENS), output_router_logits=True)
@@ -189,17 +170,13 @@ def test_a_model_without_routers_takes_no_such_option_further():
     assert "router_logits" not in output
 
 
-def test_a_trainer_keeps_the_columns_that_say_what_the_prompt_is():
-    names = set(inspect.signature(model_with("prompt").forward).parameters)
-    assert {"input_ids", "labels", "prompt_mask", "token_mask", "output_router_logits"} <= names
+def test_a_trainer_keeps_the_columns_that_routers_read():
+    names = set(inspect.signature(model_with().forward).parameters)
+    assert {"input_ids", "labels", "token_mask", "output_router_logits"} <= names
 
 
 def test_a_pass_that_trains_without_labels_says_what_is_missing():
     tokens = prompt(TOKENS)
-    with pytest.raises(
-        ValueError, match="a pass that trains has neither prompt_mask nor labels; expected one of them"
-    ):
-        model_with("prompt").train()(tokens)
     with pytest.warns(UserWarning, match="has no labels, so the losses of its routers are not added"):
         model_with("chunk").train()(tokens)
     output = model_with("chunk").train()(tokens, output_router_logits=True)

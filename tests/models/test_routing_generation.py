@@ -8,35 +8,24 @@ import warnings
 
 import pytest
 import torch
-import transformers
 from models.chapter_models import chapter_model, chapter_pair
-from packaging.version import Version
 from tiny import prompt
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from midus_hf.memory.memory_state import MemoryState
 from midus_hf.models.parts import CACHE
 
-CAUSAL = ("chunk", "prompt", "token")
+CAUSAL = ("chunk", "token")
 PROMPT, NEW = 7, 6
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 
 
-def full_pass(model: PreTrainedModel, tokens: torch.Tensor, prompt_length: int) -> torch.Tensor:
-    """Logits of the last token, of one pass over all tokens."""
-    arguments = {}
-    if "prompt_mask" in model.model.memory_input_names:
-        arguments["prompt_mask"] = (torch.arange(tokens.shape[1]) < prompt_length).expand(tokens.shape)
-    with torch.no_grad():
-        return model(tokens, use_cache=False, **arguments).logits[:, -1]
-
-
-def by_full_passes(model: PreTrainedModel, tokens: torch.Tensor, prompt_length: int | None = None) -> torch.Tensor:
+def by_full_passes(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """Greedy tokens, each by a pass over all tokens before it."""
-    prompt_length = tokens.shape[1] if prompt_length is None else prompt_length
     for _ in range(NEW):
-        best = full_pass(model, tokens, prompt_length).argmax(-1, keepdim=True)
-        tokens = torch.cat([tokens, best], dim=1)
+        with torch.no_grad():
+            last = model(tokens, use_cache=False).logits[:, -1]
+        tokens = torch.cat([tokens, last.argmax(-1, keepdim=True)], dim=1)
     return tokens
 
 
@@ -87,54 +76,23 @@ def test_embeddings_may_stand_for_the_prompt(routing, cache):
 @pytest.mark.parametrize("routing", CAUSAL)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_conversation_goes_on_from_its_cache(family, routing):
-    """The prompt stays the first one, where chapters are chosen by the prompt."""
     model = chapter_model(family, routing=routing)
     first = model.generate(prompt(PROMPT), **GREEDY, return_dict_in_generate=True)
     further = torch.cat([first.sequences, prompt(4, seed=6)], dim=1)
     second = model.generate(further, **GREEDY, **{CACHE: first[CACHE]})
-    assert torch.equal(second, by_full_passes(model, further, PROMPT))
+    assert torch.equal(second, by_full_passes(model, further))
 
 
 @pytest.mark.parametrize("routing", CAUSAL)
-def test_a_prompt_in_parts_gives_the_tokens_of_a_whole_one_or_is_refused(routing):
+def test_a_prompt_in_parts_gives_the_tokens_of_a_whole_one(routing):
     model = chapter_model(routing=routing)
     expected = model.generate(prompt(PROMPT), **GREEDY)
-    assert torch.equal(model.generate(prompt(PROMPT), **GREEDY, prefill_chunk_size=PROMPT), expected)
-    if routing == "prompt":
-        with pytest.raises(
-            ValueError, match="the first pass has 3 tokens of a prompt of 7, by all of which a memory of"
-        ):
-            model.generate(prompt(PROMPT), **GREEDY, prefill_chunk_size=3)
-    else:
-        assert torch.equal(model.generate(prompt(PROMPT), **GREEDY, prefill_chunk_size=3), expected)
+    for size in (PROMPT, 3):
+        assert torch.equal(model.generate(prompt(PROMPT), **GREEDY, prefill_chunk_size=size), expected)
 
 
-@pytest.mark.xfail(
-    Version(transformers.__version__).release[:2] == (5, 17),
-    reason="transformers 5.17 reads a conversation that goes on in parts from its beginning again, of any model: its cache holds 34 "
-    "tokens for these 22",
-    strict=True,
-)
-def test_parts_of_what_follows_a_prompt_are_none_of_its_own():
-    model = chapter_model(routing="prompt")
-    first = model.generate(prompt(PROMPT), **GREEDY, return_dict_in_generate=True)
-    further = torch.cat([first.sequences, prompt(4, seed=6)], dim=1)
-    second = model.generate(further, **GREEDY, **{CACHE: first[CACHE]}, prefill_chunk_size=2)
-    assert torch.equal(second, by_full_passes(model, further, PROMPT))
-
-
-def test_a_mask_of_the_prompt_may_be_given():
-    model = chapter_model(routing="prompt")
-    mask = (torch.arange(PROMPT) < 3).expand(2, PROMPT)
-    expected = by_full_passes(model, prompt(PROMPT), prompt_length=3)
-    for cache in CACHES.values():
-        assert torch.equal(model.generate(prompt(PROMPT), **GREEDY, **cache, prompt_mask=mask), expected)
-    assert not torch.equal(model.generate(prompt(PROMPT), **GREEDY), expected)
-
-
-@pytest.mark.parametrize("routing", ["chunk", "prompt"])
-def test_a_cache_that_another_model_filled_is_refused(routing):
-    base, model = chapter_pair(routing=routing)
+def test_a_cache_that_another_model_filled_is_refused():
+    base, model = chapter_pair(routing="chunk")
     cache = base(prompt(PROMPT), use_cache=True)[CACHE]
     with pytest.raises(
         ValueError, match="the cache holds tokens, but not what the memories of this model keep of them"
@@ -143,10 +101,9 @@ def test_a_cache_that_another_model_filled_is_refused(routing):
     model(prompt(1), **{CACHE: DynamicCache(config=model.config)})
 
 
-@pytest.mark.parametrize("routing", ["chunk", "prompt"])
-def test_a_cache_without_layers_is_refused(routing):
+def test_a_cache_without_layers_is_refused():
     with pytest.raises(ValueError, match="the cache is a tuple, which has no place for what memories keep"):
-        chapter_model(routing=routing)(prompt(1), **{CACHE: ((),)})
+        chapter_model(routing="chunk")(prompt(1), **{CACHE: ((),)})
 
 
 def test_no_state_is_kept_where_tokens_choose_for_themselves():
@@ -183,9 +140,8 @@ def test_looking_ahead_cannot_continue_from_a_cache():
         model(prompt(1), **{CACHE: cache})
 
 
-@pytest.mark.parametrize("routing", ["chunk", "prompt"])
-def test_what_is_kept_is_as_large_as_a_token(routing):
-    model = chapter_model(routing=routing)
+def test_what_is_kept_is_as_large_as_a_token():
+    model = chapter_model(routing="chunk")
     cache = model(prompt(PROMPT), use_cache=True)[CACHE]
     states = [layer for layer in cache.layers if isinstance(layer, MemoryState)]
     assert [(state.name, state.layer) for state in states] == [("chapters", 1), ("chapters", 3)]
@@ -212,8 +168,7 @@ def test_a_static_cache_is_one_for_every_length():
     assert {name: tensor.data_ptr() for name, tensor in state.kept.items()} == pointers
 
 
-@pytest.mark.parametrize("routing", ["chunk", "prompt"])
-def test_an_empty_cache_without_a_config_will_do(native_family, routing):
-    model = chapter_model(native_family, routing=routing)
+def test_an_empty_cache_without_a_config_will_do(native_family):
+    model = chapter_model(native_family, routing="chunk")
     generated = model.generate(prompt(PROMPT), **{CACHE: DynamicCache()}, **GREEDY)
     assert torch.equal(generated, model.generate(prompt(PROMPT), **GREEDY))

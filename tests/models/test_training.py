@@ -85,7 +85,7 @@ def test_two_passes_before_one_backward_have_the_gradients_of_both(native_family
 # Passes without gradients are in test_compile.py; memories alone, which AOTAutograd traces too, in test_random_slots.py.
 COMPILED = [("llama", case, "eager") for case in ("chunk", "ultramem skip", "all fetched")]
 COMPILED += [("llama", "depth default", "aot_eager")]
-COMPILED_CASES = ["headwise", "product-key", "chunk", "prompt", "all fetched", "hier-kv"]
+COMPILED_CASES = ["headwise", "product-key", "chunk", "all fetched", "hier-kv"]
 COMPILED_CASES += ["ultramem heads", "ultramem skip", "depth default", "depth released"]
 ALL_COMPILED = itertools.product(("llama", "gemma3"), COMPILED_CASES, ("eager", "aot_eager"))
 

@@ -67,7 +67,6 @@ OF_TABLES = "no memory of this model reads few rows of a large table; expected o
         ("headwise", {"sparse_values": True}, OF_TABLES),
         ("none", {}, "model_name_or_path is None; expected the folder or Hub id of the model"),
         ("fetching", {}, r"fetches blocks by the path of a text, and path_column is not given"),
-        ("prompted", {}, "routing is 'prompt', and plain text has no prompts; expected chats.*'chunk'"),
     ],
 )
 def test_what_a_model_cannot_do_is_refused_before_anything_is_written(
@@ -77,7 +76,6 @@ def test_what_a_model_cannot_do_is_refused_before_anything_is_written(
         "headwise": lambda: upscaled("llama"),
         "none": lambda: None,
         "fetching": lambda: fetching,
-        "prompted": lambda: upscaled("llama", "moc", routing="prompt"),
     }[kind]()
     with refused(message):
         train(tiny_config(model, corpus, tmp_path / "out", **options))

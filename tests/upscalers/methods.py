@@ -45,7 +45,6 @@ _OPTIONS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "neighbours": {"share": "every:2", "layers": 3},
             "per token": {"routing": "token"},
             "per sequence": {"routing": "sequence"},
-            "per prompt": {"routing": "prompt"},
         },
     ),
     "ultramem-v2": (

@@ -170,19 +170,6 @@ print(type(model).__module__.startswith("transformers_modules"), float((logits -
     assert own_code == "True" and float(difference) < 1e-5
 
 
-def test_the_prompt_reaches_the_memory_of_the_language_model(tmp_path):
-    larger_model("mistral3").save_pretrained(tmp_path / "base")
-    options = {**SMALL_CHAPTERS, "routing": "prompt"}
-    upscale(base=tmp_path / "base", method="moc", output=tmp_path / "upscaled", options=options)
-    model = loaded(tmp_path / "upscaled")
-    let_memory_act(model)
-    inputs = picture_with_text("mistral3")
-    length = inputs["input_ids"].shape[1]
-    with torch.no_grad():
-        short, long = (model(**inputs, prompt_mask=torch.arange(length)[None] < size).logits for size in (2, length))
-    assert not torch.equal(short, long)
-
-
 def test_an_upscaled_one_is_inspected_and_upscaled_again(cells, tmp_path):
     base, once = cells("mistral3", "moc")
     upscale(base=once, method="midus-hml", output=tmp_path / "twice", options=OPTIONS["midus-hml"])

@@ -1,7 +1,5 @@
 """What single memory methods have of their own: layers, donors, remarks; `test_every_method` has what all share."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -48,15 +46,6 @@ def test_a_quarter_of_the_layers_has_it_unless_others_are_named(layers, expected
     (entry,) = config["memory"]
     assert entry["layers"] == expected and entry["type"] == entry["name"] == "chapters"
     assert {key: entry[key] for key in SMALL_CHAPTERS} == SMALL_CHAPTERS
-
-
-def test_verification_tells_memories_that_choose_by_the_prompt_what_that_is(base, tmp_path):
-    options = {**SMALL_CHAPTERS, "routing": "prompt"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        upscale(base=base, method="moc", output=tmp_path / "once", options=options)
-        report = upscale(base=tmp_path / "once", method="moc", output=tmp_path / "out", options=options)
-    assert report.identity.max_abs_diff == 0.0
 
 
 def test_every_layer_but_inserted_blocks_reads_the_depth(base, tmp_path):
@@ -207,7 +196,7 @@ def test_a_model_that_looks_at_later_tokens_says_so_wherever_it_is_met(command, 
     assert "what a token gets depends on later tokens" in command("inspect", out).out
 
 
-@pytest.mark.parametrize("routing", ["chunk", "prompt", "token"])
+@pytest.mark.parametrize("routing", ["chunk", "token"])
 def test_a_causal_model_says_nothing_of_it(command, base, tmp_path, routing):
     out = tmp_path / "out"
     assert "causal" not in upscaled_with(command, base, out, routing).err

@@ -65,8 +65,8 @@ class RunningModel:
             handles.append(layer.register_forward_hook(lambda *call, number=number: see(number, _stream(call[-1]))))
         try:
             with torch.no_grad():
-                inputs = inputs_of_memories(self._stack, self._path, tokens)
-                return self._model(tokens, use_cache=False, **inputs).logits
+                fetched = {} if self._path is None else {"memory_ids": torch.tensor([self._path] * len(tokens))}
+                return self._model(tokens, use_cache=False, **fetched).logits
         finally:
             for handle in handles:
                 handle.remove()
@@ -165,21 +165,6 @@ def path_of_last_leaf(config: Any) -> tuple[int, ...] | None:
     for layout in banks.values():
         return layout.blocks.path(layout.blocks.nodes(layout.num_levels) - 1)
     return None
-
-
-def inputs_of_memories(stack: Any, path: tuple[int, ...] | None, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the inputs that a model's memories need beside the tokens; empty if they need none.
-
-    Args:
-        stack: The model's stack of layers.
-        path: The path whose blocks all rows fetch; None if nothing is fetched.
-        tokens: Token ids, `[B, T]`; the first half counts as the prompt.
-    """
-    batch, length = tokens.shape
-    inputs = {} if path is None else {"memory_ids": torch.tensor([path] * batch)}
-    if "prompt_mask" in getattr(stack, "memory_input_names", ()):
-        inputs["prompt_mask"] = (torch.arange(length) < length // 2).expand(batch, -1)  # [B, T]
-    return inputs
 
 
 class _StoredWeights(Mapping[str, torch.Tensor]):

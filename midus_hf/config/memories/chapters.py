@@ -23,7 +23,7 @@ from midus_hf.config.memory_types import MemoryOptions, SharedTables, check_fit,
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 
-Routing = Literal["chunk", "prompt", "token", "sequence"]
+Routing = Literal["chunk", "token", "sequence"]
 Balance = Literal["routed", "released"]
 
 # Options of the paper's table 5.
@@ -66,8 +66,8 @@ class ChaptersOptions(MemoryOptions):
     k: int = option(4, "chapters that the router chooses beside the shared ones")
     routing: Routing = option(
         "chunk",
-        "what is pooled to choose chapters. chunk: for each stretch of chunk_size tokens, the tokens before it; prompt: the prompt; "
-        "token: every token chooses for itself; sequence: all tokens, later ones included, so not causal",
+        "what is pooled to choose chapters. chunk: for each stretch of chunk_size tokens, the tokens before it; token: every token "
+        "chooses for itself; sequence: all tokens, later ones included, so not causal",
     )
     chunk_size: int = option(
         64,
@@ -101,10 +101,6 @@ class ChaptersOptions(MemoryOptions):
     @property
     def reads_ahead(self) -> bool:
         return self.routing == "sequence"
-
-    @property
-    def reads_prompts(self) -> bool:
-        return self.routing == "prompt"
 
     @property
     def routed_chapters(self) -> int:
@@ -203,9 +199,9 @@ def chapters_flops(
 ) -> dict[str, int]:
     """Count the operations as `flops` does.
 
-    For routing `sequence` and `prompt` the count is the paper's: memory tokens are weighted, normalised and
-    projected for each sequence anew. With `chunk` and `token`, choices overlap: each memory token that is read is
-    normalised and projected once, at most the whole bank, and weights scale scores and weighted sums instead.
+    For routing `sequence` the count is the paper's: memory tokens are weighted, normalised and projected for each
+    sequence anew. With `chunk` and `token`, choices overlap: each memory token that is read is normalised and
+    projected once, at most the whole bank, and weights scale scores and weighted sums instead.
     Chunks are pooled by a running sum, divided once per chunk. A quantised bank is scaled where it is read. The
     router's losses count as in the paper; turning its probabilities into weights does not count.
     """

@@ -4,7 +4,6 @@ Hidden states are divided by their root mean square first, and elements are limi
 left out unless it is the only one: in trained models it draws attention whatever it is, and its state is large and alike everywhere.
 """
 
-import warnings
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -13,11 +12,6 @@ import torch
 from midus_hf.memory.routing.stretches import EqualStretches, Stretches, padded
 from midus_hf.memory.routing.token_places import TokenPlaces
 from midus_hf.ops.dispatch.precision import wide_dtype
-
-_ALL_ARE_PROMPT = (
-    "routing is 'prompt', and nothing says which tokens are the prompt: all of this pass are taken for it, and what is predicted "
-    "behind one of them has seen those that follow. Give prompt_mask, or labels that begin with -100."
-)
 
 
 class Pooled(NamedTuple):
@@ -95,7 +89,7 @@ class ChunkSizes(NamedTuple):
 
 
 def pool_tokens(states: torch.Tensor, places: TokenPlaces) -> Pooled:
-    """Return the state of each token as a stretch by itself, with the arguments of `pool_prompt`."""
+    """Return the state of each token as a stretch by itself, with the arguments of `pool_chunks`."""
     stretch_of_token = torch.arange(states.shape[0] * states.shape[1], device=states.device).view(states.shape[:2])
     counts = (
         states.new_ones(stretch_of_token.shape, dtype=torch.float32) if places.real is None else places.real.float()
@@ -104,7 +98,7 @@ def pool_tokens(states: torch.Tensor, places: TokenPlaces) -> Pooled:
 
 
 def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> Pooled:
-    """Return the mean over all tokens of each document, including later tokens, with the arguments of `pool_prompt`.
+    """Return the mean over all tokens of each document, including later tokens, with the arguments of `pool_chunks`.
 
     The documents of packed rows are counted, which waits for the device, and read side by side, filled up to the longest: one long
     document among many short ones costs as much as if all were long. A compiled graph cannot wait: it assumes one document per
@@ -112,7 +106,7 @@ def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> Pooled:
     """
     batch, tokens, width = states.shape
     if places.starts is None:
-        means, counts = _row_means(states, places.real, places.real)
+        means, counts = _row_means(states, places.real)
         return Pooled(means, _rows(batch, tokens, states.device), counts, {"seen": counts})
     real = _real(states, places)
     document = _documents(states, places)  # [B, T]
@@ -134,49 +128,6 @@ def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> Pooled:
         first_tokens = torch.zeros(number + 1, dtype=torch.int64, device=states.device).scatter_(0, at, every)[:-1]
         stretches = padded(stretch_of_token, first_tokens, tokens, shrinks=True)
     return Pooled(means, stretches, sizes.float(), {"seen": torch.ones(batch, device=states.device)})
-
-
-def pool_prompt(
-    states: torch.Tensor,
-    places: TokenPlaces,
-    prompt_mask: torch.Tensor | None,
-    kept: Mapping[str, torch.Tensor],
-) -> Pooled:
-    """Return the mean over the tokens of the prompt; later passes use the mean of the first pass.
-
-    Args:
-        states: `[B, T, D]`, normalised and limited hidden states.
-        places: Padding and documents.
-        prompt_mask: `[B, T]`, true for tokens of the prompt. Default: the first pass is the prompt.
-        kept: Tensors that an earlier pass of the sequence kept; empty in the first pass.
-
-    Raises:
-        ValueError: If a row holds several documents, or no token of a prompt.
-    """
-    batch, tokens, _ = states.shape
-    if places.starts is not None:
-        raise ValueError(
-            "routing is 'prompt', and a row holds several documents; expected one prompt per row. Train without packing, or choose "
-            "routing = 'chunk'."
-        )
-    rows = _rows(batch, tokens, states.device)
-    if kept:
-        return Pooled(
-            kept["pooled"].to(wide_dtype(states)), rows, _counts(places.real, batch, tokens, states.device), {}
-        )
-    chosen = places.real
-    if prompt_mask is None:
-        if not torch.compiler.is_compiling():  # a graph cannot warn
-            warnings.warn(_ALL_ARE_PROMPT, stacklevel=2)
-    else:
-        chosen = prompt_mask.bool() if places.real is None else prompt_mask.bool() & places.real
-        if not torch.compiler.is_compiling() and not chosen.any(dim=1).all():
-            raise ValueError(
-                "routing is 'prompt', and a row has no token of a prompt; expected prompt_mask to be true somewhere in each row, or "
-                "labels that begin with -100. Plain text has no prompts: choose routing = 'chunk' for it."
-            )
-    means, counts = _row_means(states, chosen, places.real)
-    return Pooled(means, rows, counts, {"pooled": means})
 
 
 def pool_chunks(
@@ -301,23 +252,19 @@ def _pool_step(
     return Pooled(means, _rows(batch, 1, states.device), real.float(), new)
 
 
-def _row_means(
-    states: torch.Tensor, chosen: torch.Tensor | None, real: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean over each row's chosen tokens, `[B, D]`, and the length of each row, `[B]`.
+def _row_means(states: torch.Tensor, real: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean over each row's tokens, `[B, D]`, and the length of each row, `[B]`, without padding.
 
-    The first token of a row counts only if it is the only chosen one.
+    The first token of a row counts only if it is the only one.
     """
     batch, tokens, _ = states.shape
     wide = states.to(wide_dtype(states))
-    counts = _counts(real, batch, tokens, states.device)
-    if chosen is None:
-        return wide[:, min(1, tokens - 1) :].mean(1), counts
-    first = torch.ones_like(chosen) if real is None else real
-    others = chosen & (first.long().cumsum(1) > 1)
-    pooled = torch.where(others.any(1, keepdim=True), others, chosen)
+    if real is None:
+        return wide[:, min(1, tokens - 1) :].mean(1), torch.full((batch,), float(tokens), device=states.device)
+    others = real & (real.long().cumsum(1) > 1)
+    pooled = torch.where(others.any(1, keepdim=True), others, real)
     sums = (wide * pooled.unsqueeze(-1)).sum(1)
-    return sums / pooled.sum(1, keepdim=True).clamp(min=1), counts
+    return sums / pooled.sum(1, keepdim=True).clamp(min=1), real.sum(1).float()
 
 
 def _kept_of(
@@ -366,11 +313,6 @@ def _real(states: torch.Tensor, places: TokenPlaces) -> torch.Tensor:
 def _rows(batch: int, tokens: int, device: torch.device) -> EqualStretches:
     """Return stretches of one whole row each."""
     return EqualStretches(torch.arange(batch, device=device).unsqueeze(1).expand(batch, tokens), tokens)
-
-
-def _counts(real: torch.Tensor | None, batch: int, tokens: int, device: torch.device) -> torch.Tensor:
-    """Return the number of tokens `[B]` of each row, without padding."""
-    return torch.full((batch,), float(tokens), device=device) if real is None else real.sum(1).float()
 
 
 def _zeros(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -274,7 +274,7 @@ class Midus{family}{kind}Block(MemoryBlock, {layer}):
 {block}'''
 
 # The older name of the cache, and arguments of memories, which the signature of a forward names.
-_ARGUMENTS_OF_MEMORIES = ("past_key_values", "output_router_logits", "prompt_mask", "token_mask", "memory_ids")
+_ARGUMENTS_OF_MEMORIES = ("past_key_values", "output_router_logits", "token_mask", "memory_ids")
 
 _LARGER_SOURCE = '''"""{larger} with memory in its language model."""
 

@@ -248,7 +248,7 @@ def test_what_is_not_finite_stays_as_it_is_and_is_listed_as_that(tmp_path, chapt
 
 
 # Of models that were upscaled with `moc`, given values as training would, edited, and loaded.
-SHARES = ({}, {"share": "every:2"}, {"routing": "prompt"})
+SHARES = ({}, {"share": "every:2"})
 OPTIONS = {"memory_tokens": CHAPTERS * TOKENS, "chapters": CHAPTERS, "k": 2, "chunk_size": 4, "layers": [0, 2, 3]}
 
 
