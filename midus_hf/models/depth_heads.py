@@ -50,13 +50,9 @@ class DepthHeads(InsideAttention):
         # Where the key and the value of each slot are carried: of slots that the layer reads, from the oldest to the newest, and of
         # slots that it writes and later layers read, by their source.
         self.slots = tuple(_carried(entry, slot) for slot in self.options.slots_read(self.index))
-        own = (Slot(self.index, source) for source in self.options.sources)
-        self.writes = {
-            slot.source: _carried(entry, slot) for slot in own if self.options.is_read(slot, len(entry.layers))
-        }
-        self.without_rotation = self.options.rope == "same" and (
-            layer.some_do_not_rotate or _rotations_differ(config, entry.layers)
-        )
+        own = self.options.sources if self.index + 1 < len(entry.layers) else ()
+        self.writes = {source: _carried(entry, Slot(self.index, source)) for source in own}
+        self.without_rotation = layer.some_do_not_rotate or _rotations_differ(config, entry.layers)
 
     def stand(self, layer: Any, call: LayerCall) -> None:
         """Let heads read slots, and write slots behind the feed-forward network."""
@@ -81,14 +77,13 @@ class DepthPass(HeadChange):
     """
 
     def __init__(self, heads: DepthHeads, layer: Any, call: LayerCall):
-        self._heads, self._options = heads, heads.options
+        self._heads = heads
         self._memory, self._attention = layer.memories[heads.memory], layer.mixer_part
         self._slots, self._rotation = call.carried, call.rotation
         # Whether later layers read the keys and values that attention computes.
         self._reuses = heads.options.attention_slots == "reused" and "attention" in heads.writes
-        # What attention reads, `[B, T, D]`; what its key projection gives; its keys and values, without those of the cache.
+        # What attention reads, `[B, T, D]`; its keys and values, without those of the cache.
         self._input: torch.Tensor | None = None
-        self._raw_key: torch.Tensor | None = None
         self._own: Heads | None = None
 
     def attention(self, attention: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
@@ -111,19 +106,10 @@ class DepthPass(HeadChange):
 
     def begin(self, attention: Any, adapters: Mapping[str, Adapter], kwargs: dict[str, Any]) -> Mapping[str, Adapter]:
         """Note the keys and values of the tokens of the pass, if later layers read them."""
-        if not self._reuses:
-            return adapters
         cache = kwargs.get(CACHE)
-        if cache is not None:
+        if self._reuses and cache is not None:
             kwargs[CACHE] = View(cache, {"update": partial(self._noting_update, cache.update)})
-        if self._options.rope == "released":  # later layers read keys from before norm and rotation
-            return {**adapters, "key": partial(self._noting_key, adapters.get("key"))}
         return adapters
-
-    def _noting_key(self, adapter: Adapter | None, read: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Return the output of the key projection, `[B, T, K * d]`, as changed by `adapter`, and note it."""
-        self._raw_key = output if adapter is None else adapter(read, output)
-        return self._raw_key
 
     def _noting_update(
         self, update: Callable[..., Any], key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
@@ -146,25 +132,19 @@ class DepthPass(HeadChange):
         implementation = module.own_config._attn_implementation
         sequence = SequenceHeads(module, own, implementation, query, key, value, mask, kwargs)
         keys, values = ([self._slots[each] for each in carried] for carried in zip(*self._heads.slots, strict=True))
-        if self._options.rope == "released":
-            keys = [normalised_keys(self._attention, key) for key in keys]
-        elif self._heads.without_rotation:
+        if self._heads.without_rotation:
             query = unrotated(self._attention, query, self._rotation)
         return self._memory(query, sequence=sequence, keys=keys, values=values)
 
     def _own_heads(self) -> Heads:
         assert self._own is not None, "attention tells which keys and values it wrote"
         key, value = self._own
-        if self._raw_key is not None:
-            return _split(self._raw_key, value), value
         return unrotated(self._attention, key, self._rotation) if self._heads.without_rotation else key, value
 
     def _projected(self, source: SlotSource, read: torch.Tensor) -> Heads:
         key, value = self._memory(read, slot=source)  # [B, K, T, d]
-        if self._options.rope == "same":
-            key = normalised_keys(self._attention, key)
-            key = key if self._heads.without_rotation else rotated(self._attention, key, self._rotation)
-        return key, value
+        key = normalised_keys(self._attention, key)
+        return key if self._heads.without_rotation else rotated(self._attention, key, self._rotation), value
 
 
 @mixin_for("depth")

@@ -50,13 +50,10 @@ def test_adapters_on_all_projections_change_nothing_then_act_and_are_merged(nati
 @pytest.mark.parametrize("target", ["k_proj", "v_proj"])
 def test_slots_are_what_adapted_projections_give(target):
     """Keys and values that later layers read are those that the layer itself reads."""
-    changed = []
-    for kind in ("attention", "released"):
-        adapted = adapted_model(depth_model("qwen3", kind), [target])
-        let_act(adapted)
-        changed.append(logits(adapted))
-        torch.testing.assert_close(logits(adapted.merge_and_unload()), changed[-1], rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(*changed)
+    adapted = adapted_model(depth_model("qwen3", "attention"), [target])
+    let_act(adapted)
+    changed = logits(adapted)
+    torch.testing.assert_close(logits(adapted.merge_and_unload()), changed, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["default", "reused", "fetching"])

@@ -197,7 +197,6 @@ def test_the_same_config_gives_the_same_module_in_any_process(family, method, ch
         ("midus-hml", "inner_residual", True),
         ("moc", "routing", "token"),
         ("moda", "joining", "interpolated"),
-        ("moda", "rope", "released"),
     ],
 )
 def test_a_config_with_other_options_builds_the_memory_of_these_options(method, key, value, checkpoints):

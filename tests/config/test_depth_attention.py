@@ -87,15 +87,10 @@ def test_what_reads_and_what_is_read():
         (0, name) for name in ("attention_key", "attention_value", "ffn_key", "ffn_value")
     )
     assert options.gives(1, 3) and not options.gives(2, 3)
-    last = DepthAttentionOptions(attention_slots="reused", slots=3)
-    assert last.slots_read(3) == (Slot(1, "ffn"), Slot(2, "attention"), Slot(2, "ffn"))
-    assert [len(last.slots_read(index)) for index in range(4)] == [0, 2, 3, 3]
 
 
 def test_slots_that_no_layer_reads_are_neither_written_nor_have_projections():
-    options = DepthAttentionOptions(attention_slots="reused", slots=1)
-    assert options.slots_read(2) == (Slot(1, "ffn"),)
-    assert options.gives(0, 3) == ("ffn_key", "ffn_value")
+    options = DepthAttentionOptions(attention_slots="reused")
     everywhere = {"depth_gate", "ffn_key.weight", "ffn_value.weight"}
     assert [set(options.tensors_at(SIZES, index, 3)) for index in range(3)] == [
         everywhere - {"depth_gate"},
@@ -123,8 +118,6 @@ def test_what_tensors_start_as_is_a_matter_of_how_the_depth_is_joined(joining, g
     ("entry", "message"),
     [
         ({"attention_slots": "none", "ffn_slots": False}, "expected one of them, for there is nothing to read"),
-        ({"slots": -1}, r"slots is -1; expected 0 or more\."),
-        ({"slots": 4}, r"slots is 4; expected 3 or fewer, which is what the last of 4 layers can read, or 0 for all"),
         (
             {"layers": [2]},
             r"layers is \[2\]; expected two or more, for a layer reads what another in front of it wrote",

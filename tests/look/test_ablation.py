@@ -73,7 +73,7 @@ def test_parts_are_named_by_what_they_are():
 
 
 def test_slots_are_written_while_the_depth_is_not_read():
-    base, folder = saved_pair("llama", "moda", attention_slots="projected", slots=3)
+    base, folder = saved_pair("llama", "moda", attention_slots="projected")
     model = acting(loaded(folder))
     with switched_off(model, added_parts(model)):
         assert torch.equal(logits(model), logits(loaded(base)))

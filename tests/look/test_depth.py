@@ -69,7 +69,7 @@ def expected_shares(model, tokens):
     return [(slots.mean((0, 2)), sequence.mean((0, 2))) for slots, sequence in results.values()]
 
 
-@pytest.mark.parametrize("kind", ["default", "reused", "joint", "bias", "added to reused", "last", "some"])
+@pytest.mark.parametrize("kind", ["default", "reused", "joint", "bias", "added to reused", "some"])
 @pytest.mark.parametrize(
     ("of_family", "attention"),
     [("llama", "eager"), ("llama", "sdpa"), ("gemma2", "eager"), ("gemma3", "sdpa")],
@@ -95,10 +95,9 @@ def test_slots_are_told_by_the_layer_that_wrote_them():
     slots = slots_of("reused")
     assert slots[2] == ["0 attention", "0 ffn", "1 attention", "1 ffn"] and list(slots) == [1, 2, 3]
     assert slots_of("some") == {2: ["0 ffn"], 3: ["0 ffn", "2 ffn"]}
-    assert slots_of("last")[3] == ["1 ffn", "2 attention", "2 ffn"]
 
 
-@pytest.mark.parametrize("kind", ["default", "last"])
+@pytest.mark.parametrize("kind", ["default", "projected"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_batches_and_padding_change_nothing(attention, kind):
     model, text = depth_model(kind=kind), rows(12, 9, 4)
@@ -196,7 +195,7 @@ def test_generation_is_recorded_from_a_cache():
         torch.testing.assert_close(reading.shares, at_once.shares)
 
 
-@pytest.mark.parametrize("kind", ["default", "reused", "last"])
+@pytest.mark.parametrize("kind", ["default", "reused", "projected"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_the_map_of_a_head_has_shares_of_tokens_that_are_those_that_are_recorded_and_add_up(attention, kind):
     model, text = depth_model(kind=kind), rows(9)

@@ -17,8 +17,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "bias": {"bias": True},
     "projected": {"attention_slots": "projected", "bias": True},
     "added to reused": {"attention_slots": "reused"},
-    "released": {"joining": "interpolated", "attention_slots": "reused", "rope": "released"},
-    "last": {"attention_slots": "projected", "slots": 3},
     "some": {"layers": [0, 2, 3]},
 }
 

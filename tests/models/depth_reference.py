@@ -31,7 +31,7 @@ def add_depth(native, model):
 
 
 class _Depth:
-    """The slots of a pass; keys are those in front of the rotation, and behind the norm if the layer that writes them applies it.
+    """The slots of a pass, `[B, T, K, d]`; keys are those in front of the rotation and behind the norm.
 
     A query and a key of one position that were rotated alike have the product that they had before, but for the length that scaled
     rotary embeddings, and rounding, give to both.
@@ -49,7 +49,7 @@ class _Depth:
         return self.owned.get(f"model.layers.{layer}.memories.{self.name}.{name}")
 
     def write(self, attention, mlp_input):
-        """Attention's slot first, then the feed-forward network's; of all, those stay that the next layer may read."""
+        """Attention's slot first, then the feed-forward network's."""
         position, options = attention.place, self.options
         if position not in self.layers or position == self.layers[-1]:
             return
@@ -63,22 +63,13 @@ class _Depth:
         if options.ffn_slots:
             written.append(tuple(self._projected(position, f"ffn_{part}", mlp_input) for part in ("key", "value")))
         for key, value in written:
-            key = key if options.rope == "released" else _normalised(_key_norm(attention), key)
+            key = _normalised(getattr(attention, "k_norm", None), key)
             self.slots.append(
                 (key.unflatten(-1, (-1, attention.head_dim)), value.unflatten(-1, (-1, attention.head_dim)))
             )
-        if options.slots:
-            self.slots = self.slots[-options.slots :]
 
     def _projected(self, position, name, read):
         return linear(read, self.tensor(position, f"{name}.weight"), self.tensor(position, f"{name}_bias"))
-
-    def readable(self, attention):
-        """Keys and values of every slot, `[B, T, n, K, d]`."""
-        keys, values = (torch.stack(part, dim=2) for part in zip(*self.slots, strict=True))
-        if self.options.rope == "released":
-            keys = _normalised(_key_norm(attention), keys.flatten(-2)).unflatten(-1, keys.shape[-2:])
-        return keys, values
 
     def gate(self, position):
         """c, `[H, 1, 1]`."""
@@ -91,10 +82,6 @@ def _normalised(norm, heads):
     if norm is None:
         return heads
     return norm(heads.unflatten(-1, (-1, norm.weight.numel()))).flatten(-2)
-
-
-def _key_norm(attention):
-    return getattr(attention, "k_norm", None)
 
 
 def _before_attention(attention, _, arguments):
@@ -124,9 +111,8 @@ def _attend(attention, query, key, value, mask, *, scaling, sliding_window=None,
     mass = masses("bhtd,bhsd->bhts", query, key[:, of_head]) * seen
     total, read = mass.sum(-1), torch.einsum("bhts,bhsd->bhtd", mass, value[:, of_head])
     if attention.place in depth.layers and depth.slots:
-        keys, values = (part[:, :, :, of_head] for part in depth.readable(attention))
-        queries = query if depth.options.rope == "released" else attention.turned_twice
-        mass = masses("bhtd,btnhd->bhtn", queries, keys)
+        keys, values = (torch.stack(part, dim=2)[:, :, :, of_head] for part in zip(*depth.slots, strict=True))
+        mass = masses("bhtd,btnhd->bhtn", attention.turned_twice, keys)
         gate, alone = depth.gate(attention.place), read / total.unsqueeze(-1)
         of_depth = torch.einsum("bhtn,btnhd->bhtd", mass, values)
         both = (read + of_depth) / (total + mass.sum(-1)).unsqueeze(-1)

@@ -11,12 +11,9 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-SEVEN = {"num_hidden_layers": 7}
 OTHERS = {
-    "the newest of seven layers": {"attention_slots": "projected", "slots": 5} | SEVEN,
-    "the newest, released": {"slots": 4, "rope": "released", "attention_slots": "reused", "joining": "joint"} | SEVEN,
     "layers of one kind": {"layers": [1, 3]},
-    "the paper's": {"joining": "joint", "attention_slots": "reused", "rope": "released"},
+    "the paper's": {"joining": "joint", "attention_slots": "reused"},
 }
 
 
@@ -26,8 +23,7 @@ def distance(actual, expected):
 
 def compare(family, kind="default", **options):
     model, tokens = depth_model(family, kind, **options), prompt()
-    layers = {"num_hidden_layers": model.config.num_hidden_layers}
-    native = tiny_model(family, torch.float64, **layers, **(options.get("base") or {}))
+    native = tiny_model(family, torch.float64, **(options.get("base") or {}))
     plain = logits(native, tokens)
     owned = add_depth(native, model)
     expected = native(tokens, labels=tokens, use_cache=False)
@@ -51,7 +47,7 @@ def test_logits_and_every_gradient_are_those_of_hooks_on_the_base(family, kind):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "mistral", "olmo2"])
-@pytest.mark.parametrize("kind", ["default", "reused", "projected", "released"])
+@pytest.mark.parametrize("kind", ["default", "reused", "projected"])
 def test_they_are_on_the_other_families_too(family, kind):
     compare(family, kind)
 
@@ -62,7 +58,7 @@ def test_they_are_in_other_models(family, kind):
     compare(family, **OTHERS[kind])
 
 
-@pytest.mark.parametrize("kind", ["default", "projected", "released"])
+@pytest.mark.parametrize("kind", ["default", "projected"])
 def test_they_are_where_the_rotation_makes_keys_longer(kind):
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
     compare("qwen3", kind, base={"rope_parameters": yarn})
@@ -96,7 +92,7 @@ def test_a_gate_beyond_a_bound_is_the_bound_with_the_gradient_that_leads_back(
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", ["default", "reused", "released"])
+@pytest.mark.parametrize("kind", ["default", "reused"])
 def test_padding_of_texts_changes_no_gradient(native_family, kind, attention):
     """Also where rows that are padding alone read nothing of the sequence."""
     attention = "eager" if native_family == "gemma2" else attention  # whose scores are capped, which sdpa cannot

@@ -82,7 +82,7 @@ def test_it_generates_what_the_base_does_with_any_cache(pair, case, mode):
 
 
 @pytest.mark.parametrize("scale", [1, 30])
-@pytest.mark.parametrize("kind", ["default", "projected", "reused", "released"])
+@pytest.mark.parametrize("kind", ["default", "projected", "reused"])
 def test_what_depth_acts_through_at_zero_changes_no_bit_whatever_the_rest_holds(native_family, kind, scale):
     model = depth_model(native_family, kind, torch.float32, acting=False)
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_what_depth_acts_through_learns_from_the_first_step_and_the_rest_from_th
     _, model = pair(case)
     new = {name: value for name, value in model.train().named_parameters() if ".memories." in name}
     gates = {name for name in new if name.endswith("depth_gate")}
-    is_added = not any(word in case for word in ("reused", "attention", "released"))
+    is_added = not any(word in case for word in ("reused", "attention"))
     values = {name for name in new if "_value" in name} if is_added else set()
     started = {name: copy.deepcopy(value.detach()) for name, value in new.items()}
     optimizer = torch.optim.SGD(new.values(), lr=1.0)

@@ -86,7 +86,7 @@ def test_two_passes_before_one_backward_have_the_gradients_of_both(native_family
 COMPILED = [("llama", case, "eager") for case in ("chunk", "ultramem skip", "all fetched")]
 COMPILED += [("llama", "depth default", "aot_eager")]
 COMPILED_CASES = ["headwise", "product-key", "chunk", "all fetched", "hier-kv"]
-COMPILED_CASES += ["ultramem heads", "ultramem skip", "depth default", "depth released"]
+COMPILED_CASES += ["ultramem heads", "ultramem skip", "depth default", "depth reused"]
 ALL_COMPILED = itertools.product(("llama", "gemma3"), COMPILED_CASES, ("eager", "aot_eager"))
 
 

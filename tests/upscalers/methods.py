@@ -76,8 +76,6 @@ _OPTIONS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "attention": {"joining": "interpolated", "attention_slots": "reused", "ffn_slots": False},
             "bias": {"bias": True},
             "projected": {"attention_slots": "projected", "bias": True},
-            "released": {"joining": "interpolated", "attention_slots": "reused", "rope": "released"},
-            "last": {"attention_slots": "projected", "slots": 3},
             "some": {"layers": [0, 2, 3]},
         },
     ),

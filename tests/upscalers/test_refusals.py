@@ -137,10 +137,6 @@ ULTRAMEM = [
     ("site=behind-layer", "site is 'behind-layer'; expected one of: beside-ffn, skip."),
 ]  # fmt: skip
 MODA = [
-    ("slots=4", "slots is 4; expected 3 or fewer, which is what the last of 4 layers can read, or 0 for all of them."),
-    ("slots=3 layers=[1,3]", "slots is 3; expected 1 or fewer, which is what the last of 2 layers can read, or 0"),
-    ("slots=-1", "slots is -1; expected 0 or more."),
-    ("slots=7 attention_slots=projected", "slots is 7; expected 6 or fewer, which is what the last of 4 layers can read, or 0"),
     ("layers=late:1", "layers is 'late:1', which chooses layer 3 alone; expected two or more, for a layer reads"),
     ("layers=[2]", "layers is [2]; expected two or more, for a layer reads what another in front of it wrote."),
     ("layers=1", "layers is 1, which chooses layer 2 alone; expected two or more, for a layer reads what another in front of"),

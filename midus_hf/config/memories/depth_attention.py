@@ -57,12 +57,6 @@ class DepthAttentionOptions(MemoryOptions):
         True, "whether later layers read keys and values that are projected from the feed-forward network's input"
     )
     bias: bool = option(False, "whether the projections of slots have a bias")
-    rope: Literal["same", "released"] = option(
-        "same",
-        "how the keys of slots are rotated. same: like the queries, so that the position cancels out. released: not at all, and not "
-        "normalised either, as in the paper's code",
-    )
-    slots: int = option(0, "S, the most slots that a token reads, the newest ones; 0: all slots")
 
     @property
     def sources(self) -> tuple[SlotSource, ...]:
@@ -77,12 +71,7 @@ class DepthAttentionOptions(MemoryOptions):
 
     def slots_read(self, index: int) -> tuple[Slot, ...]:
         """Return the slots of earlier layers that a layer reads, from the oldest to the newest."""
-        written = [Slot(layer, source) for layer in range(index) for source in self.sources]
-        return tuple(written[-self.slots :] if self.slots else written)
-
-    def is_read(self, slot: Slot, count: int) -> bool:
-        """Return whether any of `count` layers reads a slot."""
-        return slot.writer + 1 < count and slot in self.slots_read(slot.writer + 1)
+        return tuple(Slot(layer, source) for layer in range(index) for source in self.sources)
 
     def takes(self, index: int) -> tuple[tuple[int, str], ...]:
         return tuple(
@@ -90,7 +79,7 @@ class DepthAttentionOptions(MemoryOptions):
         )
 
     def gives(self, index: int, count: int) -> tuple[str, ...]:
-        written = (source for source in self.sources if self.is_read(Slot(index, source), count))
+        written = self.sources if index + 1 < count else ()
         return tuple(f"{source}_{part}" for source in written for part in ("key", "value"))
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
@@ -115,11 +104,10 @@ class DepthAttentionOptions(MemoryOptions):
 
     def tensors_at(self, sizes: ModelSizes, index: int, count: int) -> dict[str, DeclaredTensor]:
         """Return the tensors that a layer uses: the first layer reads no slots, and no layer reads the last layer's slots."""
-        unread = tuple(f"{source}_" for source in self.sources if not self.is_read(Slot(index, source), count))
         return {
             name: tensor
             for name, tensor in self.tensors(sizes).items()
-            if (index > 0 if name == "depth_gate" else not name.startswith(unread))
+            if (index > 0 if name == "depth_gate" else index + 1 < count)
         }
 
 
@@ -129,8 +117,6 @@ def check_depth_attention_options(options: DepthAttentionOptions) -> None:
         raise ValueError(
             "attention_slots is 'none' and ffn_slots is false; expected one of them, for there is nothing to read."
         )
-    if options.slots < 0:
-        raise ValueError(f"slots is {options.slots}; expected 0 or more.")
 
 
 @check_layers.register
@@ -139,12 +125,6 @@ def check_depth_attention_layers(options: DepthAttentionOptions, layers: tuple[i
         raise ValueError(
             f"layers is {list(layers)}; expected two or more, for a layer reads what another in front of it wrote."
         )
-    most = len(options.sources) * (len(layers) - 1)
-    if options.slots > most:
-        raise ValueError(
-            f"slots is {options.slots}; expected {most} or fewer, which is what the last of {len(layers)} layers can read, or 0 "
-            "for all of them."
-        )
 
 
 @flops.register
@@ -152,7 +132,7 @@ def depth_attention_flops(
     options: DepthAttentionOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
 ) -> dict[str, int]:
     slots, width = len(options.slots_read(index)), sizes.num_heads * sizes.head_dim
-    written = sum(1 for source in options.projected if options.is_read(Slot(index, source), count))
+    written = len(options.projected) if index + 1 < count else 0
     key_width = sizes.num_key_value_heads * sizes.head_dim
     return {
         "depth attention": attention_products(batch, tokens, slots, width)
