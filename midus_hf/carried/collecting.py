@@ -16,7 +16,6 @@ from midus_hf.carried.sources import (
     members_of,
     syntax_tree,
     with_members,
-    with_short_docstrings,
 )
 
 # Decorators that enter a definition in a table that does not travel.
@@ -87,7 +86,7 @@ class Program:
             if self.module(name.module).refusal:
                 raise ValueError(self.module(name.module).refusal)
             source = _MARKS.sub("", self.module(name.module).definitions[name.name])
-            self._sources[name] = self._without_bases(name.module, with_short_docstrings(source))
+            self._sources[name] = self._without_bases(name.module, source)
         return self._sources[name]
 
     def texts(self, module: str) -> Iterator[tuple[Name | None, str]]:

@@ -2,7 +2,6 @@
 
 import ast
 import importlib.util
-import re
 from collections.abc import Collection, Iterable
 from functools import cache
 from typing import Any, NamedTuple
@@ -224,27 +223,3 @@ def with_members(source: str, numbers: Collection[int]) -> str:
 
 def _is_docstring(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-
-
-@cache
-def with_short_docstrings(source: str) -> str:
-    """Return the source with shorter docstrings: the first paragraph, equations, and sections that give shapes.
-
-    Args:
-        source: One or more statements at the top level.
-    """
-    text = SourceText(source)
-    edits = []
-    for node in ast.walk(text.tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False):
-            docstring = node.body[0]
-            if not text.of(docstring).endswith('"""'):
-                continue
-            first, *others = text.of(docstring).removesuffix('"""').rstrip().split("\n\n")
-            kept = [first, *(each for each in others if "`[" in each or _EQUATION.search(each))]
-            end = f"\n{' ' * docstring.col_offset}" if "\n" in "\n\n".join(kept) else ""
-            edits.append(Edit(*text.span(docstring), "\n\n".join(kept) + f'{end}"""'))
-    return text.edited(edits)
-
-
-_EQUATION = re.compile(r"`[^`]*[^=`]= [^`]*`")

@@ -7,7 +7,7 @@ import pytest
 
 from midus_hf.carried.collecting import Program
 from midus_hf.carried.module import _Layout
-from midus_hf.carried.sources import Name, with_short_docstrings
+from midus_hf.carried.sources import Name
 
 OURS = frozenset({"midus_hf"})
 
@@ -142,56 +142,12 @@ def test_of_the_bases_of_a_class_those_stay_that_are_not_left_out(left_out, expe
                 return "second"
 
         class Both(First, Second):
-            '''Its name is Ä.'''
+            '''Its name is Ä.
+
+            It is told at length.
+            '''
         """,
     )
+    assert "It is told at length." in source
     assert f"{expected}:" in source and ("class First" in source) is (not left_out)
     assert computed(source, "Both().name()") == ("second" if left_out else "firstsecond")
-
-
-def test_of_docstrings_the_first_paragraph_stays_with_equations_and_shapes():
-    source = '''
-    def function(a, b):
-        """Return something.
-
-        It is told at length.
-
-        It is `c = a + b`, or a number.
-
-        Args:
-            a: `[B, T, D]`.
-            b: A number.
-
-        Raises:
-            ValueError: If not.
-        """
-        return a
-
-
-    def other(b):
-        """Return another.
-
-        Args:
-            b: A number.
-        """
-        return b
-    '''
-    assert with_short_docstrings(dedent(source)) == dedent(
-        '''
-        def function(a, b):
-            """Return something.
-
-            It is `c = a + b`, or a number.
-
-            Args:
-                a: `[B, T, D]`.
-                b: A number.
-            """
-            return a
-
-
-        def other(b):
-            """Return another."""
-            return b
-        '''
-    )
