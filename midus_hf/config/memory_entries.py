@@ -103,15 +103,6 @@ class Memories:
         """Return the entries of the memories that are attached to a layer, in the order of the config."""
         return [entry for entry in self.attached.values() if layer in entry.layers]
 
-    def layer_tensors(self, layer: int) -> dict[str, DeclaredTensor]:
-        """Return the tensors of all memories in a layer, by their name within the layer."""
-        tensors: dict[str, DeclaredTensor] = {}
-        for entry in self.entries:
-            if layer in entry.layers:
-                prefix = f"{ATTACHED}.{entry.name}" if entry.is_attached else INSERTED
-                tensors |= {f"{prefix}.{name}": tensor for name, tensor in entry.tensors_at(layer, self.sizes).items()}
-        return tensors
-
     def tables(self, name: str) -> tuple[SharedTables, ...]:
         """Return the tables that the layers of an attached memory share."""
         entry = self.attached[name]
@@ -125,20 +116,6 @@ class Memories:
             for name, entry in self.attached.items()
             if (blocks := entry.options.fetched(self.sizes)) is not None
         }
-
-    def table_tensors(self) -> dict[str, DeclaredTensor]:
-        """Return the tensors of all tables, by their name within the stack of layers."""
-        return {
-            f"{TABLES}.{name}.{number}.{tensor_name}": tensor
-            for name in self.attached
-            for number, shared in enumerate(self.tables(name))
-            for tensor_name, tensor in shared.tensors.items()
-        }
-
-    def free_name(self, memory_type: str) -> str:
-        """Return an unused name for one more attached memory: its type, or its type and a number if the type is taken."""
-        names = (memory_type, *(f"{memory_type}-{number}" for number in range(2, len(self.attached) + 3)))
-        return next(name for name in names if name not in self.attached)
 
 
 # Memories of a model without memory. The sizes in it mean nothing.

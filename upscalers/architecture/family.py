@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from midus_hf.config.backbone import Backbone, FamilyTraits, read_backbone
-from midus_hf.config.memory_entries import NO_MEMORIES, Memories, read_memories
+from midus_hf.config.declared_tensors import DeclaredTensor
+from midus_hf.config.memory_entries import ATTACHED, INSERTED, NO_MEMORIES, TABLES, Memories, read_memories
 from midus_hf.config.memory_types import InsertedOptions
 from midus_hf.config.model_sizes import ModelSizes
 from upscalers.request.errors import RequestError, refusing_requests
@@ -157,7 +158,12 @@ class Family(FamilyTraits):
             return replace(backbone, layers=backbone.backbone_layers)
         with refusing_requests():
             memories = read_memories(config["memory"], backbone.sizes, config.get("upscale"))
-            declared = {f"model.{name}": tensor for name, tensor in memories.table_tensors().items()}
+            declared = {
+                f"model.{TABLES}.{memory}.{number}.{name}": tensor
+                for memory in memories.attached
+                for number, shared in enumerate(memories.tables(memory))
+                for name, tensor in shared.tensors.items()
+            }
         tables = {name: tensor.shape for name, tensor in declared.items()}
         layers, inserted = [], memories.inserted
         for layer, tensors in enumerate(backbone.backbone_layers):
@@ -166,7 +172,12 @@ class Family(FamilyTraits):
                 assert isinstance(options, InsertedOptions)
                 roles = kept_roles(options)
                 tensors = {name: tensor for name, tensor in tensors.items() if tensor.role in roles}
-            own = memories.layer_tensors(layer)
+            own: dict[str, DeclaredTensor] = {}
+            for entry in memories.entries:
+                if layer in entry.layers:
+                    within = f"{ATTACHED}.{entry.name}" if entry.is_attached else INSERTED
+                    of_entry = entry.tensors_at(layer, backbone.sizes)
+                    own |= {f"{within}.{name}": tensor for name, tensor in of_entry.items()}
             declared |= {f"model.layers.{layer}.{name}": tensor for name, tensor in own.items()}
             layers.append(tensors | {name: LayerTensor("memory", tensor.shape) for name, tensor in own.items()})
         return replace(

@@ -170,7 +170,9 @@ class AttachedMemoryMethod(HostedMemoryMethod):
                     "--set layers=... instead."
                 )
         layers = tuple(map(Base, range(base.num_layers)))
-        return Plan(layers, base.num_layers, (base.layout.memories.free_name(self.memory_options.type),))
+        memory, taken = self.memory_options.type, base.layout.memories.attached
+        names = (memory, *(f"{memory}-{number}" for number in range(2, len(taken) + 3)))
+        return Plan(layers, base.num_layers, (next(name for name in names if name not in taken),))
 
     def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
         site: Site = self.options.site
