@@ -26,17 +26,15 @@ ROOT = SCRIPT.parents[2]
 CONFIG = ROOT / "configs" / "accelerate" / "zero3.yaml"
 
 
-def launched(
-    script, *words, stage: int = 3, processes: int = 2, settings: Path | None = None
-) -> subprocess.CompletedProcess:
+def launched(script, *words, stage: int = 3, settings: Path | None = None) -> subprocess.CompletedProcess:
     """What `accelerate launch` starts, by the config of the third stage; else as accelerate is told by variables."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)}
     if settings is not None:
         environment = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(settings)}
     elif stage == 3:
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIG)]
-        command += ["--num_processes", str(processes), "--main_process_port", "0"]
+        command += ["--num_processes", "2", "--main_process_port", "0"]
         environment = {}
     environment |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -59,22 +57,20 @@ def test_tied_tensors_of_half_precision_are_saved_once_and_in_it(corpus, tmp_pat
     assert_tied_tensors_are_saved_once(trained, corpus, tmp_path)
 
 
-def settings_of_deepspeed(path: Path, **sections) -> Path:
-    """A file of DeepSpeed's own, by which nothing is whole but where it is needed."""
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    usual = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-    }
-    path.write_text(json.dumps({"zero_optimization": zero, **usual, **sections}))
-    return path
+# A file of DeepSpeed's own, by which nothing is whole but where it is needed.
+SETTINGS = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+}
 
 
 def test_what_trains_is_counted_where_every_parameter_is_cut(corpus, tmp_path):
     recipe = write_recipe(tmp_path, save_upscaled("llama", tmp_path), corpus)
     assert main([str(recipe), "per_device_train_batch_size=4", f"output_dir={tmp_path / 'one'}"]) == 0
-    trained(recipe, f"output_dir={tmp_path / 'two'}", settings=settings_of_deepspeed(tmp_path / "deepspeed.json"))
+    (tmp_path / "deepspeed.json").write_text(json.dumps(SETTINGS))
+    trained(recipe, f"output_dir={tmp_path / 'two'}", settings=tmp_path / "deepspeed.json")
     one, two = tmp_path / "one", tmp_path / "two"
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
     assert logged(two, "trained_parameters") == logged(one, "trained_parameters") != []

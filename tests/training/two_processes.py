@@ -1,13 +1,11 @@
 """Runs of `midus train` that two processes share, and what they have in common with runs of one process."""
 
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes.warm import run_ranks
 from training.outcomes import largest_difference, logged, moved, weights
 from training.tiny_run import save_upscaled
 from transformers import AutoModelForCausalLM
@@ -35,15 +33,6 @@ def write_recipe(folder: Path, model: Path, corpus: Path | str, **options: Any) 
     path = folder / "recipe.yaml"
     path.write_text("".join(f"{name}: {value}\n" for name, value in chosen.items()))
     return path
-
-
-def in_two_processes(
-    recipe: Path, *words: str, script: Path = SCRIPT, **environment: str
-) -> subprocess.CompletedProcess:
-    """Run a recipe in two processes; what they wrote is in what is returned."""
-    run = run_ranks(script, recipe, *words, **environment)
-    assert run.returncode == 0, run.stderr
-    return run
 
 
 def assert_shared_run_is_that_of_one(
