@@ -218,8 +218,8 @@ def written_from(
         shards: Tensors to write by file name.
         banks: Layout of each bank to copy, by the name of its memory.
         progress: Display that shows every step, started before the first and finished after the last.
-        copied: As of `CheckpointWriter`. Default: does nothing.
-        stored_name: As of `CheckpointWriter`. Default: the full name.
+        copied: Function called with the name of each tensor right after it was copied. Default: does nothing.
+        stored_name: Function that returns the name in the files of a tensor to write, by its full name. Default: the full name.
 
     Raises:
         RequestError: If the disk has too little room, or a bank is absent or another model's.

@@ -17,7 +17,7 @@ CHAPTERS, TOKENS, LAYERS = 6, 4, (0, 1, 2, 3)
 
 
 def options(**changes: Any) -> dict[str, Any]:
-    """Options of a memory in all layers, and what differs from the usual."""
+    """Return options of a memory in all layers, with what differs from the usual."""
     return {"memory_tokens": CHAPTERS * TOKENS, "chapters": CHAPTERS, "k": 2, "layers": list(LAYERS), **changes}
 
 
@@ -35,12 +35,12 @@ def save_chapters(
     The Llama lies in the folder of that name with `-base` behind it.
 
     Args:
-        folder: Where to.
-        dtype: Of every tensor.
-        sharded: Whether there are several files and an index.
-        prefix: In front of the names of the decoder's tensors, `"model."` or nothing.
-        names: Of its memories, the last one new and those before it of the base.
-        bank_bits: Bits to which banks are rounded.
+        folder: The folder to make.
+        dtype: Dtype of every tensor. Default: float32.
+        sharded: Whether there are several files and an index. Default: False.
+        prefix: Prefix of the names of the decoder's tensors, `"model."` or nothing. Default: `"model."`.
+        names: Names of the memories, the last one new and those before it of the base. Default: one memory.
+        bank_bits: Bits to which banks are rounded. Default: None, not rounded.
         changes: Options that differ from the usual.
     """
     base = save_base(folder.with_name(f"{folder.name}-base"), dtype=dtype, prefix=prefix)
