@@ -76,7 +76,7 @@ def measure(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> Resu
         result = measure_stages(run, comparison, folder)
     elif run.variant.is_base:
         losses, tasks = _losses(comparison.base, run, comparison), _tasks(comparison.base, comparison)
-        result = Result(run.variant.name, {}, 0, [Point(0, 0, None, losses)], tasks=tasks)
+        result = Result(run.variant.name, {}, 0, [Point(0, losses)], tasks=tasks)
     else:
         make = _trained_by_method if run.variant.function is None else _trained_by_function
         result = _measured_afterwards(make(run, comparison, folder), run, comparison, folder)
@@ -98,7 +98,7 @@ def _trained_by_method(run: Run, comparison: Comparison, folder: Path) -> Result
         variant=variant.name,
         rate=dict(run.rate),
         seed=run.seed,
-        curve=curve(trained.events, list(comparison.texts), trained.seconds),
+        curve=_curve(trained.events, list(comparison.texts)),
         control=variant.control,
         control_of=variant.control_of,
         trained_parameters=trained.parameters,
@@ -119,7 +119,7 @@ def _trained_by_function(run: Run, comparison: Comparison, folder: Path) -> Resu
         start = _losses(comparison.base, run, comparison)
         end = _losses(str(folder / "trained"), run, comparison)
         steps = finite_number(variant.train.get("max_steps")) or 1
-        points = [Point(0, 0, None, start), Point(int(steps), taught.tokens, taught.seconds, end)]
+        points = [Point(0, start), Point(int(steps), end)]
     return Result(
         variant=variant.name,
         rate=dict(run.rate),
@@ -185,19 +185,14 @@ def _tasks(model: str, comparison: Comparison) -> Mapping[str, Mapping[str, floa
     return measured["tasks"]
 
 
-def curve(events: Sequence[Mapping[str, Any]], texts: Sequence[str], seconds: float) -> list[Point]:
-    """Return the measurements in the events of a training log of so many seconds, ordered by step."""
-    points: dict[int, Point] = {}
-    tokens = 0
+def _curve(events: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[Point]:
+    """Return the measurements in the events of a training log, ordered by step."""
+    points: dict[int, dict[str, float]] = {}
     for event in events:
-        tokens = event.get("num_input_tokens_seen", tokens)
         losses = {name: event[f"eval_{name}_loss"] for name in texts if f"eval_{name}_loss" in event}
-        if losses:
-            step = event["step"]
-            measured = points[step].losses if step in points else {}  # the Trainer logs each text by itself
-            points[step] = Point(step, tokens if step else 0, None, {**measured, **losses})
-    ordered = [points[step] for step in sorted(points)]
-    return [*ordered[:-1], *(dataclasses.replace(last, seconds=seconds) for last in ordered[-1:])]
+        if losses:  # the Trainer logs each text by itself
+            points.setdefault(event["step"], {}).update(losses)
+    return [Point(step, points[step]) for step in sorted(points)]
 
 
 def _end_with(parent: int) -> None:

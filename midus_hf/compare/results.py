@@ -11,11 +11,9 @@ from midus_hf.files.whole_files import whole_file
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Losses of the texts, in nats per token by name, after `step` steps and `tokens` tokens; `seconds` is None before the end."""
+    """Losses of the texts, in nats per token by name, after `step` steps of training; of stages, after as many stages."""
 
     step: int
-    tokens: int
-    seconds: float | None
     losses: Mapping[str, float]
 
 

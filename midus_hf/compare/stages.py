@@ -31,7 +31,7 @@ def measure_stages(run: Run, comparison: Comparison, folder: Path) -> Result:
     """Do a run of a comparison with stages, and return its result; the curve has the start and a point after each stage."""
     if run.variant.is_base:
         losses = _losses_of_texts(comparison.base, list(comparison.texts), run, comparison)
-        return Result(run.variant.name, {}, 0, [Point(0, 0, None, _means(losses))])
+        return Result(run.variant.name, {}, 0, [Point(0, _means(losses))])
     if run.variant.one_per_stage:
         return _one_per_stage(run, comparison, folder)
     return _in_order(run, comparison, folder)
@@ -49,7 +49,7 @@ def _in_order(run: Run, comparison: Comparison, folder: Path) -> Result:
         made.append(upscaled_model(comparison.base, Path(model), run.seed, variant.upscale)[1])
         if not made[0]["starts_at_base"]:  # measured as the base was, so that what upscaling lost is known
             start = _means(_losses_of_texts(model, list(comparison.texts), run, comparison))
-    points, learned = [Point(0, 0, None, start)], list[TrainedModel]()
+    points, learned = [Point(0, start)], list[TrainedModel]()
     for stage, name in enumerate(comparison.stages):
         here = folder / f"{stage + 1}-{name}"
         here.mkdir()
@@ -59,9 +59,8 @@ def _in_order(run: Run, comparison: Comparison, folder: Path) -> Result:
         if stage:
             shutil.rmtree(Path(model).parent)
         model = str(here / "trained")
-        points.append(
-            _point(learned, _means(_losses_of_texts(model, _texts_after(stage, comparison), run, comparison)))
-        )
+        losses = _means(_losses_of_texts(model, _texts_after(stage, comparison), run, comparison))
+        points.append(Point(len(learned), losses))
     result = dataclasses.replace(_result(run, points, learned), is_certified=(Path(model) / CERTIFICATE).is_file())
     return dataclasses.replace(result, **made_together(made)) if made else result
 
@@ -112,7 +111,7 @@ def _one_per_stage(run: Run, comparison: Comparison, folder: Path) -> Result:
     finder = StageFinder(comparison.embedding_model, corpora, validation)
     embedded = {name: finder.embed(of_text) for name, of_text in documents.items()}
     models = [_losses_of_texts(comparison.base, texts, run, comparison)]  # the base stands before the first stage
-    points, learned, made = [Point(0, 0, None, _means(models[0]))], list[TrainedModel](), list[dict[str, Any]]()
+    points, learned, made = [Point(0, _means(models[0]))], list[TrainedModel](), list[dict[str, Any]]()
     for stage, name in enumerate(names):
         here = folder / f"{stage + 1}-{name}"
         here.mkdir()
@@ -129,7 +128,7 @@ def _one_per_stage(run: Run, comparison: Comparison, folder: Path) -> Result:
             text: [models[which + 1][text][number] for number, which in enumerate(chosen[text])]
             for text in _texts_after(stage, comparison)
         }
-        points.append(_point(learned, _means(losses)))
+        points.append(Point(len(learned), _means(losses)))
     routed = {name: chosen[name].count(stage) / len(chosen[name]) for stage, name in enumerate(names)}
     result = dataclasses.replace(_result(run, points, learned), routed=routed)
     return dataclasses.replace(result, **made_together(made)) if made else result
@@ -139,12 +138,6 @@ def _texts_after(stage: int, comparison: Comparison) -> list[str]:
     """Return the names of the texts that are measured after a stage; validation texts are measured after the last stage alone."""
     is_last = stage == len(comparison.stages) - 1
     return [name for name in comparison.texts if is_last or name not in comparison.validation]
-
-
-def _point(learned: Sequence[TrainedModel], losses: Mapping[str, float]) -> Point:
-    """Return the point of a curve after the stages that were learned; steps are stages."""
-    tokens, seconds = sum(one.tokens for one in learned), sum(one.seconds for one in learned)
-    return Point(len(learned), tokens, seconds, losses)
 
 
 def _result(run: Run, points: list[Point], learned: Sequence[TrainedModel]) -> Result:

@@ -42,12 +42,7 @@ def result(
     forgotten = [0.0] * len(learned) if forgotten is None else forgotten
     changes_of = [(0.0, 0.0), *zip(learned, forgotten, strict=True)]
     curve = [
-        Point(
-            step,
-            100 * step,
-            None if step == 0 else float(step),
-            {DOMAIN: loss - down, RETENTION: kept + up, VALIDATION: loss + 1 - down},
-        )
+        Point(step, {DOMAIN: loss - down, RETENTION: kept + up, VALIDATION: loss + 1 - down})
         for step, (down, up) in enumerate(changes_of)
     ]
     arguments = {
@@ -60,7 +55,7 @@ def result(
     return Result(variant=variant, rate={"learning_rate": rate}, seed=seed, curve=curve, **arguments)
 
 
-BASE = Result("base", {}, 0, [Point(0, 0, None, {DOMAIN: 3.0, RETENTION: 2.0, VALIDATION: 4.0})])
+BASE = Result("base", {}, 0, [Point(0, {DOMAIN: 3.0, RETENTION: 2.0, VALIDATION: 4.0})])
 
 HML = [result("hml", [0.25, 0.5], [0.0, 0.125], seed=0), result("hml", [0.25, 0.75], [0.0, 0.375], seed=1)]
 FULL = [result("full", [0.5, 1.0], [0.25, 1.0], seed=0), result("full", [0.5, 1.5], [0.5, 2.0], seed=1)]

@@ -27,8 +27,6 @@ def results(output: Path) -> dict[str, dict]:
     outcomes = {}
     for path in [output / "runs" / "base.json", *sorted(output.rglob("seed-*.json"))]:
         result = json.loads(path.read_text())
-        for point in result["curve"]:
-            del point["seconds"]
         del result["origin"]["machine"]  # threads differ between the processes
         changing = ("seconds", "peak_memory_bytes")
         outcomes[str(path.relative_to(output))] = {key: value for key, value in result.items() if key not in changing}

@@ -78,11 +78,8 @@ def test_the_ends_of_the_curve_are_losses_of_packed_sequences(room, kept, varian
         assert result.start.losses[name] == pytest.approx(packed_loss(start, text), rel=1e-5)
         assert result.losses[name] == pytest.approx(packed_loss(comparing.folder(run) / "trained", text), rel=1e-5)
     assert result.losses["plants"] < result.start.losses["plants"]
-    assert [(point.step, point.tokens) for point in result.curve] == [
-        (step, step * TOKENS_PER_STEP) for step in (0, STEPS // 2, STEPS)
-    ]
+    assert [point.step for point in result.curve] == [0, STEPS // 2, STEPS]
     assert result.seconds > 0 and result.tokens == STEPS * TOKENS_PER_STEP
-    assert [point.seconds for point in result.curve] == [None, None, result.seconds]
 
 
 def count(folder: Path) -> int:

@@ -102,10 +102,10 @@ PAPER = PaperOptions(
 
 
 def run(seed: int = 0, **changes) -> Result:
-    point = Point(1, 100, 1.0, {"plants": math.log(20.0), "stars": 2.0})
+    point = Point(1, {"plants": math.log(20.0), "stars": 2.0})
     tasks = {"piqa": {"acc": 0.7, "acc_norm": 0.75}, "mmlu": {"acc": 0.25}}
     tuned = Measured({"plants": math.log(30.0), "stars": 2.0}, {"piqa": {"acc_norm": 0.6}})
-    arguments = {"curve": [Point(0, 0, None, point.losses), point], "tasks": tasks, "tuned": tuned, **changes}
+    arguments = {"curve": [Point(0, point.losses), point], "tasks": tasks, "tuned": tuned, **changes}
     return dataclasses.replace(result("hml", [0.5], seed=seed), **arguments)
 
 
@@ -146,7 +146,7 @@ def test_a_comparison_by_tasks_alone_has_a_report(tmp_path):
         "controls": False,
         "tasks": TaskOptions(names=["piqa"]),
     }
-    base = Result("base", {}, 0, [Point(0, 0, None, {})], tasks={"piqa": {"acc": 0.5}})
+    base = Result("base", {}, 0, [Point(0, {})], tasks={"piqa": {"acc": 0.5}})
     measured = run(curve=[], tuned=None)
     one = findings(comparison(["hml"], paper=PAPER, **changes), base, [measured], {})
     first = tables(one)[0]

@@ -251,10 +251,10 @@ CHANGES = [(-1.0, 0.25, 0.0, 0.5), (-0.5, -1.0, 0.0, 0.25), (-0.25, -0.5, -2.0, 
 def staged(seed: int, lower: float = 0.0, variant: str = "a", **changes) -> Result:
     """A run through three stages; all its losses after the start lie lower by a number."""
     validation = {f"{name}_validation": 3.0 for name in STAGES}
-    points = [Point(0, 0, None, STAGES_OF_BASE)]
+    points = [Point(0, STAGES_OF_BASE)]
     for number, above in enumerate(CHANGES, start=1):
         losses = {name: loss + one - lower for (name, loss), one in zip(STAGES_OF_BASE.items(), above, strict=True)}
-        points.append(Point(number, 100 * number, float(number), {**losses, **validation}))
+        points.append(Point(number, {**losses, **validation}))
     return Result(variant, {}, seed, points, trained_parameters=10, tokens=300, seconds=3.0, **changes)
 
 
@@ -268,7 +268,7 @@ def found_in_stages(*runs: Result) -> Findings:
         retention={"stars": "stars"},
         controls=False,
     )
-    return findings(one, Result("base", {}, 0, [Point(0, 0, None, STAGES_OF_BASE)]), runs, {})
+    return findings(one, Result("base", {}, 0, [Point(0, STAGES_OF_BASE)]), runs, {})
 
 
 def test_gains_are_means_over_seeds_of_what_a_text_lies_below_the_base():

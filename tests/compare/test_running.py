@@ -100,7 +100,7 @@ class PretendedRuns:
     def _write_result(self, run: Run, loss: float, inputs: dict[str, str]) -> None:
         one = comparison(self.folder)
         controls = CONTROLS if run.variant.upscale is not None and run.variant.control is None else {}
-        curve = [Point(step, step, 1.0, {"plants": 2.0, "herbs": loss if step else 3.0}) for step in (0, 4)]
+        curve = [Point(step, {"plants": 2.0, "herbs": loss if step else 3.0}) for step in (0, 4)]
         names = {"control": run.variant.control, "control_of": run.variant.control_of, "controls": controls}
         result = Result(run.variant.name, run.rate, run.seed, curve, request=run.request(one), origin=inputs, **names)
         write_result(run.folder(one), result)

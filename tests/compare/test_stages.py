@@ -84,11 +84,7 @@ def test_a_model_learns_the_stages_in_order_and_all_texts_are_measured_after_eac
     validation = room / "numbers-validation.jsonl"
     assert result.losses["numbers_validation"] == pytest.approx(loss(second, validation), rel=1e-12)
     assert "numbers_validation" not in result.curve[1].losses
-    assert [(point.step, point.tokens) for point in result.curve] == [
-        (0, 0),
-        (1, 128),
-        (2, 256),
-    ] and result.tokens == 256
+    assert [point.step for point in result.curve] == [0, 1, 2] and result.tokens == 256
     kept = AutoModelForCausalLM.from_pretrained(comparing.folder(comparing.runs()[0]) / "2-numbers" / "trained")
     for name, tensor in AutoModelForCausalLM.from_pretrained(second).state_dict().items():
         assert torch.equal(kept.state_dict()[name], tensor), name
