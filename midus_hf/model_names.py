@@ -9,9 +9,6 @@ from midus_hf.config.wording import first_line
 
 _EXPECTED_SOURCES = {
     "config_name": "a file, a folder or a Hub id",
-    "corpus": "a file, a folder or a dataset id",
-    "dataset_name": "a file, a folder or a dataset id",
-    "protect": "a file, a folder or a dataset id",
     "tokenizer_name": "a folder or a Hub id",
     "tree": "a tree of topics",
 }
@@ -30,7 +27,6 @@ _FILE_SUFFIXES = {
     ".xz",
     ".zst",
 }
-_SECONDS_TO_ANSWER = 5
 _LONGEST_REASON = 400
 _BUSY = (408, 429)  # statuses of a Hub that answers later
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -72,49 +68,12 @@ def check_sources(sources: Iterable[tuple[str, str]]) -> None:
         if key == "model_name_or_path":
             check_model_name(key, name)
             continue
-        expected = _EXPECTED_SOURCES.get(key, "a file or a folder of text")
+        expected = _EXPECTED_SOURCES.get(key, "a file, a folder or a dataset id")
         may_be_id = (
             expected.endswith("id") and _HUB_ID.fullmatch(name) and Path(name).suffix.lower() not in _FILE_SUFFIXES
         )
         if not may_be_id and not Path(name).expanduser().exists():
             raise ValueError(f"{key} is {name!r}, which does not exist; expected {expected}.")
-
-
-def check_hub_dataset(option: str, name: str) -> None:
-    """Check at once that the Hub or the cache here has a dataset: `datasets` asks for half a minute where nobody answers.
-
-    Args:
-        option: What names the dataset, to begin messages with.
-        name: Id of the dataset.
-
-    Raises:
-        ValueError: If the Hub lacks the dataset or does not admit the user, or cannot be reached and nothing is cached.
-    """
-    import datasets
-    import huggingface_hub
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
-
-    cached = (
-        Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___")),
-        Path(huggingface_hub.constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}"),
-    )
-    if any(path.exists() for path in cached):
-        return
-    try:
-        huggingface_hub.HfApi().dataset_info(name, timeout=_SECONDS_TO_ANSWER)
-    except GatedRepoError as error:
-        raise ValueError(
-            f"{option}: the dataset {name!r} is gated; accept its terms on the Hub, and log in."
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ValueError(f"{option}, and the Hub has no dataset {name!r}; correct the name.") from error
-    except HfHubHTTPError:
-        return  # the Hub answers, and `datasets` will say what is wrong
-    except Exception as error:  # of whichever HTTP library the Hub's client uses
-        raise ValueError(
-            f"{option}; {name!r} is not in the cache of datasets, and the Hub cannot be reached; correct the name, or connect "
-            "to a network."
-        ) from error
 
 
 def _check_folder(key: str, name: str, folder: Path) -> None:

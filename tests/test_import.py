@@ -46,7 +46,7 @@ def test_models_are_imported_when_a_type_of_theirs_is_named(found):
 def test_no_model_imports_what_only_training_and_evaluation_need(found):
     imported = set(found["models"]["imported"])
     assert "midus_hf.models" in imported
-    assert not {"peft", "midus_hf.config.yaml_options", "midus_hf.topics.documents"} & imported
+    assert not {"peft", "midus_hf.config.yaml_options", "midus_hf.topics.corpus"} & imported
 
 
 def test_importing_the_models_registers_every_memory_module(found):

@@ -77,7 +77,7 @@ def test_an_adapter_that_was_saved_beside_its_model_does_not_hide_the_model(tmp_
         ("dataset_name", "/absent", "a file, a folder or a dataset id"),
         ("protect", "absent.txt", "a file, a folder or a dataset id"),
         ("tree", "absent", "a tree of topics"),
-        ("eval_text.wiki", "absent", "a file or a folder of text"),
+        ("eval_text.wiki", "./absent", "a file, a folder or a dataset id"),
         ("config_name", "./absent", "a file, a folder or a Hub id"),
         ("tokenizer_name", "./absent", "a folder or a Hub id"),
     ],
@@ -91,7 +91,7 @@ def test_a_path_that_is_not_there_is_told_by_its_key(key, name, expected, tmp_pa
 def test_what_is_there_or_may_be_on_the_hub_is_taken(tmp_path):
     (tmp_path / "text.txt").touch()
     check_sources([("corpus", str(tmp_path / "text.txt")), ("eval_text", str(tmp_path)), ("corpus", "owner/texts")])
-    check_sources([("protect", "owner/texts")])
+    check_sources([("protect", "owner/texts"), ("eval_text.wiki", "owner/texts")])
 
 
 def test_of_two_mistakes_the_models_is_told_first(tmp_path):

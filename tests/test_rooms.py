@@ -116,7 +116,7 @@ def test_rooms_of_models_and_upscalers_import_one_another_one_way():
 
 
 def test_topics_import_their_own_room_and_what_reads_and_writes_files_alone():
-    rooms = ("topics", "config", "files", "saved_models")
+    rooms = ("topics", "config", "files", "saved_models", "library_bars")
     for file in files_of("midus_hf/topics"):
         for name in imports_of(file, "midus_hf", everywhere=True):
             assert name.split(".")[1] in rooms, f"{file.name} imports {name}"

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Column, Device, argument, check_file, flag, option, tell_unread
+from midus_hf.cli.options import Column, Device, argument, check_file, flag, option
 
 app = command_line(
     "Cluster a corpus into a tree of topics, find the paths of documents in the tree, and report what its nodes hold."
 )
 
-CorpusPath = Annotated[str, option("A file or a folder of documents.", "PATH", "--corpus")]
+CorpusPath = Annotated[str, option("A file, folder or dataset id.", "PATH", "--corpus")]
 Tree = Annotated[Path, option("Tree that build made.", "TREE")]
 BatchSize = Annotated[int, option("Windows per forward pass.", "N")]
 
@@ -47,7 +47,7 @@ def build(
     from midus_hf.topics.run import build as build_tree_of
 
     options = TreeOptions(branching, levels, steps, samples, seed)
-    with _reading(corpus):
+    with _results_alone():
         tree = build_tree_of(
             corpus,
             column,
@@ -88,7 +88,7 @@ def grow(
 
     device = usable_device(device)
     before = ClusterTree.load(tree)
-    with _reading(corpus):
+    with _results_alone():
         grown = grow_tree_of(tree, corpus, output, column, device, batch_size)
     pairs = zip(before.centroids, grown.centroids, strict=True)
     new = sum(int(after[len(old) :, 0].isfinite().sum()) for old, after in pairs)
@@ -113,8 +113,8 @@ def assign(
 
     from midus_hf.files.whole_files import whole_file
     from midus_hf.model_names import usable_device
-    from midus_hf.topics.assigning import document_paths, stored_paths
-    from midus_hf.topics.documents import documents_of, find_files
+    from midus_hf.topics.assigning import document_paths, rows_with_paths, stored_paths
+    from midus_hf.topics.corpus import read_corpus
     from midus_hf.topics.memory_retriever import MemoryRetriever
     from midus_hf.topics.run import WINDOWS
     from midus_hf.topics.tree import ClusterTree
@@ -123,14 +123,14 @@ def assign(
     check_file("output", output, [".jsonl"])
     if output.exists() and not overwrite:
         raise ValueError(f"output {str(output)!r} exists; pass --overwrite to replace it, or choose another file.")
-    with _reading(corpus):
+    with _results_alone():
         device = usable_device(device)
-        find_files(corpus)
         loaded = ClusterTree.load(tree)
-        stored = windows_of_corpus(tree.expanduser() / WINDOWS, corpus, column)
+        documents = read_corpus(corpus, text_column=column)
+        stored = windows_of_corpus(tree.expanduser() / WINDOWS, documents, column)
         if stored is not None:
             print("the tree was built from this corpus, whose embeddings it has", file=sys.stderr)
-            paths = stored_paths(loaded, stored, documents_of(corpus, column))
+            paths = stored_paths(loaded, stored)
         else:
             retriever = MemoryRetriever.load(tree, device=device, batch_size=batch_size)
             origin = loaded.origin
@@ -139,16 +139,12 @@ def assign(
                     f"tree {str(tree)!r} does not say how windows are cut; expected a tree that 'midus cluster build' made."
                 )
             cutter = load_fast_tokenizer(origin.tokenizer)
-            paths = document_paths(retriever, cutter, documents_of(corpus, column), origin.window_tokens)
-        written = 0
-        with whole_file(output) as partial:
-            with partial.open("w", encoding="utf-8") as file:
-                for row in tqdm(paths, desc="assigning", unit=" documents", disable=None):
-                    file.write(json.dumps(row, default=_as_text) + "\n")
-                    written += 1
-            if not written:
-                raise ValueError(f"corpus {corpus!r} has no document with a visible character. Add text to it.")
-    print(f"{output}: paths of {written:,} documents")
+            paths = document_paths(retriever, cutter, documents[column], origin.window_tokens)
+        rows = rows_with_paths(documents, paths, loaded)
+        with whole_file(output) as partial, partial.open("w", encoding="utf-8") as file:
+            for row in tqdm(rows, desc="assigning", total=len(documents), unit=" documents", disable=None):
+                file.write(json.dumps(row, default=_as_text) + "\n")
+    print(f"{output}: paths of {len(documents):,} documents")
 
 
 @app.command()
@@ -175,22 +171,21 @@ def report(
 
 
 @contextlib.contextmanager
-def _reading(corpus: str) -> Iterator[None]:
-    """Keep standard output for results while the context is open, and say which files of a corpus are not read."""
+def _results_alone() -> Iterator[None]:
+    """Keep standard output for results while the context is open, and bars of libraries for terminals."""
     from midus_hf.library_bars import library_bars_on_terminals
 
     with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
-        tell_unread(corpus)
         yield
 
 
 def _as_text(value: Any) -> str:
-    """Return a value of Parquet that JSON cannot hold (a date, a time, a decimal number) as text, and refuse bytes."""
+    """Return a value that JSON cannot hold (a date, a time, a decimal number) as text, and refuse bytes."""
     if isinstance(value, bytes):
         raise ValueError(
             f"a row has the bytes {value[:16]!r} in a column; expected text, numbers, dates, or lists of them. Leave that column out."
         )
-    return str(value)
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
 main = partial(run_command, app, name="midus cluster")

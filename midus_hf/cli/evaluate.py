@@ -15,7 +15,6 @@ from midus_hf.cli.options import (
     options_of,
     refuse_other_command,
     show,
-    tell_unread,
 )
 from midus_hf.config.yaml_options import from_mapping, read_mapping
 from midus_hf.evaluation.settings import EvaluationSettings
@@ -45,8 +44,6 @@ def midus_eval(
     if config is not None:
         refuse_other_command(EvaluationSettings, config)
     settings = from_mapping(EvaluationSettings, {**keys, **options})
-    if settings.text is not None:
-        tell_unread(settings.text)
     from midus_hf.evaluation.quiet import quiet_libraries
 
     with needing_harness(), quiet_libraries():

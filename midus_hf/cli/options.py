@@ -5,7 +5,6 @@ import dataclasses
 import importlib.util
 import inspect
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -138,14 +137,6 @@ def check_file(option: str, path: Path, suffixes: Sequence[str], drawn: Sequence
         raise ValueError(f"{option} is {str(path)!r}, in a folder that does not exist; create it first.")
     if path.suffix in drawn and importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"{option} has pictures, which need matplotlib; {install_extra('look')}.")
-
-
-def tell_unread(path: str) -> None:
-    """Say on standard error which files of a folder of text are not read."""
-    from midus_hf.topics.documents import describe_files
-
-    if (line := describe_files(path)) is not None:
-        print(line, file=sys.stderr)
 
 
 @contextlib.contextmanager

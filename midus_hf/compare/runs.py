@@ -282,7 +282,7 @@ def _check_base(comparison: Comparison) -> None:
 
     from midus_hf.library_bars import data_bars_on_terminals
     from midus_hf.saved_models import load_tokenizer, refusing
-    from midus_hf.training.data.corpus import read_corpus
+    from midus_hf.topics.corpus import read_corpus
     from midus_hf.training.data.packing import packed_sequences
     from midus_hf.training.run import check_sequence_length
 

@@ -93,7 +93,7 @@ def _replayed(run: Run, corpora: Sequence[str], model: str, folder: Path) -> Pat
 
     share, tokens, output = run.variant.replay, tokens_of(run.variant), folder / "replayed.jsonl"
     assert share is not None and tokens is not None
-    documents = [_documents(corpus, run.variant.train) for corpus in corpora]
+    documents = [_documents("corpus", corpus, run.variant.train) for corpus in corpora]
     write_replayed(output, documents, share, tokens, load_tokenizer(model), run.seed)
     return output
 
@@ -104,10 +104,10 @@ def _one_per_stage(run: Run, comparison: Comparison, folder: Path) -> Result:
 
     assert comparison.embedding_model is not None
     names, texts = list(comparison.stages), list(comparison.texts)
-    column = window_keys(run.variant.train)["column"]
-    documents = {name: _texts(path, column) for name, path in comparison.texts.items()}
-    corpora = {name: _documents(stage.corpus, run.variant.train) for name, stage in comparison.stages.items()}
-    validation = {name: _texts(stage.validation, column) for name, stage in comparison.stages.items()}
+    train = run.variant.train
+    documents = {name: _documents(comparison.label(name), path, train) for name, path in comparison.texts.items()}
+    corpora = {name: _documents("corpus", stage.corpus, train) for name, stage in comparison.stages.items()}
+    validation = {name: _documents("validation", stage.validation, train) for name, stage in comparison.stages.items()}
     finder = StageFinder(comparison.embedding_model, corpora, validation)
     embedded = {name: finder.embed(of_text) for name, of_text in documents.items()}
     models = [_losses_of_texts(comparison.base, texts, run, comparison)]  # the base stands before the first stage
@@ -168,7 +168,7 @@ def _losses_of_texts(model: str, texts: Sequence[str], run: Run, comparison: Com
         loaded, missing = load_model(model, "auto", False, device_map=usable_device(None))
         check_whole(model, missing)
         for name in texts:
-            documents = _texts(comparison.texts[name], keys["column"])
+            documents = _documents(comparison.label(name), comparison.texts[name], run.variant.train)
             rows = text_rows(name, documents, tokenizer, loaded.config, sequence_length=keys["sequence_length"])
             losses = read_rows(loaded.eval(), rows)
             sums, counts = [0.0] * len(documents), [0] * len(documents)
@@ -191,19 +191,10 @@ def _means(losses: Mapping[str, Losses]) -> dict[str, float]:
     }
 
 
-def _texts(path: str, column: str) -> list[str]:
-    """Return the documents of a measured text."""
-    from midus_hf.topics.documents import read_documents
-
-    return read_documents(path, column)
-
-
-def _documents(corpus: str, train: Mapping[str, Any]) -> list[str]:
-    """Return the documents of a corpus, read as training reads it."""
-    from midus_hf.library_bars import data_bars_on_terminals
-    from midus_hf.training.data.corpus import read_corpus
+def _documents(key: str, path: str, train: Mapping[str, Any]) -> list[str]:
+    """Return the documents of a text, read as training reads it; `key` names the text in messages."""
+    from midus_hf.topics.corpus import read_corpus
 
     column = train.get("text_column") or "text"
-    split, name = train.get("corpus_split"), train.get("corpus_name")
-    with data_bars_on_terminals():
-        return list(read_corpus(corpus, text_column=column, split=split, name=name)[column])
+    named = {"split": train.get("corpus_split"), "name": train.get("corpus_name")} if key == "corpus" else {}
+    return read_corpus(path, key=key, text_column=column, **named)[column][:]

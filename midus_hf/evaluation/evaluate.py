@@ -13,7 +13,7 @@ from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.evaluation.text_rows import read_rows, text_rows
 from midus_hf.model_names import usable_device
 from midus_hf.saved_models import load_for_reading
-from midus_hf.topics.documents import DocumentPaths, documents_of, read_documents, read_paths
+from midus_hf.topics.corpus import DocumentPaths, read_corpus, read_paths
 from midus_hf.topics.tree_files import read_tree
 
 if TYPE_CHECKING:
@@ -42,9 +42,10 @@ def evaluate(models: list[str], settings: EvaluationSettings) -> dict[str, Any]:
         read_tree(settings.retriever)  # a tree that cannot be read is refused, also where no model fetches blocks
     documents = tasks = written = None
     if settings.text is not None:
-        documents = read_documents(settings.text, settings.column)
+        texts = read_corpus(settings.text, key="text", text_column=settings.column)
+        documents = texts[settings.column][:]
         if settings.path_column is not None:
-            written = read_paths(documents_of(settings.text, settings.column), settings.path_column)
+            written = read_paths(texts, settings.path_column, f"text {settings.text!r}")
     if settings.tasks:
         from midus_hf.evaluation.harness import Tasks
 

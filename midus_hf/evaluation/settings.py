@@ -21,7 +21,7 @@ class EvaluationSettings:
         ValueError: If there is nothing to measure, if an option is out of range, or if another option that it needs is missing.
     """
 
-    text: Annotated[str | None, _option("File or folder to measure perplexity on.", "PATH")] = None
+    text: Annotated[str | None, _option("File, folder or dataset id to measure perplexity on.", "PATH")] = None
     column: Annotated[str, _option("Column that holds the text.", "NAME")] = "text"
     sequence_length: Annotated[int | None, _option("Tokens per window of the text.  [default: 1024]", "N")] = None
     max_tokens: Annotated[

@@ -2,21 +2,23 @@
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from midus_hf.config.fetched_blocks import TREE_COLUMN
 from midus_hf.topics.building import unit_rows
-from midus_hf.topics.documents import Document, DocumentError
 from midus_hf.topics.memory_retriever import MemoryRetriever, paths_near_topics
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.topics.windows import StoredWindows, Window, cut_windows
 
-# Column with the file of a document, below the corpus.
-FILE_COLUMN = "file"
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# Path of each window of a document.
+WindowPaths = Sequence[list[int]]
 
 # Number of windows whose paths are looked up at a time.
 _STRETCH = 1024
@@ -25,45 +27,24 @@ _STRETCH = 1024
 def document_paths(
     retriever: MemoryRetriever,
     tokenizer: PreTrainedTokenizerBase,
-    documents: Iterable[Document],
+    texts: Iterable[str],
     window_tokens: int = 2048,
-) -> Iterator[dict[str, Any]]:
-    """Yield each document's row with the document's path in a tree of topics, in the order of the documents.
+) -> Iterator[tuple[int, WindowPaths]]:
+    """Yield the index of each text that is not blank, with the path of each of its windows in a tree of topics.
 
     Args:
         retriever: Looks up the path of each window.
         tokenizer: Tokenizer that cuts windows, from `load_fast_tokenizer`.
-        documents: Documents with distinct numbers, as from `documents_of`.
+        texts: The texts.
         window_tokens: Tokens per window. Default: 2048.
-
-    Returns:
-        A mapping for each document that is not blank, with the columns of its row, or `text` if it has no row; `file`,
-        the file that holds it, below the folder of the corpus; `document`, its number; `windows`, the path of each of
-        its windows; `memory_ids`, the path that most of its windows take (the first path among equals), by which a
-        model fetches blocks; and `memory_tree`, the fingerprint of the tree. A path with -1 at every level stands for
-        the generic memory.
-
-    Raises:
-        DocumentError: If a row has no `memory_ids` but a column that is written beside it, which then does not come from an
-            earlier assignment.
     """
-    windows = cut_windows(documents, tokenizer, window_tokens)
-    window_paths = _window_paths(retriever, windows)
-    for _, group in itertools.groupby(window_paths, key=lambda pair: pair[0].number):
-        windows_with_paths = list(group)
-        yield _row(windows_with_paths[0][0], [path for _, path in windows_with_paths], retriever.tree)
+    windows = cut_windows(texts, tokenizer, window_tokens)
+    for document, group in itertools.groupby(_window_paths(retriever, windows), key=lambda pair: pair[0]):
+        yield document, [path for _, path in group]
 
 
-def stored_paths(
-    tree: ClusterTree,
-    stored: StoredWindows,
-    documents: Iterable[Document],
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `document_paths` for the corpus that a tree was built from, whose windows are embedded already.
-
-    Args:
-        documents: All documents of the corpus, in their order.
-    """
+def stored_paths(tree: ClusterTree, stored: StoredWindows) -> Iterator[tuple[int, WindowPaths]]:
+    """Yield what `document_paths` yields for the corpus that a tree was built from, whose windows are embedded already."""
     stretches = (
         paths_near_topics(
             tree, unit_rows(stored.embeddings, slice(begin, begin + _STRETCH)), tree.min_similarity
@@ -71,32 +52,53 @@ def stored_paths(
         for begin in range(0, len(stored.documents), _STRETCH)
     )
     paths: Iterator[list[int]] = itertools.chain.from_iterable(stretches)
-    counts = np.bincount(stored.documents)
-    for document, count in zip(documents, counts.tolist(), strict=True):
-        yield _row(document, list(itertools.islice(paths, count)), tree)
+    for document, count in enumerate(np.bincount(stored.documents).tolist()):
+        yield document, list(itertools.islice(paths, count))
 
 
-def _row(document: Document, windows: list[list[int]], tree: ClusterTree) -> dict[str, Any]:
-    ((path, _),) = collections.Counter(map(tuple, windows)).most_common(1)
-    columns = {"text": document.text} if document.row is None else dict(document.row)
-    reserved = [column for column in ("document", "windows", TREE_COLUMN) if column in columns]
-    if reserved and "memory_ids" not in columns:
-        raise DocumentError(
-            f"{document.location} has a column {reserved[0]!r}, which is written beside the paths of documents; expected columns of "
-            "other names, or the columns of an earlier assignment. Rename the column."
+def rows_with_paths(
+    rows: "Dataset", paths: Iterable[tuple[int, WindowPaths]], tree: ClusterTree
+) -> Iterator[dict[str, Any]]:
+    """Yield each row of a corpus with the path of its document.
+
+    Args:
+        rows: The corpus, without blank texts, as `midus_hf.topics.corpus.read_corpus` reads it.
+        paths: Paths of the windows of each row, from `document_paths` or `stored_paths`.
+        tree: The tree of the paths.
+
+    Returns:
+        For each row a mapping with the columns of the row; `document`, its index; and the columns of `path_columns`.
+
+    Raises:
+        ValueError: If the rows have no `memory_ids` but a column that is written beside it, which then does not come from an
+            earlier assignment.
+    """
+    reserved = [column for column in ("document", "windows", TREE_COLUMN) if column in rows.column_names]
+    if reserved and "memory_ids" not in rows.column_names:
+        raise ValueError(
+            f"the corpus has a column {reserved[0]!r}, which is written beside the paths of documents; expected columns of other "
+            "names, or the columns of an earlier assignment. Rename the column."
         )
-    if document.file is not None:
-        columns.setdefault(FILE_COLUMN, document.file)
-    path_columns = {
-        "document": document.number,
-        "memory_ids": list(path),
-        TREE_COLUMN: tree.fingerprint,
-        "windows": windows,
-    }
-    return {**columns, **path_columns}
+    for row, (document, windows) in zip(rows, paths, strict=True):
+        yield {**row, "document": document, **path_columns(windows, tree)}
 
 
-def _window_paths(retriever: MemoryRetriever, windows: Iterator[Window]) -> Iterator[tuple[Document, list[int]]]:
+def path_columns(windows: WindowPaths, tree: ClusterTree) -> dict[str, Any]:
+    """Return the columns that say where a document is in a tree.
+
+    Args:
+        windows: Path of each window of the document.
+        tree: The tree of the paths.
+
+    Returns:
+        `memory_ids`, the path that most of the windows take (the first path among equals), by which a model fetches blocks;
+        `memory_tree`, the fingerprint of the tree; and `windows`. A path with -1 at every level stands for the generic memory.
+    """
+    ((path, _),) = collections.Counter(map(tuple, windows)).most_common(1)
+    return {"memory_ids": list(path), TREE_COLUMN: tree.fingerprint, "windows": windows}
+
+
+def _window_paths(retriever: MemoryRetriever, windows: Iterator[Window]) -> Iterator[tuple[int, list[int]]]:
     while stretch := list(itertools.islice(windows, _STRETCH)):
         paths = retriever.paths([window.text for window in stretch]).tolist()
         for window, path in zip(stretch, paths, strict=True):

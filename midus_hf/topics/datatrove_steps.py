@@ -6,9 +6,7 @@ from typing import Any
 
 from datatrove.pipeline.base import PipelineStep
 
-from midus_hf.config.fetched_blocks import TREE_COLUMN
-from midus_hf.topics.assigning import document_paths
-from midus_hf.topics.documents import Document
+from midus_hf.topics.assigning import document_paths, path_columns
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.windows import load_fast_tokenizer
 
@@ -52,10 +50,9 @@ class AssignPaths(PipelineStep):
         remaining = iter(data or ())
         while batch := list(itertools.islice(remaining, _DOCUMENTS)):
             with self.track_time(unit="batch"):
-                documents = [Document(number, document.text) for number, document in enumerate(batch)]
-                for row in document_paths(retriever, tokenizer, documents, origin.window_tokens or 2048):
-                    path_columns = {key: row[key] for key in ("memory_ids", TREE_COLUMN, "windows")}
-                    batch[row["document"]].metadata |= path_columns
+                texts = [document.text for document in batch]
+                for number, windows in document_paths(retriever, tokenizer, texts, origin.window_tokens or 2048):
+                    batch[number].metadata |= path_columns(windows, retriever.tree)
             for document in batch:
                 self.stat_update("with a path" if "memory_ids" in document.metadata else "blank")
                 yield document

@@ -11,7 +11,7 @@ import rich.box
 from rich.table import Table
 from rich.text import Text
 
-from midus_hf.topics.documents import documents_of
+from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.tree import ClusterTree
 
 # Number of characters of a sample document that are shown, and of a document that are read for words.
@@ -110,24 +110,19 @@ def node_reports(
 
 
 def sample_texts(corpus: str, column: str, numbers: Sequence[int]) -> dict[int, str]:
-    """Return the beginnings of documents by number, each on one line. The corpus is read up to the last of these documents.
+    """Return the beginnings of documents by number, each on one line.
 
     Raises:
         ValueError: If the corpus has too few documents.
     """
-    wanted = set(numbers)
-    texts: dict[int, str] = {}
-    for document in documents_of(corpus, column) if wanted else ():
-        if document.number in wanted:
-            texts[document.number] = " ".join(document.text[:_TEXT].split())
-            if len(texts) == len(wanted):
-                break
-    missing = sorted(wanted - texts.keys())
-    if missing:
+    if not numbers:
+        return {}
+    texts = read_corpus(corpus, text_column=column)[column]
+    if max(numbers) >= len(texts):
         raise ValueError(
-            f"{corpus} has no document {missing[0]}; expected the corpus that the tree was built from. Give it by --corpus."
+            f"{corpus} has no document {max(numbers)}; expected the corpus that the tree was built from. Give it by --corpus."
         )
-    return texts
+    return {number: " ".join(texts[number][:_TEXT].split()) for number in numbers}
 
 
 def topic_words(nodes: Sequence[NodeReport], texts: Mapping[int, str]) -> list[list[str]]:

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from midus_hf.topics.building import (
     grow_tree,
     held_out_rows,
 )
-from midus_hf.topics.documents import documents_of, find_files
+from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.tree import ClusterTree
@@ -66,8 +67,8 @@ def build(
     After an interruption, another run keeps the embeddings and the finished levels that are there.
 
     Args:
-        corpus: File or folder of the documents, as in `documents_of`.
-        column: Column, or JSON key, that holds their text. Default: `"text"`.
+        corpus: File, folder or dataset id of the documents, as in `midus_hf.topics.corpus.read_corpus`.
+        column: Column that holds their text. Default: `"text"`.
         embedding_model: Folder or hub id of the embedding model, as in `TextEmbedder`.
         tokenizer: Folder or hub id of the tokenizer that cuts windows.
         output: Folder of the tree.
@@ -89,10 +90,10 @@ def build(
     check_scikit_learn()
     output, options = output.expanduser(), options or TreeOptions()
     _check_output(output, overwrite)
-    find_files(corpus)  # raises an error for a missing corpus before models are loaded
     cutter = load_fast_tokenizer(tokenizer)
+    documents = read_corpus(corpus, text_column=column)
     embedder = TextEmbedder(embedding_model, device, batch_size, max_tokens)
-    stored = store_windows(output / WINDOWS, corpus, column, cutter, embedder, window_tokens, dtype)
+    stored = store_windows(output / WINDOWS, documents, corpus, column, cutter, embedder, window_tokens, dtype)
     origin = TreeOrigin(
         embedding_model=lasting_name(embedding_model),
         embedding_fingerprint=embedder.fingerprint,
@@ -108,7 +109,7 @@ def build(
         held_out = held_out_rows(rows, options.seed)
         with tqdm(desc="clustering", unit=" rows", total=rows * options.levels, disable=None) as bar:
             built = build_tree(stored.embeddings, options, origin, bar.update, finished, held_out)
-        _calibrate(built.tree, stored, cutter, embedder, window_tokens, held_out, options.seed)
+        _calibrate(built.tree, documents[column], cutter, embedder, window_tokens, held_out, options.seed)
         _write(output, built)
         finished.delete()
     return built.tree
@@ -124,7 +125,7 @@ def grow(
 
     Args:
         tree: Folder of the tree, which stays as it is.
-        corpus: File or folder of the documents, as in `documents_of`.
+        corpus: File, folder or dataset id of the documents, as in `midus_hf.topics.corpus.read_corpus`.
         output: Folder of the grown tree.
         column: Column, or JSON key, that holds their text. Default: `"text"`.
         device: Device of the embedding model. Default: `"cpu"`.
@@ -144,22 +145,23 @@ def grow(
             f"tree {str(tree)!r} does not say by which model and tokenizer it was built; expected one that build made."
         )
     tokenizer = load_fast_tokenizer(origin.tokenizer)
+    documents = read_corpus(corpus, text_column=column)
     embedder = TextEmbedder(origin.embedding_model, device, batch_size, origin.embedding_max_tokens)
     MemoryRetriever(old, embedder)  # refuses another model under the old name
     tokens = origin.window_tokens or 2048
-    stored = store_windows(output / WINDOWS, corpus, column, tokenizer, embedder, tokens)
+    stored = store_windows(output / WINDOWS, documents, corpus, column, tokenizer, embedder, tokens)
     options = TreeOptions(old.branching, old.levels, seed=origin.seed or 0)
     with only_run(output / WINDOWS):
         held_out = held_out_rows(len(stored.documents), options.seed)
         built = grow_tree(old, stored.embeddings, options, held_out=held_out)
-        _calibrate(built.tree, stored, tokenizer, embedder, tokens, held_out, options.seed)
+        _calibrate(built.tree, documents[column], tokenizer, embedder, tokens, held_out, options.seed)
         _write(output, built)
     return built.tree
 
 
 def _calibrate(
     tree: ClusterTree,
-    stored: StoredWindows,
+    texts: Iterable[str],
     tokenizer: PreTrainedTokenizerBase,
     embedder: TextEmbedder,
     window_tokens: int,
@@ -168,9 +170,9 @@ def _calibrate(
 ) -> None:
     """Set a tree's least similarity by the texts of the windows that were held out, if any were."""
     if held_out is not None:
-        windows = cut_windows(documents_of(stored.corpus, stored.column), tokenizer, window_tokens)
-        texts = [window.text for window, is_held_out in zip(windows, held_out, strict=True) if is_held_out]
-        calibrate(tree, texts, embedder.embed, seed)
+        windows = cut_windows(texts, tokenizer, window_tokens)
+        apart = [window.text for window, is_held_out in zip(windows, held_out, strict=True) if is_held_out]
+        calibrate(tree, apart, embedder.embed, seed)
 
 
 def open_build(folder: Path) -> tuple[ClusterTree, StoredWindows, np.ndarray]:

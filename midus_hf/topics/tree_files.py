@@ -57,10 +57,10 @@ def check_similarity(min_similarity: object) -> float | None:
     return float(min_similarity)
 
 
-def lasting_name(model: str) -> str:
-    """Return the name of a model that stays valid in other working directories: a folder as an absolute path."""
-    path = Path(model).expanduser()
-    return str(path.resolve()) if path.is_dir() else model
+def lasting_name(name: str) -> str:
+    """Return the name of a model or corpus that stays valid in other working directories: a path as an absolute one."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else name
 
 
 def fingerprint_of(branching: int, centroids: Sequence[torch.Tensor]) -> str:

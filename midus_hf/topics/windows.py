@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -18,48 +18,55 @@ from midus_hf.config.wording import first_line
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.whole_files import whole_file
 from midus_hf.saved_models import load_tokenizer
-from midus_hf.topics.documents import Document, documents_of, find_files
 from midus_hf.topics.embedding import TextEmbedder
+from midus_hf.topics.tree_files import lasting_name
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 DTYPES = ("float16", "float32")
 # Windows that are embedded at a time, and then reach the disk.
 _STRETCH = 1024
 _DOCUMENTS_A_BATCH = 64
-_VERSION = 4
+_VERSION = 5
 _RECORD, _EMBEDDINGS, _DOCUMENTS = "windows.json", "embeddings.npy", "documents.npy"
 
 
 @dataclass(frozen=True)
 class Window:
-    """A window of a document: consecutive tokens, as text. `number` is its index among the windows of the document."""
+    """A window of a document: consecutive tokens, as text.
 
-    document: Document
+    Args:
+        document: Index of the document.
+        number: Index of the window among those of the document.
+        text: Text of the window.
+    """
+
+    document: int
     number: int
     text: str
 
 
-def cut_windows(
-    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, window_tokens: int
-) -> Iterator[Window]:
-    """Cut documents into consecutive windows of `window_tokens` tokens that do not overlap; the last one may be shorter.
+def cut_windows(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, window_tokens: int) -> Iterator[Window]:
+    """Cut texts into consecutive windows of `window_tokens` tokens that do not overlap; the last one may be shorter.
 
     The windows of a document add up to its text, except that blank windows are left out. Special tokens are not counted.
     """
-    remaining = iter(documents)
+    remaining = enumerate(documents)
     while batch := list(itertools.islice(remaining, _DOCUMENTS_A_BATCH)):
         encoded = tokenizer(
-            [document.text for document in batch],
+            [text for _, text in batch],
             add_special_tokens=False,
             return_offsets_mapping=True,
             return_attention_mask=False,
             verbose=False,
         )
-        for document, offsets in zip(batch, encoded["offset_mapping"], strict=True):
+        for (document, whole), offsets in zip(batch, encoded["offset_mapping"], strict=True):
             # Tokens may share a character. A window begins with its first token and ends where the next window begins, so
             # no character is lost between two windows.
             begins = [0, *(begin for begin, _ in offsets[window_tokens::window_tokens])]
             for number, (begin, end) in enumerate(zip(begins, [*begins[1:], None], strict=True)):
-                if (text := document.text[begin:end]).strip():
+                if (text := whole[begin:end]).strip():
                     yield Window(document, number, text)
 
 
@@ -89,8 +96,8 @@ class StoredWindows:
 
     Args:
         embeddings: Embeddings `[N, c]`, float16 or float32, one row per window, in the order of the corpus.
-        documents: Number of the document of each window, `[N]`, int64.
-        corpus: File or folder of the documents.
+        documents: Index of the document of each window, `[N]`, int64.
+        corpus: File, folder or dataset id of the documents.
         column: Column, or JSON key, that holds their text.
         fingerprint: Fingerprint of the request and of the number of windows.
     """
@@ -104,6 +111,7 @@ class StoredWindows:
 
 def store_windows(
     folder: Path,
+    rows: "Dataset",
     corpus: str,
     column: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -116,13 +124,23 @@ def store_windows(
     Windows are counted, and then embedded in stretches, each of which reaches the disk before the next begins. A run that goes on
     after an interruption has the same stretches, and so ends in the same bytes.
 
+    Args:
+        folder: Folder of the windows.
+        rows: The corpus, as `midus_hf.topics.corpus.read_corpus` reads it.
+        corpus: File, folder or dataset id that the rows were read from.
+        column: Column of the rows that holds the text.
+        tokenizer: Tokenizer that cuts windows.
+        embedder: Model that embeds windows.
+        window_tokens: Tokens per window. Default: 2048.
+        dtype: Dtype of the stored embeddings, `"float16"` or `"float32"`. Default: `"float32"`.
+
     Raises:
-        ValueError: If the folder holds windows of another request or another run is writing to it, an option is out of
-            range, or the corpus cannot be read or is empty.
+        ValueError: If the folder holds windows of another request or another run is writing to it, or an option is out of
+            range.
     """
     from tqdm import tqdm
 
-    request = _request(corpus, column, tokenizer, embedder, window_tokens, dtype)
+    request = _request(rows, corpus, column, tokenizer, embedder, window_tokens, dtype)
     with only_run(folder):
         record = _read_record(folder) or {"request": request, "windows": None, "embedded": 0}
         for key, value in request.items():
@@ -132,28 +150,26 @@ def store_windows(
                     f"expected {value!r}. Choose another output, or delete this folder."
                 )
         if record["windows"] is None:
-            cut = cut_windows(documents_of(corpus, column), tokenizer, window_tokens)
-            documents = np.array([window.document.number for window in cut], np.int64)
-            if not len(documents):
-                raise ValueError(f"corpus {corpus!r} has no document with a visible character. Add text to it.")
+            cut = cut_windows(rows[column], tokenizer, window_tokens)
+            documents = np.array([window.document for window in cut], np.int64)
             write_array(folder / _DOCUMENTS, documents)
             shape = (len(documents), embedder.width)
             np.lib.format.open_memmap(folder / _EMBEDDINGS, "w+", dtype, shape).flush()
             record["windows"] = len(documents)
             _write_record(folder, record)
         if record["embedded"] < record["windows"]:
-            rows = map_array(folder / _EMBEDDINGS, record["windows"])
-            windows = cut_windows(documents_of(corpus, column), tokenizer, window_tokens)
+            embeddings = map_array(folder / _EMBEDDINGS, record["windows"])
+            windows = cut_windows(rows[column], tokenizer, window_tokens)
             remaining = itertools.islice(windows, record["embedded"], None)
             with (
                 (folder / _EMBEDDINGS).open("r+b") as file,
                 tqdm(
-                    desc="embedding", unit=" windows", total=len(rows), initial=record["embedded"], disable=None
+                    desc="embedding", unit=" windows", total=len(embeddings), initial=record["embedded"], disable=None
                 ) as bar,
             ):
-                file.seek(rows.offset + record["embedded"] * rows.strides[0])
+                file.seek(embeddings.offset + record["embedded"] * embeddings.strides[0])
                 while stretch := [window.text for window in itertools.islice(remaining, _STRETCH)]:
-                    file.write(embedder.embed(stretch, bar.update).numpy().astype(rows.dtype).tobytes())
+                    file.write(embedder.embed(stretch, bar.update).numpy().astype(embeddings.dtype).tobytes())
                     file.flush()
                     os.fsync(file.fileno())
                     record["embedded"] += len(stretch)
@@ -180,16 +196,22 @@ def open_windows(folder: Path) -> StoredWindows:
     )
 
 
-def windows_of_corpus(folder: Path, corpus: str, column: str) -> StoredWindows | None:
-    """Return the stored windows if they belong to a corpus whose files have not changed since, else None."""
+def windows_of_corpus(folder: Path, rows: "Dataset", column: str) -> StoredWindows | None:
+    """Return the stored windows if they are those of the texts of a corpus, else None."""
     record = _read_record(folder)
     if record is None or record["embedded"] != record["windows"]:
         return None
-    return open_windows(folder) if _corpus_request(corpus, column).items() <= record["request"].items() else None
+    return open_windows(folder) if record["request"].get("texts") == _texts_digest(rows, column) else None
 
 
 def _request(
-    corpus: str, column: str, tokenizer: Any, embedder: TextEmbedder, window_tokens: int, dtype: str
+    rows: "Dataset",
+    corpus: str,
+    column: str,
+    tokenizer: Any,
+    embedder: TextEmbedder,
+    window_tokens: int,
+    dtype: str,
 ) -> dict[str, Any]:
     """Return everything that embeddings depend on, except the rounding of batches, after checking it."""
     if window_tokens < 1:
@@ -207,17 +229,19 @@ def _request(
         "max_tokens": embedder.max_tokens,
         "window_tokens": window_tokens,
         "dtype": dtype,
-        **_corpus_request(corpus, column),
+        "corpus": lasting_name(corpus),
+        "column": column,
+        "texts": _texts_digest(rows, column),
     }
 
 
-def _corpus_request(corpus: str, column: str) -> dict[str, Any]:
-    path = Path(corpus).expanduser()
-    files = hashlib.sha256()
-    for file in find_files(corpus):
-        status = file.stat()
-        files.update(json.dumps([str(file.relative_to(path)), status.st_size, status.st_mtime_ns]).encode())
-    return {"corpus": str(path.resolve()), "files": files.hexdigest(), "column": column}
+def _texts_digest(rows: "Dataset", column: str) -> str:
+    """Return the SHA-256 of the texts of a corpus, each after its length in bytes."""
+    digest = hashlib.sha256()
+    for text in rows[column]:
+        encoded = text.encode()
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager

@@ -32,11 +32,11 @@ from midus_hf.files.whole_files import move_into_place
 from midus_hf.library_bars import data_bars_on_terminals, without_library_bars
 from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
+from midus_hf.topics.corpus import read_corpus
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
 from midus_hf.training.blocks import use_tree
 from midus_hf.training.callbacks import RunInterrupted, StopInOrder
-from midus_hf.training.data.corpus import read_corpus
-from midus_hf.training.data.leaves import checked_paths, leaf_sequences, tree_of_paths
+from midus_hf.training.data.leaves import checked_paths, leaf_sequences
 from midus_hf.training.data.packing import packed_sequences
 from midus_hf.training.optim.freezing import (
     has_adapters,
@@ -235,10 +235,9 @@ class TrainingRun:
                     "paths. midus cluster assign writes them."
                 )
             return packed_sequences(rows, tokenizer, arguments.sequence_length, key=key, **options), None
-        paths = checked_paths(rows, banks, column, key)
-        depth = max(max(layout.levels) for layout in banks.values())
-        sequences = leaf_sequences(rows, tokenizer, arguments.sequence_length, paths=paths, depth=depth, **options)
-        return sequences, tree_of_paths(rows, column)
+        written = checked_paths(rows, banks, column, key)
+        options |= {"paths": written.paths, "depth": max(max(layout.levels) for layout in banks.values())}
+        return leaf_sequences(rows, tokenizer, arguments.sequence_length, **options), written.tree
 
     def _prepare_model(self) -> Any:
         """Load or make the model, set what trains, or put adapters on it, and return it.

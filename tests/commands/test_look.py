@@ -132,9 +132,9 @@ def test_usage_counts_the_tokens_that_were_read(run, room, tmp_path):
 
 def test_usage_says_which_files_of_a_folder_were_not_read(run, room, tmp_path):
     write_text(tmp_path / "a.txt")
-    (tmp_path / "b.csv").touch()
+    (tmp_path / "b.doc").touch()
     done = run("usage", room.trained, "--text", tmp_path, "--json")
-    assert f"read 1 of 2 files of {tmp_path}; not read: 1 .csv (expected .txt, " in done.err
+    assert f"text {str(tmp_path)!r}: 1 of 2 files are read; not read: 1 .doc\n" in done.err
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -17,7 +17,7 @@ from midus_hf.compare.rivals import StageFinder, write_replayed
 from midus_hf.compare.runs import check
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.evaluation.text_rows import read_rows, text_rows
-from midus_hf.topics.documents import read_documents
+from midus_hf.topics.corpus import read_corpus
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.run import train
 
@@ -62,7 +62,7 @@ def loss(model: Path | str, text: Path) -> float:
     """Return the loss of a text whose documents are measured one by one, in nats per token."""
     loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     return read_rows(
-        loaded, text_rows("text", read_documents(text), tokenizer, loaded.config, sequence_length=32)
+        loaded, text_rows("text", read_corpus(str(text))["text"][:], tokenizer, loaded.config, sequence_length=32)
     ).mean
 
 

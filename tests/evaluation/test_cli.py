@@ -113,11 +113,11 @@ def test_a_model_that_is_not_causal_is_named(room, tmp_path, capsys):
 
 def test_of_a_folder_of_texts_it_is_told_what_was_not_read(room, tmp_path, capsys):
     (tmp_path / "a.txt").write_text(TEXT)
-    for name in ("b.csv", "c.csv", "d.pdf"):
+    for name in ("b.doc", "c.doc", "d.pdf"):
         (tmp_path / name).touch()
     cli.main([str(room / "base"), "--text", str(tmp_path), "--sequence-length", "32", "--json"])
     printed = capsys.readouterr()
-    line = f"read 1 of 4 files of {tmp_path}; not read: 2 .csv, 1 .pdf (expected .txt, .md, .jsonl, .ndjson, .parquet)"
+    line = f"text {str(tmp_path)!r}: 1 of 4 files are read; not read: 2 .doc, 1 .pdf"
     assert line in printed.err.splitlines()
     json.loads(printed.out)
 
@@ -177,7 +177,7 @@ def refusal(capsys, *arguments) -> tuple[int, str]:
     [
         (["--text", "x"], "Missing argument 'MODEL...'"),
         (["{base}"], "there is nothing to measure; give a text, tasks, or both"),
-        (["{base}", "--text", "{room}/absent"], "which does not exist; expected a file or a folder"),
+        (["{base}", "--text", "{room}/absent"], "which does not exist; expected a file, a folder or a dataset id"),
         (["{room}", "--text", "{text}"], "a folder without config.json; expected that of a saved model"),
         (["{room}/a/b", "--text", "{text}"], "expected the folder of a model, or its Hub id"),
         (["{text}", "--text", "{text}"], "expected the folder of a model, or its Hub id"),
@@ -257,9 +257,17 @@ def test_without_the_harness_tasks_name_the_extra_to_install(room, capsys, monke
 
 def test_perplexity_needs_no_harness(room, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.setitem(sys.modules, "datasets", None)
     cli.main([str(room / "base"), "--text", str(room / "text.txt"), "--sequence-length", "32", "--json"])
     assert json.loads(capsys.readouterr().out)["models"][0]["tasks"] == {}
+
+
+def test_a_text_needs_datasets(room, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    status, line = refusal(capsys, room / "base", "--text", room / "text.txt")
+    needed = (
+        f"text '{room / 'text.txt'}' needs the package datasets, which is not installed; run: pip install datasets"
+    )
+    assert (status, line) == (2, f"midus eval: {needed}")
 
 
 HELPER = """

@@ -25,7 +25,7 @@ from material.stages import stages
 from midus_hf.evaluation.knowledge_edits import EDIT_TASKS
 from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
 from midus_hf.evaluation.text_rows import read_rows, text_rows
-from midus_hf.topics.documents import read_documents
+from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.embedding import TextEmbedder
 
 pytestmark = pytest.mark.material
@@ -64,7 +64,7 @@ def test_the_converted_model_continues_a_sentence_sensibly(smollm2):
 
 def test_words_in_order_are_far_likelier_than_words_in_disorder(smollm2):
     model, tokenizer = smollm2
-    words = read_documents(addresses().held_out)[-1].split()[:400]
+    words = read_corpus(str(addresses().held_out))["text"][-1].split()[:400]
     disorder = [words[index] for index in torch.randperm(len(words), generator=torch.Generator().manual_seed(0))]
     in_order, shuffled = (
         read_rows(
@@ -87,9 +87,10 @@ def test_every_tenth_address_is_held_out_and_none_is_in_both_parts():
 
 
 def test_excerpts_are_the_beginnings_of_held_out_texts():
-    wholes = {"addresses": read_documents(addresses().held_out), "articles": read_documents(articles())}
+    texts = {"addresses": addresses().held_out, "articles": articles()}
+    wholes = {name: read_corpus(str(path))["text"][:] for name, path in texts.items()}
     for kind, path, count in (("addresses", address_excerpts(), 23), ("articles", article_excerpts(), 80)):
-        excerpts = read_documents(path)
+        excerpts = read_corpus(str(path))["text"][:]
         assert len(excerpts) == count
         assert all(any(whole[:1000] == excerpt for whole in wholes[kind]) for excerpt in excerpts)
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from midus_hf.topics import run
-from midus_hf.topics.assigning import document_paths
+from midus_hf.topics.assigning import document_paths, rows_with_paths
 from midus_hf.topics.building import TreeOptions
-from midus_hf.topics.documents import documents_of
+from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.topics.tree_files import TreeOrigin
@@ -33,7 +33,9 @@ def test_documents_get_their_paths_in_their_order(tree, corpus, tokenizer, monke
     monkeypatch.setattr(datatrove_steps, "_DOCUMENTS", at_a_time)
     with open(corpus) as file:
         texts = [json.loads(line)["text"] for line in file]
-    expected = list(document_paths(MemoryRetriever.load(tree), tokenizer, documents_of(corpus), 5))
+    retriever, documents = MemoryRetriever.load(tree), read_corpus(corpus)
+    paths = document_paths(retriever, tokenizer, documents["text"], 5)
+    expected = list(rows_with_paths(documents, paths, retriever.tree))
     step = AssignPaths(tree)
     actual = list(step.run((Document(text, str(number), metadata={"kept": 1}) for number, text in enumerate(texts))))
     assert [document.text for document in actual] == texts

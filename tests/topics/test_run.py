@@ -9,9 +9,9 @@ import pytest
 
 from midus_hf.config.wording import install_extra
 from midus_hf.topics import building, run, tree_files
-from midus_hf.topics.assigning import document_paths
+from midus_hf.topics.assigning import document_paths, rows_with_paths
 from midus_hf.topics.building import TreeOptions
-from midus_hf.topics.documents import documents_of
+from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.run import build, open_build
 from midus_hf.topics.tree import ClusterTree
@@ -83,7 +83,8 @@ def test_documents_take_the_paths_that_their_windows_took_at_building(make, corp
     make()
     tree, _, leaves = open_build(tmp_path / "tree")
     retriever = MemoryRetriever.load(tmp_path / "tree")
-    rows = list(document_paths(retriever, tokenizer, documents_of(corpus), 5))
+    documents = read_corpus(corpus)
+    rows = list(rows_with_paths(documents, document_paths(retriever, tokenizer, documents["text"], 5), retriever.tree))
     assert [row["document"] for row in rows] == list(range(39))
     assert [path[-1] for row in rows for path in row["windows"]] == leaves.tolist()
     for row in rows:

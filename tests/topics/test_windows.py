@@ -16,9 +16,9 @@ from topics.tiny_bert import save_tiny_bert
 from transformers import PreTrainedTokenizerFast
 
 from midus_hf.topics import windows as module
-from midus_hf.topics.documents import Document, DocumentError, documents_of
+from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.embedding import TextEmbedder
-from midus_hf.topics.windows import cut_windows, load_fast_tokenizer, open_windows, store_windows
+from midus_hf.topics.windows import cut_windows, load_fast_tokenizer, open_windows, store_windows, windows_of_corpus
 
 ARRAYS = ("embeddings.npy", "documents.npy", "windows.json")
 
@@ -33,15 +33,16 @@ def digests(folder):
 
 
 def store(folder, corpus, tokenizer, embedder, **arguments):
-    return store_windows(folder, corpus, "text", tokenizer, embedder, **{"window_tokens": 5, **arguments})
+    rows = read_corpus(corpus)
+    return store_windows(folder, rows, corpus, "text", tokenizer, embedder, **{"window_tokens": 5, **arguments})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_store_holds_every_window_with_its_document(tmp_path, corpus, tokenizer, embedder, dtype):
     stored = store(tmp_path / "windows", corpus, tokenizer, embedder, dtype=dtype)
-    windows = list(cut_windows(documents_of(corpus), tokenizer, 5))
+    windows = list(cut_windows(read_corpus(corpus)["text"], tokenizer, 5))
     assert len(windows) > 60 and isinstance(stored.embeddings, np.memmap) and stored.embeddings.dtype == dtype
-    assert stored.documents.tolist() == [window.document.number for window in windows]
+    assert stored.documents.tolist() == [window.document for window in windows]
     expected = embedder.embed([window.text for window in windows])
     close = {"atol": 1e-5 if dtype == "float32" else 1e-3, "rtol": 0}
     torch.testing.assert_close(torch.from_numpy(np.array(stored.embeddings, np.float32)), expected, **close)
@@ -83,8 +84,18 @@ def test_another_request_is_refused(tmp_path, corpus, tokenizer, embedder):
         store(tmp_path / "windows", corpus, tokenizer, other)
     with open(corpus, "a") as file:
         file.write(json.dumps({"text": "w1"}) + "\n")
-    with pytest.raises(ValueError, match=r"made with another files, .* or delete this folder"):
+    with pytest.raises(ValueError, match=r"made with another texts, .* or delete this folder"):
         store(tmp_path / "windows", corpus, tokenizer, embedder)
+
+
+def test_windows_belong_to_texts_wherever_these_are(tmp_path, corpus, tokenizer, embedder):
+    store(tmp_path / "windows", corpus, tokenizer, embedder)
+    rows = read_corpus(corpus)
+    moved = rows.map(lambda row: {"body": row["text"]}, remove_columns="text")
+    assert windows_of_corpus(tmp_path / "windows", moved, "body").corpus == corpus
+    joined = rows.map(lambda row, index: {"text": row["text"] + "w1" * (index == 0)}, with_indices=True)
+    assert windows_of_corpus(tmp_path / "windows", joined, "text") is None
+    assert windows_of_corpus(tmp_path / "absent", rows, "text") is None
 
 
 def test_what_a_tokenizer_has_done_before_makes_no_other_request(tmp_path, corpus, bert, embedder):
@@ -103,11 +114,6 @@ def test_wrong_options_and_folders_are_refused(tmp_path, corpus, tokenizer, embe
         store(folder, corpus, tokenizer, embedder, window_tokens=0)
     with pytest.raises(ValueError, match=r"dtype is 'int8'; expected float16 or float32\."):
         store(folder, corpus, tokenizer, embedder, dtype="int8")
-    with pytest.raises(DocumentError, match=r"which does not exist"):
-        store(folder, "absent", tokenizer, embedder)
-    (tmp_path / "blank.txt").write_text(" ")
-    with pytest.raises(ValueError, match=r"has no document with a visible character\. Add text"):
-        store(folder, str(tmp_path / "blank.txt"), tokenizer, embedder)
     with pytest.raises(ValueError, match=r"holds no windows, or not all of a corpus; .* Run midus cluster build\."):
         open_windows(folder)
 
@@ -134,24 +140,22 @@ def test_two_runs_do_not_write_one_store(tmp_path, corpus, tokenizer, embedder):
 def texts_of(windows):
     results = {}
     for window in windows:
-        results.setdefault(window.document.number, []).append(window.text)
-        assert window.number == len(results[window.document.number]) - 1
+        results.setdefault(window.document, []).append(window.text)
+        assert window.number == len(results[window.document]) - 1
     return results
 
 
 def test_windows_have_so_many_tokens_and_the_last_has_the_rest(tokenizer):
-    documents = [Document(0, "w1 w2  w3\nw4 w5 "), Document(1, "w6"), Document(2, "w1 w2")]
+    documents = ["w1 w2  w3\nw4 w5 ", "w6", "w1 w2"]
     windows = texts_of(cut_windows(documents, tokenizer, 2))
     assert windows == {0: ["w1 w2  ", "w3\nw4 ", "w5 "], 1: ["w6"], 2: ["w1 w2"]}
     assert all(len(tokenizer.tokenize(text)) <= 2 for of_document in windows.values() for text in of_document)
 
 
 def test_more_documents_than_are_tokenised_at_a_time_come_in_order(tokenizer):
-    documents = [Document(number, f"w{number % 60} w1 w2") for number in range(150)]
-    windows = list(cut_windows(iter(documents), tokenizer, 2))
-    assert [(window.document.number, window.number) for window in windows] == [
-        (n, w) for n in range(150) for w in (0, 1)
-    ]
+    documents = (f"w{number % 60} w1 w2" for number in range(150))
+    windows = list(cut_windows(documents, tokenizer, 2))
+    assert [(window.document, window.number) for window in windows] == [(n, w) for n in range(150) for w in (0, 1)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
@@ -160,7 +164,7 @@ def test_no_character_is_lost_where_a_token_is_a_part_of_one(size):
     tokenizer = Tokenizer(BPE(alphabet, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
     text = "naïve 東京 👩‍🚀 ok"
-    windows = cut_windows([Document(0, text)], PreTrainedTokenizerFast(tokenizer_object=tokenizer), size)
+    windows = cut_windows([text], PreTrainedTokenizerFast(tokenizer_object=tokenizer), size)
     assert "".join("".join(window.text.split()) for window in windows) == "".join(text.split())
 
 

@@ -8,7 +8,7 @@ from midus_hf.config.fetched_blocks import BankLayout, FetchedBlocks
 
 datasets = pytest.importorskip("datasets")
 
-from midus_hf.training.data.leaves import checked_paths, leaf_sequences, paths_of, tree_of_paths  # noqa: E402
+from midus_hf.training.data.leaves import checked_paths, leaf_sequences  # noqa: E402
 
 EOS, T = 2, 5
 # The path of each text, and how many words it has; EOS makes one token more.
@@ -26,7 +26,7 @@ def rows(paths=None, **columns):
 
 
 def sequences(apart=False, depth=None):
-    paths = paths_of(rows(), "path")
+    paths = np.array([path for path, _ in ROWS])
     return leaf_sequences(rows(), tiny_tokenizer(), T, paths=paths, depth=depth, documents_apart=apart, vocab_size=128)
 
 
@@ -78,22 +78,7 @@ def test_a_remainder_that_predicts_nothing_is_left_out(count, apart):
     assert all(any(label != -100 for label in labels[1:]) for labels in packed["labels"])
 
 
-def test_the_tree_that_texts_name_is_one_tree():
-    assert tree_of_paths(rows(), "path") is None
-    assert tree_of_paths(rows(memory_tree=["a" * 64] * 6), "path") == "a" * 64
-    with pytest.raises(ValueError, match="expected paths of one tree"):
-        tree_of_paths(rows(memory_tree=["a" * 64] * 5 + ["b" * 64]), "path")
-
-
-@pytest.mark.parametrize("path", [None, [], [1, -1], [1, 2, 3], [-2, 1]])
-def test_a_row_without_a_path_is_refused(path):
-    with pytest.raises(ValueError, match=r"row 4 of the corpus has .* under 'path'; expected the node at each level"):
-        paths_of(rows([*(path for path, _ in ROWS[:3]), path, *(path for path, _ in ROWS[4:])]), "path")
-
-
-def test_a_corpus_without_the_column_and_a_model_without_banks_are_refused():
-    with pytest.raises(ValueError, match="the corpus has no column 'leaf', only text, path; set path_column"):
-        paths_of(rows(), "leaf")
+def test_a_model_without_banks_is_refused():
     with pytest.raises(ValueError, match="path_column is 'path', but the model has no memory that fetches blocks"):
         checked_paths(rows(), {}, "path")
 

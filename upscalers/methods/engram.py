@@ -165,12 +165,11 @@ class Engram(AttachedMemoryMethod):
 
     def _ngrams(self, base: BaseModel) -> "torch.Tensor":
         """Return the keys of the n-grams of the corpus, `[N]`, int64, ascending. The corpus is read once."""
-        from midus_hf.library_bars import data_bars_on_terminals
-        from midus_hf.training.data.corpus import read_corpus
+        from midus_hf.topics.corpus import read_corpus
         from midus_hf.training.data.ngrams import keys_of_texts, known_ngrams, last_ngrams
 
         if self._keys is None:
-            with refusing_requests(), data_bars_on_terminals():
+            with refusing_requests():
                 texts = read_corpus(self.options.corpus)["text"]
             options = self.memory_options(**{name: getattr(self.options, name) for name in ("min_order", "max_order")})
             numbers = self._token_numbers(base)

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from midus_hf.cli.options import Column, Device, flag, model_argument, option, tell_unread
+from midus_hf.cli.options import Column, Device, flag, model_argument, option
 from midus_hf.model_names import check_model_name
 
 if TYPE_CHECKING:
@@ -64,12 +64,26 @@ class HeadsRequest(ModelRequest):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextRequest(ModelRequest):
-    """Options of questions about what a model does with texts."""
+class DocumentsRequest(ModelRequest):
+    """Options of questions about texts."""
 
     model: Model
-    text: Annotated[list[str], option("File or folder to read; may be repeated.", "[NAME=]PATH")]
+    text: Annotated[list[str], option("File, folder or dataset id; may be repeated.", "[NAME=]PATH")]
     column: Column = "text"
+
+    @cached_property
+    def documents(self) -> dict[str, list[str]]:
+        """Documents of each text, by the text's name. What was not read is printed on standard error."""
+        from midus_hf.topics.corpus import read_corpus
+
+        paths, column = named_paths(self.text), self.column
+        return {name: read_corpus(path, key="text", text_column=column)[column][:] for name, path in paths.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextRequest(DocumentsRequest):
+    """Options of questions about what a model does with texts."""
+
     sequence_length: Annotated[int | None, option("Tokens per row of a text.  [default: 1024]", "N")] = None
     max_tokens: Annotated[int | None, option("Tokens of each text to read.  [default: all]", "N")] = None
     batch_size: Annotated[int, option("Rows per forward pass.", "N")] = 4
@@ -82,17 +96,6 @@ class TextRequest(ModelRequest):
             ValueError: If a text cannot be read, or two texts have one name.
         """
         assert self.documents is not None
-
-    @cached_property
-    def documents(self) -> dict[str, list[str]]:
-        """Documents of each text, by the text's name. Which files of a folder were not read is printed on standard error."""
-        from midus_hf.topics.documents import read_documents
-
-        documents = {}
-        for name, path in named_paths(self.text).items():
-            tell_unread(path)
-            documents[name] = read_documents(path, self.column)
-        return documents
 
     @cached_property
     def loaded(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
@@ -124,12 +127,9 @@ class TextRequest(ModelRequest):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TouchedRequest(ModelRequest):
+class TouchedRequest(DocumentsRequest):
     """Options of the question where texts read a memory of known n-grams."""
 
-    model: Model
-    text: Annotated[list[str], option("Texts as training reads them; may be repeated.", "[NAME=]PATH")]
-    column: Column = "text"
     prove: Annotated[bool, flag("--prove", "Also compute untouched documents with and without the memory.")] = False
 
     @cached_property
@@ -139,18 +139,6 @@ class TouchedRequest(ModelRequest):
 
         path = Path(self.model).expanduser()
         return path if path.is_dir() else Path(snapshot_download(self.model))
-
-    @cached_property
-    def documents(self) -> dict[str, list[str]]:
-        """Documents of each text, by the text's name, as training reads a corpus."""
-        from midus_hf.library_bars import data_bars_on_terminals
-        from midus_hf.training.data.corpus import read_corpus
-
-        documents = {}
-        for name, path in named_paths(self.text).items():
-            with data_bars_on_terminals():
-                documents[name] = list(read_corpus(path, key="text", text_column=self.column)[self.column])
-        return documents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

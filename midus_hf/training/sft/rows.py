@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.training.data.corpus import read_rows, say
+from midus_hf.topics.corpus import read_rows, say
 from midus_hf.training.sft.chats import EXCLUSIONS, OF_CHATS, OF_INSTRUCTIONS, as_chat, as_texts
 from midus_hf.training.sft.template import WRITTEN, check_written, reads_key, set_template
 

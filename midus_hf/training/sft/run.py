@@ -8,7 +8,7 @@ import numpy as np
 
 from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import check_ids
-from midus_hf.training.data.corpus import read_corpus, say
+from midus_hf.topics.corpus import read_corpus, say
 from midus_hf.training.data.packing import IGNORED_LABEL, packed_sequences
 from midus_hf.training.run import TrainingRun, TrainResult
 from midus_hf.training.sft.arguments import SftArguments

@@ -11,7 +11,7 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 from midus_hf.config.wording import first_line
-from midus_hf.training.data.corpus import say
+from midus_hf.topics.corpus import say
 from midus_hf.training.data.packing import IGNORED_LABEL
 from midus_hf.training.trainer import TrainsMemory
 

@@ -1,4 +1,4 @@
-"""A corpus is read as what its files are, and what cannot be read, or is left out, is said in one line."""
+"""A text is read as what its files are, with the paths of its rows; what cannot be read, or is left out, is said in one line."""
 
 import bz2
 import gzip
@@ -11,7 +11,7 @@ import pytest
 
 datasets = pytest.importorskip("datasets")
 
-from midus_hf.training.data.corpus import read_corpus, read_rows  # noqa: E402
+from midus_hf.topics.corpus import read_corpus, read_paths, read_rows  # noqa: E402
 
 TEXTS = ["The first text.", 'A second, with "marks"\nand two lines.', "null"]
 
@@ -37,6 +37,10 @@ FILES = {
     "list.json.gz": gzip.compress(json.dumps([{"text": text} for text in TEXTS]).encode()),
     "lines.json.bz2": bz2.compress(lines()),
     "lines.jsonl.xz": lzma.compress(lines()),
+    "lines.JSON.GZ": gzip.compress(lines()),
+    "archives end to end.jsonl.gz": gzip.compress(lines(TEXTS[:1])) + gzip.compress(lines(TEXTS[1:])),
+    "a mark first.jsonl": b"\xef\xbb\xbf" + lines(),
+    "blank lines.jsonl": lines().replace(b"\n", b"\n\n"),
 }
 
 
@@ -75,6 +79,11 @@ def test_a_text_file_is_one_text(folder, name):
     text = "\ufeffTwo lines,\nand a third.\n\n"
     write(folder, {name: gzip.compress(text[1:].encode()) if name.endswith(".gz") else text})
     assert texts_of(folder / name) == [text[1:]]
+
+
+def test_a_home_folder_can_be_abbreviated(folder, monkeypatch):
+    monkeypatch.setenv("HOME", write(folder, {"a.txt": "words"}))
+    assert texts_of("~/a.txt") == ["words"]
 
 
 @pytest.mark.parametrize("name", ["x::y.jsonl", "shard[12]", "shard*", "shar?1"])
@@ -126,6 +135,12 @@ MIXED = {
     "notes named as a split": ({"data.jsonl": lines(), "notes-test.txt": "a\n"}, TEXTS, "1 of 2", "1 .txt"),
     "capitals": ({"A.JSONL": lines(), "b.jsonl": lines()}, TEXTS * 2, None, ""),
     "nothing in a file": ({"a.jsonl": lines(), "b.jsonl": ""}, TEXTS, "1 of 2", "1 .jsonl"),
+    "many kinds": (
+        {"a.txt": "a", **{f"{name}.{name}": "" for name in ("one", "two", "three", "four", "five", "six")}},
+        ["a"],
+        "1 of 7",
+        "1 .five, 1 .four, 1 .one, 1 .six, 1 .three and 1 more",
+    ),
 }
 
 
@@ -135,6 +150,13 @@ def test_the_files_of_a_folder_that_are_read_are_those_that_the_line_says(folder
     assert texts_of(write(folder, files)) == texts
     printed = capsys.readouterr().err
     assert f"{counted} files are read; not read: {unread}\n" in printed if counted else "not read" not in printed
+
+
+def test_a_linked_folder_is_not_entered_and_named(folder, capsys):
+    write(folder, {"a.txt": "one"})
+    (folder / "linked.txt").symlink_to(folder)
+    assert texts_of(folder) == ["one"]
+    assert "1 of 2 files are read; not read: 1 linked folder\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["json", "csv", "text", "parquet"])
@@ -188,6 +210,7 @@ def test_folders_and_several_corpora_keep_their_order_and_columns(folder, capsys
     write(folder.parent / "rows", {"x.jsonl": lines(["three", "  "], path=[1, 2])})
     rows = read_corpus([str(folder), str(folder.parent / "rows")])
     assert rows["text"][:] == ["one", "two", "three"]
+    assert rows["file"][:] == ["a.txt", "b/two.txt", None]
     assert rows["path"][:] == [None, None, [1, 2]]
     printed = capsys.readouterr().err
     assert "2 of 3 files are read; not read: 1 .pdf" in printed and "1 of 4 texts are blank and left out" in printed
@@ -216,6 +239,15 @@ REFUSALS = {
     "no objects": ({"x.jsonl": b'"a"\n"b"\n'}, "x.jsonl', which cannot be read: "),
     "no column": ({"x.jsonl": b'{"content": "a", "id": 1}\n'}, "no column 'text', only content, id; set text_column"),
     "numbers": ({"x.jsonl": b'{"text": 1}\n'}, "has int64 under 'text'; expected text"),
+    "text and numbers": ({"x.jsonl": b'{"text": "a"}\n{"text": 3}\n'}, "has Json under 'text'; expected text"),
+    "nested without end": (
+        {"x.jsonl": lines(["a"]) + b"[" * 100_000},
+        "x.jsonl', which cannot be read: JSON parse error: ",
+    ),
+    "latin in a row": (
+        {"x.jsonl": lines(["a"] * 2_000) + b'{"text": "\xff"}\n'},
+        "is not text in UTF-8: invalid start byte. Take it out, or convert it.",
+    ),
     "empty": ({"x.txt": ""}, "is empty: it has no text with a visible character"),
     "blank": ({"x.jsonl": lines([" ", "\n"])}, "is empty: it has no text with a visible character"),
     "an empty folder": ({"x.pdf": "a"}, "which has no text; expected files ending in .txt, .md, .jsonl"),
@@ -229,6 +261,11 @@ REFUSALS = {
     "a cut archive": (
         {"a.jsonl": lines(), "x.jsonl.gz": gzip.compress(lines())[:-9]},
         "x.jsonl.gz', which cannot be read: Compressed file ended before",
+    ),
+    "no archive": ({"x.txt.gz": "something else"}, "x.txt.gz', which cannot be read: Not a gzipped file"),
+    "a changed archive": (
+        {"x.txt.gz": gzip.compress(b"a" * 9)[:-5] + b"\x01" + gzip.compress(b"a" * 9)[-4:]},
+        "x.txt.gz', which cannot be read: CRC check failed",
     ),
 }
 
@@ -266,8 +303,61 @@ def test_a_mistyped_name_is_refused_at_once_without_a_network(monkeypatch):
     assert time.monotonic() - begin < 5
 
 
+def test_a_row_that_is_no_text_is_named(folder):
+    write(folder, {"x.jsonl": lines(["a"] * 2_000) + b'{"text": "\xff"}\n' + lines(["b"])})
+    with pytest.raises(ValueError, match=r"row 2001 of corpus '.*x\.jsonl' is not text in UTF-8: invalid start byte"):
+        read_corpus(str(folder / "x.jsonl"))
+
+
+@pytest.mark.parametrize("key", ["text", "corpus"])
+def test_packages_that_are_not_there_are_named_with_what_to_run(folder, key, monkeypatch):
+    write(folder, {"a.txt": "a", "zstd/a.txt.zst": "a"})
+    monkeypatch.setattr("fsspec.available_compressions", lambda: [None, "gzip"])
+    with pytest.raises(
+        ValueError, match=rf"^{key} has the file .*zst', which needs the package zstandard; run: pip in"
+    ):
+        read_corpus(str(folder / "zstd"), key=key)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=rf"^{key} .*txt' needs the package datasets, .*; run: pip install datasets$"):
+        read_corpus(str(folder / "a.txt"), key=key)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_bars_are_for_terminals(folder, is_terminal, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    texts_of(write(folder, {"a.jsonl": lines()}))
+    assert ("Generating train split" in capsys.readouterr().err) == is_terminal
+
+
 def test_rows_without_text_need_files_of_rows(folder):
     write(folder, {"README.md": "a card", "rows.jsonl": b'{"prompt": "a"}\n'})
     assert read_rows("dataset_name", str(folder)).column_names == ["prompt"]
     with pytest.raises(ValueError, match=r"README.md', which has no rows; expected files ending in .jsonl"):
         read_rows("dataset_name", str(folder / "README.md"))
+
+
+def rows_with(paths, **columns):
+    return datasets.Dataset.from_dict({"text": ["words"] * len(paths), "path": paths, **columns})
+
+
+def test_paths_are_read_with_the_one_tree_that_texts_name():
+    paths = [[0, 1], [-1, -1], [2, 7]]
+    read = read_paths(rows_with(paths), "path")
+    assert read.paths.tolist() == paths and read.paths.dtype == "int64" and read.tree is None
+    assert read_paths(rows_with(paths, memory_tree=["a" * 64] * 3), "path").tree == "a" * 64
+    for other in ("b" * 64, None):
+        with pytest.raises(ValueError, match=r"expected paths of one tree\. Assign all documents by the same tree"):
+            read_paths(rows_with(paths, memory_tree=["a" * 64, "a" * 64, other]), "path")
+
+
+@pytest.mark.parametrize("path", [None, [], [1, -1], [1, 2, 3], [-2, 1]])
+def test_a_row_without_a_path_is_refused(path):
+    with pytest.raises(
+        ValueError, match=r"row 2 of the corpus, .* has .* under 'path'; expected the node at each level"
+    ):
+        read_paths(rows_with([[0, 1], path, [2, 7]]), "path")
+
+
+def test_texts_without_the_column_of_paths_are_refused():
+    with pytest.raises(ValueError, match=r"^text 'a\.txt' has no column 'leaf', only text, path; set path_column"):
+        read_paths(rows_with([[0]]), "leaf", "text 'a.txt'")

@@ -1,17 +1,22 @@
-"""Texts of a corpus as rows of a `datasets.Dataset`: files, folders, repositories of datasets, the Hub."""
+"""Texts of a corpus as rows of a `datasets.Dataset`: files, folders, repositories of datasets, the Hub; and paths in rows."""
 
 import contextlib
 import glob
+import importlib.util
 import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.config.wording import first_line
-from midus_hf.model_names import check_hub_dataset
+import numpy as np
+
+from midus_hf.config.fetched_blocks import TREE_COLUMN
+from midus_hf.config.wording import first_few, first_line
+from midus_hf.library_bars import data_bars_on_terminals
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -32,6 +37,10 @@ _READER_OPTIONS: dict[str, dict[str, Any]] = {
     "tsv": {"keep_default_na": False, "sep": "\t"},
 }
 
+# Column with the file of a text, for files of text in a folder.
+FILE_COLUMN = "file"
+
+_SECONDS_TO_ANSWER = 5
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -45,9 +54,10 @@ def read_corpus(
 ) -> "Dataset":
     """Return the texts of a corpus, one per row, with the other columns that the corpus has.
 
-    A text file is one text. JSON (a list, or an object per line), CSV and Parquet have a text per row. Text, JSON and CSV
-    may be compressed. Of a folder, files of one kind are read, rows before text, by the splits that `datasets` finds in their
-    names or its card. Blank texts are left out, which a line on standard error says, as it does of files that are not read.
+    A text file is one text; in a folder, its name below the folder is under `file`. JSON (a list, or an object per line), CSV
+    and Parquet have a text per row. Text, JSON and CSV may be compressed. Of a folder, files of one kind are read, rows before
+    text, by the splits that `datasets` finds in their names or its card. Blank texts are left out, which a line on standard
+    error says, as it does of files that are not read.
 
     Args:
         corpus: A file, a folder, or the id of a dataset on the Hub, or several of these.
@@ -57,7 +67,8 @@ def read_corpus(
         text_column: Column that holds the text. Default: `"text"`.
 
     Raises:
-        ValueError: If the corpus does not exist, cannot be read, has no text, or lacks the column or the split.
+        ValueError: If the corpus does not exist, cannot be read, has no text, or lacks the column or the split; or if `datasets`
+            is not installed.
     """
     rows = read_rows(key, corpus, split=split, name=name, text_column=text_column)
     columns, label = rows.column_names, _label(key, corpus)
@@ -66,15 +77,24 @@ def read_corpus(
             f"{label} has no column {text_column!r}, only {', '.join(columns) or 'nothing'}; set text_column to the column "
             "that holds the text."
         )
-    kind = getattr(rows.features[text_column], "dtype", "list")
+    kind = getattr(rows.features[text_column], "dtype", type(rows.features[text_column]).__name__)
     if kind not in ("string", "large_string", "null"):
         raise ValueError(
             f"{label} has {kind} under {text_column!r}; expected text. Set text_column to the column that holds the text."
         )
     whole = len(rows)
-    rows = rows.filter(
-        lambda texts: [bool(text and text.strip()) for text in texts], batched=True, input_columns=[text_column]
-    )
+    try:
+        with data_bars_on_terminals():
+            rows = rows.filter(
+                lambda texts: [bool(text and text.strip()) for text in texts],
+                batched=True,
+                input_columns=[text_column],
+            )
+    except UnicodeDecodeError as error:
+        number = _first_undecodable(rows, text_column)
+        raise ValueError(
+            f"row {number} of {label} is not text in UTF-8: {error.reason}. Take it out, or convert it."
+        ) from error
     if not len(rows):
         raise ValueError(f"{label} is empty: it has no text with a visible character. Add text to it.")
     if len(rows) < whole:
@@ -97,20 +117,77 @@ def read_rows(
         text_column: Column that gets the text of text files. Default: None, text files have no rows and are not read.
 
     Raises:
-        ValueError: If a source does not exist, cannot be read or has no rows, or lacks the split.
+        ValueError: If a source does not exist, cannot be read or has no rows, or lacks the split; or if `datasets` is not installed.
     """
-    import datasets
-
     names = [sources] if isinstance(sources, str) else list(sources)
     if not names or "" in names:
         raise ValueError(f"{key} is empty; expected a file, a folder or a dataset id.")
-    parts = [_read_source(key, source, split, name, text_column) for source in names]
+    if importlib.util.find_spec("datasets") is None:
+        raise ValueError(
+            f"{_label(key, sources)} needs the package datasets, which is not installed; run: pip install datasets"
+        )
+    import datasets
+
+    with data_bars_on_terminals():
+        parts = [_read_source(key, source, split, name, text_column) for source in names]
     try:
         return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{_label(key, sources)} has columns that differ in type from file to file: {_reason(error)}"
         ) from error
+
+
+@dataclass(frozen=True)
+class DocumentPaths:
+    """Paths of texts with the fingerprint of their tree.
+
+    Args:
+        paths: The node at each level, `[texts, p]`, int64. A row of -1 is the path of the generic memory.
+        tree: Fingerprint of the tree; None if the texts do not name one.
+    """
+
+    paths: np.ndarray
+    tree: str | None
+
+
+def read_paths(rows: "Dataset", path_column: str, label: str = "the corpus") -> DocumentPaths:
+    """Read the paths of texts from a column of their rows.
+
+    Args:
+        label: What messages call the rows. Default: `"the corpus"`.
+
+    Raises:
+        ValueError: If the column is missing, a row has no path, or one of another length than the first row's, or texts name
+            different trees.
+    """
+    if path_column not in rows.column_names:
+        raise ValueError(
+            f"{label} has no column {path_column!r}, only {', '.join(rows.column_names)}; set path_column to the column with the "
+            "paths of texts, which midus cluster assign writes."
+        )
+    paths = list(rows[path_column])
+    for number, path in enumerate(paths, start=1):
+        if not _is_path(path) or len(path) != len(paths[0]):
+            raise ValueError(
+                f"row {number} of {label}, without blank ones, has {path!r} under {path_column!r}; expected the node at each level "
+                "of the tree, as midus cluster assign writes it, such as [3, 52, 840], or -1 at each level, the path of the generic "
+                "memory."
+            )
+    trees = rows.unique(TREE_COLUMN) if TREE_COLUMN in rows.column_names else [None]
+    if len(trees) > 1:
+        named = " and ".join("nothing" if tree is None else f"{str(tree)[:16]}..." for tree in trees[:2])
+        raise ValueError(
+            f"{label} has {named} under {TREE_COLUMN!r}, beside the paths under {path_column!r}; expected paths of one tree. "
+            "Assign all documents by the same tree."
+        )
+    return DocumentPaths(np.array(paths, dtype=np.int64).reshape(len(paths), -1), trees[0])
+
+
+def _is_path(path: Any) -> bool:
+    if not isinstance(path, list) or not path or any(type(node) is not int for node in path):
+        return False
+    return all(node >= 0 for node in path) or all(node == -1 for node in path)
 
 
 def say(line: str) -> None:
@@ -121,6 +198,15 @@ def say(line: str) -> None:
 
 def _label(key: str, sources: str | Sequence[str]) -> str:
     return f"{key} {sources!r}" if isinstance(sources, str) else f"{key} {', '.join(map(repr, sources))}"
+
+
+def _first_undecodable(rows: "Dataset", column: str) -> int:
+    """Return the number, from 1, of the first row whose text is not UTF-8."""
+    readable = 0
+    with contextlib.suppress(UnicodeDecodeError):
+        for _ in rows[column]:
+            readable += 1
+    return readable + 1
 
 
 def _reason(error: BaseException) -> str:
@@ -159,7 +245,7 @@ def _read_source(key: str, source: str, split: str | None, name: str | None, tex
             f"{key} is {source!r}, which has no configurations, and {name!r} is named as one; leave the name out."
         )
     if not path.exists():
-        check_hub_dataset(f"{key} is {source!r}, which is no file or folder", source)
+        _check_hub(f"{key} is {source!r}, which is no file or folder", source)
         with _reading(f"{key} is {source!r}"):
             rows: Any = datasets.load_dataset(source, name, split=split)
     elif is_saved:
@@ -181,6 +267,43 @@ def _read_source(key: str, source: str, split: str | None, name: str | None, tex
             say(f"{key} {source!r}: split {chosen!r} is read, of {', '.join(rows)}")
         rows = rows[chosen]
     return rows
+
+
+def _check_hub(option: str, name: str) -> None:
+    """Check at once that the Hub or the cache here has a dataset: `datasets` asks for half a minute where nobody answers.
+
+    Args:
+        option: What names the dataset, to begin messages with.
+        name: Id of the dataset.
+
+    Raises:
+        ValueError: If the Hub lacks the dataset or does not admit the user, or cannot be reached and nothing is cached.
+    """
+    import datasets
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    cached = (
+        Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___")),
+        Path(huggingface_hub.constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}"),
+    )
+    if any(path.exists() for path in cached):
+        return
+    try:
+        huggingface_hub.HfApi().dataset_info(name, timeout=_SECONDS_TO_ANSWER)
+    except GatedRepoError as error:
+        raise ValueError(
+            f"{option}: the dataset {name!r} is gated; accept its terms on the Hub, and log in."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(f"{option}, and the Hub has no dataset {name!r}; correct the name.") from error
+    except HfHubHTTPError:
+        return  # the Hub answers, and `datasets` will say what is wrong
+    except Exception as error:  # of whichever HTTP library the Hub's client uses
+        raise ValueError(
+            f"{option}; {name!r} is not in the cache of datasets, and the Hub cannot be reached; correct the name, or connect "
+            "to a network."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -220,19 +343,25 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
     The kind is the most frequent kind of rows, or else text: the card and notes of a dataset are not its text.
     """
     import datasets
+    import fsspec
 
     files = _files_of(key, path)
-    kind_of = {file: _kind_of(file) or ("text" if file == path else None) for file in files}
+    kind_of = {file: _kind_of(file) or ("text" if file == path else None) for file in files if file.is_file()}
     kinds = [kind for kind, _ in Counter(kind_of.values()).most_common() if kind is not None]
     kind = next((kind for kind in kinds if kind != "text"), "text")
     if not kinds or (kind == "text" and text_column is None):
         endings = ", ".join(ending for ending, kind in KINDS.items() if text_column or kind != "text")
         content = "text" if text_column else "rows"
         raise ValueError(f"{key} is {str(path)!r}, which has no {content}; expected files ending in {endings}.")
-    read = [file for file in files if kind_of[file] == kind and file.stat().st_size]
+    read = [file for file, its_kind in kind_of.items() if its_kind == kind and file.stat().st_size]
     if not read:
         expected = "text with a visible character" if text_column else "row"
         raise ValueError(f"{key} is {str(path)!r}, which is empty: it has no {expected}. Add text to it.")
+    packed = [file for file in read if file.suffix.lower() == ".zst"]
+    if packed and "zstd" not in fsspec.available_compressions():
+        raise ValueError(
+            f"{key} has the file {str(packed[0])!r}, which needs the package zstandard; run: pip install zstandard"
+        )
     splits = {"train": read} if kind == "text" or path.is_file() else _by_split(key, path, read)
     read = [file for of_split in splits.values() for file in of_split]
     _say_unread(key, path, files, read)
@@ -256,18 +385,22 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
         rows = builder.as_dataset(split=split)
     if kind != "text":
         return rows
-    for file, text in zip(read, builder.as_dataset(split="train")["text"], strict=False):
+    texts = builder.as_dataset(split="train")
+    for file, text in zip(read, texts["text"], strict=False):
         if "\0" in text:  # zero bytes are valid UTF-8, but no text
             raise ValueError(
                 f"{key} has the file {str(file)!r}, which is not text: it has zero bytes. Take it out, or convert it."
             )
+    if split is None and path.is_dir() and text_column != FILE_COLUMN and len(texts) == len(read):
+        rows = texts.add_column(FILE_COLUMN, [file.relative_to(path).as_posix() for file in read])
     return rows if text_column in (None, "text") else rows.rename_column("text", text_column)
 
 
 def _files_of(key: str, path: Path) -> list[Path]:
-    """Return a file, or the sorted files of a folder without hidden ones."""
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if not file.is_dir())
+    """Return a file, or the sorted files of a folder, and links to folders, which are not entered, without hidden ones."""
+    files = [path]
     if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
         files = [file for file in files if not any(part[0] == "." for part in file.relative_to(path).parts)]
     with _reading(f"{key} is {str(path)!r}"):
         for file in files:
@@ -290,9 +423,10 @@ def _by_split(key: str, folder: Path, files: Sequence[Path]) -> dict[str, list[P
 def _say_unread(key: str, path: Path, files: Sequence[Path], read: Sequence[Path]) -> None:
     """Say which files of a folder are not read."""
     named = {file.resolve() for file in read}
-    unread = Counter("".join(file.suffixes[-2:]) or file.name for file in files if file.resolve() not in named)
+    others = [file for file in files if file.resolve() not in named]
+    unread = Counter("linked folder" if file.is_dir() else "".join(file.suffixes[-2:]) or file.name for file in others)
     if unread:
-        endings = ", ".join(f"{count:,} {ending}" for ending, count in unread.most_common(5))
+        endings = first_few([f"{count:,} {ending}" for ending, count in unread.most_common()], 5)
         say(
             f"{key} {str(path)!r}: {len(files) - unread.total():,} of {len(files):,} files are read; not read: {endings}"
         )
