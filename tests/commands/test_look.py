@@ -331,8 +331,8 @@ def test_a_page_has_blocks_chapters_and_depth(run, room, bank, tmp_path):
 # refusals
 
 REFUSALS = [
-    ("usage TRAINED --text absent", "text is 'absent', which does not exist; expected"),
-    ("usage TRAINED --text b=absent", "text is 'absent', which does not exist; expected"),
+    ("usage TRAINED --text absent", "text is 'absent', which is no file or folder"),
+    ("usage TRAINED --text b=absent", "text is 'absent', which is no file or folder"),
     ("usage TRAINED --text =a.txt", "text is '=a.txt'; expected PATH or NAME=PATH, such as code=code.jsonl."),
     ("usage TRAINED --text a=b --text a=c", "text 'a' is given twice; expected each name once."),
     ("usage TRAINED TEXT --dtype int8", "dtype is 'int8'; expected auto, float32, bfloat16 or float16."),
