@@ -261,8 +261,8 @@ def test_perplexity_needs_no_harness(room, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["models"][0]["tasks"] == {}
 
 
-def test_a_text_needs_datasets(room, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
+def test_a_text_needs_datasets(room, capsys, without):
+    without("datasets")
     status, line = refusal(capsys, room / "base", "--text", room / "text.txt")
     needed = (
         f"text '{room / 'text.txt'}' needs the package datasets, which is not installed; run: pip install datasets"

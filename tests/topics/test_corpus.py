@@ -310,14 +310,14 @@ def test_a_row_that_is_no_text_is_named(folder):
 
 
 @pytest.mark.parametrize("key", ["text", "corpus"])
-def test_packages_that_are_not_there_are_named_with_what_to_run(folder, key, monkeypatch):
+def test_packages_that_are_not_there_are_named_with_what_to_run(folder, key, without, monkeypatch):
     write(folder, {"a.txt": "a", "zstd/a.txt.zst": "a"})
     monkeypatch.setattr("fsspec.available_compressions", lambda: [None, "gzip"])
     with pytest.raises(
         ValueError, match=rf"^{key} has the file .*zst', which needs the package zstandard; run: pip in"
     ):
         read_corpus(str(folder / "zstd"), key=key)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    without("datasets")
     with pytest.raises(ValueError, match=rf"^{key} .*txt' needs the package datasets, .*; run: pip install datasets$"):
         read_corpus(str(folder / "a.txt"), key=key)
 
