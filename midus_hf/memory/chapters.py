@@ -18,7 +18,6 @@ from midus_hf.memory.routing.stretches import Numbers
 from midus_hf.memory.routing.token_places import TokenPlaces
 from midus_hf.ops.chapters.op import chapter_attention
 from midus_hf.ops.chapters.quantisation import dequantise_rows
-from midus_hf.ops.chapters.rows import chapter_rows
 from midus_hf.ops.dispatch.precision import wide_dtype, without_autocast
 
 _EPS = 1e-6
@@ -229,7 +228,10 @@ def _memory_rows(
         return by_chapter if chapters is None else by_chapter.index_select(0, chapters)
 
     if gives_rows and chapters is not None:
-        rows = chapter_rows(bank["bank"], chapters, options.chapter_tokens)
+        numbers = torch.arange(options.chapter_tokens, device=chapters.device)  # [M]
+        rows = nn.functional.embedding(
+            chapters.unsqueeze(1) * options.chapter_tokens + numbers, bank["bank"], sparse=True
+        )
     elif options.bank_bits is None:
         rows = chosen(bank["bank"])
     else:

@@ -7,8 +7,8 @@ from midus_hf.config.memories.shared_values import LinearOptions
 from midus_hf.memory.registry import register_memory
 from midus_hf.memory.retrieval import RetrievalMemory
 from midus_hf.ops.gather.weighted import weighted_gather
-from midus_hf.ops.product_key.flat import flat_key_topk
 from midus_hf.ops.product_key.op import product_key_topk
+from midus_hf.ops.product_key.reference import flat_key_topk
 
 
 class SharedValueMemory(RetrievalMemory):

@@ -1,4 +1,4 @@
-"""Half-precision tables of which few rows are read are not widened whole."""
+"""Half-precision tables of which few rows are read are not widened whole, and of all keys' scores few tokens' are held at a time."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from midus_hf.ops.gather import row_sums
 from midus_hf.ops.headwise.op import headwise_memory
 from midus_hf.ops.product_key import reference as flat_key
-from midus_hf.ops.product_key.flat import flat_key_topk
+from midus_hf.ops.product_key.reference import flat_key_topk
 
 HEADS, N, WIDTH = 4, 16, 8
 SLOTS = N * N
@@ -60,6 +60,18 @@ def test_keys_are_widened_some_heads_at_a_time(monkeypatch):
         scores, slots = flat_key_topk(t["query"], t["keys"], 4)
     assert wide.largest == SLOTS * WIDTH  # of one head
     assert torch.equal(scores, expected[0]) and torch.equal(slots, expected[1])
+
+
+def test_flat_keys_are_scored_a_stretch_of_tokens_at_a_time(monkeypatch):
+    generator = torch.Generator().manual_seed(2)
+    query, keys = (torch.randn(shape, generator=generator) for shape in ((7, 2, 4), (2, 50, 4)))
+    expected = flat_key_topk(query, keys, 3)
+    monkeypatch.setattr(flat_key, "_MOST_SCORES", 2 * 50 * 5)
+    with torch.no_grad(), LargestWide() as wide:
+        scores, slots = flat_key_topk(query, keys, 3)
+    assert wide.largest == 2 * 50 * 5  # of two heads and five tokens; the other two come after
+    assert torch.equal(slots, expected[1])
+    torch.testing.assert_close(scores, expected[0])
 
 
 def test_keys_that_train_sum_their_gradients_in_float32():

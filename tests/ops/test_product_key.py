@@ -1,4 +1,4 @@
-"""Product-key retrieval against a search through all n * n slots."""
+"""Retrieval by product keys and by flat keys against a search through all slots."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops.loops import slot_scores
 
-from midus_hf.ops import product_key_topk
+from midus_hf.ops import flat_key_topk, product_key_topk
 
 
 def integers(*shape: int, largest: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -47,20 +47,6 @@ def test_two_stages_find_what_a_search_through_all_slots_finds(n, k_part, half, 
             assert len(set(result)) == k and [every[slot] for slot in result] == found_scores
             if len(set(every)) == n * n:
                 assert result == sorted(range(n * n), key=lambda slot: -every[slot])[:k]
-
-
-@pytest.mark.parametrize("n, k", [(16, 8), (64, 4), (128, 32)])
-def test_two_stages_find_what_one_topk_over_the_whole_grid_finds(n, k):
-    query = integers(40, 3, 8, largest=900, seed=0)
-    row_keys, column_keys = (integers(3, n, 4, largest=900, seed=seed) for seed in (1, 2))
-    row_scores = torch.einsum("thp,hnp->thn", query[..., :4], row_keys)
-    column_scores = torch.einsum("thp,hnp->thn", query[..., 4:], column_keys)
-    grid = (row_scores[..., :, None] + column_scores[..., None, :]).flatten(-2)
-
-    scores, slots = product_key_topk(query, row_keys, column_keys, k)
-
-    assert torch.equal(scores, grid.topk(k, dim=-1).values)
-    assert torch.equal(grid.gather(-1, slots), scores)
 
 
 def test_runs_on_the_meta_device():
@@ -111,3 +97,29 @@ def test_wrong_arguments_are_refused(changes, message):
     arguments = {name: torch.zeros(shape) if isinstance(shape, tuple) else shape for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):
         product_key_topk(**arguments)
+
+
+def test_flat_keys_are_compared_with_every_query():
+    generator = torch.Generator().manual_seed(0)
+    query, keys = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((2, 5, 3, 4), (3, 30, 4))
+    )
+    query.requires_grad_(), keys.requires_grad_()
+    scores, slots = flat_key_topk(query, keys, 6)
+    every = torch.einsum("bthd,hsd->bths", query, keys)
+    torch.testing.assert_close(scores, every.sort(dim=-1, descending=True).values[..., :6])
+    torch.testing.assert_close(every.gather(-1, slots), scores)
+    assert torch.autograd.gradcheck(lambda q, k: flat_key_topk(q, k, 6)[0], (query, keys))
+
+
+@pytest.mark.parametrize(
+    "keys, k, message",
+    [
+        ((3, 4), 1, r"keys is \(3, 4\); expected \[heads, slots, key width\]"),
+        ((2, 5, 3), 1, r"query ends in \(2, 4\); expected \(heads, key width\) = \(2, 3\)"),
+        ((2, 5, 4), 6, r"k is 6; expected 1 <= k <= N = 5\. Lower k or raise N"),
+    ],
+)
+def test_wrong_flat_keys_are_refused(keys, k, message):
+    with pytest.raises(ValueError, match=message):
+        flat_key_topk(torch.zeros(1, 2, 4), torch.zeros(keys), k)

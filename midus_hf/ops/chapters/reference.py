@@ -35,17 +35,3 @@ def chapter_attention(
         weights = scores.flatten(-2).softmax(dim=-1).unflatten(-1, scores.shape[-2:])
         output = torch.einsum("shqnm,snmhd->sqhd", weights, values)
     return output.to(query.dtype)
-
-
-def chapter_rows(bank: torch.Tensor, chapters: torch.Tensor, chapter_tokens: int) -> torch.Tensor:
-    """Gather whole chapters.
-
-    Args:
-        bank: Memory tokens, `[N_m, W]`, chapter after chapter.
-        chapters: Chapter numbers, `[C']`, int64.
-        chapter_tokens: Memory tokens per chapter, M.
-
-    Returns:
-        `[C', M, W]`.
-    """
-    return bank.unflatten(0, (-1, chapter_tokens))[chapters]
