@@ -27,7 +27,7 @@ OLDEST_TESTS = tests/models tests/ops/kernels $(patsubst %,tests/ops/test_%.py,l
 	-k 'not test_offline_compilation and not inductor and not is_proven_in_a_wiring'
 IN_BOTH = tests/models tests/memory $(wildcard tests/ops/test_*.py)
 
-.PHONY: demo checkpoint test test-all test-newest test-newest-release test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu bench-upscale mutants test-deepspeed test-vllm test-gguf test-kernels release-check clean
+.PHONY: demo checkpoint test test-all test-newest test-newest-release test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu bench-upscale mutants test-deepspeed test-vllm test-gguf release-check clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m demo
@@ -124,15 +124,6 @@ $(VENV)-gguf/installed: $(VENV)/installed
 	CMAKE_ARGS=-DLLAVA_BUILD=OFF $(VENV)-gguf/bin/python -m pip install -q $(abspath $(VENV)-gguf/llama-cpp-python)
 	touch $@
 
-# And Hugging Face's kernels, which loads the package that scripts/build_kernels.py writes.
-test-kernels: $(VENV)/installed $(VENV)-kernels/installed
-	$(TEST_ENV) $(VENV)-kernels/bin/python -m pytest tests/ops/test_kernel_package.py
-
-$(VENV)-kernels/installed: $(VENV)/installed
-	$(call beside,$(VENV)-kernels)
-	$(VENV)-kernels/bin/python -m pip install -q 'kernels>=0.17,<0.18'
-	touch $@
-
 # A new environment that sees what $(VENV) has.
 define beside
 $(VENV)/bin/python -m venv $(1)
@@ -207,4 +198,4 @@ $(OLDEST)/installed: pyproject.toml constraints-oldest.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(RELEASE) $(VENV)-mutants $(VENV)-deepspeed $(VENV)-vllm $(VENV)-gguf $(VENV)-kernels outputs build *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(RELEASE) $(VENV)-mutants $(VENV)-deepspeed $(VENV)-vllm $(VENV)-gguf outputs build *.egg-info

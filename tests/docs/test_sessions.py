@@ -152,7 +152,7 @@ SESSIONS = {
         replace={"max_new_tokens=32": "max_new_tokens=4"},
         models={"smollm2-135m-hml": "midus-hml", "trained": "midus-hml"},
         names=lambda: {**load("smollm2-135m-hml"), "torch": torch, "requests": [torch.arange(3, 9)[None]]},
-        elsewhere=("from llama_cpp import", "from gguf import", "from kernels import"),
+        elsewhere=("from llama_cpp import", "from gguf import"),
     ),
     "docs/evaluate.md": Session(
         replace={
