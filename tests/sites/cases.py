@@ -1,5 +1,6 @@
 """The table of sites: a toy memory at each of them, and the families that each is tested on."""
 
+import itertools
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -97,28 +98,42 @@ def everywhere() -> pytest.MarkDecorator:
     return _parametrized(MOST, ALL)
 
 
-def each(pairs: Iterable[tuple[str, str]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def each(
+    pairs: Iterable[tuple[str, str]], **others: Iterable[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test on every row of these pairs, `case`, with a `family` that is another one for each row and each test.
 
     So every row and every family meet every test. With the product it runs on these pairs as well.
+
+    Args:
+        pairs: Names of a row and of a family.
+        others: Values of other parameters of the test, in turn; with the product each pair with each of them.
     """
     pairs = list(pairs)
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         rows = dict.fromkeys(case for case, _ in pairs)
         kept = taking_turns(rows, NATIVE_FAMILIES, first=zlib.crc32(test.__name__.encode()))
-        return _parametrized(kept, [*kept, *(pair for pair in pairs if pair not in kept)])(test)
+        every = [*kept, *(pair for pair in pairs if pair not in kept)]
+        in_turn = zip(kept, itertools.cycle(itertools.product(*others.values())), strict=False)
+        return _parametrized(
+            [(*pair, *values) for pair, values in in_turn],
+            [(*pair, *values) for pair in every for values in itertools.product(*others.values())],
+            others,
+        )(test)
 
     return decorate
 
 
-def _parametrized(kept: Iterable[tuple[str, str]], pairs: Iterable[tuple[str, str]]) -> pytest.MarkDecorator:
-    pairs = list(pairs)
+def _parametrized(
+    kept: Iterable[tuple[Any, ...]], every: Iterable[tuple[Any, ...]], others: Iterable[str] = ()
+) -> pytest.MarkDecorator:
+    every = list(every)
     values = by_default(
-        [(CASES[name], family) for name, family in kept], [(CASES[name], family) for name, family in pairs]
+        [(CASES[name], *values) for name, *values in kept], [(CASES[name], *values) for name, *values in every]
     )
     return pytest.mark.parametrize(
-        ("case", "family"), values, ids=[f"{name.replace(' ', '-')}-{family}" for name, family in pairs]
+        ("case", "family", *others), values, ids=["-".join(map(str, row)).replace(" ", "-") for row in every]
     )
 
 

@@ -15,13 +15,8 @@ from upscalers.request.errors import RequestError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
-HML = {"method": "midus-hml", "options": SMALL_MEMORY}
-LLAMA_PRO = {"method": "llama-pro"}
+SECOND = {"midus-hml": {"options": SMALL_MEMORY}, "llama-pro": {}}
 ATTACHED = [(name, family) for name, family in FEW if CASES[name].is_attached]
-
-
-def request(case):
-    return {"method": case.method, "options": case.options}
 
 
 def config_of(folder):
@@ -40,9 +35,9 @@ def same_files(left, right) -> bool:
     )
 
 
-def check_stack(base, once, second, tmp_path, **placing):
+def check_stack(base, once, tmp_path, **second):
     """Upscale a trained model `once`: nothing that it computes changes, and `strip` gives it back, and then its base."""
-    report = upscale(base=once, output=tmp_path / "twice", **second, **placing)
+    report = upscale(base=once, output=tmp_path / "twice", **second)
     assert report.identity.max_abs_diff == 0.0
     assert torch.equal(logits(tmp_path / "twice"), logits(once))
     assert not torch.equal(logits(once), logits(base))
@@ -57,14 +52,14 @@ def check_stack(base, once, second, tmp_path, **placing):
     return config_of(tmp_path / "twice")
 
 
-@pytest.mark.parametrize("second", [HML, LLAMA_PRO], ids=lambda second: second["method"])
-@each(FEW)
+@each(FEW, second=SECOND)
 def test_layers_are_inserted_among_those_that_have_a_trained_memory(
     case, family, second, upscaled, shared_base, tmp_path
 ):
     once = trained(upscaled(case, family), tmp_path / "once")
     placement = "1,4" if case.is_attached else "3,7"
-    config = check_stack(shared_base(family), once, second, tmp_path, placement=placement)
+    words = {"method": second, "placement": placement, **SECOND[second]}
+    config = check_stack(shared_base(family), once, tmp_path, **words)
     moved = dict(enumerate([0, 2, 3, 5] if case.is_attached else [0, 1, 2, 4, 5, 6]))
     entry = config["memory"][0]
     assert entry["layers"] == [moved[layer] for layer in case.layers]
@@ -75,29 +70,12 @@ def test_layers_are_inserted_among_those_that_have_a_trained_memory(
     assert trains == set(placement.split(","))
 
 
-@each(FEW)
-def test_a_memory_is_attached_to_or_inserted_in_a_model_with_trained_memory_blocks(
-    case, family, shared_base, tmp_path
-):
-    base = shared_base(family)
-    upscale(base=base, output=tmp_path / "hml", verify=False, **HML)
-    options = {**case.options, **({"layers": [2]} if case.options.get("layers") == [1] else {})}
-    once = trained(tmp_path / "hml", tmp_path / "once")
-    config = check_stack(base, once, {"method": case.method, "options": options}, tmp_path)
-    attached = config["memory"][1]
-    assert attached["site"] == case.site
-    if case.is_attached:
-        own = [0, 2, 3, 5]
-        assert attached["layers"] == [own[layer] for layer in case.layers]
-        assert attached.get("into", []) == [own[layer] for layer in case.into]
-
-
 @each(ATTACHED)
 def test_the_same_memory_twice_has_two_names_and_the_second_alone_trains(
     case, family, upscaled, shared_base, tmp_path
 ):
     once = trained(upscaled(case, family), tmp_path / "once")
-    config = check_stack(shared_base(family), once, request(case), tmp_path)
+    config = check_stack(shared_base(family), once, tmp_path, method=case.method, options=case.options)
     second = dataclasses.replace(case, method=f"{case.method}-2")
     assert [entry["name"] for entry in config["memory"]] == [case.method, second.method]
     model = load(tmp_path / "twice", torch.float64)
@@ -137,12 +115,3 @@ def test_solar_repeats_a_memory_or_is_refused_where_it_ties_layers_together(case
         assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
     strip(tmp_path / "solar", tmp_path / "stripped")
     assert same_files(tmp_path / "stripped", once)
-
-
-@pytest.mark.parametrize("name", ["beside-ffn", "skip", "inside-attention"])
-def test_a_memory_is_attached_to_repeated_layers_like_any(name, base, tmp_path):
-    upscale(base=base, method="solar", output=tmp_path / "solar", verify=False)
-    upscale(base=tmp_path / "solar", output=tmp_path / "twice", **request(CASES[name]))
-    assert torch.equal(logits(tmp_path / "twice"), logits(tmp_path / "solar"))
-    strip(tmp_path / "twice", tmp_path / "stripped")
-    assert same_files(tmp_path / "stripped", tmp_path / "solar")

@@ -48,11 +48,15 @@ def test_a_quarter_of_the_layers_has_it_unless_others_are_named(layers, expected
     assert {key: entry[key] for key in SMALL_CHAPTERS} == SMALL_CHAPTERS
 
 
-def test_every_layer_but_inserted_blocks_reads_the_depth(base, tmp_path):
+def test_every_layer_but_inserted_blocks_reads_the_depth_or_skips_to_another(base, tmp_path):
     once = unverified(base, tmp_path / "once", placement="1,4")
     upscale(base=once, method="moda", output=tmp_path / "twice", verify=False)
     below, entry = config_of(tmp_path / "twice")["memory"]
     assert (below["layers"], entry["type"], entry["layers"]) == ([1, 4], "depth-attention", [0, 2, 3, 5])
+    options = {"n": 8, "k": 4, "site": "skip", "span": 2}
+    upscale(base=once, method="ultramem-v2", output=tmp_path / "skips", options=options, verify=False)
+    _, entry = config_of(tmp_path / "skips")["memory"]
+    assert (entry["layers"], entry["into"]) == ([0, 2], [3, 5])
 
 
 def test_a_plan_that_repeats_layers_which_read_the_depth_is_refused(base, command, tmp_path, refused):
