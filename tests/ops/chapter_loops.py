@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -30,6 +31,17 @@ def made(
         "chapters": order[:, :chosen],
         "scales": normal(stretches, chosen),
     }
+
+
+# Arguments that every body must take, made of others.
+ODD: dict[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]] = {
+    "all tokens name one chapter, and twice": lambda given: (
+        given | {"chapters": torch.full_like(given["chapters"], 2)}
+    ),
+    "a chapter has a scale of zero": lambda given: (
+        given | {"scales": given["scales"] * torch.tensor([0.0, 1.0]).to(given["scales"])}
+    ),
+}
 
 
 def by_loops(query, keys, values, chapters, scales) -> torch.Tensor:

@@ -37,6 +37,8 @@ class OpCase:
         entry: The function that passes the registered op by where nobody watches, and the op's name there.
         never_direct: Bodies that it calls through the op all the same.
         around: Whether PyTorch computes something around the op.
+        sizes_of_kernels: Names of the sizes that kernels are held to, where another row has the same kernels; by default all.
+        tokens_of_kernels: How many kernels compute in two runs, whose bytes are compared.
     """
 
     make: Callable[..., Arguments]
@@ -52,6 +54,8 @@ class OpCase:
     entry: tuple[Callable[..., Any], str] | None = None
     never_direct: tuple[str, ...] = ()
     around: bool = False
+    sizes_of_kernels: tuple[str, ...] = ()
+    tokens_of_kernels: int = 70
 
 
 def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -199,6 +203,8 @@ OPENED = {
         }.items()
     },
 }
+# A bank per head is another stride, and transforms are a matrix product around kernels.
+OF_SHARED_KERNELS = ("one", "small", "many-heads", "five-keys")
 ALL = ("torch", "native", "triton")
 OPS = {
     "weighted gather": OpCase(
@@ -244,6 +250,7 @@ OPS = {
             narrows=True,
             entry=(headwise_memory, "headwise_lookup_op"),
             never_direct=("torch",),
+            sizes_of_kernels=OF_SHARED_KERNELS if own else (),
         )
         for name, own in (("shared bank", False), ("bank per head", True))
     },
@@ -257,6 +264,7 @@ OPS = {
         narrows=True,
         entry=(headwise_memory, "headwise_lookup_op"),
         never_direct=("torch",),
+        sizes_of_kernels=OF_SHARED_KERNELS,
     ),
     "chapters": OpCase(
         opened,
@@ -287,6 +295,7 @@ OPS = {
             "odd-sizes": {"group": 3, "width": 20},
         },
         registered=lambda arguments, body: (depth_attention_op, (arguments["query"], *slots_of(arguments), 0.3, 2.0)),
+        tokens_of_kernels=5,
         node="depth_attention",
         unregistered=("torch",),
         wide=("output",),

@@ -76,7 +76,7 @@ def test_gradients_of_the_sum_are_those_of_finite_differences(mask, softcap, mon
     def lse(query, key):
         return sequence_lse(query, key, masks[mask], mask is None, 0.5, softcap)
 
-    assert torch.autograd.gradcheck(lse, (query, key))
+    assert torch.autograd.gradcheck(lse, (query, key), fast_mode=True)
 
 
 @pytest.mark.parametrize("softcap", [None, 20.0])

@@ -1,5 +1,7 @@
 """Registered ops are passed by only where nobody would miss them."""
 
+import inspect
+
 import pytest
 import torch
 from ops.interpreter import mended_interpreter
@@ -7,8 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from midus_hf.ops import headwise_memory
+from midus_hf.ops import headwise_memory, product_key_topk
 from midus_hf.ops.dispatch.private_torch import can_skip_dispatcher
+from midus_hf.ops.gather.native import native_weighted_rows
 from midus_hf.ops.headwise.triton import triton_lookup
 
 
@@ -89,17 +92,24 @@ def test_a_residual_of_another_width_is_refused():
         headwise_memory(*inputs(), None, 3, residual=torch.zeros(3, 2, 4))
 
 
+READ_BY_C = {
+    headwise_memory: ("row_keys", "column_keys", "value_bank", "value_transform", "residual"),
+    product_key_topk: ("row_keys", "column_keys"),
+    native_weighted_rows: ("bank", "slots", "weights"),
+}
+
+
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize(
-    "entry", range(1, 6), ids=["row_keys", "column_keys", "value_bank", "value_transform", "residual"]
+    ("function", "name"), [(function, name) for function, names in READ_BY_C.items() for name in names]
 )
-def test_tensors_that_c_cannot_read_are_refused(entry):
+def test_tensors_that_c_cannot_read_are_refused(function, name):
     """As of a model that was loaded in part: C would end the process."""
-    arguments = [*inputs(), torch.zeros(2, 5, 5), torch.zeros(3, 2, 5)]
-    arguments[entry] = arguments[entry].to("meta")
-    name = ("query", "row_keys", "column_keys", "value_bank", "value_transform", "residual")[entry]
-    with (
-        torch.no_grad(),
-        pytest.raises(ValueError, match=f"{name} is on meta, and others are on cpu; expected one device"),
-    ):
-        headwise_memory(*arguments[:5], 3, residual=arguments[5])
+    every = dict(zip(("query", "row_keys", "column_keys", "bank"), inputs(), strict=True))
+    every |= {"value_bank": every["bank"], "value_transform": torch.zeros(2, 5, 5), "residual": torch.zeros(3, 2, 5)}
+    every |= {"slots": torch.zeros(3, 2, dtype=torch.int64), "weights": torch.ones(3, 2), "k": 3}
+    every[name] = every[name].to("meta")
+    arguments = {word: every[word] for word in inspect.signature(function).parameters if word in every}
+    message = f"{name} is on meta, and others are on cpu; expected one device"
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        function(**arguments)

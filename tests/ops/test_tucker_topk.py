@@ -20,12 +20,6 @@ def drawn(heads=2, n=5, rank=2, tokens=3, seed=0):
     return rows, columns, core, *vectors
 
 
-def reference(rows, columns, core, k):
-    """Equation 11 as written: every pair of keys is scored, and the k best are chosen."""
-    grid = torch.einsum("...hir,hrq,...hjq->...hij", rows, core, columns)
-    return grid.flatten(-2).topk(k, dim=-1)
-
-
 def by_loops(rows, columns, core, k):
     """Equation 11, pair by pair: the k best scores and slots of each token and head."""
     tokens, heads, n, rank = rows.shape
@@ -99,19 +93,6 @@ def test_where_all_keys_are_kept_it_finds_what_loops_find(rank):
     expected_scores, expected_slots = by_loops(rows, columns, core, 7)
     torch.testing.assert_close(scores, expected_scores, rtol=1e-12, atol=1e-12)
     assert torch.equal(slots, expected_slots)
-    torch.testing.assert_close(reference(rows, columns, core, 7)[0], expected_scores, rtol=1e-12, atol=1e-12)
-
-
-def test_two_stages_find_half_of_the_best_of_random_keys():
-    """Measured over five seeds: 0.45 to 0.51 of the 32 best of 128 * 128, with 0.85 to 0.87 of their scores, and no more with 64 keys
-    of a side kept: the others are pairs of two keys with negative leading scores, which no rank-1 stage can find.
-    """
-    rows, columns, core, left, right = drawn(heads=1, n=128, tokens=64)
-    scores, slots = tucker_topk(rows, columns, core, left, right, k=32, side=32)
-    best_scores, best = reference(rows, columns, core, 32)
-    recall = (slots[..., :, None] == best[..., None, :]).any(-1).double().mean().item()
-    share = (scores.sum() / best_scores.sum()).item()
-    assert recall > 0.4 and share > 0.8, (recall, share)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from ops.chapter_loops import ODD
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 from ops.laws import assert_equals_reference, output_and_gradients
@@ -38,21 +39,9 @@ def test_many_tokens_may_read_one_chapter_and_none_another(popular_chapters, bac
         assert [bool(chapter.any()) for chapter in result[name]] == [False, True, True, True, False]
 
 
-def test_all_tokens_may_read_one_chapter(popular_chapters, backend):
-    popular_chapters["chapters"] = torch.full_like(popular_chapters["chapters"], 4)
-    assert_equals_reference(OP, popular_chapters, backend)
-
-
-def test_a_chapter_that_a_token_names_twice_is_read_twice(backend):
-    arguments = opened(20, 3)
-    arguments["chapters"] = torch.tensor([2, 1, 2], device=DEVICE).expand(20, 3)
-    assert_equals_reference(OP, arguments, backend)
-
-
-def test_scales_of_zero_do_no_harm(backend):
-    arguments = opened()
-    arguments["scales"][:, 0] = 0
-    assert_equals_reference(OP, arguments, backend)
+@pytest.mark.parametrize("what", ODD)
+def test_odd_arguments_give_what_the_reference_gives(what, backend):
+    assert_equals_reference(OP, ODD[what](opened(40)), backend)
 
 
 def test_large_scores_do_not_overflow(backend):

@@ -69,24 +69,18 @@ def assert_equals_float64(query, keys, values, fast, softcap=None):
 SIZES = [
     (1, 96, 33, 5, torch.bfloat16, 2.0),
     (2, 80, 1, 7, torch.float32, 2.0),
-    (3, 64, 33, 5, torch.float32, 2.0),
-    (3, 256, 1, 3, torch.bfloat16, None),
-    (4, 96, 5, 5, torch.float32, 2.0),
-    (6, 64, 1, 5, torch.bfloat16, 2.0),
     (7, 256, 5, 3, torch.float32, 2.0),
     (8, 80, 5, 3, torch.bfloat16, 2.0),
     (5, 20, 33, 3, torch.float16, None),
     (17, 16, 5, 3, torch.float32, None),
     (64, 1, 3, 1, torch.float32, None),
-    (6, 128, 33, 3, torch.float32, None),
 ]
 MORE_SIZES = [
-    (1, 64, 5, 3, torch.float32, None),
-    (2, 128, 5, 1, torch.bfloat16, None),
-    (4, 80, 33, 3, torch.bfloat16, None),
-    (7, 96, 33, 1, torch.bfloat16, None),
-    (8, 128, 1, 5, torch.float32, None),
-    (8, 256, 33, 3, torch.float32, None),
+    (3, 64, 33, 5, torch.float32, 2.0),
+    (3, 256, 1, 3, torch.bfloat16, None),
+    (4, 96, 5, 5, torch.float32, 2.0),
+    (6, 64, 1, 5, torch.bfloat16, 2.0),
+    (6, 128, 33, 3, torch.float32, None),
 ]
 
 

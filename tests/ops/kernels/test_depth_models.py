@@ -25,7 +25,7 @@ def logits_and_gradients(model, tokens, backend):
 @pytest.mark.parametrize(
     "kind, checkpointed",
     by_default(
-        [("default", True), ("reused", False), ("joint", False)],
+        [("reused", True)],
         itertools.product(["default", "reused", "joint"], [False, True]),
     ),
 )

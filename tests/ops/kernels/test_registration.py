@@ -9,18 +9,27 @@ from ops.laws import (  # noqa: F401 - tests of this file
     test_it_is_registered_rightly,
 )
 from ops.table import OPS, slots_of, stacked
+from pairs import by_default, in_turn
 
 from midus_hf.ops import headwise_memory
 from midus_hf.ops.depth.op import depth_attention_op
 from midus_hf.ops.headwise.lookup import headwise_lookup_op
 
-KERNELS = {name: op for name, op in OPS.items() if "triton" in op.bodies}
+KERNELS = [name for name, op in OPS.items() if "triton" in op.bodies]
+# What torch is told of the others does not depend on the body: `tests/ops/test_laws.py` has the same with PyTorch and C.
+WHOLE = ["head-wise memory, shared bank", "chapters", "depth"]
 
 
-@pytest.fixture(params=KERNELS, ids=lambda name: name.replace(" ", "-"))
+@pytest.fixture(params=by_default(WHOLE, KERNELS), ids=lambda name: name.replace(" ", "-"))
 def case(request):
-    """Return each op that has kernels."""
-    return KERNELS[request.param], "triton"
+    """Return each op whose kernels have a registration of their own, and one of those that do not; with the product, all."""
+    return OPS[request.param], "triton"
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if name not in WHOLE])
+def test_kernels_write_nothing_that_was_given_and_return_what_fake_tensors_are(name):
+    op_of_torch, arguments = OPS[name].registered(leaves_of(OPS[name].make(tokens=6, dtype=torch.bfloat16)), "triton")
+    torch.library.opcheck(op_of_torch, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def tables(dtype=torch.float32):
@@ -29,7 +38,9 @@ def tables(dtype=torch.float32):
     return [torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.parametrize("is_strided", [False, True], ids=["plain", "strided"])
+@pytest.mark.parametrize(
+    ("body", "is_strided"), in_turn(["torch", "native", "triton"], [False, True]), indirect=["body"]
+)
 def test_the_lookup_is_registered_rightly_with_a_residual(body, is_strided):
     residual = torch.randn(6, 2, 5, device=DEVICE)
     residual = (residual.mT.contiguous().mT if is_strided else residual).requires_grad_()

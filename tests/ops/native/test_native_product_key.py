@@ -76,16 +76,6 @@ def test_what_it_cannot_take_is_refused(change, message):
     assert product_key_topk(*arguments, k)[1].shape == (30, 3, k)
 
 
-@pytest.mark.parametrize("entry", [1, 2], ids=["row_keys", "column_keys"])
-def test_tensors_that_c_cannot_read_are_refused(entry):
-    arguments = inputs()
-    arguments[entry] = arguments[entry].to("meta")
-    name = ("query", "row_keys", "column_keys")[entry]
-    message = f"{name} is on meta, and others are on cpu; expected one device"
-    with torch.no_grad(), pytest.raises(ValueError, match=message):
-        product_key_topk(*arguments, 4)
-
-
 def test_a_graph_that_was_made_for_it_runs_without_it(monkeypatch):
     arguments = inputs()
     expected = scores_slots_and_gradients(arguments, 4, backend="native")

@@ -59,15 +59,6 @@ def test_slots_outside_of_the_bank_are_refused(outside):
             call()
 
 
-@pytest.mark.parametrize("name", ["bank", "slots", "weights"])
-def test_tensors_that_c_cannot_read_are_refused(name):
-    bank, _, slots, weights = inputs()
-    arguments = {"bank": bank, "slots": slots, "weights": weights}
-    arguments[name] = arguments[name].to("meta")
-    with pytest.raises(ValueError, match=f"{name} is on meta, and others are on cpu; expected one device"):
-        native_weighted_rows(**arguments)
-
-
 @pytest.mark.parametrize("op", [weighted_gather, gathered_products])
 def test_pytorch_runs_where_there_is_no_library(op, monkeypatch):
     bank, vectors, slots, weights = inputs()
