@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.compare.options import split_function
+from midus_hf.compare.results import Point, Result
+from midus_hf.compare.runs import Run
 from midus_hf.compare.variants import Variant
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
@@ -52,7 +54,9 @@ def upscaled_model(
 
 
 def made_together(made: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the fields of a `Result` that several upscalings of one run give together, from the fields of each upscaling."""
+    """Return the fields of a `Result` that several upscalings of one run give together, from the fields of each; none of none."""
+    if not made:
+        return {}
     starts = [one["starts_at_base"] for one in made]
     return {
         "new_parameters": sum(one["new_parameters"] for one in made),
@@ -126,6 +130,30 @@ def taught_model(variant: Variant, base: str, output: Path, seed: int, keys: Map
     seconds, peak = time.perf_counter() - started, peak_memory_bytes()
     free_memory()
     return TrainedModel(int(counts["trained_parameters"]), int(counts["tokens"]), seconds, peak, [])
+
+
+def result_of(run: Run, curve: list[Point], learned: Sequence[TrainedModel], **measured: Any) -> Result:
+    """Return the result of a run, with the trained parameters of one stage if it learned several models.
+
+    Args:
+        run: The run.
+        curve: Its measurements.
+        learned: The model that it trained; of stages, the model after each of them.
+        measured: Further fields of the result.
+    """
+    return Result(
+        variant=run.variant.name,
+        rate=dict(run.rate),
+        seed=run.seed,
+        curve=curve,
+        control=run.variant.control,
+        control_of=run.variant.control_of,
+        trained_parameters=max(one.parameters for one in learned),
+        tokens=sum(one.tokens for one in learned),
+        seconds=sum(one.seconds for one in learned),
+        peak_memory_bytes=max(one.peak_memory_bytes for one in learned),
+        **measured,
+    )
 
 
 def free_memory() -> None:

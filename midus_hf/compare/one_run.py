@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_hf.compare.making import free_memory, taught_model, trained_model, upscaled_model
+from midus_hf.compare.making import free_memory, result_of, taught_model, trained_model, upscaled_model
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.origins import code, machine
 from midus_hf.compare.results import Measured, Point, Result, write_result
@@ -94,19 +94,7 @@ def _trained_by_method(run: Run, comparison: Comparison, folder: Path) -> Result
         config, measured = upscaled_model(comparison.base, folder / "upscaled", run.seed, variant.upscale)
         measured["controls"] = {} if variant.control is not None else available_controls(config)
     trained = trained_model(run.training_keys(comparison, model, folder / "trained"))
-    return Result(
-        variant=variant.name,
-        rate=dict(run.rate),
-        seed=run.seed,
-        curve=_curve(trained.events, list(comparison.texts)),
-        control=variant.control,
-        control_of=variant.control_of,
-        trained_parameters=trained.parameters,
-        tokens=trained.tokens,
-        seconds=trained.seconds,
-        peak_memory_bytes=trained.peak_memory_bytes,
-        **measured,
-    )
+    return result_of(run, _curve(trained.events, list(comparison.texts)), [trained], **measured)
 
 
 def _trained_by_function(run: Run, comparison: Comparison, folder: Path) -> Result:
@@ -120,16 +108,7 @@ def _trained_by_function(run: Run, comparison: Comparison, folder: Path) -> Resu
         end = _losses(str(folder / "trained"), run, comparison)
         steps = finite_number(variant.train.get("max_steps")) or 1
         points = [Point(0, start), Point(int(steps), end)]
-    return Result(
-        variant=variant.name,
-        rate=dict(run.rate),
-        seed=run.seed,
-        curve=points,
-        trained_parameters=taught.parameters,
-        tokens=taught.tokens,
-        seconds=taught.seconds,
-        peak_memory_bytes=taught.peak_memory_bytes,
-    )
+    return result_of(run, points, [taught])
 
 
 def _measured_afterwards(result: Result, run: Run, comparison: Comparison, folder: Path) -> Result:

@@ -3,7 +3,6 @@
 All losses are measured document by document, so that they are the same however a document's model was chosen.
 """
 
-import dataclasses
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from midus_hf.compare.making import (
     TrainedModel,
     free_memory,
     made_together,
+    result_of,
     taught_model,
     trained_model,
     upscaled_model,
@@ -61,8 +61,8 @@ def _in_order(run: Run, comparison: Comparison, folder: Path) -> Result:
         model = str(here / "trained")
         losses = _means(_losses_of_texts(model, _texts_after(stage, comparison), run, comparison))
         points.append(Point(len(learned), losses))
-    result = dataclasses.replace(_result(run, points, learned), is_certified=(Path(model) / CERTIFICATE).is_file())
-    return dataclasses.replace(result, **made_together(made)) if made else result
+    is_certified = (Path(model) / CERTIFICATE).is_file()
+    return result_of(run, points, learned, is_certified=is_certified, **made_together(made))
 
 
 def _learn(
@@ -130,28 +130,13 @@ def _one_per_stage(run: Run, comparison: Comparison, folder: Path) -> Result:
         }
         points.append(Point(len(learned), _means(losses)))
     routed = {name: chosen[name].count(stage) / len(chosen[name]) for stage, name in enumerate(names)}
-    result = dataclasses.replace(_result(run, points, learned), routed=routed)
-    return dataclasses.replace(result, **made_together(made)) if made else result
+    return result_of(run, points, learned, routed=routed, **made_together(made))
 
 
 def _texts_after(stage: int, comparison: Comparison) -> list[str]:
     """Return the names of the texts that are measured after a stage; validation texts are measured after the last stage alone."""
     is_last = stage == len(comparison.stages) - 1
     return [name for name in comparison.texts if is_last or name not in comparison.validation]
-
-
-def _result(run: Run, points: list[Point], learned: Sequence[TrainedModel]) -> Result:
-    """Return the result of a run, with the trained parameters of one stage."""
-    return Result(
-        variant=run.variant.name,
-        rate=dict(run.rate),
-        seed=run.seed,
-        curve=points,
-        trained_parameters=max(one.parameters for one in learned),
-        tokens=sum(one.tokens for one in learned),
-        seconds=sum(one.seconds for one in learned),
-        peak_memory_bytes=max(one.peak_memory_bytes for one in learned),
-    )
 
 
 def _losses_of_texts(model: str, texts: Sequence[str], run: Run, comparison: Comparison) -> dict[str, Losses]:
