@@ -38,7 +38,8 @@ if not torch.cuda.is_available():
     # Before anything imports a kernel: triton's interpreter runs it on CPU tensors.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from pairs import keep_each_value, keep_pairs
+import pairs
+from pairs import Extent, keep_each_value, keep_pairs
 from tiny import FAMILIES, NATIVE_FAMILIES
 from transformers import logging
 
@@ -58,6 +59,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of tests in this file or folder, run every value of a parameter, but not in pairs: for what other versions have run",
     )
     parser.addoption("--failed-to", type=Path, metavar="FILE", help="add a line to FILE for each test that fails")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell tests how many values of their parameters run: all also where a test is named, which may be one of any of them."""
+    if runs_all(config):
+        pairs.extent = Extent.ALL
+    elif config.getoption("--each-value"):
+        pairs.extent = Extent.FEWEST
+
+
+def runs_all(config: pytest.Config) -> bool:
+    """Return whether tests run with all families and all other values."""
+    return config.getoption("--product") or any("::" in argument for argument in config.args)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -82,7 +96,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--product") and not any("::" in argument for argument in config.args):
+    if not runs_all(config):
         paired = keep_pairs(items)
         sampled = [path.resolve() for path in config.getoption("--each-value")]
         in_part = [item for item in paired if any(item.path.is_relative_to(path) for path in sampled)]

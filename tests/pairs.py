@@ -6,11 +6,23 @@ Where tests run a second time, with other versions of what we depend on, each va
 import itertools
 import zlib
 from collections.abc import Hashable, Iterable
+from enum import Enum
 from typing import Any
 
-import pytest
-
 FAMILY_FIXTURES = ("family", "native_family")
+
+
+class Extent(Enum):
+    """Which values of its parameters a test runs with, where they are chosen by `by_default`."""
+
+    ALL = "all"
+    USUAL = "usual"
+    # Where other versions have run the usual ones.
+    FEWEST = "fewest"
+
+
+# Of this run: conftest.py sets it before tests are imported.
+extent = Extent.USUAL
 
 
 def keep_pairs(items: Iterable[Any]) -> list[Any]:
@@ -68,16 +80,21 @@ def keep_each_value(items: Iterable[Any]) -> list[Any]:
     return [item for number, item in enumerate(items) if number in kept]
 
 
-def by_default(kept: Iterable[Any], values: Iterable[Any]) -> list[Any]:
+def by_default(kept: Iterable[Any], values: Iterable[Any], *, fewest: Iterable[Any] | None = None) -> list[Any]:
     """Parameters of a test that takes long: those that are kept run by default, and the others with the product.
+
+    What does not run is not collected either.
 
     Args:
         kept: Some of the values.
         values: All of them, in their order.
+        fewest: Those that run where other versions have run the ones that are kept. Default: those that are kept.
     """
     kept, values = list(kept), list(values)
-    assert all(value in values for value in kept)
-    return [value if value in kept else _of_the_product(value) for value in values]
+    fewest = kept if fewest is None else list(fewest)
+    assert all(value in values for value in (*kept, *fewest))
+    chosen = {Extent.ALL: values, Extent.USUAL: kept, Extent.FEWEST: fewest}[extent]
+    return [value for value in values if value in chosen]
 
 
 def taking_turns(rows: Iterable[Any], columns: Iterable[Any], *, first: int = 0) -> list[tuple[Any, Any]]:
@@ -93,34 +110,25 @@ def taking_turns(rows: Iterable[Any], columns: Iterable[Any], *, first: int = 0)
     return [(row, columns[(first + number) % len(columns)]) for number, row in enumerate(rows)]
 
 
-def in_turn(rows: Iterable[Any], columns: Iterable[Any]) -> list[Any]:
-    """Parameters of a test: by default every row with one column, the columns in turn, and with the product each with each."""
-    rows, columns = list(rows), list(columns)
-    return by_default(taking_turns(rows, columns), itertools.product(rows, columns))
-
-
-def in_pairs(*axes: Iterable[Any]) -> list[Any]:
-    """Parameters of a test that takes long: by default every two values of two axes meet, and with the product all do.
+def in_turn(
+    rows: Iterable[Any],
+    columns: Iterable[Any],
+    *,
+    kept: Iterable[Any] | None = None,
+    fewest: Iterable[Any] | None = None,
+) -> list[Any]:
+    """Parameters of a test: by default every row with one column, the columns in turn, and with the product each with each.
 
     Args:
-        axes: The values of each parameter, three or more of them: of two, pairs are the product.
+        rows: As many as there are columns, or more.
+        columns: What rows are paired with.
+        kept: Rows that run by default. Default: all.
+        fewest: Rows that run where other versions have run those. Default: those.
     """
-    whole = list(itertools.product(*axes))
-    missing = {pair for values in whole for pair in _pairs(values)}
-    kept = []
-    while missing:
-        # The first of those that bring most, so that what runs does not depend on anything but the axes.
-        kept.append(max(whole, key=lambda values: len(missing.intersection(_pairs(values)))))
-        missing.difference_update(_pairs(kept[-1]))
-    return by_default(kept, whole)
-
-
-def _pairs(values: tuple[Any, ...]) -> Iterable[Hashable]:
-    return itertools.combinations([(index, str(value)) for index, value in enumerate(values)], 2)
-
-
-def _of_the_product(value: Any) -> Any:
-    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.product)
+    rows, columns = list(rows), list(columns)
+    usual = taking_turns(rows if kept is None else kept, columns)
+    few = None if fewest is None else taking_turns(fewest, columns)
+    return by_default(usual, itertools.product(rows, columns), fewest=few)
 
 
 def wanted_by_tests(request: Any, *names: str) -> list[tuple[Any, ...]]:

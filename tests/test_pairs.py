@@ -2,11 +2,13 @@
 
 import itertools
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pairs
 import pytest
-from pairs import by_default, in_pairs, in_turn, keep_each_value, keep_pairs, taking_turns, wanted_by_tests
+from pairs import Extent, by_default, in_turn, keep_each_value, keep_pairs, taking_turns, wanted_by_tests
 
 
 @dataclass
@@ -94,35 +96,50 @@ def test_a_test_runs_on_as_many_families_as_it_has_values_and_tests_begin_with_a
     assert len(keep_each_value(product("one", "abcdefg", range(1)))) == 1
 
 
-def test_rows_take_their_columns_in_turn_and_meet_the_others_with_the_product():
+@pytest.fixture
+def run_with(monkeypatch):
+    """Return a function that lets the values of a run of some extent be chosen."""
+    return lambda extent: monkeypatch.setattr(pairs, "extent", extent)
+
+
+def test_rows_take_their_columns_in_turn_and_meet_the_others_with_the_product(run_with):
     assert taking_turns("abc", [0, 1]) == [("a", 0), ("b", 1), ("c", 0)]
     assert taking_turns("abc", [0, 1], first=5) == [("a", 1), ("b", 0), ("c", 1)]
-    parameters = in_turn("abc", [0, 1])
-    assert [values for values in parameters if type(values) is tuple] == taking_turns("abc", [0, 1])
-    others = [parameter for parameter in parameters if type(parameter) is not tuple]
-    assert [parameter.values for parameter in others] == [("a", 1), ("b", 0), ("c", 1)]
-    assert {mark.name for parameter in others for mark in parameter.marks} == {"product"}
+    run_with(Extent.USUAL)
+    assert in_turn("abc", [0, 1]) == taking_turns("abc", [0, 1])
+    assert in_turn("abc", [0, 1], kept="bc") == [("b", 0), ("c", 1)]
+    run_with(Extent.FEWEST)
+    assert in_turn("abc", [0, 1], kept="bc") == [("b", 0), ("c", 1)]
+    assert in_turn("abcd", [0, 1], kept="bcd", fewest="ab") == [("a", 0), ("b", 1)]
+    run_with(Extent.ALL)
+    assert in_turn("abc", [0, 1], kept="bc") == list(itertools.product("abc", [0, 1]))
     with pytest.raises(AssertionError):
         taking_turns("a", [0, 1])
 
 
-def test_of_three_parameters_pairs_run_and_the_rest_with_the_product():
-    axes = "abcd", range(3), (True, False)
-    parameters = in_pairs(*axes)
-    kept = [values for values in parameters if type(values) is tuple]
-    assert len(parameters) == 24 and len(kept) <= 13
-    for one, other in ((0, 1), (0, 2), (1, 2)):
-        assert {(values[one], values[other]) for values in kept} == set(itertools.product(axes[one], axes[other]))
-    assert {mark.name for parameter in parameters if parameter not in kept for mark in parameter.marks} == {"product"}
+def test_values_that_are_not_kept_run_with_the_product(run_with):
+    values = [1, (2, 3), "last"]
+    for extent, expected in ((Extent.USUAL, [1, "last"]), (Extent.FEWEST, [(2, 3)]), (Extent.ALL, values)):
+        run_with(extent)
+        assert by_default(["last", 1], values, fewest=[(2, 3)]) == expected
+        with pytest.raises(AssertionError):
+            by_default([4], [1])
+    run_with(Extent.FEWEST)
+    assert by_default([1], values) == [1]
 
 
-def test_parameters_that_are_not_kept_run_with_the_product():
-    first, (pair,), third = (
-        by_default([1, "last"], [1, (2, 3), "last"])[0],
-        by_default([], [(2, 3)]),
-        by_default([1], [1, "last"])[1],
-    )
-    assert first == 1 and pair.values == (2, 3) and third.values == ("last",)
-    assert [mark.name for other in (pair, third) for mark in other.marks] == ["product"] * 2
-    with pytest.raises(AssertionError):
-        by_default([4], [1])
+@pytest.mark.parametrize(
+    ("arguments", "product", "each_value", "extent"),
+    [
+        (["tests"], False, [], Extent.USUAL),
+        (["tests"], False, ["tests/models"], Extent.FEWEST),
+        (["tests"], True, ["tests/models"], Extent.ALL),
+        (["tests/test_pairs.py::test"], False, ["tests/models"], Extent.ALL),
+    ],
+)
+def test_words_of_the_command_say_how_many_values_run(arguments, product, each_value, extent, run_with, pytestconfig):
+    run_with(Extent.USUAL)
+    options = {"--product": product, "--each-value": each_value}
+    conftest = pytestconfig.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))
+    conftest.pytest_configure(SimpleNamespace(args=arguments, getoption=options.get))
+    assert pairs.extent is extent

@@ -164,17 +164,17 @@ TWO_FAILED = (
 )
 
 
-IN_WORDS, IN_JSON = (*ONE_FAILED, []), (*TWO_FAILED, ["--json"])
+FAILED = {
+    "one": (*ONE_FAILED, []),
+    "two-json": (*TWO_FAILED, ["--json"]),
+    "one-json": (*ONE_FAILED, ["--json"]),
+    "two": (*TWO_FAILED, []),
+}
 
 
-@pytest.mark.parametrize(
-    ("failures", "words", "json_"),
-    by_default([IN_WORDS, IN_JSON], [IN_WORDS, IN_JSON, (*ONE_FAILED, ["--json"]), (*TWO_FAILED, [])]),
-    ids=["one", "two-json", "one-json", "two"],
-)
-def test_where_runs_failed_the_report_is_written_and_the_status_is_1(
-    run, config, measured, runs, failures, words, json_
-):
+@pytest.mark.parametrize("case", by_default(["one", "two-json"], FAILED))
+def test_where_runs_failed_the_report_is_written_and_the_status_is_1(run, config, measured, runs, case):
+    failures, words, json_ = FAILED[case]
     runs.failures = failures
     done = run(config, *json_)
     assert done.status == 1

@@ -128,13 +128,11 @@ def each(
 def _parametrized(
     kept: Iterable[tuple[Any, ...]], every: Iterable[tuple[Any, ...]], others: Iterable[str] = ()
 ) -> pytest.MarkDecorator:
-    every = list(every)
-    values = by_default(
-        [(CASES[name], *values) for name, *values in kept], [(CASES[name], *values) for name, *values in every]
-    )
-    return pytest.mark.parametrize(
-        ("case", "family", *others), values, ids=["-".join(map(str, row)).replace(" ", "-") for row in every]
-    )
+    values = [
+        pytest.param(CASES[name], *values, id="-".join(map(str, (name, *values))).replace(" ", "-"))
+        for name, *values in by_default(kept, every)
+    ]
+    return pytest.mark.parametrize(("case", "family", *others), values)
 
 
 def give_values(model: PreTrainedModel, seed: int = 3) -> PreTrainedModel:
