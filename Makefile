@@ -8,23 +8,24 @@ OLDEST ?= .venv-oldest
 RELEASE ?= .venv-release
 # Python 3.12 where there is one, also under pyenv, which reads the variable: constraints-oldest.txt says why.
 OLDEST_PYTHON ?= $(shell PYENV_VERSION=3.12 python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || echo $(PYTHON))
-# One more than there are cores, since tests wait for processes that they start, and no more than four: each takes a gigabyte and more.
-WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); n=$$((n + 1)); [ $$n -gt 4 ] && n=4; echo $$n)
+# As many as there are cores: while a test waits for a process that it started, that one computes. No more than four: each takes a
+# gigabyte and more, and half a minute to import and collect.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo $$n)
 # Tiny models lose more to threads than they win. Bytecode is kept, also where the shell says otherwise: of tests alone it takes
 # each worker ten seconds to make. Tests write tens of thousands of files, quicker where they lie in memory: they take up to 2 GB there.
-# What inductor has compiled stays on the disk, for the next run.
+# What inductor has compiled stays on the disk, for the next run, and so does the library of ops in C, named by what it is made of.
 TEST_TMP ?= $(shell free=$$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 {print $$4}'); \
 	[ "$${free:-0}" -gt 8000000 ] && echo /dev/shm || echo "$${TMPDIR:-/tmp}")
 TEST_ENV = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE= \
-	TORCHINDUCTOR_CACHE_DIR="$${TMPDIR:-/tmp}/torchinductor-midus" TMPDIR=$(TEST_TMP)
+	TORCHINDUCTOR_CACHE_DIR="$${TMPDIR:-/tmp}/torchinductor-midus" MIDUS_NATIVE_CACHE=$(abspath $(VENV))/native TMPDIR=$(TEST_TMP)
 # Kernels are compiled at a few shapes for a target of each maker with the newest triton alone.
 # What both versions run, the oldest run with each value of a parameter, not in pairs. Of ops and memories they run what versions do
 # differently: kernels, what torch is told of ops, caches, and modules that are copied, saved, compiled and exported. Sums are the same, and
-# whole models call the rest; a type proves its wiring where it hosts a memory. test-oldest-pairs runs all of it.
+# whole models call the rest; a type proves its wiring where it hosts a memory, and wrong wiring is ours. test-oldest-pairs runs all of it.
 OLDEST_FILES = tests/ops tests/memory tests/models
 OLDEST_TESTS = tests/models tests/ops/kernels $(patsubst %,tests/ops/test_%.py,laws direct_calls private_torch triton_launch) \
 	$(patsubst %,tests/memory/test_%.py,kept_values memory_state ngram quantised_tables) \
-	-k 'not test_offline_compilation and not inductor and not is_proven_in_a_wiring'
+	-k 'not test_offline_compilation and not inductor and not is_proven_in_a_wiring and not wired_wrongly'
 IN_BOTH = tests/models tests/memory $(wildcard tests/ops/test_*.py)
 
 .PHONY: demo checkpoint test test-all test-newest test-newest-release test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu bench-upscale mutants test-deepspeed test-vllm test-gguf release-check clean
