@@ -11,7 +11,7 @@ from models.cases import CASES, GREEDY
 from models.fresh_process import run_python
 from models.hosting import logits
 from models.upscaled import upscaled_model
-from pairs import by_default
+from pairs import by_default, in_turn
 from tiny import prompt, save_tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -22,8 +22,9 @@ from midus_hf.ops.chapters.quantisation import dequantise_rows, quantise_rows
 from midus_hf.training.optim.freezing import set_trainable
 from upscalers import upscale
 
-# Tables of each layer, and tables that layers share.
-KINDS = ("headwise", "product-key", "linear", *(f"ultramem {kind}" for kind in ultramem_models.KINDS))
+ALL_KINDS = ("headwise", "product-key", "linear", *(f"ultramem {kind}" for kind in ultramem_models.KINDS))
+# Tables of each layer, with heads and without, and tables that layers share.
+KINDS = by_default(["headwise", "product-key", "ultramem own", "ultramem ring"], ALL_KINDS)
 
 
 def acting(kind: str, dtype: torch.dtype = torch.float32, small: bool = False) -> Any:
@@ -66,8 +67,7 @@ def test_tables_take_the_bytes_of_their_integers_and_scales(kind, bits):
     assert before - after == saved > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), in_turn(KINDS, [torch.float32, torch.bfloat16]))
 def test_a_saved_model_loads_with_equal_results(kind, dtype, tmp_path):
     # Loaded first, since a model that is cast keeps angles of rotation in another dtype than one that is loaded.
     acting(kind, dtype).save_pretrained(tmp_path / "floats")
@@ -131,9 +131,11 @@ class _LogitsOf(torch.nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "bits"),
+    # docs/serve.md exports headwise memory with integers.
     by_default(
-        [("headwise", None), ("ultramem own", 8)],
+        [("ultramem own", 8)],
         itertools.product(("headwise", "product-key", "ultramem own"), (None, 8)),
+        fewest=[("headwise", None)],
     ),
 )
 def test_a_model_is_exported_as_one_graph_for_any_number_of_tokens(kind, bits):

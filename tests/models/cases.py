@@ -1,6 +1,6 @@
 """The table of tiny models whose memories act: what every model does is tested on each row, whatever its memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 from models import chapter_models, depth_models, hierarchical_models, ultramem_models
 from models.hosting import host_of
 from models.upscaled import upscaled_model
+from pairs import by_default, in_turn
 from tiny import tiny_model
 from transformers import PreTrainedModel
 
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 # in.
 CLOSE = {torch.float32: {"rtol": 1e-4, "atol": 1e-4}, torch.float64: {"rtol": 1e-5, "atol": 1e-6}}
 
-GREEDY = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
 
 
 @dataclass(frozen=True)
@@ -132,3 +133,28 @@ CASES = (
     | {kind: Case(partial(_fetched, kind=kind), fetches=1) for kind in hierarchical_models.KINDS}
     | {"all fetched": Case(partial(_fetched, kind=hierarchical_models.KINDS), fetches=len(hierarchical_models.KINDS))}
 )
+
+# Rows whose lines of ours other rows run too. They run with the product, and in test_depth.py, test_ultramem.py and test_hierarchical.py,
+# which have a test for each kind.
+_REPEATED = {"headwise", "ultramem own", "ultramem ring", *hierarchical_models.KINDS} - {"hier-kv"}
+_REPEATED |= {f"depth {kind}" for kind in ("default", "bias", "some", "attention", "added to reused")}
+USUAL = [name for name in CASES if name not in _REPEATED]
+# One for each module of memory, at every site, where versions are the oldest and the newest have run the usual ones.
+FEWEST = ["headwise", "product-key", "chunk", "token behind layers", "ngram", "ultramem shared skip"]
+FEWEST += ["depth reused", "depth projected", "all fetched"]
+
+
+def chosen(names: Iterable[str] = CASES) -> list[str]:
+    """Return those of these rows that run, as `by_default` chooses them."""
+    names = list(names)
+    return by_default(_among(USUAL, names), names, fewest=_among(FEWEST, names))
+
+
+def chosen_in_turn(columns: Iterable[Any], names: Iterable[str] = CASES) -> list[tuple[str, Any]]:
+    """Return those of these rows that run, each with one of the columns, or with the product with each."""
+    names = list(names)
+    return in_turn(names, columns, kept=_among(USUAL, names), fewest=_among(FEWEST, names))
+
+
+def _among(few: list[str], names: list[str]) -> list[str]:
+    return [name for name in few if name in names]

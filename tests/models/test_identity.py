@@ -34,7 +34,7 @@ import json
 from transformers import AutoModelForCausalLM
 
 prompt = torch.load("prompt.pt")
-greedy = {"max_new_tokens": 8, "do_sample": False}
+greedy = {"max_new_tokens": 4, "do_sample": False}
 
 def outputs(model):
     with torch.no_grad():

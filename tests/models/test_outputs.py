@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models.cases import CASES
+from models.cases import CASES, chosen
 from models.upscaled import upscaled_model
 from tiny import NUM_LAYERS, WINDOW, prompt
 
@@ -58,7 +58,7 @@ def test_the_attention_of_a_block_is_called_with_all_that_the_attention_of_a_lay
         assert of_block["cu_seq_lens_q"] is of_first_layer["cu_seq_lens_q"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", chosen())
 def test_attentions_are_those_of_the_sequence_in_every_layer(native_family, case, tmp_path):
     model = CASES[case].model(native_family, tmp_path, torch.float32)
     model.set_attn_implementation("eager")

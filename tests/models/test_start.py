@@ -5,11 +5,10 @@ import itertools
 
 import pytest
 import torch
-from models.cases import CASES, GREEDY
+from models.cases import CASES, GREEDY, chosen_in_turn
 from models.depth_models import depth_model
 from models.gradients import loss_and_gradients
 from models.hosting import host_of, logits
-from pairs import in_turn
 from tiny import WINDOW, prompt, tiny_model
 from transformers import DynamicCache, StaticCache
 
@@ -36,7 +35,7 @@ def pair(native_family, tmp_path):
     return made
 
 
-@pytest.mark.parametrize(("case", "way"), in_turn(BASES, WAYS), ids=str)
+@pytest.mark.parametrize(("case", "way"), chosen_in_turn(WAYS, BASES), ids=str)
 def test_its_logits_are_those_of_the_base(pair, case, way):
     base, model = pair(case, *way)
     tokens, arguments = prompt(), CASES[case].given()
@@ -55,7 +54,7 @@ def test_its_logits_are_those_of_the_base(pair, case, way):
         assert torch.equal(model(inputs_embeds=embeddings, **ids).logits, base(inputs_embeds=embeddings).logits)
 
 
-@pytest.mark.parametrize(("case", "mode"), in_turn(BASES, [torch.no_grad, torch.inference_mode]))
+@pytest.mark.parametrize(("case", "mode"), chosen_in_turn([torch.no_grad, torch.inference_mode], BASES))
 def test_it_generates_what_the_base_does_with_any_cache(pair, case, mode):
     """By steps whose memories are called directly, with what they keep and without."""
     base, model = pair(case)
