@@ -136,9 +136,9 @@ def result_of(run: Run, curve: list[Point], learned: Sequence[TrainedModel], **m
     """Return the result of a run, with the trained parameters of one stage if it learned several models.
 
     Args:
-        run: The run.
-        curve: Its measurements.
-        learned: The model that it trained; of stages, the model after each of them.
+        run: Run whose variant, rate and seed the result names.
+        curve: Losses of the texts, by rising steps.
+        learned: The trained model; of stages, the model after each of them.
         measured: Further fields of the result.
     """
     return Result(

@@ -57,7 +57,7 @@ def alone_in(folder: Path, refusal: str) -> Iterator[None]:
     """Create a folder if there is none, and lock it while the context lasts.
 
     Args:
-        folder: The folder.
+        folder: Folder of an output, for messages too.
         refusal: Message of the error if somebody else holds the lock.
 
     Raises:

@@ -1,21 +1,21 @@
 """The windows of a corpus: cut by tokens, and embedded once into one mapped array in a folder."""
 
-import contextlib
 import hashlib
 import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
 from midus_hf.config.wording import first_line
 from midus_hf.files.json_text import parse_json
+from midus_hf.files.locks import alone_in
 from midus_hf.files.whole_files import whole_file
 from midus_hf.saved_models import load_tokenizer
 from midus_hf.topics.embedding import TextEmbedder
@@ -244,21 +244,12 @@ def _texts_digest(rows: "Dataset", column: str) -> str:
     return digest.hexdigest()
 
 
-@contextlib.contextmanager
-def only_run(folder: Path) -> Iterator[None]:
-    """Lock a folder for writing, and create it, while the context lasts. A folder that another run is writing to is an error."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise ValueError(
-            f"folder {str(folder)!r} is being written by another run; wait for that run, or choose another folder."
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
+def only_run(folder: Path) -> AbstractContextManager[None]:
+    """Return a context that locks a folder for writing, and creates it. A folder that another run is writing to is an error."""
+    return alone_in(
+        folder,
+        f"folder {str(folder)!r} is being written by another run; wait for that run, or choose another folder.",
+    )
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
