@@ -35,7 +35,7 @@ def document_paths(
     Args:
         retriever: Looks up the path of each window.
         tokenizer: Tokenizer that cuts windows, from `load_fast_tokenizer`.
-        texts: The texts.
+        texts: Texts of documents, in the order of the corpus.
         window_tokens: Tokens per window. Default: 2048.
     """
     windows = cut_windows(texts, tokenizer, window_tokens)

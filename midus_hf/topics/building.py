@@ -327,10 +327,10 @@ def _stretches(texts: Sequence[str], length: int, seed: int) -> list[str]:
     """Return so many consecutive words of each text that has as many."""
     rng = np.random.default_rng([seed, 2, length])
     stretches = []
-    for words in map(str.split, texts):
-        if len(words) >= length:
-            begin = int(rng.integers(len(words) - length + 1))
-            stretches.append(" ".join(words[begin : begin + length]))
+    for split in map(str.split, texts):
+        if len(split) >= length:
+            begin = int(rng.integers(len(split) - length + 1))
+            stretches.append(" ".join(split[begin : begin + length]))
     return stretches
 
 

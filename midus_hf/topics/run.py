@@ -138,16 +138,14 @@ def grow(
     check_scikit_learn()
     output = output.expanduser()
     _check_output(output, overwrite=False)
-    old = ClusterTree.load(tree)
-    origin = old.origin
-    if origin.embedding_model is None or origin.tokenizer is None:
+    documents = read_corpus(corpus, text_column=column)
+    retriever = MemoryRetriever.load(tree, device, batch_size)
+    old, embedder, origin = retriever.tree, retriever.embedder, retriever.tree.origin
+    if origin.tokenizer is None:
         raise ValueError(
-            f"tree {str(tree)!r} does not say by which model and tokenizer it was built; expected one that build made."
+            f"tree {str(tree)!r} does not say how windows are cut; expected a tree that 'midus cluster build' made."
         )
     tokenizer = load_fast_tokenizer(origin.tokenizer)
-    documents = read_corpus(corpus, text_column=column)
-    embedder = TextEmbedder(origin.embedding_model, device, batch_size, origin.embedding_max_tokens)
-    MemoryRetriever(old, embedder)  # refuses another model under the old name
     tokens = origin.window_tokens or 2048
     stored = store_windows(output / WINDOWS, documents, corpus, column, tokenizer, embedder, tokens)
     options = TreeOptions(old.branching, old.levels, seed=origin.seed or 0)

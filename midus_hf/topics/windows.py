@@ -38,7 +38,7 @@ class Window:
 
     Args:
         document: Index of the document.
-        number: Index of the window among those of the document.
+        number: Index of the window in the document.
         text: Text of the window.
     """
 
@@ -197,7 +197,7 @@ def open_windows(folder: Path) -> StoredWindows:
 
 
 def windows_of_corpus(folder: Path, rows: "Dataset", column: str) -> StoredWindows | None:
-    """Return the stored windows if they are those of the texts of a corpus, else None."""
+    """Return the stored windows if they were cut from the texts of a corpus, else None."""
     record = _read_record(folder)
     if record is None or record["embedded"] != record["windows"]:
         return None
