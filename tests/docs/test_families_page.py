@@ -33,8 +33,9 @@ REFUSALS, LARGER_REFUSALS = (
     for part in (ALONE, LARGER)
 )
 OF_THIS_VERSION = f"causal types of Transformers {transformers.__version__}, and" in TEXT
-# Types that differ in what works, and take seconds each. The page as a whole is a test of the product.
-TRIED = by_default(["cohere"], ["cohere", "qwen3_5_text"])
+# Types that differ in what works, and take seconds each: by default one that some methods take, one of them at some places alone, and
+# others refuse. The page as a whole is a test of the product.
+TRIED = by_default(["lfm2"], ["lfm2", "cohere", "qwen3_5_text"])
 # Of each row of the page the first type, in place of all.
 FIRST_OF_ROWS = {methods: name for name, methods in reversed(TAKEN.items())}.values()
 
