@@ -47,7 +47,7 @@ def write_report(
     events = json.loads(log.read_text(encoding="utf-8"))["log_history"]
     losses = {text: _losses(events, f"eval_{name}_loss") for name, text in texts.items()}
     tables = [_models_table(models, samples), _texts_table(losses)]
-    markdown = "\n\n".join(map(_markdown, tables))
+    markdown = "\n\n".join(table.markdown() for table in tables)
     picture = _draw(_losses(events, "loss"), losses)
     (folder / "loss.png").write_bytes(picture)
     new_layers = ", ".join(map(str, upscale_record["new_layers"]))
@@ -71,12 +71,6 @@ def write_report(
     results = {"models": models, "losses": losses, "samples": samples, "seconds": seconds, "machine": machine}
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     return markdown
-
-
-def _markdown(table: TableOfWords) -> str:
-    """Return a table in Markdown, with its title above."""
-    lines = [table.head, ["---"] * len(table.head), *table.rows]
-    return "\n".join([f"**{table.title}**", "", *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def _losses(events: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:

@@ -75,6 +75,12 @@ class TableOfWords(NamedTuple):
     head: list[str]
     rows: list[list[str]]
 
+    def markdown(self) -> str:
+        """Return the table in Markdown, with its title above."""
+        lines = [self.head, ["---"] * len(self.head), *self.rows]
+        cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+        return "\n".join([f"**{self.title}**", "", *(f"| {' | '.join(line)} |" for line in cells)])
+
 
 def table_of(title: str, rows: Iterable[Row], columns: Mapping[str, str]) -> TableOfWords:
     """Return a table of rows, whose columns are formats of a row by heading, such as `{"largest share": "{largest:.2%}"}`."""

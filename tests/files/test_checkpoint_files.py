@@ -134,6 +134,6 @@ def test_the_files_of_tokenizers_are_known(name):
 
 
 def test_they_need_no_torch():
-    modules = ", ".join(f"midus_hf.files.{name}" for name in ("manifest", "ownership", "whole_files"))
+    modules = ", ".join(f"midus_hf.files.{name}" for name in ("checkpoint_files", "ownership", "whole_files"))
     code = f"import sys, {modules}; sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
