@@ -114,7 +114,7 @@ def assign(
     from midus_hf.files.whole_files import whole_file
     from midus_hf.model_names import usable_device
     from midus_hf.topics.assigning import document_paths, rows_with_paths, stored_paths
-    from midus_hf.topics.corpus import read_corpus
+    from midus_hf.topics.corpus import read_corpus, say
     from midus_hf.topics.memory_retriever import MemoryRetriever
     from midus_hf.topics.run import WINDOWS
     from midus_hf.topics.tree import ClusterTree
@@ -141,6 +141,11 @@ def assign(
             cutter = load_fast_tokenizer(origin.tokenizer)
             paths = document_paths(retriever, cutter, documents[column], origin.window_tokens)
         rows = rows_with_paths(documents, paths, loaded)
+        dates = [
+            name for name, feature in documents.features.items() if "timestamp" in str(getattr(feature, "dtype", ""))
+        ]
+        if dates:
+            say(f"columns with dates are written as dates are read, in UTC if they had a zone: {', '.join(dates)}")
         with whole_file(output) as partial, partial.open("w", encoding="utf-8") as file:
             for row in tqdm(rows, desc="assigning", total=len(documents), unit=" documents", disable=None):
                 file.write(json.dumps(row, default=_as_text) + "\n")

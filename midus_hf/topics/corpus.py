@@ -54,7 +54,7 @@ def read_corpus(
 ) -> "Dataset":
     """Return the texts of a corpus, one per row, with the other columns that the corpus has.
 
-    A text file is one text; in a folder, its name below the folder is under `file`. JSON (a list, or an object per line), CSV
+    A text file is one text; of a folder alone, without a split, its name below the folder is under `file`. JSON (a list, or an object per line), CSV
     and Parquet have a text per row. Text, JSON and CSV may be compressed. Of a folder, files of one kind are read, rows before
     text, by the splits that `datasets` finds in their names or its card. Blank texts are left out, which a line on standard
     error says, as it does of files that are not read.
@@ -74,13 +74,14 @@ def read_corpus(
     columns, label = rows.column_names, _label(key, corpus)
     if text_column not in columns:
         raise ValueError(
-            f"{label} has no column {text_column!r}, only {', '.join(columns) or 'nothing'}; set text_column to the column "
-            "that holds the text."
+            f"{label} has no column {text_column!r}, only {', '.join(columns) or 'nothing'}; set text_column (--column of eval, "
+            "look and cluster) to the column that holds the text."
         )
     kind = getattr(rows.features[text_column], "dtype", type(rows.features[text_column]).__name__)
     if kind not in ("string", "large_string", "null"):
         raise ValueError(
-            f"{label} has {kind} under {text_column!r}; expected text. Set text_column to the column that holds the text."
+            f"{label} has {kind} under {text_column!r}; expected text. Set text_column (--column of eval, look and cluster) to "
+            "the column that holds the text."
         )
     whole = len(rows)
     try:
@@ -98,7 +99,7 @@ def read_corpus(
     if not len(rows):
         raise ValueError(f"{label} is empty: it has no text with a visible character. Add text to it.")
     if len(rows) < whole:
-        say(f"{label}: {whole - len(rows):,} of {whole:,} texts are blank and left out")
+        say(f"{label}: {whole - len(rows):,} of {whole:,} texts are blank, or lack the text, and are left out")
     return rows
 
 
@@ -129,7 +130,7 @@ def read_rows(
     import datasets
 
     with data_bars_on_terminals():
-        parts = [_read_source(key, source, split, name, text_column) for source in names]
+        parts = [_read_source(key, source, split, name, text_column, is_alone=len(names) == 1) for source in names]
     try:
         return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
     except (ValueError, TypeError) as error:
@@ -225,8 +226,15 @@ def _kind_of(path: Path) -> str | None:
     return KINDS.get(endings[-1]) if endings else None
 
 
-def _read_source(key: str, source: str, split: str | None, name: str | None, text_column: str | None) -> "Dataset":
-    """Return the rows of one file, folder or dataset of the Hub; arguments are as in `read_rows`."""
+def _read_source(
+    key: str, source: str, split: str | None, name: str | None, text_column: str | None, *, is_alone: bool
+) -> "Dataset":
+    """Return the rows of one file, folder or dataset of the Hub; arguments are as in `read_rows`.
+
+    Args:
+        is_alone: Whether there is no other source. Texts of a folder then get the column `FILE_COLUMN`, which rows of other
+            sources may have with values of another type.
+    """
     import datasets
 
     path = Path(source).expanduser()
@@ -256,12 +264,13 @@ def _read_source(key: str, source: str, split: str | None, name: str | None, tex
     elif _declares_data(path):
         rows = _read_declared(key, path, split, name)
     else:
-        rows = _read_files(key, path, split, text_column)
+        rows = _read_files(key, path, split, text_column, names_files=is_alone)
     if isinstance(rows, datasets.DatasetDict):
         chosen = split or (next(iter(rows)) if len(rows) == 1 else "train")
         if chosen not in rows:
             raise ValueError(
-                f"{key} is {source!r}, which has the splits {', '.join(rows)}, and not {chosen!r}; name one of them."
+                f"{key} is {source!r}, which has the splits {', '.join(rows)}, and not {chosen!r}; name one of them, or the "
+                "file of one."
             )
         if len(rows) > 1:
             say(f"{key} {source!r}: split {chosen!r} is read, of {', '.join(rows)}")
@@ -307,12 +316,12 @@ def _check_hub(option: str, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _reading(beginning: str) -> Iterator[None]:
-    """Turn what `datasets` raises inside the context into a `ValueError` in one line, which begins as given."""
+def _reading(beginning: str, remedy: str = "") -> Iterator[None]:
+    """Turn what `datasets` raises inside the context into a `ValueError` in one line, which begins and ends as given."""
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{beginning}, which cannot be read: {_reason(error)}") from error
+        raise ValueError(f"{beginning}, which cannot be read: {_reason(error)}{remedy}") from error
 
 
 def _declares_data(folder: Path) -> bool:
@@ -337,7 +346,7 @@ def _read_declared(key: str, folder: Path, split: str | None, name: str | None) 
         return builder.as_dataset(split=split)
 
 
-def _read_files(key: str, path: Path, split: str | None, text_column: str | None) -> Any:
+def _read_files(key: str, path: Path, split: str | None, text_column: str | None, *, names_files: bool) -> Any:
     """Return the rows of a file, or of the files of one kind in a folder, and say which are not read.
 
     The kind is the most frequent kind of rows, or else text: the card and notes of a dataset are not its text.
@@ -373,14 +382,20 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
         builder.download_and_prepare()
         return builder
 
+    remedy = ". Mend the file, or take it out."
     try:
-        with _reading(f"{key} is {str(path)!r}"):
+        with _reading(f"{key} is {str(path)!r}", remedy):
             builder = prepared(splits)
-    except ValueError:
+    except ValueError as error:
         for file in read if path.is_dir() else ():  # the error of `datasets` does not say which file it is about
-            with _reading(f"{key} has the file {str(file)!r}"):
+            with _reading(f"{key} has the file {str(file)!r}", remedy):
                 prepared({"train": [file]})
-        raise
+        if len(read) == 1:
+            raise
+        raise ValueError(
+            f"{key} is {str(path)!r}, whose {len(read):,} files can be read one by one, but not together: {_reason(error)}. Expected "
+            "the same columns in all, each of one type. Name one file, or give all rows the same columns."
+        ) from error
     with _reading(f"{key} is {str(path)!r}"):
         rows = builder.as_dataset(split=split)
     if kind != "text":
@@ -391,7 +406,7 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
             raise ValueError(
                 f"{key} has the file {str(file)!r}, which is not text: it has zero bytes. Take it out, or convert it."
             )
-    if split is None and path.is_dir() and text_column != FILE_COLUMN and len(texts) == len(read):
+    if names_files and split is None and path.is_dir() and text_column != FILE_COLUMN and len(texts) == len(read):
         rows = texts.add_column(FILE_COLUMN, [file.relative_to(path).as_posix() for file in read])
     return rows if text_column in (None, "text") else rows.rename_column("text", text_column)
 
@@ -409,7 +424,7 @@ def _files_of(key: str, path: Path) -> list[Path]:
 
 
 def _by_split(key: str, folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
-    """Return the files of a folder by the splits that `datasets` finds in names; all are `train` if none of them has one."""
+    """Return the files of a folder by the splits that `datasets` finds in names; those of no split are `train` if there is none."""
     from datasets.data_files import DataFilesDict, get_data_patterns
 
     base = str(folder.resolve())
@@ -417,7 +432,9 @@ def _by_split(key: str, folder: Path, files: Sequence[Path]) -> dict[str, list[P
         patterns = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
     names = {str(split): {Path(name).resolve() for name in matched} for split, matched in patterns.items()}
     splits = {split: [file for file in files if file.resolve() in matched] for split, matched in names.items()}
-    return {split: of_kind for split, of_kind in splits.items() if of_kind} or {"train": list(files)}
+    splits = {split: of_kind for split, of_kind in splits.items() if of_kind}
+    others = [file for file in files if not any(file in of_kind for of_kind in splits.values())]
+    return splits if "train" in splits or not others else {"train": others, **splits}
 
 
 def _say_unread(key: str, path: Path, files: Sequence[Path], read: Sequence[Path]) -> None:

@@ -102,6 +102,25 @@ def test_assign_keeps_all_columns_and_says_which_tree_it_was(tree, corpus, tmp_p
     )
 
 
+def test_assign_says_that_dates_are_written_as_they_are_read(tree, tmp_path, capsys):
+    corpus = tmp_path / "dated.jsonl"
+    corpus.write_text('{"body": "w1 w2", "at": "2013-05-18T05:48:54+02:00"}\n')
+    words = [
+        "assign",
+        "--tree",
+        tree,
+        "--column",
+        "body",
+        "--corpus",
+        str(corpus),
+        "--output",
+        str(tmp_path / "p.jsonl"),
+    ]
+    assert main(words) == 0
+    assert "columns with dates are written as dates are read, in UTC if they had a zone: at" in capsys.readouterr().err
+    assert "03:48:54" in (tmp_path / "p.jsonl").read_text()
+
+
 def test_assign_replaces_no_column_of_a_person_and_takes_what_parquet_has(tree, tmp_path, capsys):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

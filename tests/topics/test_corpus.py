@@ -117,6 +117,25 @@ def test_a_downloaded_dataset_trains_its_train_split_and_not_its_card(folder, ca
         read_corpus(str(folder), split="dev")
 
 
+def test_names_of_which_one_is_a_split_leave_no_file_out(folder, capsys):
+    write(folder, {name: lines([name]) for name in ("dev-blog.jsonl", "web.jsonl", "wiki.jsonl")})
+    assert texts_of(folder) == ["web.jsonl", "wiki.jsonl"]
+    assert "split 'train' is read, of train, validation" in capsys.readouterr().err
+
+
+def test_files_that_do_not_go_together_are_refused_with_what_they_lack(folder):
+    write(folder, {"a.jsonl": '{"text": "one"}\n', "b.jsonl": '{"text": "two", "x": 1}\n'})
+    with pytest.raises(
+        ValueError, match=r"2 files can be read one by one, but not together: .* Name one file, or give all rows"
+    ):
+        read_corpus(str(folder))
+
+
+def test_a_folder_of_texts_stands_beside_rows_that_have_a_column_of_their_own_called_file(folder):
+    write(folder, {"texts/a.txt": "one", "rows.jsonl": '{"text": "two", "file": 3}\n'})
+    assert texts_of([str(folder / "texts"), str(folder / "rows.jsonl")]) == ["one", "two"]
+
+
 MIXED = {
     "one file of rows": ({"data.jsonl": lines(), **{f"{n}.txt": "a\nb\n" for n in "abc"}}, TEXTS, "1 of 4", "3 .txt"),
     "a hidden setting": (
@@ -210,15 +229,18 @@ def test_folders_and_several_corpora_keep_their_order_and_columns(folder, capsys
     write(folder.parent / "rows", {"x.jsonl": lines(["three", "  "], path=[1, 2])})
     rows = read_corpus([str(folder), str(folder.parent / "rows")])
     assert rows["text"][:] == ["one", "two", "three"]
-    assert rows["file"][:] == ["a.txt", "b/two.txt", None]
+    assert read_corpus(str(folder))["file"][:] == ["a.txt", "b/two.txt"] and "file" not in rows.column_names
     assert rows["path"][:] == [None, None, [1, 2]]
     printed = capsys.readouterr().err
-    assert "2 of 3 files are read; not read: 1 .pdf" in printed and "1 of 4 texts are blank and left out" in printed
+    assert (
+        "2 of 3 files are read; not read: 1 .pdf" in printed
+        and "1 of 4 texts are blank, or lack the text, and are left out" in printed
+    )
 
 
 def test_half_a_surrogate_pair_in_a_list_is_no_text(folder, capsys):
     assert texts_of(write(folder, {"x.json": b'[{"text": "a"}, {"text": "\\ud83d"}]'})) == ["a"]
-    assert "1 of 2 texts are blank and left out" in capsys.readouterr().err
+    assert "1 of 2 texts are blank, or lack the text, and are left out" in capsys.readouterr().err
 
 
 def test_lines_are_said_by_the_first_process_alone(folder, capsys, monkeypatch):
