@@ -54,10 +54,10 @@ def read_corpus(
 ) -> "Dataset":
     """Return the texts of a corpus, one per row, with the other columns that the corpus has.
 
-    A text file is one text; of a folder alone, without a split, its name below the folder is under `file`. JSON (a list, or an object per line), CSV
-    and Parquet have a text per row. Text, JSON and CSV may be compressed. Of a folder, files of one kind are read, rows before
-    text, by the splits that `datasets` finds in their names or its card. Blank texts are left out, which a line on standard
-    error says, as it does of files that are not read.
+    A text file is one text; of a folder alone, without a split, its name below the folder is under `file`. JSON (a list, or an
+    object per line), CSV and Parquet have a text per row. Text, JSON and CSV may be compressed. Of a folder, files of one kind are
+    read, rows before text, by the splits that `datasets` finds in their names or its card. Blank texts are left out, which a line
+    on standard error says, as it does of files that are not read.
 
     Args:
         corpus: A file, a folder, or the id of a dataset on the Hub, or several of these.
@@ -424,7 +424,7 @@ def _files_of(key: str, path: Path) -> list[Path]:
 
 
 def _by_split(key: str, folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
-    """Return the files of a folder by the splits that `datasets` finds in names; those of no split are `train` if there is none."""
+    """Return the files of a folder by the splits that `datasets` finds in names; if no file is named `train`, files without a split are."""
     from datasets.data_files import DataFilesDict, get_data_patterns
 
     base = str(folder.resolve())
