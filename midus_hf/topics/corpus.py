@@ -424,7 +424,7 @@ def _files_of(key: str, path: Path) -> list[Path]:
 
 
 def _by_split(key: str, folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
-    """Return the files of a folder by the splits that `datasets` finds in names; if no file is named `train`, files without a split are."""
+    """Return the files of a folder by the splits that `datasets` finds in names. If none is `train`, files of no split are."""
     from datasets.data_files import DataFilesDict, get_data_patterns
 
     base = str(folder.resolve())
