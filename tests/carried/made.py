@@ -40,12 +40,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 # The number of lines that the code of a checkpoint may have, by method.
 MOST_LINES = dict.fromkeys(METHODS, 3000) | {"midus-hml": 2000}
 
-# tests/models/test_identity.py loads what the other families carry where the package is not installed.
 _USUAL = [("llama", method) for method in METHODS] + [
-    (family, "midus-hml") for family in ("gemma3", "mistral", "olmo2")
+    (family, "midus-hml") for family in NATIVE_FAMILIES if family != "llama"
 ]
 ALL_CASES = [(family, method) for family in NATIVE_FAMILIES for method in METHODS]
-# Families with methods: by default every method on one family, and some families with one method.
+# Families with methods: by default every method on one family, and every family with one method.
 CASES = by_default(_USUAL, ALL_CASES)
 # Types that no table describes, with methods: linear attention, experts, latent attention.
 INFERRED = [

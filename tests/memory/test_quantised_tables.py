@@ -24,7 +24,7 @@ from upscalers import upscale
 
 ALL_KINDS = ("headwise", "product-key", "linear", *(f"ultramem {kind}" for kind in ultramem_models.KINDS))
 # Tables of each layer, with heads and without, and tables that layers share.
-KINDS = by_default(["headwise", "product-key", "ultramem own", "ultramem ring"], ALL_KINDS)
+KINDS = by_default(["headwise", "product-key", "linear", "ultramem own", "ultramem ring"], ALL_KINDS)
 
 
 def acting(kind: str, dtype: torch.dtype = torch.float32, small: bool = False) -> Any:

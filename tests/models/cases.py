@@ -134,8 +134,8 @@ CASES = (
     | {"all fetched": Case(partial(_fetched, kind=hierarchical_models.KINDS), fetches=len(hierarchical_models.KINDS))}
 )
 
-# Rows whose lines of ours other rows run too. They run with the product, and in test_depth.py, test_ultramem.py and
-# test_hierarchical.py, which have a test for each kind.
+# Rows whose lines of ours other rows run too. They run with the product, and but for headwise, which another row has in every
+# layer, in test_depth.py, test_ultramem.py and test_hierarchical.py, which have a test for each kind.
 _REPEATED = {"headwise", "ultramem own", "ultramem ring", *hierarchical_models.KINDS} - {"hier-kv"}
 _REPEATED |= {f"depth {kind}" for kind in ("default", "bias", "some", "attention", "added to reused")}
 USUAL = [name for name in CASES if name not in _REPEATED]

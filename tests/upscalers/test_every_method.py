@@ -240,7 +240,7 @@ SECOND = ["midus-hml", "midus-pkm", "midus-linear", "moc", "ultramem-v2", "moda"
 # A kind that is trained, and the one that is made of it: the second stands behind every kind of the first.
 STACKS = [
     *zip(SECOND, SECOND[4:] + SECOND[:4], strict=True),
-    *(("hier-lora-ffn", "hier-lora-ffn"), ("solar", "llama-pro"), ("midus-hml", "solar")),
+    *(("hier-lora-ffn", "hier-lora-ffn"), ("solar", "llama-pro"), ("solar", "moc"), ("midus-hml", "solar")),
 ]
 MORE_STACKS = [
     *((name, name) for name in ("midus-hml", "moc", "hier-kv", "llama-pro", "solar")),
