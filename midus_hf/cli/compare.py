@@ -56,8 +56,8 @@ def midus_compare(
 
         check_finished(comparison, variants, Inputs(comparison))
         records = planned(comparison, variants)
-        as_table = partial(plan_table, records, comparison.controls)
-        show({"variants": records, "seeds": comparison.seeds}, json_, lambda _: show_tables([as_table()]), indent=2)
+        table = plan_table(records, comparison.controls)
+        show({"variants": records, "seeds": comparison.seeds}, json_, lambda _: show_tables([table]), indent=2)
         return
     if report_only:  # also where base and texts are no longer
         check_finished(comparison, variants, None)

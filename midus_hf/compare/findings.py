@@ -133,7 +133,7 @@ class Findings:
 
     @property
     def reference(self) -> VariantFindings | None:
-        """The variant that others are subtracted from, which is the one that learned most; None without domain texts or results."""
+        """Return the variant that others are subtracted from, the one that learned most; None without domain texts or results."""
         able = [one for one in self.variants if one.learned is not None]
         return max(able, key=lambda one: 0.0 if one.learned is None else one.learned.mean) if able else None
 

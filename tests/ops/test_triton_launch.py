@@ -1,4 +1,4 @@
-"""What launches of kernels are told of GPUs."""
+"""Kernels are launched with the products of matrices that GPUs of each maker have."""
 
 import pytest
 import torch

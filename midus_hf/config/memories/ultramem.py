@@ -140,11 +140,9 @@ class UltraMemOptions(MemoryOptions):
         def projection(outputs: int, inputs: int) -> DeclaredTensor:
             return DeclaredTensor((outputs, inputs), "projection", linear_initial)
 
-        key_shape, cores = (
-            (self.heads, 1, self.keys, self.rank, key_width),
-            (self.heads, 1, 1, self.rank),
-        )  # as checkpoints have them
-        keys = DeclaredTensor(key_shape, "key", Normal(key_width**-0.5))
+        # The dimensions of one element are those of checkpoints.
+        cores = (self.heads, 1, 1, self.rank)
+        keys = DeclaredTensor((self.heads, 1, self.keys, self.rank, key_width), "key", Normal(key_width**-0.5))
         gain = DeclaredTensor((key_width,), "norm", WhenFilled(gain_of_norms, (key_width, *self._first_choice)))
         vector = DeclaredTensor(cores, "buffer", Constant(self.rank**-0.5))
         tensors = {
