@@ -19,8 +19,10 @@ result of `forward` depend on the memory's site:
 `forward_arguments` that the model was called with; and the objects that its `context` names.
 """
 
+import inspect
+import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import singledispatch
 from typing import Any, ClassVar, Literal
 
@@ -92,7 +94,7 @@ def register_memory(name: str) -> Callable[[type[MemoryModule]], type[MemoryModu
         name: The type of memory, whose options are registered already.
 
     Raises:
-        ValueError: If the type is unknown or has another module, or `check_tensor_names` refuses it for one of another package.
+        ValueError: If the type is unknown or has another module, or `check_module` refuses the module of another package.
     """
 
     def decorate(cls: type[MemoryModule]) -> type[MemoryModule]:
@@ -105,7 +107,7 @@ def register_memory(name: str) -> Callable[[type[MemoryModule]], type[MemoryModu
         if taken is not None and not is_same_class(taken, cls):
             raise ValueError(f"memory type {name!r} already has the module {taken.__name__}; choose another name.")
         if cls.__module__.partition(".")[0] != __name__.partition(".")[0]:  # a test checks this package's own modules
-            check_tensor_names(name)
+            check_module(name, cls)
         cls.memory_type = name
         MEMORY_MODULES[name] = cls
         return cls
@@ -113,19 +115,31 @@ def register_memory(name: str) -> Callable[[type[MemoryModule]], type[MemoryModu
     return decorate
 
 
-def check_tensor_names(memory_type: str) -> None:
-    """Refuse a type whose tensors no module can hold.
+def check_module(memory_type: str, cls: type[MemoryModule]) -> None:
+    """Refuse a module that cannot hold the tensors of its type, or reads the weight of a linear layer that it should call.
 
     Raises:
-        ValueError: If a tensor has the name of an attribute of every memory or torch module.
+        ValueError: If a tensor has the name of an attribute of every memory or torch module, or the code reads the weight of a
+            linear layer.
     """
+    names = [name for name, _ in sample_tensors(MEMORY_TYPES[memory_type])]
     of_instances = {"declared", "options", *vars(nn.Module())}
-    for name, _ in sample_tensors(MEMORY_TYPES[memory_type]):
-        attribute = name.partition(".")[0]
-        if attribute in of_instances or hasattr(MemoryModule, attribute):
+    for name in (name.partition(".")[0] for name in names):
+        if name in of_instances or hasattr(MemoryModule, name):
             raise ValueError(
-                f"memory type {memory_type!r} has a tensor {attribute!r}, the name of something that every module of a memory has; "
+                f"memory type {memory_type!r} has a tensor {name!r}, the name of something that every module of a memory has; "
                 "choose another."
+            )
+    sources = []
+    for each in cls.__mro__[: cls.__mro__.index(MemoryModule)]:
+        with suppress(OSError, TypeError):  # no source, as in an interactive session
+            sources.append(inspect.getsource(each))
+    for name in (name.rpartition(".")[0] for name in names if "." in name):
+        if any(re.search(rf"\bself\.{name}\.weight\b(?!\.(dtype|device|shape)\b)", source) for source in sources):
+            raise ValueError(
+                f"the module of memory type {memory_type!r} reads self.{name}.weight; expected self.{name}(...), since offloading, "
+                "sharding and the check of an upscaling fill the weight of a linear layer only while the layer is called. Call the "
+                f"layer, or declare a tensor {name!r} without '.weight' and read it."
             )
 
 

@@ -10,7 +10,7 @@ from midus_hf.config.memories import MEMORY_TYPES
 from midus_hf.config.memory_types import MemoryOptions
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.headwise import HeadwiseMemory
-from midus_hf.memory.registry import MEMORY_MODULES, MemoryModule, build_memory, check_tensor_names, register_memory
+from midus_hf.memory.registry import MEMORY_MODULES, MemoryModule, build_memory, check_module, register_memory
 
 SIZES = ModelSizes(hidden_size=32, num_heads=4, head_dim=16, intermediate_size=48, num_layers=4)
 
@@ -28,7 +28,7 @@ def test_every_type_has_a_module_of_the_declared_tensors():
     assert MEMORY_MODULES.keys() == MEMORY_TYPES.keys()
     for name, options_class in MEMORY_TYPES.items():
         options = options_class()
-        check_tensor_names(name)
+        check_module(name, MEMORY_MODULES[name])
         memory = build_memory(options, SIZES, 1, 3)
         declared = {tensor: value.shape for tensor, value in options.tensors(SIZES).items()}
         assert {tensor: tuple(value.shape) for tensor, value in memory.state_dict().items()} == declared
@@ -94,6 +94,19 @@ def test_a_tensor_that_is_not_declared_is_refused(table):
         ValueError, match=r"has a tensor 'hidden_table', which LinearOptions.tensors leaves out; expected"
     ):
         build_memory(MEMORY_TYPES["linear"](), SIZES)
+
+
+def test_a_module_that_reads_the_weight_of_a_linear_layer_is_refused(table):
+    class ReadsWeight(MEMORY_MODULES["linear"]):
+        def forward(self, attention_output, residual=None):
+            return attention_output @ self.query_projection.weight.T
+
+    del table["linear"]
+    with pytest.raises(
+        ValueError, match=r"reads self\.query_projection\.weight; expected self\.query_projection\(\.\.\.\)"
+    ):
+        register_memory("linear")(ReadsWeight)
+    assert "linear" not in table
 
 
 def test_a_type_without_a_module_is_refused_where_one_is_built(table):

@@ -31,7 +31,7 @@ def add_depth(native, model):
 
 
 class _Depth:
-    """Return the slots of a pass, `[B, T, K, d]`; keys are those in front of the rotation and behind the norm.
+    """The slots of a pass, `[B, T, K, d]`; keys are those in front of the rotation and behind the norm.
 
     A query and a key of one position that were rotated alike have the product that they had before, but for the length that scaled
     rotary embeddings, and rounding, give to both.
