@@ -105,9 +105,9 @@ def read_result(folder: Path) -> Result | None:
         return None
     values = json.loads(path.read_text(encoding="utf-8"))
     tuned = values["tuned"]
-    values["curve"] = [Point(**point) for point in values["curve"]]
+    values["curve"] = [Point(point["step"], point["losses"]) for point in values["curve"]]
     values["tuned"] = None if tuned is None else Measured(**tuned)
-    known = {field.name for field in dataclasses.fields(Result)}  # older results have more
+    known = {field.name for field in dataclasses.fields(Result)}  # older results, and their points, have more
     return Result(**{name: value for name, value in values.items() if name in known})
 
 

@@ -1,6 +1,7 @@
 """What a run of a comparison is called, what it is asked for, and what of that has changed."""
 
 import dataclasses
+import json
 import math
 from functools import partial
 from pathlib import Path
@@ -149,6 +150,15 @@ def test_a_result_comes_back_as_it_was(tmp_path):
         write_result(tmp_path / "seed-0", report)
         assert read_result(tmp_path / "seed-0") == report
     assert [path.name for path in tmp_path.iterdir()] == ["seed-0.json"]
+
+
+def test_a_result_of_an_earlier_version_is_read_without_what_is_no_longer_kept(tmp_path):
+    report = result("a", [0.5], [0.25])
+    write_result(tmp_path / "seed-0", report)
+    older = json.loads((tmp_path / "seed-0.json").read_text()) | {"seeds": 3}
+    older["curve"] = [{**point, "tokens": 512} for point in older["curve"]]
+    (tmp_path / "seed-0.json").write_text(json.dumps(older))
+    assert read_result(tmp_path / "seed-0") == report
 
 
 def test_without_a_file_there_is_no_result(tmp_path):
