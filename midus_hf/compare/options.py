@@ -138,8 +138,8 @@ class VariantOptions:
         one_per_stage: Whether each stage trains a separate model from the base; a document is measured by the model of the stage
             whose corpus is nearest to the document. Default: false.
         upscale_each: Whether the model is upscaled again before each stage, which trains what is new alone. In values of options,
-            `{corpus}` is then the stage's corpus, and in keys of `train`, `{earlier}` the list of corpora of earlier stages; in the
-            first stage a key with `{earlier}` is left out. Default: false.
+            `{corpus}` is then the stage's corpus, and in keys of `train`, `{earlier}` the list of corpora of earlier stages, also
+            within a list; in the first stage a key that is `{earlier}` is left out. Default: false.
 
     Raises:
         ValueError: If a value lies outside its range or contradicts another.

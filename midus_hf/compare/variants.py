@@ -76,11 +76,14 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
 def with_corpora(value: Any, corpus: str, earlier: Sequence[str]) -> Any:
     """Return keys in which `{corpus}` stands for the corpus of a stage, and `{earlier}` for the list of corpora of earlier stages.
 
-    A key whose value is `{earlier}` is left out where there are none.
+    A key whose value is `{earlier}` is left out where there are none. In a list, earlier corpora stand in the place of `{earlier}`.
     """
     if isinstance(value, Mapping):
         kept = {key: one for key, one in value.items() if earlier or one != _EARLIER}
         return {key: with_corpora(one, corpus, earlier) for key, one in kept.items()}
+    if isinstance(value, list):
+        parts = [earlier if one == _EARLIER else [with_corpora(one, corpus, earlier)] for one in value]
+        return [one for part in parts for one in part]
     if value == _EARLIER:
         return list(earlier)
     return value.replace(_CORPUS, corpus) if isinstance(value, str) else value

@@ -323,6 +323,8 @@ class TrainingRun:
                     )
                 state: Any = self.trainer.state
                 trained = sum(whole_numel(each) for each in self.trainer.model.parameters() if each.requires_grad)
+                blocks = [] if self.trainer.blocks is None else self.trainer.blocks.banks
+                trained += sum(bank.layout.bank for bank in blocks)
                 self.trainer.log({"trained_parameters": trained, "peak_memory_bytes": peak_memory_bytes()})
                 losses = [event["loss"] for event in state.log_history if "loss" in event]
                 result = TrainResult(

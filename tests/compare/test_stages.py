@@ -15,6 +15,7 @@ from midus_hf.compare.making import made_together
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.rivals import StageFinder, write_replayed
 from midus_hf.compare.runs import check
+from midus_hf.compare.variants import with_corpora
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.evaluation.text_rows import read_rows, text_rows
 from midus_hf.topics.corpus import read_corpus
@@ -127,6 +128,14 @@ def test_a_memory_of_each_stage_is_added_before_it_and_trains_alone(room, tmp_pa
     # What the second stage learned reads no n-gram of the first one's corpus.
     assert result.curve[1].losses["greek"] < base.losses["greek"]
     assert result.is_certified and result.new_parameters > comparing.variants[0].new_parameters
+
+
+@pytest.mark.parametrize(
+    ("earlier", "protected"), [([], ["notes"]), (["first", "second"], ["notes", "first", "second"])], ids=str
+)
+def test_corpora_of_earlier_stages_are_protected_beside_other_texts(earlier, protected):
+    keys = {"protect": ["notes", "{earlier}"], "eval_text": ["{corpus}"]}
+    assert with_corpora(keys, "third", earlier) == {"protect": protected, "eval_text": ["third"]}
 
 
 def test_each_stage_has_a_model_of_its_own_and_a_document_the_nearest(room, tmp_path, monkeypatch):

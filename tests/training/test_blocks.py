@@ -40,12 +40,14 @@ def test_texts_are_learned_by_blocks_that_they_fetch_and_by_nothing_else(blocks_
     assert torch.equal(bank.block(2, 3), fresh.block(2, 3)) and not torch.equal(bank.block(2, 4), fresh.block(2, 4))
 
 
-def test_what_is_reported_trains(blocks_for, capsys):
+def test_what_is_reported_trains(blocks_for, capsys, tmp_path):
     run = TrainingRun(blocks_for())
     printed = " ".join(capsys.readouterr().out.split())
     bank = 3 * 32 * 4 * (4 * 3 + 2 * 9)
     assert f"(0.00%), in no layer; blocks of the bank, {bank:,} parameters, as texts fetch them" in printed
     assert [bank.layout.bank for bank in run.trainer.blocks.banks] == [bank]
+    run.execute()
+    assert logged(tmp_path / "out", "trained_parameters") == [bank]
 
 
 def test_the_model_trains_as_well_where_everything_does(blocks_for, fetching, tmp_path):
