@@ -8,7 +8,7 @@ import pytest
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from midus_hf.files import ownership
-from midus_hf.files.checkpoint_files import TOKENIZER, indexed_weights, is_begun_run, is_of
+from midus_hf.files.checkpoint_files import TOKENIZER, indexed_weights, is_begun_run, is_lfs_pointer, is_of
 
 # Whether `upscale --overwrite` may remove a file of this name from a checkpoint.
 OURS = {
@@ -137,3 +137,12 @@ def test_they_need_no_torch():
     modules = ", ".join(f"midus_hf.files.{name}" for name in ("checkpoint_files", "ownership", "whole_files"))
     code = f"import sys, {modules}; sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_lfs_pointers_are_told_from_files(tmp_path):
+    pointer = tmp_path / "model.safetensors"
+    pointer.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab12' * 16}\nsize 17477929\n")
+    assert is_lfs_pointer(pointer)
+    for other in (b"", b"version https://git-lfs", b"a text about version https://git-lfs.github.com/spec/v1\n"):
+        pointer.write_bytes(other)
+        assert not is_lfs_pointer(pointer)
