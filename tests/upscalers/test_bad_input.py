@@ -136,9 +136,26 @@ BASES: dict[str, tuple[Mutation, str]] = {
         set_tensor("model.norm.weight", lambda tensor: tensor[:-1]),
         r"model.norm.weight is \[31\] in the base; expected \[32\] by its config",
     ),
-    "whole numbers": (
-        set_tensor("model.norm.weight", lambda tensor: tensor.to(torch.int8)),
-        "model.norm.weight is stored as I8; expected float32, float16 or bfloat16 weights. Start from the unquantised checkpoint",
+    **{
+        f"weights in {stored}": (
+            set_tensor("model.norm.weight", lambda tensor, dtype=dtype: tensor.to(dtype)),
+            f"model.norm.weight is stored as {stored}; expected float32, float16 or bfloat16 weights. .*"
+            "Start from the unquantised checkpoint",
+        )
+        for stored, dtype in {
+            "I8": torch.int8,
+            "I16": torch.int16,
+            "I32": torch.int32,
+            "I64": torch.int64,
+            "U8": torch.uint8,
+            "BOOL": torch.bool,
+            "F8_E4M3": torch.float8_e4m3fn,
+            "F8_E5M2": torch.float8_e5m2,
+        }.items()
+    },
+    "weights of complex numbers": (
+        set_tensor("model.norm.weight", lambda tensor: tensor.to(torch.complex64)),
+        "model.norm.weight in model.safetensors is stored as C64; expected float32, float16 or bfloat16 weights. Start from the",
     ),
     "NaN": (set_tensor("model.norm.weight", nan), "model.norm.weight holds NaN; expected finite weights. Repair the base, or pass"),
     "index not JSON": (sharded(replace("model.safetensors.index.json", "{")), "index.json is not a shard index .JSONDecodeError"),

@@ -3,13 +3,17 @@
 import json
 import os
 import resource
+from pathlib import Path
 
 import pytest
 import torch
+from larger import larger_model
 from pairs import in_turn
 from safetensors.torch import save_file
 
+from midus_hf.models.inference.tiny import tiny_model as tiny_type
 from tests.upscalers.checkpoints import (
+    SMALL_MEMORY,
     config_of,
     edit_config,
     file_digests,
@@ -192,3 +196,61 @@ def test_a_tied_head_that_is_stored_all_the_same_is_kept_and_counted_once(tmp_pa
     report = with_memory(base, tmp_path / "out")
     assert "lm_head.weight" in read_tensors(tmp_path / "out")
     assert report.parameters.total == sum(parameter.numel() for parameter in load(tmp_path / "out").parameters())
+
+
+def store_the_head_alone(base: Path) -> None:
+    """Leave the head of a tied checkpoint, and not the embedding, as removal of duplicates may."""
+    tensors = read_tensors(base)
+    (embedding,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
+    head = "language_model.lm_head.weight" if embedding.startswith("language_model.") else "lm_head.weight"
+    write_tensors(base, {head if name == embedding else name: tensor for name, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize(
+    ("family", "prefix", "method"),
+    [
+        ("llama", "model.", "midus-hml"),
+        ("llama", "", "llama-pro"),
+        ("gemma3", "model.", "llama-pro"),
+        ("granite", "model.", "llama-pro"),
+    ],
+)
+def test_a_tied_head_that_is_stored_alone_is_the_embedding_too(tmp_path, family, prefix, method):
+    base = tmp_path / "base"
+    if family == "granite":
+        tiny_type(family, tie_word_embeddings=True, vocab_size=128).save_pretrained(base)
+    else:
+        save_base(base, family, tie_word_embeddings=True, prefix=prefix)
+    expected = logits(base)
+    store_the_head_alone(base)
+    assert torch.equal(logits(base), expected)
+    options = SMALL_MEMORY if method == "midus-hml" else {}
+    report = with_memory(base, tmp_path / "out", method=method, options=options)
+    assert report.identity.max_abs_diff == 0 and torch.equal(logits(tmp_path / "out"), expected)
+    held = [name for name in read_tensors(tmp_path / "out") if "layers" not in name]
+    assert sorted(held) == ["lm_head.weight", f"{prefix}norm.weight"]
+    assert report.parameters.total == sum(parameter.numel() for parameter in load(tmp_path / "out").parameters())
+    assert report.parameters.total == inspect_checkpoint(tmp_path / "out")["parameters"]["total"]
+    with_memory(tmp_path / "out", tmp_path / "again", method="llama-pro", options={}, placement=[1])
+    assert strip(tmp_path / "again", tmp_path / "once")["base_confirmed"] is True
+    assert strip(tmp_path / "once", tmp_path / "stripped")["base_confirmed"] is True
+    assert same_tensors(tmp_path / "stripped", base)
+
+
+def test_a_larger_model_may_store_its_tied_head_alone(tmp_path):
+    base = tmp_path / "base"
+    larger_model("gemma3", tie_word_embeddings=True).save_pretrained(base)
+    store_the_head_alone(base)
+    with_memory(base, tmp_path / "out", method="llama-pro", options={})
+    strip(tmp_path / "out", tmp_path / "stripped")
+    assert same_tensors(tmp_path / "stripped", base)
+
+
+def test_a_head_that_is_not_tied_is_no_embedding(tmp_path):
+    base = save_base(tmp_path / "base", tie_word_embeddings=True)
+    store_the_head_alone(base)
+    edit_config(base, tie_word_embeddings=False)
+    with pytest.raises(
+        RequestError, match=r"lacks 1 tensors that its config asks for, such as model\.embed_tokens\.weight"
+    ):
+        with_memory(base, tmp_path / "out")

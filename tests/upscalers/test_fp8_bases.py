@@ -1,7 +1,7 @@
-"""Bases in FP8 with a scale per block: copies stay as they are, and transformers loads base and result to the same bits."""
+"""Bases in FP8 with a scale per block or weight: copies stay as they are, and transformers loads base and result to the same bits."""
 
+import dataclasses
 import itertools
-import json
 from pathlib import Path
 
 import pytest
@@ -23,8 +23,11 @@ from tests.upscalers.checkpoints import (
     write_tensors,
 )
 from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES
+from upscalers.checkpoint.quantised_weights import ScaledTensor
+from upscalers.request.errors import VerificationError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
+from upscalers.tensors.writer import CheckpointWriter
 
 BLOCK = 16
 OPTIONS = {
@@ -42,28 +45,56 @@ METHODS = ["midus-hml", "moc", "llama-pro", "solar", "avg-deus"]
 FAMILIES = ["llama", "qwen3", "gemma2"]
 
 
-def save_scaled(folder: Path, family: str = "llama", *, kept: list[str] | None = None, **changes) -> Path:
-    """A tiny base whose layers' matrices are FP8 with scales of blocks of 16 x 16, but for modules that are kept."""
+def save_scaled(
+    folder: Path,
+    family: str = "llama",
+    *,
+    kept: list[str] | None = None,
+    block: tuple[int, int] | None = (BLOCK, BLOCK),
+    **changes,
+) -> Path:
+    """A tiny base whose layers' matrices are FP8 with a scale per block, or one scale each, but for modules that are kept."""
     save_base(folder, family, torch.bfloat16, **{"intermediate_size": 48, **changes})
     tensors = read_tensors(folder)
     for name, weight in list(tensors.items()):
         if "layers" not in name or weight.ndim != 2 or any(module in name for module in kept or []):
             continue
-        rows, columns = (size // BLOCK for size in weight.shape)
-        blocks = weight.float().view(rows, BLOCK, columns, BLOCK)
-        scales = blocks.abs().amax((1, 3)) / 448
-        tensors[name] = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn).view(weight.shape)
+        if "q_proj" in name:  # rows of very different size, as outlier channels make them
+            weight = weight * torch.logspace(0, 2, len(weight))[:, None]
+        scales = block_scales(weight.float(), block)
+        tensors[name] = (weight.float() / spread(scales, weight.shape, block)).to(torch.float8_e4m3fn)
         tensors[name + "_scale_inv"] = scales
     write_tensors(folder, tensors)
     listed = {} if kept is None else {"modules_to_not_convert": ["lm_head", *kept]}
     quantization = {
         "quant_method": "fp8",
-        "weight_block_size": [BLOCK, BLOCK],
+        "weight_block_size": None if block is None else list(block),
         "activation_scheme": "dynamic",
         **listed,
     }
     edit_config(folder, quantization_config=quantization)
     return folder
+
+
+def block_scales(weight: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
+    """The scale of each block, which may be partial at the ends, or the one of the weight."""
+    if block is None:
+        return weight.abs().max() / 448
+    blocks = [[part.abs().max() for part in rows.split(block[1], 1)] for rows in weight.split(block[0])]
+    return torch.tensor(blocks) / 448
+
+
+def spread(scales: torch.Tensor, shape: tuple[int, int], block: tuple[int, int] | None) -> torch.Tensor:
+    """The scale of each element."""
+    if block is None:
+        return scales.expand(shape)
+    by_row = scales.repeat_interleave(block[0], 0)[: shape[0]]
+    return by_row.repeat_interleave(block[1], 1)[:, : shape[1]]
+
+
+def product(tensors: dict[str, torch.Tensor], name: str, block: tuple[int, int] | None) -> torch.Tensor:
+    """What a quantised weight means."""
+    return tensors[name].float() * spread(tensors[name + "_scale_inv"], tensors[name].shape, block)
 
 
 @pytest.mark.parametrize(
@@ -137,37 +168,122 @@ def test_a_machine_with_fp8_kernels_replaces_the_modules_that_are_stored_in_fp8(
     assert replaced == in_fp8 and len(in_fp8) >= 4 * 6 - 1
 
 
+PARTIAL = (24, 20)  # of [32, 32], [48, 32] and others
+
+
+@pytest.mark.parametrize("block", [(BLOCK, BLOCK), PARTIAL, (128, 128), None])
+def test_new_layers_are_made_from_the_products_by_the_blocks_of_the_config(tmp_path, block):
+    base = save_scaled(tmp_path / "base", block=block)
+    if block == (128, 128):
+        edit_quantization(base, weight_block_size=...)  # what transformers assumes
+    copied, averaged = tmp_path / "copied", tmp_path / "averaged"
+    upscale(base=base, method="llama-pro", num_new_layers=2, output=copied)  # layers 2 and 5 copy layers 1 and 3
+    upscale(base=base, method="avg-deus", num_new_layers=1, placement=[3], output=averaged)
+    stored, kept, name = read_tensors(copied), read_tensors(base), "model.layers.{}.self_attn.q_proj.weight"
+    for new, source in ((2, 1), (5, 3)):
+        assert same_bits(stored[name.format(new)], product(kept, name.format(source), block).bfloat16())
+    previous, following = (product(kept, name.format(layer), block).bfloat16().float() for layer in (2, 3))
+    mean = (previous * 0.5 + following * 0.5).bfloat16()
+    assert torch.equal(read_tensors(averaged)[name.format(3)], mean)
+    if block != PARTIAL:  # which transformers cannot multiply out
+        assert torch.equal(logits(copied), logits(base))
+
+
+def test_partial_blocks_are_named_since_transformers_needs_kernels_for_them(tmp_path, command):
+    base = save_scaled(tmp_path / "base", block=PARTIAL)
+    done = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", "--dry-run")
+    assert done.status == 0
+    assert (
+        "blocks of 28 FP8 weights are partial. transformers computes with them where it has FP8 kernels; where it has none, as on "
+        "CPUs, it refuses them or multiplies them out wrongly, in the base too."
+    ) in " ".join(done.err.split())
+
+
+def test_a_weight_that_transformers_reads_otherwise_is_found(tmp_path, monkeypatch):
+    base = save_scaled(tmp_path / "base", block=(24, 16))
+    read = ScaledTensor.read
+
+    def read_by_counts(self):
+        rows, columns = (size // count for size, count in zip(self.shape, self.scales.shape, strict=True))
+        return read(dataclasses.replace(self, block=(rows, columns)))
+
+    monkeypatch.setattr(ScaledTensor, "read", read_by_counts)
+    message = (
+        r"(model\.layers\.\S+) of the base is read as other numbers than transformers reads of \1, by up to [\d.e-]+; "
+        "expected the same. Start from the unquantised checkpoint"
+    )
+    with pytest.raises(VerificationError, match=message):
+        upscale(base=base, method="llama-pro", output=tmp_path / "out")
+    monkeypatch.undo()
+    built = CheckpointWriter._read_chunks
+
+    def read_doubled(self, source):
+        return (chunk * (2 if isinstance(source, ScaledTensor) else 1) for chunk in built(self, source))
+
+    monkeypatch.setattr(CheckpointWriter, "_read_chunks", read_doubled)
+    with pytest.raises(VerificationError, match=r"layers\.2\.\S+ is read as other numbers than"):
+        upscale(base=base, method="llama-pro", num_new_layers=2, output=tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_a_list_of_kept_modules_under_its_other_name_is_followed(tmp_path):
+    base = save_scaled(tmp_path / "base", kept=["model.layers.2.mlp.down_proj"])
+    listed = config_of(base)["quantization_config"]["modules_to_not_convert"]
+    edit_quantization(base, modules_to_not_convert=..., ignored_layers=listed)
+    upscale(base=base, method="llama-pro", num_new_layers=1, placement=[1], output=tmp_path / "out")
+    followed = config_of(tmp_path / "out")["quantization_config"]["modules_to_not_convert"]
+    assert followed == ["lm_head", "model.layers.3.mlp.down_proj", "model.layers.1"]
+
+
 def drop_scales(base: Path) -> None:
     tensors = read_tensors(base)
     del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
     write_tensors(base, tensors)
 
 
-def quantized(**changes):
-    def edit(base: Path) -> None:
-        path = base / "config.json"
-        config = json.loads(path.read_text())
-        config["quantization_config"] |= changes
-        path.write_text(json.dumps(config))
+def edit_quantization(base: Path, **changes) -> None:
+    """Set keys of `quantization_config`; those set to `...` are removed."""
+    values = {**config_of(base)["quantization_config"], **changes}
+    edit_config(base, quantization_config={key: value for key, value in values.items() if value is not ...})
 
-    return edit
+
+def quantized(**changes):
+    return lambda base: edit_quantization(base, **changes)
 
 
 REFUSED = {
-    "uneven blocks": (
+    "too many scales": (
         lambda base: write_tensors(
             base, read_tensors(base) | {"model.layers.1.mlp.up_proj.weight_scale_inv": torch.ones(5, 2)}
         ),
-        r"model.layers.1.mlp.up_proj.weight is stored as F8_E4M3 with scales \[5, 2\]; expected model.layers.1.mlp.up_proj"
-        r".weight_scale_inv with a scale for each of equal blocks of \[48, 32\]. Start from the unquantised checkpoint",
+        r"model.layers.1.mlp.up_proj.weight is \[48, 32\] in F8_E4M3 with scales \[5, 2\]; expected model.layers.1.mlp.up_proj"
+        r".weight_scale_inv with scales \[3, 2\], one for each of its blocks of 16 x 16 .weight_block_size.. Start from the "
+        "unquantised checkpoint",
     ),
-    "no scales": (drop_scales, r"up_proj.weight is stored as F8_E4M3 with scales \[\]; expected"),
+    "other blocks in the config": (
+        quantized(weight_block_size=[128, 128]),
+        r"with scales \[2, 3\]; expected model.layers.0.mlp.down_proj.weight_scale_inv with scales \[1, 1\], one for each",
+    ),
+    "no scales": (drop_scales, r"up_proj.weight is \[48, 32\] in F8_E4M3 with no scales; expected"),
+    "no size of blocks": (
+        quantized(weight_block_size=[128]),
+        r"quantization_config has weight_block_size = \[128\]; expected rows and columns, such as \[128, 128\], or null for one "
+        "scale per weight. Restore the config.json that the base was published with.",
+    ),
+    "no quantization_config": (
+        lambda base: edit_config(base, quantization_config=...),
+        "weight is stored as F8_E4M3; expected float32, float16 or bfloat16 weights. config.json has no quantization_config that "
+        "says what its scales mean. Start from the unquantised checkpoint.",
+    ),
     "scales of activations": (
         quantized(activation_scheme="static"),
         r"the base is quantised .quantization_config: fp8.; expected float32, float16 or bfloat16 weights, or FP8 with a scale per "
-        "block in one of: llama, .* Start from the unquantised checkpoint",
+        "block or weight in one of: llama, .* Start from the unquantised checkpoint",
     ),
-    "whole tensors": (quantized(weight_block_size=None), "the base is quantised .quantization_config: fp8.; expected"),
+    "scales of blocks for whole tensors": (
+        quantized(weight_block_size=None),
+        r"with scales \[2, 3\]; expected model.layers.0.mlp.down_proj.weight_scale_inv with one scale. Start from the",
+    ),
     "scales that are powers of two": (
         quantized(scale_fmt="ue8m0"),
         "the base is quantised .quantization_config: fp8.; ",

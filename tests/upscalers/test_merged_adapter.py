@@ -233,6 +233,17 @@ def test_a_stored_copy_of_a_tied_embedding_must_not_be_left_behind(tmp_path, com
     )
 
 
+def test_a_tied_embedding_that_is_stored_as_the_head_takes_an_adapter(tmp_path):
+    base = save_base(tmp_path / "base", tie_word_embeddings=True)
+    adapter = save_adapter(base, tmp_path / "adapter", **ADAPTERS["embedding"])
+    tensors = read_tensors(base)
+    write_tensors(base, {name.replace("model.embed_tokens", "lm_head"): tensor for name, tensor in tensors.items()})
+    upscale(base=base, method="llama-pro", adapter=adapter, output=tmp_path / "out")
+    with torch.no_grad():
+        expected = merged_by_peft(base, adapter)(input_ids=prompt()).logits
+    assert torch.equal(logits(tmp_path / "out"), expected)
+
+
 def test_a_type_that_transformers_converts_takes_no_adapter(tmp_path, command, refused):
     tiny_model("mixtral").save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")

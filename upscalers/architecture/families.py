@@ -42,6 +42,9 @@ def _gemma3_layer_types(config: Config) -> list[str]:
     ]
 
 
+# Rows and columns of the blocks in FP8 that transformers assumes where a config does not say them.
+_FP8_BLOCK = (128, 128)
+
 # The middle part of the names of classes, and the function that returns the types of layers, by `model_type`.
 _CLASSES_AND_TYPES: dict[str, tuple[str, Callable[[Config], list[str]] | None]] = {
     "llama": ("Llama", None),
@@ -105,12 +108,14 @@ def check_readable(config: Config) -> None:
     quantization = config.get("quantization_config")
     if quantization:
         form = quantised_form(config)
+        if form == "fp8":
+            fp8_block(config)
         if not (form == "mxfp4" or (form == "fp8" and native_type in FAMILIES)):
             method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
             raise RequestError(
                 f"the base is quantised (quantization_config: {method}); expected float32, float16 or bfloat16 weights, or "
-                f"FP8 with a scale per block in one of: {', '.join(FAMILIES)}; or MXFP4 in gpt_oss. Start from the unquantised "
-                "checkpoint."
+                f"FP8 with a scale per block or weight in one of: {', '.join(FAMILIES)}; or MXFP4 in gpt_oss. Start from the "
+                "unquantised checkpoint."
             )
     if config.get("auto_map") and not str(config.get("model_type")).startswith(MEMORY_PREFIX):
         raise RequestError(
@@ -120,7 +125,7 @@ def check_readable(config: Config) -> None:
 
 
 def quantised_form(config: Config) -> Literal["fp8", "mxfp4"] | None:
-    """Return the form of quantised weights that `upscale` reads: FP8 with scales per block, or experts of gpt-oss in MXFP4."""
+    """Return the form of quantised weights that `upscale` reads: FP8 with a scale per block or weight, or MXFP4 in gpt_oss."""
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict):
         return None
@@ -128,9 +133,30 @@ def quantised_form(config: Config) -> Literal["fp8", "mxfp4"] | None:
         return "mxfp4"
     is_read = (
         quantization.get("quant_method") == "fp8"
-        and quantization.get("weight_block_size")
         and quantization.get("activation_scheme", "dynamic") == "dynamic"
         and quantization.get("scale_fmt", "float") in ("float", None)
         and not quantization.get("modules_to_convert")
     )
     return "fp8" if is_read else None
+
+
+def fp8_block(config: Config) -> tuple[int, int] | None:
+    """Return rows and columns of the blocks that share a scale, as transformers reads the config of a model in FP8.
+
+    Returns:
+        The size of a block; None where a weight has one scale.
+
+    Raises:
+        RequestError: If the config has no such size.
+    """
+    block = config["quantization_config"].get("weight_block_size", _FP8_BLOCK)
+    if block is None:
+        return None
+    if not (
+        isinstance(block, list | tuple) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    ):
+        raise RequestError(
+            f"quantization_config has weight_block_size = {block!r}; expected rows and columns, such as [128, 128], or null for one "
+            "scale per weight. Restore the config.json that the base was published with."
+        )
+    return block[0], block[1]

@@ -27,6 +27,7 @@ from upscalers.checkpoint.stored_weights import stored_tensors
 from upscalers.request.errors import RequestError
 
 _PREFIX = "model."
+_EMBEDDING = "embed_tokens.weight"
 _LAYER_KEY = re.compile(r"^(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]*)\.(?P<rest>.+)$")
 # Number of layers behind the last that predict further tokens; transformers does not load them.
 _PREDICTING = "num_nextn_predict_layers"
@@ -50,6 +51,8 @@ class BaseModel:
         parts: Names of stored tensors that are parts of quantised weights, such as scales; they are among the unexpected tensors.
         packed: Names of weights that are stored as parts alone, so that whoever carries the parts along carries them.
         prefix: Prefix of `layers.` in tensor names: `"model."` or nothing. Default: `"model."`.
+        tied_head: Name of the head under which the embedding is stored, if the config ties both and the checkpoint stores the head
+            alone; None if the embedding has its own name. Default: None.
     """
 
     folder: Path
@@ -62,6 +65,7 @@ class BaseModel:
     parts: frozenset[str] = frozenset()
     packed: frozenset[str] = frozenset()
     prefix: str = _PREFIX
+    tied_head: str | None = None
 
     @property
     def num_layers(self) -> int:
@@ -107,12 +111,16 @@ class BaseModel:
         A stored head with other values is a parameter in its own right even if the config ties it: transformers does
         not tie it.
         """
-        embedding = f"{self.prefix}embed_tokens.weight"
         return frozenset(
             name
             for name in self.layout.tied
-            if name in self.tensors and holds_the_same(self.tensors[name], self.tensors[embedding])
+            if name in self.tensors and holds_the_same(self.tensors[name], self.tensors[self.embedding_name])
         )
+
+    @property
+    def embedding_name(self) -> str:
+        """Full name of the embedding."""
+        return f"{self.prefix}{_EMBEDDING}"
 
     @cached_property
     def uncounted_names(self) -> set[str]:
@@ -136,17 +144,25 @@ class BaseModel:
 
     def stored_name(self, name: str) -> str:
         """Return the name under which a checkpoint stores a tensor of this model, or of a model made from it."""
+        if self.tied_head is not None and name == self.embedding_name:
+            name = self.tied_head
         return name if self.larger is None else self.larger.spelling.stored_name(name)
 
     def by_name(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return stored tensors of this model, or of a model made from it, by full name."""
-        if self.larger is None:
-            return dict(stored)
-        return {self.larger.spelling.language_name(name): tensor for name, tensor in stored.items()}
+        named = dict(stored)
+        if self.larger is not None:
+            named = {self.larger.spelling.language_name(name): tensor for name, tensor in stored.items()}
+        return named if self.tied_head is None else _renamed(named, self.tied_head, self.embedding_name)
 
     def new_name(self, layer: int, name: str) -> str:
         """Return the full name of a tensor of output layer `layer`."""
         return f"{self.prefix}layers.{layer}.{name}"
+
+
+def _renamed(tensors: Mapping[str, StoredTensor], old: str, new: str) -> dict[str, StoredTensor]:
+    """Return tensors with another name for one of them."""
+    return {new if name == old else name: tensor for name, tensor in tensors.items()}
 
 
 def read_config(path: Path) -> Config:
@@ -248,6 +264,13 @@ def open_base(
     if not prefix:
         expected = {name.removeprefix(_PREFIX): shape for name, shape in expected.items()}
         integers = {name.removeprefix(_PREFIX): dtype for name, dtype in integers.items()}
+    embedding, tied_head = f"{prefix}{_EMBEDDING}", None
+    if embedding in expected and embedding not in stored:
+        # What is left where duplicates were removed may be the head; transformers ties the embedding to it.
+        tied_head = next(
+            (name for name, shape in layout.tied.items() if name in stored and shape == expected[embedding]), None
+        )
+        stored = stored if tied_head is None else _renamed(stored, tied_head, embedding)
     missing = [name for name in expected if name not in stored]
     if missing:
         raise RequestError(
@@ -263,11 +286,13 @@ def open_base(
             )
         if name in carried:
             continue
-        if stored[name].dtype not in TORCH_NAMES and INTEGER_NAMES.get(stored[name].dtype) != integers.get(name):
-            raise RequestError(
-                f"{name} is stored as {stored[name].dtype}; expected float32, float16 or bfloat16 weights. "
-                "Start from the unquantised checkpoint."
-            )
+        held = stored[name].dtype
+        if held not in TORCH_NAMES and (name not in integers or INTEGER_NAMES.get(held) != integers[name]):
+            wanted = integers.get(name, "float32, float16 or bfloat16")
+            remedy = "Start from the unquantised checkpoint."
+            if held.startswith("F8") and not config.get("quantization_config"):
+                remedy = f"config.json has no quantization_config that says what its scales mean. {remedy}"
+            raise RequestError(f"{name} is stored as {held}; expected {wanted} weights. {remedy}")
     unexpected = tuple(name for name in stored if name not in expected)
     predicting = config.get(_PREDICTING) or 0
     beyond = next(
@@ -286,7 +311,7 @@ def open_base(
         )
     if adapter is not None:
         stored = _merged(adapter, stored, prefix, layout, config)
-    return BaseModel(folder, config, family, layout, stored, unexpected, larger, parts, packed, prefix)
+    return BaseModel(folder, config, family, layout, stored, unexpected, larger, parts, packed, prefix, tied_head)
 
 
 def _merged(
@@ -305,7 +330,7 @@ def _merged(
         )
     changed = adapter.merged(stored, prefix)
     tied = next((name for name in layout.tied if name in stored), None)
-    embedding = f"{prefix}embed_tokens.weight"
+    embedding = f"{prefix}{_EMBEDDING}"
     if tied is not None and any(changed[name] is not stored[name] for name in (embedding, tied)):
         raise RequestError(
             f"adapter {adapter.name!r} changes {embedding} or {tied}, which the config ties, and the base stores both; expected one "

@@ -1,16 +1,18 @@
 """Weights in FP8 and MXFP4: kept as they are stored where they are copied, and multiplied out where they are read.
 
-In FP8, a module `m` has `m.weight` and `m.weight_scale_inv`, one scale per block of the weight. In MXFP4, experts have
-`w_blocks`, two numbers of 4 bits per byte, and `w_scales`, one exponent per 32 numbers, for a weight `w`. What
-transformers computes on a machine that has no kernels for these formats, and what new tensors are made from, is the
-product of numbers and scales in the dtype of the config.
+In FP8, a module `m` has `m.weight` and `m.weight_scale_inv`, one scale per block of the weight, or one for the weight. Blocks
+have the size that the config says; those at the end of a row or a column may be partial. In MXFP4, experts have `w_blocks`, two
+numbers of 4 bits per byte, and `w_scales`, one exponent per 32 numbers, for a weight `w`. What transformers computes on a machine
+that has no kernels for these formats, and what new tensors are made from, is the product of numbers and scales in the dtype of
+the config.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from upscalers.architecture.families import quantised_form
+from upscalers.architecture.families import fp8_block, quantised_form
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.computed_tensor import FP8_NAMES, ComputedTensor, read_tensor
 from upscalers.checkpoint.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor
@@ -32,9 +34,11 @@ class ScaledTensor(ComputedTensor):
 
     Args:
         scales: Position of the scales, one per block.
+        block: Rows and columns of a block; None for one scale per weight.
     """
 
     scales: StoredTensor | None = None
+    block: tuple[int, int] | None = None
 
     @property
     def as_stored(self) -> StoredTensor:
@@ -42,16 +46,16 @@ class ScaledTensor(ComputedTensor):
 
     def read(self) -> "torch.Tensor":
         """Read the weight, multiply every block by its scale in float32, and round to the dtype of this tensor."""
-        import torch
-
         assert self.scales is not None
-        weight, scales = read_tensor(self.in_file), read_tensor(self.scales).float()
-        rows, columns = self.shape[0] // scales.shape[0], self.shape[1] // scales.shape[1]
-        blocks = weight.float().view(
-            scales.shape[0], rows, scales.shape[1], columns
-        )  # [blocks, rows, blocks, columns]
-        product = blocks * scales[:, None, :, None]
-        return product.to(getattr(torch, TORCH_NAMES[self.dtype])).view(self.shape)
+        product, scales = read_tensor(self.in_file).float(), read_tensor(self.scales).float()
+        if self.block is None:
+            product *= scales.view(1, 1)
+        else:
+            rows, columns = self.block
+            scales = scales.repeat_interleave(columns, 1)[:, : self.shape[1]]
+            for values, scale in zip(product.split(rows), scales, strict=True):
+                values *= scale
+        return product.to(_torch_dtype(self))
 
 
 @dataclass(frozen=True)
@@ -70,12 +74,16 @@ class PackedTensor(ComputedTensor):
         import torch
 
         assert self.scales is not None
-        dtype = getattr(torch, TORCH_NAMES[self.dtype])
+        dtype = _torch_dtype(self)
         numbers, table = read_tensor(self.in_file), torch.tensor(_FP4, dtype=dtype)
         exponents = read_tensor(self.scales).int() - _EXPONENT_OF_ONE
         pairs = torch.stack([table[(numbers & 15).long()], table[(numbers >> 4).long()]], dim=-1)
         product = torch.ldexp(pairs.flatten(-2), exponents[..., None]).flatten(-2)  # [experts, outputs, inputs]
         return product.to(dtype).transpose(1, 2).contiguous()
+
+
+#: Weights as `with_products` returns them.
+QUANTISED = (ScaledTensor, PackedTensor)
 
 
 def with_products(
@@ -92,7 +100,7 @@ def with_products(
         the names of weights that are not stored under these names, but as parts.
 
     Raises:
-        RequestError: If a quantised weight has no scales, or scales that do not divide it into blocks.
+        RequestError: If a quantised weight has no scales, or another number of them than it has blocks.
     """
     if quantised_form(config) == "mxfp4":
         packed = _packed(stored, config)
@@ -102,23 +110,61 @@ def with_products(
             frozenset(packed),
         )
     tensors, parts = dict(stored), set()
-    dtype = _dtype(config)
+    dtype, block = _dtype(config), fp8_block(config)
     for name, weight in stored.items():
         if weight.dtype not in FP8_NAMES:
             continue
         scales = stored.get(name + SUFFIX)
-        grid = () if scales is None else scales.shape
-        divides = len(grid) == len(weight.shape) == 2 and all(
-            blocks > 0 and size % blocks == 0 for size, blocks in zip(weight.shape, grid, strict=True)
-        )
-        if scales is None or scales.dtype not in TORCH_NAMES or not divides:
+        held = None if scales is None else scales.shape
+        if block is None:
+            grid, wanted = (), "one scale"
+            fits = held is not None and math.prod(held) == 1
+        else:
+            grid = tuple(-(-size // length) for size, length in zip(weight.shape, block, strict=False))
+            wanted = f"scales {list(grid)}, one for each of its blocks of {block[0]} x {block[1]} (weight_block_size)"
+            fits = held == grid
+        if scales is None or scales.dtype not in TORCH_NAMES or len(weight.shape) != 2 or not fits:
             raise RequestError(
-                f"{name} is stored as {weight.dtype} with scales {list(grid)}; expected {name}{SUFFIX} with a scale for each of "
-                f"equal blocks of {list(weight.shape)}. Start from the unquantised checkpoint."
+                f"{name} is {list(weight.shape)} in {weight.dtype} with {'no scales' if held is None else f'scales {list(held)}'}; "
+                f"expected {name}{SUFFIX} with {wanted}. Start from the unquantised checkpoint."
             )
-        tensors[name] = ScaledTensor(dtype, weight.shape, None, 0, weight, scales)
+        tensors[name] = ScaledTensor(dtype, weight.shape, None, 0, weight, scales, block)
         parts.add(name + SUFFIX)
     return tensors, frozenset(parts), frozenset()
+
+
+def num_partly_scaled(tensors: Iterable[StoredTensor]) -> int:
+    """Return how many weights in FP8 end in partial blocks."""
+    return sum(
+        isinstance(tensor, ScaledTensor)
+        and tensor.block is not None
+        and any(size % length for size, length in zip(tensor.shape, tensor.block, strict=True))
+        for tensor in tensors
+    )
+
+
+def product_of_transformers(tensor: ScaledTensor | PackedTensor, config: Config) -> "torch.Tensor":
+    """Return what transformers makes of a quantised weight, in the dtype of the tensor, for comparison with what is read here.
+
+    Args:
+        tensor: A weight that `with_products` returned.
+        config: The config that says how it is quantised.
+    """
+    from torch.nn.functional import pad
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    assert tensor.scales is not None
+    numbers, scales, dtype = read_tensor(tensor.in_file), read_tensor(tensor.scales), _torch_dtype(tensor)
+    if isinstance(tensor, PackedTensor):
+        return convert_moe_packed_tensors(numbers, scales, dtype=dtype)
+    block = FineGrainedFP8Config(**config["quantization_config"]).weight_block_size
+    # Fp8Dequantize takes the size of blocks from the number of scales, so that its blocks have to be whole.
+    ends = [0, 0] if block is None else [-size % length for size, length in zip(tensor.shape, block, strict=True)]
+    whole = pad(numbers.float(), (0, ends[1], 0, ends[0]))
+    product = Fp8Dequantize(None).convert({"weight": whole, "weight_scale_inv": scales.float()})["weight"]
+    return product[: tensor.shape[0], : tensor.shape[1]].to(dtype)
 
 
 def _packed(stored: Mapping[str, StoredTensor], config: Config) -> dict[str, StoredTensor]:
@@ -137,6 +183,13 @@ def _packed(stored: Mapping[str, StoredTensor], config: Config) -> dict[str, Sto
         experts, outputs, blocks = shape
         packed[name] = PackedTensor(_dtype(config), (experts, 32 * blocks, outputs), None, 0, numbers, scales)
     return packed
+
+
+def _torch_dtype(tensor: StoredTensor) -> "torch.dtype":
+    import torch
+
+    dtype: torch.dtype = getattr(torch, TORCH_NAMES[tensor.dtype])
+    return dtype
 
 
 def _dtype(config: Config) -> str:

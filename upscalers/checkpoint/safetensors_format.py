@@ -117,8 +117,13 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             )
         except (TypeError, KeyError, ValueError):
             sound = False
-        if not sound or dtype not in ITEM_BYTES:
-            raise _corrupt(file, f"its entry for {name!r} is malformed or of an unknown dtype")
+        if not sound:
+            raise _corrupt(file, f"its entry for {name!r} is malformed")
+        if dtype not in ITEM_BYTES:
+            raise RequestError(
+                f"{name} in {file.name} is stored as {dtype}; expected float32, float16 or bfloat16 weights. Start from the "
+                "unquantised checkpoint."
+            )
         tensor = StoredTensor(dtype, shape, file, data_start + start)
         if end - start != tensor.num_bytes:
             raise _corrupt(file, f"{name!r} takes {end - start} bytes where its shape needs {tensor.num_bytes}")

@@ -19,6 +19,8 @@ from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import RequestError
 
 KEPT_KEY = "modules_to_not_convert"
+# Another name, which transformers reads only where the first is absent.
+_KEPT_ALIAS = "ignored_layers"
 # The modules that transformers leaves as they are where a config does not list any.
 _KEPT_BY_DEFAULT = ["lm_head"]
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)(?=\.|$)")
@@ -153,7 +155,7 @@ def followed_quantization(config: Config, plan: Plan, new_modules: Iterable[str]
     The new modules, paths as transformers names them, are among these.
     """
     quantization = copy.deepcopy(config["quantization_config"])
-    kept = quantization.get(KEPT_KEY)
+    kept = quantization.get(KEPT_KEY, quantization.get(_KEPT_ALIAS))
     listed = [
         entry for pattern in (_KEPT_BY_DEFAULT if kept is None else kept) for entry in _in_new_layers(pattern, plan)
     ]

@@ -5,7 +5,7 @@ import math
 import os
 import resource
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -14,12 +14,16 @@ from midus_hf.config.memory_entries import TABLES
 from upscalers.architecture.family import Config
 from upscalers.architecture.inferred import InferredFamily
 from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.computed_tensor import read_tensor
+from upscalers.checkpoint.quantised_weights import QUANTISED, product_of_transformers
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES, TORCH_NAMES, StoredTensor
 from upscalers.plan.plan import Base, Plan
 from upscalers.record.report import Identity
 from upscalers.request.errors import RequestError, VerificationError, one_line
 from upscalers.request.progress import Progress
 from upscalers.runs.streamed_model import LoadedModel, RunningModel, StreamedModel, raised_in_memory
+from upscalers.tensors.recipes import Copy
+from upscalers.tensors.writer import OutputTensor
 
 _BATCH, _TOKENS = 2, 64
 _ROWS_AT_ONCE = 16
@@ -212,6 +216,38 @@ def compare_models(
         else f"base rounded from {stored} to {run_in}, result in {run_in}"
     )
     return Identity("logits", largest, sides), divergence
+
+
+def compare_products(base: BaseModel, tensors: Mapping[str, StoredTensor], written: Iterable[OutputTensor]) -> None:
+    """Compare quantised weights of the base, and copies of them, as they are read here with what transformers reads of them.
+
+    Args:
+        base: The base checkpoint.
+        tensors: Tensors of the upscaled model, by full name.
+        written: The tensors that were written, with their recipes.
+
+    Raises:
+        VerificationError: If a weight is read as other numbers than transformers reads.
+    """
+    copies: dict[str, list[str]] = {}
+    for made in written:
+        if isinstance(made.recipe, Copy) and isinstance(base.tensors[made.recipe.source], QUANTISED):
+            copies.setdefault(made.recipe.source, []).append(made.name)
+    for name, weight in base.tensors.items():
+        if not isinstance(weight, QUANTISED):
+            continue
+        expected = product_of_transformers(weight, base.config)
+        for where, other in (
+            (f"{name} of the base", weight),
+            *((copy, tensors[copy]) for copy in copies.get(name, ())),
+        ):
+            values = read_tensor(other)
+            rounded = expected.to(values.dtype)
+            if not _are_same(rounded, values):
+                raise VerificationError(
+                    f"{where} is read as other numbers than transformers reads of {name}, by up to "
+                    f"{_largest_difference(rounded, values):g}; expected the same. Start from the unquantised checkpoint."
+                )
 
 
 def _replays(plan: Plan) -> list[dict[int, int]]:
