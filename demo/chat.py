@@ -50,8 +50,8 @@ def answers(model_name: Path, questions: list[str]) -> list[str]:
 
     import midus_hf  # noqa: F401 - registers the classes
 
-    tokenizer = AutoTokenizer.from_pretrained(model_name)
-    model = AutoModelForCausalLM.from_pretrained(model_name).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_name, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(model_name, trust_remote_code=False).eval()
     replies = []
     for question in questions:
         messages = [{"role": "user", "content": question}]

@@ -12,8 +12,8 @@ import midus_hf  # noqa: F401 - registers the classes
 
 def sample(model_name: str, prompt: str, new_tokens: int) -> dict:
     """Generate `new_tokens` tokens after `prompt`."""
-    tokenizer = AutoTokenizer.from_pretrained(model_name)
-    model = AutoModelForCausalLM.from_pretrained(model_name).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_name, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(model_name, trust_remote_code=False).eval()
     inputs = tokenizer(prompt, return_tensors="pt")
     greedy = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id, "temperature": None, "top_p": None}
     with torch.no_grad():

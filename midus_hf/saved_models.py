@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 from midus_hf.config.wording import first_line
+from midus_hf.files.checkpoint_files import ADAPTERS, BANKS, CONFIG, TOKENIZER, WEIGHTS, refuse_lfs_pointers
 from midus_hf.library_bars import library_bars_on_terminals
 from midus_hf.model_names import usable_device
 
@@ -41,13 +43,25 @@ def refusing(prefix: str, *errors: type[Exception], reason: Callable[[Exception]
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer saved with a model; errors of transformers are raised unchanged.
+    """Load the tokenizer saved with a model; other errors of transformers are raised unchanged.
 
     Args:
         name: Folder or Hub id.
         trust_remote_code: Whether to run code that comes with the tokenizer. Default: false.
+
+    Raises:
+        ValueError: If the tokenizer is code of its publisher, which is not run, or a Git LFS pointer.
     """
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    refuse_lfs_pointers(Path(name), TOKENIZER)
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        if trust_remote_code or "trust_remote_code=True" not in str(error):
+            raise
+        raise ValueError(
+            "the tokenizer is code of its publisher, which is never run here; expected one that transformers knows. Convert it "
+            "to a tokenizer.json, and take auto_map out of tokenizer_config.json."
+        ) from error
 
 
 def check_ids(largest: int, vocab_size: int) -> None:
@@ -79,7 +93,11 @@ def load_model(
         dtype: Dtype of the weights, in the form that `from_pretrained` takes. Default: `"auto"`, the checkpoint's dtype.
         trust_remote_code: Whether to run code that comes with the model. Default: false.
         **options: Other options of `from_pretrained`, whose errors are raised unchanged.
+
+    Raises:
+        ValueError: If the config or the weights are Git LFS pointers.
     """
+    refuse_lfs_pointers(Path(name), CONFIG, WEIGHTS, ADAPTERS, BANKS)
     file_options = {key: options[key] for key in _OF_FILES if key in options}
     config = options.get("config") or AutoConfig.from_pretrained(
         name, trust_remote_code=trust_remote_code, **file_options

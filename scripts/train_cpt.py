@@ -32,9 +32,9 @@ def main() -> None:
     parser = HfArgumentParser((ScriptArguments, TrainingArguments))
     parser.set_defaults(bf16=computes_bfloat16())
     script, arguments = parser.parse_args_into_dataclasses()
-    tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path)
+    tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path, trust_remote_code=False)
     # Masters in float32: bfloat16 weights would round most updates of a small learning rate away.
-    model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path, dtype="float32")
+    model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path, dtype="float32", trust_remote_code=False)
     print(set_trainable(model, script.trainable))
 
     def sequences(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:

@@ -34,8 +34,8 @@ class MemorySFTTrainer(TrainsMemory, SFTTrainer):
 def main() -> None:
     """Fine-tune the model that the command line names."""
     script, arguments = HfArgumentParser((ScriptArguments, SFTConfig)).parse_args_into_dataclasses()
-    tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path)
-    model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path, dtype="float32", trust_remote_code=False)
     print(set_trainable(model, script.trainable))
     dataset = load_dataset("json", data_files=script.train_file, split="train")
     trainer = MemorySFTTrainer(model, arguments, train_dataset=dataset, processing_class=tokenizer)

@@ -1,5 +1,7 @@
 """Models and tokenizers are loaded in one place, and what cannot be loaded is refused in the caller's words."""
 
+import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,64 @@ def test_nothing_else_loads_them():
     files = (ROOT / "midus_hf").rglob("*.py")
     result = {file.name for file in files if any(load in file.read_text(encoding="utf-8") for load in loads)}
     assert result == {"saved_models.py", "card_example.py"}  # a card shows a reader how to load the model
+
+
+def loads_by_auto_classes(tree: ast.AST) -> Iterator[ast.Call]:
+    """Calls by which an Auto class may load code of a model, `partial(AutoTokenizer.from_pretrained, ...)` among them."""
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        for part in (call.func, *call.args):
+            if isinstance(part, ast.Attribute) and part.attr in ("from_pretrained", "from_config"):
+                owner = ast.unparse(part.value)
+                if owner.startswith(("Auto", "auto_class_of(")):
+                    yield call
+
+
+def test_each_load_says_whether_code_of_the_model_is_run_so_that_nobody_is_asked():
+    folders = [ROOT / name for name in ("midus_hf", "upscalers", "demo", "scripts")]
+    calls = {
+        f"{file.relative_to(ROOT)}:{call.lineno}": {keyword.arg for keyword in call.keywords}
+        for file in (file for folder in folders for file in folder.rglob("*.py"))
+        if file.name != "gguf.py"  # whose tokenizer and config are made from the one file
+        for call in loads_by_auto_classes(ast.parse(file.read_text(encoding="utf-8")))
+    }
+    assert len(calls) > 15
+    assert [place for place, keywords in calls.items() if "trust_remote_code" not in keywords] == []
+
+
+def test_a_tokenizer_of_code_is_refused_with_the_remedy_and_is_not_run(tmp_path):
+    save_byte_model("llama", tmp_path)
+    for file in tmp_path.glob("tokenizer*"):
+        file.unlink()
+    named = '{"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", null]}}'
+    (tmp_path / "tokenizer_config.json").write_text(named)
+    (tmp_path / "own.py").write_text("raise SystemExit('it ran')")
+    message = (
+        "^the tokenizer is code of its publisher, which is never run here; expected one that transformers knows. Convert it to a "
+        r"tokenizer\.json, and take auto_map out of tokenizer_config\.json\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(SystemExit, match="it ran"):
+        load_tokenizer(str(tmp_path), trust_remote_code=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "load"),
+    [
+        ("tokenizer.json", load_tokenizer),
+        ("config.json", load_model),
+        ("generation_config.json", load_model),
+        ("model.safetensors", load_model),
+        ("adapter_model.safetensors", load_model),
+    ],
+)
+def test_files_that_git_lfs_left_behind_are_named(tmp_path, name, load):
+    save_byte_model("llama", tmp_path)
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 17477929\n")
+    with pytest.raises(
+        ValueError, match=rf"^{name} of {tmp_path} is a Git LFS pointer, not the file; expected .* Run git lfs"
+    ):
+        load(str(tmp_path))
 
 
 def test_what_the_weights_lack_is_named_in_order(tmp_path):

@@ -120,7 +120,8 @@ def taught_model(variant: Variant, base: str, output: Path, seed: int, keys: Map
     if (output / ADAPTER_CONFIG).is_file() and not (output / CONFIG_FILE).is_file():
         from peft import AutoPeftModelForCausalLM
 
-        AutoPeftModelForCausalLM.from_pretrained(output, dtype="auto").merge_and_unload().save_pretrained(output)
+        adapted = AutoPeftModelForCausalLM.from_pretrained(output, dtype="auto", trust_remote_code=False)
+        adapted.merge_and_unload().save_pretrained(output)
     if not (output / CONFIG_FILE).is_file():
         raise ValueError(
             f"variants.{variant.name}.function wrote no {CONFIG_FILE} to its output; expected a model, as save_pretrained writes it."

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path, PurePath
 
 from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER, TREE_FILES
+from midus_hf.config.wording import first_few
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.whole_files import unfinished_name
 
@@ -186,7 +187,67 @@ def indexed_weights(folder: Path, index: str = INDEX_FILE, suffix: str = ".safet
     )
 
 
+# Configs that name code of their own under `auto_map`, and the relative imports of code, as transformers follows both.
+_CONFIGS_WITH_CODE = ("tokenizer_config.json", "*processor_config.json")
+_RELATIVE_IMPORT = re.compile(r"^\s*(?:import\s+\.(\S+)\s*$|from\s+\.(\S+)\s+import)", re.MULTILINE)
+_MODULE = re.compile(r"\w[\w.-]*", re.ASCII)
+
+
+def named_code(folder: Path) -> list[Path]:
+    """Return the files of Python that tokenizer and processor configs of a folder name, and those that these import, sorted.
+
+    Nothing is executed. Names that lead out of the folder, to another repository or to a file that is not there are passed over.
+    """
+    found: dict[str, Path] = {}
+    wanted = named_modules(folder)
+    while wanted:
+        name = wanted.pop()
+        path = folder / f"{name}.py"
+        if name not in found and _MODULE.fullmatch(name) and path.is_file():
+            found[name] = path
+            imports = _RELATIVE_IMPORT.findall(path.read_text(encoding="utf-8", errors="replace"))
+            wanted += [first or second for first, second in imports]
+    return sorted(found.values())
+
+
+def named_modules(folder: Path) -> list[str]:
+    """Return the modules that tokenizer and processor configs of a folder name under `auto_map`, as `module.Class` in each place."""
+    modules = []
+    for path in (path for pattern in _CONFIGS_WITH_CODE for path in folder.glob(pattern)):
+        try:
+            named = [parse_json(path.read_text(encoding="utf-8")).get("auto_map")]
+        except (OSError, ValueError, AttributeError):
+            continue
+        while named:
+            value = named.pop()
+            if isinstance(value, str):
+                modules.append(value.partition(".")[0])
+            elif isinstance(value, dict | list):
+                named += value.values() if isinstance(value, dict) else value
+    return modules
+
+
 def is_lfs_pointer(path: Path) -> bool:
     """Return whether a file is a Git LFS pointer, which a clone without git-lfs holds in place of the file itself."""
     with path.open("rb") as file:
         return file.read(200).startswith(_LFS_POINTER)
+
+
+def refuse_lfs_pointers(folder: Path, *kinds: Kind) -> None:
+    """Refuse a checkpoint whose files are Git LFS pointers, if it is a folder.
+
+    Args:
+        folder: Folder of the checkpoint.
+        *kinds: Kinds of files to look at; with `WEIGHTS`, shards of other names too.
+
+    Raises:
+        ValueError: If one of these files is a pointer.
+    """
+    names = indexed_weights(folder) if WEIGHTS in kinds else ()
+    files = {*(folder / name for name in names), *(file for pattern in chain(*kinds) for file in folder.glob(pattern))}
+    pointers = [str(file.relative_to(folder)) for file in sorted(files) if file.is_file() and is_lfs_pointer(file)]
+    if pointers:
+        are = "is a Git LFS pointer, not the file" if len(pointers) == 1 else "are Git LFS pointers, not the files"
+        raise ValueError(
+            f"{first_few(pointers)} of {folder} {are}; expected what git-lfs downloads. Run git lfs pull there."
+        )

@@ -14,6 +14,7 @@ from midus_hf.files.checkpoint_files import (
     TEMPLATES_FOLDER,
     indexed_weights,
     is_of,
+    named_code,
 )
 from midus_hf.files.json_text import parse_json
 
@@ -53,11 +54,11 @@ def check_replaceable(folder: Path) -> None:
 
 def foreign_files(folder: Path) -> list[str]:
     """Return the paths in a folder that no checkpoint has, sorted. A foreign folder is listed without its contents."""
-    weights = indexed_weights(folder)
+    weights, code = indexed_weights(folder), named_code(folder)
 
     def belongs(path: Path) -> bool:
         name = path.relative_to(folder)
-        return path.is_file() and (is_of(name, OF_UPSCALED) or str(name) in weights)
+        return path.is_file() and (is_of(name, OF_UPSCALED) or str(name) in weights or path in code)
 
     foreign: list[str] = []
     for path in folder.iterdir():

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModel
 from transformers.utils.hub import cached_file
 
 from midus_hf.config.wording import first_line
+from midus_hf.files.checkpoint_files import CONFIG, WEIGHTS, refuse_lfs_pointers
 from midus_hf.files.json_text import parse_json
 from midus_hf.saved_models import load_tokenizer
 
@@ -44,7 +46,10 @@ class TextEmbedder:
         _check_modules(self.name)
         try:
             self.tokenizer = load_tokenizer(self.name)
-            loaded: Any = AutoModel.from_pretrained(self.name, dtype=torch.float32, output_loading_info=True)
+            refuse_lfs_pointers(Path(self.name), CONFIG, WEIGHTS)
+            loaded: Any = AutoModel.from_pretrained(
+                self.name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+            )
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(
                 f"embedding model is {self.name!r}, which cannot be loaded: {first_line(error)} "

@@ -27,7 +27,15 @@ from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 from midus_hf.banks.bank_description import grown_layouts
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.wording import install_extra
-from midus_hf.files.checkpoint_files import ACCOMPANYING, CERTIFICATE, CONFIG_FILE, PARTIAL_MODEL, TRAINER_STATE
+from midus_hf.files.checkpoint_files import (
+    ACCOMPANYING,
+    CERTIFICATE,
+    CONFIG,
+    CONFIG_FILE,
+    PARTIAL_MODEL,
+    TRAINER_STATE,
+    refuse_lfs_pointers,
+)
 from midus_hf.files.whole_files import move_into_place
 from midus_hf.library_bars import data_bars_on_terminals, without_library_bars
 from midus_hf.models.host import MemoryConfig
@@ -109,6 +117,7 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
     path = Path(source).expanduser()
     with refusing(_expected(arguments), OSError, ValueError):
         made_from = path if arguments.config_name is not None and path.exists() else source
+        refuse_lfs_pointers(Path(made_from), CONFIG)
         config = AutoConfig.from_pretrained(made_from, trust_remote_code=False)
     if arguments.config_name is not None and hasattr(config, "upscale"):
         del config.upscale  # it describes a base whose weights this model does not have
@@ -154,7 +163,7 @@ def tokenizer_of(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
     message = (
         f"tokenizer_name is {source!r}; expected the folder or Hub id of a tokenizer"
         if arguments.model_name_or_path is None
-        else f"model_name_or_path is {source!r}, which has no tokenizer"
+        else f"model_name_or_path is {source!r}, which has no tokenizer that loads"
     )
     with refusing(message, OSError, ValueError):
         return load_tokenizer(source)

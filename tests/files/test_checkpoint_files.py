@@ -3,12 +3,24 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from midus_hf.files import ownership
-from midus_hf.files.checkpoint_files import TOKENIZER, indexed_weights, is_begun_run, is_lfs_pointer, is_of
+from midus_hf.files.checkpoint_files import (
+    CONFIG,
+    TOKENIZER,
+    WEIGHTS,
+    indexed_weights,
+    is_begun_run,
+    is_lfs_pointer,
+    is_of,
+    named_code,
+    refuse_lfs_pointers,
+)
 
 # Whether `upscale --overwrite` may remove a file of this name from a checkpoint.
 OURS = {
@@ -137,6 +149,88 @@ def test_they_need_no_torch():
     modules = ", ".join(f"midus_hf.files.{name}" for name in ("checkpoint_files", "ownership", "whole_files"))
     code = f"import sys, {modules}; sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+CODE = {
+    "tokenization_own.py": "from .helpers_own import f\nimport .more\nfrom . import not_followed\nimport json\n",
+    "helpers_own.py": "    from .tokenization_own import g\n    from .v1.parts import h\n",
+    "v1.parts.py": "",
+    "more.py": "x = 1  # \xe9\n",
+    "not_followed.py": "",
+    "unnamed.py": "",
+    "processing-own.py": "raise SystemExit",
+    "video.py": "",
+}
+
+
+def name_code(folder, **configs):
+    folder.mkdir()
+    for name, auto_map in configs.items():
+        (folder / f"{name}.json").write_text(json.dumps({"auto_map": auto_map}))
+    for name, text in CODE.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def test_code_that_configs_name_is_followed_as_transformers_follows_it(tmp_path):
+    folder = tmp_path / "base"
+    name_code(
+        folder,
+        tokenizer_config={"AutoTokenizer": ["tokenization_own.Slow", None]},
+        processor_config={"AutoProcessor": "processing-own.Own"},
+        video_preprocessor_config={"AutoVideoProcessor": "video.Own"},
+    )
+    by_transformers = {Path(file).name for file in get_relative_import_files(folder / "tokenization_own.py")}
+    expected = {*by_transformers, "tokenization_own.py", "processing-own.py", "video.py"}
+    assert {path.name for path in named_code(folder)} == expected
+    assert by_transformers == {"helpers_own.py", "more.py", "v1.parts.py", "tokenization_own.py"}
+    (folder / "model.safetensors").touch()
+    assert set(ownership.foreign_files(folder)) == {"not_followed.py", "unnamed.py"}
+
+
+@pytest.mark.parametrize(
+    "auto_map",
+    [
+        {"AutoTokenizer": ["../outside.Own", "/etc/outside.Own"]},
+        {"AutoTokenizer": "owner/other--tokenization_own.Own"},
+        {"AutoTokenizer": ["..outside.Own", ".hidden.Own", "absent.Own", "", None, 5]},
+        [None],
+        "..",
+        7,
+        None,
+    ],
+)
+def test_only_plain_names_of_files_in_the_folder_are_code_of_it(tmp_path, auto_map):
+    (tmp_path / "outside.py").touch()
+    name_code(tmp_path / "base", tokenizer_config=auto_map)
+    (tmp_path / "base" / ".hidden.py").touch()
+    assert named_code(tmp_path / "base") == []
+    (tmp_path / "base" / "tokenizer_config.json").write_text("[")
+    assert named_code(tmp_path / "base") == []
+
+
+def test_imports_that_lead_out_of_the_folder_are_not_followed(tmp_path):
+    (tmp_path / "outside.py").touch()
+    name_code(tmp_path / "base", tokenizer_config={"AutoTokenizer": "unnamed.Own"})
+    (tmp_path / "base" / "unnamed.py").write_text(
+        "from ..outside import x\nfrom ./../outside import y\nfrom ./etc/z import y\n"
+    )
+    assert [path.name for path in named_code(tmp_path / "base")] == ["unnamed.py"]
+
+
+def test_lfs_pointers_are_refused_by_name(tmp_path):
+    refuse_lfs_pointers(tmp_path / "absent", WEIGHTS)
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "part-a.safetensors", "b": "b.safetensors"}}'
+    )
+    for name in ("part-a.safetensors", "b.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\n")
+    message = (
+        rf"^b.safetensors, part-a.safetensors of {tmp_path} are Git LFS pointers, not the files; expected what git-lfs downloads. "
+        r"Run git lfs pull there\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        refuse_lfs_pointers(tmp_path, WEIGHTS)
+    refuse_lfs_pointers(tmp_path, CONFIG)
 
 
 def test_lfs_pointers_are_told_from_files(tmp_path):

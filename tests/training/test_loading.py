@@ -21,9 +21,19 @@ from midus_hf.training.run import check_sequence_length, train
             lambda model: (model / "model.safetensors").write_bytes(b"torn"),
             "expected the folder or Hub id of a language model: ",
         ),
-        (lambda model: [path.unlink() for path in model.glob("tokenizer*")], "which has no tokenizer: "),
+        (lambda model: [path.unlink() for path in model.glob("tokenizer*")], "which has no tokenizer that loads: "),
+        *(
+            (
+                lambda model, name=name: (model / name).write_text("version https://git-lfs.github.com/spec/v1\n"),
+                f": {name} of .* is a Git LFS pointer, not the file; expected what git-lfs downloads. Run git lfs pull there",
+            )
+            for name in ("config.json", "model.safetensors", "tokenizer.json")
+        ),
     ],
-    ids=["no_config", "torn_config", "no_weights", "torn_weights", "no_tokenizer"],
+    ids=[
+        *("no_config", "torn_config", "no_weights", "torn_weights", "no_tokenizer"),
+        *("pointer_to_config", "pointer_to_weights", "pointer_to_tokenizer"),
+    ],
 )
 def test_a_model_that_cannot_be_loaded_is_refused(upscaled, config_for, tmp_path, spoil, message):
     model = tmp_path / "model"

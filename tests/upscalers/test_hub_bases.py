@@ -196,3 +196,17 @@ def test_the_main_branch_is_pinned_too_and_may_move_while_working(
     assert base_tensors(tmp_path / "out") == base_tensors(bases[1])
     assert record_of(tmp_path / "out")["base"]["revision"] == first
     assert f"base: org/base@{first}" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_code_of_a_tokenizer_is_downloaded_where_a_config_names_it(hub, tmp_path, command):
+    base = save_base(tmp_path / "base")
+    (base / "tokenization_own.py").write_text("from .own_letters import LETTERS\nraise SystemExit\n")
+    (base / "own_letters.py").write_text("LETTERS = {}\n")
+    hub.repositories["org/base"] = Repository(files=files_of(base))
+    assert command("--base", "org/base", *REQUEST).status == 0
+    assert not {name for name in hub.downloaded("org/base") if name.endswith(".py")}
+    named = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+    (base / "tokenizer_config.json").write_text(json.dumps(named))
+    hub.repositories["org/own"] = Repository(files=files_of(base))
+    assert command("--base", "org/own", *REQUEST[:2], "--output", "own", *REQUEST[4:]).status == 0
+    assert {"tokenization_own.py", "own_letters.py"} <= names(tmp_path / "own")

@@ -2,15 +2,18 @@
 
 import itertools
 import json
+import re
 
 import pytest
 from pairs import by_default, taking_turns
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from tests.upscalers.checkpoints import RECORD, file_digests, save_base, unverified
+from tests.upscalers.checkpoints import RECORD, REQUEST, file_digests, save_base, tensor_files, unverified
 from upscalers.checkpoint.tokenizer import keep_tokenizer_class
+from upscalers.edits.shuffling import shuffle
 from upscalers.request.errors import VerificationError
+from upscalers.request.progress import Progress
 from upscalers.runs.strip import strip
 
 TEXT = "In 1984, don't   forget: naïve x=3.14!"
@@ -51,7 +54,7 @@ def test_a_tokenizer_that_is_chosen_right_is_left_as_it_is(tmp_path):
     for name in ("base", "copy"):
         save_tokenizer(save_base(tmp_path / name, "llama"), "PreTrainedTokenizerFast")
     before = file_digests(tmp_path / "copy")
-    assert keep_tokenizer_class(tmp_path / "base", tmp_path / "copy") is False
+    assert keep_tokenizer_class(tmp_path / "base", tmp_path / "copy", Progress()) is False
     assert file_digests(tmp_path / "copy") == before
 
 
@@ -72,9 +75,83 @@ def test_a_tokenizer_that_reads_otherwise_even_so_is_an_error(tmp_path, monkeypa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tokenizer_that_does_not_work_in_the_base_travels_as_it_is(tmp_path):
+def test_a_tokenizer_that_does_not_work_in_the_base_travels_as_it_is_and_a_line_says_why(tmp_path, command):
     base = save_base(tmp_path / "base", "gemma3")
     save_tokenizer(base, None)  # Gemma's own class, which wants an <unk> that this vocabulary lacks
-    unverified(base, tmp_path / "out")
+    done = command("--base", base, *REQUEST[:2], "--output", tmp_path / "out", *REQUEST[4:])
+    assert done.status == 0
+    assert re.search(
+        r"warning: the base's tokenizer does not work here \(.*unk.*\); its files are copied unchanged\.\n", done.err
+    )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
+
+
+OWN_CODE = """
+open({ran!r}, "a").write("ran")
+from transformers import PreTrainedTokenizer
+from .own_letters import LETTERS
+class OwnTokenizer(PreTrainedTokenizer):
+    vocab_size = 128
+    def get_vocab(self): return dict(LETTERS)
+    def _tokenize(self, text, **options): return list(text)
+    def _convert_token_to_id(self, token): return LETTERS[token]
+    def _convert_id_to_token(self, index): return chr(index)
+    def save_vocabulary(self, folder, filename_prefix=None): return ()
+"""
+
+
+@pytest.fixture
+def of_code(tmp_path, monkeypatch):
+    """A base whose tokenizer is code in two files, in a process where nobody may be asked."""
+
+    def asked(*_):
+        pytest.exit("a person was asked")
+
+    monkeypatch.setattr("builtins.input", asked)
+    base = save_base(tmp_path / "base")
+    (base / "tokenization_own.py").write_text(OWN_CODE.format(ran=str(tmp_path / "ran")))
+    (base / "own_letters.py").write_text("LETTERS = {chr(i): i for i in range(128)}\n")
+    named = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
+    (base / "tokenizer_config.json").write_text(json.dumps(named))
+    return base
+
+
+def test_a_tokenizer_of_code_travels_and_is_never_run(tmp_path, of_code, command):
+    done = command("--base", of_code, *REQUEST[:2], "--output", tmp_path / "out", *REQUEST[4:])
+    assert done.status == 0
+    assert (
+        "own_letters.py, tokenization_own.py, code of the base's tokenizer or processor, are copied, and never run here."
+        in done.err
+    )
+    assert "warning: the base's tokenizer does not work here (The repository" in done.err
+    strip(tmp_path / "out", tmp_path / "stripped")
+    assert file_digests(tmp_path / "stripped", without=RECORD) == file_digests(of_code)
+    unverified(of_code, tmp_path / "out", overwrite=True)  # nothing in the folder is foreign
+    shuffle(tmp_path / "out", tmp_path / "edited", seed=1)
+    assert (tmp_path / "edited" / "own_letters.py").is_file()
+    assert not (tmp_path / "ran").exists()
+    for folder in (of_code, tmp_path / "edited"):
+        assert AutoTokenizer.from_pretrained(folder, trust_remote_code=True)("abc").input_ids == [97, 98, 99]
+    assert (tmp_path / "ran").exists()
+
+
+def test_files_that_git_lfs_left_behind_are_refused_before_anything_is_written(tmp_path, command, refused):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 17477929\n"
+    base = save_base(tmp_path / "base", max_shard_size="30KB")
+    for name in ("tokenizer.json", "generation_config.json", tensor_files(base)[1].name):
+        kept = (base / name).read_bytes() if (base / name).exists() else None
+        (base / name).write_text(pointer)
+        done = command("--base", base, "--method", "llama-pro", "--output", tmp_path / "out")
+        refused(
+            done,
+            f"{name} of {base} is a Git LFS pointer, not the file; expected what git-lfs downloads. Run git lfs pull",
+            ["base"],
+        )
+        (base / name).unlink() if kept is None else (base / name).write_bytes(kept)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (adapter / "adapter_model.safetensors").write_text(pointer)
+    done = command("--base", base, "--method", "llama-pro", "--output", tmp_path / "out", "--adapter", adapter)
+    refused(done, f"adapter_model.safetensors of {adapter} is a Git LFS pointer, not the file", ["base", "adapter"])

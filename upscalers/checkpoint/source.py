@@ -9,24 +9,35 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import (
     ADAPTER_CONFIG,
+    ADAPTERS,
     BANKS,
+    CARD,
     CARD_FILE,
+    CONFIG,
     CONFIG_FILE,
     INDEX_FILE,
     PICKLED_FILE,
     PICKLED_INDEX_FILE,
+    RECORD,
     RECORD_FILE,
     SINGLE_FILE,
     TRAVELLING,
+    WEIGHTS,
+    Kind,
     indexed_weights,
+    named_code,
+    named_modules,
+    refuse_lfs_pointers,
 )
 from midus_hf.model_names import answer_of_hub
 from upscalers.checkpoint.gguf import open_gguf
 from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.checkpoint.stored_weights import FORMATS, missing_weights
-from upscalers.request.errors import RequestError
+from upscalers.request.errors import RequestError, refusing_requests
+from upscalers.request.progress import Progress
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _CONFIGS = (CONFIG_FILE, RECORD_FILE)
@@ -97,8 +108,10 @@ def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
         with tempfile.TemporaryDirectory(prefix="upscale-gguf-") as temporary:
             yield Source(name, Path(temporary), gguf=open_gguf(path, Path(temporary)))
     elif path.is_file() and path.name == "config.json":
+        _refuse_pointers(path.parent, CONFIG)
         yield Source(name, path.parent)
     elif path.is_dir():
+        _refuse_pointers(path, CONFIG, TRAVELLING, RECORD, CARD, BANKS, *(() if config_only else (WEIGHTS,)))
         yield Source(name, path)
     elif path.is_file():
         raise RequestError(
@@ -123,6 +136,7 @@ def adapter_folder(name: str, wanted: Iterable[str]) -> Path:
     """
     path = Path(name).expanduser()
     if path.is_dir():
+        _refuse_pointers(path, ADAPTERS, TRAVELLING)
         return path
     repository, revision = name_and_revision(name)
     if path.exists() or not _HUB_ID.match(repository):
@@ -130,18 +144,32 @@ def adapter_folder(name: str, wanted: Iterable[str]) -> Path:
     return _fetch(repository, revision, wanted, ignored=_ANY_FOLDER)
 
 
-def copy_travelling_files(folder: Path, target: Path) -> None:
-    """Copy a model's files beside weights and config: tokenizer, chat templates, generation config, licence."""
+def copy_travelling_files(folder: Path, target: Path, progress: Progress) -> None:
+    """Copy a model's files beside weights and config: tokenizer, chat templates, generation config, licence.
+
+    Code that a tokenizer or a processor consists of is copied too, and not run; a line says so.
+    """
     for file in travelling_files(folder):
         copy = target / file.relative_to(folder)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
+    code = [file.name for file in named_code(folder)]
+    if code:
+        progress.note(
+            f"{first_few(code)}, code of the base's tokenizer or processor, "
+            f"{'is' if len(code) == 1 else 'are'} copied, and never run here."
+        )
 
 
 def travelling_files(folder: Path) -> list[Path]:
     """Return the files that `copy_travelling_files` copies from a folder, sorted."""
-    matches = {file for pattern in TRAVELLING for file in folder.glob(pattern)}
+    matches = {file for pattern in TRAVELLING for file in folder.glob(pattern)} | {*named_code(folder)}
     return sorted(file for file in matches if file.is_file() and not file.name.startswith("."))
+
+
+def _refuse_pointers(folder: Path, *kinds: Kind) -> None:
+    with refusing_requests():
+        refuse_lfs_pointers(folder, *kinds)
 
 
 def _download(name: str, revision: str | None, config_only: bool) -> Path:
@@ -153,6 +181,8 @@ def _download(name: str, revision: str | None, config_only: bool) -> Path:
     commit = folder.name  # so that all files are of one commit even if the branch moves meanwhile
     beside = (CONFIG_FILE, *TRAVELLING, ADAPTER_CONFIG)
     _fetch(name, commit, (*beside, SINGLE_FILE), ignored=_ANY_FOLDER)
+    if named_modules(folder):
+        _fetch(name, commit, (CONFIG_FILE, "*.py"), ignored=_ANY_FOLDER)
     if not any((folder / file).is_file() for file in (SINGLE_FILE, INDEX_FILE)):
         _fetch(name, commit, (CONFIG_FILE, PICKLED_FILE, PICKLED_INDEX_FILE), ignored=_ANY_FOLDER)
     for form in FORMATS:

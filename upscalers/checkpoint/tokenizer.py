@@ -2,9 +2,12 @@
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
+from midus_hf.config.wording import first_line
 from upscalers.request.errors import VerificationError
+from upscalers.request.progress import Progress
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _FILES = ("tokenizer.json", "tokenizer.model", TOKENIZER_CONFIG, "vocab.json", "vocab.txt")
@@ -16,7 +19,7 @@ def has_tokenizer(names: Iterable[str]) -> bool:
     return not {*_FILES}.isdisjoint(names)
 
 
-def keep_tokenizer_class(base_folder: Path, folder: Path) -> bool:
+def keep_tokenizer_class(base_folder: Path, folder: Path, progress: Progress) -> bool:
     """Name the tokenizer class in the upscaled folder where `AutoTokenizer` would otherwise choose another class.
 
     For some families `AutoTokenizer` chooses by `model_type`, whatever the files say, and a new `model_type` is
@@ -25,6 +28,7 @@ def keep_tokenizer_class(base_folder: Path, folder: Path) -> bool:
     Args:
         base_folder: Folder of the base.
         folder: Folder of the upscaled checkpoint, in which config and tokenizer files are already written.
+        progress: Display that warns of a tokenizer of the base that does not work here.
 
     Returns:
         Whether `tokenizer_config.json` was changed.
@@ -36,19 +40,25 @@ def keep_tokenizer_class(base_folder: Path, folder: Path) -> bool:
         return False
     from transformers import AutoTokenizer
 
+    load = partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=False)
     try:
-        base = AutoTokenizer.from_pretrained(base_folder, local_files_only=True)
+        base = load(base_folder)
         expected = base(_TEXT)["input_ids"]
-    except Exception:
-        return False  # The base's own tokenizer does not load or run: its files are copied unchanged.
+    except MemoryError:
+        raise
+    except Exception as error:  # the package tokenizers raises plain Exceptions
+        progress.warn(
+            f"the base's tokenizer does not work here ({first_line(error).rstrip('.')}); its files are copied unchanged."
+        )
+        return False
     changed = False
-    if type(AutoTokenizer.from_pretrained(folder, local_files_only=True)) is not type(base):
+    if type(load(folder)) is not type(base):
         path = folder / TOKENIZER_CONFIG
         config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         config["tokenizer_class"] = type(base).__name__
         path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         changed = True
-    new = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    new = load(folder)
     if new(_TEXT)["input_ids"] != expected:
         raise VerificationError(
             f"the upscaled model's tokenizer ({type(new).__name__}) reads a text otherwise than the base's "

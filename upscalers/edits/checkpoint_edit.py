@@ -92,7 +92,7 @@ def edit_checkpoint(command: str, request: EditRequest, decide: Callable[[BaseMo
         banks = opened.layout.memories.banks
         folder = OutputFolder(request.output, source.folder, request.overwrite)
         with written_from(opened, folder, shards, banks, progress, stored_name=opened.stored_name) as written:
-            _write_siblings(opened, folder.partial, edit, decided.options)
+            _write_siblings(opened, folder.partial, edit, decided.options, progress)
             open_base(folder.partial)
     return {
         **result,
@@ -126,10 +126,12 @@ def _name_in_safetensors(file: str) -> str:
     )
 
 
-def _write_siblings(model: BaseModel, partial: Path, edit: dict[str, Any], options: Mapping[str, Any]) -> None:
+def _write_siblings(
+    model: BaseModel, partial: Path, edit: dict[str, Any], options: Mapping[str, Any], progress: Progress
+) -> None:
     """Write the files beside the weights: config, record and card with the edit, code, and copies of the other files."""
     config = model.whole_config(_edited_config(model.config, edit, options))
-    copy_travelling_files(model.folder, partial)
+    copy_travelling_files(model.folder, partial, progress)
     write_config(partial, config)
     record, card = read_record(model.folder), model.folder / CARD_FILE
     if record is not None:

@@ -17,6 +17,7 @@ from upscalers.checkpoint.source import adapter_folder, copy_travelling_files, r
 from upscalers.plan.plan import Plan
 from upscalers.record.provenance import read_config_entry, read_plan
 from upscalers.request.errors import RequestError
+from upscalers.request.progress import Progress
 from upscalers.runs.output_folder import OutputFolder
 
 #: Kinds of adapters whose tensors belong to modules, by whose names PEFT finds them. Adapters of other kinds belong to the model as a
@@ -77,7 +78,7 @@ def write_adapter(adapter: str | Path, onto: str | Path, output: str | Path) -> 
             save_file(tensors, partial / ADAPTER_WEIGHTS, weights.metadata())
         moved |= {"base_model_name_or_path": str(onto), "revision": None}
         (partial / ADAPTER_CONFIG).write_text(json.dumps(moved, indent=2) + "\n", encoding="utf-8")
-        copy_travelling_files(source, partial)
+        copy_travelling_files(source, partial, Progress())
         num_bytes = (partial / ADAPTER_WEIGHTS).stat().st_size
         folder.commit()
     matches = filter(None, map(_LAYER.match, modules))

@@ -39,6 +39,7 @@ def extract(
         RequestError: If the model is a language model already, or the output cannot be made.
     """
     started = time.perf_counter()
+    progress = progress or Progress()
     with resolve_source(str(model)) as source:
         opened = open_base(source.folder)
         if opened.larger is None:
@@ -54,8 +55,8 @@ def extract(
         ]
         folder = OutputFolder(output, source.folder, overwrite)
         config, banks, shards = _config(opened), opened.layout.memories.banks, split_shards(tensors)
-        with written_from(opened, folder, shards, banks, progress or Progress()) as written:
-            write_part(source.folder, folder.partial, config)
+        with written_from(opened, folder, shards, banks, progress) as written:
+            write_part(source.folder, folder.partial, config, progress)
     return {
         "model": str(model),
         "output": str(output),

@@ -113,5 +113,5 @@ def inspect_code(folder: Path) -> dict[str, Any] | None:
 
     text = path.read_text(encoding="utf-8", errors="replace")
     header = re.search(r"^midus-hf (\S+) wrote this module", text, flags=re.MULTILINE)
-    generated = carried_module(AutoConfig.from_pretrained(folder, local_files_only=True))
+    generated = carried_module(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     return {"file": path.name, "version": header and header.group(1), "as_generated": text == generated}

@@ -234,15 +234,16 @@ def written_from(
         folder.commit()
 
 
-def write_part(source: Path, partial: Path, config: Config) -> None:
+def write_part(source: Path, partial: Path, config: Config, progress: Progress) -> None:
     """Write the files beside the weights of a checkpoint that holds a part of another one's tensors.
 
     Args:
         source: Folder of the other checkpoint.
         partial: Folder of the result, with its weights and banks.
         config: Raw config of the result.
+        progress: Display that says what code is copied.
     """
-    copy_travelling_files(source, partial)
+    copy_travelling_files(source, partial, progress)
     write_config(partial, config)
     tie_banks(partial, open_base(partial).layout.memories.banks)
     if str(config.get("model_type")).startswith(MEMORY_PREFIX):
@@ -256,4 +257,4 @@ def write_code_of(folder: Path) -> None:
     import midus_hf  # noqa: F401 - registers the classes
     from midus_hf.carried.module import write_code
 
-    write_code(folder, AutoConfig.from_pretrained(folder, local_files_only=True))
+    write_code(folder, AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))

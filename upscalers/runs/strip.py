@@ -71,7 +71,7 @@ def strip(
         ):
             folder.flush(progress)  # runs beside the digests: it takes about as long, and no processor
             progress.stage("checking what was written", 1)
-            write_part(source.folder, folder.partial, _base_config(entry, tensors, progress))
+            write_part(source.folder, folder.partial, _base_config(entry, tensors, progress), progress)
             _restore_tokenizer_config(folder.partial, record)
             hashes = digests.finish()
             comparison = compare_with_base(hashes, entry, record)

@@ -106,12 +106,16 @@ class Writing:
     def _write_siblings(self, partial: Path, config: Config) -> dict[str, Any]:
         """Write the files beside the weights, and return what `strip` must know to undo changes to them."""
         self.progress.stage("checking config and tokenizer", 2)
-        copy_travelling_files(self.job.source.folder, partial)
+        copy_travelling_files(self.job.source.folder, partial, self.progress)
         validated = _validated(partial)
         self.progress.advance()
         tokenizer_config = partial / TOKENIZER_CONFIG
         before = tokenizer_config.read_text(encoding="utf-8") if tokenizer_config.is_file() else None
-        record = {"tokenizer_config": before} if keep_tokenizer_class(self.job.source.folder, partial) else {}
+        record = (
+            {"tokenizer_config": before}
+            if keep_tokenizer_class(self.job.source.folder, partial, self.progress)
+            else {}
+        )
         if config["model_type"].startswith(MEMORY_PREFIX):
             from midus_hf.carried.module import write_code
 

@@ -122,7 +122,8 @@ def touched(request: TouchedRequest) -> Answer:
     if request.prove:
         usable_device(request.device)
     with refusing(f"model is {request.model!r}, which cannot be loaded", OSError, ValueError):
-        config, tokenizer = AutoConfig.from_pretrained(request.folder), load_tokenizer(str(request.folder))
+        config = AutoConfig.from_pretrained(request.folder, trust_remote_code=False)
+        tokenizer = load_tokenizer(str(request.folder))
     tables, certificate = where_read.tables_in(request.folder, config), read_certificate(request.folder)
     if certificate is not None:
         check_certificate(certificate, request.folder, tokenizer)
