@@ -11,6 +11,7 @@ import pytest
 import torch
 from processes.warm import run_warm
 
+from midus_hf.models.inference.tiny import tiny_model
 from tests.upscalers.checkpoints import edit_config, read_tensors, save_base, tensor_files, write_tensors
 
 Mutation = Callable[[Path], Any]
@@ -115,7 +116,46 @@ BASES: dict[str, tuple[Mutation, str]] = {
     "config nested without end": (replace("config.json", '{"a":' * 100_000), "config.json is not JSON"),
     "unknown family": (config(model_type="lama"), "'lama' is no causal language model of .* expected one\\. Install a newer"),
     "no layers": (config(num_hidden_layers=0), "num_hidden_layers = 0; expected an integer from 1 to 10000"),
-    "too many layers": (config(num_hidden_layers=5), "the base lacks 9 tensors that its config asks for, such as model.layers.4."),
+    "too many layers": (
+        config(num_hidden_layers=6),
+        "config.json has num_hidden_layers = 6, but the base holds no tensor of layers 4, 5; expected layers from 0 to 5. Correct "
+        "num_hidden_layers, number layers without gaps, or download the base again.",
+    ),
+    "a gap in the layers": (
+        lambda base: (
+            edit_config(base, num_hidden_layers=3),
+            write_tensors(base, {n: t for n, t in read_tensors(base).items() if ".layers.1." not in n}),
+        ),
+        "config.json has num_hidden_layers = 3, but the base holds no tensor of layer 1; expected layers from 0 to 2. Correct",
+    ),
+    "too few types of layers": (
+        lambda base: (shutil.rmtree(base), save_base(base, "gemma3"), edit_config(base, layer_types=["full_attention"] * 3)),
+        r"config.json lists 3 layer_types; expected \d, one per layer .num_hidden_layers.. Repair the base checkpoint",
+    ),
+    "an unknown type of layer": (
+        lambda base: (
+            shutil.rmtree(base),
+            save_base(base, "qwen3"),
+            edit_config(base, layer_types=["full_attention", "linear_attention", "full_attention", "full_attention"]),
+        ),
+        "config.json lists 'linear_attention' in layer_types; expected full_attention or sliding_attention in a qwen3 model. Repair",
+    ),
+    "too few values of layers in another type": (
+        lambda base: (
+            shutil.rmtree(base),
+            tiny_model("smollm3").save_pretrained(base),
+            edit_config(base, no_rope_layers=[1, 1]),
+        ),
+        r"config.json lists 2 no_rope_layers; expected \d, one per layer .num_hidden_layers.. Repair the base checkpoint",
+    ),
+    "a layer of another type that the model lacks": (
+        lambda base: (
+            shutil.rmtree(base),
+            tiny_model("qwen3_moe").save_pretrained(base),
+            edit_config(base, mlp_only_layers=[0, 7]),
+        ),
+        "config.json lists 7 in mlp_only_layers; expected layers from 0 to 3 .num_hidden_layers is 4.. Repair the base checkpoint",
+    ),
     "too few layers": (config(num_hidden_layers=3), r"the base holds model\.layers\.3\..*, but config.json has num_hidden_layers"),
     "wrong size": (config(intermediate_size=49), r"is \[48, 32\] in the base; expected \[49, 32\] by its config"),
     "config transformers refuses": (config(rms_norm_eps="small"), r"transformers refuses the config: .*rms_norm_eps.* Repair"),

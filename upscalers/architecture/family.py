@@ -13,6 +13,7 @@ from midus_hf.config.declared_tensors import DeclaredTensor
 from midus_hf.config.memory_entries import ATTACHED, INSERTED, NO_MEMORIES, TABLES, Memories, read_memories
 from midus_hf.config.memory_types import InsertedOptions
 from midus_hf.config.model_sizes import ModelSizes
+from upscalers.architecture.per_layer import check_list
 from upscalers.request.errors import RequestError, refusing_requests
 
 Config = dict[str, Any]
@@ -212,6 +213,15 @@ class Family(FamilyTraits):
                 f"config.json has layer_types = {types!r}; expected a list of names, one per layer. "
                 "Repair the base checkpoint."
             )
+        if types is not None:
+            check_list("layer_types", types, backbone.sizes.num_layers)
+            known = sorted({"full_attention", "sliding_attention", *(implied or ())})
+            unknown = next((layer_type for layer_type in types if layer_type not in known), None)
+            if unknown is not None:
+                raise RequestError(
+                    f"config.json lists {unknown!r} in layer_types; expected {' or '.join(known)} in a {self.model_type} model. "
+                    "Repair the base checkpoint."
+                )
         return Layout(
             sizes=backbone.sizes,
             backbone_layers=[self._layer_tensors(backbone)] * backbone.sizes.num_layers,

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.files.ownership import language_entry
 from upscalers.architecture.family import NOT_OF_BACKBONE, Config, Family, LayerTensor, Layout, Shape
-from upscalers.architecture.per_layer import PER_LAYER_KEYS, SHARED_LAYERS_KEY, per_layer_lists
+from upscalers.architecture.per_layer import PER_LAYER_KEYS, SHARED_LAYERS_KEY, check_lists, per_layer_lists
 from upscalers.request.errors import RequestError, one_line
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def model_on_meta(native: str, classes: Mapping[Any, Any]) -> Any:
         with torch.device("meta"):
             return classes[type(config)](config)
     except Exception as error:  # config classes and models raise whatever their checks raise
+        check_lists(language_entry(json.loads(native)))
         raise RequestError(
             f"transformers cannot build the model that config.json describes ({type(error).__name__}: {one_line(error)}). Repair "
             "config.json of the base."

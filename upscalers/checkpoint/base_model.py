@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.ownership import LANGUAGE_KEY, has_config_entry
 from upscalers.architecture.families import check_readable, family_of
 from upscalers.architecture.family import Config, Family, Layout, Shape
+from upscalers.architecture.per_layer import check_lists
 from upscalers.checkpoint.larger_model import LargerModel, larger_model_of
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.quantised_weights import with_products
@@ -273,6 +275,15 @@ def open_base(
         stored = stored if tied_head is None else _renamed(stored, tied_head, embedding)
     missing = [name for name in expected if name not in stored]
     if missing:
+        check_lists(config)
+        held = {int(match["layer"]) for name in stored if (match := _LAYER_KEY.match(name))}
+        absent = [str(layer) for layer in range(layers) if layer not in held]
+        if absent and held:
+            raise RequestError(
+                f"config.json has num_hidden_layers = {layers}, but the base holds no tensor of layer{'s' * (len(absent) > 1)} "
+                f"{first_few(absent)}; expected layers from 0 to {layers - 1}. Correct num_hidden_layers, number layers without gaps, "
+                "or download the base again."
+            )
         raise RequestError(
             f"the base lacks {len(missing)} tensors that its config asks for, such as {', '.join(missing[:_LISTED])}. "
             "Download or save it again, or correct config.json."

@@ -13,6 +13,7 @@ from upscalers.architecture.per_layer import (
     NOT_PER_LAYER_KEYS,
     PER_LAYER_KEYS,
     PER_LAYER_MAPPING_KEYS,
+    check_list,
 )
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.plan import Base, Plan
@@ -121,19 +122,10 @@ def _followed_values(config: Config, plan: Plan) -> Config:
             return {inner: followed(inner, each, f"{path}.{inner}") for inner, each in value.items()}
         if not isinstance(value, list):
             return value
+        check_list(key, value, num_layers, path)
         if key in PER_LAYER_KEYS:
-            if len(value) != num_layers:
-                raise RequestError(
-                    f"config.json lists {len(value)} {path}; expected {num_layers}, one per layer. Repair the base checkpoint."
-                )
             return [value[source] for source in sources]
         if key in LAYER_INDEX_KEYS:
-            stray = [layer for layer in value if type(layer) is not int or not 0 <= layer < num_layers]
-            if stray:
-                raise RequestError(
-                    f"config.json lists {stray[0]!r} in {path}; expected layers from 0 to {num_layers - 1}. Repair the base "
-                    "checkpoint."
-                )
             return [index for index, source in enumerate(sources) if source in value]
         if len(value) == num_layers:
             raise _undeclared(path, f"a list as long as the model has layers ({num_layers})")
