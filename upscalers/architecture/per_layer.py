@@ -76,8 +76,8 @@ def check_lists(config: Mapping[str, Any]) -> None:
         RequestError: If a list does not fit the number of layers.
     """
     num_layers = config.get("num_hidden_layers")
-    for key, values in config.items() if type(num_layers) is int else ():
-        if isinstance(values, list):
+    for key, values in config.items():
+        if isinstance(num_layers, int) and isinstance(values, list):
             check_list(key, values, num_layers)
 
 

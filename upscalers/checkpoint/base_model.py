@@ -281,8 +281,8 @@ def open_base(
         if absent and held:
             raise RequestError(
                 f"config.json has num_hidden_layers = {layers}, but the base holds no tensor of layer{'s' * (len(absent) > 1)} "
-                f"{first_few(absent)}; expected layers from 0 to {layers - 1}. Correct num_hidden_layers, number layers without gaps, "
-                "or download the base again."
+                f"{first_few(absent)}; expected layers from 0 to {layers - 1}. Correct num_hidden_layers, number layers without "
+                "gaps, or download the base again."
             )
         raise RequestError(
             f"the base lacks {len(missing)} tensors that its config asks for, such as {', '.join(missing[:_LISTED])}. "
@@ -297,13 +297,13 @@ def open_base(
             )
         if name in carried:
             continue
-        held = stored[name].dtype
-        if held not in TORCH_NAMES and (name not in integers or INTEGER_NAMES.get(held) != integers[name]):
+        form = stored[name].dtype
+        if form not in TORCH_NAMES and (name not in integers or INTEGER_NAMES.get(form) != integers[name]):
             wanted = integers.get(name, "float32, float16 or bfloat16")
             remedy = "Start from the unquantised checkpoint."
-            if held.startswith("F8") and not config.get("quantization_config"):
+            if form.startswith("F8") and not config.get("quantization_config"):
                 remedy = f"config.json has no quantization_config that says what its scales mean. {remedy}"
-            raise RequestError(f"{name} is stored as {held}; expected {wanted} weights. {remedy}")
+            raise RequestError(f"{name} is stored as {form}; expected {wanted} weights. {remedy}")
     unexpected = tuple(name for name in stored if name not in expected)
     predicting = config.get(_PREDICTING) or 0
     beyond = next(

@@ -10,7 +10,7 @@ the config.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from upscalers.architecture.families import fp8_block, quantised_form
 from upscalers.architecture.family import Config
@@ -117,7 +117,7 @@ def with_products(
         scales = stored.get(name + SUFFIX)
         held = None if scales is None else scales.shape
         if block is None:
-            grid, wanted = (), "one scale"
+            wanted = "one scale"
             fits = held is not None and math.prod(held) == 1
         else:
             grid = tuple(-(-size // length) for size, length in zip(weight.shape, block, strict=False))
@@ -163,7 +163,8 @@ def product_of_transformers(tensor: ScaledTensor | PackedTensor, config: Config)
     # Fp8Dequantize takes the size of blocks from the number of scales, so that its blocks have to be whole.
     ends = [0, 0] if block is None else [-size % length for size, length in zip(tensor.shape, block, strict=True)]
     whole = pad(numbers.float(), (0, ends[1], 0, ends[0]))
-    product = Fp8Dequantize(None).convert({"weight": whole, "weight_scale_inv": scales.float()})["weight"]
+    product: Any = Fp8Dequantize(None).convert({"weight": whole, "weight_scale_inv": scales.float()})["weight"]
+    product = product[0] if isinstance(product, list) else product  # a list before 5.24
     return product[: tensor.shape[0], : tensor.shape[1]].to(dtype)
 
 
