@@ -290,10 +290,8 @@ def _check_base(comparison: Comparison) -> None:
     keys = window_keys(train)
     length, column = keys["sequence_length"], keys["column"]
     with refusing(f"base is {comparison.base!r}, whose config or tokenizer cannot be loaded", OSError, ValueError):
-        config, tokenizer = (
-            AutoConfig.from_pretrained(comparison.base, trust_remote_code=False),
-            load_tokenizer(comparison.base),
-        )
+        config = AutoConfig.from_pretrained(comparison.base, trust_remote_code=False)
+        tokenizer = load_tokenizer(comparison.base)
     check_sequence_length("train.sequence_length", length, config)
     options: dict[str, Any] = {
         "documents_apart": bool(train.get("document_mask")),

@@ -189,7 +189,7 @@ def indexed_weights(folder: Path, index: str = INDEX_FILE, suffix: str = ".safet
 
 # Configs that name code of their own under `auto_map`, and the relative imports of code, as transformers follows both.
 _CONFIGS_WITH_CODE = ("tokenizer_config.json", "*processor_config.json")
-_RELATIVE_IMPORT = re.compile(r"^\s*(?:import\s+\.(\S+)\s*$|from\s+\.(\S+)\s+import)", re.MULTILINE)
+_RELATIVE_IMPORT = re.compile(r"^[ \t]*(?:import\s+\.(\S+)\s*$|from\s+\.(\S+)\s+import)", re.MULTILINE)
 _MODULE = re.compile(r"\w[\w.-]*", re.ASCII)
 
 

@@ -199,6 +199,12 @@ def test_partial_blocks_are_named_since_transformers_needs_kernels_for_them(tmp_
     ) in " ".join(done.err.split())
 
 
+def test_weights_of_less_than_one_block_are_no_partial_ones(tmp_path, command):
+    base = save_scaled(tmp_path / "base", block=(128, 128))
+    done = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", "--dry-run")
+    assert done.status == 0 and "partial" not in done.err
+
+
 def test_a_weight_that_transformers_reads_otherwise_is_found(tmp_path, monkeypatch):
     base = save_scaled(tmp_path / "base", block=(24, 16))
     read = ScaledTensor.read

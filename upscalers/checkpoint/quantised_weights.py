@@ -134,11 +134,11 @@ def with_products(
 
 
 def num_partly_scaled(tensors: Iterable[StoredTensor]) -> int:
-    """Return how many weights in FP8 end in partial blocks."""
+    """Return how many weights in FP8 have several blocks in a row or a column, the last of them partial."""
     return sum(
         isinstance(tensor, ScaledTensor)
         and tensor.block is not None
-        and any(size % length for size, length in zip(tensor.shape, tensor.block, strict=True))
+        and any(size > length and size % length for size, length in zip(tensor.shape, tensor.block, strict=True))
         for tensor in tensors
     )
 

@@ -47,9 +47,9 @@ def keep_tokenizer_class(base_folder: Path, folder: Path, progress: Progress) ->
     except MemoryError:
         raise
     except Exception as error:  # the package tokenizers raises plain Exceptions
-        progress.warn(
-            f"the base's tokenizer does not work here ({first_line(error).rstrip('.')}); its files are copied unchanged."
-        )
+        is_code = isinstance(error, ValueError) and "trust_remote_code=True" in str(error)
+        reason = "it is code of its publisher, which is never run" if is_code else first_line(error).rstrip(".")
+        progress.warn(f"the base's tokenizer does not work here ({reason}); its files are copied unchanged.")
         return False
     changed = False
     if type(load(folder)) is not type(base):
