@@ -81,11 +81,26 @@ def _fetched(loaded: "PreTrainedModel", name: str, question: str) -> dict[str, A
     if retriever is None:
         return {}
     path = retriever.paths([question])
-    nodes = path[0].tolist()
-    blocks = ", ".join(f"{level}:{node}" for level, node in enumerate(nodes, start=1))
-    read = "no topic is near: the generic memory is read" if nodes[0] < 0 else f"blocks {blocks} are read"
-    print(read, file=sys.stderr)
+    print(_told_of_blocks(loaded.banks, path[0].tolist()), file=sys.stderr)
     return {"memory_ids": path.to(loaded.device)}
+
+
+def _told_of_blocks(banks: Any, path: list[int]) -> str:
+    """Return in words which blocks of a path are read; those that were deleted or never trained add nothing."""
+    blocks: dict[str, list[str]] = {"read": [], "deleted": [], "never trained": []}
+    for level, node in enumerate(path, start=1):
+        of_level = [banks.of(name) for name, layout in banks.layouts.items() if level in layout.levels]
+        if not of_level:
+            continue
+        is_read = any(bank.is_written(level, node) for bank in of_level)
+        is_deleted = any(node in bank.deleted(level) for bank in of_level)
+        state = "read" if is_read else "deleted" if is_deleted else "never trained"
+        blocks[state].append(f"{level}:{'generic' if node < 0 else node}")
+    read = blocks.pop("read")
+    is_generic = path[0] < 0
+    what = "the generic memory is read" if is_generic else f"blocks {', '.join(read)} are read"
+    others = [f"; {state}: {', '.join(named)}" for state, named in blocks.items() if named]
+    return "no topic is near: " * is_generic + (what if read else "no block is read") + "".join(others)
 
 
 main = partial(run_command, app, name="midus ask")
