@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Device, argument, flag, option
+from midus_hf.config.fetched_blocks import TREE_FILES
 from midus_hf.model_names import check_model_name
 
 if TYPE_CHECKING:
@@ -77,11 +78,21 @@ def _fetched(loaded: "PreTrainedModel", name: str, question: str) -> dict[str, A
     """Return the path of the question's topic as an argument of `generate`, and say which blocks are read; empty without a bank."""
     from midus_hf.evaluation.fetching import fetches_blocks, open_retriever
 
-    retriever = open_retriever(loaded, name if fetches_blocks(loaded) else None)
-    if retriever is None:
+    if not fetches_blocks(loaded):
         return {}
+    banks: Any = loaded.banks
+    folders = [banks.of(memory).folder for memory in banks.layouts]  # of a model of the Hub too
+    tree = next((folder for folder in folders if all((folder / file).is_file() for file in TREE_FILES)), None)
+    if tree is None:
+        print(
+            f"no block is read: {name} has no tree of topics beside its bank; midus train saves the one of tree=TREE",
+            file=sys.stderr,
+        )
+        return {}
+    retriever = open_retriever(loaded, str(tree))
+    assert retriever is not None, "a tree is given"
     path = retriever.paths([question])
-    print(_told_of_blocks(loaded.banks, path[0].tolist()), file=sys.stderr)
+    print(_told_of_blocks(banks, path[0].tolist()), file=sys.stderr)
     return {"memory_ids": path.to(loaded.device)}
 
 

@@ -196,7 +196,10 @@ def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Va
 def _keys(where: str, keys: Mapping[str, Any] | str | None, own: Sequence[str]) -> dict[str, Any]:
     """Return the keys of a mapping or a recipe. Of a recipe, keys that the comparison sets are dropped; in a mapping, they raise."""
     if isinstance(keys, str):
-        return {key: value for key, value in read_mapping(Path(keys)).items() if key not in own}
+        try:
+            return {key: value for key, value in read_mapping(Path(keys)).items() if key not in own}
+        except ValueError as error:
+            raise ValueError(f"{where} names a file: {error}") from None
     for key in keys or {}:
         if key in own:
             raise ValueError(f"{where} has {key!r}, which the comparison sets for each run; leave it out.")

@@ -1,10 +1,12 @@
 """`midus ask`: the answer of a model to one question, with the blocks that the question fetches."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 from commands.installed import run_in_process
+from topics.trees import random_tree
 from transformers import AutoModelForCausalLM
 
 from tests.training.tiny_run import document, letter_tokenizer, save_upscaled
@@ -70,6 +72,7 @@ def banked(tmp_path_factory):
     for level, node in ((1, 1), (2, 4), (1, -1), (2, -1), (1, 0), (2, 0), (2, 5)):
         bank.write(level, node, torch.full((bank.layout.record_numel(level),), 0.1))
     delete(EditRequest(upscaled, folder / "deleted"), ["1:0", "2:0", "2:5"])
+    random_tree(3, 2).save(folder / "deleted" / "memory_bank" / "hier-ffn")
     return folder / "deleted"
 
 
@@ -90,6 +93,15 @@ def test_a_question_fetches_the_blocks_of_its_topic(path, line, banked, ask, mon
     monkeypatch.setattr("midus_hf.topics.tree.check_tree", lambda tree, model: None)
     expected = answer_of(banked, QUESTION, memory_ids=torch.tensor([path]))
     assert ask(banked, QUESTION) == (0, expected + "\n", AS_TEXT + line)
+
+
+def test_a_bank_without_a_tree_is_not_read_which_a_line_says(banked, ask, tmp_path):
+    folder = shutil.copytree(banked, tmp_path / "model")
+    (folder / "memory_bank" / "hier-ffn" / "tree.json").unlink()
+    line = (
+        f"no block is read: {folder} has no tree of topics beside its bank; midus train saves the one of tree=TREE\n"
+    )
+    assert ask(folder, QUESTION) == (0, answer_of(folder, QUESTION) + "\n", AS_TEXT + line)
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,14 @@ REFUSED = {
         "variants.a has a rate 'per_device_train_batch_size'; expected one of: learning_rate, memory_learning_rate, ",
     ),
     "a seed as a rate": ({"rates": [{"seed": 4}]}, "variants.a has a rate 'seed'; expected one of: learning_rate, "),
-    "an absent file": ({"upscale": "absent.yaml"}, "config is 'absent.yaml', which cannot be read (No such file or directory)"),
+    "an absent file": (
+        {"upscale": "absent.yaml"},
+        "variants.a.upscale names a file: config is 'absent.yaml', which cannot be read (No such file or directory)",
+    ),
+    "an absent file of training": (
+        {"train": "absent.yaml"}, "variants.a.train names a file: config is 'absent.yaml', which cannot be read"
+    ),
+    "an absent corpus": ({"train": {"corpus": "absent.txt"}}, "variants.a.train.corpus is 'absent.txt', which does not exist"),
 }  # fmt: skip
 
 
@@ -243,11 +250,12 @@ def test_what_is_refused_before_anything_runs(planned, tmp_path, refused):
         ({"domain": {"plants": "absent.txt"}}, "domain.plants is 'absent.txt', which does not exist; expected a file or a folder"),
         ({"retention": {"stars": "absent"}}, "retention.stars is 'absent', which does not exist; expected a file or a folder"),
         ({"base": "absent"}, "variants.a.upscale: "),
+        ({"train": {"corpus": "absent.txt"}}, "train.corpus is 'absent.txt', which does not exist; expected"),
         ({"fine_tune": {"model_name_or_path": "m"}}, "fine_tune has 'model_name_or_path', which the comparison sets for each run"),
         ({"fine_tune": {"dataset_name": "d", "max_step": 3}}, "variants.a, as a run of midus sft: config has no option 'max_step'."),
         ({"train": {"eval_text": "text"}}, "train has 'eval_text', which the comparison sets for each run; leave it out."),
     ],
-    ids=["domain", "retention", "base", "model of tuning", "key of tuning", "text of runs"],
+    ids=["domain", "retention", "base", "corpus", "model of tuning", "key of tuning", "text of runs"],
 )  # fmt: skip
 def test_what_is_refused_of_all_variants(planned, changes, message):
     with pytest.raises(ValueError) as refusal:
@@ -308,6 +316,22 @@ def test_a_base_without_a_tokenizer_is_refused(room, tmp_path, planned):
     shutil.copytree(room / "base", tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "special*"))
     with pytest.raises(ValueError, match=r"^base is '.*bare', whose config or tokenizer cannot be loaded: "):
         planned({"a": {}}, base=str(tmp_path / "bare"))
+
+
+def test_a_base_that_is_no_model_is_refused(room, planned):
+    with pytest.raises(
+        ValueError, match=r"^base is '.*corpus', a folder without config\.json; expected that of a saved model\."
+    ):
+        planned({"a": {}}, base=str(room / "corpus"))
+
+
+def test_a_corpus_that_no_run_could_read_is_refused(tmp_path, planned):
+    (tmp_path / "rows.jsonl").write_text('{"body": "Roses are red."}\n')
+    with pytest.raises(
+        ValueError, match=r"^variants\.b\.train\.corpus '.*rows\.jsonl' has no column 'text', only body; set"
+    ):
+        planned({"a": {}, "b": {"train": {"corpus": str(tmp_path / "rows.jsonl")}}})
+    planned({"a": {}, "b": {"train": {"corpus": str(tmp_path / "rows.jsonl"), "text_column": "body"}}})
 
 
 def test_an_output_that_is_a_file_is_refused(planned, tmp_path):

@@ -118,7 +118,10 @@ def _centroids(
             for level in bank.layout.levels:
                 nodes = ((level, node) for node in range(bank.layout.blocks.nodes(level)))
                 left |= {node for node in nodes if bank.is_written(*node)}.difference(deleted.get(name, ()))
-    k, nodes = tree.branching, sorted(node for node in named if node[1] != GENERIC)
+    k, centroids = tree.branching, tree.centroids
+    nodes = [
+        node for node in sorted(named) if node[1] != GENERIC and not centroids[node[0] - 1][node[1]].isnan().any()
+    ]
     gone = [node for node in nodes if not any(_lies_in(other, node, k) for other in left)]
     # A path ends at a leaf: where none is left below a node, texts no longer find the node's own block either.
     before, after = tree.takeable, tree.without(gone)

@@ -209,6 +209,9 @@ def test_the_tree_loses_the_centroids_of_topics_without_a_block(with_trees, tmp_
         assert bank.description["grown_from"] == ([before.fingerprint] if gone else [])
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     opened.banks.check_tree(before.fingerprint, "the text", "")  # paths of other topics are what they were
+    again = run("delete", tmp_path / "out", *words, "--output", tmp_path / "again", capsys=capsys)
+    assert again["centroids"] == {"deleted": [], "kept": [f"{level}:{node}" for level, node in kept]}
+    assert ClusterTree.load(tmp_path / "again").fingerprint == after.fingerprint
     capsys.readouterr()
     assert edit.main(["delete", str(with_trees / model), *words, "--output", str(tmp_path / "told")]) == 0
     _, *told = capsys.readouterr().out.splitlines()
