@@ -247,10 +247,12 @@ def _check_corpora(comparison: Comparison, variants: Sequence[Variant]) -> None:
     for variant in variants:
         train = variant.train
         is_own = train.get("corpus") != comparison.train.get("corpus")
-        corpora = {f"variants.{variant.name}.train.corpus" if is_own else "train.corpus": train.get("corpus")}
+        corpora: dict[str, Any] = {
+            f"variants.{variant.name}.train.corpus" if is_own else "train.corpus": train.get("corpus")
+        }
         if comparison.stages:
             corpora = {f"stages.{name}.corpus": stage.corpus for name, stage in comparison.stages.items()}
-        named = {"split": train.get("corpus_split"), "name": train.get("corpus_name")}
+        named: dict[str, Any] = {"split": train.get("corpus_split"), "name": train.get("corpus_name")}
         named["text_column"] = train.get("text_column") or "text"
         for key, corpus in corpora.items():
             what = json.dumps([corpus, named])

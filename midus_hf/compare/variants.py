@@ -189,8 +189,8 @@ def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Va
     except ValueError as error:
         raise ValueError(f"variants.{name}.upscale: {error}") from error
     rates = _rates(train, get_method(keys["method"]).trainable, _memory_types(keys), given)
-    counts = {"new_parameters": sizes.new, "trained_parameters": sizes.trainable}
-    return dataclasses.replace(variant, upscale=keys, rates=rates, **counts)
+    variant = dataclasses.replace(variant, upscale=keys, rates=rates)
+    return dataclasses.replace(variant, new_parameters=sizes.new, trained_parameters=sizes.trainable)
 
 
 def _keys(where: str, keys: Mapping[str, Any] | str | None, own: Sequence[str]) -> dict[str, Any]:

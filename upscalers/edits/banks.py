@@ -116,8 +116,8 @@ def _centroids(
     for name, layout in find_layouts(folder).items():
         with open_bank(folder, name, layout) as bank:
             for level in bank.layout.levels:
-                nodes = ((level, node) for node in range(bank.layout.blocks.nodes(level)))
-                left |= {node for node in nodes if bank.is_written(*node)}.difference(deleted.get(name, ()))
+                of_level = ((level, node) for node in range(bank.layout.blocks.nodes(level)))
+                left |= {node for node in of_level if bank.is_written(*node)}.difference(deleted.get(name, ()))
     k, centroids = tree.branching, tree.centroids
     nodes = [
         node for node in sorted(named) if node[1] != GENERIC and not centroids[node[0] - 1][node[1]].isnan().any()
