@@ -255,10 +255,10 @@ def _check_corpora(comparison: Comparison, variants: Sequence[Variant]) -> None:
         named: dict[str, Any] = {"split": train.get("corpus_split"), "name": train.get("corpus_name")}
         named["text_column"] = train.get("text_column") or "text"
         for key, corpus in corpora.items():
-            what = json.dumps([corpus, named])
-            if variant.function is None and what not in read:
+            source = json.dumps([corpus, named])
+            if variant.function is None and source not in read:
                 read_corpus(corpus, key=key, **named)
-                read.add(what)
+                read.add(source)
 
 
 def _check_keys(variant: Variant, comparison: Comparison) -> None:

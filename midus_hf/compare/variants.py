@@ -89,7 +89,7 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
     return dataclasses.replace(comparison, variants={**comparison.variants, **read}), variants
 
 
-def _rates(train: Mapping[str, Any], trainable: str | None, types: Sequence[str], given: Sequence[Any]) -> list[Rate]:
+def _rates(train: Mapping[str, Any], trainable: str | None, types: Sequence[str], rates: Sequence[Any]) -> list[Rate]:
     """Return rates as keys of `midus train`. A plain number is a rate of new parts, of which values of memories learn faster.
 
     It is the rate of everything where no values train, their rate is among the keys, or more than new parts trains.
@@ -98,11 +98,11 @@ def _rates(train: Mapping[str, Any], trainable: str | None, types: Sequence[str]
         train: Keys that the variant trains with.
         trainable: What the upscaling of the model records as what trains; None for a plain model.
         types: Types of memory in what trains.
-        given: Rates of the variant, numbers or mappings.
+        rates: Rates of the variant, numbers or mappings.
     """
     has_own = any(train.get(key) is not None for key in _RATES_OF_VALUES)
     apart = _learn_values(types) and trains_new_parts(train, trainable) and not has_own
-    return [as_keys(rate) if isinstance(rate, Mapping) or not apart else short_run_rates(rate) for rate in given]
+    return [as_keys(rate) if isinstance(rate, Mapping) or not apart else short_run_rates(rate) for rate in rates]
 
 
 def _learn_values(types: Sequence[str]) -> bool:
@@ -171,15 +171,15 @@ def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Va
         one_per_stage=options.one_per_stage,
         upscale_each=options.upscale_each,
     )
-    given = options.rates or comparison.rates or [{}]
+    listed = options.rates or comparison.rates or [{}]
     if options.function is not None:
-        return dataclasses.replace(variant, function=options.function, rates=[*map(as_keys, given)])
+        return dataclasses.replace(variant, function=options.function, rates=[*map(as_keys, listed)])
     if options.upscale is None:
         # A plain base does not record which of its parameters train: all do, unless the recipe says otherwise or trains adapters.
         train = train if train.get("adapters") else {"trainable": "all", **train}
         base = saved_config(comparison.base)
         types = [entry.get("type") for entry in base.get("memory") or []]
-        rates = _rates(train, base.get("upscale", {}).get("trainable"), types, given)
+        rates = _rates(train, base.get("upscale", {}).get("trainable"), types, listed)
         return dataclasses.replace(variant, train=train, rates=rates)
     keys = _keys(f"variants.{name}.upscale", options.upscale, OWN_UPSCALING_KEYS)
     _check_upscaling(name, keys)
@@ -188,7 +188,7 @@ def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Va
         sizes = upscale(base=comparison.base, dry_run=True, **with_corpora(keys, first, [])).parameters
     except ValueError as error:
         raise ValueError(f"variants.{name}.upscale: {error}") from error
-    rates = _rates(train, get_method(keys["method"]).trainable, _memory_types(keys), given)
+    rates = _rates(train, get_method(keys["method"]).trainable, _memory_types(keys), listed)
     variant = dataclasses.replace(variant, upscale=keys, rates=rates)
     return dataclasses.replace(variant, new_parameters=sizes.new, trained_parameters=sizes.trainable)
 

@@ -140,17 +140,17 @@ class Engram(AttachedMemoryMethod):
 
     def _told_of_names(self) -> list[str]:
         """Return lines on names that are longer than a row's n-gram, and on names that share a row."""
-        told, most = [], self.options.max_order
+        lines, most = [], self.options.max_order
         if self._cut:
-            told.append(
+            lines.append(
                 f"names longer than {most} tokens, whose last {most} have the row: {len(self._cut):,} ({_shown(self._cut)})"
             )
         groups = list({tuple(names): None for names in self._names.values() if len(names) > 1})
         shared = {name for names in groups for name in names}
         if shared and self.options.rows != 1:
             shown = "; ".join(map(_shown, groups[:_GROUPS])) + "; ..." * (len(groups) > _GROUPS)
-            told.append(f"names that share a row, since their n-grams are one: {len(shared):,} ({shown})")
-        return told
+            lines.append(f"names that share a row, since their n-grams are one: {len(shared):,} ({shown})")
+        return lines
 
     def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
         entry = super().entry(base, plan)
