@@ -97,7 +97,7 @@ def _fetched(loaded: "PreTrainedModel", name: str, question: str) -> dict[str, A
 
 
 def _told_of_blocks(banks: Any, path: list[int]) -> str:
-    """Return in words which blocks of a path are read; those that were deleted or never trained add nothing."""
+    """Return in words which blocks of a path are read. Blocks that were deleted or never trained add nothing."""
     blocks: dict[str, list[str]] = {"read": [], "deleted": [], "never trained": []}
     for level, node in enumerate(path, start=1):
         of_level = [banks.of(name) for name, layout in banks.layouts.items() if level in layout.levels]
@@ -109,9 +109,9 @@ def _told_of_blocks(banks: Any, path: list[int]) -> str:
         blocks[state].append(f"{level}:{'generic' if node < 0 else node}")
     read = blocks.pop("read")
     is_generic = path[0] < 0
-    what = "the generic memory is read" if is_generic else f"blocks {', '.join(read)} are read"
+    sentence = "the generic memory is read" if is_generic else f"blocks {', '.join(read)} are read"
     others = [f"; {state}: {', '.join(named)}" for state, named in blocks.items() if named]
-    return "no topic is near: " * is_generic + (what if read else "no block is read") + "".join(others)
+    return "no topic is near: " * is_generic + (sentence if read else "no block is read") + "".join(others)
 
 
 main = partial(run_command, app, name="midus ask")

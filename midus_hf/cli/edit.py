@@ -96,14 +96,14 @@ def delete(
     result = banks.delete(_request(options), node, subtree)
     deleted = [f"{len(blocks):,} blocks of {name}" for name, blocks in result["banks"].items()]
     centroids = result["centroids"] or {}
-    told = [f"{result['output']}: deleted {' and '.join(deleted)}"]
+    lines = [f"{result['output']}: deleted {' and '.join(deleted)}"]
     if centroids.get("deleted"):
-        told.append(
+        lines.append(
             f"deleted the centroids of {first_few(centroids['deleted'])} and all below: no text is assigned to them"
         )
     if centroids.get("kept"):
-        told.append(f"kept the centroids of {first_few(centroids['kept'])}, by which texts find other blocks")
-    show(result, json_, lambda _: print("\n".join(told)))
+        lines.append(f"kept the centroids of {first_few(centroids['kept'])}, by which texts find other blocks")
+    show(result, json_, lambda _: print("\n".join(lines)))
 
 
 def _request(options: dict[str, Any]) -> Any:
