@@ -1,9 +1,11 @@
 """Check names of models, paths of texts and devices before anything is loaded that takes seconds."""
 
+import json
 import re
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from midus_hf.config.wording import first_line
 
@@ -53,6 +55,12 @@ def check_model_name(key: str, name: str) -> None:
         raise ValueError(f"{key} is {name!r}, which does not exist; expected the folder of a model, or its Hub id.")
     else:
         _check_hub_id(key, name)
+
+
+def saved_config(name: str) -> dict[str, Any]:
+    """Return the config of a model in a folder, as `config.json` has it; empty for a Hub id."""
+    path = Path(name, "config.json").expanduser()
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def check_sources(sources: Iterable[tuple[str, str]]) -> None:

@@ -131,20 +131,21 @@ def auto_class_of(config: Any) -> Any:
 _OF_FILES = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
 
 
-def check_whole(name: str, missing: list[str]) -> None:
+def check_whole(name: str, missing: list[str], label: str = "model") -> None:
     """Refuse a model whose checkpoint lacks tensors, since these tensors would be random.
 
     Args:
         name: Folder or Hub id.
         missing: Names of the missing tensors, as returned by `load_model`.
+        label: Name of the option that holds `name`, for the error. Default: `"model"`.
 
     Raises:
         ValueError: If a tensor is missing.
     """
     if missing:
         raise ValueError(
-            f"model is {name!r}, whose checkpoint lacks {len(missing)} of its tensors, such as {missing[0]}, which would be random; "
-            "expected a whole checkpoint of a causal language model. Make it again."
+            f"{label} is {name!r}, whose checkpoint lacks {len(missing)} of its tensors, such as {missing[0]}, which would be "
+            "random; expected a whole checkpoint of a causal language model. Make it again."
         )
 
 
@@ -171,5 +172,5 @@ def load_for_reading(
         tokenizer = load_tokenizer(name, trust_remote_code)
         model, missing = load_model(name, dtype, trust_remote_code)
         model.to(torch.device(usable))  # type: ignore[arg-type]  # transformers' wrapper hides the argument
-    check_whole(name, missing)
+    check_whole(name, missing, label)
     return model.eval(), tokenizer

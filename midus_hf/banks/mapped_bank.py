@@ -60,7 +60,9 @@ class MappedBank(BlockReader):
             tree: Fingerprint of the tree, to be saved with the bank. Default: None, for the tree that the bank has.
             grown_from: Fingerprints of the trees that `tree` was grown from. Default: none.
         """
-        if tree is not None and tree not in (self.description["tree"], *self.description["grown_from"]):
+        # A tree as large as the bank's that the bank's came from has topics that were deleted since, and brings them back.
+        is_earlier = tree in self.description["grown_from"] and roots != self.layout.blocks.nodes(1)
+        if tree not in (None, self.description["tree"]) and not is_earlier:
             self.description |= {"tree": tree, "grown_from": list(grown_from)}
         if roots is not None and roots > self.layout.blocks.nodes(1):
             self.layout = self.layout.with_roots(roots)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Device, argument, flag, option
+from midus_hf.config.fetched_blocks import TREE_FILES
 from midus_hf.model_names import check_model_name
 
 if TYPE_CHECKING:
@@ -77,15 +78,40 @@ def _fetched(loaded: "PreTrainedModel", name: str, question: str) -> dict[str, A
     """Return the path of the question's topic as an argument of `generate`, and say which blocks are read; empty without a bank."""
     from midus_hf.evaluation.fetching import fetches_blocks, open_retriever
 
-    retriever = open_retriever(loaded, name if fetches_blocks(loaded) else None)
-    if retriever is None:
+    if not fetches_blocks(loaded):
         return {}
+    banks: Any = loaded.banks
+    folders = [banks.of(memory).folder for memory in banks.layouts]  # of a model of the Hub too
+    tree = next((folder for folder in folders if all((folder / file).is_file() for file in TREE_FILES)), None)
+    if tree is None:
+        print(
+            f"no block is read: {name} has no tree of topics beside its bank; midus train saves the one of tree=TREE",
+            file=sys.stderr,
+        )
+        return {}
+    retriever = open_retriever(loaded, str(tree))
+    assert retriever is not None, "a tree is given"
     path = retriever.paths([question])
-    nodes = path[0].tolist()
-    blocks = ", ".join(f"{level}:{node}" for level, node in enumerate(nodes, start=1))
-    read = "no topic is near: the generic memory is read" if nodes[0] < 0 else f"blocks {blocks} are read"
-    print(read, file=sys.stderr)
+    print(_told_of_blocks(banks, path[0].tolist()), file=sys.stderr)
     return {"memory_ids": path.to(loaded.device)}
+
+
+def _told_of_blocks(banks: Any, path: list[int]) -> str:
+    """Return in words which blocks of a path are read. Blocks that were deleted or never trained add nothing."""
+    blocks: dict[str, list[str]] = {"read": [], "deleted": [], "never trained": []}
+    for level, node in enumerate(path, start=1):
+        of_level = [banks.of(name) for name, layout in banks.layouts.items() if level in layout.levels]
+        if not of_level:
+            continue
+        is_read = any(bank.is_written(level, node) for bank in of_level)
+        is_deleted = any(node in bank.deleted(level) for bank in of_level)
+        state = "read" if is_read else "deleted" if is_deleted else "never trained"
+        blocks[state].append(f"{level}:{'generic' if node < 0 else node}")
+    read = blocks.pop("read")
+    is_generic = path[0] < 0
+    sentence = "the generic memory is read" if is_generic else f"blocks {', '.join(read)} are read"
+    others = [f"; {state}: {', '.join(named)}" for state, named in blocks.items() if named]
+    return "no topic is near: " * is_generic + (sentence if read else "no block is read") + "".join(others)
 
 
 main = partial(run_command, app, name="midus ask")

@@ -8,6 +8,7 @@ import typer
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Json, argument, flag, option, options_of, show, show_tables
+from midus_hf.config.wording import first_few
 
 Model = Annotated[str, argument("A checkpoint that upscale made; it stays as it is.", "DIR")]
 Chapters = Annotated[str, option("Chapters by number, such as 3,7-9.", "LIST")]
@@ -86,12 +87,23 @@ def delete(
     subtree: Annotated[bool, flag("--subtree", "Blocks of all nodes below as well.")] = False,
     json_: Json = False,
 ) -> None:
-    """Delete what blocks have learned, in every bank. Deleted blocks add zero, like blocks that were never written."""
+    """Delete what blocks have learned, in every bank. Deleted blocks add zero, like blocks that were never written.
+
+    The tree of topics loses the centroids of nodes without a block at or below them, so that no text is assigned to these.
+    """
     from upscalers.edits import banks
 
     result = banks.delete(_request(options), node, subtree)
     deleted = [f"{len(blocks):,} blocks of {name}" for name, blocks in result["banks"].items()]
-    show(result, json_, lambda _: print(f"{result['output']}: deleted {' and '.join(deleted)}"))
+    centroids = result["centroids"] or {}
+    lines = [f"{result['output']}: deleted {' and '.join(deleted)}"]
+    if centroids.get("deleted"):
+        lines.append(
+            f"deleted the centroids of {first_few(centroids['deleted'])} and all below: no text is assigned to them"
+        )
+    if centroids.get("kept"):
+        lines.append(f"kept the centroids of {first_few(centroids['kept'])}, by which texts find other blocks")
+    show(result, json_, lambda _: print("\n".join(lines)))
 
 
 def _request(options: dict[str, Any]) -> Any:

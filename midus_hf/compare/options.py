@@ -18,10 +18,13 @@ def rate_name(rate: Rate) -> str:
 
 
 def check_rates(rates: list[float | dict[str, float]] | None) -> None:
-    """Check that rates are numbers above 0, no two of them with the same folder name."""
+    """Check that rates are numbers above 0, no two of them with the same folder name.
+
+    A number and a mapping may have one name here: what a number stands for is known once its variant is planned.
+    """
     if rates is not None and not rates:
         raise ValueError("rates is an empty list; expected one or more, or leave it out.")
-    names: set[str] = set()
+    names: set[tuple[bool, str]] = set()
     for rate in rates or ():
         values = as_keys(rate)
         if not values or min(values.values()) <= 0:
@@ -29,9 +32,9 @@ def check_rates(rates: list[float | dict[str, float]] | None) -> None:
                 f"rates has {rate}; expected numbers above 0, or mappings from keys of rates to such numbers."
             )
         name = rate_name(values)
-        if name in names:
+        if (isinstance(rate, Mapping), name) in names:
             raise ValueError(f"rates has {name} twice; expected rates that differ, since each names a folder.")
-        names.add(name)
+        names.add((isinstance(rate, Mapping), name))
 
 
 def as_keys(rate: float | Mapping[str, float]) -> Rate:
@@ -245,8 +248,9 @@ class Comparison:
         embedding_model: Folder or Hub id of the model that embeds documents for `one_per_stage`. Default: none.
         tasks: Options of `TaskOptions`. Default: none.
         rates: Learning rates; each variant is trained at each of them with the first seed, and at the one that ended best on
-            `validation` with the other seeds. Instead of a number, a rate may be a mapping from several rate
-            keys of `midus train` to numbers. Default: the rate in `train`.
+            `validation` with the other seeds. A number is the rate of what is new; values of an added memory learn ten times as
+            fast, as in `midus train TEXTS`, unless `train` has their rate. A mapping from rate keys of `midus train` to
+            numbers sets those keys alone. Default: the rates in `train`.
         seeds: Seeds of new parameters and of the order of texts. Default: `[0, 1, 2]`.
         controls: Whether all null controls that a variant's memory has are trained beside it, at its chosen rate. Default: true.
         paper: Options of `PaperOptions`: the numbers of a paper's table that the variants reproduce. Default: none.

@@ -18,11 +18,11 @@ from midus_hf.compare.findings import (
     spread,
     verdict,
 )
-from midus_hf.compare.options import Comparison, PaperOptions, rate_name
+from midus_hf.compare.options import Comparison, PaperOptions
 from midus_hf.compare.results import Measured, Result, read_result
 from midus_hf.compare.running import repeats_of
 from midus_hf.compare.runs import searches_of, tokens_of
-from midus_hf.compare.variants import Variant
+from midus_hf.compare.variants import Variant, rate_words
 from midus_hf.files.whole_files import whole_file
 from midus_hf.look.page import Section, TableOfWords, write_page
 from midus_hf.look.pictures import as_png, new_figure
@@ -116,9 +116,10 @@ def _variant_cells(findings: Findings, variant: VariantFindings) -> dict[str, st
     cells = _measured_cells(findings.comparison, [Measured(result.losses, result.tasks) for result in results])
     starts = {one.starts_at_base for one in results}
     routed = [100 * statistics.fmean(one.routed.values()) for one in results if one.routed]
+    request = results[0].request
     return cells | {
         "variant": variant.name,
-        "rate": variant.rate,
+        "rate": rate_words(results[0].rate, request.get("train") or {}, request.get("upscale")),
         "seeds": str(len(results)),
         "trained parameters": short_count(results[0].trained_parameters),
         "learned": with_spread(variant.learned, "{:+.4f}"),
@@ -350,7 +351,7 @@ def planned(comparison: Comparison, variants: Sequence[Variant]) -> list[dict[st
                 "method": _made_by(variant.upscale, variant.function, variant.train),
                 "new_parameters": variant.new_parameters,
                 "trained_parameters": variant.trained_parameters,
-                "rates": [rate_name(rate) for rate in variant.rates],
+                "rates": [rate_words(rate, variant.train, variant.upscale) for rate in variant.rates],
                 "runs": count,
                 "tokens": None if tokens is None else tokens * count,
                 "done": sum(read_result(run.folder(comparison)) is not None for run in done),

@@ -180,12 +180,12 @@ _RATES = [field.name for field in dataclasses.fields(Rates) if isinstance(field.
 
 
 def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
-    """Check what a run would refuse too late: keys of runs, texts, tasks, and the base's tokenizer and positions.
+    """Check what a run would refuse too late: keys of runs, corpora, texts, tasks, and the base's tokenizer and positions.
 
     Nothing is written but the texts as tokens, to the cache of `datasets`.
 
     Raises:
-        ValueError: If a command would refuse its keys, a text is missing, named twice, trained on or shorter than a sequence,
+        ValueError: If a command would refuse keys or a corpus, a text is missing, named twice, trained on or shorter than a sequence,
             variants have sequences of several lengths, a task is unknown, or the base has no tokenizer or too few positions.
         ModuleNotFoundError: If there are tasks, and lm-eval, which is an extra, is not installed.
     """
@@ -197,6 +197,7 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
         check_model_name("embedding_model", comparison.embedding_model)
     for variant in variants:
         _check_keys(variant, comparison)
+    _check_corpora(comparison, variants)
     if comparison.tasks is not None:
         from midus_hf.evaluation.harness import Tasks
         from midus_hf.evaluation.quiet import quiet_libraries
@@ -235,6 +236,29 @@ def _overlap(first: Path, second: Path) -> bool:
     if one.is_relative_to(other) or other.is_relative_to(one):
         return True
     return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
+
+
+def _check_corpora(comparison: Comparison, variants: Sequence[Variant]) -> None:
+    """Check that `midus train` can read the corpora of all variants; what a function reads is its own."""
+    from midus_hf.topics.corpus import read_corpus
+
+    assert isinstance(comparison.train, Mapping), "files have been read"
+    read: set[str] = set()
+    for variant in variants:
+        train = variant.train
+        is_own = train.get("corpus") != comparison.train.get("corpus")
+        corpora: dict[str, Any] = {
+            f"variants.{variant.name}.train.corpus" if is_own else "train.corpus": train.get("corpus")
+        }
+        if comparison.stages:
+            corpora = {f"stages.{name}.corpus": stage.corpus for name, stage in comparison.stages.items()}
+        named: dict[str, Any] = {"split": train.get("corpus_split"), "name": train.get("corpus_name")}
+        named["text_column"] = train.get("text_column") or "text"
+        for key, corpus in corpora.items():
+            source = json.dumps([corpus, named])
+            if variant.function is None and source not in read:
+                read_corpus(corpus, key=key, **named)
+                read.add(source)
 
 
 def _check_keys(variant: Variant, comparison: Comparison) -> None:
@@ -289,6 +313,7 @@ def _check_base(comparison: Comparison) -> None:
     train = base_run(comparison).variant.train
     keys = window_keys(train)
     length, column = keys["sequence_length"], keys["column"]
+    check_model_name("base", comparison.base)
     with refusing(f"base is {comparison.base!r}, whose config or tokenizer cannot be loaded", OSError, ValueError):
         config = AutoConfig.from_pretrained(comparison.base, trust_remote_code=False)
         tokenizer = load_tokenizer(comparison.base)

@@ -12,18 +12,28 @@ from midus_hf.compare.options import (
     OWN_UPSCALING_KEYS,
     Comparison,
     Rate,
+    as_keys,
+    rate_name,
 )
 from midus_hf.config.backbone import read_backbone
 from midus_hf.config.controls import controls_of
+from midus_hf.config.declarations import sample_tensors
+from midus_hf.config.memories.hierarchical import HierarchicalOptions
 from midus_hf.config.memory_entries import read_memories
+from midus_hf.config.memory_types import MEMORY_TYPES
 from midus_hf.config.wording import near_matches
 from midus_hf.config.yaml_options import read_mapping
+from midus_hf.model_names import saved_config
+from midus_hf.training.optim.rates import short_run_rates, trains_new_parts
 
 # Name of the base among runs: it is measured, and not trained.
 BASE = "base"
 
 # What stands for the corpus of a stage, and for the list of corpora of earlier stages, in keys of a variant.
 _CORPUS, _EARLIER = "{corpus}", "{earlier}"
+
+# Keys of `midus train` with the rate of values, in the order in which they count.
+_RATES_OF_VALUES = ("value_learning_rate", "key_value_learning_rate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +80,55 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
         tuning = _keys("fine_tune", comparison.fine_tune, OWN_FINE_TUNING_KEYS)
         comparison = dataclasses.replace(comparison, fine_tune=tuning)
     comparison = dataclasses.replace(comparison, train=shared)
-    return comparison, [_planned(name, comparison, shared) for name in comparison.variants]
+    variants = [_planned(name, comparison, shared) for name in comparison.variants]
+    read = {
+        variant.name: dataclasses.replace(comparison.variants[variant.name], rates=[*map(dict, variant.rates)])
+        for variant in variants
+        if any(variant.rates)
+    }
+    return dataclasses.replace(comparison, variants={**comparison.variants, **read}), variants
+
+
+def _rates(train: Mapping[str, Any], trainable: str | None, types: Sequence[str], rates: Sequence[Any]) -> list[Rate]:
+    """Return rates as keys of `midus train`. A plain number is a rate of new parts, of which values of memories learn faster.
+
+    It is the rate of everything where no values train, their rate is among the keys, or more than new parts trains.
+
+    Args:
+        train: Keys that the variant trains with.
+        trainable: What the upscaling of the model records as what trains; None for a plain model.
+        types: Types of memory in what trains.
+        rates: Rates of the variant, numbers or mappings.
+    """
+    has_own = any(train.get(key) is not None for key in _RATES_OF_VALUES)
+    apart = _learn_values(types) and trains_new_parts(train, trainable) and not has_own
+    return [as_keys(rate) if isinstance(rate, Mapping) or not apart else short_run_rates(rate) for rate in rates]
+
+
+def _learn_values(types: Sequence[str]) -> bool:
+    """Return whether one of some types of memory has values, or blocks that texts fetch, which learn at the rate of values."""
+    known = [MEMORY_TYPES[each] for each in types if each in MEMORY_TYPES]
+    return any(
+        issubclass(each, HierarchicalOptions) or any(tensor.role == "value" for _, tensor in sample_tensors(each))
+        for each in known
+    )
+
+
+def _memory_types(upscale: Mapping[str, Any] | None) -> list[str]:
+    """Return the types of memory that an upscaling with these keys may add."""
+    from upscalers.methods.contract import get_method
+
+    method = None if upscale is None else get_method(upscale["method"])
+    return [memory_type for _, memory_type in getattr(method, "positions", list)()]
+
+
+def rate_words(rate: Rate, train: Mapping[str, Any], upscale: Mapping[str, Any] | None) -> str:
+    """Return the name of a rate, with the rate of values that the keys of a run give an added memory, if the name lacks it."""
+    if "value_learning_rate" in rate or not _learn_values(_memory_types(upscale)):
+        return rate_name(rate)
+    keys = {**train, **rate}
+    values = next((keys[key] for key in (*_RATES_OF_VALUES, "learning_rate") if keys.get(key) is not None), None)
+    return rate_name(rate) if values is None else f"{rate_name(rate)} (values {float(values):g})"
 
 
 def with_corpora(value: Any, corpus: str, earlier: Sequence[str]) -> Any:
@@ -96,6 +154,7 @@ def _own_training_keys(comparison: Comparison) -> tuple[str, ...]:
 
 def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Variant:
     """Return a variant, sized by a dry run; `shared` are the keys that all variants train with."""
+    from upscalers.methods.contract import get_method
     from upscalers.runs.upscale import upscale
 
     options = comparison.variants[name]
@@ -107,16 +166,21 @@ def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Va
         upscale=None,
         train=train,
         fine_tune=comparison.fine_tune,
-        rates=comparison.rates_of(name),
+        rates=[{}],
         replay=options.replay,
         one_per_stage=options.one_per_stage,
         upscale_each=options.upscale_each,
     )
+    listed = options.rates or comparison.rates or [{}]
     if options.function is not None:
-        return dataclasses.replace(variant, function=options.function)
+        return dataclasses.replace(variant, function=options.function, rates=[*map(as_keys, listed)])
     if options.upscale is None:
         # A plain base does not record which of its parameters train: all do, unless the recipe says otherwise or trains adapters.
-        return variant if train.get("adapters") else dataclasses.replace(variant, train={"trainable": "all", **train})
+        train = train if train.get("adapters") else {"trainable": "all", **train}
+        base = saved_config(comparison.base)
+        types = [entry.get("type") for entry in base.get("memory") or []]
+        rates = _rates(train, base.get("upscale", {}).get("trainable"), types, listed)
+        return dataclasses.replace(variant, train=train, rates=rates)
     keys = _keys(f"variants.{name}.upscale", options.upscale, OWN_UPSCALING_KEYS)
     _check_upscaling(name, keys)
     try:
@@ -124,13 +188,18 @@ def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Va
         sizes = upscale(base=comparison.base, dry_run=True, **with_corpora(keys, first, [])).parameters
     except ValueError as error:
         raise ValueError(f"variants.{name}.upscale: {error}") from error
-    return dataclasses.replace(variant, upscale=keys, new_parameters=sizes.new, trained_parameters=sizes.trainable)
+    rates = _rates(train, get_method(keys["method"]).trainable, _memory_types(keys), listed)
+    variant = dataclasses.replace(variant, upscale=keys, rates=rates)
+    return dataclasses.replace(variant, new_parameters=sizes.new, trained_parameters=sizes.trainable)
 
 
 def _keys(where: str, keys: Mapping[str, Any] | str | None, own: Sequence[str]) -> dict[str, Any]:
     """Return the keys of a mapping or a recipe. Of a recipe, keys that the comparison sets are dropped; in a mapping, they raise."""
     if isinstance(keys, str):
-        return {key: value for key, value in read_mapping(Path(keys)).items() if key not in own}
+        try:
+            return {key: value for key, value in read_mapping(Path(keys)).items() if key not in own}
+        except ValueError as error:
+            raise ValueError(f"{where} names a file: {error}") from None
     for key in keys or {}:
         if key in own:
             raise ValueError(f"{where} has {key!r}, which the comparison sets for each run; leave it out.")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ class ClusterTree:
             counted.
         min_similarity: Least `similarity` of texts that belong to a topic of the tree, like the texts that the tree was
             built from. Default: None; not measured.
-        grown_from: Fingerprints of the trees that the tree was grown from, the first one first. Default: none.
+        grown_from: Fingerprints of the trees that the tree came from, by growth or by deletion of nodes, the first one
+            first. Default: none.
 
     Raises:
         ValueError: If shapes do not fit, a value is infinite, `min_similarity` is not a cosine, or no path leads to a
@@ -83,11 +84,9 @@ class ClusterTree:
         self.centroids = [torch.where(level.isnan().any(-1, keepdim=True), torch.nan, level) for level in wide]
         if any(level.isinf().any() for level in self.centroids):
             raise ValueError("centroids have infinite values; expected finite ones, or NaN for nodes without data.")
-        # Nodes from which a leaf with data can be reached, `[roots * branching ** l]`, bool, per level.
-        self._takeable = [~level[:, 0].isnan() for level in self.centroids]
-        for parents, children in reversed(list(itertools.pairwise(self._takeable))):
-            parents &= children.unflatten(0, (-1, branching)).any(-1)
-        if not self._takeable[0].any():
+        #: Whether a leaf with data can be reached from each node, `[roots * branching ** l]`, bool, per level.
+        self.takeable = _takeable(self.centroids, branching)
+        if not self.takeable[0].any():
             raise ValueError("centroids are NaN on every way to a leaf; expected at least one leaf with data.")
 
     @property
@@ -137,9 +136,31 @@ class ClusterTree:
         Returns:
             `[N]`, float32, from -1 to 1.
         """
-        topics = self.centroids[0][self._takeable[0]]
+        topics = self.centroids[0][self.takeable[0]]
         rows = torch.nn.functional.normalize(embeddings.detach().cpu().double(), dim=-1)
         return (rows @ torch.nn.functional.normalize(topics.double(), dim=-1).T).max(-1).values.float()
+
+    def without(self, nodes: Iterable[tuple[int, int]]) -> "ClusterTree | None":
+        """Return the tree without some nodes and all below: to these no text is assigned. Other nodes keep their numbers.
+
+        Args:
+            nodes: Level, counted from 1, and number of each node.
+
+        Returns:
+            The tree, grown from this one; None if no leaf is left.
+        """
+        centroids = [level.clone() for level in self.centroids]
+        sizes = None if self.sizes is None else [level.clone() for level in self.sizes]
+        for level, node in nodes:
+            for deeper in range(level - 1, self.levels):
+                count = self.branching ** (deeper - level + 1)
+                centroids[deeper][node * count : (node + 1) * count] = torch.nan
+                if sizes is not None:
+                    sizes[deeper][node * count : (node + 1) * count] = 0
+        if not _takeable(centroids, self.branching)[0].any():
+            return None
+        lineage = [*self.grown_from, self.fingerprint]
+        return ClusterTree(self.branching, centroids, self.origin, sizes, self.min_similarity, lineage)
 
     def save(self, folder: str | Path) -> None:
         """Write `tree.safetensors` and `tree.json`.
@@ -178,16 +199,24 @@ class ClusterTree:
 
     def _descend(self, embeddings: torch.Tensor) -> torch.Tensor:
         distances = squared_distances(embeddings, self.centroids[0])
-        distances[:, ~self._takeable[0]] = torch.inf
+        distances[:, ~self.takeable[0]] = torch.inf
         nodes = distances.argmin(-1)
         path = [nodes]
-        for centroids, takeable_of_level in zip(self.centroids[1:], self._takeable[1:], strict=True):
+        for centroids, takeable_of_level in zip(self.centroids[1:], self.takeable[1:], strict=True):
             children = centroids.unflatten(0, (-1, self.branching))[nodes]  # [N, branching, c]
             distances = squared_distances(embeddings, children)
             distances[~takeable_of_level.unflatten(0, (-1, self.branching))[nodes]] = torch.inf
             nodes = self.branching * nodes + distances.argmin(-1)
             path.append(nodes)
         return torch.stack(path, dim=-1)
+
+
+def _takeable(centroids: Sequence[torch.Tensor], branching: int) -> list[torch.Tensor]:
+    """Return whether a leaf with data can be reached from each node, `[roots * branching ** l]`, bool, per level."""
+    takeable = [~level[:, 0].isnan() for level in centroids]
+    for parents, children in reversed(list(itertools.pairwise(takeable))):
+        parents &= children.unflatten(0, (-1, branching)).any(-1)
+    return takeable
 
 
 def squared_distances(embeddings: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import transformers
 from safetensors import safe_open
 from tqdm import tqdm
 
-from midus_hf.config.memories.ngram import NgramOptions
+from midus_hf.config.memories.ngram import MOST_TOKENS, NgramOptions
 from midus_hf.config.memory_entries import ATTACHED, TABLES, Memories
 from midus_hf.evaluation.text_rows import evaluating
 from midus_hf.files.checkpoint_files import (
@@ -35,6 +35,8 @@ from midus_hf.models.parts import decoder_of
 from midus_hf.training.data.ngrams import TAKEN_OUT, NgramTable, known_ngrams
 
 _TOKENS_PER_PASS = 1024
+# N-grams taken out of a table that a line shows.
+_SHOWN = 4
 _HEADING = "## Protected texts\n"
 # Keys of a config that change when a model is only saved again.
 _OF_SAVING = ("transformers_version", "_name_or_path")
@@ -61,21 +63,27 @@ class Protected:
     def __init__(self, model: Any, tokenizer: Any, texts: Mapping[str, Sequence[str]]):
         self.texts, self._tokenizer = texts, tokenizer
         self.counts: dict[str, dict[str, int]] = {}
+        self._taken: dict[str, str] = {}
         every = [text for documents in texts.values() for text in documents]
         for table in _trained_tables(model):
-            known = table.num_known
-            left = _take_out(model, table, known_ngrams(table.keys_of(every, tokenizer)))
+            known, read = table.num_known, known_ngrams(table.keys_of(every, tokenizer))
+            taken = table.ngrams[(table.ngrams < TAKEN_OUT) & torch.isin(table.ngrams, read.to(table.ngrams.device))]
+            left = _take_out(model, table, read)
             if not left:
                 raise ValueError(
                     f"none of the {known:,} n-grams of memory {table.memory!r} is left, since the protected texts have all of them; "
                     "expected n-grams to learn with. Protect less, or upscale with another corpus."
                 )
             self.counts[table.memory] = {"known": known, "left": left}
+            if len(taken):
+                texts_of_taken = [repr(_text_of(key, tokenizer)) for key in taken[:_SHOWN].tolist()]
+                beyond = f" and {len(taken) - _SHOWN:,} more" * (len(taken) > _SHOWN)
+                self._taken[table.memory] = f"; protected texts have {', '.join(texts_of_taken)}{beyond}"
 
     def __str__(self) -> str:
         return "\n".join(
             f"protect: {left['left']:,} of the {left['known']:,} n-grams of memory {name!r} are left to learn with "
-            f"({left['left'] / left['known']:.1%})"
+            f"({left['left'] / left['known']:.1%}){self._taken.get(name, '')}"
             for name, left in self.counts.items()
         )
 
@@ -142,6 +150,15 @@ class Protected:
                 unfinished.write_text(
                     without_section(card.read_text("utf-8")) + _section(certificate), encoding="utf-8"
                 )
+
+
+def _text_of(key: int, tokenizer: Any) -> str:
+    """Return the text of an n-gram of a table, by the first of the tokens that count as one."""
+    ids: list[int] = []
+    while key:
+        key, number = divmod(key, MOST_TOKENS)
+        ids.insert(0, number - 1)
+    return tokenizer.decode(ids).strip()
 
 
 def _section(certificate: Mapping[str, Any]) -> str:

@@ -1,13 +1,17 @@
 """`midus ask`: the answer of a model to one question, with the blocks that the question fetches."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 from commands.installed import run_in_process
+from topics.trees import random_tree
 from transformers import AutoModelForCausalLM
 
 from tests.training.tiny_run import document, letter_tokenizer, save_upscaled
+from upscalers.edits.banks import delete
+from upscalers.edits.checkpoint_edit import EditRequest
 
 QUESTION = document(2, seed=0)
 AS_TEXT = "the model has no chat template: the question is continued as text\n"
@@ -16,11 +20,6 @@ AS_TEXT = "the model has no chat template: the question is continued as text\n"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return save_upscaled("llama", tmp_path_factory.mktemp("model"), tokenizer=letter_tokenizer())
-
-
-@pytest.fixture(scope="module")
-def banked(tmp_path_factory):
-    return save_upscaled("llama", tmp_path_factory.mktemp("banked"), "hier-ffn", tokenizer=letter_tokenizer())
 
 
 @pytest.fixture
@@ -64,9 +63,29 @@ def test_a_chat_template_frames_the_question_unless_it_is_plain(model, ask, tmp_
             (model / name).write_bytes(content)
 
 
+@pytest.fixture(scope="module")
+def banked(tmp_path_factory):
+    """Return a model with a bank, of which some blocks were written, and some of these deleted."""
+    folder = tmp_path_factory.mktemp("banked")
+    upscaled = save_upscaled("llama", folder, "hier-ffn", tokenizer=letter_tokenizer())
+    bank = AutoModelForCausalLM.from_pretrained(upscaled).banks.of("hier-ffn")
+    for level, node in ((1, 1), (2, 4), (1, -1), (2, -1), (1, 0), (2, 0), (2, 5)):
+        bank.write(level, node, torch.full((bank.layout.record_numel(level),), 0.1))
+    delete(EditRequest(upscaled, folder / "deleted"), ["1:0", "2:0", "2:5"])
+    random_tree(3, 2).save(folder / "deleted" / "memory_bank" / "hier-ffn")
+    return folder / "deleted"
+
+
 @pytest.mark.parametrize(
     ("path", "line"),
-    [([1, 4], "blocks 1:1, 2:4 are read\n"), ([-1, -1], "no topic is near: the generic memory is read\n")],
+    [
+        ([1, 4], "blocks 1:1, 2:4 are read\n"),
+        ([-1, -1], "no topic is near: the generic memory is read\n"),
+        ([1, 5], "blocks 1:1 are read; deleted: 2:5\n"),
+        ([1, 3], "blocks 1:1 are read; never trained: 2:3\n"),
+        ([0, 0], "no block is read; deleted: 1:0, 2:0\n"),
+        ([0, 1], "no block is read; deleted: 1:0; never trained: 2:1\n"),
+    ],
 )
 def test_a_question_fetches_the_blocks_of_its_topic(path, line, banked, ask, monkeypatch):
     retriever = SimpleNamespace(tree=None, paths=lambda texts: torch.tensor([path]))
@@ -74,6 +93,15 @@ def test_a_question_fetches_the_blocks_of_its_topic(path, line, banked, ask, mon
     monkeypatch.setattr("midus_hf.topics.tree.check_tree", lambda tree, model: None)
     expected = answer_of(banked, QUESTION, memory_ids=torch.tensor([path]))
     assert ask(banked, QUESTION) == (0, expected + "\n", AS_TEXT + line)
+
+
+def test_a_bank_without_a_tree_is_not_read_which_a_line_says(banked, ask, tmp_path):
+    folder = shutil.copytree(banked, tmp_path / "model")
+    (folder / "memory_bank" / "hier-ffn" / "tree.json").unlink()
+    line = (
+        f"no block is read: {folder} has no tree of topics beside its bank; midus train saves the one of tree=TREE\n"
+    )
+    assert ask(folder, QUESTION) == (0, answer_of(folder, QUESTION) + "\n", AS_TEXT + line)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(run, config, tmp_path)
     assert report["seeds"] == [0, 1]
     assert {**hml, "new_parameters": 0, "trained_parameters": 0} == {
         "variant": "hml", "method": "midus-hml", "new_parameters": 0, "trained_parameters": 0,
-        "rates": ["0.01", "0.001"], "runs": 3, "tokens": 3 * 4 * 64, "done": 0,
+        "rates": ["0.01,value=0.1", "0.001,value=0.01"], "runs": 3, "tokens": 3 * 4 * 64, "done": 0,
     }  # fmt: skip
     assert pro["trained_parameters"] > 0 and (full["method"], full["trained_parameters"]) == ("the base", None)
     table = run(config, "--dry-run").out

@@ -390,7 +390,9 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(run, room, tmp_path):
     del tensors["model.layers.1.memory.value_bank"]
     save_file(tensors, lacking / "model.safetensors", {"format": "pt"})
     message = "whose checkpoint lacks 1 of its tensors, such as model.layers.1.memory.value_bank"
-    assert message in run("usage", lacking, *room.text, refused=True).err
+    assert f"model is {str(lacking)!r}, {message}" in run("usage", lacking, *room.text, refused=True).err
+    done = run("drift", room.made, *room.text, "--base", lacking, refused=True)
+    assert f"base is {str(lacking)!r}, {message}" in done.err
 
 
 def test_pictures_need_matplotlib(run, room, monkeypatch):

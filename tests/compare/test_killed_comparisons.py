@@ -36,7 +36,7 @@ def results(output: Path) -> dict[str, dict]:
 def test_a_killed_comparison_leaves_nothing_running_and_the_same_command_goes_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     room = write_room(tmp_path)
-    variants = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}}
+    variants = {"hml": {"upscale": HEADWISE, "rates": [{"learning_rate": 1e-2}]}}
     recipe = keys(room, tmp_path / "killed", variants, controls=False)
     (tmp_path / "compare.yaml").write_text(yaml.safe_dump(recipe))
     words = [str(tmp_path / "compare.yaml")]

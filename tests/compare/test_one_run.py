@@ -90,7 +90,8 @@ def count(folder: Path) -> int:
 def test_a_run_says_which_run_it_was_and_how_large(room, kept):
     comparing, base, results = kept
     (of_hml, hml), (_, full) = results["hml"], results["full"]
-    assert (hml.variant, hml.rate, hml.seed, hml.control) == ("hml", {"learning_rate": 1e-2}, 0, None)
+    rates = {"learning_rate": 1e-2, "value_learning_rate": 1e-1}
+    assert (hml.variant, hml.rate, hml.seed, hml.control) == ("hml", rates, 0, None)
     assert (full.variant, full.rate, full.controls, full.shuffled) == ("full", {}, {}, None)
     assert (hml.starts_at_base, full.starts_at_base) == (True, None)
     assert not hml.starts_elsewhere and not full.starts_elsewhere and base.losses == full.start.losses

@@ -73,7 +73,7 @@ REFUSED = {
     "a rate below 0": ({"rates": [{"learning_rate": -1}]}, "rates has {'learning_rate': -1.0}; expected numbers above 0"),
     "a rate without a key": ({"rates": [{}]}, "rates has {}; expected numbers above 0"),
     "a rate twice": ({"rates": [1e-3, 0.001]}, TWICE),
-    "a rate by number and by name": ({"rates": [1e-3, {"learning_rate": 1e-3}]}, TWICE),
+    "a mapping twice": ({"rates": [{"learning_rate": 1e-3}, {"learning_rate": 0.001}]}, TWICE),
     "rates that differ too little": ({"rates": [1e-3, 1.0000001e-3]}, TWICE),
     "a control": ({"controls": ["one-row"]}, "controls is ['one-row']; expected true or false."),
     "no tasks": ({"tasks": {"names": []}}, "tasks.names is an empty list; expected one or more tasks. Leave tasks out for none."),

@@ -8,9 +8,11 @@ import yaml
 from compare.small_comparison import HEADWISE, keys, write_room
 
 from midus_hf.compare.options import Comparison
-from midus_hf.compare.runs import check
+from midus_hf.compare.report import planned as planned_records
+from midus_hf.compare.runs import Run, check
 from midus_hf.compare.variants import Variant, plan
 from midus_hf.config.yaml_options import from_mapping
+from midus_hf.training.arguments import TrainArguments
 from upscalers import upscale
 
 
@@ -98,10 +100,74 @@ def test_the_variants_of_the_docs_are_planned(planned):
 
 def test_rates_of_a_variant_stand_in_place_of_those_of_all(planned):
     rate = {"learning_rate": 1e-3, "value_learning_rate": 1e-2}
-    _, result = planned({"a": {"upscale": HEADWISE}, "b": {"upscale": HEADWISE, "rates": [rate]}}, rates=[1e-2, 1e-3])
+    variants = {"a": {"upscale": {"method": "llama-pro"}}, "b": {"upscale": HEADWISE, "rates": [rate]}}
+    _, result = planned(variants, rates=[1e-2, 1e-3])
     assert [variant.rates for variant in result] == [[{"learning_rate": 1e-2}, {"learning_rate": 1e-3}], [rate]]
     _, result = planned({"a": {"upscale": HEADWISE}})
     assert result[0].rates == [{}]
+
+
+# Variants at the rate 3e-4, and the rate of their values; None where values have none of their own.
+_VALUES_AT = {
+    "a memory": ({"upscale": HEADWISE}, 3e-3),
+    "blocks of a bank": ({"upscale": {"method": "hier-ffn", "options": {"sizes": [4, 2], "branching": 2}}}, 3e-3),
+    "roles of a memory": ({"upscale": HEADWISE, "train": {"trainable": ["value"]}}, 3e-3),
+    "a memory and all else": ({"upscale": HEADWISE, "train": {"trainable": "all"}}, None),
+    "a mapping": ({"upscale": HEADWISE, "rates": [{"learning_rate": 3e-4}]}, None),
+    "values with a rate in train": ({"upscale": HEADWISE, "train": {"value_learning_rate": 1e-4}}, None),
+    "keys and values with a rate in train": ({"upscale": HEADWISE, "train": {"key_value_learning_rate": 1e-4}}, None),
+    "no values": ({"upscale": {"method": "moda"}}, None),
+    "layers": ({"upscale": {"method": "llama-pro"}}, None),
+    "adapters": ({"train": {"adapters": {"r": 2}}}, None),
+    "the base": ({}, None),
+}
+
+
+@pytest.mark.parametrize("case", _VALUES_AT)
+def test_a_number_is_the_rate_of_what_is_new_of_which_values_learn_ten_times_as_fast(planned, case):
+    options, values = _VALUES_AT[case]
+    comparison, (variant,) = planned({"a": options}, rates=[3e-4])
+    rate = {"learning_rate": 3e-4} | ({} if values is None else {"value_learning_rate": values})
+    assert variant.rates == [rate] == comparison.rates_of("a")
+    train = Run(variant, rate, 0).training_keys(comparison, "model", Path("run"))
+    shared = {key: value for key, value in variant.train.items() if key.endswith("value_learning_rate")}
+    given = from_mapping(TrainArguments, train)
+    assert (given.learning_rate, given.value_learning_rate) == (3e-4, values or shared.get("value_learning_rate"))
+
+
+def test_parts_of_an_upscaled_base_learn_at_the_rates_of_new_parts(room, planned, tmp_path):
+    upscale(base=str(room / "base"), output=tmp_path / "base", **HEADWISE)
+    variants = {
+        "new": {"train": {"trainable": "new"}},
+        "recorded": {"train": {"trainable": "auto"}},
+        "adapters": {"train": {"adapters": {"r": 2}}},
+        "all": {},
+    }
+    _, result = planned(variants, base=str(tmp_path / "base"), rates=[1e-3])
+    apart = {"learning_rate": 1e-3, "value_learning_rate": 1e-2}
+    assert {one.name: one.rates for one in result} == {
+        **{name: [apart] for name in ("new", "recorded", "adapters")},
+        "all": [{"learning_rate": 1e-3}],
+    }
+
+
+def test_a_number_and_the_mapping_that_it_stands_for_are_one_rate(planned):
+    rates = [1e-3, {"learning_rate": 1e-3, "value_learning_rate": 1e-2}]
+    with pytest.raises(ValueError, match=r"^rates has 0\.001,value=0\.01 twice; expected rates that differ"):
+        planned({"a": {"upscale": HEADWISE, "rates": rates}})
+    with pytest.raises(ValueError, match=r"^rates has 0\.001 twice; expected rates that differ"):
+        planned({"a": {"rates": [1e-3, {"learning_rate": 1e-3}]}})
+
+
+def test_plans_name_both_rates(planned):
+    rates = [1e-3, {"learning_rate": 1e-3}, {"learning_rate": 1e-3, "key_value_learning_rate": 3e-3}]
+    records = planned_records(*planned({"a": {"upscale": HEADWISE, "rates": rates}, "b": {}}))
+    assert [record["rates"] for record in records] == [
+        ["0.001,value=0.01", "0.001 (values 0.001)", "0.001,key_value=0.003 (values 0.003)"],
+        ["recipe"],
+    ]
+    records = planned_records(*planned({"a": {"upscale": HEADWISE, "train": {"value_learning_rate": "3e-2"}}}))
+    assert [record["rates"] for record in records] == [["recipe (values 0.03)"]]
 
 
 def test_numbers_of_parameters_are_those_of_the_method(room, planned):
@@ -158,7 +224,14 @@ REFUSED = {
         "variants.a has a rate 'per_device_train_batch_size'; expected one of: learning_rate, memory_learning_rate, ",
     ),
     "a seed as a rate": ({"rates": [{"seed": 4}]}, "variants.a has a rate 'seed'; expected one of: learning_rate, "),
-    "an absent file": ({"upscale": "absent.yaml"}, "config is 'absent.yaml', which cannot be read (No such file or directory)"),
+    "an absent file": (
+        {"upscale": "absent.yaml"},
+        "variants.a.upscale names a file: config is 'absent.yaml', which cannot be read (No such file or directory)",
+    ),
+    "an absent file of training": (
+        {"train": "absent.yaml"}, "variants.a.train names a file: config is 'absent.yaml', which cannot be read"
+    ),
+    "an absent corpus": ({"train": {"corpus": "absent.txt"}}, "variants.a.train.corpus is 'absent.txt', which does not exist"),
 }  # fmt: skip
 
 
@@ -177,11 +250,12 @@ def test_what_is_refused_before_anything_runs(planned, tmp_path, refused):
         ({"domain": {"plants": "absent.txt"}}, "domain.plants is 'absent.txt', which does not exist; expected a file or a folder"),
         ({"retention": {"stars": "absent"}}, "retention.stars is 'absent', which does not exist; expected a file or a folder"),
         ({"base": "absent"}, "variants.a.upscale: "),
+        ({"train": {"corpus": "absent.txt"}}, "train.corpus is 'absent.txt', which does not exist; expected"),
         ({"fine_tune": {"model_name_or_path": "m"}}, "fine_tune has 'model_name_or_path', which the comparison sets for each run"),
         ({"fine_tune": {"dataset_name": "d", "max_step": 3}}, "variants.a, as a run of midus sft: config has no option 'max_step'."),
         ({"train": {"eval_text": "text"}}, "train has 'eval_text', which the comparison sets for each run; leave it out."),
     ],
-    ids=["domain", "retention", "base", "model of tuning", "key of tuning", "text of runs"],
+    ids=["domain", "retention", "base", "corpus", "model of tuning", "key of tuning", "text of runs"],
 )  # fmt: skip
 def test_what_is_refused_of_all_variants(planned, changes, message):
     with pytest.raises(ValueError) as refusal:
@@ -242,6 +316,22 @@ def test_a_base_without_a_tokenizer_is_refused(room, tmp_path, planned):
     shutil.copytree(room / "base", tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "special*"))
     with pytest.raises(ValueError, match=r"^base is '.*bare', whose config or tokenizer cannot be loaded: "):
         planned({"a": {}}, base=str(tmp_path / "bare"))
+
+
+def test_a_base_that_is_no_model_is_refused(room, planned):
+    with pytest.raises(
+        ValueError, match=r"^base is '.*corpus', a folder without config\.json; expected that of a saved model\."
+    ):
+        planned({"a": {}}, base=str(room / "corpus"))
+
+
+def test_a_corpus_that_no_run_could_read_is_refused(tmp_path, planned):
+    (tmp_path / "rows.jsonl").write_text('{"body": "Roses are red."}\n')
+    with pytest.raises(
+        ValueError, match=r"^variants\.b\.train\.corpus '.*rows\.jsonl' has no column 'text', only body; set"
+    ):
+        planned({"a": {}, "b": {"train": {"corpus": str(tmp_path / "rows.jsonl")}}})
+    planned({"a": {}, "b": {"train": {"corpus": str(tmp_path / "rows.jsonl"), "text_column": "body"}}})
 
 
 def test_an_output_that_is_a_file_is_refused(planned, tmp_path):

@@ -213,7 +213,7 @@ SESSIONS = {
             "code.txt": "code.jsonl",
             "limit: 200": "limit: 1",
             "[1.0e-3, 3.0e-4, 1.0e-4]": "[1.0e-3]",
-            "1.0e-2}, {learning_rate: 1.0e-3, value_learning_rate: 3.0e-2}": "1.0e-2}",
+            "[1.0e-3, {learning_rate: 1.0e-3, value_learning_rate: 3.0e-2}]": "[1.0e-3]",
             "seeds: [0, 1, 2]": "seeds: [0]\ncontrols: false",
             "num_new_layers: 3": "num_new_layers: 2",
             "trainable: [10, 20]": "trainable: [1, 2]",

@@ -43,6 +43,30 @@ def test_paths_are_greedy_and_avoid_what_is_empty(data, branching, levels, seed)
     assert tree.paths(embeddings).tolist() == [path_by_hand(tree, embedding) for embedding in embeddings]
 
 
+def test_a_tree_without_a_node_sends_no_text_there_and_leaves_all_others_as_they_are(tmp_path):
+    sizes = [torch.full((3**level,), 3 ** (3 - level)) for level in (1, 2, 3)]
+    tree = random_tree(3, 3, sizes=sizes, min_similarity=0.1, grown_from=["older"])
+    embeddings = torch.randn(200, 5, generator=torch.Generator().manual_seed(1))
+    before = tree.paths(embeddings)
+    after = tree.without([(1, 2), (2, 1)])
+    gone = [{2}, {1, 6, 7, 8}, {3, 4, 5, *range(18, 27)}]
+    for level, nodes in enumerate(gone):
+        stay = [node for node in range(3 ** (level + 1)) if node not in nodes]
+        assert torch.equal(after.centroids[level][stay], tree.centroids[level][stay])
+        assert after.centroids[level][sorted(nodes)].isnan().all()
+        assert not after.sizes[level][sorted(nodes)].any() and torch.equal(
+            after.sizes[level][stay], sizes[level][stay]
+        )
+        assert not set(after.paths(embeddings)[:, level].tolist()) & nodes
+    elsewhere = (before[:, 0] != 2) & (before[:, 1] != 1)
+    assert torch.equal(after.paths(embeddings)[elsewhere], before[elsewhere]) and 0 < elsewhere.sum() < 200
+    assert (after.min_similarity, after.grown_from) == (0.1, ("older", tree.fingerprint))
+    assert after.fingerprint not in (tree.fingerprint, "older")
+    after.save(tmp_path)
+    assert torch.equal(ClusterTree.load(tmp_path).paths(embeddings), after.paths(embeddings))
+    assert tree.without([(1, 0), (1, 1), (2, 6), (2, 7), (2, 8)]) is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_paths_do_not_depend_on_what_descends_along(dtype):
     tree = random_tree(4, 3)

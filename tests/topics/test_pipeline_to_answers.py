@@ -98,6 +98,12 @@ def test_a_document_is_forgotten_with_its_topic_which_learns_the_others_again(ta
     rest.write_text("".join(json.dumps(row) + "\n" for row in others if row["memory_ids"][0] == topic))
     keys = {"path_column": "memory_ids", "max_steps": 3, "tree": tree, "generic_share": 0.0}
     train(tiny_config(tmp_path / "without", rest, tmp_path / "again", **keys))
+    # The tree of the run brings the topic's centroid back; without it, no text finds the topic.
+    texts = [row["text"] for row in others]
+    topics = [set(MemoryRetriever.load(tmp_path / name).paths(texts)[:, 0].tolist()) for name in ("without", "again")]
+    assert topic not in topics[0] and topic in topics[1]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").banks.of("hier-ffn")
+    assert again.tree == ClusterTree.load(tmp_path / "again").fingerprint == ClusterTree.load(tree).fingerprint
 
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("out", "without", "again")]
     elsewhere = next(row for row in others if row["memory_ids"][0] != topic)

@@ -116,6 +116,26 @@ def test_a_model_that_is_trained_again_loses_the_section_of_its_card(texts, trai
     assert (tmp_path / "protected_again" / "README.md").read_text().count("## Protected texts") == 1
 
 
+def test_a_line_says_which_ngrams_protected_texts_took(texts, tmp_path, capsys):
+    base = save_tiny_model("llama", tmp_path / "base")
+    tiny_tokenizer().save_pretrained(base)
+    names = [f"w{number}" for number in range(10, 16)]
+    (tmp_path / "names.jsonl").write_text("".join(json.dumps({"text": name}) + "\n" for name in [*names, "w8 w9"]))
+    options = {"corpus": str(tmp_path / "names.jsonl"), "names": True, "min_order": 1}
+    model = engram(texts, tmp_path, base=base, **options)
+    for protected, line in {
+        "w8 w9 w20": "6 of the 7 n-grams of memory 'ngram' are left to learn with (85.7%); protected texts have 'w8 w9'",
+        "w14 w13 w12 w11 w10 w9": "2 of the 7 n-grams of memory 'ngram' are left to learn with (28.6%); protected texts have 'w10', "
+        "'w11', 'w12', 'w13' and 1 more",
+        "w20 w21": "7 of the 7 n-grams of memory 'ngram' are left to learn with (100.0%)",
+    }.items():
+        (tmp_path / "protected.txt").write_text(protected)
+        run = run_of(texts, model, tmp_path / "run", protect=str(tmp_path / "protected.txt"), max_steps=1)
+        train(run)
+        shutil.rmtree(tmp_path / "run")
+        assert f"protect: {line}\n" in capsys.readouterr().out
+
+
 def test_sources_of_one_name_are_told_apart(texts, trained, tmp_path):
     protect = [str(texts / "protected"), str(shutil.copytree(texts / "protected", tmp_path / "more" / "protected"))]
     train(run_of(texts, trained.parent / "model", tmp_path / "run", max_steps=1, protect=protect))

@@ -87,6 +87,43 @@ def test_each_name_of_a_corpus_has_one_row(spoken_base, tmp_path):
     assert tensors["model.memory_tables.ngram.0.ngrams"].tolist() == expected
 
 
+# Names, and the lines on those that are cut or share a row.
+_NAMES = {
+    "names of their own": (["the cat", "cat", "the", "the cat"], []),
+    "one number": (["the Cat", "the", "THÉ cat", "The"], [
+        "names that share a row, since their n-grams are one: 4 ('the Cat', 'THÉ cat'; 'the', 'The')",
+    ]),
+    "unknown tokens": (["dog", "cow", "cat"], ["names that share a row, since their n-grams are one: 2 ('dog', 'cow')"]),
+    "many rows": (["the", "The", "cat", "Cat", "the cat", "The Cat", "dog", "ox"], [
+        "names that share a row, since their n-grams are one: 8 ('the', 'The'; 'cat', 'Cat'; 'the cat', 'The Cat'; ...)",
+    ]),
+    "too long": (["the cat sat the", "cat sat the", "sat"], [
+        "names longer than 3 tokens, whose last 3 have the row: 1 ('the cat sat the')",
+        "names that share a row, since their n-grams are one: 2 ('the cat sat the', 'cat sat the')",
+    ]),
+    "many": (["dog", "ox", "cow", "ewe", "ram", *("the " * count for count in range(4, 10))], [
+        "names longer than 3 tokens, whose last 3 have the row: 6 ('the the the the', 'the the the the the', "
+        "'the the the the the the', 'the the the the the the the' and 2 more)",
+        "names that share a row, since their n-grams are one: 11 ('dog', 'ox', 'cow', 'ewe' and 1 more; 'the the the the', "
+        "'the the the the the', 'the the the the the the', 'the the the the the the the' and 2 more)",
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _NAMES)
+def test_lines_name_the_names_that_are_cut_or_share_a_row(spoken_base, command, tmp_path, case):
+    names, lines = _NAMES[case]
+    (tmp_path / "names.jsonl").write_text("".join(json.dumps({"text": name}) + "\n" for name in names))
+    options = {**EXACT, "corpus": tmp_path / "names.jsonl", "names": "true", "min_order": 1}
+    words = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
+    told = command("--base", spoken_base, "--method", "engram", *words, "--dry-run").err.splitlines()
+    assert told[0].endswith("ends of names have rows") and told[1:] == lines
+    told = command(
+        "--base", spoken_base, "--method", "engram", *words, "--set", "rows=1", "--dry-run"
+    ).err.splitlines()
+    assert told[1:] == [line for line in lines if "share" not in line]
+
+
 def test_special_tokens_are_no_part_of_a_name(spoken_base, tmp_path):
     base = shutil.copytree(spoken_base, tmp_path / "base")
     tokenizer = AutoTokenizer.from_pretrained(base)

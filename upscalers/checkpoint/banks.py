@@ -4,10 +4,14 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER, BankLayout
 from midus_hf.files.checkpoint_files import BANKS, is_of
 from upscalers.request.errors import RequestError
+
+if TYPE_CHECKING:
+    from midus_hf.topics.tree import ClusterTree
 
 
 def bank_files(folder: Path) -> set[Path]:
@@ -43,6 +47,8 @@ def carry_banks(
     folder: Path,
     layouts: Mapping[str, BankLayout],
     deleted: Mapping[str, Collection[tuple[int, int]]] | None = None,
+    tree: "ClusterTree | None" = None,
+    tree_folder: Path | None = None,
 ) -> None:
     """Copy banks from one checkpoint to another; blocks that were never written take no room in the copy either.
 
@@ -52,6 +58,9 @@ def carry_banks(
         layouts: Layout of each bank, by the name of its memory.
         deleted: Level and index of the blocks to delete, by the name of the memory: they are not copied, and the copy
             records them as deleted. Default: none.
+        tree: The tree of the copies, which came from that of the banks. Default: the banks' own.
+        tree_folder: Folder with the files of the copies' tree; without files there, the copies have none. Default: the banks'
+            own.
 
     Raises:
         RequestError: If a bank is absent or another model's, or a block on the disk is not what was written.
@@ -64,7 +73,10 @@ def carry_banks(
     for name, layout in layouts.items():
         try:
             bank = MemoryBank(source / BANKS_FOLDER / name, layout)
-            bank.save(folder / BANKS_FOLDER / name, deleted=(deleted or {}).get(name, ()))
+            if tree is not None:
+                bank.grow(None, tree.fingerprint, tree.grown_from)
+            target = folder / BANKS_FOLDER / name
+            bank.save(target, tree_folder=tree_folder, deleted=(deleted or {}).get(name, ()))
         except BankError as error:
             raise RequestError(str(error)) from None
 

@@ -3,8 +3,9 @@
 import contextlib
 import re
 import shutil
+import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,12 @@ from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.edits.checkpoint_edit import EditRequest
-from upscalers.request.errors import RequestError
+from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.runs.output_folder import OutputFolder
 
 if TYPE_CHECKING:
     from midus_hf.banks.memory_bank import MemoryBank
+    from midus_hf.topics.tree import ClusterTree
 
 # A level, counted from 1, and the number of the node within the level, counted from 0; -1 for the generic memory.
 Node = tuple[int, int]
@@ -33,7 +35,9 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
     """Delete the blocks of nodes in every bank, so that they are as if they were never written: what they learned is gone.
 
     No file of the output holds any of the deleted blocks: they are not copied into the banks, and states to resume training
-    from are left out with the checkpoints that hold them.
+    from are left out with the checkpoints that hold them. A node at and below which no block is left has no centroid in the
+    output's tree either, so no text is assigned to it; other nodes keep their numbers and centroids. The centroids above it, means
+    over all their windows, stay.
 
     Args:
         request: The checkpoint to read and the folder to make; the memory whose bank alone is edited, by default all banks.
@@ -41,8 +45,9 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
         subtree: Whether to delete the blocks of all nodes below as well. Default: False.
 
     Returns:
-        `{"command", "model", "output", "banks", "seconds"}`, where `banks` has, by the name of the memory, the deleted
-        blocks that had been written.
+        `{"command", "model", "output", "banks", "centroids", "seconds"}`, where `banks` has, by the name of the memory, the deleted
+        blocks that had been written, and `centroids` the named nodes whose centroids are `deleted`, with all below, and `kept`,
+        because texts find other blocks by them; None if the model has no tree.
 
     Raises:
         RequestError: If a node does not exist in any of the banks, or the output cannot be made.
@@ -51,6 +56,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
     with resolve_source(str(request.model)) as source:
         deleted: dict[str, list[Node]] = {}
         refusals = []
+        named: set[Node] = set()
         for name, layout in find_layouts(source.folder, request.memory).items():
             with open_bank(source.folder, name, layout) as bank:
                 try:
@@ -59,26 +65,78 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
                     refusals.append(refusal)
                     continue
                 deleted[name] = [node for node in chosen if bank.is_written(*node)]
+                named |= {parse_node(node, bank.layout) for node in nodes}
         if not deleted:
             raise refusals[0]
+        tree = _tree_of(source.folder)
+        gone, kept = (None, None) if tree is None else _centroids(source.folder, tree, named, deleted)
         memories = open_base(source.folder, needs_weights=False).layout.memories
         folder = OutputFolder(request.output, source.folder, request.overwrite)
         files = _files_beside_banks(source.folder)
         folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.banks))
-        with folder as partial:
+        with folder as partial, tempfile.TemporaryDirectory() as scratch:
+            after = tree.without(gone) if tree is not None and gone else None
+            if after is not None:
+                after.save(scratch)
             for path in files:
                 target = partial / path.relative_to(source.folder)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target)
-            carry_banks(source.folder, partial, memories.banks, deleted)
+            tree_folder = Path(scratch) if gone else None
+            carry_banks(source.folder, partial, memories.banks, deleted, after, tree_folder)
             folder.commit()
     return {
         "command": "delete",
         "model": str(request.model),
         "output": str(request.output),
-        "banks": {name: [written_node(node) for node in its_nodes] for name, its_nodes in deleted.items()},
+        "banks": {name: [*map(written_node, its_nodes)] for name, its_nodes in deleted.items()},
+        "centroids": None
+        if gone is None or kept is None
+        else {"deleted": [*map(written_node, gone)], "kept": [*map(written_node, kept)]},
         "seconds": time.perf_counter() - started,
     }
+
+
+def _tree_of(folder: Path) -> "ClusterTree | None":
+    """Return the tree of a checkpoint's banks; None if they have none, as before training."""
+    from midus_hf.topics.tree import ClusterTree
+    from midus_hf.topics.tree_files import RECORD_FILE, folder_of_tree
+
+    if not (folder_of_tree(folder) / RECORD_FILE).is_file():
+        return None
+    with refusing_requests():
+        return ClusterTree.load(folder)
+
+
+def _centroids(
+    folder: Path, tree: "ClusterTree", named: Iterable[Node], deleted: Mapping[str, Sequence[Node]]
+) -> tuple[list[Node], list[Node]]:
+    """Return the named nodes whose centroids go, with all below, and those whose centroids lead to blocks that stay."""
+    left: set[Node] = set()  # nodes with blocks, in any bank, after the deletion
+    for name, layout in find_layouts(folder).items():
+        with open_bank(folder, name, layout) as bank:
+            for level in bank.layout.levels:
+                of_level = ((level, node) for node in range(bank.layout.blocks.nodes(level)))
+                left |= {node for node in of_level if bank.is_written(*node)}.difference(deleted.get(name, ()))
+    k, centroids = tree.branching, tree.centroids
+    nodes = [
+        node for node in sorted(named) if node[1] != GENERIC and not centroids[node[0] - 1][node[1]].isnan().any()
+    ]
+    gone = [node for node in nodes if not any(_lies_in(other, node, k) for other in left)]
+    # A path ends at a leaf: where none is left below a node, texts no longer find the node's own block either.
+    before, after = tree.takeable, tree.without(gone)
+    lost = [
+        (level, number)
+        for level, number in left
+        if before[level - 1][number] and (after is None or not after.takeable[level - 1][number])
+    ]
+    gone = [node for node in gone if not any(_lies_in(node, other, k) for other in lost)]
+    return gone, [node for node in nodes if node not in gone]
+
+
+def _lies_in(node: Node, other: Node, branching: int) -> bool:
+    """Return whether a node is another node, or lies below it."""
+    return node[0] >= other[0] and node[1] // branching ** (node[0] - other[0]) == other[1]
 
 
 def list_banks(model: str | Path, memory: str | None = None) -> dict[str, Any]:
@@ -152,20 +210,30 @@ def parse_nodes(names: Sequence[str], layout: BankLayout, subtree: bool = False)
         raise RequestError("no node is named; expected one or more, each LEVEL:NODE, such as 2:52.")
     nodes: set[Node] = set()
     for name in names:
-        match = _NODE.fullmatch(name)
-        if match is None:
-            raise RequestError(f"node is {name!r}; expected LEVEL:NODE, such as 2:52, or LEVEL:generic.")
-        level = int(match[1])
-        if not 1 <= level <= layout.num_levels:
-            raise RequestError(f"node {name!r} is of level {level}; expected 1 to {layout.num_levels}.")
-        count = layout.blocks.nodes(level)
-        number = GENERIC if match[2] == "generic" else int(match[2])
-        if number >= count:
-            raise RequestError(f"node {name!r} is not there; expected 0 to {count - 1}, or generic.")
+        level, number = parse_node(name, layout)
         if not subtree and level not in layout.levels:
             raise RequestError(f"level {level} has no blocks; expected one of {', '.join(map(str, layout.levels))}.")
         nodes |= set(_below(level, number, layout) if subtree else [(level, number)])
     return sorted(nodes)
+
+
+def parse_node(name: str, layout: BankLayout) -> Node:
+    """Return the node that a person names `LEVEL:NODE` or `LEVEL:generic`, with a block or without.
+
+    Raises:
+        RequestError: If the name is not that of a node.
+    """
+    match = _NODE.fullmatch(name)
+    if match is None:
+        raise RequestError(f"node is {name!r}; expected LEVEL:NODE, such as 2:52, or LEVEL:generic.")
+    level = int(match[1])
+    if not 1 <= level <= layout.num_levels:
+        raise RequestError(f"node {name!r} is of level {level}; expected 1 to {layout.num_levels}.")
+    count = layout.blocks.nodes(level)
+    number = GENERIC if match[2] == "generic" else int(match[2])
+    if number >= count:
+        raise RequestError(f"node {name!r} is not there; expected 0 to {count - 1}, or generic.")
+    return level, number
 
 
 def _below(level: int, number: int, layout: BankLayout) -> Iterable[Node]:

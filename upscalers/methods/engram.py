@@ -1,6 +1,8 @@
 """Engram: rows of a table by the last tokens of the text, beside the feed-forward networks of two layers."""
 
 import importlib.util
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from midus_hf.config.memories.ngram import MOST_TOKENS, NgramOptions
 from midus_hf.config.memory_entries import TABLES, MemoryEntry
 from midus_hf.config.options import option
-from midus_hf.config.wording import install_extra
+from midus_hf.config.wording import first_few, install_extra
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.methods.contract import ENGRAM, register_method
@@ -21,7 +23,11 @@ from upscalers.tensors.recipes import Integers, Recipe
 if TYPE_CHECKING:
     import torch
 
+    from midus_hf.training.data.ngrams import TextKeys
+
 _PUBLISHED = "published"
+# Groups of names with one row that a line shows.
+_GROUPS = 3
 # Text of a token that holds a part of a character.
 _BROKEN = "\ufffd"
 
@@ -67,6 +73,9 @@ class Engram(AttachedMemoryMethod):
     def __init__(self, options: Any):
         super().__init__(options)
         self._keys: torch.Tensor | None = None
+        # Names by the n-gram that has their row, and those that are longer.
+        self._names: dict[int, dict[str, None]] = {}
+        self._cut: dict[str, None] = {}
 
     @property
     def recorded_options(self) -> dict[str, Any]:
@@ -127,7 +136,21 @@ class Engram(AttachedMemoryMethod):
         if self.options.corpus is None:
             return remarks
         kind = "ends of names" if self.options.names else "n-grams of the corpus"
-        return [*remarks, f"{len(self._ngrams(base)):,} {kind} have rows"]
+        return [*remarks, f"{len(self._ngrams(base)):,} {kind} have rows", *self._told_of_names()]
+
+    def _told_of_names(self) -> list[str]:
+        """Return lines on names that are longer than a row's n-gram, and on names that share a row."""
+        lines, most = [], self.options.max_order
+        if self._cut:
+            lines.append(
+                f"names longer than {most} tokens, whose last {most} have the row: {len(self._cut):,} ({_shown(self._cut)})"
+            )
+        groups = list({tuple(names): None for names in self._names.values() if len(names) > 1})
+        shared = {name for names in groups for name in names}
+        if shared and self.options.rows != 1:
+            shown = "; ".join(map(_shown, groups[:_GROUPS])) + "; ..." * (len(groups) > _GROUPS)
+            lines.append(f"names that share a row, since their n-grams are one: {len(shared):,} ({shown})")
+        return lines
 
     def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
         entry = super().entry(base, plan)
@@ -176,7 +199,9 @@ class Engram(AttachedMemoryMethod):
             if self.options.names:  # a name begins a text, or stands behind a space; no special token is part of it
                 texts = [form for text in texts for form in (text, f" {text}")]
             keys = keys_of_texts(texts, _tokenizer(base), options, numbers, special_tokens=not self.options.names)
-            self._keys = known_ngrams(last_ngrams(keys) if self.options.names else keys, self.options.min_documents)
+            if self.options.names:
+                keys = self._noting(texts, last_ngrams(keys))
+            self._keys = known_ngrams(keys, self.options.min_documents)
             if not len(self._keys):
                 raise RequestError(
                     f"corpus {self.options.corpus} has no n-gram of {self.options.min_order} tokens or more that "
@@ -184,6 +209,24 @@ class Engram(AttachedMemoryMethod):
                     "min_order or min_documents."
                 )
         return self._keys
+
+    def _noting(self, forms: Sequence[str], parts: "Iterator[TextKeys]") -> "Iterator[TextKeys]":
+        """Yield the n-grams of names, each in two forms, and note whose they are, and which names are longer."""
+        first = 0
+        for part in parts:
+            for form, key in zip(part.texts.tolist(), part.keys.amax(-1).tolist(), strict=True):
+                name = forms[form - form % 2]
+                if key:
+                    self._names.setdefault(key, {})[name] = None
+                    if form % 2 == 0 and len(part.ids[form - first]) > self.options.max_order:
+                        self._cut[name] = None
+            first += len(part.ids)
+            yield part
+
+
+def _shown(names: Iterable[str]) -> str:
+    """Return the first few names, in quotes."""
+    return first_few([repr(textwrap.shorten(name, 40, placeholder="...")) for name in names])
 
 
 def _vocabulary(base: BaseModel) -> int:

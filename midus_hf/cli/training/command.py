@@ -13,6 +13,8 @@ from midus_hf.cli.command_line import FAILED, WRONG_REQUEST, Ending, is_main_pro
 from midus_hf.cli.options import argument, option, read_recipe
 from midus_hf.cli.training.printed_config import recipes
 from midus_hf.config.yaml_options import apply_words, from_mapping
+from midus_hf.model_names import saved_config
+from midus_hf.training.optim.rates import short_run_rates, trains_new_parts
 
 Overrides = Annotated[
     list[str] | None,
@@ -25,7 +27,7 @@ Output = Annotated[str | None, option("Folder to make; needed with texts.", "DIR
 _TEXTS = {"train": "corpus", "sft": "dataset_name"}
 _LENGTH = {"train": "sequence_length", "sft": "max_length"}
 _SHORT_RUN = {"num_train_epochs": 3, "per_device_train_batch_size": 4, "logging_steps": 0.05}
-_RATES = {"new": {"learning_rate": 1e-3, "value_learning_rate": 1e-2}, "all": {"learning_rate": 1e-4}}
+_RATES = {"new": short_run_rates(1e-3), "all": {"learning_rate": 1e-4}}
 
 
 def read_arguments(
@@ -89,26 +91,14 @@ def _short_run(
                 f"--{name} is missing: {first!r} is read as texts; run 'midus {command} {first} --model MODEL --output DIR', or "
                 "give a recipe, a file that ends in .yaml."
             )
-    chosen = {_LENGTH[command]: 256, **_SHORT_RUN, **_RATES["new" if _trains_new_parts(written) else "all"]}
+    recorded = saved_config(str(written["model_name_or_path"])).get("upscale", {}).get("trainable")
+    chosen = {_LENGTH[command]: 256, **_SHORT_RUN, **_RATES["new" if trains_new_parts(written, recorded) else "all"]}
     if written.get("max_steps") not in (None, -1):  # which the Trainer prefers to epochs
         del chosen["num_train_epochs"]
     unchanged = ", ".join(f"{key}={value:g}" for key, value in chosen.items() if key not in written)
     if unchanged and is_main_process():
         print(f"for a short run: {unchanged}; KEY=VALUE behind the texts replaces any", file=sys.stderr)
     return chosen | written
-
-
-def _trains_new_parts(keys: dict[str, Any]) -> bool:
-    """Return whether a run trains adapters or new parts of a model alone, which learn at higher rates than a whole model."""
-    if keys.get("adapters") is not None:
-        return True
-    trainable = keys.get("trainable", "auto")
-    if trainable == "auto":
-        config = Path(str(keys["model_name_or_path"]), "config.json").expanduser()
-        record = json.loads(config.read_text(encoding="utf-8")).get("upscale", {}) if config.is_file() else {}
-        trainable = record.get("trainable")
-    # A list of roles names tensors of added memories; a list of numbers may name layers of the base.
-    return trainable == "new" or (isinstance(trainable, list) and all(isinstance(part, str) for part in trainable))
 
 
 def _refuse_other_kinds(command: str, first: str) -> None:

@@ -1,13 +1,39 @@
 """Learning rates and weight decays of each kind of tensor, and the courses that rates of memories can take."""
 
 import dataclasses
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 # Courses that the rate of memory values can take: see `Rates`.
 ValueSchedule = Literal["constant", "fixed", "4x-to-1x"]
 
 # Kinds of tensor that memory keys can be trained as: see `Rates`.
 MemoryKeys = Literal["constant", "weights"]
+
+# Rate of memory values over that of all else, in a short run: values start at zero, and there are few steps to fill them.
+_VALUES_OVER_REST = 10
+
+
+def short_run_rates(rate: float) -> dict[str, float]:
+    """Return the rates of new parts of a model in a short run, as keys of `Rates`: values of memories learn ten times as fast."""
+    values = float(f"{_VALUES_OVER_REST * rate:.15g}")  # as a person writes it, 0.003 for ten times 3e-4
+    return {"learning_rate": rate, "value_learning_rate": values}
+
+
+def trains_new_parts(keys: Mapping[str, Any], recorded: str | None) -> bool:
+    """Return whether a run trains adapters or new parts of a model alone, which learn at higher rates than a whole model.
+
+    Args:
+        keys: Keys of the run.
+        recorded: What the model's upscaling recorded as `trainable`; None for a plain model.
+    """
+    if keys.get("adapters") is not None:
+        return True
+    trainable = keys.get("trainable", "auto")
+    if trainable == "auto":
+        trainable = recorded
+    # A list of roles names tensors of added memories; a list of numbers may name layers of the base.
+    return trainable == "new" or (isinstance(trainable, list) and all(isinstance(part, str) for part in trainable))
 
 
 @dataclasses.dataclass

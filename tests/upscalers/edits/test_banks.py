@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import prompt, save_tiny_model
+from topics.trees import random_tree
 from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.cli import edit
 from midus_hf.files.checkpoint_files import BLOCK_STATES
+from midus_hf.topics.tree import ClusterTree
 from upscalers.edits.banks import delete
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.request.errors import RequestError
@@ -150,6 +152,88 @@ def test_one_deletion_deletes_the_node_in_every_bank(upscaled, tmp_path, capsys)
         capsys=capsys,
     )
     assert done["banks"] == {NAMES[1]: ["2:7"]} and (2, 7) in blocks_in(tmp_path / "only", NAMES[0])
+
+
+@pytest.fixture(scope="module")
+def with_trees(upscaled, tmp_path_factory):
+    """The models of `upscaled` with a tree in each of their banks, whose fingerprint the banks have."""
+    folder = tmp_path_factory.mktemp("trees")
+    tree = random_tree(3, 2, min_similarity=0.1)
+    tree.save(folder / "tree")
+    for model, names in (("one", NAMES[:1]), ("two", NAMES)):
+        shutil.copytree(upscaled / model, folder / model)
+        for name in names:
+            bank = bank_of(upscaled / model, name)
+            bank.save(folder / model / "memory_bank" / name, tree=tree.fingerprint, tree_folder=folder / "tree")
+    return folder
+
+
+# Words of `midus edit delete`, and nodes whose centroids are deleted, with all below, and kept.
+_CENTROIDS = {
+    "a topic and all below": ("one", ["--node", "1:0", "--subtree"], [(1, 0)], []),
+    "a topic below": ("one", ["--node", "2:1"], [(2, 1)], []),
+    "a topic that no text taught": ("one", ["--node", "1:1", "--node", "2:8"], [(1, 1), (2, 8)], []),
+    "a topic with blocks below": ("one", ["--node", "1:0", "--node", "2:7"], [(2, 7)], [(1, 0)]),
+    "all ways to a block": ("one", ["--node", "2:6", "--node", "2:7", "--node", "2:8"], [], [(2, 6), (2, 7), (2, 8)]),
+    "the generic memory": ("one", ["--node", "2:generic"], [], []),
+    "one of two banks": ("two", ["--node", "2:7", "--memory", NAMES[1]], [], [(2, 7)]),
+    "two banks": ("two", ["--node", "2:7"], [(2, 7)], []),
+}
+
+
+@pytest.mark.parametrize("case", _CENTROIDS)
+def test_the_tree_loses_the_centroids_of_topics_without_a_block(with_trees, tmp_path, capsys, case):
+    model, words, gone, kept = _CENTROIDS[case]
+    done = run("delete", with_trees / model, *words, "--output", tmp_path / "out", capsys=capsys)
+    assert done["centroids"] == {
+        key: [f"{level}:{node}" for level, node in nodes] for key, nodes in (("deleted", gone), ("kept", kept))
+    }
+    before, after = (ClusterTree.load(folder) for folder in (with_trees / model, tmp_path / "out"))
+    below = {(2, 3 * node + digit) for level, node in gone if level == 1 for digit in range(3)} | {*gone}
+    embeddings = torch.randn(300, 5, generator=torch.Generator().manual_seed(1))
+    old, new = before.paths(embeddings), after.paths(embeddings)
+    contents = [path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    for level, node in [*((1, node) for node in range(3)), *((2, node) for node in range(9))]:
+        centroid = before.centroids[level - 1][node]
+        assert (old[:, level - 1] == node).any(), "texts were assigned to every node"
+        if (level, node) in below:
+            assert not any(centroid.numpy().tobytes() in content for content in contents)
+            assert not (new[:, level - 1] == node).any()
+        else:
+            assert torch.equal(after.centroids[level - 1][node], centroid)
+    others = [not any((level, node) in below for level, node in enumerate(path, 1)) for path in old.tolist()]
+    assert torch.equal(old[others], new[others])
+    for name in NAMES[:1] if model == "one" else NAMES:
+        bank = bank_of(tmp_path / "out", name)
+        assert bank.tree == after.fingerprint == ClusterTree.load(bank.folder).fingerprint
+        assert bank.description["grown_from"] == ([before.fingerprint] if gone else [])
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    opened.banks.check_tree(before.fingerprint, "the text", "")  # paths of other topics are what they were
+    again = run("delete", tmp_path / "out", *words, "--output", tmp_path / "again", capsys=capsys)
+    assert again["centroids"] == {"deleted": [], "kept": [f"{level}:{node}" for level, node in kept]}
+    assert ClusterTree.load(tmp_path / "again").fingerprint == after.fingerprint
+    capsys.readouterr()
+    assert edit.main(["delete", str(with_trees / model), *words, "--output", str(tmp_path / "told")]) == 0
+    _, *told = capsys.readouterr().out.splitlines()
+    names = [", ".join(f"{level}:{node}" for level, node in nodes) for nodes in (gone, kept)]
+    assert told == [
+        *[f"deleted the centroids of {names[0]} and all below: no text is assigned to them"] * bool(gone),
+        *[f"kept the centroids of {names[1]}, by which texts find other blocks"] * bool(kept),
+    ]
+
+
+def test_without_any_topic_there_is_no_tree(with_trees, tmp_path, capsys):
+    nodes = [word for node in ("1:0", "1:1", "1:2") for word in ("--node", node)]
+    done = run("delete", with_trees / "one", *nodes, "--subtree", "--output", tmp_path / "out", capsys=capsys)
+    assert done["centroids"] == {"deleted": ["1:0", "1:1", "1:2"], "kept": []}
+    assert not list((tmp_path / "out").rglob("tree.*")) and bank_of(tmp_path / "out").written(1) == []
+
+
+def test_a_tree_that_is_damaged_is_refused(with_trees, tmp_path, capsys):
+    shutil.copytree(with_trees / "one", tmp_path / "model")
+    (tmp_path / "model" / "memory_bank" / "hier-ffn" / "tree.safetensors").write_bytes(b"")
+    line = refusal("delete", tmp_path / "model", "--node", "2:7", "--output", tmp_path / "no", capsys=capsys)
+    assert "tree.safetensors' was altered or is not whole" in line and not (tmp_path / "no").exists()
 
 
 def test_a_subtree_is_a_node_and_all_below(upscaled, tmp_path, capsys):
