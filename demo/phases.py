@@ -193,8 +193,10 @@ def run_demo(main: Callable[[], None]) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in words: seconds up to a minute and a half, then minutes."""
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    """Return a time in words: seconds up to a minute and a half, tenths of minutes up to ten."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{round(seconds / 60, 1 if seconds < 600 else None):g} min"
 
 
 def _show(line: list[str], progress: Progress, is_shown: bool) -> tuple[int, str, int]:

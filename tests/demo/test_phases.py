@@ -36,7 +36,7 @@ def test_a_call_goes_on_from_the_phases_that_ended_and_counts_the_time_of_all_ca
         first.run("b", "doing b", 100, *FAILS)
     shown = capsys.readouterr().out
     assert (
-        "[1/2] doing a, about 30 s\n$ " in shown and "\na table\n" in shown and "[2/2] doing b, about 2 min" in shown
+        "[1/2] doing a, about 30 s\n$ " in shown and "\na table\n" in shown and "[2/2] doing b, about 1.7 min" in shown
     )
     spent = first.seconds
     assert all(seconds > 0 for seconds in spent.values())
@@ -102,7 +102,7 @@ def test_training_counts_from_the_checkpoint_that_it_goes_on_from(monkeypatch):
 
 
 def test_times_are_told_in_words():
-    assert [duration(seconds) for seconds in (0.4, 89, 91, 720)] == ["0 s", "89 s", "2 min", "12 min"]
+    assert [duration(seconds) for seconds in (0.4, 89, 90, 120, 750)] == ["0 s", "89 s", "1.5 min", "2 min", "12 min"]
 
 
 PROGRAM = """
