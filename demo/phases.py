@@ -163,13 +163,13 @@ class TrainingProgress(Progress):
     def __init__(self, steps: int):
         super().__init__(0)
         self._steps, self._first, self._done, self._loss = steps, 0, 0, ""
-        self._began = self.started
+        self._began, self._doing = self.started, "reading texts and model"
 
     def take(self, line: str) -> bool:
         if resumed := re.match(r"going on from .*checkpoint-(\d+)$", line):
             self._first = self._done = int(resumed[1])
         if not line.startswith("{'"):
-            self._began = time.monotonic()  # texts and model are read now
+            self._began, self._doing = time.monotonic(), "before the next step"  # texts and model are read now
             return True
         event = ast.literal_eval(line)
         if "loss" in event:
@@ -179,8 +179,8 @@ class TrainingProgress(Progress):
     def __str__(self) -> str:
         new, now = self._done - self._first, time.monotonic()
         left = duration((now - self._began) / new * (self._steps - self._done)) if new else None
-        ending = ", before the next step" if left is None else f", about {left} left"
-        return f"{duration(now - self.started)}: step {self._done} of {self._steps}{self._loss}{ending}"
+        ending = self._doing if left is None else f"about {left} left"
+        return f"{duration(now - self.started)}: step {self._done} of {self._steps}{self._loss}, {ending}"
 
 
 def run_demo(main: Callable[[], None]) -> None:
