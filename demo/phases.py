@@ -174,6 +174,8 @@ class TrainingProgress(Progress):
         event = ast.literal_eval(line)
         if "loss" in event:
             self._done, self._loss = self._done + 1, f", loss {float(event['loss']):.3f}"
+        elif self._done == self._first:
+            self._began = time.monotonic()  # what is measured before the first step says nothing of the rest
         return False
 
     def __str__(self) -> str:

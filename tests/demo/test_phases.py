@@ -94,7 +94,10 @@ def test_training_counts_from_the_checkpoint_that_it_goes_on_from(monkeypatch):
     for line in ("new layers train\n", "going on from outputs/demo/trained/checkpoint-20\n"):
         assert progress.take(line)
     assert str(progress).endswith(": step 20 of 50, before the next step")
-    monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 100)
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 1000)
+    assert not progress.take("{'eval_addresses_loss': '3.4'}\n")  # its time is no step's
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 1100)
     for loss in ("3.5", "3.25"):
         assert not progress.take(f"{{'loss': '{loss}', 'epoch': '0.1'}}\n")
     assert not progress.take("{'eval_articles_loss': '3.1'}\n")
