@@ -15,7 +15,7 @@ import yaml
 from rich.console import Console
 
 from demo import BIN, CONFIGS
-from demo.phases import Phases, duration, run_demo
+from demo.phases import Phases, duration, run_demo, schedule
 from demo.report import write_report
 from material.addresses import addresses
 from material.excerpts import address_excerpts, article_excerpts
@@ -68,8 +68,7 @@ def main() -> None:
     before = evaluate("before", "base and upscaled model", 60, base, upscaled)
     train = [BIN / "midus", "train", recipe, f"model_name_or_path={upscaled}", f"output_dir={trained}"]
     train += [f"corpus={corpus.train}", f"eval_text={json.dumps({name: str(path) for name, path in texts.items()})}"]
-    train += ["eval_on_start=true", "eval_steps=0.2", f"max_steps={steps}"]
-    train += ["save_steps=0.2", "save_total_limit=1", "resume_from_checkpoint=auto", "disable_tqdm=true"]
+    train += schedule(steps, 5, trained)
     phases.run(
         "training", f"training the new layers for {steps} steps", 12 * steps, *train, makes=trained, steps=steps
     )

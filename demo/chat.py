@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from demo import BIN, CONFIGS
-from demo.phases import Phases, run_demo
+from demo.phases import Phases, run_demo, schedule
 from material.chats import chats
 from material.registry import MaterialError
 from material.smollm2 import smollm2_135m
@@ -41,13 +41,8 @@ def main() -> None:
     upscaled, tuned = output / "upscaled", output / "tuned"
     upscale = [BIN / "upscale", "--config", CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled]
     phases.run("upscale", "upscaling SmolLM2-135M with midus-hml", 30, *upscale, makes=upscaled)
-    settings = [
-        f"model_name_or_path={upscaled}",
-        f"output_dir={tuned}",
-        f"dataset_name={data.train}",
-        f"max_steps={steps}",
-    ]
-    settings += ["save_steps=0.2", "save_total_limit=1", "resume_from_checkpoint=auto", "disable_tqdm=true"]
+    settings = [f"model_name_or_path={upscaled}", f"output_dir={tuned}", f"dataset_name={data.train}"]
+    settings += schedule(steps, None, tuned)
     sft = [BIN / "midus", "sft", recipe, *settings]
     phases.run("training", f"fine-tuning the new layers for {steps} steps", 10 * steps, *sft, makes=tuned, steps=steps)
     phases.announce("answering held-out questions before and after", 20 * arguments.questions)

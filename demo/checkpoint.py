@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from demo import BIN, CONFIGS
-from demo.phases import Phases, run_demo
+from demo.phases import Phases, run_demo, schedule
 from material.addresses import addresses
 from material.excerpts import address_excerpts, article_excerpts
 from material.registry import MaterialError
@@ -56,9 +56,7 @@ def main() -> None:
     upscale += ["--output", upscaled]
     phases.run("upscale", f"upscaling {arguments.base} with midus-hml", 30, *upscale, makes=upscaled)
     train = [BIN / "midus", "train", recipe, f"model_name_or_path={upscaled}", f"output_dir={model}"]
-    train += [f"corpus={corpus.train}", f"max_steps={steps}", f"eval_text={json.dumps(texts)}"]
-    train += ["eval_on_start=true", "eval_steps=0.5"]
-    train += ["save_steps=0.2", "save_total_limit=1", "resume_from_checkpoint=auto", "disable_tqdm=true"]
+    train += [f"corpus={corpus.train}", f"eval_text={json.dumps(texts)}", *schedule(steps, 2, model)]
     phases.run("training", f"training the new layers for {steps} steps", 10 * steps, *train, makes=model, steps=steps)
     phases.run("load", "loading the checkpoint without the package", 30, sys.executable, "-c", LOADS, model)
     strip = [BIN / "upscale", "strip", model, "--output", stripped]

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.files.whole_files import whole_file
+from midus_hf.training.checkpoints import latest_whole
 
 # Lies in the folder of a demonstration, and says which phases have ended.
 RECORD = "phases.json"
@@ -192,6 +194,23 @@ def run_demo(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("\ndemo: interrupted; the same command goes on from here.", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+
+
+def schedule(steps: int, times: int | None, output: Path) -> list[str]:
+    """Return the keys of a run for its steps, its checkpoints, and what is measured at the start and so many times.
+
+    A run that goes on from a checkpoint in `output` has measured its start.
+    """
+    keys = [
+        f"max_steps={steps}",
+        f"save_steps={math.ceil(steps / 5)}",
+        "save_total_limit=1",
+        "resume_from_checkpoint=auto",
+    ]
+    if times is not None:
+        starts = not output.is_dir() or latest_whole(output) is None
+        keys += [f"eval_steps={math.ceil(steps / times)}", f"eval_on_start={str(starts).lower()}"]
+    return [*keys, "disable_tqdm=true"]
 
 
 def duration(seconds: float) -> str:

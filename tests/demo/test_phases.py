@@ -11,7 +11,8 @@ import time
 import pytest
 
 from demo import phases as module
-from demo.phases import Phases, TrainingProgress, duration
+from demo.phases import Phases, TrainingProgress, duration, schedule
+from midus_hf.training.checkpoints import finish_checkpoint
 
 PRINTS = [sys.executable, "-c", "print('a table')"]
 FAILS = [sys.executable, "-c", "raise SystemExit(3)"]
@@ -102,6 +103,18 @@ def test_training_counts_from_the_checkpoint_that_it_goes_on_from(monkeypatch):
         assert not progress.take(f"{{'loss': '{loss}', 'epoch': '0.1'}}\n")
     assert not progress.take("{'eval_articles_loss': '3.1'}\n")
     assert str(progress).endswith(": step 22 of 50, loss 3.250, about 23 min left")  # 28 steps of 50 s
+
+
+def test_a_run_that_goes_on_does_not_measure_its_start_again(tmp_path):
+    ends = ["save_total_limit=1", "resume_from_checkpoint=auto"]
+    first = ["max_steps=50", "save_steps=10", *ends, "eval_steps=10", "eval_on_start=true", "disable_tqdm=true"]
+    assert schedule(50, 5, tmp_path) == first
+    (tmp_path / "checkpoint-10").mkdir()
+    assert schedule(50, 5, tmp_path) == first  # the checkpoint is not whole, so that nothing goes on from it
+    (tmp_path / "checkpoint-10" / "trainer_state.json").write_text("{}")
+    finish_checkpoint(tmp_path / "checkpoint-10")
+    assert "eval_on_start=false" in schedule(50, 5, tmp_path)
+    assert schedule(7, None, tmp_path) == ["max_steps=7", "save_steps=2", *ends, "disable_tqdm=true"]
 
 
 def test_times_are_told_in_words():
