@@ -66,8 +66,12 @@ def test_costs_of_the_index_are_those_of_a_dry_run(method, tmp_path):
     at_a_time = counts.trainable if counts.fetched is None else counts.fetched  # the rest of a bank stays on the disk
     frozen = counts.total - (counts.trainable if counts.fetched is None else 0)
     state = BYTES_TRAINED * at_a_time + BYTES_FROZEN * frozen
-    assert index_row(method)[2:] == [
-        "exact" if small.promises_identity else "another",
+    start, *costs = index_row(method)[2:]
+    assert start == ("exact" if small.promises_identity else "another")
+    if f"| [{method}](" in RESEARCH:
+        assert not costs  # which a dry run says
+        return
+    assert costs == [
         *(f"{report.parameters.new or report.parameters.trainable:,}" for report in (small, large)),
         f"{state / 1e9:.1f} GB",
     ]
