@@ -165,7 +165,8 @@ class TrainingProgress(Progress):
     def __init__(self, steps: int):
         super().__init__(0)
         self._steps, self._first, self._done, self._loss = steps, 0, 0, ""
-        self._began, self._doing = self.started, "reading texts and model"
+        self._began = self._stepped = self.started
+        self._doing = "reading texts and model"
 
     def take(self, line: str) -> bool:
         if resumed := re.match(r"going on from .*checkpoint-(\d+)$", line):
@@ -176,14 +177,17 @@ class TrainingProgress(Progress):
         event = ast.literal_eval(line)
         if "loss" in event:
             self._done, self._loss = self._done + 1, f", loss {float(event['loss']):.3f}"
+            self._stepped = time.monotonic()
         elif self._done == self._first:
             self._began = time.monotonic()  # what is measured before the first step says nothing of the rest
         return False
 
     def __str__(self) -> str:
         new, now = self._done - self._first, time.monotonic()
-        left = duration((now - self._began) / new * (self._steps - self._done)) if new else None
-        ending = self._doing if left is None else f"about {left} left"
+        ending = self._doing
+        if new:
+            left = (self._stepped - self._began) / new * (self._steps - self._done) - (now - self._stepped)
+            ending = f"about {duration(max(left, 0))} left"
         return f"{duration(now - self.started)}: step {self._done} of {self._steps}{self._loss}, {ending}"
 
 

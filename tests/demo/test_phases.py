@@ -103,6 +103,8 @@ def test_training_counts_from_the_checkpoint_that_it_goes_on_from(monkeypatch):
         assert not progress.take(f"{{'loss': '{loss}', 'epoch': '0.1'}}\n")
     assert not progress.take("{'eval_articles_loss': '3.1'}\n")
     assert str(progress).endswith(": step 22 of 50, loss 3.250, about 23 min left")  # 28 steps of 50 s
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 1400)
+    assert str(progress).endswith(", about 18 min left")
 
 
 def test_a_run_that_goes_on_does_not_measure_its_start_again(tmp_path):
