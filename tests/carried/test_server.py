@@ -106,25 +106,29 @@ def server(folder: Path, package_present: bool, *models: str) -> Iterator[str]:
         started.wait(timeout=30)
 
 
-def answer(address: str, model: str) -> str:
-    """Ask a server for 8 greedy tokens."""
-    arguments = {
-        "model": model,
-        "messages": [{"role": "user", "content": QUESTION}],
-        "max_tokens": 8,
-        "temperature": 0,
-    }
+def choice(address: str, endpoint: str, model: str, **asked: Any) -> dict[str, Any]:
+    """Ask a server for 8 greedy tokens, and return its choice."""
     request = urllib.request.Request(
-        f"{address}/v1/chat/completions", json.dumps(arguments).encode(), {"Content-Type": "application/json"}
+        f"{address}/v1/{endpoint}",
+        json.dumps({"model": model, "max_tokens": 8, "temperature": 0, **asked}).encode(),
+        {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=MOST_SECONDS) as reply:
-        return json.load(reply)["choices"][0]["message"]["content"]
+        return json.load(reply)["choices"][0]
+
+
+def answer(address: str, model: str) -> str:
+    """Ask a server for 8 greedy tokens in a chat."""
+    messages = [{"role": "user", "content": QUESTION}]
+    return choice(address, "chat/completions", model, messages=messages)["message"]["content"]
 
 
 def test_a_server_of_many_models_runs_the_code_of_each_without_the_package(folder, alone):
     with server(folder, False) as address:
         for name in ("headwise", "chapters"):  # classes of the same names, of two modules
             assert answer(address, name) == alone[name]["text"]
+            prompt = f"{QUESTION} "  # what the template makes of the question
+            assert choice(address, "completions", name, prompt=prompt)["text"] == alone[name]["text"]
 
 
 @pytest.mark.product

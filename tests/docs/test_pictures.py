@@ -10,7 +10,7 @@ from docs.pictures.__main__ import main
 
 DOCS = Path(__file__).parents[2] / "docs"
 IMAGES = DOCS / "images"
-PAGES = sorted(page for page in (DOCS / "methods").glob("*.md") if page.name != "README.md")
+PAGES = sorted(page for page in (DOCS / "methods").glob("*.md") if page.name not in ("README.md", "research.md"))
 
 
 @pytest.fixture(scope="module")

@@ -280,7 +280,7 @@ SESSIONS = {
 }
 
 # A model is loaded where this package is not imported: in a process of its own.
-(SHARED,) = take("docs/serve.md", "python", having="trust_remote_code")
+SHARED = [take(page, "python", having="trust_remote_code") for page in ("docs/serve.md", "README.md")]
 BLOCKS = {page: take(page, *session.languages, without=session.elsewhere) for page, session in SESSIONS.items()}
 
 
@@ -436,10 +436,13 @@ def test_the_dry_run_of_the_page_on_upscaling_prints_what_the_page_shows(room, m
     assert shown and [line for line in shown if line not in printed] == []
 
 
-def test_a_shared_model_loads_where_the_package_is_not_imported(upscaled, tmp_path):
-    shutil.copytree(upscaled("midus-hml"), tmp_path / "smollm2-135m-hml")
-    program = f"{SHARED.text}\nprint(type(model).__name__)"
-    assert run_python(program, tmp_path, package_present=False) == "MidusLlamaForCausalLM\n"
+@pytest.mark.parametrize("blocks", SHARED, ids=lambda blocks: blocks[0].page)
+def test_a_shared_model_loads_where_the_package_is_not_imported(blocks, upscaled, tmp_path):
+    for name in ("smollm2-135m-hml", "trained"):
+        shutil.copytree(upscaled("midus-hml"), tmp_path / name)
+    (block,) = blocks
+    program = f"{block.text}\nprint(type(model).__name__)"
+    assert run_python(program, tmp_path, package_present=False).splitlines()[-1] == "MidusLlamaForCausalLM"
 
 
 @pytest.mark.material

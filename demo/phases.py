@@ -1,0 +1,273 @@
+"""Phases of a demonstration: commands that tell how far they are, and whose results stay for the next call."""
+
+import ast
+import contextlib
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from midus_hf.files.whole_files import whole_file
+from midus_hf.training.checkpoints import latest_whole
+
+# Lies in the folder of a demonstration, and says which phases have ended.
+RECORD = "phases.json"
+# A phase that prints nothing for so many seconds says how far it is.
+SECONDS = 30.0
+# What the terminal or a person sends to end a demonstration; a command gets SIGTERM where it does not handle the signal itself.
+_SIGNALS = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
+
+
+class Phases:
+    """The phases of a demonstration, in order, and the record of what earlier calls did of them.
+
+    A call goes on from the phases that have ended, if the earlier call had the same settings and did not reach the end.
+
+    Args:
+        folder: Folder of the demonstration's files. If it is the default folder, what another run left there is removed.
+        default: The default folder.
+        count: Number of phases.
+        settings: What the results depend on, as JSON holds it.
+
+    Raises:
+        SystemExit: If another folder than the default holds files that a call with these settings cannot go on from.
+    """
+
+    def __init__(self, folder: Path, default: Path, count: int, settings: dict[str, Any]):
+        self._file, self._count, self._number = folder / RECORD, count, 0
+        earlier = json.loads(self._file.read_text(encoding="utf-8")) if self._file.is_file() else None
+        if earlier is not None and earlier["settings"] == settings and not earlier["finished"]:
+            self._record = earlier
+            print(f"{folder} holds an earlier run, which this one goes on from; remove the folder to begin anew.")
+        else:
+            if folder == default:
+                if folder.exists():
+                    print(f"removing {folder}, an earlier run that ended or had other settings")
+                shutil.rmtree(folder, ignore_errors=True)
+            elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                sys.exit(
+                    f"demo: --output is {str(folder)!r}, which holds files; expected a new or an empty folder, or that of a run "
+                    "with the same settings that was interrupted."
+                )
+            folder.mkdir(parents=True, exist_ok=True)
+            self._record = {"settings": settings, "finished": False, "phases": {}}
+            self._write()
+
+    @property
+    def commands(self) -> list[str]:
+        """The commands of all phases."""
+        return [phase["command"] for phase in self._record["phases"].values()]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds that each phase took, in this call and earlier ones, by its name."""
+        return {name: phase["seconds"] for name, phase in self._record["phases"].items()}
+
+    def announce(self, what: str, about: float) -> None:
+        """Print the line with which a phase begins; `about` is its time in seconds on two cores."""
+        self._number += 1
+        print(f"\n[{self._number}/{self._count}] {what}, about {duration(about)}", flush=True)
+
+    def run(
+        self,
+        name: str,
+        what: str,
+        about: float,
+        *words: object,
+        makes: Path | None = None,
+        output: Path | None = None,
+        steps: int | None = None,
+    ) -> None:
+        """Run the command of a phase, unless it has ended in an earlier call; a command that fails ends the program.
+
+        Args:
+            name: Name in the record.
+            what: What the phase does.
+            about: Its time in seconds, as in `announce`.
+            words: The command.
+            makes: Folder that the command makes; what an earlier call left there unfinished is removed.
+            output: File that gets what the command prints, instead of the screen.
+            steps: Number of steps, of a command that trains into `makes` and goes on from the checkpoint there; its log is
+                shown as a line of progress.
+        """
+        line = list(map(str, words))
+        command = shlex.join(line) + ("" if output is None else f" > {shlex.quote(str(output))}")
+        phase = self._record["phases"].setdefault(name, {"command": command, "seconds": 0.0, "ended": False})
+        if phase["ended"]:
+            self._number += 1
+            print(f"\n[{self._number}/{self._count}] {what}: done, in {duration(phase['seconds'])}", flush=True)
+            return
+        self.announce(what, about)
+        print(f"$ {command}", flush=True)
+        if makes is not None and steps is None:
+            shutil.rmtree(makes, ignore_errors=True)
+        progress = Progress(about) if steps is None else TrainingProgress(steps)
+        started, before = time.monotonic(), phase["seconds"]
+        try:
+            status, printed, stopped = _show(line, progress, is_shown=output is None)
+        finally:
+            phase["seconds"] = before + time.monotonic() - started
+            self._write()
+        if stopped:
+            print(f"\ndemo: interrupted while {what}; the same command goes on from here.", file=sys.stderr)
+            sys.exit(128 + stopped)
+        if status:
+            sys.exit(
+                f"demo: the command above failed with exit status {status}; the same command begins again with it."
+            )
+        if output is not None:
+            with whole_file(output) as partial:
+                partial.write_text(printed, encoding="utf-8")
+        phase["ended"] = True
+        self._write()
+
+    def finish(self) -> None:
+        """Note that all is done, so that the next call begins anew."""
+        self._record["finished"] = True
+        self._write()
+
+    def _write(self) -> None:
+        with whole_file(self._file) as partial:
+            partial.write_text(json.dumps(self._record, indent=2) + "\n", encoding="utf-8")
+
+
+class Progress:
+    """Progress of a command that does not tell how far it is: the time that it has taken."""
+
+    def __init__(self, about: float):
+        self._about, self.started = about, time.monotonic()
+
+    def take(self, line: str) -> bool:
+        """Read a line of the command, and return whether it belongs on the screen."""
+        return True
+
+    def __str__(self) -> str:
+        return f"{duration(time.monotonic() - self.started)} so far, of about {duration(self._about)}"
+
+
+class TrainingProgress(Progress):
+    """Progress of a command that trains, from what the Trainer prints: a dict after each step, and others for what is measured.
+
+    Args:
+        steps: Number of steps at the end.
+    """
+
+    def __init__(self, steps: int):
+        super().__init__(0)
+        self._steps, self._first, self._done, self._loss = steps, 0, 0, ""
+        self._began = self._stepped = self.started
+        self._doing = "reading texts and model"
+
+    def take(self, line: str) -> bool:
+        if resumed := re.match(r"going on from .*checkpoint-(\d+)$", line):
+            self._first = self._done = int(resumed[1])
+        if not line.startswith("{'"):
+            self._began, self._doing = time.monotonic(), "before the next step"  # texts and model are read now
+            return True
+        event = ast.literal_eval(line)
+        if "loss" in event:
+            self._done, self._loss = self._done + 1, f", loss {float(event['loss']):.3f}"
+            self._stepped = time.monotonic()
+        elif self._done == self._first:
+            self._began = time.monotonic()  # what is measured before the first step says nothing of the rest
+        return False
+
+    def __str__(self) -> str:
+        new, now = self._done - self._first, time.monotonic()
+        ending = self._doing
+        if new:
+            left = (self._stepped - self._began) / new * (self._steps - self._done) - (now - self._stepped)
+            ending = f"about {duration(max(left, 0))} left"
+        return f"{duration(now - self.started)}: step {self._done} of {self._steps}{self._loss}, {ending}"
+
+
+def run_demo(main: Callable[[], None]) -> None:
+    """Run a demonstration, which Ctrl-C ends in one line between its commands too."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\ndemo: interrupted; the same command goes on from here.", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+def schedule(steps: int, times: int | None, output: Path) -> list[str]:
+    """Return the keys of a run for its steps, its checkpoints, and what is measured at the start and so many times.
+
+    A run that goes on from a checkpoint in `output` has measured its start.
+    """
+    keys = [
+        f"max_steps={steps}",
+        f"save_steps={math.ceil(steps / 5)}",
+        "save_total_limit=1",
+        "resume_from_checkpoint=auto",
+    ]
+    if times is not None:
+        starts = not output.is_dir() or latest_whole(output) is None
+        keys += [f"eval_steps={math.ceil(steps / times)}", f"eval_on_start={str(starts).lower()}"]
+    return [*keys, "disable_tqdm=true"]
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words: seconds up to a minute and a half, tenths of minutes up to ten."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{round(seconds / 60, 1 if seconds < 600 else None):g} min"
+
+
+def _show(line: list[str], progress: Progress, is_shown: bool) -> tuple[int, str, int]:
+    """Run a command, show what it prints and how far it is, and return its status, what it printed, and the signal that ended it.
+
+    The command has a process group of its own and gets each signal once, from here.
+    """
+    process = subprocess.Popen(
+        line, stdout=subprocess.PIPE, text=True, process_group=0, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
+    assert process.stdout is not None
+    ended, printed = threading.Event(), []
+    with _passed_on(process) as signals, process.stdout:
+        ticking = threading.Thread(target=_tick, args=(ended, progress), daemon=True)
+        ticking.start()
+        try:
+            for text in process.stdout:
+                if progress.take(text) and is_shown:
+                    print(text, end="", flush=True)
+                printed.append(text)
+            status = process.wait()
+        finally:
+            ended.set()
+            ticking.join()
+    return status, "".join(printed), signals[0] if signals and status else 0
+
+
+def _tick(ended: threading.Event, progress: Progress) -> None:
+    while not ended.wait(SECONDS):
+        print(f"  {progress}", flush=True)
+
+
+@contextlib.contextmanager
+def _passed_on(process: subprocess.Popen) -> Iterator[list[int]]:
+    """Pass signals to end on to a process; the list gets their numbers."""
+    signals: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        signals.append(number)
+        process.send_signal(_SIGNALS[signal.Signals(number)])
+
+    # A signal that is ignored, as under nohup, stays ignored.
+    handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in handled}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
