@@ -109,6 +109,9 @@ ARGUMENTS: Kind = ("training_args.bin",)
 # With the log of a run: written beside a model by training and by `Trainer.save_state`, and part of every checkpoint.
 STATE: Kind = (TRAINER_STATE,)
 
+# First line of a Git LFS pointer, which a clone without git-lfs holds in place of a file.
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
+
 # Written by PEFT instead of weights. A run merges adapters at its end, so only checkpoints have them.
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTERS: Kind = (ADAPTER_WEIGHTS, ADAPTER_CONFIG)
@@ -181,3 +184,9 @@ def indexed_weights(folder: Path, index: str = INDEX_FILE, suffix: str = ".safet
     return frozenset(
         name for name in shard_names if isinstance(name, str) and name.endswith(suffix) and "/" not in name
     )
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file is a Git LFS pointer, which a clone without git-lfs holds in place of the file itself."""
+    with path.open("rb") as file:
+        return file.read(200).startswith(_LFS_POINTER)
