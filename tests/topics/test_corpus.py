@@ -209,11 +209,18 @@ def test_separators_are_found_and_said_each_time(folder, name, table, said, caps
         assert f"{name}': {said}\n" in capsys.readouterr().err
 
 
-def test_a_card_declares_files_and_not_how_their_values_are_read(folder):
-    card = "---\nconfigs:\n- config_name: a\n  data_files: x.jsonl\n- config_name: b\n  sep: ;\n  data_files: x.csv\n---\n"
-    write(folder, {"README.md": card, "x.jsonl": lines(["2004-01-25"], id=2**64), "x.csv": "text;id\n007;1\n"})
-    assert list(read_corpus(str(folder), name="a")) == [{"text": "2004-01-25", "id": 2**64}]
-    assert list(read_corpus(str(folder), name="b")) == [{"text": "007", "id": "1"}]
+@pytest.mark.parametrize(
+    ("declared", "content", "row"),
+    [
+        ("data_files: x.jsonl", lines(["2004-01-25"], id=2**64), {"text": "2004-01-25", "id": 2**64}),
+        ("data_files: x.json\n  field: rows", '{"rows": [{"text": "1", "id": 1.0}]}', {"text": "1", "id": 1.0}),
+        ("data_files: x.csv\n  sep: ;", "text;id\n007;1\n", {"text": "007", "id": "1"}),
+    ],
+)
+def test_a_card_declares_files_and_not_how_their_values_are_read(folder, declared, content, row):
+    card = f"---\nconfigs:\n- config_name: a\n  {declared}\n---\n"
+    write(folder, {"README.md": card, declared.split()[1]: content})
+    assert list(read_corpus(str(folder))) == [row]
 
 
 def test_rows_of_the_hub_are_read_as_those_of_files(folder, monkeypatch):
@@ -262,7 +269,10 @@ def test_pointers_among_files_are_counted(folder):
         ValueError, match=r"texts/0\.txt', which is a Git LFS pointer, not the file, as 11 others are; run"
     ):
         read_corpus(str(folder / "texts"))
-    write(folder / "card", {"README.md": "---\nconfigs:\n- data_files: x.jsonl\n---\n", "x.jsonl": POINTER})
+    write(
+        folder / "card",
+        {"README.md": "---\nconfigs:\n- config_name: a\n  data_files: x.jsonl\n---\n", "x.jsonl": POINTER},
+    )
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(str(folder / "saved"))
     next((folder / "saved").glob("*.arrow")).write_text(POINTER)
     for source in ("card", "saved"):
