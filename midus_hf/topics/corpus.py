@@ -267,7 +267,7 @@ def _read_source(
         with _reading(f"{key} is {source!r}"):
             rows: Any = _read_hub(source, name, split)
     elif is_saved:
-        _check_files(key, [file for file in path.rglob("*.arrow") if file.is_file()])
+        refuse_pointers(key, [file for file in path.rglob("*.arrow") if file.is_file()])
         with _reading(f"{key} is {source!r}"):
             rows = datasets.load_from_disk(str(path))
         if split is not None and isinstance(rows, datasets.Dataset):
@@ -360,7 +360,7 @@ def _read_declared(key: str, folder: Path, split: str | None, name: str | None) 
             split: [Path(file).resolve() for file in files] for split, files in declared.config.data_files.items()
         }
         read = [file for of_split in splits.values() for file in of_split]
-    _check_files(key, read)
+    refuse_pointers(key, read)
     _say_unread(key, folder, _files_of(key, folder), read)
     with _reading(f"{key} is {str(folder)!r}"):
         builder = with_own_reader(declared, data_files_of(splits), text=_OPTIONS_OF_TEXT)
@@ -382,8 +382,15 @@ def _read_hub(source: str, name: str | None, split: str | None) -> Any:
     return builder.as_dataset(split=split)
 
 
-def _check_files(key: str, files: Sequence[Path]) -> None:
-    """Refuse files that only stand for others."""
+def refuse_pointers(key: str, files: Sequence[Path]) -> None:
+    """Refuse files that only stand for others.
+
+    Args:
+        key: Key of the arguments that names the files, for messages.
+
+    Raises:
+        ValueError: If a file is a pointer of Git LFS.
+    """
     pointers = [file for file in files if is_lfs_pointer(file)]
     if pointers:
         others = f", as {len(pointers) - 1:,} others are" if pointers[1:] else ""
@@ -420,7 +427,7 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
         )
     splits = {"train": read} if kind == "text" or path.is_file() else _by_split(key, path, read)
     read = [file for of_split in splits.values() for file in of_split]
-    _check_files(key, read)
+    refuse_pointers(key, read)
     _say_unread(key, path, files, read)
 
     def prepared(files: Mapping[str, Sequence[Path]]) -> Any:

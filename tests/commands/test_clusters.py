@@ -102,23 +102,26 @@ def test_assign_keeps_all_columns_and_says_which_tree_it_was(tree, corpus, tmp_p
     )
 
 
-def test_assign_says_that_dates_are_written_as_they_are_read(tree, tmp_path, capsys):
-    corpus = tmp_path / "dated.jsonl"
-    corpus.write_text('{"body": "w1 w2", "at": "2013-05-18T05:48:54+02:00"}\n')
-    words = [
-        "assign",
-        "--tree",
-        tree,
-        "--column",
-        "body",
-        "--corpus",
-        str(corpus),
-        "--output",
-        str(tmp_path / "p.jsonl"),
-    ]
-    assert main(words) == 0
+def test_assign_writes_values_as_they_are(tree, tmp_path, capsys):
+    """Of JSON as they are written, of a table as text; a date of Parquet has no form of its own."""
+    values = ["2013-05-18T05:48:54+02:00", 2**64, 3, 2.5, None, {"a": None, "b": [1, 0.1 + 0.2]}, {"b": "4"}, True]
+    rows = [{"body": "w1 w2", "value": value} for value in values]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.csv").write_text("body,value\nw1 w2,007\nw1 w2,18446744073709551616\nw1 w2,2013-05-18\n")
+    for name, expected in (("rows.jsonl", values), ("rows.csv", ["007", "18446744073709551616", "2013-05-18"])):
+        words = ["assign", "--tree", tree, "--column", "body", "--corpus", str(tmp_path / name)]
+        assert main([*words, "--output", str(tmp_path / "p.jsonl"), "--overwrite"]) == 0
+        assigned = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+        assert repr([row["value"] for row in assigned]) == repr(expected)
+        assert "dates" not in capsys.readouterr().err
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    zone = pyarrow.timestamp("s", "Europe/Paris")
+    at = pyarrow.array([datetime.datetime.fromisoformat(values[0])], zone)
+    parquet.write_table(pyarrow.table({"body": ["w1 w2"], "at": at}), tmp_path / "rows.parquet")
+    words = ["assign", "--tree", tree, "--column", "body", "--corpus", str(tmp_path / "rows.parquet")]
+    assert main([*words, "--output", str(tmp_path / "p.jsonl"), "--overwrite"]) == 0
     assert "columns with dates are written as dates are read, in UTC if they had a zone: at" in capsys.readouterr().err
-    assert "03:48:54" in (tmp_path / "p.jsonl").read_text()
+    assert "05:48:54+02:00" in (tmp_path / "p.jsonl").read_text()
 
 
 def test_assign_replaces_no_column_of_a_person_and_takes_what_parquet_has(tree, tmp_path, capsys):
