@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from itertools import chain
 from pathlib import Path
 from types import NoneType
-from typing import Any, ClassVar
+from typing import Any
 
 import datasets
 import fsspec
@@ -29,6 +29,7 @@ from datasets.packaged_modules.csv.csv import Csv
 from datasets.packaged_modules.json.json import Json
 from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.packaged_modules.text.text import Text
+from datasets.table import array_cast
 
 from midus_hf.files.json_text import parse_json
 
@@ -46,25 +47,25 @@ _CHARACTERS_OF_HEAD = 64 << 10
 
 
 @dataclass
-class JsonText:
+class JsonText(datasets.Json):
     """Feature for values of any type, stored as JSON.
 
     `datasets.Json` stores the text "4" as the number, rounds fractions, and cannot read whole numbers of more than 64 bits.
     """
 
-    pa_type: ClassVar[Any] = pa.string()
     _type: str = field(default="JsonText", init=False, repr=False)
 
-    def __call__(self) -> pa.DataType:
-        return self.pa_type
-
-    def encode_example(self, value: Any) -> str | None:
+    def encode_example(self, example_data: Any) -> str | None:
         """Return the JSON of a value; None for None."""
-        return None if value is None else json.dumps(value, ensure_ascii=False)
+        return None if example_data is None else json.dumps(example_data, ensure_ascii=False)
 
-    def decode_example(self, value: str | None, token_per_repo_id: Any = None) -> Any:
+    def decode_example(self, example_data: str | None, token_per_repo_id: Any = None) -> Any:
         """Return the value of its JSON; None for None."""
-        return None if value is None else json.loads(value)
+        return None if example_data is None else json.loads(example_data)
+
+    def cast_storage(self, storage: pa.Array) -> pa.Array:
+        """Return JSON, or its text, as Arrow's array of JSON."""
+        return storage if isinstance(storage, pa.JsonArray) else array_cast(storage, self.pa_type)
 
 
 with warnings.catch_warnings(action="ignore", category=UserWarning):  # "experimental"
@@ -113,8 +114,8 @@ class JsonReader(Json):
         for name, is_text in self._is_text.items():
             values = columns.get(name, [None] * len(rows))
             try:
-                texts = values if is_text else map(JsonText().encode_example, values)
-                arrays.append(pa.array(texts, pa.string()))
+                texts = pa.array(values if is_text else map(JsonText().encode_example, values), pa.string())
+                arrays.append(texts if is_text else JsonText().cast_storage(texts))
             except UnicodeEncodeError as error:
                 raise ValueError(f"a row has half of a surrogate pair under {name!r}: {error.object!a:.60}") from None
         return pa.Table.from_arrays(arrays, names=list(self._is_text))

@@ -89,7 +89,7 @@ ARGUMENTS = {
     "a null that means something": [{"n": None, "m": 1}, {"n": 2, "m": 1}],
     "a fraction beside a whole number": [{"n": 3}, {"n": 2.5}],
     "fractions": [{"n": 0.1 + 0.2}, {"n": 1e22, "m": [1e-7]}],
-    "large numbers": [{"n": 2**53 + 1}, {"n": 2**64}],
+    "large numbers": [{"n": 2**53 + 1}, {"n": -(2**63)}],
     "texts that are JSON": [{"n": "4"}, {"n": "null"}],
     "order": [{"b": 1, "a": 2}, {"a": 3, "b": 4}],
 }
@@ -170,6 +170,9 @@ REFUSED = {
     },
     "row 2 of 'DATA' has 'arguments of add', which is not JSON: Expecting": {
         "messages": [USER, {**ANSWER, "tool_calls": [{"name": "add", "arguments": "{"}]}]
+    },
+    "row 2 of 'DATA' has the number 18446744073709551616, of more than 64 bits; expected less. Write it as text": {
+        "messages": [USER, {**ANSWER, "tool_calls": [{"name": "f", "arguments": {"n": [2**64]}}]}]
     },
     "row 2 of 'DATA' has 'tools', which is not JSON": {"messages": [USER, ANSWER], "tools": "["},
     "has 'chat_template_kwargs': ['a']; expected an object": {"messages": [USER, ANSWER], "chat_template_kwargs": '["a"]'},

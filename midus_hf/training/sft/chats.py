@@ -152,6 +152,14 @@ def _parsed(value: Any, kind: type, name: str) -> Any:
     return parsed
 
 
+def check_numbers(value: Any) -> None:
+    """Refuse whole numbers of more than 64 bits, which the tables that TRL makes of chats cannot hold."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"the number {value}, of more than 64 bits; expected less. Write it as text")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        check_numbers(inner)
+
+
 def without_nulls(value: Any) -> Any:
     """Return a value without the keys, at any depth, that are null."""
     if isinstance(value, dict):

@@ -5,7 +5,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.topics.corpus import read_rows, say
-from midus_hf.training.sft.chats import EXCLUSIONS, OF_CHATS, OF_INSTRUCTIONS, as_chat, as_texts, without_nulls
+from midus_hf.training.sft.chats import (
+    EXCLUSIONS,
+    OF_CHATS,
+    OF_INSTRUCTIONS,
+    as_chat,
+    as_texts,
+    check_numbers,
+    without_nulls,
+)
 from midus_hf.training.sft.template import WRITTEN, check_written, reads_key, set_template
 
 if TYPE_CHECKING:
@@ -90,6 +98,7 @@ def _converted(
             if template is None:
                 return as_texts(row)
             chat = as_chat(row, columns)
+            check_numbers(chat)
             check_written(chat, template)
         except ValueError as problem:
             raise ValueError(f"row {index + 1} of {source!r} has {problem}, or take the row out.") from problem
