@@ -126,7 +126,7 @@ def assign(
 
     from midus_hf.files.whole_files import whole_file
     from midus_hf.model_names import usable_device
-    from midus_hf.topics.assigning import document_paths, rows_with_paths, stored_paths
+    from midus_hf.topics.assigning import WindowPaths, document_paths, rows_with_paths, stored_paths
     from midus_hf.topics.corpus import read_corpus, say
     from midus_hf.topics.known_topics import TopicNames
     from midus_hf.topics.memory_retriever import MemoryRetriever
@@ -145,7 +145,8 @@ def assign(
         topics = TopicNames.load(tree.expanduser() / WINDOWS)
         if topics is not None and {*topics.columns} <= {*documents.column_names}:
             say(f"paths are those of the topics under {', '.join(topics.columns)}")
-            paths = ((document, [path]) for document, path in enumerate(topics.paths(documents).tolist()))
+            by_name = topics.paths(documents).tolist()
+            paths: Iterator[tuple[int, WindowPaths]] = ((document, [path]) for document, path in enumerate(by_name))
         elif stored is not None:
             print("the tree was built from this corpus, whose embeddings it has", file=sys.stderr)
             paths = stored_paths(loaded, stored)

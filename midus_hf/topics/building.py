@@ -219,9 +219,8 @@ def topic_tree(
             if held_out is not None and not held_out[members].all():
                 members = members[~held_out[members]]
             stretches = np.array_split(members, range(_STRETCH, len(members), _STRETCH))
-            means[node] = (
-                sum(unit_rows(embeddings, rows).double().sum(0) for rows in stretches) / len(members)
-            ).float()
+            sums = [unit_rows(embeddings, rows).double().sum(0) for rows in stretches]
+            means[node] = (torch.stack(sums).sum(0) / len(members)).float()
         centroids.append(means)
         sizes.append(torch.from_numpy(np.bincount(nodes, minlength=len(means))))
     tree = ClusterTree(branching, centroids, origin, sizes)

@@ -67,7 +67,7 @@ class TopicNames:
         """
         branching = self.branching
         nodes: dict[tuple[str, ...], int] = {(): 0}
-        pending = [((), self.names)]
+        pending: list[tuple[tuple[str, ...], dict[str, Any]]] = [((), self.names)]
         while pending:
             above, node = pending.pop()
             for digit, (name, below) in enumerate(node.items()):
