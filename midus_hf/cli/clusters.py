@@ -37,6 +37,10 @@ def build(
         int | None, option("Tokens of each window to embed.  [default: the model's own length]", "N")
     ] = None,
     dtype: Annotated[str, option("Dtype of the stored embeddings: float32 or float16.", "NAME")] = "float32",
+    topic_column: Annotated[
+        list[str] | None,
+        option("Column that names each text's topic, in place of clusters; repeat for levels below.", "NAME"),
+    ] = None,
     batch_size: BatchSize = 64,
     device: Device = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace a tree; its embeddings are kept.")] = False,
@@ -47,6 +51,11 @@ def build(
     from midus_hf.topics.run import build as build_tree_of
 
     options = TreeOptions(branching, levels, steps, samples, seed)
+    if topic_column and options != TreeOptions(seed=seed):
+        raise ValueError(
+            f"--topic-column is {topic_column[0]!r}, whose names are the nodes; --branching, --levels, --steps and --samples are of "
+            "clusters. Leave these out."
+        )
     with _results_alone():
         tree = build_tree_of(
             corpus,
@@ -60,6 +69,7 @@ def build(
             device=usable_device(device),
             batch_size=batch_size,
             dtype=dtype,
+            topic_columns=topic_column or (),
             overwrite=overwrite,
         )
     assert tree.sizes is not None
@@ -68,7 +78,7 @@ def build(
         f"{output}: {int(tree.sizes[0].sum()):,} windows in {used:,} of {len(tree.sizes[-1]):,} leaves, "
         f"{tree.levels} levels of {tree.branching}, fingerprint {tree.fingerprint[:16]}"
     )
-    if (hint := options.hint(int(tree.sizes[0].sum()))) is not None:
+    if not topic_column and (hint := options.hint(int(tree.sizes[0].sum()))) is not None:
         print(hint, file=sys.stderr)
 
 
@@ -108,13 +118,17 @@ def assign(
     device: Device = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace the file.")] = False,
 ) -> None:
-    """Find the path of each document. A corpus that the tree was built from is not embedded again."""
+    """Find the path of each document: of a tree of named topics, by the document's names where it has them.
+
+    A corpus that the tree was built from is not embedded again.
+    """
     from tqdm import tqdm
 
     from midus_hf.files.whole_files import whole_file
     from midus_hf.model_names import usable_device
-    from midus_hf.topics.assigning import document_paths, rows_with_paths, stored_paths
+    from midus_hf.topics.assigning import WindowPaths, document_paths, rows_with_paths, stored_paths
     from midus_hf.topics.corpus import read_corpus, say
+    from midus_hf.topics.known_topics import TopicNames
     from midus_hf.topics.memory_retriever import MemoryRetriever
     from midus_hf.topics.run import WINDOWS
     from midus_hf.topics.tree import ClusterTree
@@ -128,7 +142,12 @@ def assign(
         loaded = ClusterTree.load(tree)
         documents = read_corpus(corpus, text_column=column)
         stored = windows_of_corpus(tree.expanduser() / WINDOWS, documents, column)
-        if stored is not None:
+        topics = TopicNames.load(tree.expanduser() / WINDOWS)
+        if topics is not None and {*topics.columns} <= {*documents.column_names}:
+            say(f"paths are those of the topics under {', '.join(topics.columns)}")
+            by_name = topics.paths(documents).tolist()
+            paths: Iterator[tuple[int, WindowPaths]] = ((document, [path]) for document, path in enumerate(by_name))
+        elif stored is not None:
             print("the tree was built from this corpus, whose embeddings it has", file=sys.stderr)
             paths = stored_paths(loaded, stored)
         else:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
@@ -21,6 +22,7 @@ from midus_hf.evaluation.fetching import PathFinder, by_path, question_of
 from midus_hf.evaluation.local_tasks import PREFIX, load_local_task, local_task_names
 from midus_hf.evaluation.quiet import without_bars
 from midus_hf.saved_models import check_ids
+from midus_hf.topics.corpus import read_rows
 
 
 class FetchingLM(HFLM):
@@ -80,6 +82,17 @@ class FetchingLM(HFLM):
         check_ids(int(ids.max()), self.model.config.get_text_config().vocab_size)
 
 
+class _LocalTask(ConfigurableTask):
+    """A local task. Its rows are read as those of a corpus: the reader of `datasets` makes dates of answers."""
+
+    def __init__(self, config: dict[str, Any]):
+        super().__init__(config={key: value for key, value in config.items() if key != "class"})
+
+    def download(self, dataset_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        files = (dataset_kwargs or {})["data_files"]
+        self.dataset = {split: read_rows("data", file) for split, file in files.items()}
+
+
 class Tasks:
     """Tasks to run, found by name before any model is loaded.
 
@@ -101,7 +114,7 @@ class Tasks:
         self.specs: list[str | dict[str, Any]] = []
         for name in names:
             if data is not None and name in local:
-                self.specs.append(load_local_task(name, data))
+                self.specs.append({**load_local_task(name, data), "class": _LocalTask})
             elif name in self.manager.all_tasks:
                 self.specs.append(name)
             else:

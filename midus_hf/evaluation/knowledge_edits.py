@@ -13,10 +13,14 @@ ROME), lists of objects. Each file gives three tasks:
 | `zsre_neighborhood` | an unrelated question | the model continues with that question's own answer |
 """
 
+import re
+import string
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from midus_hf.topics.corpus import read_rows
 
 KINDS = ("efficacy", "paraphrase", "neighborhood")
 EDIT_TASKS = tuple(f"{source}_{kind}" for source in ("counterfact", "zsre") for kind in KINDS)
@@ -31,7 +35,7 @@ def edit_task(name: str, data: Path, answering: Mapping[str, Any]) -> dict[str, 
         answering: Configuration of a task of questions with `answers`, which a zsRE task extends.
 
     Raises:
-        ValueError: If the folder does not hold the file.
+        ValueError: If the folder does not hold the file, or if an edit is of another format.
     """
     source, kind = name.split("_")
     file = data / f"{source}.json"
@@ -39,6 +43,8 @@ def edit_task(name: str, data: Path, answering: Mapping[str, Any]) -> dict[str, 
         raise ValueError(
             f"{data} holds no {file.name}; expected the file of {source} as its authors published it, a list of objects of JSON."
         )
+    process = partial(_questions, _ROWS[source], kind, answering)
+    process(read_rows("data", str(file)))  # before any model is loaded
     choosing = {
         "output_type": "multiple_choice",
         "doc_to_text": "question",
@@ -54,24 +60,50 @@ def edit_task(name: str, data: Path, answering: Mapping[str, Any]) -> dict[str, 
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(file)}},
         "test_split": "test",
-        "process_docs": partial(_questions, _ROWS[source], kind),
+        "process_docs": process,
         "metadata": {"version": 1.0},
     }
 
 
-def _questions(rows_of: Callable[[dict[str, Any], str], Iterator[dict[str, Any]]], kind: str, edits: Any) -> Any:
+def is_question(row: Mapping[str, Any]) -> bool:
+    """Return whether a row has a `question`, a text, and `answers`, a list of texts."""
+    question, answers = row.get("question"), row.get("answers")
+    texts = answers if isinstance(answers, list) else []
+    return isinstance(question, str) and bool(question.strip() and texts) and all(type(text) is str for text in texts)
+
+
+def compared_answer(answering: Mapping[str, Any], answer: str) -> str:
+    """Return what of an answer is compared, without what the configuration of its task ignores."""
+    ignored = "|".join(answering["metric_list"][0]["regexes_to_ignore"])
+    return re.sub(ignored, "", answer, flags=re.IGNORECASE).strip(string.punctuation)
+
+
+def _questions(
+    rows_of: Callable[[dict[str, Any], str], Iterator[dict[str, Any]]],
+    kind: str,
+    answering: Mapping[str, Any],
+    edits: Any,
+) -> Any:
     """Return the questions of one kind as a dataset, a row each.
 
     Raises:
-        ValueError: If an edit lacks a key of its format, or a value is of another format.
+        ValueError: If an edit lacks a key of its format, or a value is of another format; or if no text could be an answer.
     """
     from datasets import Dataset
 
     rows: list[dict[str, Any]] = []
     for number, edit in enumerate(edits):
         try:
-            rows += rows_of(edit, kind)
-        except (KeyError, TypeError) as error:
+            for row in rows_of(edit, kind):
+                if "answers" in row and not (
+                    is_question(row) and all(compared_answer(answering, answer) for answer in row["answers"])
+                ):
+                    raise ValueError(
+                        f"it asks {row['question']!r}, and its answers are {row['answers']!r}; expected a question and a list of "
+                        "texts, each more than articles and punctuation. Fill them in."
+                    )
+                rows.append(row)
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"edit {number} of the file has no usable {error}; expected the format of the authors."
             ) from error

@@ -4,14 +4,14 @@ A task file names its data as `${DATA}/piqa.jsonl`; the folder replaces `${DATA}
 """
 
 import re
-import string
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from midus_hf.evaluation.knowledge_edits import EDIT_TASKS, edit_task
+from midus_hf.evaluation.knowledge_edits import EDIT_TASKS, compared_answer, edit_task, is_question
 from midus_hf.files.json_text import parse_json
+from midus_hf.topics.corpus import read_rows, refuse_pointers
 
 PREFIX = "midus_"
 _FOLDER = Path(__file__).parent / "tasks"
@@ -37,7 +37,7 @@ def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
         A task configuration that lm-eval accepts.
 
     Raises:
-        ValueError: If the folder does not hold the questions, or if a row of facts has no usable question and answers.
+        ValueError: If the folder does not hold the questions, or if a row of facts or an edit has no usable question and answers.
     """
     data = Path(data).resolve()
     if name in EDIT_TASKS:
@@ -47,9 +47,11 @@ def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
             f"{data} holds no {name}.jsonl; expected a row of JSON per question: question, choices, gold "
             "(of atomic_numbers: name, number; of facts: question, answers)."
         )
+    refuse_pointers("data", [data / f"{name}.jsonl"])
     config = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     if name == _FACTS:
         _check_facts(data / f"{name}.jsonl", config)
+    read_rows("data", str(data / f"{name}.jsonl"))  # before any model is loaded
     files = config["dataset_kwargs"]["data_files"]
     config["dataset_kwargs"]["data_files"] = {
         split: file.replace("${DATA}", str(data)) for split, file in files.items()
@@ -59,28 +61,21 @@ def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
 
 def _check_facts(path: Path, config: dict[str, Any]) -> None:
     """Refuse rows that are no question with answers, and answers that no generated text could equal."""
-    (first_clause, *_), ignored = config["filter_list"][0]["filter"], config["metric_list"][0]["regexes_to_ignore"]
-
-    def compared(answer: str) -> str:
-        return re.sub("|".join(ignored), "", answer, flags=re.IGNORECASE).strip(string.punctuation)
-
-    with path.open(encoding="utf-8") as file:
+    first_clause, *_ = config["filter_list"][0]["filter"]
+    with path.open(encoding="utf-8-sig", errors="replace") as file:  # the reader refuses what is no text
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             row = _row(line) or {}
-            question, answers = row.get("question"), row.get("answers")
-            texts = answers if isinstance(answers, list) else []
-            if not (
-                isinstance(question, str) and question.strip() and texts and all(type(text) is str for text in texts)
-            ):
+            if not is_question(row):
                 raise ValueError(
                     f"line {number} of {path} is {line.strip()[:80]!r}; expected an object of JSON with question, a text, and "
                     "answers, a list of texts each of which is right."
                 )
-            for answer in texts:
+            for answer in row["answers"]:
                 (clause, *_) = re.findall(first_clause["regex_pattern"], answer)
-                if not compared(answer) or compared(clause) != compared(answer):
+                compared = compared_answer(config, answer)
+                if not compared or compared_answer(config, clause) != compared:
                     raise ValueError(
                         f"line {number} of {path} has the answer {answer!r}; expected more than articles and punctuation, and no "
                         "commas, semicolons, brackets or full stops, after which no text counts. Give the text before them."

@@ -196,6 +196,38 @@ def build_tree(
     return BuiltTree(tree, nodes)
 
 
+def topic_tree(
+    embeddings: np.ndarray,
+    paths: np.ndarray,
+    branching: int,
+    origin: TreeOrigin,
+    held_out: np.ndarray | None = None,
+) -> BuiltTree:
+    """Return the tree whose nodes are given: a node's centroid is the mean of its rows.
+
+    Args:
+        embeddings: Rows `[N, c]`, as in `build_tree`.
+        paths: The node of each row at each level, `[N, p]`, int64.
+        branching: Number of children per node.
+        origin: Origin to record in the tree.
+        held_out: Rows that no centroid is computed from, as in `build_tree`. Default: None.
+    """
+    centroids, sizes = [], []
+    for level, nodes in enumerate(paths.T, start=1):
+        means = torch.full((branching**level, embeddings.shape[1]), torch.nan)
+        for node, members in _members_of(nodes):
+            if held_out is not None and not held_out[members].all():
+                members = members[~held_out[members]]
+            stretches = np.array_split(members, range(_STRETCH, len(members), _STRETCH))
+            sums = [unit_rows(embeddings, rows).double().sum(0) for rows in stretches]
+            means[node] = (torch.stack(sums).sum(0) / len(members)).float()
+        centroids.append(means)
+        sizes.append(torch.from_numpy(np.bincount(nodes, minlength=len(means))))
+    tree = ClusterTree(branching, centroids, origin, sizes)
+    tree.min_similarity = _least_similarity(tree, embeddings, origin.seed or 0)
+    return BuiltTree(tree, paths[:, -1])
+
+
 def _split(
     embeddings: np.ndarray,
     nodes: np.ndarray,

@@ -1,5 +1,6 @@
 """Texts of a corpus as rows of a `datasets.Dataset`: files, folders, repositories of datasets, the Hub; and paths in rows."""
 
+import codecs
 import contextlib
 import glob
 import importlib.util
@@ -16,13 +17,14 @@ import numpy as np
 
 from midus_hf.config.fetched_blocks import TREE_COLUMN
 from midus_hf.config.wording import first_few, first_line
+from midus_hf.files.checkpoint_files import is_lfs_pointer
 from midus_hf.library_bars import data_bars_on_terminals
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# Kinds of files by the ending of their names, in small letters; the name of a kind is that of its reader in `datasets`,
-# which is `csv` for `tsv`.
+# Kinds of files by the ending of their names, in small letters; the name of a kind is that of its reader, which is `csv` for
+# `tsv`.
 KINDS = {
     **dict.fromkeys((".txt", ".md"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
@@ -30,12 +32,11 @@ KINDS = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
-_COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-_READER_OPTIONS: dict[str, dict[str, Any]] = {
-    "text": {"sample_by": "document", "encoding": "utf-8-sig"},
-    "csv": {"keep_default_na": False},  # else a text such as "null" is read as no text
-    "tsv": {"keep_default_na": False, "sep": "\t"},
-}
+# Compressed files by the ending of their names, with the names that `fsspec` has for compressions.
+_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+_OPTIONS_OF_TEXT = {"sample_by": "document", "encoding": "utf-8-sig"}
+# Separators of fields by the kind of table.
+_SEPARATORS = {"csv": ",", "tsv": "\t"}
 
 # Column with the file of a text, for files of text in a folder.
 FILE_COLUMN = "file"
@@ -55,7 +56,8 @@ def read_corpus(
     """Return the texts of a corpus, one per row, with the other columns that the corpus has.
 
     A text file is one text; of a folder alone, without a split, its name below the folder is under `file`. JSON (a list, or an
-    object per line), CSV and Parquet have a text per row. Text, JSON and CSV may be compressed. Of a folder, files of one kind are
+    object per line), CSV and Parquet have a text per row. Values of JSON are what they are, columns of CSV are text. Text, JSON
+    and CSV may be compressed. Of a folder, files of one kind are
     read, rows before text, by the splits that `datasets` finds in their names or its card. Blank texts are left out, which a line
     on standard error says, as it does of files that are not read.
 
@@ -79,6 +81,10 @@ def read_corpus(
         )
     kind = getattr(rows.features[text_column], "dtype", type(rows.features[text_column]).__name__)
     if kind not in ("string", "large_string", "null"):
+        if kind == "JsonText":
+            values = enumerate(rows[text_column], start=1)
+            number, value = next((at, value) for at, value in values if not isinstance(value, str | None))
+            kind = f"{value!r:.60} in row {number},"
         raise ValueError(
             f"{label} has {kind} under {text_column!r}; expected text. Set text_column (--column of eval, look and cluster) to "
             "the column that holds the text."
@@ -211,10 +217,14 @@ def _first_undecodable(rows: "Dataset", column: str) -> int:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of what caused an error."""
+    """Return the first line of what caused an error, without a full stop."""
+    return first_line(_cause(error)).removesuffix(".")
+
+
+def _cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
-    return first_line(error)
+    return error
 
 
 def _kind_of(path: Path) -> str | None:
@@ -255,8 +265,9 @@ def _read_source(
     if not path.exists():
         _check_hub(f"{key} is {source!r}, which is no file or folder", source)
         with _reading(f"{key} is {source!r}"):
-            rows: Any = datasets.load_dataset(source, name, split=split)
+            rows: Any = _read_hub(source, name, split)
     elif is_saved:
+        refuse_pointers(key, [file for file in path.rglob("*.arrow") if file.is_file()])
         with _reading(f"{key} is {source!r}"):
             rows = datasets.load_from_disk(str(path))
         if split is not None and isinstance(rows, datasets.Dataset):
@@ -321,6 +332,11 @@ def _reading(beginning: str, remedy: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        cause = _cause(error)
+        if isinstance(cause, UnicodeDecodeError):
+            begins = cause.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+            name, code = ("UTF-16", "UTF-16") if begins else ("not UTF-8, perhaps Windows-1252", "WINDOWS-1252")
+            remedy = f"; it is {name}. Save it as UTF-8, or run: iconv -f {code} -t UTF-8 FILE > NEW"
         raise ValueError(f"{beginning}, which cannot be read: {_reason(error)}{remedy}") from error
 
 
@@ -336,14 +352,51 @@ def _read_declared(key: str, folder: Path, split: str | None, name: str | None) 
     """Return the rows of the files that the card of a folder names, and say which are not read."""
     import datasets
 
+    from midus_hf.topics.readers import data_files_of, with_own_reader
+
     with _reading(f"{key} is {str(folder)!r}"):
-        builder = datasets.load_dataset_builder(str(folder.resolve()), name)
-        options = (each for each in _READER_OPTIONS.values() if all(hasattr(builder.config, key) for key in each))
-        builder = datasets.load_dataset_builder(str(folder.resolve()), name, **next(options, {}))
-        read = [Path(file).resolve() for of_split in builder.config.data_files.values() for file in of_split]
-        _say_unread(key, folder, _files_of(key, folder), read)
+        declared = datasets.load_dataset_builder(str(folder.resolve()), name)
+        splits = {
+            split: [Path(file).resolve() for file in files] for split, files in declared.config.data_files.items()
+        }
+        read = [file for of_split in splits.values() for file in of_split]
+    refuse_pointers(key, read)
+    _say_unread(key, folder, _files_of(key, folder), read)
+    with _reading(f"{key} is {str(folder)!r}"):
+        builder = with_own_reader(declared, data_files_of(splits), text=_OPTIONS_OF_TEXT)
         builder.download_and_prepare()
         return builder.as_dataset(split=split)
+
+
+def _read_hub(source: str, name: str | None, split: str | None) -> Any:
+    """Return the rows of a dataset on the Hub; of its JSON and tables, values are read as those of files here."""
+    import datasets
+
+    from midus_hf.topics.readers import with_own_reader
+
+    declared = datasets.load_dataset_builder(source, name)
+    builder = with_own_reader(declared, declared.config.data_files)
+    if builder is declared:
+        return datasets.load_dataset(source, name, split=split)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=split)
+
+
+def refuse_pointers(key: str, files: Sequence[Path]) -> None:
+    """Refuse files that only stand for others.
+
+    Args:
+        key: Key of the arguments that names the files, for messages.
+
+    Raises:
+        ValueError: If a file is a pointer of Git LFS.
+    """
+    pointers = [file for file in files if is_lfs_pointer(file)]
+    if pointers:
+        others = f", as {len(pointers) - 1:,} others are" if pointers[1:] else ""
+        raise ValueError(
+            f"{key} has the file {str(pointers[0])!r}, which is a Git LFS pointer, not the file{others}; run git lfs pull there."
+        )
 
 
 def _read_files(key: str, path: Path, split: str | None, text_column: str | None, *, names_files: bool) -> Any:
@@ -351,8 +404,9 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
 
     The kind is the most frequent kind of rows, or else text: the card and notes of a dataset are not its text.
     """
-    import datasets
     import fsspec
+
+    from midus_hf.topics.readers import READERS, SEPARATORS, VERSION, data_files_of, separator_of
 
     files = _files_of(key, path)
     kind_of = {file: _kind_of(file) or ("text" if file == path else None) for file in files if file.is_file()}
@@ -373,12 +427,16 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
         )
     splits = {"train": read} if kind == "text" or path.is_file() else _by_split(key, path, read)
     read = [file for of_split in splits.values() for file in of_split]
+    refuse_pointers(key, read)
     _say_unread(key, path, files, read)
 
     def prepared(files: Mapping[str, Sequence[Path]]) -> Any:
-        data_files = {name: [glob.escape(str(file.resolve())) for file in each] for name, each in files.items()}
-        reader, options = "csv" if kind == "tsv" else kind, _READER_OPTIONS.get(kind, {})
-        builder = datasets.load_dataset_builder(reader, data_files=data_files, **options)
+        options: dict[str, Any] = _OPTIONS_OF_TEXT if kind == "text" else {}
+        if kind in _SEPARATORS:
+            compressions = {file: _COMPRESSIONS.get(file.suffix.lower()) for each in files.values() for file in each}
+            options = {"sep": separator_of(compressions, _SEPARATORS[kind])}
+        reader = "csv" if kind == "tsv" else kind
+        builder = READERS[reader](dataset_name=reader, hash=VERSION, data_files=data_files_of(files), **options)
         builder.download_and_prepare()
         return builder
 
@@ -396,6 +454,9 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
             f"{key} is {str(path)!r}, whose {len(read):,} files can be read one by one, but not together: {_reason(error)}. Expected "
             "the same columns in all, each of one type. Name one file, or give all rows the same columns."
         ) from error
+    if kind in _SEPARATORS and builder.config.sep != _SEPARATORS[kind]:
+        found, usual = SEPARATORS[builder.config.sep], SEPARATORS[_SEPARATORS[kind]]
+        say(f"{key} {str(path)!r}: fields are separated by {found}, not by {usual}")
     with _reading(f"{key} is {str(path)!r}"):
         rows = builder.as_dataset(split=split)
     if kind != "text":

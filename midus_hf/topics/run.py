@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +19,11 @@ from midus_hf.topics.building import (
     calibrate,
     grow_tree,
     held_out_rows,
+    topic_tree,
 )
 from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.embedding import TextEmbedder
+from midus_hf.topics.known_topics import NAMES_FILE, TopicNames
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.topics.tree_files import CENTROIDS_FILE, RECORD_FILE, TreeOrigin, lasting_name
@@ -60,6 +62,7 @@ def build(
     device: str = "cpu",
     batch_size: int = 64,
     dtype: str = "float32",
+    topic_columns: Sequence[str] = (),
     overwrite: bool = False,
 ) -> ClusterTree:
     """Embed a corpus, cluster it and write the tree: `tree.safetensors`, `tree.json`, and `windows/` with the embeddings.
@@ -79,6 +82,8 @@ def build(
         device: Device of the embedding model. Default: `"cpu"`.
         batch_size: Texts per forward pass. Default: 64.
         dtype: Dtype in which embeddings are stored, `"float16"` or `"float32"`. Default: `"float32"`.
+        topic_columns: Columns with the names of topics, from the first level down, which are the nodes; of `options`, the seed
+            alone is taken then. Default: none, topics are clusters.
         overwrite: Whether a tree in `output` may be replaced. Embeddings of the same request are kept. Default: false.
 
     Raises:
@@ -92,6 +97,9 @@ def build(
     _check_output(output, overwrite)
     cutter = load_fast_tokenizer(tokenizer)
     documents = read_corpus(corpus, text_column=column)
+    topics = TopicNames.of(documents, topic_columns) if topic_columns else None
+    if topics is not None:  # which checks their number
+        options = TreeOptions(topics.branching, len(topic_columns), samples=2 * topics.branching, seed=options.seed)
     embedder = TextEmbedder(embedding_model, device, batch_size, max_tokens)
     stored = store_windows(output / WINDOWS, documents, corpus, column, cutter, embedder, window_tokens, dtype)
     origin = TreeOrigin(
@@ -107,10 +115,14 @@ def build(
     rows = len(stored.documents)
     with only_run(output / WINDOWS):
         held_out = held_out_rows(rows, options.seed)
-        with tqdm(desc="clustering", unit=" rows", total=rows * options.levels, disable=None) as bar:
-            built = build_tree(stored.embeddings, options, origin, bar.update, finished, held_out)
+        if topics is not None:
+            paths = topics.paths(documents)[stored.documents]
+            built = topic_tree(stored.embeddings, paths, options.branching, origin, held_out)
+        else:
+            with tqdm(desc="clustering", unit=" rows", total=rows * options.levels, disable=None) as bar:
+                built = build_tree(stored.embeddings, options, origin, bar.update, finished, held_out)
         _calibrate(built.tree, documents[column], cutter, embedder, window_tokens, held_out, options.seed)
-        _write(output, built)
+        _write(output, built, topics)
         finished.delete()
     return built.tree
 
@@ -192,10 +204,13 @@ def open_build(folder: Path) -> tuple[ClusterTree, StoredWindows, np.ndarray]:
     return tree, stored, leaves
 
 
-def _write(output: Path, built: BuiltTree) -> None:
-    """Write a tree, and the leaf of each of its windows."""
+def _write(output: Path, built: BuiltTree, topics: TopicNames | None = None) -> None:
+    """Write a tree, the leaf of each of its windows, and the names of its nodes if they have some."""
     # Otherwise a kill further down could leave an old tree with new leaves.
     (output / RECORD_FILE).unlink(missing_ok=True)
+    (output / WINDOWS / NAMES_FILE).unlink(missing_ok=True)
+    if topics is not None:
+        topics.save(output / WINDOWS)
     write_array(output / WINDOWS / _LEAVES, built.leaves.astype(np.int32))
     built.tree.save(output)
 

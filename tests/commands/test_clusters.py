@@ -102,13 +102,94 @@ def test_assign_keeps_all_columns_and_says_which_tree_it_was(tree, corpus, tmp_p
     )
 
 
-def test_assign_says_that_dates_are_written_as_they_are_read(tree, tmp_path, capsys):
-    corpus = tmp_path / "dated.jsonl"
-    corpus.write_text('{"body": "w1 w2", "at": "2013-05-18T05:48:54+02:00"}\n')
+@pytest.fixture
+def named(bert, tmp_path):
+    """Return a function that builds a tree of named topics, and its corpus."""
+    corpus, output = tmp_path / "named.jsonl", tmp_path / "named"
+    kinds = [("plants", "trees"), ("plants", "herbs"), ("stars", "near")]
+    rows = [
+        {"body": f"w{number % 3 * 20 + number % 20} w{number % 3 * 20 + 7}", "topic": topic, "part": part}
+        for number in range(60)
+        for topic, part in [kinds[number % 3]]
+    ]
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def build(*more) -> int:
+        words = f"build --corpus {corpus} --embedding-model {bert} --tokenizer {bert} --output {output} --column body --device cpu"
+        return main([*words.split(), *more])
+
+    return build, corpus, output
+
+
+def assigned_by(tree, corpus, output) -> list[dict]:
+    words = ["assign", "--tree", str(tree), "--column", "body", "--corpus", str(corpus), "--output", str(output)]
+    assert main([*words, "--overwrite", "--device", "cpu"]) == 0
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def test_names_of_topics_are_the_nodes_of_a_tree(named, tmp_path, capsys):
+    build, corpus, tree = named
+    assert build("--topic-column", "topic", "--topic-column", "part") == 0
+    out = capsys.readouterr().out
+    assert "60 windows in 3 of 4 leaves, 2 levels of 2" in out
+    by_name = assigned_by(tree, corpus, tmp_path / "p.jsonl")
+    assert "paths are those of the topics under topic, part" in capsys.readouterr().err
+    path_of = {("plants", "trees"): [0, 0], ("plants", "herbs"): [0, 1], ("stars", "near"): [1, 2]}
+    assert all(row["memory_ids"] == path_of[row["topic"], row["part"]] for row in by_name)
+    assert all(row["windows"] == [row["memory_ids"]] for row in by_name)
+    without = tmp_path / "without.jsonl"
+    without.write_text("".join(json.dumps({"body": row["body"]}) + "\n" for row in by_name))
+    near = assigned_by(tree, without, tmp_path / "q.jsonl")  # texts alone, as those of a question
+    assert "paths are those" not in capsys.readouterr().err
+    assert {tuple(row["memory_ids"]) for row in near} <= {*map(tuple, path_of.values()), (-1, -1)}
+    assert {row["memory_tree"] for row in near} == {by_name[0]["memory_tree"]}
+    assert build("--overwrite", "--branching", "2", "--levels", "1", "--samples", "40") == 0
+    assigned_by(tree, corpus, tmp_path / "p.jsonl")
+    assert "paths are those" not in capsys.readouterr().err, "a tree of clusters has no names"
+
+
+@pytest.mark.parametrize(
+    ("words", "row", "message"),
+    [
+        (
+            ["--topic-column", "kind"],
+            {},
+            "the corpus has no column 'kind', only body, topic, part; expected a column with the name",
+        ),
+        (
+            ["--topic-column", "topic"],
+            {"topic": " "},
+            "row 61 of the corpus, without blank ones, has ' ' under 'topic'; expected",
+        ),
+        (
+            ["--topic-column", "topic"],
+            {"topic": 3},
+            "row 61 of the corpus, without blank ones, has 3 under 'topic'; expected",
+        ),
+        (
+            ["--topic-column", "topic", "--levels", "2"],
+            {},
+            "--topic-column is 'topic', whose names are the nodes; --branching",
+        ),
+    ],
+)
+def test_names_that_are_no_topics_are_refused(named, words, row, message, capsys):
+    build, corpus, _ = named
+    if row:
+        corpus.write_text(corpus.read_text() + json.dumps({"body": "w1", "topic": "a", "part": "b", **row}) + "\n")
+    assert build(*words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_topic_that_the_tree_does_not_know_and_altered_names_are_refused(named, tmp_path, capsys):
+    build, corpus, tree = named
+    assert build("--topic-column", "topic") == 0
+    capsys.readouterr()
+    corpus.write_text(json.dumps({"body": "w1", "topic": "moons"}) + "\n")
     words = [
         "assign",
         "--tree",
-        tree,
+        str(tree),
         "--column",
         "body",
         "--corpus",
@@ -116,9 +197,35 @@ def test_assign_says_that_dates_are_written_as_they_are_read(tree, tmp_path, cap
         "--output",
         str(tmp_path / "p.jsonl"),
     ]
-    assert main(words) == 0
+    line = last_line(words, capsys)
+    assert (
+        "row 1 of the corpus, without blank ones, has the topic 'moons', which the tree does not know; expected"
+        in line
+    )
+    (tree / "windows" / "topics.json").write_text("{}")
+    assert "topics.json' was altered or is not whole. Build the tree again." in last_line(words, capsys)
+
+
+def test_assign_writes_values_as_they_are(tree, tmp_path, capsys):
+    """Of JSON as they are written, of a table as text; a date of Parquet has no form of its own."""
+    values = ["2013-05-18T05:48:54+02:00", 2**64, 3, 2.5, None, {"a": None, "b": [1, 0.1 + 0.2]}, {"b": "4"}, True]
+    rows = [{"body": "w1 w2", "value": value} for value in values]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.csv").write_text("body,value\nw1 w2,007\nw1 w2,18446744073709551616\nw1 w2,2013-05-18\n")
+    for name, expected in (("rows.jsonl", values), ("rows.csv", ["007", "18446744073709551616", "2013-05-18"])):
+        words = ["assign", "--tree", tree, "--column", "body", "--corpus", str(tmp_path / name)]
+        assert main([*words, "--output", str(tmp_path / "p.jsonl"), "--overwrite"]) == 0
+        assigned = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+        assert repr([row["value"] for row in assigned]) == repr(expected)
+        assert "dates" not in capsys.readouterr().err
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    zone = pyarrow.timestamp("s", "Europe/Paris")
+    at = pyarrow.array([datetime.datetime.fromisoformat(values[0])], zone)
+    parquet.write_table(pyarrow.table({"body": ["w1 w2"], "at": at}), tmp_path / "rows.parquet")
+    words = ["assign", "--tree", tree, "--column", "body", "--corpus", str(tmp_path / "rows.parquet")]
+    assert main([*words, "--output", str(tmp_path / "p.jsonl"), "--overwrite"]) == 0
     assert "columns with dates are written as dates are read, in UTC if they had a zone: at" in capsys.readouterr().err
-    assert "03:48:54" in (tmp_path / "p.jsonl").read_text()
+    assert "05:48:54+02:00" in (tmp_path / "p.jsonl").read_text()
 
 
 def test_assign_replaces_no_column_of_a_person_and_takes_what_parquet_has(tree, tmp_path, capsys):

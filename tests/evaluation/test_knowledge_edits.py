@@ -106,6 +106,21 @@ def test_a_model_is_scored_on_all_of_them(data):
             [ZSRE[0] | {"answers": "Illinois"}],
             "edit 0 of the file: answers is 'Illinois'; expected a list. Put it in brackets.",
         ),
+        *(
+            (
+                "zsre_efficacy",
+                [ZSRE[0] | {"answers": answers}],
+                r"edit 0 of the file: it asks 'What .*', and its answers are \[.*\]; expected a question and a list of texts, each "
+                "more than articles and punctuation. Fill them in.",
+            )
+            for answers in ([], [""], ["the"], ["Illinois", 7])
+        ),
+        ("zsre_paraphrase", [ZSRE[0] | {"rephrase": " "}], "it asks ' ', and its answers are .*; expected a question"),
+        (
+            "zsre_neighborhood",
+            [ZSRE[0] | {"loc_ans": None}],
+            r"its answers are \[None\]; expected a question and a list",
+        ),
     ],
 )
 def test_a_file_that_is_missing_or_of_another_format_is_refused(name, content, message, tmp_path):

@@ -185,6 +185,59 @@ def test_an_answer_that_nothing_could_equal_is_refused(tmp_path, answer):
         Tasks(["facts"], data=tmp_path)
 
 
+DATES = ["2004-01-25", "1937-05-27", "1986-02-09T10:00:00Z"]
+
+
+def rows_for(tasks):
+    (task,) = tasks.load()["tasks"].values()
+    return task, list(task.test_docs())
+
+
+def test_answers_and_choices_that_look_like_dates_are_text(tmp_path):
+    write_rows = {
+        "facts": [{"question": "When", "answers": [date]} for date in DATES],
+        "piqa": [{"question": date, "choices": [date, "4"], "gold": 0} for date in DATES],
+    }
+    for name, rows in write_rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        task, documents = rows_for(Tasks([name], data=tmp_path))
+        assert documents == rows
+        wanted = rows[0]["answers"] if name == "facts" else 0
+        assert task.doc_to_target(documents[0]) == wanted
+    (tmp_path / "counterfact.json").write_text(json.dumps([edit_of(*DATES[:2])]))
+    task, (document,) = rows_for(Tasks(["counterfact_efficacy"], data=tmp_path))
+    assert task.doc_to_choice(document) == DATES[:2]
+
+
+def edit_of(true, new):
+    objects = {"target_true": {"str": true}, "target_new": {"str": new}}
+    rewrite = {"prompt": "{} began on", "subject": "The war", **objects}
+    return {"requested_rewrite": rewrite, "paraphrase_prompts": [], "neighborhood_prompts": []}
+
+
+def test_a_date_that_the_model_writes_is_right(tmp_path):
+    (tmp_path / "facts.jsonl").write_text(json.dumps({"question": "When", "answers": ["2004-01-25"]}) + "\n")
+    task, (document,) = rows_for(Tasks(["facts"], data=tmp_path))
+    request = task.construct_requests(document, "", metadata=("midus_facts", 0, 1))
+    request.resps, task._instances = [" 2004-01-25."], [request]
+    task.apply_filters()
+    assert task.process_results(document, [request.filtered_resps["first-clause"]]) == {"exact_match": 1.0}
+
+
+@pytest.mark.parametrize("name", ["facts.jsonl", "piqa.jsonl", "zsre.json"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n", "is a Git LFS pointer, not the file"),
+        ('{"question": "Who", "answers": ["Ren\u00e9"]}\n', "not UTF-8, perhaps Windows-1252. Save it as UTF-8"),
+    ],
+)
+def test_questions_that_are_no_text_are_refused_before_a_model_is_loaded(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content.encode("cp1252"))
+    with pytest.raises(ValueError, match=message):
+        Tasks([{"zsre.json": "zsre_efficacy"}.get(name, name[:-6])], data=tmp_path)
+
+
 def log_likelihood(model, tokenizer, prompt: str, continuation: str) -> float:
     """Of the continuation after the prompt, token by token in float64."""
     ids = tokenizer(prompt).input_ids

@@ -1,5 +1,6 @@
 """Rows of every format become what TRL reads; what would be lost is refused by row and key, and what is not read is named."""
 
+import json
 import re
 import types
 
@@ -83,6 +84,50 @@ def test_calls_have_their_own_arguments_alone(ending, tmp_path):
     ]
 
 
+ARGUMENTS = {
+    "dates": [{"day": "2024-05-01"}, {"day": "2024-06-02"}],
+    "a null that means something": [{"n": None, "m": 1}, {"n": 2, "m": 1}],
+    "a fraction beside a whole number": [{"n": 3}, {"n": 2.5}],
+    "fractions": [{"n": 0.1 + 0.2}, {"n": 1e22, "m": [1e-7]}],
+    "large numbers": [{"n": 2**53 + 1}, {"n": -(2**63)}],
+    "texts that are JSON": [{"n": "4"}, {"n": "null"}],
+    "order": [{"b": 1, "a": 2}, {"a": 3, "b": 4}],
+}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_of_calls_are_what_json_says(case, ending, tmp_path):
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ messages[1].tool_calls }}{{ tools }}" + CHATML)
+    calls = [[{"function": {"name": "f", "arguments": arguments}}] for arguments in ARGUMENTS[case]]
+    rows = [
+        {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": call}], "tools": call}
+        for call in calls
+    ]
+    data = write_rows(tmp_path / "x.jsonl", rows)
+    if ending == "json":
+        data = tmp_path / "x.json"
+        data.write_text(json.dumps(rows))
+    chats = list(read(data, template=str(own)))
+    assert repr([chat["messages"][1]["tool_calls"] for chat in chats]) == repr(calls)
+    assert repr([chat["tools"] for chat in chats]) == repr(calls)
+
+
+@pytest.mark.parametrize("answer", ["2004-01-25", "4", "007", "True", "null", "1e3"])
+@pytest.mark.parametrize("question", ["prompt", "instruction"])
+@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+def test_answers_that_look_like_something_else_are_text(answer, question, ending, tmp_path):
+    row = {question: "12", "completion" if question == "prompt" else "output": answer}
+    data = tmp_path / f"x.{ending}"
+    if ending == "csv":
+        data.write_text(",".join(row) + "\n" + ",".join(row.values()) + "\n")
+    else:
+        write_rows(data, [row])
+    chat = [{"role": "user", "content": "12"}, {"role": "assistant", "content": answer}]
+    assert list(read(data)) == [row if question == "prompt" else {"messages": chat}]
+
+
 def test_json_text_is_parsed_and_keeps_its_nulls(tmp_path):
     """A template that gets arguments as text encodes them again."""
     own = tmp_path / "own.jinja"
@@ -125,6 +170,9 @@ REFUSED = {
     },
     "row 2 of 'DATA' has 'arguments of add', which is not JSON: Expecting": {
         "messages": [USER, {**ANSWER, "tool_calls": [{"name": "add", "arguments": "{"}]}]
+    },
+    "row 2 of 'DATA' has the number 18446744073709551616, of more than 64 bits; expected less. Write it as text": {
+        "messages": [USER, {**ANSWER, "tool_calls": [{"name": "f", "arguments": {"n": [2**64]}}]}]
     },
     "row 2 of 'DATA' has 'tools', which is not JSON": {"messages": [USER, ANSWER], "tools": "["},
     "has 'chat_template_kwargs': ['a']; expected an object": {"messages": [USER, ANSWER], "chat_template_kwargs": '["a"]'},

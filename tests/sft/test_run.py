@@ -1,5 +1,6 @@
 """Fine-tuning runs: what trains, what has a loss, what comes out, and that they resume exactly."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -137,6 +138,19 @@ def test_a_call_that_the_template_reads_and_leaves_out_of_answers_is_refused(con
     with refused(message.format("add")):
         SftRun(config_for("outside", **options))
     SftRun(config_for("all", **options, assistant_only_loss=False))
+
+
+def test_arguments_of_calls_are_learned_as_they_are_written(config_for, base, tmp_path):
+    given = [{"n": None, "m": 1}, {"n": 3}, {"n": 2.5}, {"n": "4"}, {"day": "2004-01-25"}, {"n": 1 / 3 + 1e-3}]
+    calls = [[{"name": "f", "arguments": arguments}] for arguments in given]
+    rows = [{"messages": [chat(1)[0], {"role": "assistant", "tool_calls": call}]} for call in calls]
+    own = tmp_path / "own.jinja"
+    call = "{% for call in message.tool_calls %}{{ call.name + (call.arguments | tojson) }}{% endfor %}"
+    own.write_text(CHATML.replace("{{ message['content'] + '<|im_end|>' }}{% endg", call + "{% endg"))
+    data = write_rows(tmp_path / "x.jsonl", rows)
+    run = SftRun(config_for(model=base(), data=data, chat_template_path=str(own), max_length=128))
+    texts = [learned(row).replace(" ", "") for row in run.trainer.train_dataset]
+    assert texts == ["f" + json.dumps(arguments).replace(" ", "") for arguments in given]
 
 
 @pytest.mark.parametrize("ends", ["<|im_end|>", None])

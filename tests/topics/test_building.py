@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from midus_hf.topics import building
-from midus_hf.topics.building import LevelFiles, TreeOptions, build_tree, unit_rows
+from midus_hf.topics.building import LevelFiles, TreeOptions, build_tree, topic_tree, unit_rows
+from midus_hf.topics.tree_files import TreeOrigin
 
 
 def nested_topics(each: int = 30, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -49,6 +50,24 @@ def test_99_of_100_rows_are_as_near_to_a_topic_as_the_tree_expects_and_unlike_on
     assert not (few.similarity(unit_rows(rows[:20], slice(None))) < few.min_similarity).any(), (
         "the least of a few rows"
     )
+
+
+def test_given_nodes_have_the_means_of_their_rows_and_retrieval_finds_them():
+    rows, labels = nested_topics()
+    held_out = np.arange(len(rows)) % 10 == 0
+    paths = np.stack([labels // 3, labels // 3 * 4 + labels % 3], axis=1)  # a tree of 4 children, of which 3 are there
+    built = topic_tree(rows, paths, 4, TreeOrigin(seed=0), held_out)
+    unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    for level, nodes in enumerate(paths.T):
+        for node, centroid in enumerate(built.tree.centroids[level].numpy()):
+            members = (nodes == node) & ~held_out
+            assert built.tree.sizes[level][node] == (nodes == node).sum()
+            if members.any():
+                np.testing.assert_allclose(centroid, unit[members].mean(0), atol=1e-6)
+            else:
+                assert np.isnan(centroid).all()
+    assert np.array_equal(built.tree.paths(unit_rows(rows, slice(None))).numpy(), paths)
+    assert np.array_equal(built.leaves, paths[:, -1])
 
 
 @pytest.mark.parametrize("stretch", [1, 64])

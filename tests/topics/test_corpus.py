@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import re
 import time
 
@@ -124,7 +125,7 @@ def test_names_of_which_one_is_a_split_leave_no_file_out(folder, capsys):
 
 
 def test_files_that_do_not_go_together_are_refused_with_what_they_lack(folder):
-    write(folder, {"a.jsonl": '{"text": "one"}\n', "b.jsonl": '{"text": "two", "x": 1}\n'})
+    write(folder, {"a.csv": "text\none\n", "b.csv": "text,x\ntwo,1\n"})
     with pytest.raises(
         ValueError, match=r"2 files can be read one by one, but not together: .* Name one file, or give all rows"
     ):
@@ -134,6 +135,149 @@ def test_files_that_do_not_go_together_are_refused_with_what_they_lack(folder):
 def test_a_folder_of_texts_stands_beside_rows_that_have_a_column_of_their_own_called_file(folder):
     write(folder, {"texts/a.txt": "one", "rows.jsonl": '{"text": "two", "file": 3}\n'})
     assert texts_of([str(folder / "texts"), str(folder / "rows.jsonl")]) == ["one", "two"]
+
+
+VALUES = {
+    "dates": ["2004-01-25", "1937-05-27T10:00:00Z"],
+    "a date beside a text": ["2004-01-25", "red"],
+    "texts that are JSON": ["4", "null", "[1]"],
+    "text beside a number": ["4", 3, None],
+    "whole numbers beside fractions": [3, 2.5, 1e22, 0.1 + 0.2, 1e-7],
+    "numbers of more than 64 bits": [2**64, -(10**30), 1],
+    "truth values": [True, False, None],
+    "a null in an object": [{"a": None, "b": 1}, {"b": "2004-01-25"}, {}],
+    "lists": [[1, 2], [0.5], [], [["2004-01-25"]]],
+    "nothing": [None, None],
+}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+@pytest.mark.parametrize("case", VALUES)
+def test_values_of_json_are_what_they_are(folder, case, ending, monkeypatch):
+    """Also where the first rows alone would be of another type, and the row is read long after them."""
+    monkeypatch.setattr("midus_hf.topics.readers._CHARACTERS_AT_ONCE", 10)
+    monkeypatch.setattr("midus_hf.topics.readers._ROWS_AT_ONCE", 1)
+    rows = [{"text": "words", "value": value} for value in VALUES[case]]
+    written = json.dumps(rows) if ending == "json" else "".join(json.dumps(row) + "\n" for row in rows)
+    read = read_corpus(write(folder, {f"x.{ending}": written}))
+    assert repr(read["value"][:]) == repr(VALUES[case])
+
+
+def test_a_column_that_begins_late_is_read(folder, monkeypatch):
+    monkeypatch.setattr("midus_hf.topics.readers._CHARACTERS_AT_ONCE", 10)
+    write(folder, {"a.jsonl": lines(["one", "two"]) + lines(["three"], late=1), "b.jsonl": lines(["four"], other="x")})
+    read = read_corpus(str(folder))
+    assert read["text"][:] == ["one", "two", "three", "four"]
+    assert read["late"][:] == [None, None, 1, None] and read["other"][:] == [None, None, None, "x"]
+
+
+TABLES = {
+    "numbers": ("text,id\n4,1\n", [{"text": "4", "id": "1"}]),
+    "leading zeros": ("text\n007\n1e3\n", [{"text": "007"}, {"text": "1e3"}]),
+    "truth values": ("text\nTrue\nFalse\n", [{"text": "True"}, {"text": "False"}]),
+    "words for nothing": ("text,id\nNA,\nnull,nan\n", [{"text": "NA", "id": ""}, {"text": "null", "id": "nan"}]),
+    "a number, then a word": (
+        "text\n" + "1\n" * 10_050 + "word\n",
+        [*({"text": "1"} for _ in range(10_050)), {"text": "word"}],
+    ),
+    "a short row": ("text,id\na\n", [{"text": "a", "id": ""}]),
+    "dates": ("text,id\n2004-01-25,2\n", [{"text": "2004-01-25", "id": "2"}]),
+    "one column with signs": ('text\n"a; b, c"\n', [{"text": "a; b, c"}]),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_columns_of_a_table_are_text(folder, case, capsys):
+    table, rows = TABLES[case]
+    assert list(read_corpus(write(folder, {"x.csv": table}))) == rows
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "said"),
+    [
+        ("x.csv", "\ntext;id\na, b;1\n", "fields are separated by semicolons, not by commas"),
+        ("x.csv", '\ufeff"text"\t"id"\na, b\t1\n', "fields are separated by tabs, not by commas"),
+        ("x.tsv", 'text,id\n"a, b",1\n', "fields are separated by commas, not by tabs"),
+        ("x.csv.gz", gzip.compress(b"text;id\na, b;1\n"), "fields are separated by semicolons, not by commas"),
+    ],
+)
+def test_separators_are_found_and_said_each_time(folder, name, table, said, capsys):
+    write(folder, {name: table})
+    for _ in range(2):
+        assert list(read_corpus(str(folder / name))) == [{"text": "a, b", "id": "1"}]
+        assert f"{name}': {said}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("declared", "content", "row"),
+    [
+        ("data_files: x.jsonl", lines(["2004-01-25"], id=2**64), {"text": "2004-01-25", "id": 2**64}),
+        ("data_files: x.json\n  field: rows", '{"rows": [{"text": "1", "id": 1.0}]}', {"text": "1", "id": 1.0}),
+        ("data_files: x.csv\n  sep: ;", "text;id\n007;1\n", {"text": "007", "id": "1"}),
+    ],
+)
+def test_a_card_declares_files_and_not_how_their_values_are_read(folder, declared, content, row):
+    card = f"---\nconfigs:\n- config_name: a\n  {declared}\n---\n"
+    write(folder, {"README.md": card, declared.split()[1]: content})
+    assert list(read_corpus(str(folder))) == [row]
+
+
+def test_rows_of_the_hub_are_read_as_those_of_files(folder, monkeypatch):
+    """A folder stands for the dataset of the Hub."""
+    write(folder, {"x.jsonl": lines(["2004-01-25"], id=2**64)})
+    build = datasets.load_dataset_builder
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda source, name: build(str(folder), name))
+    monkeypatch.setattr("midus_hf.topics.corpus._check_hub", lambda *_: None)
+    assert list(read_corpus("someone/dates")) == [{"text": "2004-01-25", "id": 2**64}]
+
+
+REPLACED = {
+    "x.txt": str.encode,
+    "x.jsonl": lambda text: lines([text]),
+    "x.csv": lambda text: f"text\n{text}\n".encode(),
+    "x.jsonl.gz": lambda text: gzip.compress(lines([text]), mtime=0),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+@pytest.mark.parametrize("most", [64 << 20, 0])
+def test_a_file_that_another_replaces_with_its_size_and_time_is_read_anew(folder, name, most, monkeypatch):
+    """By content, and by the state of files that are too large for it."""
+    monkeypatch.setattr("midus_hf.topics.readers._HASHED_BYTES", most)
+    for text in ("alpha", "omega", "alpha"):
+        write(folder, {"new": REPLACED[name](text)})
+        os.utime(folder / "new", (1_600_000_000,) * 2)
+        (folder / "new").replace(folder / name)
+        assert texts_of(folder / name) == [text]
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "ab12" * 16 + "\nsize 17477929\n"
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.md", "x", "x.jsonl", "x.json", "x.csv", "x.parquet", "x.jsonl.gz"])
+def test_a_pointer_is_not_the_file(folder, name):
+    write(folder, {name: POINTER})
+    message = r"^corpus has the file '.*', which is a Git LFS pointer, not the file; run git lfs pull there\.$"
+    with pytest.raises(ValueError, match=message):
+        read_corpus(str(folder / name))
+
+
+def test_pointers_among_files_are_counted(folder):
+    write(folder / "texts", {"real.txt": "words", **{f"{number}.txt": POINTER for number in range(12)}})
+    with pytest.raises(
+        ValueError, match=r"texts/0\.txt', which is a Git LFS pointer, not the file, as 11 others are; run"
+    ):
+        read_corpus(str(folder / "texts"))
+    write(
+        folder / "card",
+        {"README.md": "---\nconfigs:\n- config_name: a\n  data_files: x.jsonl\n---\n", "x.jsonl": POINTER},
+    )
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(str(folder / "saved"))
+    next((folder / "saved").glob("*.arrow")).write_text(POINTER)
+    for source in ("card", "saved"):
+        with pytest.raises(ValueError, match="which is a Git LFS pointer, not the file; run git lfs pull"):
+            read_corpus(str(folder / source))
 
 
 MIXED = {
@@ -238,11 +382,6 @@ def test_folders_and_several_corpora_keep_their_order_and_columns(folder, capsys
     )
 
 
-def test_half_a_surrogate_pair_in_a_list_is_no_text(folder, capsys):
-    assert texts_of(write(folder, {"x.json": b'[{"text": "a"}, {"text": "\\ud83d"}]'})) == ["a"]
-    assert "1 of 2 texts are blank, or lack the text, and are left out" in capsys.readouterr().err
-
-
 def test_lines_are_said_by_the_first_process_alone(folder, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     read_corpus(write(folder, {"a.txt": "one", "b.txt": " "}))
@@ -252,23 +391,41 @@ def test_lines_are_said_by_the_first_process_alone(folder, capsys, monkeypatch):
 REFUSALS = {
     "half a pair": (
         {"x.jsonl": lines(["a"]) + b'{"text": "\\ud83d"}\n'},
-        "x.jsonl', which cannot be read: JSON parse error: The surrogate pair in string is invalid. in row 1",
+        r"x.jsonl', which cannot be read: a row has half of a surrogate pair under 'text': '\ud83d'. Mend the file",
+    ),
+    "half a pair in a list": (
+        {"x.json": b'[{"text": "a"}, {"text": ["\\ud83d"]}]'},
+        r"x.json', which cannot be read: a row has half of a surrogate pair under 'text'",
     ),
     "no JSON": (
         {"x.jsonl": lines(["a"]) + b"{text\n"},
-        "x.jsonl', which cannot be read: JSON parse error: Missing a name for object member. in row 1",
+        "x.jsonl', which cannot be read: line 2 is no JSON: Expecting property name enclosed in double quotes at character 2; "
+        "expected an object in each line, or one list of objects. Mend the file",
     ),
-    "no objects": ({"x.jsonl": b'"a"\n"b"\n'}, "x.jsonl', which cannot be read: "),
+    "no objects": (
+        {"x.jsonl": b'"a"\n"b"\n'},
+        "x.jsonl', which cannot be read: line 1 is '\"a\"'; expected an object in each line, or one list of objects. Mend",
+    ),
+    "an object over lines": (
+        {"x.json": b'{\n"text": "a"}\n'},
+        "cannot be read: line 1 is no JSON: Expecting property name",
+    ),
+    "numbers in a list": ({"x.json": b'["a", 1]'}, "value 2 of its list is 1; expected an object or a text. Mend"),
+    "lines without rows": ({"x.jsonl": b" \n\n"}, "x.jsonl', which cannot be read: it has no rows. Mend the file"),
+    "a broken list": (
+        {"x.json": b'[{"text": "a"},\n{]'},
+        "cannot be read: Expecting property name enclosed in double quotes",
+    ),
     "no column": ({"x.jsonl": b'{"content": "a", "id": 1}\n'}, "no column 'text', only content, id; set text_column"),
-    "numbers": ({"x.jsonl": b'{"text": 1}\n'}, "has int64 under 'text'; expected text"),
-    "text and numbers": ({"x.jsonl": b'{"text": "a"}\n{"text": 3}\n'}, "has Json under 'text'; expected text"),
+    "numbers": ({"x.jsonl": b'{"text": 1}\n'}, "has 1 in row 1, under 'text'; expected text"),
+    "text and numbers": ({"x.jsonl": b'{"text": "a"}\n{"text": 3}\n'}, "has 3 in row 2, under 'text'; expected text"),
     "nested without end": (
         {"x.jsonl": lines(["a"]) + b"[" * 100_000},
-        "x.jsonl', which cannot be read: JSON parse error: ",
+        "x.jsonl', which cannot be read: line 2 is no JSON: it is nested too deeply; expected",
     ),
     "latin in a row": (
         {"x.jsonl": lines(["a"] * 2_000) + b'{"text": "\xff"}\n'},
-        "is not text in UTF-8: invalid start byte. Take it out, or convert it.",
+        "invalid start byte, in line 2001; it is not UTF-8, perhaps Windows-1252. Save it as UTF-8, or run: iconv -f WINDOWS-1252",
     ),
     "empty": ({"x.txt": ""}, "is empty: it has no text with a visible character"),
     "blank": ({"x.jsonl": lines([" ", "\n"])}, "is empty: it has no text with a visible character"),
@@ -276,6 +433,25 @@ REFUSALS = {
     "latin": (
         {"x.txt": "a \u00fc".encode("latin-1")},
         "x.txt', which cannot be read: 'utf-8' codec can't decode byte 0xfc",
+    ),
+    "latin in a table": (
+        {"x.csv": "text\ncaf\u00e9\n".encode("cp1252")},
+        "invalid continuation byte; it is not UTF-8, perhaps Windows-1252. Save it as UTF-8, or run: iconv -f WINDOWS-1252 -t UTF-8",
+    ),
+    **{
+        f"UTF-16 in {name}": (
+            {name: text.encode("utf-16")},
+            "it is UTF-16. Save it as UTF-8, or run: iconv -f UTF-16 -t UTF-8 FILE > NEW",
+        )
+        for name, text in {"x.tsv": "text\tid\na\t1\n", "x.txt": "words", "x.jsonl": '{"text": "a"}\n'}.items()
+    },
+    "fields without a column": (
+        {"x.csv": "text,id\na,1,2\nb,3,4\n"},
+        "x.csv', which cannot be read: its rows have more fields than its first line, which names the columns. Mend the file",
+    ),
+    "tables with other separators": (
+        {"a.csv": "text,id\na,1\n", "b.csv": "text;id\na;1\n"},
+        "not together: fields are separated by commas in 'a.csv', and by semicolons in 'b.csv'. Expected the same columns",
     ),
     "no rows": ({"x.jsonl": ""}, "which is empty: it has no text with a visible character. Add text to it"),
     "zero bytes": ({"a.txt": "a", "x.txt": b"a\0b"}, "x.txt', which is not text: it has zero bytes. Take it out"),
@@ -301,9 +477,10 @@ def test_what_cannot_be_read_is_refused_in_one_line(folder, case):
 
 
 def test_corpora_whose_columns_differ_in_type_are_refused(folder):
-    write(folder, {"a.jsonl": b'{"text": "a"}\n', "b.csv": b"text\n1\n"})
+    write(folder, {"a.jsonl": b'{"text": "a", "id": 1}\n', "b.csv": b"text,id\nb,1\n", "c.csv": b"text\n1\n"})
     with pytest.raises(ValueError, match="columns that differ in type from file to file"):
         read_corpus([str(folder / "a.jsonl"), str(folder / "b.csv")])
+    assert texts_of([str(folder / "a.jsonl"), str(folder / "c.csv")]) == ["a", "1"]
 
 
 @pytest.mark.parametrize("corpus", ["", [], "absent/corpus.jsonl", "../absent", "a/b/c"])
@@ -326,9 +503,13 @@ def test_a_mistyped_name_is_refused_at_once_without_a_network(monkeypatch):
 
 
 def test_a_row_that_is_no_text_is_named(folder):
-    write(folder, {"x.jsonl": lines(["a"] * 2_000) + b'{"text": "\xff"}\n' + lines(["b"])})
-    with pytest.raises(ValueError, match=r"row 2001 of corpus '.*x\.jsonl' is not text in UTF-8: invalid start byte"):
-        read_corpus(str(folder / "x.jsonl"))
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = arrow.array([b"a"] * 2_000 + [b"\xff"]).view("string")  # which Arrow does not check
+    parquet.write_table(arrow.table({"text": texts}), folder / "x.parquet")
+    with pytest.raises(
+        ValueError, match=r"row 2001 of corpus '.*x\.parquet' is not text in UTF-8: invalid start byte"
+    ):
+        read_corpus(str(folder / "x.parquet"))
 
 
 @pytest.mark.parametrize("key", ["text", "corpus"])

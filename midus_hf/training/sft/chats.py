@@ -84,8 +84,8 @@ def _messages(row: Row, column: str) -> list[dict[str, Any]]:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with the names of TRL, parsed calls and no nulls, which tables store for what other rows have."""
-    message = _without_nulls(message)
+    """Return a message with the names of TRL, parsed calls and no keys that are null, as if it had none."""
+    message = {key: value for key, value in message.items() if value is not None}
     for name, key in (("from", "role"), ("value", "content")):
         if name in message and key not in message:
             message[key] = message.pop(name)
@@ -140,7 +140,7 @@ def _text(row: Row, column: str) -> str:
 
 def _parsed(value: Any, kind: type, name: str) -> Any:
     """Return a list or an object, parsed where it is JSON text."""
-    parsed = _without_nulls(value)
+    parsed = value
     if isinstance(value, str):
         try:
             parsed = json.loads(value)
@@ -152,7 +152,16 @@ def _parsed(value: Any, kind: type, name: str) -> Any:
     return parsed
 
 
-def _without_nulls(value: Any) -> Any:
+def check_numbers(value: Any) -> None:
+    """Refuse whole numbers of more than 64 bits, which the tables that TRL makes of chats cannot hold."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"the number {value}, of more than 64 bits; expected less. Write it as text")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        check_numbers(inner)
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the keys, at any depth, that are null."""
     if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value

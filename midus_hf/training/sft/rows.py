@@ -5,7 +5,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.topics.corpus import read_rows, say
-from midus_hf.training.sft.chats import EXCLUSIONS, OF_CHATS, OF_INSTRUCTIONS, as_chat, as_texts
+from midus_hf.training.sft.chats import (
+    EXCLUSIONS,
+    OF_CHATS,
+    OF_INSTRUCTIONS,
+    as_chat,
+    as_texts,
+    check_numbers,
+    without_nulls,
+)
 from midus_hf.training.sft.template import WRITTEN, check_written, reads_key, set_template
 
 if TYPE_CHECKING:
@@ -66,7 +74,7 @@ def _converted(
 ) -> tuple["Dataset", list[str]]:
     """Return rows as TRL reads them, and the keys of messages that nothing reads.
 
-    Chats are stored as objects, to which a table adds no keys of other rows.
+    Chats are stored as JSON, to which a table adds no keys of other rows.
 
     Args:
         columns: The columns of the rows' format.
@@ -76,15 +84,21 @@ def _converted(
     Raises:
         ValueError: If a row cannot be learned whole.
     """
-    from datasets import Features, Json, List, Value
+    from datasets import Features, Value
+
+    from midus_hf.topics.readers import JsonText
 
     unread: set[str] = set()
+    # A table has every key in each row of a column of objects, null where the row has none.
+    filled = {column.name for column in rows.data.schema if "struct<" in str(column.type)}
 
     def convert(row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        row = {column: without_nulls(value) if column in filled else value for column, value in row.items()}
         try:
             if template is None:
                 return as_texts(row)
             chat = as_chat(row, columns)
+            check_numbers(chat)
             check_written(chat, template)
         except ValueError as problem:
             raise ValueError(f"row {index + 1} of {source!r} has {problem}, or take the row out.") from problem
@@ -92,16 +106,16 @@ def _converted(
             held = [key for key, value in message.items() if value not in ("", [])]
             known = (*_READ, *WRITTEN, *EXCLUSIONS)
             unread.update(f"messages.{key}" for key in held if key not in known and not reads_key(template, key))
-        return chat
+        return {column: JsonText().encode_example(value) for column, value in chat.items()}
 
     messages = columns if columns[0] == "prompt" else ("messages",)
     kept = [column for column in ("tools", "chat_template_kwargs") if column in rows.column_names and template]
-    features = {name: List(Json()) if template else Value("string") for name in messages}
+    features = {name: JsonText() if template else Value("string") for name in messages}
     converted = rows.map(
         convert,
         with_indices=True,
         remove_columns=rows.column_names,
-        features=Features({**features, **{column: Json() for column in kept}}),
+        features=Features({**features, **{column: JsonText() for column in kept}}),
         load_from_cache_file=False,
         desc="reading rows",
     )

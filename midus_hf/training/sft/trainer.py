@@ -109,7 +109,7 @@ def _check_encoded(encoded: Any, tokenizer: "PreTrainedTokenizerBase", arguments
         answers = row.get("messages") or row["completion"]
         if isinstance(answers, str):
             break
-        calls = [call for message in answers for call in message.get("tool_calls", ())]
+        calls = [call for message in answers for call in message.get("tool_calls") or ()]
         learned = tokenizer.decode(_learned(row["labels"])) if calls else ""
         for call in calls:
             name = call.get("function", call)["name"]

@@ -1,0 +1,113 @@
+"""Topics that a column of a corpus names, in place of clusters: each name is a node, and its path needs no embedding."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from midus_hf.files.json_text import parse_json
+from midus_hf.files.whole_files import whole_file
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# File beside the windows of a tree whose nodes have names.
+NAMES_FILE = "topics.json"
+
+
+@dataclass(frozen=True)
+class TopicNames:
+    """The names of a tree's nodes.
+
+    Args:
+        columns: Columns that hold the names, from the first level down.
+        names: The names of the first level, each with those of its children; the children of a node are numbered in this order.
+    """
+
+    columns: tuple[str, ...]
+    names: dict[str, Any]
+
+    @classmethod
+    def of(cls, rows: "Dataset", columns: Sequence[str]) -> "TopicNames":
+        """Return the names in columns of a corpus, in their first order.
+
+        Raises:
+            ValueError: If the corpus lacks a column, or a row a name.
+        """
+        absent = [column for column in columns if column not in rows.column_names]
+        if absent:
+            raise ValueError(
+                f"the corpus has no column {absent[0]!r}, only {', '.join(rows.column_names)}; expected a column with the name of "
+                "each text's topic. Correct --topic-column."
+            )
+        names: dict[str, Any] = {}
+        for path in _paths_of_names(rows, columns):
+            node = names
+            for name in path:
+                node = node.setdefault(name, {})
+        return cls(tuple(columns), names)
+
+    @property
+    def branching(self) -> int:
+        """The most children that a node has, at least 2."""
+
+        def most(node: dict[str, Any]) -> int:
+            return max(len(node), *map(most, node.values())) if node else 0
+
+        return max(2, most(self.names))
+
+    def paths(self, rows: "Dataset") -> np.ndarray:
+        """Return the node at each level of each text by its names, `[texts, levels]`, int64.
+
+        Raises:
+            ValueError: If a row has no name, or one that the tree does not know.
+        """
+        branching = self.branching
+        nodes: dict[tuple[str, ...], int] = {(): 0}
+        pending: list[tuple[tuple[str, ...], dict[str, Any]]] = [((), self.names)]
+        while pending:
+            above, node = pending.pop()
+            for digit, (name, below) in enumerate(node.items()):
+                nodes[*above, name] = branching * nodes[above] + digit
+                pending.append(((*above, name), below))
+        paths = []
+        for number, path in enumerate(_paths_of_names(rows, self.columns), start=1):
+            if path not in nodes:
+                raise ValueError(
+                    f"row {number} of the corpus, without blank ones, has the topic {' / '.join(path)!r}, which the tree does not "
+                    "know; expected a topic that it was built with. Build the tree again, or take the row out."
+                )
+            paths.append([nodes[path[: level + 1]] for level in range(len(path))])
+        return np.array(paths, np.int64)
+
+    def save(self, folder: Path) -> None:
+        """Write the names into a folder of windows."""
+        with whole_file(folder / NAMES_FILE) as partial:
+            record = {"columns": self.columns, "names": self.names}
+            partial.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> "TopicNames | None":
+        """Return the names in a folder of windows; None if its tree was clustered."""
+        path = folder / NAMES_FILE
+        if not path.is_file():
+            return None
+        try:
+            record = parse_json(path.read_text(encoding="utf-8"))
+            return cls(tuple(record["columns"]), dict(record["names"]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"file {str(path)!r} was altered or is not whole. Build the tree again.") from error
+
+
+def _paths_of_names(rows: "Dataset", columns: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for number, path in enumerate(zip(*(rows[column] for column in columns), strict=True), start=1):
+        for name, column in zip(path, columns, strict=True):
+            if not isinstance(name, str) or not name.strip():
+                raise ValueError(
+                    f"row {number} of the corpus, without blank ones, has {name!r} under {column!r}; expected the name of its topic. "
+                    "Fill it in, or take the row out."
+                )
+        yield path

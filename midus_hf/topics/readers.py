@@ -1,0 +1,276 @@
+"""Readers of JSON and of tables for `datasets` that take text for text.
+
+The readers of `datasets` guess types from what values look like, so that "2004-01-25" becomes a date, `007` a number, and a null
+stands for whatever another row has.
+"""
+
+import contextlib
+import csv
+import hashlib
+import io
+import json
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import chain
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import datasets
+import fsspec
+import pandas as pd
+import pyarrow as pa
+from datasets.builder import Key
+from datasets.data_files import DataFilesDict, DataFilesList
+from datasets.exceptions import DatasetGenerationError
+from datasets.features.features import register_feature
+from datasets.packaged_modules.csv.csv import Csv
+from datasets.packaged_modules.json.json import Json
+from datasets.packaged_modules.parquet.parquet import Parquet
+from datasets.packaged_modules.text.text import Text
+from datasets.table import array_cast
+
+from midus_hf.files.json_text import parse_json
+
+# Changes with what the readers make of a file, so that the cache of `datasets` keeps no older rows.
+VERSION = "midus-1"
+
+# Separators of fields that are looked for, and how messages call them.
+SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
+
+# Files of up to this many bytes are known by what they hold, larger ones by their state on the disk.
+_HASHED_BYTES = 64 << 20
+_CHARACTERS_AT_ONCE = 10 << 20
+_ROWS_AT_ONCE = 10_000
+_CHARACTERS_OF_HEAD = 64 << 10
+
+
+@dataclass
+class JsonText(datasets.Json):
+    """Feature for values of any type, stored as JSON.
+
+    `datasets.Json` stores the text "4" as the number, rounds fractions, and cannot read whole numbers of more than 64 bits.
+    """
+
+    _type: str = field(default="JsonText", init=False, repr=False)
+
+    def encode_example(self, example_data: Any) -> str | None:
+        """Return the JSON of a value; None for None."""
+        return None if example_data is None else json.dumps(example_data, ensure_ascii=False)
+
+    def decode_example(self, example_data: str | None, token_per_repo_id: Any = None) -> Any:
+        """Return the value of its JSON; None for None."""
+        return None if example_data is None else json.loads(example_data)
+
+    def cast_storage(self, storage: pa.Array) -> pa.Array:
+        """Return JSON, or its text, as Arrow's array of JSON."""
+        return storage if isinstance(storage, pa.JsonArray) else array_cast(storage, self.pa_type)
+
+
+with warnings.catch_warnings(action="ignore", category=UserWarning):  # "experimental"
+    register_feature(JsonText, "JsonText")
+
+
+class _OtherColumnsError(Exception):
+    """Rows have columns, or values that are no text, which the rows before them lack."""
+
+
+class JsonReader(Json):
+    """Reader of JSON lines, and of lists of objects or texts.
+
+    A column with nothing but text is text, every other column is `JsonText`. When a row shows that a column is another one,
+    reading begins anew.
+    """
+
+    def _download_and_prepare(self, *args: Any, **kwargs: Any) -> None:
+        self._is_text: dict[str, bool] = {}
+        while True:
+            self.info.features = datasets.Features(
+                {name: datasets.Value("string") if is_text else JsonText() for name, is_text in self._is_text.items()}
+            )
+            try:
+                return super()._download_and_prepare(*args, **kwargs)
+            except DatasetGenerationError as error:
+                if not isinstance(error.__cause__, _OtherColumnsError):
+                    raise
+
+    def _generate_tables(self, files_iterables: Any, **others: Any) -> Iterator[tuple[Key, pa.Table]]:
+        for shard, files in enumerate(files_iterables):
+            batches = (rows for file in files for rows in self._rows(file))
+            for number, rows in enumerate(batches):
+                yield Key(shard, number), self._table(rows)
+        if not self._is_text:
+            raise ValueError("it has no rows")
+
+    def _table(self, rows: list[dict[str, Any]]) -> pa.Table:
+        columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(chain.from_iterable(rows))}
+        before = dict(self._is_text)
+        for name, values in columns.items():
+            self._is_text[name] = before.get(name, True) and set(map(type, values)) <= {str, NoneType}
+        if self._is_text != before:
+            raise _OtherColumnsError
+        arrays = []
+        for name, is_text in self._is_text.items():
+            values = columns.get(name, [None] * len(rows))
+            try:
+                texts = pa.array(values if is_text else map(JsonText().encode_example, values), pa.string())
+                arrays.append(texts if is_text else JsonText().cast_storage(texts))
+            except UnicodeEncodeError as error:
+                raise ValueError(f"a row has half of a surrogate pair under {name!r}: {error.object!a:.60}") from None
+        return pa.Table.from_arrays(arrays, names=list(self._is_text))
+
+    def _rows(self, file: str) -> Iterator[list[dict[str, Any]]]:
+        encoding = "utf-8-sig" if self.config.encoding == "utf-8" else self.config.encoding
+        try:
+            # `datasets` makes this `open` read archives and addresses too.
+            with open(file, encoding=encoding, errors=self.config.encoding_errors, newline="\n") as opened:
+                begin = 1
+                while lines := opened.readlines(_CHARACTERS_AT_ONCE):
+                    first = next(filter(None, map(str.strip, lines)), "")
+                    if begin == 1 and (self.config.field is not None or first.startswith("[")):
+                        yield from self._listed("".join(lines) + opened.read())
+                        return
+                    rows = [_row(line, number) for number, line in enumerate(lines, begin) if line.strip()]
+                    begin += len(lines)
+                    if rows:
+                        yield rows
+        except UnicodeDecodeError as error:
+            with open(file, encoding="latin-1", newline="\n") as opened:
+                lines_of_bytes = (line.encode("latin-1") for line in opened)
+                error.reason += f", in line {_first_undecodable(lines_of_bytes, self.config.encoding)}"
+            raise
+
+    def _listed(self, text: str) -> Iterator[list[dict[str, Any]]]:
+        """Yield the rows of a file that is one value."""
+        values = parse_json(text)
+        if self.config.field is not None:
+            values = values[self.config.field]
+        rows = [{"text": value} if isinstance(value, str) else value for value in values]
+        for number, row in enumerate(rows, start=1):
+            if not isinstance(row, dict):
+                raise ValueError(f"value {number} of its list is {row!r:.60}; expected an object or a text")
+        for begin in range(0, len(rows), _ROWS_AT_ONCE):
+            yield rows[begin : begin + _ROWS_AT_ONCE]
+
+
+def _first_undecodable(lines: Iterable[bytes], encoding: str) -> int:
+    """Return the number, from 1, of the first line that is not text."""
+    readable = 0
+    with contextlib.suppress(UnicodeDecodeError):
+        for line in lines:
+            line.decode(encoding)
+            readable += 1
+    return readable + 1
+
+
+def _row(line: str, number: int) -> dict[str, Any]:
+    try:
+        row = parse_json(line)
+    except ValueError as error:
+        reason = f"{error.msg} at character {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise ValueError(
+            f"line {number} is no JSON: {reason}; expected an object in each line, or one list of objects"
+        ) from None
+    if not isinstance(row, dict):
+        raise ValueError(
+            f"line {number} is {line.strip()!r:.60}; expected an object in each line, or one list of objects"
+        )
+    return row
+
+
+class TableReader(Csv):
+    """Reader of tables, whose columns are text."""
+
+    def _generate_tables(self, files_iterables: Any, **others: Any) -> Iterator[tuple[Key, pa.Table]]:
+        options = {**self.config.pd_read_csv_kwargs, "dtype": str, "keep_default_na": False, "iterator": True}
+        for shard, files in enumerate(files_iterables):
+            for file in files:
+                with pd.read_csv(file, **options) as frames:
+                    for number, frame in enumerate(frames):
+                        if not isinstance(frame.index, pd.RangeIndex):
+                            raise ValueError("its rows have more fields than its first line, which names the columns")
+                        schema = pa.schema([(name, pa.string()) for name in frame.columns])
+                        yield Key(shard, number), pa.Table.from_pandas(frame, schema, preserve_index=False)
+
+
+# The reader of each kind of files, by the name of the kind in `datasets`.
+READERS: dict[str, Any] = {"text": Text, "json": JsonReader, "csv": TableReader, "parquet": Parquet}
+
+
+def with_own_reader(declared: Any, data_files: Any, text: Mapping[str, Any] | None = None) -> Any:
+    """Return a builder of `datasets` with the reader of its kind; the builder itself if it is of another kind.
+
+    Args:
+        declared: Builder that a card or the Hub declares.
+        data_files: What `data_files_of` makes of its files, or their addresses.
+        text: Options of a reader of text files. Default: None, text and Parquet are left to the builder.
+    """
+    kinds = {Json: "json", Csv: "csv", **({} if text is None else {Text: "text", Parquet: "parquet"})}
+    kind = next((kind for base, kind in kinds.items() if isinstance(declared, base)), None)
+    if kind is None:
+        return declared
+    config = declared.config
+    inherited = ("name", "version", "data_dir", "data_files", "description", "features")
+    settings = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in inherited}
+    return READERS[kind](
+        dataset_name=declared.dataset_name,
+        config_name=config.name,
+        config_id=declared.config_id if declared.repo_id else None,  # by which it is found without a network
+        repo_id=declared.repo_id,
+        base_path=declared.base_path,
+        hash=VERSION,
+        data_files=data_files,
+        **{**settings, **((text or {}) if kind == "text" else {})},
+    )
+
+
+def data_files_of(splits: Mapping[Any, Sequence[Path]]) -> DataFilesDict:
+    """Return the files of each split as `datasets` takes them.
+
+    Its cache knows files by their content, or, if they are large, by their state on the disk: `datasets` alone asks for the time
+    of the last change, which programs copy.
+    """
+
+    def known_by(file: Path) -> str:
+        state = file.stat()
+        if state.st_size > _HASHED_BYTES:
+            return f"{state.st_size} {state.st_ino} {state.st_mtime_ns} {state.st_ctime_ns}"
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+
+    return DataFilesDict(
+        {
+            split: DataFilesList([str(file.resolve()) for file in files], [(known_by(file),) for file in files])
+            for split, files in splits.items()
+        }
+    )
+
+
+def separator_of(tables: Mapping[Path, str | None], usual: str) -> str:
+    """Return what separates the fields of the first lines of tables.
+
+    Args:
+        tables: Compression of each table, by the name of `fsspec`; None if it is not compressed.
+        usual: The separator that files with such names have. It is taken where it separates anything, or nothing does.
+
+    Raises:
+        ValueError: If tables have different separators.
+    """
+    found = {_separator(table, compression, usual): table.name for table, compression in tables.items()}
+    if len(found) > 1:
+        (one, its_table), (other, other_table), *_ = found.items()
+        raise ValueError(
+            f"fields are separated by {SEPARATORS[one]} in {its_table!r}, and by {SEPARATORS[other]} in {other_table!r}"
+        )
+    return next(iter(found))
+
+
+def _separator(table: Path, compression: str | None, usual: str) -> str:
+    with fsspec.open(str(table), "rt", compression=compression, encoding="utf-8-sig", newline="") as opened:
+        text = opened.read(_CHARACTERS_OF_HEAD)
+
+    def fields_by(separator: str) -> int:
+        return len(next(filter(None, csv.reader(io.StringIO(text, newline=""), delimiter=separator)), []))
+
+    return usual if fields_by(usual) > 1 else max((usual, *SEPARATORS), key=fields_by)
