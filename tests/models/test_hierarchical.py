@@ -21,8 +21,8 @@ from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
 from midus_hf.banks.level_file import BankError
-from midus_hf.models.heads import AttentionHost, unrotated
 from midus_hf.models.fetching import folder_of_checkpoint
+from midus_hf.models.heads import AttentionHost, unrotated
 
 
 @pytest.mark.parametrize("kind", [*KINDS, KINDS], ids=lambda kind: kind if isinstance(kind, str) else "all")
