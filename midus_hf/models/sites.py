@@ -1,8 +1,7 @@
 """Sites at which memories add to what a layer computes, or change what its attention and its feed-forward network compute."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,16 +20,26 @@ class ChangesProjections(Site):
         layer = self.layer
         own = [layer.classes[name] for name, site in layer.sites.items() if site == self.name]
         for role in dict.fromkeys(role for memory_class in own for role in memory_class.projections):
-            self.hook(f"{part}.{PROJECTION_NAMES[role]}", partial(self.changed, role))
+            self.hook(f"{part}.{PROJECTION_NAMES[role]}", _ProjectionHook(self, role))
 
-    def changed(self, role: str, projection: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
+    def changed(self, role: str, read: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Return the output of a projection with the changes of the memories, made one after another."""
         layer, call = self.layer, self.layer.call
         for name in () if call is None else layer.at(self.name, call.memory_inputs):
             if role in layer.classes[name].projections:
                 inputs = layer.inputs_of(name, call.memory_inputs)
-                output = layer.memories[name](args[0], output, projection=role, **inputs)
+                output = layer.memories[name](read, output, projection=role, **inputs)
         return output
+
+
+class _ProjectionHook(NamedTuple):
+    """Hook on the projection in a role, which is equal to the hook of a copied projection."""
+
+    site: ChangesProjections
+    role: str
+
+    def __call__(self, projection: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
+        return self.site.changed(self.role, args[0], output)
 
 
 class InsideAttention(Site):
