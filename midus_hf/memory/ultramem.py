@@ -82,8 +82,10 @@ class UltraMem(MemoryModule):
         return self.value_projection(values.to(hidden_states.dtype))
 
     def retrieve(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights, float32, and the table rows, int64, that each head retrieves, both `[B, T, H, k]`; change nothing.
-        Rows are counted within the rows that this layer reads."""
+        """Return the weights, float32, and the table rows, int64, that each head retrieves, both `[B, T, H, k]`.
+
+        Rows are counted within the rows that this layer reads.
+        """
         return self._select(hidden_states, keep_vectors=False)
 
     def _select(self, hidden_states: torch.Tensor, keep_vectors: bool = True) -> tuple[torch.Tensor, torch.Tensor]:

@@ -154,8 +154,10 @@ class NeedsLogSumExp:
 
 
 def normalised_keys(attention: Any, keys: torch.Tensor) -> torch.Tensor:
-    """Apply the key norm of a family's attention, if there is one, to keys `[B, K, T, d]`: per head (Qwen 3, Gemma 3, nanochat), or
-    over all heads together (OLMo 2)."""
+    """Apply the key norm of a family's attention, if there is one, to keys `[B, K, T, d]`.
+
+    It normalises per head (Qwen 3, Gemma 3, nanochat), or over all heads together (OLMo 2).
+    """
     norm = getattr(attention, "k_norm", None)
     if norm is None:
         return keys

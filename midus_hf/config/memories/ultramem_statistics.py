@@ -1,5 +1,4 @@
-"""Start of a Tucker-decomposed retrieval (UltraMemV2, appendix B.2): initial cores, the scores of the best slots that
-follow from them, and gains and values that suit these scores."""
+"""Initialisation of a Tucker-decomposed retrieval (UltraMemV2, appendix B.2): cores, and gains and values that suit their scores."""
 
 import heapq
 import math
