@@ -15,7 +15,7 @@ from midus_hf.models.parts import MissingPart, NamesParts
 
 # Empty inputs, for a pass without inputs of memories. Never written to: a layer that carries tensors gets its own
 # inputs.
-_NOTHING = MemoryInputs()
+_NO_INPUTS = MemoryInputs()
 
 
 @register(SERVICES, "attached")
@@ -106,7 +106,7 @@ class LayerWithSites(NamesParts):
         """
         for site in self.attached:
             site.attach()
-        inputs = _NOTHING if memory_inputs is None else memory_inputs
+        inputs = _NO_INPUTS if memory_inputs is None else memory_inputs
         carried = {} if carried is None else carried
         self.call = LayerCall(hidden_states, inputs, carried, kwargs.get("position_embeddings"))
         try:
