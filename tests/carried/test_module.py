@@ -154,6 +154,21 @@ def test_nothing_in_the_module_resists_pickling_by_value(method, checkpoints):
         cloudpickle.unregister_pickle_by_value(module)
 
 
+def test_a_name_means_the_same_in_the_modules_of_all_memories(checkpoints):
+    """So that memories of any two types can be in one model."""
+    written: dict[str, tuple[str, str]] = {}
+    for method in METHODS:
+        source = source_of(checkpoints("llama", method))
+        for statement in ast.parse(source).body:
+            text = ast.unparse(statement)
+            for name in defined(statement) if "Midus" not in text.splitlines()[0] else ():
+                other, before = written.setdefault(name, (method, text))
+                # Bases that a model does not need are left out.
+                assert before == text or (
+                    isinstance(statement, ast.ClassDef) and before.splitlines()[1:] == text.splitlines()[1:]
+                ), f"{name} of {other} and of {method}"
+
+
 _WRITTEN_TWICE = [("llama", "hier-lora-qk"), ("llama", "moc"), ("gemma3", "midus-hml")]
 
 _WRITE_AGAIN = """
