@@ -1,8 +1,8 @@
 """Write the one module of code that a checkpoint needs to load where this package is not installed.
 
-The module holds what the family and the memories of the checkpoint need, in plain PyTorch. The module is made from the sources of
-this package: the definitions that the classes and the needed parts of the checkpoint (`midus_hf.memory.needs`) reach. Each op
-is the function in its `reference.py`. Definitions of `standins.py` replace registries, the reading of options and this folder.
+The module holds all definitions that the classes of the family, the memories of the checkpoint and the parts that these need
+(`midus_hf.memory.needs`) reach: whole functions and classes, in plain PyTorch, as they are written in this package. Each op is the
+function in its `reference.py`. Definitions of `standins.py` replace registries, the reading of options and this folder.
 """
 
 import ast
@@ -12,7 +12,7 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,14 @@ import torch
 
 import midus_hf.ops
 from midus_hf.carried import standins
-from midus_hf.carried.collecting import Program
-from midus_hf.carried.sources import Edit, Module, Name, SourceText
+from midus_hf.carried.sources import Name, Source, names_read
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.config.memory_entries import Memories
-from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.needs import MIXINS, SERVICES, SITES, needs_of
 from midus_hf.memory.registry import build_memory
 from midus_hf.version import __version__
 
-_PACKAGES = ("midus_hf",)
-# A cache of Transformers calls its methods.
-_WHOLE = (Name(MemoryState.__module__, MemoryState.__name__),)
+_OWN = frozenset({"midus_hf"})
 _HEADER = '''"""{family} with memory: the code of one checkpoint, in plain PyTorch.
 
 midus-hf {version} wrote this module from its own sources, for {kinds}. Another checkpoint has
@@ -79,11 +75,9 @@ def carried_module(config: Any) -> str:
         named = {entry.rpartition(".")[2] for entry in config.to_dict()["auto_map"].values()}
         classes = [*(getattr(sys.modules[type(config).__module__], name) for name in sorted(named)), *types]
         roots = [Name(each.__module__, each.__name__) for each in (*classes, *parts.values())]
-        packages = frozenset((*_PACKAGES, *(root.module.partition(".")[0] for root in roots)))
-        left_out = {
-            Name(mixin.__module__, mixin.__name__) for mixin, names in MIXINS.items() if needs.isdisjoint(names)
-        }
-        body = _Layout(Program(roots, packages, left_out, _stand_ins(), frozenset(_PACKAGES), _WHOLE)).text()
+        left_out = {mixin.__name__ for mixin, names in MIXINS.items() if needs.isdisjoint(names)}
+        packages = _OWN | {root.module.partition(".")[0] for root in roots}
+        body = Closure(roots, packages, _stand_ins(), left_out).text()
         family = type(config).__name__.removesuffix("Config").removeprefix("Midus")
         digest = hashlib.sha256(body.encode()).hexdigest()
         header = _HEADER.format(family=family, version=__version__, kinds=", ".join(kinds), digest=digest)
@@ -99,7 +93,7 @@ _written: dict[tuple[Any, ...], str] = {}
 def _stand_ins() -> dict[str, Name]:
     """Return the definitions that replace, in carried code, every definition of the same name in this package."""
     modules = [*reference_modules(), standins.__name__]
-    definitions = {name: Module(name, frozenset(_PACKAGES)).definitions for name in modules}
+    definitions = {name: Source(name, _OWN).definitions for name in modules}
     return {name: Name(module, name) for module in modules for name in definitions[module] if not name.startswith("_")}
 
 
@@ -110,135 +104,118 @@ def reference_modules() -> list[str]:
     return [name for name in names if importlib.util.find_spec(name)]
 
 
-class _Layout:
-    """One source with all definitions of a program, in order, under unique names, with the imports that they need.
+class Closure:
+    """All definitions that some definitions reach, and the top-level calls that use one of them.
 
     Args:
-        program: The definitions to write.
+        roots: The definitions to start from.
+        packages: Names of the packages whose sources are copied; all other packages are imported.
+        stand_ins: For a name, the definition that replaces every definition of this name in this package.
+        left_out: Names of mixins that no class has among its bases.
+
+    Raises:
+        ValueError: If a module has statements that cannot be copied, or two definitions have one name.
     """
 
-    def __init__(self, program: Program):
-        self._program = program
-        self._names = _unique_names(program.kept)
-        self._imports: dict[str, dict[str, str]] = {}
+    def __init__(
+        self,
+        roots: Iterable[Name],
+        packages: Collection[str],
+        stand_ins: Mapping[str, Name],
+        left_out: Collection[str] = (),
+    ):
+        self._packages, self._stand_ins, self._left_out = packages, stand_ins, left_out
+        self._sources: dict[str, Source] = {}
+        self._kept: dict[Name, str] = {}
+        pending = list(roots)
+        while pending:
+            name = pending.pop()
+            if name not in self._kept:
+                source = self._source(name.module)
+                self._kept[name] = _without_bases(source.definition(name.name), left_out)
+                for text in (self._kept[name], *source.calls_of(name.name)):
+                    pending += filter(None, (self._resolved(name.module, each) for each in sorted(names_read(text))))
+        defined: dict[str, Name] = {}
+        for name in sorted(self._kept):
+            other = defined.setdefault(name.name, name)
+            if other is not name:
+                raise ValueError(
+                    f"{other.module} and {name.module} both define {name.name}, and the code of a checkpoint needs both; expected "
+                    "one definition of a name. Rename one of them."
+                )
 
     def text(self) -> str:
-        """Return the whole source of the module."""
-        sections = []
+        """Return the source of the module: imports, then the definitions of each module behind those of modules that it imports."""
+        sections, imports = [], set()
         for module in self._order():
-            definitions = [self._renamed(module, text) for _, text in self._program.texts(module)]
-            if definitions:
-                sections.append(f"# {module}\n" + _listed(definitions))
-        return f"{self._import_lines()}\n\n" + "\n\n".join(sections)
+            source = self._source(module)
+            names = [name for name in source.definitions if Name(module, name) in self._kept]
+            calls = dict.fromkeys(call for name in names for call in source.calls_of(name))
+            texts = list(dict.fromkeys([self._kept[Name(module, name)] for name in names] + list(calls)))
+            imports |= {
+                source.import_line(name) for text in texts for name in names_read(text) & source.libraries.keys()
+            }
+            if texts:
+                sections.append(f"# {module}\n{_listed(texts)}")
+        return "\n".join(sorted(imports)) + "\n\n\n" + "\n\n".join(sections)
+
+    def _source(self, module: str) -> Source:
+        if module not in self._sources:
+            self._sources[module] = Source(module, self._packages)
+        return self._sources[module]
+
+    def _resolved(self, module: str, name: str) -> Name | None:
+        """Return the definition that a name refers to within a module; None for names of libraries and of Python."""
+        source = self._source(module)
+        if name in source.definitions:
+            is_own = module.partition(".")[0] in _OWN
+            return self._stand_ins[name] if is_own and name in self._stand_ins else Name(module, name)
+        if name not in source.imports:
+            return None
+        origin = source.imports[name]
+        resolved = self._resolved(*origin) if origin.name == name else None
+        if resolved is None and name not in self._left_out:
+            raise ValueError(
+                f"{module} reads {name}, which is not a function, a class or a constant under its own name, so that the code of a "
+                "checkpoint cannot have it. Import names from the modules that define them: from package.module import name."
+            )
+        return resolved
 
     def _order(self) -> list[str]:
-        """Return the modules, each behind the modules that it depends on."""
-        order: list[str] = []
+        """Return the modules, each behind the modules that it imports."""
+        order: dict[str, None] = {}
         seen: set[str] = set()
 
         def visit(module: str) -> None:
             if module not in seen:
                 seen.add(module)
-                for needed in self._program.module(module).depends:
+                for needed in dict.fromkeys(
+                    name.module for name in self._source(module).imports.values() if name.name
+                ):
                     visit(needed)
-                order.append(module)
+                order[module] = None
 
         visit(standins.__name__)
-        for name in sorted({name.module for name in self._program.kept}):
-            visit(name)
-        return order
-
-    def _renamed(self, module: str, source: str) -> str:
-        """Return a source with each name replaced by its unique name, and record the imports that the source needs."""
-        text, names, local = _analysed(source)
-        libraries = self._program.module(module).libraries
-        edits = []
-        for name, start in names:
-            resolved = self._program.resolve(module, name)
-            if resolved is not None and resolved in self._names:
-                if self._names[resolved] != name:
-                    if self._names[resolved] in local:
-                        raise ValueError(
-                            f"{module} has a variable {self._names[resolved]!r}, and uses a definition that has this name "
-                            "in the code of a checkpoint; expected another name for one of them. Rename the variable."
-                        )
-                    edits.append(Edit(start, start + len(name.encode()), self._names[resolved]))
-            elif name in libraries:
-                library, called = libraries[name]
-                self._imports.setdefault(library, {})[name] = called
-            elif name in self._program.module(module).imports:
-                raise ValueError(
-                    f"{module} reads {name}, which no module of {module.partition('.')[0]} defines as a function, a class or a "
-                    "constant, so that the code of a checkpoint cannot have it. Import names from the modules that define them: "
-                    "from package.module import name."
-                )
-        for statement in text.tree.body:
-            name = str(getattr(statement, "name", ""))
-            own = self._names.get(Name(module, name))
-            if own and own != name:
-                start = text.bytes.index(name.encode(), text.offset(statement.lineno, statement.col_offset))
-                edits.append(Edit(start, start + len(name), own))
-        return text.edited(edits)
-
-    def _import_lines(self) -> str:
-        lines = []
-        for module, names in self._imports.items():
-            listed = [name if name == bound else f"{name} as {bound}" for bound, name in sorted(names.items())]
-            lines += [f"from {module} import {', '.join(listed)}"] if module else [f"import {name}" for name in listed]
-        return "\n".join(sorted(lines))
+        for module in sorted({name.module for name in self._kept}):
+            visit(module)
+        return list(order)
 
 
-@cache
-def _analysed(source: str) -> tuple[SourceText, list[tuple[str, int]], frozenset[str]]:
-    """Return a source with its syntax tree, its names that are not local variables, and the names of its local variables.
-
-    Each name comes with the offset of its first byte.
-    """
-    text = SourceText(source)
-    local = {id(leaf): leaf.id for node in ast.walk(text.tree) for leaf in _local_names(node)}
-    names = [
-        (node.id, text.span(node)[0])
-        for node in ast.walk(text.tree)
-        if isinstance(node, ast.Name) and id(node) not in local
-    ]
-    return text, names, frozenset(local.values())
+def _without_bases(text: str, left_out: Collection[str]) -> str:
+    """Return the source of a class without base classes that are left out; any other source as it is."""
+    (node,) = ast.parse(text).body[:1]
+    bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
+    if set(bases).isdisjoint(left_out):
+        return text
+    pattern = r"\s*,\s*".join(map(re.escape, bases))
+    return re.sub(pattern, ", ".join(base for base in bases if base not in left_out), text, count=1)
 
 
-def _local_names(function: ast.AST) -> list[ast.Name]:
-    """Return the names within a function that refer to arguments and local variables, not to definitions of a module."""
-    if not isinstance(function, ast.FunctionDef | ast.Lambda):
-        return []
-    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
-    bound = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
-    bound |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
-    return [node for node in names if node.id in bound]
-
-
-def _unique_names(kept: Iterable[Name]) -> dict[Name, str]:
-    """Return a unique name for each definition, since several modules may define the same name."""
-    by_name: dict[str, list[Name]] = {}
-    for name in kept:
-        by_name.setdefault(name.name, []).append(name)
-    unique = {}
-    for called, names in by_name.items():
-        for number, name in enumerate(sorted(names)):
-            leaf = name.module.rpartition(".")[2]
-            other = f"{called}_OF_{leaf.upper()}" if called.isupper() else f"{called}_of_{leaf}"
-            unique[name] = called if number == 0 else other
-    return unique
-
-
-def _listed(definitions: Iterable[str]) -> str:
+def _listed(texts: Iterable[str]) -> str:
     """Return definitions in order, with two empty lines around functions and classes, and none between constants."""
     listed, before_is_constant = "", False
-    for definition in definitions:
-        text = _GAP.sub("\n\n", definition.strip("\n")) + "\n"
-        is_constant = not _COMPOUND.search(text)
+    for text in texts:
+        is_constant = not re.search(r"^(@|def |class )", text, flags=re.MULTILINE)
         listed += ("" if not listed or (is_constant and before_is_constant) else "\n\n") + text
         before_is_constant = is_constant
     return listed
-
-
-_COMPOUND = re.compile(r"^(@|def |class )", flags=re.MULTILINE)
-# Empty lines within a definition of which something between was removed.
-_GAP = re.compile(r"\n{3,}(?= )")

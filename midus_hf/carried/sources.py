@@ -1,78 +1,14 @@
-"""Modules that a checkpoint's code is made from, and their definitions, as source."""
+"""A module that a checkpoint's code is made from, taken apart into its imports, definitions and calls."""
 
 import ast
 import importlib.util
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection
 from functools import cache
 from typing import Any, NamedTuple
 
-
-class Edit(NamedTuple):
-    """One replacement within a source text.
-
-    Args:
-        start: Offset of the first byte that is replaced.
-        end: Offset behind the last byte that is replaced.
-        text: The text to insert.
-    """
-
-    start: int
-    end: int
-    text: str
-
-
-@cache
-def syntax_tree(source: str) -> ast.Module:
-    """Return the syntax tree of a source, which is parsed once and must not be changed."""
-    return ast.parse(source)
-
-
-class SourceText:
-    """A source text with its syntax tree, and the text of each node.
-
-    Args:
-        source: Source code in Python.
-    """
-
-    def __init__(self, source: str):
-        self.bytes = source.encode()
-        self.tree = syntax_tree(source)
-        self._line_starts = [0]
-        self._lines = self.bytes.splitlines(keepends=True)
-        for line in self._lines:
-            self._line_starts.append(self._line_starts[-1] + len(line))
-
-    def offset(self, line: int, column: int) -> int:
-        """Return the offset of a position given as in nodes: line from 1, column in bytes."""
-        return self._line_starts[line - 1] + column
-
-    def span(self, node: Any) -> tuple[int, int]:
-        """Return the offsets of a node's first byte and behind its last; a definition begins with its first decorator."""
-        first = next(iter(getattr(node, "decorator_list", ())), node)
-        return self.offset(first.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
-
-    def of(self, node: Any) -> str:
-        """Return the source of a node."""
-        start, end = self.span(node)
-        return self.bytes[start:end].decode()
-
-    def line_span(self, statement: Any) -> tuple[int, int]:
-        """Return the numbers of a statement's first and last line, with its decorators and the comments right above it."""
-        first: int = next(iter(getattr(statement, "decorator_list", ())), statement).lineno
-        while first > 1 and self._lines[first - 2].lstrip().startswith(b"#"):
-            first -= 1
-        return first, statement.end_lineno
-
-    def lines(self, first: int, last: int) -> str:
-        """Return the text of the lines `first` to `last`, counted from 1, inclusive."""
-        return self.bytes[self._line_starts[first - 1] : self._line_starts[last]].decode()
-
-    def edited(self, edits: Iterable[Edit]) -> str:
-        """Return the text with all edits made, which must not overlap."""
-        content = self.bytes
-        for edit in sorted(edits, reverse=True):
-            content = content[: edit.start] + edit.text.encode() + content[edit.end :]
-        return content.decode()
+# Decorators that enter a definition in a table that does not travel.
+_MARKS = re.compile(r"^@(mixin_for\(.*\)|register_(larger_)?family)\n", flags=re.MULTILINE)
 
 
 class Name(NamedTuple):
@@ -87,139 +23,120 @@ class Name(NamedTuple):
     name: str
 
 
-class Member(NamedTuple):
-    """A method or an attribute of a class.
-
-    Args:
-        name: Name of the member; empty for a field of a dataclass or named tuple, and for a statement that defines no name.
-        first: Number of the first line behind the member before.
-        last: Number of the member's last line.
-    """
-
-    name: str
-    first: int
-    last: int
-
-
-class Module:
-    """A module by its source as it is now, taken apart.
+class Source:
+    """A module by its source as it is now.
 
     Args:
         name: The module's name, such as `"midus_hf.memory.headwise"`.
         packages: Names of the packages whose sources are copied; all other packages are libraries.
     """
 
-    def __init__(self, name: str, packages: frozenset[str]):
-        # For each name imported from a module of the packages, the definition that the name refers to.
+    def __init__(self, name: str, packages: Collection[str]):
+        imported: Any = importlib.import_module(name)
+        self._name, self._package, self._packages = imported.__name__, imported.__package__, packages
+        # What each name that is imported from the packages refers to; a module that is imported has an empty name.
         self.imports: dict[str, Name] = {}
-        # For each name imported from a library, the module and the name there; the module is empty if a module is
-        # imported.
+        # For each name that is imported from a library, the module, empty for a module itself, and the name there.
         self.libraries: dict[str, tuple[str, str]] = {}
-        # The source of each definition.
+        # The source of each definition, with its decorators and the comments right above it.
         self.definitions: dict[str, str] = {}
         # The source of each call at the top level.
-        self.calls: list[str] = []
-        # Why no definition can be copied from the module (it has a statement that may or may not be needed); else
-        # empty.
-        self.refusal = ""
-        # Names of the modules of the packages that this module imports from.
-        self.depends: list[str] = []
-        imported: Any = importlib.import_module(name)
-        self._package: str = imported.__package__
-        text = SourceText(imported.__loader__.get_source(imported.__name__) or "")
+        self._calls: list[str] = []
+        # Why no definition can be copied: a statement that nobody would know to be needed. Else empty.
+        self._refusal = ""
+        text = imported.__loader__.get_source(imported.__name__) or ""
+        self._lines = text.splitlines(keepends=True)
         body: list[ast.stmt] = []
-        for statement in text.tree.body:
-            if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
-                body += statement.body
-            else:
-                body.append(statement)
-        for index, statement in enumerate(body):
-            if isinstance(statement, ast.ImportFrom | ast.Import):
-                self._note_import(statement, packages)
-            elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-                self.calls.append(text.of(statement) + "\n")
-            elif not isinstance(statement, ast.Expr):
-                names = defined(statement) if isinstance(statement, _DEFINES) else []
-                if not names or not self.definitions.keys().isdisjoint(names):
-                    self.refusal = self.refusal or (
-                        f"{imported.__name__} has {ast.unparse(statement).splitlines()[0]!r} in line {statement.lineno}, which is "
-                        "neither an import, nor a call, nor the only definition of a name; expected these alone at the top level "
-                        "of a module that a checkpoint's code is made from. Put it into a function."
-                    )
-                source = _with_comments(text, statement, body[index + 1 : index + 2])
-                self.definitions |= dict.fromkeys(names, source)
+        for statement in ast.parse(text).body:
+            is_for_types = isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING"
+            body += statement.body if is_for_types else [statement]  # type: ignore[attr-defined]
+        for statement, following in zip(body, [*body[1:], None], strict=True):
+            self._take(statement, following)
 
-    def _note_import(self, statement: ast.ImportFrom | ast.Import, packages: frozenset[str]) -> None:
+    def definition(self, name: str) -> str:
+        """Return the source of a definition.
+
+        Raises:
+            ValueError: If the module has statements that cannot be copied.
+        """
+        if self._refusal:
+            raise ValueError(self._refusal)
+        return self.definitions[name]
+
+    def calls_of(self, name: str) -> list[str]:
+        """Return the calls at the top level that use a definition, such as those that register it."""
+        return [call for call in self._calls if name in names_read(call)]
+
+    def import_line(self, name: str) -> str:
+        """Return the line that imports a name from a library."""
+        module, called = self.libraries[name]
+        listed = called if called == name else f"{called} as {name}"
+        return f"from {module} import {listed}" if module else f"import {listed}"
+
+    def _take(self, statement: ast.stmt, following: ast.stmt | None) -> None:
+        if isinstance(statement, ast.ImportFrom | ast.Import):
+            self._note_import(statement)
+        elif isinstance(statement, ast.Expr):
+            if isinstance(statement.value, ast.Call):
+                self._calls.append(self._text(statement))
+        else:
+            names = defined(statement)
+            if not names or not self.definitions.keys().isdisjoint(names):
+                self._refusal = self._refusal or (
+                    f"{self._name} has {ast.unparse(statement).splitlines()[0]!r} in line {statement.lineno}, which is neither an "
+                    "import, nor a call, nor the only definition of a name; expected these alone at the top level of a module that "
+                    "a checkpoint's code is made from. Put it into a function."
+                )
+            self.definitions |= dict.fromkeys(names, _MARKS.sub("", self._text(statement, following)))
+
+    def _text(self, statement: Any, following: ast.stmt | None = None) -> str:
+        """Return the lines of a statement, with decorators, the comments right above, and the docstring of a constant."""
+        first = next(iter(getattr(statement, "decorator_list", ())), statement).lineno
+        while first > 1 and self._lines[first - 2].startswith("#"):
+            first -= 1
+        last = statement.end_lineno
+        if (
+            isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+            and following.lineno == last + 1
+        ):
+            last = following.end_lineno
+        return "".join(self._lines[first - 1 : last])
+
+    def _note_import(self, statement: ast.ImportFrom | ast.Import) -> None:
         module = getattr(statement, "module", None)
         if isinstance(statement, ast.ImportFrom) and statement.level:
             module = importlib.util.resolve_name("." * statement.level + (module or ""), self._package)
         for alias in statement.names:
             bound = alias.asname or alias.name.partition(".")[0]
-            if module is None and alias.name.partition(".")[0] in packages:
-                self.imports[bound] = Name(alias.name, "")
+            if (module or alias.name).partition(".")[0] in self._packages:
+                self.imports[bound] = Name(module, alias.name) if module else Name(alias.name, "")
             elif module is None:
                 self.libraries[bound] = ("", alias.name if alias.asname else bound)
-            elif module.partition(".")[0] in packages:
-                self.imports[bound] = Name(module, alias.name)
-                self.depends.append(module)
             else:
                 self.libraries[bound] = (module, alias.name)
 
 
-_DEFINES = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
-
-
 def defined(statement: ast.stmt) -> list[str]:
-    """Return the names that a statement defines."""
+    """Return the names that a statement defines; none for any other statement than a definition or an assignment of names."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return [statement.name]
     targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    if not isinstance(statement, ast.Assign | ast.AnnAssign):
+        return []
     elements = [leaf for target in targets for leaf in (target.elts if isinstance(target, ast.Tuple) else [target])]
     return [leaf.id for leaf in elements if isinstance(leaf, ast.Name)]
 
 
-def _with_comments(text: SourceText, statement: ast.stmt, following: list[ast.stmt]) -> str:
-    """Return the source of a statement, with the comments right above it and the docstring of a constant right below it."""
-    first, last = text.line_span(statement)
-    if isinstance(statement, ast.Assign | ast.AnnAssign) and following and _is_docstring(following[0]):
-        if following[0].lineno == last + 1:
-            _, last = text.line_span(following[0])
-    return text.lines(first, last)
-
-
 @cache
-def members_of(source: str) -> tuple[Member, ...]:
-    """Return the members of the class in a source; none if the source has no class."""
-    text = SourceText(source)
-    node = next((statement for statement in text.tree.body if isinstance(statement, ast.ClassDef)), None)
-    if node is None:
-        return ()
-    has_fields = any("dataclass" in ast.unparse(each) for each in node.decorator_list) or any(
-        ast.unparse(base) == "NamedTuple" for base in node.bases
-    )
-    members: list[Member] = []
-    first, _ = text.line_span(node.body[0])
-    for statement in node.body:
-        _, last = text.line_span(statement)
-        if _is_docstring(statement):  # of the class, or of the attribute before
-            members = [*members[:-1], *(member._replace(last=last) for member in members[-1:])]
-        else:
-            is_field = has_fields and isinstance(statement, ast.AnnAssign) and "ClassVar" not in text.of(statement)
-            members.append(Member("" if is_field else next(iter(defined(statement)), ""), first, last))
-        first = last + 1
-    return tuple(members)
-
-
-def with_members(source: str, numbers: Collection[int]) -> str:
-    """Return a source with some members of its class alone, by their numbers in `members_of`."""
-    members = members_of(source)
-    if not members or len(numbers) == len(members):
-        return source
-    text = SourceText(source)
-    head = text.lines(1, members[0].first - 1)
-    kept = "".join(text.lines(member.first, member.last) for number, member in enumerate(members) if number in numbers)
-    return head + (kept or ("    pass\n" if head.rstrip().endswith(":") else ""))
-
-
-def _is_docstring(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+def names_read(text: str) -> frozenset[str]:
+    """Return the names that a source reads, apart from arguments and local variables of functions, and quoted annotations."""
+    tree = ast.parse(text)
+    local: set[int] = set()
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.Lambda):
+            names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+            bound = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+            bound |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+            local |= {id(node) for node in names if node.id in bound}
+    return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in local)

@@ -61,11 +61,11 @@ def check_entry(values: Any) -> None:
     """
     memory_type = values["type"]
     if memory_type not in MEMORY_TYPES:
-        raise _refusal(f"memory type is {memory_type!r}", MEMORY_TYPES)
+        raise _written_for(f"memory type is {memory_type!r}", MEMORY_TYPES)
     sites = MEMORY_TYPES[memory_type].sites
     site = values.get("site", sites[0])
     if site not in sites:
-        raise _refusal(f"memory of type {memory_type!r} has site = {site!r}", sites)
+        raise _written_for(f"memory of type {memory_type!r} has site = {site!r}", sites)
 
 
 def read_options(options_class: Any, values: dict[str, Any], subject: str) -> Any:
@@ -102,7 +102,7 @@ def while_generating(model: Any) -> Any:
     return contextlib.nullcontext()
 
 
-def _refusal(subject: str, expected: Any) -> ValueError:
+def _written_for(subject: str, expected: Any) -> ValueError:
     return ValueError(
         f"{subject}; expected {' or '.join(map(repr, expected))}, for which {ENTRY_MODULE}.py was written. "
         "Load the model with midus-hf installed, and save it again."

@@ -12,7 +12,7 @@ from midus_hf.config.memory_types import (
     MEMORY_TYPES,
     MemoryOptions,
     SharedTables,
-    Site,
+    SiteName,
     check_fit,
     check_layers,
     is_name,
@@ -44,7 +44,7 @@ class MemoryEntry:
     """
 
     options: MemoryOptions
-    site: Site
+    site: SiteName
     layers: tuple[int, ...]
     name: str = ""
     into: tuple[int, ...] = ()

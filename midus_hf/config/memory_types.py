@@ -17,9 +17,11 @@ from midus_hf.config.model_sizes import ModelSizes
 # outputs of the FFN's projections. `inside-attention`: it changes the outputs of the attention's projections, or what
 # the heads read. `behind-attention` and `behind-layer`: it reads the residual stream at that point and adds to it.
 # `skip`: it reads the input of one layer's FFN and adds to the residual stream after another layer.
-Site = Literal["inserted", "beside-ffn", "inside-ffn", "inside-attention", "behind-attention", "behind-layer", "skip"]
+SiteName = Literal[
+    "inserted", "beside-ffn", "inside-ffn", "inside-attention", "behind-attention", "behind-layer", "skip"
+]
 
-SITES: tuple[Site, ...] = get_args(Site)
+SITES: tuple[SiteName, ...] = get_args(SiteName)
 
 # Name of a control that options make. `one-row`: the memory has a single row, or one per head where each head has
 # rows, so no choice is left. `random-slots`: the rows that a token reads are drawn at random, whatever the token
@@ -40,7 +42,7 @@ class MemoryOptions:
 
     type: ClassVar[str]
     #: Sites that the memory can take, the default first.
-    sites: ClassVar[tuple[Site, ...]] = ()
+    sites: ClassVar[tuple[SiteName, ...]] = ()
     #: True if the memory replaces the layer's attention by an attention that also reads what earlier layers wrote.
     attends: ClassVar[bool] = False
     #: Controls that options make, each with the options that it sets. `midus_hf.config.controls.controls_of` adds the

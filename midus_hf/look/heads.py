@@ -165,8 +165,7 @@ def _right_answer(name: str, task: Any, document: Any) -> str:
 
 
 def heads_rows(model: str, importance: HeadImportance) -> list[dict[str, Any]]:
-    """Return a row per layer: the importance of each head, its mean and variance over heads (figure 4c), and the head that matters
-    most.
+    """Return a row per layer: importance of each head, mean and variance over heads (figure 4c), and the head that matters most.
 
     Args:
         model: Name of the model.

@@ -20,7 +20,7 @@ from midus_hf.ops.chapters.op import chapter_attention
 from midus_hf.ops.chapters.quantisation import dequantise_rows
 from midus_hf.ops.dispatch.precision import wide_dtype, without_autocast
 
-_EPS = 1e-6
+_RMS_EPS = 1e-6
 # If there are this many times more choices than chapters, nearly every chapter is chosen.
 _MANY_TIMES = 4
 
@@ -249,4 +249,4 @@ def derive_all(options: ChaptersOptions, bank_names: Sequence[str], *sources: to
 def _rms_normalised(states: torch.Tensor) -> torch.Tensor:
     """Divide states by the root mean square of their last dimension, computed in float32 at least."""
     wide = states.to(wide_dtype(states))
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS)).to(states.dtype)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _RMS_EPS)).to(states.dtype)

@@ -47,7 +47,7 @@ class MemoryState:
             ValueError: If tokens were taken back and the state cannot forget them.
         """
         if self._is_cropped:
-            raise _refusal(self.name)
+            raise _not_croppable(self.name)
         return {} if self._is_empty else self._tensors
 
     def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -108,7 +108,7 @@ class MemoryState:
         """
         if tokens != 0 and not self.is_croppable:
             self._is_cropped = True
-            raise _refusal(self.name)
+            raise _not_croppable(self.name)
         if self._take_back is not None and tokens and not self._is_empty:
             left = self._take_back(self._tensors, abs(tokens))
             if left is None:
@@ -139,10 +139,10 @@ def check_taking_back(stateful: Mapping[tuple[str, int], Any]) -> None:
     """
     for (name, _), memory in stateful.items():
         if not memory.can_forget:
-            raise _refusal(name)
+            raise _not_croppable(name)
 
 
-def _refusal(name: str) -> ValueError:
+def _not_croppable(name: str) -> ValueError:
     return ValueError(
         f"the memory {name!r} routes by all tokens before, and cannot take tokens back; expected decoding without "
         "an assistant or prompt lookup. Or upscale with routing = 'token'."

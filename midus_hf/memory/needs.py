@@ -4,8 +4,9 @@ A model finds the parts by name, in the tables of this module. So the code that 
 memories do not need: they are not registered there, and nothing else names them.
 """
 
+import copy
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -59,8 +60,8 @@ class Service:
         return {}
 
 
-class LayerCall(NamedTuple):
-    """One call of a layer with attached memories.
+class LayerCall:
+    """One call of a layer with attached memories: what hooks on the layer's parts read, from the first to the last of them.
 
     Args:
         entered: `[B, T, D]`, the input of the layer.
@@ -69,14 +70,19 @@ class LayerCall(NamedTuple):
         rotation: Cosines and sines of the pass at this layer; None if there are none.
     """
 
-    entered: torch.Tensor
-    memory_inputs: Any
-    carried: dict[Any, torch.Tensor | None]
-    rotation: Any
+    def __init__(
+        self, entered: torch.Tensor, memory_inputs: Any, carried: dict[Any, torch.Tensor | None], rotation: Any
+    ):
+        self.entered, self.memory_inputs, self.carried, self.rotation = entered, memory_inputs, carried, rotation
+        # What the attention of the layer read, `[B, T, D]`, and its own keys and values, `[B, K, T, d]`, where a site notes them.
+        self.attention_input: torch.Tensor | None = None
+        self.own_heads: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class Site:
-    """Memories at a site of one layer.
+    """Memories at a site of one layer, which change what parts of the layer compute, by forward hooks on the parts.
+
+    Hooks read `layer.call`, which the layer's forward sets at its beginning and takes away at its end.
 
     Args:
         layer: The host layer, whose memories are built.
@@ -90,7 +96,10 @@ class Site:
     name: ClassVar[str]
 
     def __init__(self, layer: Any, config: Any, memories: Memories):
-        pass
+        self.layer = layer
+        # For the path of each part in the layer, the hook, and whether it runs before the part.
+        self._hooks: dict[str, tuple[Callable[..., Any], bool]] = {}
+        self._hooked: dict[str, Any] = {}  # the module that was last seen at each path
 
     @staticmethod
     def is_behind(layer: int, memories: Memories) -> bool:
@@ -99,25 +108,47 @@ class Site:
 
     @staticmethod
     def is_missing(layer: Any) -> bool:
-        """Return whether a layer lacks the part at which memories would stand. Default: false."""
+        """Return whether a layer lacks the part at which memories are to be attached. Default: false."""
         return False
 
-    def stand(self, layer: Any, call: LayerCall) -> None:
-        """Put memories at parts of the layer for one pass.
+    def hook(self, path: str, hook: Callable[..., Any], *, before: bool = False) -> None:
+        """Run a hook, which gets keyword arguments too, behind or before the part of the layer at a path."""
+        self._hooks[path] = hook, before
+        self.attach()
 
-        Args:
-            layer: The host layer, as a `View` that holds the parts at which memories stand already in `replaced`.
-            call: The call of the layer.
+    def attach(self) -> None:
+        """Register each hook, unless the module at its path, or one that this wraps, has it: others may have replaced the module.
+
+        Quantisation replaces linear layers, vLLM norms too, and an adapter wraps what it changes.
         """
+        for path, (hook, before) in self._hooks.items():
+            part = self.layer
+            for name in path.split("."):
+                part = getattr(part, name)
+            if part is self._hooked.get(path):
+                continue
+            table = "_forward_pre_hooks" if before else "_forward_hooks"
+            if not any(hook in getattr(module, table).values() for module in part.modules()):
+                register = part.register_forward_pre_hook if before else part.register_forward_hook
+                register(hook, with_kwargs=True)
+            self._hooked[path] = part
 
-    def behind(self, layer: Any, output: Any, call: LayerCall) -> Any:
+    def behind(self, output: Any) -> Any:
         """Return the output of the layer with what memories add behind it."""
         return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy for a copy of the layer; the copy of a part alone, as PEFT makes it, belongs to this layer."""
+        if id(self.layer) not in memo:
+            return self
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
 
 #: Services by name. Memories name in their `context` the services whose arguments they take.
 SERVICES: dict[str, type[Service]] = {}
-#: Sites by name, in the order in which they stand around the parts of a layer, from the inside out.
+#: Sites by name, in the order in which their hooks run at a part that several of them change.
 SITES: dict[str, type[Site]] = {}
 #: For each mixin that some models need, the services and sites with which it is needed.
 MIXINS: dict[type, tuple[str, ...]] = {}
@@ -174,3 +205,8 @@ def first_of(output: Any) -> torch.Tensor:
 def with_first(output: Any, hidden_states: torch.Tensor) -> Any:
     """Return the output of a part with other hidden states."""
     return hidden_states if isinstance(output, torch.Tensor) else (hidden_states, *output[1:])
+
+
+def read_by(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """Return the hidden states that a part was called with."""
+    return args[0] if args else kwargs["hidden_states"]

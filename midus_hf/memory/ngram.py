@@ -23,7 +23,7 @@ from midus_hf.ops.ngrams.addresses import (
     windows,
 )
 
-_EPS = 1e-6
+_GATE_EPS = 1e-6
 # Tokens that assisted decoding may take back at once, for which the state keeps earlier tokens.
 _SPARE = 64
 
@@ -183,7 +183,7 @@ class Ngrams(MemoryModule):
         key = _normalised(self.key_projection(read), self.key_norm_weight)
         match = (query * key).sum(-1, keepdim=True, dtype=wide_dtype(read)) / math.sqrt(hidden_states.shape[-1])
         # Below the limit the root has no gradient, which would be infinite at zero.
-        gate = torch.sigmoid(match.abs().clamp(min=_EPS).sqrt() * match.sign())
+        gate = torch.sigmoid(match.abs().clamp(min=_GATE_EPS).sqrt() * match.sign())
         return gate.to(read.dtype) * self.value_projection(read)
 
     def _convolved(self, values: torch.Tensor, document: torch.Tensor | None) -> torch.Tensor:
@@ -227,7 +227,7 @@ class Ngrams(MemoryModule):
 def _normalised(states: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
     """Return `RMSNorm(states)`, computed in float32 at least, in the dtype of the states."""
     wide = wide_dtype(states)
-    return F.rms_norm(states.to(wide), gain.shape, gain.to(wide), _EPS).to(states.dtype)
+    return F.rms_norm(states.to(wide), gain.shape, gain.to(wide), _GATE_EPS).to(states.dtype)
 
 
 def _drawn(rows: torch.Tensor, limits: Sequence[int]) -> torch.Tensor:

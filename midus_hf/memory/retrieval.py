@@ -10,7 +10,7 @@ from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.tables import read_rows
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 
-_BATCH_MOMENTUM, _EPS = 0.1, 1e-5
+_BATCH_MOMENTUM, _BATCH_EPS = 0.1, 1e-5
 
 
 class RetrievalMemory(MemoryModule):
@@ -85,7 +85,7 @@ class RetrievalMemory(MemoryModule):
             variance, mean = torch.var_mean(wide, dim=-1, correction=0, keepdim=True)
         else:
             mean, variance = self._batch_statistics(wide, track_statistics)
-        scaled = (wide - mean) * torch.rsqrt(variance + _EPS)
+        scaled = (wide - mean) * torch.rsqrt(variance + _BATCH_EPS)
         return (scaled * self.query_norm_weight.to(wide.dtype) + self.query_norm_bias.to(wide.dtype)).to(query.dtype)
 
     def addressed(self, query: torch.Tensor) -> torch.Tensor:

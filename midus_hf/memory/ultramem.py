@@ -17,7 +17,7 @@ from midus_hf.ops.gather.weighted import weighted_gather
 from midus_hf.ops.tucker.op import tucker_topk
 from midus_hf.ops.tucker.reference import leading_vectors
 
-_EPS = 1e-6
+_QUERY_EPS = 1e-6
 
 
 @register_memory("ultramem")
@@ -82,8 +82,10 @@ class UltraMem(MemoryModule):
         return self.value_projection(values.to(hidden_states.dtype))
 
     def retrieve(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights, float32, and the table rows, int64, that each head retrieves, both `[B, T, H, k]`; change nothing.
-        Rows are counted within the rows that this layer reads."""
+        """Return the weights, float32, and the table rows, int64, that each head retrieves, both `[B, T, H, k]`.
+
+        Rows are counted within the rows that this layer reads.
+        """
         return self._select(hidden_states, keep_vectors=False)
 
     def _select(self, hidden_states: torch.Tensor, keep_vectors: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,7 +97,7 @@ class UltraMem(MemoryModule):
             query = random_directions(query)
         wide = torch.promote_types(query.dtype, torch.float32)
         with without_autocast(hidden_states.device.type):
-            query = _rms_normalised(query.to(wide), self.query_norm_weight.to(wide))
+            query = _normalised_query(query.to(wide), self.query_norm_weight.to(wide))
             keys, row_vector, column_vector = self._keys_and_vectors(query, keep_vectors and self.training)
             row_scores, column_scores = _scores(query, keys)
             # In checkpoints, cores and their vectors are [H, 1, 1, ...].
@@ -150,7 +152,7 @@ def keys_and_vectors(
     with without_autocast(row_keys.device.type):  # for kept tensors too: tokens must read the same rows, kept or not
         gain = key_norm_weight.to(wide)
         normalised = (
-            _rms_normalised(keys.to(wide), gain) for keys in (row_keys, column_keys)
+            _normalised_query(keys.to(wide), gain) for keys in (row_keys, column_keys)
         )  # [H, 1, n, r, D_k] each
         keys = torch.stack([side_keys.permute(0, 3, 1, 2, 4) for side_keys in normalised]).flatten(0, 2).flatten(1, 2)
         with torch.no_grad():
@@ -166,5 +168,5 @@ def _scores(query: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torc
     return rows, columns
 
 
-def _rms_normalised(states: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-    return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + _EPS) * gain
+def _normalised_query(states: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + _QUERY_EPS) * gain

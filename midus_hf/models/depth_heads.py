@@ -1,23 +1,15 @@
 """A layer's part in attention over the depth: the slots that it reads, and the slots that it writes for later layers."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from midus_hf.config.memories.depth_attention import DepthAttentionOptions, Slot, SlotSource
 from midus_hf.config.memory_entries import Memories, MemoryEntry, memories_of
-from midus_hf.memory.needs import SITES, LayerCall, mixin_for, register
+from midus_hf.memory.needs import SITES, LayerCall, mixin_for, read_by, register
 from midus_hf.memory.sequence_heads import SequenceHeads, require_log_sum_exp
-from midus_hf.models.adapted import (
-    Adapter,
-    HeadChange,
-    View,
-    note_rotation,
-    rotated,
-    unrotated,
-)
+from midus_hf.models.heads import Rotation, host_of_heads, rotated, unrotated
 from midus_hf.models.memory_inputs import Carried
 from midus_hf.models.parts import CACHE
 from midus_hf.models.sites import InsideAttention
@@ -42,7 +34,6 @@ class DepthHeads(InsideAttention):
 
     def __init__(self, layer: Any, config: Any, memories: Memories):
         super().__init__(layer, config, memories)
-        note_rotation(layer)
         entry = next(entry for entry in memories.attached_to(layer.layer_idx) if entry.options.attends)
         assert isinstance(entry.options, DepthAttentionOptions), "memories that attend have slots"
         self.memory, self.options = entry.name, entry.options
@@ -53,70 +44,43 @@ class DepthHeads(InsideAttention):
         own = self.options.sources if self.index + 1 < len(entry.layers) else ()
         self.writes = {source: _carried(entry, Slot(self.index, source)) for source in own}
         self.without_rotation = layer.some_do_not_rotate or _rotations_differ(config, entry.layers)
-
-    def stand(self, layer: Any, call: LayerCall) -> None:
-        """Let heads read slots, and write slots behind the feed-forward network."""
-        if self.memory in layer.at(self.name, call.memory_inputs):
-            depth = DepthPass(self, layer, call)
-            for name, run in ((layer.mixer_name, depth.attention), (layer.feed_forward_name, depth.feed_forward)):
-                layer.replaced[name] = partial(run, getattr(layer, name))
-
-
-def _carried(entry: MemoryEntry, slot: Slot) -> tuple[Carried, Carried]:
-    layer = entry.layers[slot.writer]
-    return Carried(entry.name, layer, f"{slot.source}_key"), Carried(entry.name, layer, f"{slot.source}_value")
-
-
-class DepthPass(HeadChange):
-    """One pass through a layer that takes part in attention over the depth.
-
-    Args:
-        heads: Slots that the layer reads and writes.
-        layer: The host layer.
-        call: The call of the layer.
-    """
-
-    def __init__(self, heads: DepthHeads, layer: Any, call: LayerCall):
-        self._heads = heads
-        self._memory, self._attention = layer.memories[heads.memory], layer.mixer_part
-        self._slots, self._rotation = call.carried, call.rotation
         # Whether later layers read the keys and values that attention computes.
-        self._reuses = heads.options.attention_slots == "reused" and "attention" in heads.writes
-        # What attention reads, `[B, T, D]`; its keys and values, without those of the cache.
-        self._input: torch.Tensor | None = None
-        self._own: Heads | None = None
+        self.reuses = self.options.attention_slots == "reused" and "attention" in self.writes
+        self.hook(layer.mixer_name, self.note_input, before=True)
+        host_of_heads(layer).changes.insert(
+            0, self
+        )  # other memories change what heads make of the sequence and the depth
+        self.hook(layer.feed_forward_name, self.write_slots)
 
-    def attention(self, attention: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
-        """Run attention, whose heads read the depth, and note its input."""
-        self._input = hidden_states
-        return attention(hidden_states, depth=self, **kwargs)
+    @property
+    def is_active(self) -> bool:
+        """True if the memory has something to do in the call of the layer that runs now."""
+        call = self.layer.call
+        return call is not None and self.memory in self.layer.at(self.name, call.memory_inputs)
 
-    def feed_forward(self, network: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the feed-forward network, and write the slots that later layers read."""
-        output = network(hidden_states, *args, **kwargs)
-        for source, (key, value) in self._heads.writes.items():
-            if source == "attention" and self._reuses:
+    def note_input(self, attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Note what attention reads, and the keys and values of the tokens of the pass, if later layers read them."""
+        if not self.is_active:
+            return None
+        self.layer.call.attention_input = read_by(args, kwargs)
+        cache = kwargs.get(CACHE)
+        if not self.reuses or cache is None:
+            return None
+        return args, {**kwargs, CACHE: _NotingCache(cache, self.layer.call)}
+
+    def write_slots(self, network: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Write the slots that later layers read, behind the feed-forward network."""
+        if not self.is_active:
+            return
+        call = self.layer.call
+        for source, (key, value) in self.writes.items():
+            if source == "attention" and self.reuses:
                 written = self._own_heads()
             else:
-                read = self._input if source == "attention" else hidden_states
+                read = call.attention_input if source == "attention" else read_by(args, kwargs)
                 assert read is not None, "attention runs before the feed-forward network"
                 written = self._projected(source, read)
-            self._slots[key], self._slots[value] = written
-        return output
-
-    def begin(self, attention: Any, adapters: Mapping[str, Adapter], kwargs: dict[str, Any]) -> Mapping[str, Adapter]:
-        """Note the keys and values of the tokens of the pass, if later layers read them."""
-        cache = kwargs.get(CACHE)
-        if self._reuses and cache is not None:
-            kwargs[CACHE] = View(cache, {"update": partial(self._noting_update, cache.update)})
-        return adapters
-
-    def _noting_update(
-        self, update: Callable[..., Any], key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Update the cache, and note the rotated keys and the values, each `[B, K, T, d]`."""
-        self._own = (key, value)
-        return update(key, value, *args, **kwargs)
+            call.carried[key], call.carried[value] = written
 
     def attend(self, own: Callable[..., Any], module: Any, *heads: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         """Attend to the sequence, and to the slots of the depth if the layer reads any.
@@ -125,26 +89,55 @@ class DepthPass(HeadChange):
             The output of the heads, `[B, T, H, d]`, and attention weights to the sequence alone, if they are known.
         """
         query, key, value, mask = heads
-        if self._own is None:  # no cache was updated
-            self._own = (key, value)
-        if not self._heads.slots:
+        if not self.is_active:
             return own(module, query, key, value, mask, **kwargs)
-        implementation = module.own_config._attn_implementation
+        call = self.layer.call
+        if call.own_heads is None:  # no cache was updated
+            call.own_heads = key, value
+        if not self.slots:
+            return own(module, query, key, value, mask, **kwargs)
+        implementation = module.config.config._attn_implementation
         sequence = SequenceHeads(module, own, implementation, query, key, value, mask, kwargs)
-        keys, values = ([self._slots[each] for each in carried] for carried in zip(*self._heads.slots, strict=True))
-        if self._heads.without_rotation:
-            query = unrotated(self._attention, query, self._rotation)
-        return self._memory(query, sequence=sequence, keys=keys, values=values)
+        keys, values = ([call.carried[each] for each in carried] for carried in zip(*self.slots, strict=True))
+        if self.without_rotation:
+            query = unrotated(module, query, call.rotation)
+        return self.layer.memories[self.memory](query, sequence=sequence, keys=keys, values=values)
 
     def _own_heads(self) -> Heads:
-        assert self._own is not None, "attention tells which keys and values it wrote"
-        key, value = self._own
-        return unrotated(self._attention, key, self._rotation) if self._heads.without_rotation else key, value
+        own = self.layer.call.own_heads
+        assert own is not None, "attention tells which keys and values it wrote"
+        key, value = own
+        return unrotated(self.layer.mixer_part, key, self._rotation) if self.without_rotation else key, value
 
     def _projected(self, source: SlotSource, read: torch.Tensor) -> Heads:
-        key, value = self._memory(read, slot=source)  # [B, K, T, d]
-        key = normalised_keys(self._attention, key)
-        return key if self._heads.without_rotation else rotated(self._attention, key, self._rotation), value
+        attention = self.layer.mixer_part
+        key, value = self.layer.memories[self.memory](read, slot=source)  # [B, K, T, d]
+        key = normalised_keys(attention, key)
+        return key if self.without_rotation else rotated(attention, key, self._rotation), value
+
+    @property
+    def _rotation(self) -> Rotation | None:
+        return self.layer.call.rotation
+
+
+class _NotingCache:
+    """The cache of a pass, which notes the rotated keys and the values that attention adds, each `[B, K, T, d]`."""
+
+    def __init__(self, cache: Any, call: LayerCall):
+        self._cache, self._call = cache, call
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Update the cache."""
+        self._call.own_heads = key, value
+        return self._cache.update(key, value, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def _carried(entry: MemoryEntry, slot: Slot) -> tuple[Carried, Carried]:
+    layer = entry.layers[slot.writer]
+    return Carried(entry.name, layer, f"{slot.source}_key"), Carried(entry.name, layer, f"{slot.source}_value")
 
 
 @mixin_for("depth")
@@ -161,8 +154,10 @@ class NeedsLogSumExp:
 
 
 def normalised_keys(attention: Any, keys: torch.Tensor) -> torch.Tensor:
-    """Apply the key norm of a family's attention, if there is one, to keys `[B, K, T, d]`: per head (Qwen 3, Gemma 3, nanochat), or
-    over all heads together (OLMo 2)."""
+    """Apply the key norm of a family's attention, if there is one, to keys `[B, K, T, d]`.
+
+    It normalises per head (Qwen 3, Gemma 3, nanochat), or over all heads together (OLMo 2).
+    """
     norm = getattr(attention, "k_norm", None)
     if norm is None:
         return keys

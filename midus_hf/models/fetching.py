@@ -163,7 +163,7 @@ class Banks:
 
 
 @register(SERVICES, "fetched")
-class FetchedBlocks(Service):
+class FetchesBlocks(Service):
     """Blocks that the texts of a pass fetch from banks."""
 
     def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):

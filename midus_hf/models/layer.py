@@ -10,13 +10,12 @@ from torch import nn
 from midus_hf.config.memory_entries import Memories
 from midus_hf.memory.needs import SERVICES, SITES, LayerCall, Service, needs_of, register
 from midus_hf.memory.registry import build_memory
-from midus_hf.models.adapted import View
 from midus_hf.models.memory_inputs import CarriesTensors, MemoryInputs
 from midus_hf.models.parts import MissingPart, NamesParts
 
 # Empty inputs, for a pass without inputs of memories. Never written to: a layer that carries tensors gets its own
 # inputs.
-_NOTHING = MemoryInputs()
+_NO_INPUTS = MemoryInputs()
 
 
 @register(SERVICES, "attached")
@@ -36,11 +35,13 @@ class LayerWithSites(NamesParts):
     """Layer of a family with memories at its sites.
 
     A layer of the family is taken over, so its parts keep their names, their place in the cache and their class: masks, caches,
-    checkpointing and output capture treat the layer as any other layer. The forward is the family's own. It runs on a view of
-    the layer in which memories stand at the mixer, the norm behind the mixer, or the feed-forward network, so that the forward of
-    no family is repeated here, and a call leaves nothing behind on the layer.
+    checkpointing and output capture treat the layer as any other layer. The forward is the family's own. Memories act in it by hooks
+    on the layer's parts (`Site`), which read what the forward sets here for the length of the call: so a checkpointed layer, of which
+    the backward pass repeats the forward alone, sets it again.
     """
 
+    # The call that runs now, for the hooks on the layer's parts.
+    call: LayerCall | None = None
     memories: nn.ModuleDict
 
     def host(self, config: Any, layer_idx: int, memories: Memories) -> None:
@@ -71,7 +72,7 @@ class LayerWithSites(NamesParts):
                 raise MissingPart(f"layer {layer_idx} of class {self.family_class.__name__}", site.name)
         if built:
             self.memories = nn.ModuleDict(built)
-        self.stands = [site(self, config, memories) for site in sites]
+        self.attached = [site(self, config, memories) for site in sites]
 
     @property
     def mixer_part(self) -> Any:
@@ -103,15 +104,17 @@ class LayerWithSites(NamesParts):
         Returns:
             `[B, T, D]`, or a tuple that begins with it, as the family's layer returns.
         """
-        inputs = _NOTHING if memory_inputs is None else memory_inputs
+        for site in self.attached:
+            site.attach()
+        inputs = _NO_INPUTS if memory_inputs is None else memory_inputs
         carried = {} if carried is None else carried
-        call = LayerCall(hidden_states, inputs, carried, kwargs.get("position_embeddings"))
-        view = View(self, {})
-        for site in self.stands:
-            site.stand(view, call)
-        output = self.family_class.forward(view, hidden_states, *args, **kwargs)
-        for site in self.stands:
-            output = site.behind(self, output, call)
+        self.call = LayerCall(hidden_states, inputs, carried, kwargs.get("position_embeddings"))
+        try:
+            output = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+            for site in self.attached:
+                output = site.behind(output)
+        finally:
+            self.call = None
         return output
 
     def at(self, site: str, memory_inputs: MemoryInputs) -> list[str]:
@@ -149,7 +152,7 @@ class HostLayer(CarriesTensors, LayerWithSites):
     @property
     def lacks_attention(self) -> bool:
         """True if the layer has another attention than the family's."""
-        return self.attention_class is None or not isinstance(self.mixer_part, self.attention_class.family_class)
+        return self.attention_class is None or not isinstance(self.mixer_part, self.attention_class)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,18 @@ def named_cache(cache: Any, past_key_values: Any) -> dict[str, Any]:
     return {CACHE: past_key_values, "cache": cache}
 
 
+# Names of a layer's projections in the families' code, by the role of the projection.
+PROJECTION_NAMES = {
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "output_projection": "o_proj",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+}
+
+
 class MissingPart(ValueError):
     """A layer without the part at which a memory is to be.
 
@@ -50,7 +62,7 @@ def decoder_of(model: Any) -> Any:
 class TakesOver:
     """Mixin in front of a family's class, whose modules the class takes over."""
 
-    # The family's class, whose forward is run.
+    # The family's class.
     family_class: ClassVar[Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -14,8 +14,7 @@ from midus_hf.memory.needs import SERVICES, Service, mixin_for, register
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.routing.token_places import TokenPlaces, token_places
 from midus_hf.memory.tables import MemoryTables
-from midus_hf.models.adapted import PROJECTION_NAMES
-from midus_hf.models.parts import CACHE
+from midus_hf.models.parts import CACHE, PROJECTION_NAMES
 
 
 @register(SERVICES, "arguments")

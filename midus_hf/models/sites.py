@@ -1,15 +1,45 @@
 """Sites at which memories add to what a layer computes, or change what its attention and its feed-forward network compute."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from midus_hf.config.memory_entries import Memories
-from midus_hf.memory.needs import SITES, LayerCall, Site, first_of, register, with_first
-from midus_hf.models.adapted import Adapter, HeadReaders, note_rotation
+from midus_hf.memory.needs import SITES, Site, first_of, read_by, register, with_first
+from midus_hf.models.heads import host_of_heads, unrotated
 from midus_hf.models.memory_inputs import Carried, skips_into
+from midus_hf.models.parts import PROJECTION_NAMES
+
+
+class ChangesProjections(Site):
+    """Memories that change the outputs of projections of a part of the layer."""
+
+    def hook_projections(self, part: str) -> None:
+        """Let the memories of this site change the outputs of projections of a part, which they name by role."""
+        layer = self.layer
+        own = [layer.classes[name] for name, site in layer.sites.items() if site == self.name]
+        for role in dict.fromkeys(role for memory_class in own for role in memory_class.projections):
+            self.hook(f"{part}.{PROJECTION_NAMES[role]}", _ProjectionHook(self, role))
+
+    def changed(self, role: str, read: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """Return the output of a projection with the changes of the memories, made one after another."""
+        layer, call = self.layer, self.layer.call
+        for name in () if call is None else layer.at(self.name, call.memory_inputs):
+            if role in layer.classes[name].projections:
+                inputs = layer.inputs_of(name, call.memory_inputs)
+                output = layer.memories[name](read, output, projection=role, **inputs)
+        return output
+
+
+class _ProjectionHook(NamedTuple):
+    """Hook on the projection in a role, which is equal to the hook of a copied projection."""
+
+    site: ChangesProjections
+    role: str
+
+    def __call__(self, projection: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
+        return self.site.changed(self.role, args[0], output)
 
 
 class InsideAttention(Site):
@@ -17,65 +47,47 @@ class InsideAttention(Site):
 
     name = "inside-attention"
 
-    def __init__(self, layer: Any, config: Any, memories: Memories):
-        layer.mixer_part.__class__ = layer.attention_class
-
     @staticmethod
     def is_missing(layer: Any) -> bool:
         """Return whether the layer has another attention than the family's."""
         return layer.lacks_attention
 
 
-def with_adapters(site: str, layer: Any, part: str, call: LayerCall) -> Callable[..., Any]:
-    """Return a part of the layer that runs with the adapters that the memories at a site have for its projections."""
-    adapters: dict[str, Adapter] = {}  # by the role of the projection
-    for name in layer.at(site, call.memory_inputs):
-        inputs = layer.inputs_of(name, call.memory_inputs)
-        for role in layer.classes[name].projections:
-            adapters[role] = _after(adapters.get(role), layer.memories[name], role, inputs)
-    return partial(getattr(layer, part), adapters=adapters)
-
-
-def _after(first: Adapter | None, memory: Any, role: str, inputs: Mapping[str, Any]) -> Adapter:
-    """Return a memory's adapter of a projection, which runs after the adapter `first`, if there is one."""
-
-    def adapter(read: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        output = output if first is None else first(read, output)
-        return memory(read, output, projection=role, **inputs)
-
-    return adapter
-
-
 @register(SITES, "attention-adapters")
-class AttentionAdapters(InsideAttention):
+class AttentionAdapters(InsideAttention, ChangesProjections):
     """Memories that change the outputs of projections of attention."""
 
-    def stand(self, layer: Any, call: LayerCall) -> None:
-        """Let the layer's attention run with adapted projections."""
-        layer.replaced[layer.mixer_name] = with_adapters(self.name, layer, layer.mixer_name, call)
+    def __init__(self, layer: Any, config: Any, memories: Memories):
+        super().__init__(layer, config, memories)
+        self.hook_projections(layer.mixer_name)
 
 
 @register(SITES, "attention-heads")
 class AttentionHeads(InsideAttention):
-    """Memories that change the output of attention heads."""
+    """Memories that change the output of attention heads, made one after another."""
 
     def __init__(self, layer: Any, config: Any, memories: Memories):
         super().__init__(layer, config, memories)
-        note_rotation(layer)
+        host_of_heads(layer).changes.append(self)
 
-    def stand(self, layer: Any, call: LayerCall) -> None:
-        """Let memories change the output of the heads, one after another."""
-        readers = [
-            (
-                partial(layer.memories[name], **layer.inputs_of(name, call.memory_inputs)),
-                layer.classes[name].wants_unrotated,
-            )
-            for name in layer.at(self.name, call.memory_inputs)
-            if layer.classes[name].reads_heads
-        ]
-        if readers:
-            attention = getattr(layer, layer.mixer_name)
-            layer.replaced[layer.mixer_name] = partial(attention, readers=HeadReaders(readers))
+    def attend(self, own: Callable[..., Any], module: Any, *heads: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        """Attend by the function `own`, and let each memory change the output of the heads, `[B, T, H, d]`.
+
+        A memory gets queries `[B, H, T, d]`, keys and values `[B, K, S, d]`, rotated and from the cache, and the output. One that
+        wants them also gets `unrotated`, the queries without their rotation `[B, H, T, d]`; `scaling`, the factor of the scores;
+        and `softcap`, the limit of the scores, None if they are not capped.
+        """
+        output, weights = own(module, *heads, **kwargs)
+        query, key, value, _ = heads
+        layer, call = self.layer, self.layer.call
+        for name in () if call is None else layer.at(self.name, call.memory_inputs):
+            if layer.classes[name].reads_heads:
+                extra = layer.inputs_of(name, call.memory_inputs)
+                if layer.classes[name].wants_unrotated:
+                    extra["unrotated"] = unrotated(module, query, call.rotation)
+                    extra |= {"scaling": kwargs["scaling"], "softcap": kwargs.get("softcap")}
+                output = layer.memories[name](query, key, value, output, **extra)
+        return output, weights
 
 
 @register(SITES, "behind-attention")
@@ -84,40 +96,39 @@ class BehindAttention(Site):
 
     name = "behind-attention"
 
+    def __init__(self, layer: Any, config: Any, memories: Memories):
+        super().__init__(layer, config, memories)
+        # The last part before the mixer's output is added to the residual stream.
+        self.hook(layer.attention_output_norm or layer.mixer_name, self.add)
+
     @staticmethod
     def is_missing(layer: Any) -> bool:
         """Return whether the layer has no mixer, or does not add its output to the residual stream."""
         return not layer.mixer_name or not layer.adds_mixer
 
-    def stand(self, layer: Any, call: LayerCall) -> None:
-        """Put memories behind the last part before the mixer's output is added to the residual stream."""
-        name = layer.attention_output_norm or layer.mixer_name
-        layer.replaced[name] = partial(self._add, layer, call, getattr(layer, name))
-
-    def _add(self, layer: Any, call: LayerCall, part: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the part, and add what memories read from the sum of its output and the layer's input."""
-        output = part(*args, **kwargs)
+    def add(self, part: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        """Add what memories read from the sum of the part's output and the layer's input."""
+        call = self.layer.call
+        if call is None:
+            return output
         added = first_of(output)
-        return with_first(output, layer.with_added(self.name, added, call.entered + added, call.memory_inputs))
+        return with_first(output, self.layer.with_added(self.name, added, call.entered + added, call.memory_inputs))
 
 
 @register(SITES, "inside-ffn")
-class FeedForwardAdapters(Site):
+class InsideFeedForward(ChangesProjections):
     """Memories that change the outputs of projections of the feed-forward network."""
 
     name = "inside-ffn"
 
     def __init__(self, layer: Any, config: Any, memories: Memories):
-        layer.feed_forward_part.__class__ = layer.mlp_class
+        super().__init__(layer, config, memories)
+        self.hook_projections(layer.feed_forward_name)
 
     @staticmethod
     def is_missing(layer: Any) -> bool:
         """Return whether the layer has another feed-forward network than the family's dense one."""
-        return layer.mlp_class is None or not isinstance(layer.feed_forward_part, layer.mlp_class.family_class)
-
-    def stand(self, layer: Any, call: LayerCall) -> None:
-        """Let the feed-forward network run with adapted projections."""
-        layer.replaced[layer.feed_forward_name] = with_adapters(self.name, layer, layer.feed_forward_name, call)
+        return layer.mlp_class is None or not isinstance(layer.feed_forward_part, layer.mlp_class)
 
 
 @register(SITES, "beside-ffn")
@@ -126,24 +137,24 @@ class BesideFeedForward(Site):
 
     name = "beside-ffn"
 
+    def __init__(self, layer: Any, config: Any, memories: Memories):
+        super().__init__(layer, config, memories)
+        self.hook(layer.feed_forward_name, self.add)
+
     @staticmethod
     def is_missing(layer: Any) -> bool:
         """Return whether the layer has no feed-forward network."""
         return layer.feed_forward_part is None
 
-    def stand(self, layer: Any, call: LayerCall) -> None:
-        """Put memories beside the feed-forward network."""
-        name = layer.feed_forward_name
-        layer.replaced[name] = partial(self._add, layer, call, getattr(layer, name))
-
-    def _add(
-        self, layer: Any, call: LayerCall, network: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Run the network, and add what memories read from its input."""
-        output = network(hidden_states, *args, **kwargs)
+    def add(self, network: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        """Add what memories read from the input of the network."""
+        call = self.layer.call
+        if call is None:
+            return output
+        read = read_by(args, kwargs)
         # Some networks of experts return all tokens in one dimension.
-        computed = first_of(output).view_as(hidden_states)
-        return with_first(output, layer.with_added(self.name, computed, hidden_states, call.memory_inputs))
+        computed = first_of(output).view_as(read)
+        return with_first(output, self.layer.with_added(self.name, computed, read, call.memory_inputs))
 
 
 @register(SITES, "skip")
@@ -153,11 +164,14 @@ class Skip(Site):
     name = "skip"
 
     def __init__(self, layer: Any, config: Any, memories: Memories):
+        super().__init__(layer, config, memories)
         self._added = tuple(
             Carried(entry.name, read)
             for entry in memories.attached.values()
             for read in skips_into(entry, layer.layer_idx)
         )
+        if "skip" in layer.sites.values():
+            self.hook(layer.feed_forward_name, self.read)
 
     @staticmethod
     def is_behind(layer: int, memories: Memories) -> bool:
@@ -169,22 +183,16 @@ class Skip(Site):
         """Return whether a layer at which a memory reads has no feed-forward network."""
         return "skip" in layer.sites.values() and layer.feed_forward_part is None
 
-    def stand(self, layer: Any, call: LayerCall) -> None:
-        """Let memories read the input of the feed-forward network."""
-        if "skip" in layer.sites.values():
-            name = layer.feed_forward_name
-            layer.replaced[name] = partial(self._read, layer, call, getattr(layer, name))
+    def read(self, network: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Let memories read the input of the network, for the layers behind which their results are added."""
+        layer, call = self.layer, self.layer.call
+        for name in () if call is None else layer.at("skip", call.memory_inputs):
+            read = layer.read(name, read_by(args, kwargs), call.memory_inputs)
+            call.carried[Carried(name, layer.layer_idx)] = read
 
-    def _read(
-        self, layer: Any, call: LayerCall, network: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        output = network(hidden_states, *args, **kwargs)
-        for name in layer.at("skip", call.memory_inputs):
-            call.carried[Carried(name, layer.layer_idx)] = layer.read(name, hidden_states, call.memory_inputs)
-        return output
-
-    def behind(self, layer: Any, output: Any, call: LayerCall) -> Any:
+    def behind(self, output: Any) -> Any:
         """Add the results of memories that read at this layer or an earlier one."""
+        call = self.layer.call
         for skip in self._added:
             added = call.carried.get(skip)
             if added is not None:  # None if the memory had nothing to do
@@ -198,7 +206,7 @@ class BehindLayer(Site):
 
     name = "behind-layer"
 
-    def behind(self, layer: Any, output: Any, call: LayerCall) -> Any:
+    def behind(self, output: Any) -> Any:
         """Add what memories read from the layer's output."""
         stream = first_of(output)
-        return with_first(output, layer.with_added(self.name, stream, stream, call.memory_inputs))
+        return with_first(output, self.layer.with_added(self.name, stream, stream, self.layer.call.memory_inputs))

@@ -21,9 +21,8 @@ from pairs import by_default, wanted_by_tests
 import midus_hf
 from midus_hf.carried import standins
 from midus_hf.carried.module import reference_modules
-from midus_hf.carried.sources import Module, defined
+from midus_hf.carried.sources import Source, defined
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
-from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.registry import MEMORY_MODULES
 from midus_hf.version import __version__
 
@@ -33,13 +32,11 @@ OTHERS = {"torch", "transformers", "safetensors", "huggingface_hub"}
 
 # Parts that some memories need, by the methods that need them, or by how their names begin.
 NEEDED_BY = {
-    "MemoryBlock": ("midus-",),
-    "HostLayer": ("engram", "hier-", "moc", "moda", "ultramem-v2"),
     "CarriesTensors": ("moda",),
-    "HostAttention": ("hier-kv", "hier-lora-qk", "hier-lora-vo", "moda"),
-    "ChangesHeads": ("hier-kv", "moda"),
+    "AttentionHost": ("hier-kv", "moda"),
+    "AttentionAdapters": ("hier-lora-qk", "hier-lora-vo"),
     "DepthHeads": ("moda",),
-    "FeedForwardAdapters": ("hier-lora-ffn",),
+    "InsideFeedForward": ("hier-lora-ffn",),
     "BesideFeedForward": ("engram", "hier-ffn", "ultramem-v2"),
     "BehindAttention": ("moc",),
     "Skip": (),
@@ -157,6 +154,21 @@ def test_nothing_in_the_module_resists_pickling_by_value(method, checkpoints):
         cloudpickle.unregister_pickle_by_value(module)
 
 
+def test_a_name_means_the_same_in_the_modules_of_all_memories(checkpoints):
+    """So that memories of any two types can be in one model."""
+    written: dict[str, tuple[str, str]] = {}
+    for method in METHODS:
+        source = source_of(checkpoints("llama", method))
+        for statement in ast.parse(source).body:
+            text = ast.unparse(statement)
+            for name in defined(statement) if "Midus" not in text.splitlines()[0] else ():
+                other, before = written.setdefault(name, (method, text))
+                # Bases that a model does not need are left out.
+                assert before == text or (
+                    isinstance(statement, ast.ClassDef) and before.splitlines()[1:] == text.splitlines()[1:]
+                ), f"{name} of {other} and of {method}"
+
+
 _WRITTEN_TWICE = [("llama", "hier-lora-qk"), ("llama", "moc"), ("gemma3", "midus-hml")]
 
 _WRITE_AGAIN = """
@@ -265,7 +277,7 @@ def test_a_stand_in_takes_the_place_of_nothing_else():
     names = {
         name: module
         for module in (*plain, standins.__name__)
-        for name in Module(module, frozenset({"midus_hf"})).definitions
+        for name in Source(module, {"midus_hf"}).definitions
         if not name.startswith("_")
     }
     assert set(STANDS_FOR) <= set(names)
@@ -292,8 +304,3 @@ def test_a_bank_that_is_saved_writes_into_no_file_of_an_earlier_copy(checkpoints
     assert written and {path: path.read_bytes() for path in written} == before
     for path in written:
         assert (later / path.relative_to(earlier)).read_bytes() == (folder / path.relative_to(earlier)).read_bytes()
-
-
-def test_what_a_cache_calls_of_a_state_is_all_there(checkpoints):
-    carried = imported(checkpoints("llama", "moc")).MemoryState
-    assert {name for name in vars(MemoryState) if not name.startswith("__")} <= vars(carried).keys()

@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -15,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from midus_hf.memory import hierarchical
 from midus_hf.memory.hierarchical import HierKV
-from midus_hf.models import adapted, depth_heads, sites
-from midus_hf.models.depth_heads import DepthPass
+from midus_hf.models import depth_heads, heads, parts, sites
+from midus_hf.models.depth_heads import DepthHeads
 from midus_hf.models.families import FAMILIES
 from midus_hf.models.inference import tiny
 from midus_hf.models.inference.architecture import architecture_of
@@ -26,6 +25,7 @@ from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_config, tin
 from midus_hf.models.layer import HostLayer
 from midus_hf.models.memory_inputs import MemoryInputs
 from midus_hf.models.parts import MissingPart
+from midus_hf.models.sites import ChangesProjections
 
 TYPES = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("midus_"))
 
@@ -266,10 +266,11 @@ def test_a_layer_that_is_wired_wrongly_fails_the_proof(wiring, name, change, mes
     assert re.fullmatch(message, str(refused.value))
 
 
-def without_the_last_projection(with_adapters):
-    def fewer(*inputs):
-        part = with_adapters(*inputs)
-        return partial(part.func, adapters=dict(list(part.keywords["adapters"].items())[:-1]))
+def without_the_last_projection(hook_projections):
+    def fewer(self, part):
+        hook_projections(self, part)
+        *_, last = self.layer.classes[next(iter(self.layer.sites))].projections
+        self.layer.get_submodule(f"{part}.{parts.PROJECTION_NAMES[last]}")._forward_hooks.clear()
 
     return fewer
 
@@ -291,9 +292,9 @@ def left_as_they_are(function):
 
 
 def without_the_oldest_slot(begin):
-    def shorter(self, heads, *inputs):
-        begin(self, heads, *inputs)
-        heads.slots = heads.slots[-1:]
+    def shorter(self, *inputs):
+        begin(self, *inputs)
+        self.slots = self.slots[-1:]
 
     return shorter
 
@@ -301,16 +302,16 @@ def without_the_oldest_slot(begin):
 @pytest.mark.parametrize(
     ("wiring", "owner", "name", "change"),
     [
-        ("hier-lora-qk", sites, "with_adapters", without_the_last_projection),
-        ("hier-lora-vo", sites, "with_adapters", without_the_last_projection),
-        ("hier-lora-ffn", sites, "with_adapters", without_the_last_projection),
+        ("hier-lora-qk", ChangesProjections, "hook_projections", without_the_last_projection),
+        ("hier-lora-vo", ChangesProjections, "hook_projections", without_the_last_projection),
+        ("hier-lora-ffn", ChangesProjections, "hook_projections", without_the_last_projection),
         ("hier-lora-qk", MemoryInputs, "of", with_blocks_of_the_next_layer),
         ("hier-lora-ffn", MemoryInputs, "of", with_blocks_of_the_next_layer),
         ("hier-kv", MemoryInputs, "of", with_blocks_of_the_next_layer),
         ("hier-kv", hierarchical, "_rows_of", with_values_as_keys),
-        ("hier-kv", adapted, "unrotated", left_as_they_are),
-        ("depth-attention", DepthPass, "_projected", with_keys_and_values_swapped),
-        ("depth-attention", DepthPass, "__init__", without_the_oldest_slot),
+        ("hier-kv", sites, "unrotated", left_as_they_are),
+        ("depth-attention", DepthHeads, "_projected", with_keys_and_values_swapped),
+        ("depth-attention", DepthHeads, "__init__", without_the_oldest_slot),
         ("depth-attention", depth_heads, "rotated", left_as_they_are),
         ("depth-attention", depth_heads, "normalised_keys", left_as_they_are),
     ],
@@ -325,7 +326,7 @@ def test_a_memory_that_is_wired_wrongly_inside_a_part_fails_the_proof(wiring, ow
 @pytest.mark.parametrize(("role", "other"), [("key", "v_proj"), ("value", "k_proj"), ("up", "gate_proj")])
 def test_a_projection_that_stands_for_another_fails_the_proof(role, other, monkeypatch):
     wiring = {"key": "hier-lora-qk", "value": "hier-lora-vo", "up": "hier-lora-ffn"}[role]
-    monkeypatch.setitem(adapted.PROJECTION_NAMES, role, other)
+    monkeypatch.setitem(parts.PROJECTION_NAMES, role, other)
     with pytest.raises(
         UnprovenArchitecture, match=r"^qwen3: logits of a memory .* differ by up to .*; expected equal bits"
     ):
@@ -333,7 +334,7 @@ def test_a_projection_that_stands_for_another_fails_the_proof(role, other, monke
 
 
 def test_layers_that_do_not_rotate_and_are_taken_for_others_fail_the_proof(monkeypatch):
-    monkeypatch.setattr(adapted, "rotates", lambda *_: True)
+    monkeypatch.setattr(heads, "rotates", lambda *_: True)
     with pytest.raises(UnprovenArchitecture, match=r"^smollm3: logits of a memory hier-kv .* differ by up to"):
         prove.__wrapped__("smollm3", "hier-kv")
 

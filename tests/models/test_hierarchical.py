@@ -1,7 +1,6 @@
 """Models whose memories fetch blocks: what they compute, save and learn, and ids and blocks that are refused."""
 
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,11 +17,12 @@ from models.hierarchical_models import (
 from models.hosting import host_of, logits
 from tiny import prompt, tiny_model
 from transformers import AutoModel, AutoModelForCausalLM
+from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
 from midus_hf.banks.level_file import BankError
-from midus_hf.models.adapted import unrotated
 from midus_hf.models.fetching import folder_of_checkpoint
+from midus_hf.models.heads import AttentionHost, unrotated
 
 
 @pytest.mark.parametrize("kind", [*KINDS, KINDS], ids=lambda kind: kind if isinstance(kind, str) else "all")
@@ -54,7 +54,9 @@ def test_queries_are_unrotated_also_where_the_rotation_makes_them_longer(native_
 
 
 def test_a_rotation_by_complex_numbers_is_refused():
-    attention = SimpleNamespace(rotates=True, family_class=Llama4TextAttention)
+    with torch.device("meta"):
+        attention = Llama4TextAttention(Llama4TextConfig(), 0)
+    attention.config = AttentionHost(attention, rotates=True)
     message = "Llama4TextAttention rotates queries and keys by complex numbers; expected cosines and sines."
     with pytest.raises(ValueError, match=message):
         unrotated(attention, torch.randn(2, 4, 6, 8), torch.polar(torch.ones(1, 6, 4), torch.randn(1, 6, 4)))

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.config.memory_entries import ATTACHED, INSERTED, TABLES, MemoryEntry
-from midus_hf.config.memory_types import InsertedOptions, MemoryOptions, Site, check_fit
+from midus_hf.config.memory_types import InsertedOptions, MemoryOptions, SiteName, check_fit
 from midus_hf.config.options import option
 from upscalers.architecture.families import FAMILIES, MEMORY_PREFIX
 from upscalers.architecture.family import Config, kept_roles
@@ -42,10 +42,10 @@ class HostedMemoryMethod(Method):
 
     @classmethod
     @abstractmethod
-    def positions(cls) -> list[tuple[Site, str]]:
+    def positions(cls) -> list[tuple[SiteName, str]]:
         """Return the sites at which the method can add its memory, the default first, each with the memory's type."""
 
-    def check_proven(self, family: InferredFamily, site: Site) -> None:
+    def check_proven(self, family: InferredFamily, site: SiteName) -> None:
         """Refuse a type that was not proven with the memory at a site, and say which methods take the type.
 
         Raises:
@@ -87,7 +87,7 @@ def _methods_taking(family: InferredFamily) -> list[str]:
     return [name for name, method in hosting.items() if _is_proven(family, method.positions()[0])]
 
 
-def _is_proven(family: InferredFamily, position: tuple[Site, str]) -> bool:
+def _is_proven(family: InferredFamily, position: tuple[SiteName, str]) -> bool:
     try:
         family.prove(*position)
     except RequestError:
@@ -111,7 +111,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
 
     memory_options: ClassVar[type[MemoryOptions]]
     # Sites at which the memory type can be attached to existing layers, the default first.
-    sites: ClassVar[list[Site]]
+    sites: ClassVar[list[SiteName]]
     # Default of the option `layers`.
     default_layers: ClassVar[Any] = "all"
     # Options that the method has beside those of the memory and of its position: name, type and field.
@@ -159,7 +159,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
             self.check_proven(base.family, self.options.site)
 
     @classmethod
-    def positions(cls) -> list[tuple[Site, str]]:
+    def positions(cls) -> list[tuple[SiteName, str]]:
         return [(site, cls.memory_options.type) for site in cls.sites]
 
     def plan(self, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
@@ -175,7 +175,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         return Plan(layers, base.num_layers, (next(name for name in names if name not in taken),))
 
     def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
-        site: Site = self.options.site
+        site: SiteName = self.options.site
         (name,), layers = plan.new_memories, self.layers(base)
         into: tuple[int, ...] = ()
         if site == "skip":
@@ -294,7 +294,7 @@ class InsertedMemoryMethod(HostedMemoryMethod):
             self.check_proven(base.family, "inserted")
 
     @classmethod
-    def positions(cls) -> list[tuple[Site, str]]:
+    def positions(cls) -> list[tuple[SiteName, str]]:
         return [("inserted", cls.options_class.type)]
 
     def sources(self, base: BaseModel, layer: New, index: int) -> tuple[int, ...]:

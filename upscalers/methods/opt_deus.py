@@ -227,9 +227,7 @@ class BlockFusion(Solver):
         workplace: Workplace,
         original: "torch.Tensor | None" = None,
     ) -> "Transport":
-        """Compute and measure the plan between rows; `original` is the source before its inputs were mapped, for the
-        measurement.
-        """
+        """Compute and measure the plan between rows; `original` is the source before its inputs were mapped, to measure it."""
         from upscalers.solvers.transport import assignment, sinkhorn
 
         options, started = self._options, time.perf_counter()

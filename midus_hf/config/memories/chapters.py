@@ -23,7 +23,7 @@ from midus_hf.config.memory_types import MemoryOptions, SharedTables, check_fit,
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 
-Routing = Literal["chunk", "token", "sequence"]
+RoutingKind = Literal["chunk", "token", "sequence"]
 Balance = Literal["routed", "released"]
 
 # Options of the paper's table 5.
@@ -38,7 +38,7 @@ PAPER = {
 }
 
 
-_STD = 0.02
+_CHAPTER_STD = 0.02
 _FIRST_CHUNK = 8
 
 
@@ -64,7 +64,7 @@ class ChaptersOptions(MemoryOptions):
     chapters: int = option(64, "C, equal parts of the bank, shared ones included")
     shared_chapters: int = option(1, "S, the first chapters, which every token reads")
     k: int = option(4, "chapters that the router chooses beside the shared ones")
-    routing: Routing = option(
+    routing: RoutingKind = option(
         "chunk",
         "what is pooled to choose chapters. chunk: for each stretch of chunk_size tokens, the tokens before it; token: every token "
         "chooses for itself; sequence: all tokens, later ones included, so not causal",
@@ -119,10 +119,10 @@ class ChaptersOptions(MemoryOptions):
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         hidden = sizes.hidden_size
-        projection = DeclaredTensor((hidden, hidden), "projection", Normal(_STD))
+        projection = DeclaredTensor((hidden, hidden), "projection", Normal(_CHAPTER_STD))
         tensors = {
             "norm_weight": DeclaredTensor((hidden,), "norm", ONES),
-            "router_weight": DeclaredTensor((self.chapters, hidden), "router", Normal(_STD)),
+            "router_weight": DeclaredTensor((self.chapters, hidden), "router", Normal(_CHAPTER_STD)),
             "router_bias": DeclaredTensor((self.chapters,), "router", ZEROS),
             "query_projection.weight": projection,
             "key_projection.weight": projection,
@@ -140,7 +140,7 @@ class ChaptersOptions(MemoryOptions):
 
     def bank(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         """Return the tensors that hold the memory tokens."""
-        bank = DeclaredTensor((self.memory_tokens, sizes.hidden_size), "value", Normal(_STD))
+        bank = DeclaredTensor((self.memory_tokens, sizes.hidden_size), "value", Normal(_CHAPTER_STD))
         return in_bits({"bank": bank}, self.bank_bits)
 
     def neighbours(self) -> int | None:

@@ -15,7 +15,7 @@ from midus_hf.config.memory_types import (
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 
-_STD = 0.02
+_DEPTH_STD = 0.02
 
 # Origin of a slot. `attention`: the keys and values of attention, or other projections of the same input. `ffn`:
 # projections of the feed-forward network's input.
@@ -100,7 +100,7 @@ class DepthAttentionOptions(MemoryOptions):
 
     def initial(self, part: str) -> Initial:
         """Return the initial values of a projection. With `joining` `added`, zero values make the depth add zero at the start."""
-        return ZEROS if self.joining == "added" and part == "value" else Normal(_STD)
+        return ZEROS if self.joining == "added" and part == "value" else Normal(_DEPTH_STD)
 
     def tensors_at(self, sizes: ModelSizes, index: int, count: int) -> dict[str, DeclaredTensor]:
         """Return the tensors that a layer uses: the first layer reads no slots, and no layer reads the last layer's slots."""

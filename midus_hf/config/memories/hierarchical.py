@@ -16,7 +16,7 @@ from midus_hf.config.memory_types import (
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 
-_STD = 0.02
+_BLOCK_STD = 0.02
 _MOST_LEAVES = 2**63
 
 
@@ -61,8 +61,8 @@ class HierFFNOptions(HierarchicalOptions):
 
     def block(self, sizes: ModelSizes, size: int) -> dict[str, DeclaredTensor]:
         return {
-            "gate": DeclaredTensor((size, sizes.hidden_size), "key", TruncatedNormal(_STD)),
-            "up": DeclaredTensor((size, sizes.hidden_size), "key", TruncatedNormal(_STD)),
+            "gate": DeclaredTensor((size, sizes.hidden_size), "key", TruncatedNormal(_BLOCK_STD)),
+            "up": DeclaredTensor((size, sizes.hidden_size), "key", TruncatedNormal(_BLOCK_STD)),
             "down": DeclaredTensor((sizes.hidden_size, size), "value", ZEROS),
         }
 
@@ -138,7 +138,7 @@ class HierKVOptions(HierarchicalOptions):
     def block(self, sizes: ModelSizes, size: int) -> dict[str, DeclaredTensor]:
         shape = (size, sizes.num_key_value_heads, sizes.head_dim)
         return {
-            "memory_keys": DeclaredTensor(shape, "key", TruncatedNormal(_STD)),
+            "memory_keys": DeclaredTensor(shape, "key", TruncatedNormal(_BLOCK_STD)),
             "memory_values": DeclaredTensor(shape, "value", ZEROS),
         }
 

@@ -1,5 +1,4 @@
-"""Start of a Tucker-decomposed retrieval (UltraMemV2, appendix B.2): initial cores, the scores of the best slots that
-follow from them, and gains and values that suit these scores."""
+"""Initialisation of a Tucker-decomposed retrieval (UltraMemV2, appendix B.2): cores, and gains and values that suit their scores."""
 
 import heapq
 import math
@@ -115,10 +114,10 @@ def _core(draw: random.Random, rank: int) -> tuple[list[list[float]], list[float
     right = [1.0] * rank
     for _ in range(64):
         left = [_dot(row, right) for row in core]
-        right = _unit(_times(left, core))
+        right = _of_unit_length(_times(left, core))
     left = [_dot(row, right) for row in core]
     largest = math.sqrt(_dot(left, left))
-    return [[entry / largest for entry in row] for row in core], _unit(left), right
+    return [[entry / largest for entry in row] for row in core], _of_unit_length(left), right
 
 
 def _dot(left: list[float], right: list[float]) -> float:
@@ -129,6 +128,6 @@ def _times(row: list[float], matrix: list[list[float]]) -> list[float]:
     return [_dot(row, list(column)) for column in zip(*matrix, strict=True)]
 
 
-def _unit(vector: list[float]) -> list[float]:
+def _of_unit_length(vector: list[float]) -> list[float]:
     length = math.sqrt(_dot(vector, vector))
     return [entry / length for entry in vector]

@@ -107,7 +107,7 @@ def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> Pooled:
     batch, tokens, width = states.shape
     if places.starts is None:
         means, counts = _row_means(states, places.real)
-        return Pooled(means, _rows(batch, tokens, states.device), counts, {"seen": counts})
+        return Pooled(means, _equal_stretches(batch, tokens, states.device), counts, {"seen": counts})
     real = _real(states, places)
     document = _documents(states, places)  # [B, T]
     number = batch * tokens if torch.compiler.is_compiling() else int(document[-1, -1]) + 1
@@ -249,7 +249,7 @@ def _pool_step(
     new_total = total + state * (real & (count > 0)).unsqueeze(-1)
     new_before = torch.where((real & sizes.begins(new_count)).unsqueeze(-1), new_total, before)
     new = {"count": new_count, "total": new_total, "before": new_before}
-    return Pooled(means, _rows(batch, 1, states.device), real.float(), new)
+    return Pooled(means, _equal_stretches(batch, 1, states.device), real.float(), new)
 
 
 def _row_means(states: torch.Tensor, real: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -310,7 +310,7 @@ def _real(states: torch.Tensor, places: TokenPlaces) -> torch.Tensor:
     return torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
 
 
-def _rows(batch: int, tokens: int, device: torch.device) -> EqualStretches:
+def _equal_stretches(batch: int, tokens: int, device: torch.device) -> EqualStretches:
     """Return stretches of one whole row each."""
     return EqualStretches(torch.arange(batch, device=device).unsqueeze(1).expand(batch, tokens), tokens)
 

@@ -9,7 +9,6 @@ from transformers.models.gemma2.modeling_gemma2 import (
     Gemma2Model,
 )
 
-from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.block import MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
@@ -24,21 +23,13 @@ class MidusGemma2Config(MemoryConfig, Gemma2Config):
     memory: list | None = None
 
 
-class MidusGemma2Attention(HostAttention, Gemma2Attention):
-    """`Gemma2Attention` in a layer that memories are attached to."""
-
-
-class MidusGemma2MLP(Adapted, Gemma2MLP):
-    """`Gemma2MLP` in a layer that memories are attached to."""
-
-
 class MidusGemma2Layer(HostLayer, Gemma2DecoderLayer):
     """`Gemma2DecoderLayer` that memories are attached to."""
 
     attention_output_norm = "post_attention_layernorm"
     mlp_output_norm = "post_feedforward_layernorm"
-    attention_class = MidusGemma2Attention
-    mlp_class = MidusGemma2MLP
+    attention_class = Gemma2Attention
+    mlp_class = Gemma2MLP
 
 
 class MidusGemma2Block(MemoryBlock, Gemma2DecoderLayer):

@@ -9,7 +9,6 @@ from transformers.models.gemma3.modeling_gemma3 import (
     Gemma3TextModel,
 )
 
-from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.block import MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
@@ -24,21 +23,13 @@ class MidusGemma3Config(MemoryConfig, Gemma3TextConfig):
     memory: list | None = None
 
 
-class MidusGemma3Attention(HostAttention, Gemma3Attention):
-    """`Gemma3Attention` in a layer that memories are attached to."""
-
-
-class MidusGemma3MLP(Adapted, Gemma3MLP):
-    """`Gemma3MLP` in a layer that memories are attached to."""
-
-
 class MidusGemma3Layer(HostLayer, Gemma3DecoderLayer):
     """`Gemma3DecoderLayer` that memories are attached to."""
 
     attention_output_norm = "post_attention_layernorm"
     mlp_output_norm = "post_feedforward_layernorm"
-    attention_class = MidusGemma3Attention
-    mlp_class = MidusGemma3MLP
+    attention_class = Gemma3Attention
+    mlp_class = Gemma3MLP
 
 
 class MidusGemma3Block(MemoryBlock, Gemma3DecoderLayer):

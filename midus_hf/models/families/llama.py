@@ -9,7 +9,6 @@ from transformers.models.llama.modeling_llama import (
     LlamaModel,
 )
 
-from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.block import MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
@@ -24,19 +23,11 @@ class MidusLlamaConfig(MemoryConfig, LlamaConfig):
     memory: list | None = None
 
 
-class MidusLlamaAttention(HostAttention, LlamaAttention):
-    """`LlamaAttention` in a layer that memories are attached to."""
-
-
-class MidusLlamaMLP(Adapted, LlamaMLP):
-    """`LlamaMLP` in a layer that memories are attached to."""
-
-
 class MidusLlamaLayer(HostLayer, LlamaDecoderLayer):
     """`LlamaDecoderLayer` that memories are attached to."""
 
-    attention_class = MidusLlamaAttention
-    mlp_class = MidusLlamaMLP
+    attention_class = LlamaAttention
+    mlp_class = LlamaMLP
 
 
 class MidusLlamaBlock(MemoryBlock, LlamaDecoderLayer):

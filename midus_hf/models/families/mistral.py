@@ -9,7 +9,6 @@ from transformers.models.mistral.modeling_mistral import (
     MistralModel,
 )
 
-from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.block import MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
@@ -24,19 +23,11 @@ class MidusMistralConfig(MemoryConfig, MistralConfig):
     memory: list | None = None
 
 
-class MidusMistralAttention(HostAttention, MistralAttention):
-    """`MistralAttention` in a layer that memories are attached to."""
-
-
-class MidusMistralMLP(Adapted, MistralMLP):
-    """`MistralMLP` in a layer that memories are attached to."""
-
-
 class MidusMistralLayer(HostLayer, MistralDecoderLayer):
     """`MistralDecoderLayer` that memories are attached to."""
 
-    attention_class = MidusMistralAttention
-    mlp_class = MidusMistralMLP
+    attention_class = MistralAttention
+    mlp_class = MistralMLP
 
 
 class MidusMistralBlock(MemoryBlock, MistralDecoderLayer):

@@ -9,7 +9,6 @@ from transformers.models.olmo2.modeling_olmo2 import (
     Olmo2Model,
 )
 
-from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.block import MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
@@ -24,22 +23,14 @@ class MidusOlmo2Config(MemoryConfig, Olmo2Config):
     memory: list | None = None
 
 
-class MidusOlmo2Attention(HostAttention, Olmo2Attention):
-    """`Olmo2Attention` in a layer that memories are attached to."""
-
-
-class MidusOlmo2MLP(Adapted, Olmo2MLP):
-    """`Olmo2MLP` in a layer that memories are attached to."""
-
-
 class MidusOlmo2Layer(HostLayer, Olmo2DecoderLayer):
     """`Olmo2DecoderLayer` that memories are attached to."""
 
     attention_norm = None
     attention_output_norm = "post_attention_layernorm"
     mlp_output_norm = "post_feedforward_layernorm"
-    attention_class = MidusOlmo2Attention
-    mlp_class = MidusOlmo2MLP
+    attention_class = Olmo2Attention
+    mlp_class = Olmo2MLP
 
 
 class MidusOlmo2Block(MemoryBlock, Olmo2DecoderLayer):

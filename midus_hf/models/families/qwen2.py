@@ -9,7 +9,6 @@ from transformers.models.qwen2.modeling_qwen2 import (
     Qwen2Model,
 )
 
-from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.block import MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
@@ -24,19 +23,11 @@ class MidusQwen2Config(MemoryConfig, Qwen2Config):
     memory: list | None = None
 
 
-class MidusQwen2Attention(HostAttention, Qwen2Attention):
-    """`Qwen2Attention` in a layer that memories are attached to."""
-
-
-class MidusQwen2MLP(Adapted, Qwen2MLP):
-    """`Qwen2MLP` in a layer that memories are attached to."""
-
-
 class MidusQwen2Layer(HostLayer, Qwen2DecoderLayer):
     """`Qwen2DecoderLayer` that memories are attached to."""
 
-    attention_class = MidusQwen2Attention
-    mlp_class = MidusQwen2MLP
+    attention_class = Qwen2Attention
+    mlp_class = Qwen2MLP
 
 
 class MidusQwen2Block(MemoryBlock, Qwen2DecoderLayer):

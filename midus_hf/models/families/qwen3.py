@@ -9,7 +9,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3Model,
 )
 
-from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.block import MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
@@ -24,19 +23,11 @@ class MidusQwen3Config(MemoryConfig, Qwen3Config):
     memory: list | None = None
 
 
-class MidusQwen3Attention(HostAttention, Qwen3Attention):
-    """`Qwen3Attention` in a layer that memories are attached to."""
-
-
-class MidusQwen3MLP(Adapted, Qwen3MLP):
-    """`Qwen3MLP` in a layer that memories are attached to."""
-
-
 class MidusQwen3Layer(HostLayer, Qwen3DecoderLayer):
     """`Qwen3DecoderLayer` that memories are attached to."""
 
-    attention_class = MidusQwen3Attention
-    mlp_class = MidusQwen3MLP
+    attention_class = Qwen3Attention
+    mlp_class = Qwen3MLP
 
 
 class MidusQwen3Block(MemoryBlock, Qwen3DecoderLayer):

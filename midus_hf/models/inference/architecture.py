@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from midus_hf.models.adapted import rotates
+from midus_hf.models.heads import rotates
 from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_config, tiny_model
 
 #: Names of the children that mix tokens, in any family's layers. The first name that a layer has is its mixer.
@@ -172,7 +172,7 @@ def _only_class(modules: list[Any]) -> Any:
 def _rotates(attention: nn.Module) -> bool:
     """Return whether an attention rotates queries and keys, or cannot be tried."""
     with suppress(Exception):  # models raise whatever their parts raise
-        return rotates(attention, type(attention))
+        return rotates(attention)
     return True
 
 

@@ -81,8 +81,6 @@ def family_source(model_type: str) -> str:
         config=config.__name__,
         modeling=architecture.causal_lm.__module__,
         names="\n".join(f"    {name}," for name in sorted({each.__name__ for each in own if each is not None})),
-        attention=_ATTENTION.format(family=family, attention=attention.__name__) if attention else "",
-        mlp=_MLP.format(family=family, mlp=mlp.__name__) if mlp else "",
         layers="\n".join(_layer_source(family, kind, layer, architecture) for layer, kind in kinds.items()),
         layer_classes=", ".join(f"Midus{family}{kind}Layer" for kind in kinds.values()),
         block_classes=", ".join(f"Midus{family}{kind}Block" for kind in kinds.values()),
@@ -113,9 +111,9 @@ def _layer_source(family: str, kind: str, layer: type, architecture: Architectur
     differing = {name: value for name, value in names.items() if value != repr(getattr(NamesParts, name))}
     hosts: dict[str, Any] = {}
     if architecture.attention is not None:
-        hosts["attention_class"] = f"Midus{family}Attention"
+        hosts["attention_class"] = architecture.attention.__name__
     if architecture.mlp is not None:
-        hosts["mlp_class"] = f"Midus{family}MLP"
+        hosts["mlp_class"] = architecture.mlp.__name__
     if architecture.some_do_not_rotate:
         hosts["some_do_not_rotate"] = True
     if not parts.adds_mixer:
@@ -212,7 +210,6 @@ from {modeling} import (
 {names}
 )
 
-from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.block import MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
@@ -226,7 +223,7 @@ class Midus{family}Config(MemoryConfig, {config}):
     model_type = "midus_{model_type}"
     memory: list | None = None
 {logit_scale}
-{attention}{mlp}
+
 {layers}
 
 class Midus{family}Model(MemoryModel, {model}):
@@ -251,18 +248,6 @@ _LOGIT_SCALE = '''
     def logit_scale(self) -> float:
         """Return what the logits are multiplied by."""
         return self.logits_scaling
-'''
-
-_ATTENTION = '''
-class Midus{family}Attention(HostAttention, {attention}):
-    """`{attention}` in a layer that memories are attached to."""
-
-'''
-
-_MLP = '''
-class Midus{family}MLP(Adapted, {mlp}):
-    """`{mlp}` in a layer that memories are attached to."""
-
 '''
 
 _LAYER = '''class Midus{family}{kind}Layer(HostLayer, {layer}):

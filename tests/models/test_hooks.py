@@ -1,0 +1,90 @@
+"""Hooks by which memories act in a layer: what others do to the modules that have them, and what an interrupted pass leaves."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from models.cases import CASES
+from tiny import prompt
+from torch import nn
+
+# Memories that change projections, heads, and what parts return; the last reads the depth through a cache that notes what it gets.
+ROWS = ("hier-lora-qk", "hier-lora-ffn", "hier-kv", "hier-ffn", "token behind layers", "ultramem skip", "depth reused")
+FAMILY = "gemma2"  # whose parts have norms behind them
+
+on_rows = pytest.mark.parametrize("row", ROWS)
+
+
+@torch.no_grad()
+def logits_of(model, row):
+    return model(prompt(), **CASES[row].given()).logits
+
+
+def layers_with_sites(model):
+    return [layer for layer in model.model.layers if getattr(layer, "attached", None)]
+
+
+@on_rows
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deep", "pickled"]
+)
+def test_the_memories_of_a_copy_are_those_of_the_copy(row, copied, tmp_path):
+    model = CASES[row].model(FAMILY, tmp_path)
+    before, other = logits_of(model, row), copied(model)
+    assert torch.equal(logits_of(other, row), before)
+    with torch.no_grad():
+        for name, value in other.named_parameters():
+            if ".memor" in name:
+                value.zero_()
+    assert torch.equal(logits_of(model, row), before)
+    if not CASES[row].fetches:  # blocks of banks, which are no parameters, still act
+        assert not torch.equal(logits_of(other, row), before)
+
+
+@on_rows
+def test_modules_that_take_the_place_of_others_have_the_hooks_too(row, tmp_path):
+    """As quantisation replaces linear layers, and vLLM linear layers and norms."""
+    model = CASES[row].model(FAMILY, tmp_path)
+    before = logits_of(model, row)
+    for layer in layers_with_sites(model):
+        for part in (layer.self_attn, layer.mlp):
+            for name, child in list(part.named_children()):
+                if isinstance(child, nn.Linear):
+                    replaced = nn.Linear(child.in_features, child.out_features, bias=False, dtype=child.weight.dtype)
+                    replaced.load_state_dict(child.state_dict())
+                    setattr(part, name, replaced)
+        norm = type(layer.post_attention_layernorm)(len(layer.post_attention_layernorm.weight)).to(prompt().device)
+        norm.load_state_dict(layer.post_attention_layernorm.state_dict())
+        layer.post_attention_layernorm = norm.to(layer.post_feedforward_layernorm.weight.dtype)
+    assert torch.equal(logits_of(model, row), before)
+
+
+@on_rows
+def test_a_module_that_wraps_another_does_not_run_the_hooks_twice(row, tmp_path):
+    """As adapters wrap linear layers, and copy modules that they save."""
+    model = CASES[row].model(FAMILY, tmp_path)
+    before = logits_of(model, row)
+    for layer in layers_with_sites(model):
+        for part in (layer.self_attn, layer.mlp):
+            for name, child in list(part.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(part, name, nn.Sequential(copy.deepcopy(child)))
+        layer.post_attention_layernorm = nn.Sequential(copy.deepcopy(layer.post_attention_layernorm))
+    assert torch.equal(logits_of(model, row), before)
+
+
+@on_rows
+def test_a_pass_that_fails_leaves_nothing_behind(row, tmp_path, monkeypatch):
+    model = CASES[row].model(FAMILY, tmp_path)
+    before = logits_of(model, row)
+    layer = layers_with_sites(model)[-1]
+    alone = torch.randn(1, 3, 32, dtype=before.dtype)
+    expected = layer.mlp(alone)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(layer.mlp), "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            logits_of(model, row)
+    assert all(layer.call is None for layer in layers_with_sites(model))
+    assert torch.equal(layer.mlp(alone), expected)  # a part that is called outside of a pass is the family's
+    assert torch.equal(logits_of(model, row), before)
