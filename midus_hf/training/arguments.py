@@ -1,6 +1,7 @@
 """Arguments of a run: the keys of Transformers' `TrainingArguments`, and the keys that memories and texts need."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -9,6 +10,7 @@ import torch
 from transformers import TrainingArguments
 
 from midus_hf.config.declared_tensors import TrainedRole
+from midus_hf.files.secrets import for_record
 from midus_hf.training.optim.rates import Rates
 
 # Type of the key `trainable`.
@@ -88,6 +90,9 @@ class MemoryArguments(Rates):
     report_to: str | list[str] | None = "none"
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) is str and value.startswith("~/"):
+                setattr(self, name, os.path.expanduser(value))
         self._follow_steps()
         # Whether a run in float32 was not asked for, which it says when it starts.
         self.lacks_bf16 = False
@@ -178,7 +183,7 @@ class MemoryArguments(Rates):
         return sources
 
     def recorded(self) -> dict[str, Any]:
-        """Return the keys that differ from their defaults, as YAML can hold them, without tokens of the hub.
+        """Return the keys that differ from their defaults, as YAML can hold them, as `for_record` shows them.
 
         Strategies that follow from steps are left out, and steps of what is not done.
         """
@@ -196,7 +201,25 @@ class MemoryArguments(Rates):
                 del values[f"{kind}_strategy"]
                 if strategy == "no":
                     values.pop(f"{kind}_steps", None)
-        return values
+        return for_record(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all keys for reports, such as those of TensorBoard, as `for_record` shows them."""
+        return for_record(super().to_dict())  # type: ignore[misc]
+
+    def __str__(self) -> str:
+        values = for_record({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in values.items())})"
+
+    __repr__ = __str__
+
+    def __getstate__(self) -> dict[str, Any]:
+        return for_record(vars(self))  # `training_args.bin` is pushed
+
+    def __copy__(self) -> Any:
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
 
 
 # Keys that name what a run reads, here and in arguments that extend these.
@@ -224,7 +247,7 @@ _DERIVED = frozenset(
 )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class TrainArguments(MemoryArguments, TrainingArguments):
     """Arguments of `midus train`: every key of `TrainingArguments`, the keys of `MemoryArguments`, and what follows.
 

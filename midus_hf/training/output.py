@@ -14,6 +14,7 @@ from midus_hf.config.wording import first_few
 from midus_hf.files.card_example import card_example
 from midus_hf.files.checkpoint_files import RUN_CONFIG, is_begun_run
 from midus_hf.files.locks import Lock, lock_or_warn
+from midus_hf.files.secrets import for_record
 from midus_hf.files.whole_files import whole_file
 from midus_hf.training.arguments import AUTO, MemoryArguments
 from midus_hf.training.checkpoints import latest_whole, resumed_checkpoint
@@ -124,7 +125,7 @@ def _check_same_run(record: Mapping[str, Any], checkpoint: Path) -> None:
     path = checkpoint.parent / RUN_CONFIG
     if not path.is_file():
         return
-    earlier = yaml.safe_load(path.read_text(encoding="utf-8"))
+    earlier = for_record(yaml.safe_load(path.read_text(encoding="utf-8")))
     if earlier.get(_SEQUENCES) != record[_SEQUENCES]:
         raise ValueError(
             f"a step of the run to resume takes {earlier.get(_SEQUENCES)} sequences, and one of this run {record[_SEQUENCES]}; set "

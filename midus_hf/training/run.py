@@ -28,6 +28,7 @@ from midus_hf.banks.bank_description import grown_layouts
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.wording import install_extra
 from midus_hf.files.checkpoint_files import ACCOMPANYING, CERTIFICATE, CONFIG_FILE, PARTIAL_MODEL, TRAINER_STATE
+from midus_hf.files.secrets import for_record
 from midus_hf.files.whole_files import move_into_place
 from midus_hf.library_bars import data_bars_on_terminals, without_library_bars
 from midus_hf.models.host import MemoryConfig
@@ -368,7 +369,9 @@ class TrainingRun:
             trainer.save_model(str(partial))
             if arguments.process_index == 0:
                 (partial / "training_args.bin").unlink(missing_ok=True)
-                trainer.state.save_to_json(str(partial / TRAINER_STATE))
+                state: Any = trainer.state
+                shared = dataclasses.replace(state, best_model_checkpoint=for_record(state.best_model_checkpoint))
+                shared.save_to_json(str(partial / TRAINER_STATE))
                 self.tokenizer.save_pretrained(partial)
                 files = dict(self._files)
                 if "README.md" in files:

@@ -7,7 +7,7 @@ from trl import SFTConfig
 from midus_hf.training.arguments import MemoryArguments
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class SftArguments(MemoryArguments, SFTConfig):
     """Arguments of `midus sft`: every key of TRL's `SFTConfig`, the keys of `MemoryArguments`, and what follows.
 
