@@ -40,3 +40,11 @@ def first_few(names: Sequence[str], most: int = 4) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error message, or the error's type if there is no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def no_column(label: str, column: str, columns: Sequence[str]) -> str:
+    """Return the message about texts that lack the column of the text; `label` is what messages call them."""
+    return (
+        f"{label} has no column {column!r}, only {', '.join(columns) or 'nothing'}; set text_column (--column of eval, look and "
+        "cluster) to the column that holds the text."
+    )
