@@ -1,6 +1,8 @@
 """What a training run may be told, and what it refuses."""
 
+import copy
 import dataclasses
+import pickle
 import re
 from pathlib import Path
 
@@ -67,6 +69,27 @@ def test_a_model_that_is_made_from_a_config_trains_whole_unless_said_otherwise()
     begun = {"config_name": "c", "tokenizer_name": "t", "output_dir": "o", "corpus": "c", "bf16": False}
     assert from_mapping(TrainArguments, begun).trainable == "all"
     assert from_mapping(TrainArguments, {**begun, "trainable": [3]}).trainable == [3]
+
+
+def test_paths_below_the_home_folder_are_read_and_recorded_by_a_tilde(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    read = from_mapping(TrainArguments, {**NEEDED, "model_name_or_path": "~/m", "corpus": [f"{tmp_path}/c"]})
+    assert read.model_name_or_path == str(tmp_path / "m")
+    assert (read.recorded()["model_name_or_path"], read.recorded()["corpus"]) == ("~/m", ["~/c"])
+
+
+def test_no_form_of_arguments_shows_a_secret_and_a_copy_keeps_it():
+    read = from_mapping(TrainArguments, {**NEEDED, "hub_token": "opensesame", "run_name": "hf_Planted0Planted1"})
+    read.fsdp_config = {"api_key": "opensesame"}
+    for shown in (
+        str(read),
+        repr(read),
+        repr(read.recorded()),
+        read.to_json_string(),
+        repr(pickle.loads(pickle.dumps(read))),
+    ):
+        assert "<hidden>" in shown and "opensesame" not in shown and "Planted" not in shown
+    assert copy.copy(read).hub_token == "opensesame"
 
 
 def test_words_name_keys_of_adapters(recipe):
