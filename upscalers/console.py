@@ -10,6 +10,7 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
+from midus_hf.files.secrets import without_secrets
 from midus_hf.version import __version__
 from upscalers.edits.checkpoint_edit import described
 from upscalers.record.report import UpscaleReport
@@ -56,10 +57,12 @@ class Console(Progress):
             self._bar.advance(self._task, num_steps)
 
     def warn(self, message: str) -> None:
-        self._console.print(f"{self._command}: warning: {message}", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(
+            f"{self._command}: warning: {without_secrets(message)}", markup=False, highlight=False, soft_wrap=True
+        )
 
     def note(self, message: str) -> None:
-        self._console.print(message, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(without_secrets(message), markup=False, highlight=False, soft_wrap=True)
 
     def finish(self) -> None:
         if self._bar:

@@ -32,9 +32,10 @@ def midus_ask(
     """
     _check_model(model, question)
     import torch
+    from jinja2 import TemplateError
     from transformers import TextStreamer
 
-    from midus_hf.saved_models import load_for_reading
+    from midus_hf.saved_models import check_ids, load_for_reading, refusing
 
     loaded, tokenizer = load_for_reading(model, dtype, device)
     if not plain and tokenizer.chat_template is None:
@@ -44,7 +45,14 @@ def midus_ask(
         inputs = tokenizer(question, return_tensors="pt")
     else:
         chat = [{"role": "user", "content": question}]
-        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        refusal = f"model is {model!r}, whose chat template refuses a question alone; --plain goes without it"
+        with refusing(refusal, TemplateError, TypeError, ValueError):
+            inputs = tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+    if not inputs["input_ids"].numel():
+        raise ValueError(f"question is {question!r}, which has no token for this model; expected a text.")
+    check_ids(int(inputs["input_ids"].max()), loaded.config.get_text_config().vocab_size)
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     generate: Any = loaded.generate
     with torch.no_grad():

@@ -46,7 +46,13 @@ def build(
     overwrite: Annotated[bool, flag("--overwrite", "Replace a tree; its embeddings are kept.")] = False,
 ) -> None:
     """Embed a corpus and cluster it. After an interruption, the same command keeps what is done."""
-    from midus_hf.model_names import usable_device
+    from midus_hf.model_names import check_column, check_model_name, check_sources, usable_device
+
+    check_sources([("corpus", corpus)])
+    check_model_name("embedding model", embedding_model)
+    if not Path(tokenizer).expanduser().is_dir():  # which needs no config
+        check_model_name("tokenizer", tokenizer)
+    check_column("corpus", corpus, column)
     from midus_hf.topics.building import TreeOptions
     from midus_hf.topics.run import build as build_tree_of
 

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 import typer
 
+from midus_hf.files.secrets import without_secrets
 from midus_hf.version import __version__
 
 FAILED, WRONG_REQUEST = 1, 2
@@ -131,7 +132,7 @@ def run_command(
         if terminations and status == INTERRUPTED:
             status = TERMINATED
     if line is not None and is_main_process():
-        print(f"{path}: {' '.join(line.split())}", file=sys.stderr)
+        print(f"{path}: {' '.join(without_secrets(line).split())}", file=sys.stderr)
     return status
 
 

@@ -18,6 +18,7 @@ from midus_hf.cli.options import (
 )
 from midus_hf.config.yaml_options import from_mapping, read_mapping
 from midus_hf.evaluation.settings import EvaluationSettings
+from midus_hf.model_names import check_column, check_sources
 
 app = command_line()
 
@@ -44,6 +45,9 @@ def midus_eval(
     if config is not None:
         refuse_other_command(EvaluationSettings, config)
     settings = from_mapping(EvaluationSettings, {**keys, **options})
+    if settings.text is not None:
+        check_sources([("text", settings.text)])
+        check_column("text", settings.text, settings.column)
     from midus_hf.evaluation.quiet import quiet_libraries
 
     with needing_harness(), quiet_libraries():

@@ -20,6 +20,7 @@ from midus_hf.compare.results import Result, log_file, read_result
 from midus_hf.compare.runs import Run, base_run, changed_keys, runs_at, searches_of
 from midus_hf.compare.variants import Variant, control_variants
 from midus_hf.files.locks import alone_in
+from midus_hf.files.secrets import for_record, without_secrets
 
 _SECONDS_BETWEEN_LOOKS = 0.2
 
@@ -184,7 +185,7 @@ def _last_words(run: Run, comparison: Comparison, status: int) -> str:
     """Return the last line of a run's log, with its exit status."""
     log = log_file(run.folder(comparison))
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    printed = [line.strip() for line in lines if line.strip()]
+    printed = [without_secrets(line.strip()) for line in lines if line.strip()]
     return f"{printed[-1] if printed else 'it said nothing'} (status {status}; see {log})"
 
 
@@ -194,7 +195,7 @@ def _check_same(runs: Sequence[Run], comparison: Comparison, inputs: Inputs | No
         before = read_result(run.folder(comparison))
         if before is None:
             continue
-        changed = changed_keys(before.request, run.request(comparison))
+        changed = changed_keys(for_record(before.request), run.request(comparison))
         if not changed and inputs is not None:
             now = inputs.of(run.variant)
             changed = [name for kind, name in FIXED.items() if before.origin.get(kind) != now[kind]]

@@ -13,6 +13,7 @@ from midus_hf.compare.options import Comparison, Rate, rate_name, split_function
 from midus_hf.compare.variants import BASE, Variant, with_corpora
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
+from midus_hf.files.secrets import for_record
 from midus_hf.model_names import check_model_name
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.optim.rates import Rates
@@ -84,7 +85,7 @@ class Run:
         return {**self.variant.fine_tune, **own}
 
     def request(self, comparison: Comparison) -> dict[str, Any]:
-        """Return everything that the result of the run depends on, as JSON holds it."""
+        """Return everything that the result of the run depends on, as JSON holds it and `for_record` shows it."""
         tuned, function = self.variant.fine_tune is not None, self.variant.function
         if self.variant.is_base:
             train = None
@@ -105,7 +106,7 @@ class Run:
             "windows": window_keys(self.variant.train),
             "tasks": None if comparison.tasks is None else dataclasses.asdict(comparison.tasks),
         }
-        return json.loads(json.dumps(values))
+        return for_record(json.loads(json.dumps(values)))
 
 
 def base_run(comparison: Comparison) -> Run:

@@ -53,3 +53,11 @@ def first_line(error: BaseException) -> str:
         lines = [line for line in lines if line]
         end = 2
     return textwrap.shorten(" ".join(lines[:end]), _LONGEST_LINE, placeholder=" ...")
+
+
+def no_column(label: str, column: str, columns: Sequence[str]) -> str:
+    """Return the message about texts that lack the column of the text; `label` is what messages call them."""
+    return (
+        f"{label} has no column {column!r}, only {', '.join(columns) or 'nothing'}; set text_column (--column of eval, look and "
+        "cluster) to the column that holds the text."
+    )

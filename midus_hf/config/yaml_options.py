@@ -164,9 +164,16 @@ def read_yaml(text: str, subject: str) -> Any:
         _refuse_keys_given_twice(reader, document, subject, set())
         return reader.construct_document(document)
     except yaml.YAMLError as error:
-        raise ValueError(f"{subject} is not YAML: {' '.join(str(error).split())}. Correct it there.") from error
+        raise ValueError(f"{subject} is not YAML: {_fault(error)}. Correct it there.") from None
     finally:
         reader.dispose()
+
+
+def _fault(error: yaml.YAMLError) -> str:
+    """Return what is wrong with a text and in which line, without the text, which may hold a secret."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    return f"{', '.join(filter(None, (error.context, error.problem)))} in line {error.problem_mark.line + 1}"
 
 
 def _refuse_keys_given_twice(reader: yaml.SafeLoader, node: yaml.Node, subject: str, seen: set[int]) -> None:

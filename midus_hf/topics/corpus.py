@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from midus_hf.config.fetched_blocks import TREE_COLUMN
-from midus_hf.config.wording import first_few, first_line
+from midus_hf.config.wording import first_few, first_line, no_column
 from midus_hf.files.checkpoint_files import is_lfs_pointer
 from midus_hf.library_bars import data_bars_on_terminals
 
@@ -75,10 +75,7 @@ def read_corpus(
     rows = read_rows(key, corpus, split=split, name=name, text_column=text_column)
     columns, label = rows.column_names, _label(key, corpus)
     if text_column not in columns:
-        raise ValueError(
-            f"{label} has no column {text_column!r}, only {', '.join(columns) or 'nothing'}; set text_column (--column of eval, "
-            "look and cluster) to the column that holds the text."
-        )
+        raise ValueError(no_column(label, text_column, columns))
     kind = getattr(rows.features[text_column], "dtype", type(rows.features[text_column]).__name__)
     if kind not in ("string", "large_string", "null"):
         if kind == "JsonText":

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from midus_hf.config.fetched_blocks import BANKS_FOLDER, TREE_FILES
 from midus_hf.config.wording import first_line
 from midus_hf.files.json_text import parse_json
+from midus_hf.files.secrets import for_record
 from midus_hf.files.whole_files import whole_file
 
 FORMAT_VERSION = 2
@@ -77,7 +79,7 @@ def write_tree(folder: str | Path, centroids: Sequence[torch.Tensor], record: Ma
     folder.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(
         f"  {json.dumps(key)}: {json.dumps(value)}"
-        for key, value in {"format_version": FORMAT_VERSION, **record}.items()
+        for key, value in for_record({"format_version": FORMAT_VERSION, **record}).items()
     )
     tensors = {f"centroids.{number}": level.contiguous() for number, level in enumerate(centroids, 1)}
     with whole_file(folder / CENTROIDS_FILE) as partial:
@@ -110,7 +112,9 @@ def read_tree(folder: str | Path) -> dict[str, Any]:
         arguments = {
             "branching": branching,
             "centroids": centroids,
-            "origin": TreeOrigin(**{field.name: record[field.name] for field in dataclasses.fields(TreeOrigin)}),
+            "origin": TreeOrigin(
+                **{field.name: _expanded(record[field.name]) for field in dataclasses.fields(TreeOrigin)}
+            ),
             "sizes": None if sizes is None else [torch.tensor(level, dtype=torch.int64) for level in sizes],
             "min_similarity": check_similarity(record.get("min_similarity")),
             "grown_from": [str(fingerprint) for fingerprint in record["grown_from"]],
@@ -138,6 +142,10 @@ def altered(path: Path, reason: str) -> ValueError:
     return ValueError(
         f"file {str(path)!r} was altered or is not whole: {reason}. Copy it again, or build the tree again."
     )
+
+
+def _expanded(value: Any) -> Any:
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def _read_record(path: Path) -> dict[str, Any]:

@@ -1,14 +1,20 @@
 """Arguments of a run: the keys of Transformers' `TrainingArguments`, and the keys that memories and texts need."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from transformers import TrainingArguments
+from transformers import SchedulerType, TrainingArguments
+from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy
+from transformers.training_args import OptimizerNames
 
 from midus_hf.config.declared_tensors import TrainedRole
+from midus_hf.config.wording import near_matches
+from midus_hf.files.secrets import for_record
+from midus_hf.training.early_checks import check_data, check_packages, sources_of
 from midus_hf.training.optim.rates import Rates
 
 # Type of the key `trainable`.
@@ -88,6 +94,9 @@ class MemoryArguments(Rates):
     report_to: str | list[str] | None = "none"
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) is str and value.startswith("~/"):
+                setattr(self, name, os.path.expanduser(value))
         self._follow_steps()
         # Whether a run in float32 was not asked for, which it says when it starts.
         self.lacks_bf16 = False
@@ -123,6 +132,13 @@ class MemoryArguments(Rates):
 
     def _check_keys(self) -> None:
         """Refuse keys out of their range, or that contradict others; let a new model train whole by default."""
+        check_packages(vars(self))
+        for name, kind in _NAMED.items():
+            value, names = getattr(self, name, None), [each.value for each in kind]
+            if value is not None and getattr(value, "value", value) not in names:
+                raise ValueError(
+                    f"{name} is {value!r}. {near_matches(str(value), names)} Correct it, or leave it out."
+                )
         for name in _BATCH_KEYS:
             value = getattr(self, name, None)
             if value is not None and value < 1:
@@ -168,17 +184,10 @@ class MemoryArguments(Rates):
 
     def sources(self) -> list[tuple[str, str]]:
         """Return all that the run reads: the name of each key, with its path or id of a model or dataset."""
-        sources: list[tuple[str, str]] = []
-        for key in _SOURCES:
-            value = getattr(self, key, None)
-            if isinstance(value, dict):
-                sources += [(f"{key}.{name}", path) for name, path in value.items()]
-            elif value is not None:
-                sources += [(key, path) for path in ([value] if isinstance(value, str) else value)]
-        return sources
+        return sources_of(vars(self))
 
     def recorded(self) -> dict[str, Any]:
-        """Return the keys that differ from their defaults, as YAML can hold them, without tokens of the hub.
+        """Return the keys that differ from their defaults, as YAML can hold them, as `for_record` shows them.
 
         Strategies that follow from steps are left out, and steps of what is not done.
         """
@@ -196,14 +205,36 @@ class MemoryArguments(Rates):
                 del values[f"{kind}_strategy"]
                 if strategy == "no":
                     values.pop(f"{kind}_steps", None)
-        return values
+        return for_record(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all keys for reports, such as those of TensorBoard, as `for_record` shows them."""
+        return for_record(super().to_dict())  # type: ignore[misc]
+
+    def __str__(self) -> str:
+        values = for_record({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in values.items())})"
+
+    __repr__ = __str__
+
+    def __getstate__(self) -> dict[str, Any]:
+        return for_record(vars(self))  # `training_args.bin` is pushed
+
+    def __copy__(self) -> Any:
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
 
 
-# Keys that name what a run reads, here and in arguments that extend these.
-_SOURCES = (
-    *("corpus", "tree", "dataset_name", "model_name_or_path", "config_name", "tokenizer_name"),
-    *("eval_text", "protect"),
-)
+# Keys whose values are names, of which Transformers does not say the key.
+_NAMED: dict[str, Any] = {
+    "eval_strategy": IntervalStrategy,
+    "hub_strategy": HubStrategy,
+    "logging_strategy": IntervalStrategy,
+    "lr_scheduler_type": SchedulerType,
+    "optim": OptimizerNames,
+    "save_strategy": SaveStrategy,
+}
 
 # Keys of the size of batches. Transformers takes 0 and fails when it first reads data.
 _BATCH_KEYS = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
@@ -224,7 +255,7 @@ _DERIVED = frozenset(
 )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class TrainArguments(MemoryArguments, TrainingArguments):
     """Arguments of `midus train`: every key of `TrainingArguments`, the keys of `MemoryArguments`, and what follows.
 
@@ -257,8 +288,7 @@ class TrainArguments(MemoryArguments, TrainingArguments):
     include_num_input_tokens_seen: str | bool = "all"
 
     def __post_init__(self) -> None:
-        if self.corpus is None or self.corpus == []:
-            raise ValueError("config has no 'corpus'; set it in the file, or as corpus=... after it.")
+        check_data("corpus", self.corpus)
         if self.sequence_length < 2:
             raise ValueError(f"sequence_length is {self.sequence_length}; expected at least 2 tokens.")
         if self.tree is not None and self.path_column is None:

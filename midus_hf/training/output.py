@@ -10,13 +10,14 @@ import yaml
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerState
 
-from midus_hf.config.wording import first_few
 from midus_hf.files.card_example import card_example
 from midus_hf.files.checkpoint_files import RUN_CONFIG, is_begun_run
 from midus_hf.files.locks import Lock, lock_or_warn
+from midus_hf.files.secrets import for_record
 from midus_hf.files.whole_files import whole_file
-from midus_hf.training.arguments import AUTO, MemoryArguments
+from midus_hf.training.arguments import AUTO
 from midus_hf.training.checkpoints import latest_whole, resumed_checkpoint
+from midus_hf.training.early_checks import check_folder, holds_files
 
 # Keys that may change when a run is resumed, because they do not change what is computed.
 _FREE = re.compile(
@@ -52,7 +53,7 @@ def open_output(arguments: Any) -> tuple[Path | None, Lock | None]:
 
 
 def _open_here(output: Path, arguments: Any) -> tuple[Path | None, Lock | None]:
-    _check_folder(output, arguments)
+    check_folder(output, arguments.sources())
     new_folders = [folder for folder in (output, *output.parents) if not folder.exists()]
     output.mkdir(parents=True, exist_ok=True)
     try:
@@ -95,28 +96,8 @@ def _checkpoint_to_resume(output: Path, arguments: Any) -> Path | None:
     whole = latest_whole(output) if resume == AUTO else None
     files = sorted(os.listdir(output)) if output.is_dir() else []
     if whole is None and files and not (resume == AUTO and all(is_begun_run(name) for name in files)):
-        raise ValueError(
-            f"output_dir is {str(output)!r}, which holds {first_few(files)}; choose another folder, remove it, or set "
-            "resume_from_checkpoint: true."
-        )
+        raise holds_files(output, files)
     return whole
-
-
-def _check_folder(output: Path, arguments: MemoryArguments) -> None:
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output_dir is {str(output)!r}, a file; expected a folder.")
-    ancestor = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
-    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
-        raise ValueError(
-            f"output_dir is {str(output)!r}, but {str(ancestor)!r} is no folder to write in; choose another."
-        )
-    for key, source in arguments.sources():
-        if Path(source).exists():  # a name that is no path is the id of a model or dataset
-            for outer, inner, verb in ((output, Path(source), "holds"), (Path(source), output, "lies in")):
-                if inner.resolve().is_relative_to(outer.resolve()):
-                    raise ValueError(
-                        f"output_dir is {str(output)!r}, which {verb} the {key} {source!r}; choose another folder."
-                    )
 
 
 def _check_same_run(record: Mapping[str, Any], checkpoint: Path) -> None:
@@ -124,7 +105,7 @@ def _check_same_run(record: Mapping[str, Any], checkpoint: Path) -> None:
     path = checkpoint.parent / RUN_CONFIG
     if not path.is_file():
         return
-    earlier = yaml.safe_load(path.read_text(encoding="utf-8"))
+    earlier = for_record(yaml.safe_load(path.read_text(encoding="utf-8")))
     if earlier.get(_SEQUENCES) != record[_SEQUENCES]:
         raise ValueError(
             f"a step of the run to resume takes {earlier.get(_SEQUENCES)} sequences, and one of this run {record[_SEQUENCES]}; set "

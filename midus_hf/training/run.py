@@ -36,6 +36,7 @@ from midus_hf.files.checkpoint_files import (
     TRAINER_STATE,
     refuse_lfs_pointers,
 )
+from midus_hf.files.secrets import for_record
 from midus_hf.files.whole_files import move_into_place
 from midus_hf.library_bars import data_bars_on_terminals, without_library_bars
 from midus_hf.models.host import MemoryConfig
@@ -121,6 +122,12 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(made_from, trust_remote_code=False)
     if arguments.config_name is not None and hasattr(config, "upscale"):
         del config.upscale  # it describes a base whose weights this model does not have
+    hosts_memory = isinstance(config, MemoryConfig)
+    if hosts_memory and getattr(arguments, "use_liger_kernel", False):
+        raise ValueError(
+            f"use_liger_kernel is true, and Liger has no kernels for {config.model_type}; expected a model without memory. "
+            "Leave it out."
+        )
     if arguments.adapters is None:
         resolve_trainable(config, arguments.trainable)
     elif importlib.util.find_spec("peft") is None:
@@ -377,7 +384,9 @@ class TrainingRun:
             trainer.save_model(str(partial))
             if arguments.process_index == 0:
                 (partial / "training_args.bin").unlink(missing_ok=True)
-                trainer.state.save_to_json(str(partial / TRAINER_STATE))
+                state: Any = trainer.state
+                shared = dataclasses.replace(state, best_model_checkpoint=for_record(state.best_model_checkpoint))
+                shared.save_to_json(str(partial / TRAINER_STATE))
                 self.tokenizer.save_pretrained(partial)
                 files = dict(self._files)
                 if "README.md" in files:

@@ -76,6 +76,21 @@ def banked(tmp_path_factory):
     return folder / "deleted"
 
 
+def test_a_question_that_the_model_cannot_read_is_refused_in_one_line(ask, tmp_path):
+    """By a tokenizer with more ids than the model embeds, a template that takes no question alone, or for want of tokens."""
+    model = save_upscaled("llama", tmp_path, tokenizer=letter_tokenizer())
+    tokenizer = letter_tokenizer()
+    tokenizer.add_tokens([f"<extra{number}>" for number in range(140)])
+    tokenizer.chat_template = "{{ raise_exception('system first') }}"
+    tokenizer.save_pretrained(model)
+    status, out, err = ask(model, f"{QUESTION} <extra139>", "--plain")
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1
+    assert err.startswith("midus ask: the tokenizer yields id ") and "but the model embeds 128 ids" in err
+    status, out, err = ask(model, QUESTION)
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1
+    assert "whose chat template refuses a question alone; --plain goes without it: system first" in err
+
+
 @pytest.mark.parametrize(
     ("path", "line"),
     [

@@ -262,11 +262,22 @@ MODELS = "--embedding-model BERT --tokenizer BERT --output out"
 REFUSALS = [
     (f"build --corpus absent {MODELS}", "corpus is 'absent', which is no file or"),
     (
-        "build --corpus CORPUS --column body --embedding-model no --tokenizer BERT --output out",
-        "embedding model is 'no', which cannot",
+        f"build --corpus absent.txt {MODELS}",
+        "corpus is 'absent.txt', which does not exist; expected a file, a folder or a dat",
     ),
-    ("build --corpus CORPUS --embedding-model BERT --tokenizer no --output out", "tokenizer is 'no', which cannot be"),
-    (f"build --corpus CORPUS {MODELS} --branching 1", "branching is 1;"),
+    (
+        "build --corpus CORPUS --column body --embedding-model no --tokenizer BERT --output out",
+        "embedding model is 'no', which is no folder here, and the Hub cannot be reached",
+    ),
+    (
+        "build --corpus CORPUS --embedding-model BERT --tokenizer no --output out",
+        "tokenizer is 'no', which is no folder here, and",
+    ),
+    (
+        "build --corpus CORPUS --column body --embedding-model BERT --tokenizer EMPTY --output out",
+        "tokenizer is 'EMPTY', which",
+    ),
+    (f"build --corpus CORPUS --column body {MODELS} --branching 1", "branching is 1;"),
     (f"build --corpus CORPUS {MODELS}", "corpus 'CORPUS' has no column 'text', only body, topic; set text_column"),
     ("assign --tree TREE --corpus CORPUS --output p.txt", "output is 'p.txt'; expected a file ending in .jsonl."),
     ("assign --tree TREE --corpus CORPUS --output no/p.jsonl", "output is 'no/p.jsonl', in a folder that does"),
@@ -281,6 +292,7 @@ REFUSALS = [
 @pytest.mark.parametrize(("words", "message"), REFUSALS, ids=[words for words, _ in REFUSALS])
 def test_a_wrong_request_is_told_in_one_line(words, message, bert, corpus, tree, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "EMPTY").mkdir()
     replaced = {"BERT": bert, "CORPUS": corpus, "TREE": tree}
     assert main([replaced.get(word, word) for word in words.split()]) == 2
     out, err = capsys.readouterr()

@@ -31,6 +31,14 @@ def test_a_tree_is_read_as_it_was(folder):
     assert sorted(path.name for path in folder.iterdir()) == ["tree.json", "tree.safetensors"]
 
 
+def test_a_tree_which_is_saved_beside_models_names_no_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "jane"))
+    origin = TreeOrigin(embedding_model=str(tmp_path / "jane" / "bert"), tokenizer="org/name")
+    random_tree(origin=origin).save(tmp_path / "tree")
+    assert json.loads((tmp_path / "tree" / "tree.json").read_text())["embedding_model"] == "~/bert"
+    assert ClusterTree.load(tmp_path / "tree").origin == origin
+
+
 def test_a_tree_of_unknown_origin_keeps_its_empty_nodes(tmp_path):
     tree = random_tree(empty=((1, 0), (3, 20)))
     tree.save(tmp_path)

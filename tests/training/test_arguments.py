@@ -1,6 +1,8 @@
 """What a training run may be told, and what it refuses."""
 
+import copy
 import dataclasses
+import pickle
 import re
 from pathlib import Path
 
@@ -69,6 +71,27 @@ def test_a_model_that_is_made_from_a_config_trains_whole_unless_said_otherwise()
     assert from_mapping(TrainArguments, {**begun, "trainable": [3]}).trainable == [3]
 
 
+def test_paths_below_the_home_folder_are_read_and_recorded_by_a_tilde(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    read = from_mapping(TrainArguments, {**NEEDED, "model_name_or_path": "~/m", "corpus": [f"{tmp_path}/c"]})
+    assert read.model_name_or_path == str(tmp_path / "m")
+    assert (read.recorded()["model_name_or_path"], read.recorded()["corpus"]) == ("~/m", ["~/c"])
+
+
+def test_no_form_of_arguments_shows_a_secret_and_a_copy_keeps_it():
+    read = from_mapping(TrainArguments, {**NEEDED, "hub_token": "opensesame", "run_name": "hf_Planted0Planted1"})
+    read.fsdp_config = {"api_key": "opensesame"}
+    for shown in (
+        str(read),
+        repr(read),
+        repr(read.recorded()),
+        read.to_json_string(),
+        repr(pickle.loads(pickle.dumps(read))),
+    ):
+        assert "<hidden>" in shown and "opensesame" not in shown and "Planted" not in shown
+    assert copy.copy(read).hub_token == "opensesame"
+
+
 def test_words_name_keys_of_adapters(recipe):
     recipe.write_text("model_name_or_path: m\noutput_dir: o\ncorpus: c\nbf16: false\nadapters: {r: 8}\n")
     read = read_config(TrainArguments, recipe, ["adapters.lora_dropout=0.5", "adapters.layers=all"])
@@ -120,7 +143,8 @@ BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
         ({"num_train_epochs": 0}, "num_train_epochs is 0.0, with which nothing trains; expected more than 0."),
         ({"learning_rate": 0}, "learning_rate is 0.0; expected a number above 0."),
         ({"value_schedule": "4x"}, "value_schedule is '4x'; expected 'constant' or 'fixed' or '4x-to-1x' or null."),
-        ({"lr_scheduler_type": "cosin"}, "cosin is not a valid SchedulerType"),
+        ({"lr_scheduler_type": "cosin"}, "lr_scheduler_type is 'cosin'. Did you mean 'cosine'"),
+        ({"save_strategy": "sometimes"}, "save_strategy is 'sometimes'. Expected one of: no, steps, epoch, best. Correct it, or"),
         ({"eval_steps": 5}, "eval_steps is 5.0, which needs eval_text; set both or neither."),
         ({"eval_strategy": "epoch"}, "eval_strategy is 'epoch', which needs eval_text; set both or neither."),
         ({"config_name": "c"}, "model_name_or_path is 'm', config_name 'c' and tokenizer_name None; expected the first alone, for"),

@@ -8,6 +8,7 @@ from midus_hf.config.memory_entries import BASE_DIGEST
 from midus_hf.files.checkpoint_files import RECORD_FILE
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.ownership import CONFIG_KEY, LANGUAGE_KEY, has_config_entry, language_entry
+from midus_hf.files.secrets import for_record
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import MOST_LAYERS, BaseModel
 from upscalers.checkpoint.merged_adapter import Adapter
@@ -43,7 +44,7 @@ def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int, reads_a
         "trainable": method.trainable,
         **({"causal": False} if reads_ahead else {}),
         "plan": plan.to_list(),
-        "options": method.recorded_options,
+        "options": for_record(method.recorded_options),
         "seed": seed,
         "base_dtype": TORCH_NAMES[base.dtype],
         "base_config": base.config,

@@ -12,8 +12,10 @@ from typing import Annotated, Any
 from midus_hf.cli.command_line import FAILED, WRONG_REQUEST, Ending, is_main_process
 from midus_hf.cli.options import argument, option, read_recipe
 from midus_hf.cli.training.printed_config import recipes
+from midus_hf.config.wording import first_line
 from midus_hf.config.yaml_options import apply_words, from_mapping
 from midus_hf.model_names import saved_config
+from midus_hf.training.early_checks import check_early, key_names
 from midus_hf.training.optim.rates import short_run_rates, trains_new_parts
 
 Overrides = Annotated[
@@ -37,6 +39,7 @@ def read_arguments(
     overrides: Sequence[str],
     model: str | None = None,
     output: str | None = None,
+    quiet: bool = False,
 ) -> Any:
     """Return the arguments of a run: the keys of a recipe, or keys for a short run on texts, which one line names.
 
@@ -49,10 +52,12 @@ def read_arguments(
         overrides: Words behind `first`, `key=value` or recipes. Of two words with one key, the later one counts.
         model: Value of `--model`.
         output: Value of `--output`.
+        quiet: Whether to print no line. Default: false.
 
     Raises:
         ValueError: If the words are no request.
     """
+    quiet = quiet or not is_main_process()
     is_recipe = first.endswith((".yaml", ".yml"))
     options = {"model_name_or_path": ("--model", model), "output_dir": ("--output", output)}
     if not is_recipe:
@@ -70,9 +75,11 @@ def read_arguments(
         arguments = read_recipe(arguments_class, first, [*overrides, *last])
     else:
         _refuse_other_kinds(command, first)
-        arguments = from_mapping(arguments_class, _short_run(arguments_class, command, first, overrides, values))
+        arguments = from_mapping(
+            arguments_class, _short_run(arguments_class, command, first, overrides, values, quiet)
+        )
     has_epochs = any(word.startswith("num_train_epochs=") for word in overrides)
-    if has_epochs and arguments.max_steps > 0 and is_main_process():
+    if not quiet and has_epochs and arguments.max_steps > 0:
         print(
             f"max_steps={arguments.max_steps} counts, and not num_train_epochs; max_steps=-1 lets epochs count",
             file=sys.stderr,
@@ -80,8 +87,26 @@ def read_arguments(
     return arguments
 
 
+def check_request(
+    command: str, first: str, overrides: Sequence[str], model: str | None = None, output: str | None = None
+) -> None:
+    """Check what can be told of a request before torch and transformers are imported. Arguments are as in `read_arguments`.
+
+    Raises:
+        Ending: If the request is wrong.
+    """
+    names = key_names(command)
+    if names is None:
+        return
+    keys_class = dataclasses.make_dataclass("Keys", [(name, Any, None) for name in names])
+    try:
+        check_early(command, vars(read_arguments(keys_class, command, first, overrides, model, output, quiet=True)))
+    except ValueError as error:
+        raise Ending(WRONG_REQUEST, str(error)) from None
+
+
 def _short_run(
-    arguments_class: type[Any], command: str, first: str, overrides: Sequence[str], values: dict[str, Any]
+    arguments_class: type[Any], command: str, first: str, overrides: Sequence[str], values: dict[str, Any], quiet: bool
 ) -> dict[str, Any]:
     """Return the keys that words and options give, and keys for a short run where they give none."""
     written = apply_words(arguments_class, {}, overrides) | values
@@ -96,7 +121,7 @@ def _short_run(
     if written.get("max_steps") not in (None, -1):  # which the Trainer prefers to epochs
         del chosen["num_train_epochs"]
     unchanged = ", ".join(f"{key}={value:g}" for key, value in chosen.items() if key not in written)
-    if unchanged and is_main_process():
+    if unchanged and not quiet:
         print(f"for a short run: {unchanged}; KEY=VALUE behind the texts replaces any", file=sys.stderr)
     return chosen | written
 
@@ -172,14 +197,25 @@ _SECONDS_TO_SETTLE = 0.5
 
 
 def _train(run_class: Callable[[Any], Any], request: Sequence[Any]) -> Ending | None:
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
     from midus_hf.library_bars import library_bars_on_terminals
-    from midus_hf.model_names import check_sources
+    from midus_hf.model_names import answer_of_hub, check_sources
 
     try:
         arguments = read_arguments(*request)
         check_sources(arguments.sources())
         with library_bars_on_terminals():
             run = run_class(arguments)
+    except (
+        HfHubHTTPError,
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
+    ) as error:  # the Trainer makes the repository
+        reason = answer_of_hub(error) or f"the Hub cannot be asked ({first_line(error)})"
+        return Ending(
+            WRONG_REQUEST, f"push_to_hub is true, and {reason}. Or leave push_to_hub out, and upload the folder later."
+        )
     except ValueError as error:
         return Ending(WRONG_REQUEST, str(error))
     from midus_hf.training.callbacks import RunInterrupted

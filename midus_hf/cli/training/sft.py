@@ -6,7 +6,7 @@ from typing import Annotated
 
 from midus_hf.cli.command_line import WRONG_REQUEST, Ending, command_line, run_command
 from midus_hf.cli.options import argument
-from midus_hf.cli.training.command import Model, Output, Overrides, keys_of, train_in_group
+from midus_hf.cli.training.command import Model, Output, Overrides, check_request, keys_of, train_in_group
 from midus_hf.cli.training.printed_config import print_config_option
 from midus_hf.config.wording import install_extra
 
@@ -46,6 +46,7 @@ def midus_sft(
             WRONG_REQUEST,
             f"midus sft needs {', '.join(absent)}, not installed; {install_extra('train')}.",
         )
+    check_request("sft", config, overrides or [], model, output)
     from midus_hf.training.sft import SftRun
 
     train_in_group(SftRun, _options(), "sft", config, overrides or [], model, output)

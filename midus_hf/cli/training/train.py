@@ -5,7 +5,7 @@ from typing import Annotated
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import argument
-from midus_hf.cli.training.command import Model, Output, Overrides, keys_of, train_in_group
+from midus_hf.cli.training.command import Model, Output, Overrides, check_request, keys_of, train_in_group
 from midus_hf.cli.training.printed_config import print_config_option
 
 
@@ -37,6 +37,7 @@ def midus_train(
     midus train --print-config midus-hml > recipe.yaml
     midus train recipe.yaml model_name_or_path=UPSCALED corpus=TEXTS
     """
+    check_request("train", config, overrides or [], model, output)
     from midus_hf.training.run import TrainingRun
 
     train_in_group(TrainingRun, _arguments(), "train", config, overrides or [], model, output)

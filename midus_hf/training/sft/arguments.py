@@ -1,15 +1,32 @@
 """Arguments of a run of supervised fine-tuning."""
 
 import dataclasses
+from typing import Any
 
 from trl import SFTConfig
 
 from midus_hf.training.arguments import MemoryArguments
+from midus_hf.training.early_checks import check_data
+
+# Keys of TRL's that would have no effect, with the values that they may have and the reason.
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "model_init_kwargs": ((None,), "a run loads its model itself; attn_implementation is a key of its own"),
+    "trust_remote_code": ((False,), "a run executes no code that comes with a model"),
+    "dataset_kwargs": ((None,), "rows are always made into tokens and labels"),
+    "dataset_text_field": (
+        ("text",),
+        "rows are chats, or prompts and completions; midus train reads texts, by text_column",
+    ),
+    "eval_packing": ((None,), "held-out texts are always packed sequences"),
+    "loss_type": (("nll", "chunked_nll"), "the loss is the model's own, with the terms of its memories"),
+}
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class SftArguments(MemoryArguments, SFTConfig):
-    """Arguments of `midus sft`: every key of TRL's `SFTConfig`, the keys of `MemoryArguments`, and what follows.
+    """Arguments of `midus sft`: the keys of TRL's `SFTConfig`, the keys of `MemoryArguments`, and what follows.
+
+    Keys of TRL's that would have no effect are refused (`REFUSED`).
 
     Args:
         dataset_name: A file of rows (JSON, CSV or Parquet), a folder, or the id of a dataset on the Hub, read as `corpus` of
@@ -42,8 +59,11 @@ class SftArguments(MemoryArguments, SFTConfig):
     include_num_input_tokens_seen: str | bool | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        if not self.dataset_name:
-            raise ValueError("config has no 'dataset_name'; set it in the file, or as dataset_name=... after it.")
+        check_data("dataset_name", self.dataset_name)
+        for key, (expected, reason) in REFUSED.items():
+            value = getattr(self, key)
+            if value not in expected:
+                raise ValueError(f"{key} is {value!r}; expected {expected[0]!r}: {reason}. Leave it out.")
         if self.max_length is None or self.max_length < 2:
             raise ValueError(f"max_length is {self.max_length}; expected at least 2 tokens.")
         if self.packing and self.truncation_mode != "keep_start":
@@ -51,8 +71,18 @@ class SftArguments(MemoryArguments, SFTConfig):
                 f"truncation_mode is {self.truncation_mode!r}, and packing keeps the first tokens of long chats; expected "
                 "keep_start. Leave truncation_mode or packing out."
             )
+        if self.padding_free and not self.packing:
+            raise ValueError(
+                "padding_free is true and packing is not, with which TRL keeps no max_length; expected packing: true. Set it, or "
+                "leave padding_free out."
+            )
         if self.include_num_input_tokens_seen is None:
             self.include_num_input_tokens_seen = "all" if self.packing else "non_padding"
         if self.activation_checkpointing is None and self.gradient_checkpointing is None:
             self.activation_checkpointing = True
         super().__post_init__()
+        if self.activation_offloading and self.use_cpu:
+            raise ValueError(
+                "activation_offloading is true, and the run computes on the CPU; expected an accelerator, whose memory it spares. "
+                "Leave it out."
+            )

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.topics.corpus import read_rows, say
+from midus_hf.training.early_checks import format_of, no_format
 from midus_hf.training.sft.chats import (
     EXCLUSIONS,
     OF_CHATS,
@@ -20,14 +21,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-# Columns of the formats, in the order in which they are tried.
-_FORMATS = (
-    ("messages",),
-    ("conversations",),
-    ("prompt", "completion"),
-    ("instruction", "output"),
-    ("instruction", "response"),
-)
 # Keys of messages that every template may read.
 _READ = ("role", "content", "name", "tool_call_id")
 
@@ -47,13 +40,9 @@ def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset
     """
     source = arguments.dataset_name
     rows = read_rows("dataset_name", source, split=arguments.dataset_train_split, name=arguments.dataset_config)
-    columns = next((columns for columns in _FORMATS if set(columns) <= set(rows.column_names)), None)
+    columns = format_of(rows.column_names)
     if columns is None:
-        formats = "; ".join(", ".join(columns) for columns in _FORMATS)
-        raise ValueError(
-            f"dataset_name is {source!r}, whose rows have {', '.join(rows.column_names) or 'nothing'}; expected the columns of a "
-            f"format ({formats}). Rename them."
-        )
+        raise no_format(source, rows.column_names)
     if not len(rows):
         raise ValueError(f"dataset_name is {source!r}, which has no rows. Add data.")
     beside = OF_INSTRUCTIONS if columns[0] == "instruction" else OF_CHATS

@@ -49,6 +49,12 @@ class SftRun(TrainingRun):
             ValueError: If they cannot be read, or have no completions and the loss is asked for on completions alone.
         """
         arguments = self.arguments
+        for key in ("eos_token", "pad_token"):
+            token = getattr(arguments, key)
+            if token is not None and token not in self.tokenizer.get_vocab():
+                raise ValueError(
+                    f"{key} is {token!r}, which is no token of the model's tokenizer; expected one of its tokens."
+                )
         self.dataset = read_chats(arguments, self.tokenizer)
         if arguments.completion_only_loss and "completion" not in self.dataset.column_names:
             raise ValueError(

@@ -1,0 +1,84 @@
+"""What counts as a secret, and what is shown in its place."""
+
+from pathlib import Path
+
+import pytest
+
+from midus_hf.files.secrets import for_record, names_secret, without_secrets
+
+LONG = "hf_" + "abcdefghij" * 3
+
+
+@pytest.mark.parametrize(
+    ("key", "is_secret"),
+    [
+        *((key, True) for key in ("token", "hub_token", "HF_TOKEN", "api-key", "apiKey", "key", "client_secret")),
+        *((key, True) for key in ("password", "db.password", "access_token", "wandb_api_key", "accesskey")),
+        *((key, False) for key in ("eos_token", "pad_token", "image_token", "add_bos_token", "vision_start_token")),
+        *((key, False) for key in ("length_key", "sub_key", "tokens", "eos_token_id", "keys", "tokenizer", 3)),
+    ],
+)
+def test_a_key_names_a_secret_by_its_ending(key, is_secret):
+    assert names_secret(key) is is_secret
+
+
+def test_secrets_are_hidden_at_any_depth_and_nothing_else_is():
+    values = {
+        "hub_token": "abc",
+        "pad_token": "<pad>",
+        "model_init_kwargs": {"token": "abc", "dtype": "auto", "inner": [{"secret": {"user": ["a", 3, True, None]}}]},
+        "api_key": 7,
+        "password": "",
+        "corpus": ("hf_SECRETSECRET", "https://jane:pass@host/texts", "hf_datasets/texts", "org/model@main"),
+    }
+    assert without_secrets(values) == {
+        "hub_token": "<hidden>",
+        "pad_token": "<pad>",
+        "model_init_kwargs": {
+            "token": "<hidden>",
+            "dtype": "auto",
+            "inner": [{"secret": {"user": ["<hidden>", 3, True, None]}}],
+        },
+        "api_key": 7,
+        "password": "",
+        "corpus": ("<hidden>", "https://<hidden>@host/texts", "hf_datasets/texts", "org/model@main"),
+    }
+    assert values["hub_token"] == "abc"
+    assert without_secrets(without_secrets(values)) == without_secrets(values)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"cannot log in with {LONG}.", "cannot log in with <hidden>."),
+        ("override 'hub_token=[abc' is wrong", "override 'hub_token=<hidden>' is wrong"),
+        ("kwargs={token: abc, attn: eager}", "kwargs={token: <hidden>, attn: eager}"),
+        ("{'token': 'abc', 'eos_token': '</s>'}", "{'token': '<hidden>', 'eos_token': '</s>'}"),
+        ("eos_token=<end> length_key=n token=7", "eos_token=<end> length_key=n token=7"),
+        ("it has no key: texts", "it has no key: texts"),
+    ],
+)
+def test_secrets_are_hidden_within_texts(text, shown):
+    assert without_secrets(text) == shown
+
+
+def test_records_name_the_home_folder_by_a_tilde(monkeypatch, tmp_path):
+    home = tmp_path / "jane"
+    monkeypatch.setenv("HOME", str(home))
+    values = {
+        "model": str(home / "models" / "a"),
+        "texts": [str(home)],
+        "other": f"{home}t/x",
+        "below": f"/mnt{home}/x",
+    }
+    assert for_record(values) == {
+        "model": "~/models/a",
+        "texts": ["~"],
+        "other": f"{home}t/x",
+        "below": f"/mnt{home}/x",
+    }
+    (tmp_path / "link").symlink_to(tmp_path / "jane")
+    monkeypatch.setenv("HOME", str(tmp_path / "link"))
+    assert for_record([str(tmp_path / "link" / "a"), str(home / "a")]) == ["~/a", "~/a"]
+    monkeypatch.setenv("HOME", "/")
+    assert for_record(str(Path("/data"))) == "/data"

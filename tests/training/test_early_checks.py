@@ -1,0 +1,161 @@
+"""What is told of a run's keys before a library is imported, and that it is what the classes of the keys say."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+from commands.installed import run_alone
+from training.tiny_run import refused
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.training_args import OptimizerNames
+
+from midus_hf.cli.training.train import main
+from midus_hf.config.yaml_options import from_mapping
+from midus_hf.model_names import small_columns
+from midus_hf.training import early_checks
+from midus_hf.training.arguments import TrainArguments
+from midus_hf.training.early_checks import check_packages, key_names
+from midus_hf.training.run import load_config
+from midus_hf.training.sft.arguments import SftArguments
+
+# Optimizers of torch and Transformers themselves.
+BUILT_IN = {"adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"}
+
+
+@pytest.mark.parametrize(("command", "kind"), [("train", TrainArguments), ("sft", SftArguments)])
+def test_the_names_of_keys_are_those_of_the_classes(command, kind):
+    fields = {field.name for field in dataclasses.fields(kind) if field.init and not field.name.startswith("_")}
+    assert set(key_names(command)) == fields
+
+
+def test_no_names_are_known_where_a_class_is_not_where_it_was(monkeypatch):
+    monkeypatch.setitem(early_checks._CLASSES, "train", {"Rates", "Renamed"})
+    assert key_names("train") is None
+    monkeypatch.setitem(early_checks._FILES, "train", (("no_such_package", "a.py"),))
+    assert key_names("train") is None
+
+
+def test_every_optimizer_and_reporter_of_transformers_is_known():
+    assert set(INTEGRATION_TO_CALLBACK) <= early_checks._REPORTERS.keys()
+    for name in {each.value for each in OptimizerNames} - BUILT_IN:
+        own = early_checks._OWN_GROUPS.fullmatch(name)
+        assert own or any(pattern.fullmatch(name) for pattern, _ in early_checks._OPTIMIZERS), name
+    assert not any(pattern.fullmatch(name) for name in BUILT_IN for pattern, _ in early_checks._OPTIMIZERS)
+
+
+@pytest.mark.parametrize(
+    ("keys", "lacking", "message"),
+    [
+        ({"report_to": "wandb"}, "wandb", "report_to is 'wandb', which needs the package wandb, not installed; run: pip in"),
+        ({"report_to": ["none", "comet_ml"]}, "comet_ml", "report_to is 'comet_ml', which needs the package comet-ml, not"),
+        ({"optim": "paged_adamw_8bit"}, "bitsandbytes", "optim is 'paged_adamw_8bit', which needs the package bitsandbytes"),
+        ({"optim": "schedule_free_sgd"}, "schedulefree", "optim is 'schedule_free_sgd', which needs the package schedulefree"),
+        ({"use_liger_kernel": True}, "liger_kernel", "use_liger_kernel is True, which needs the package liger-kernel, not ins"),
+        ({"deepspeed": "ds.json"}, "deepspeed", "deepspeed is 'ds.json', which needs the package deepspeed, not installed"),
+        ({"attn_implementation": "me/kernel"}, "kernels", "attn_implementation is 'me/kernel', which needs the package kernels"),
+        ({"optim": "galore_adamw"}, "", "optim is 'galore_adamw', for an optimizer that chooses its parameters itself (package ga"),
+        ({"optim_target_modules": ["q"]}, "", "optim_target_modules is ['q'], for an optimizer that chooses its parameters its"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_package_that_a_key_needs_and_that_is_absent_is_named(keys, lacking, message, without):
+    without(lacking)
+    with refused(re.escape(message)):
+        check_packages(keys)
+    needed = {"model_name_or_path": "m", "output_dir": "o", "bf16": False}
+    for kind, data in ((TrainArguments, {"corpus": "c"}), (SftArguments, {"dataset_name": "d"})):
+        with refused(re.escape(message)):
+            from_mapping(kind, {**needed, **data, **keys})
+
+
+def test_a_package_that_serves_in_anothers_place_is_enough(without, monkeypatch):
+    without("tensorboard")
+    found = early_checks.importlib.util.find_spec
+    monkeypatch.setattr(
+        early_checks.importlib.util, "find_spec", lambda name: True if name == "tensorboardX" else found(name)
+    )
+    check_packages({"report_to": "tensorboard", "optim": "adamw_torch", "attn_implementation": "sdpa"})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "columns"),
+    [
+        ("a.jsonl", '{"a": 1}\n\n{"b": [2]}\n', ["a", "b"]),
+        ("a.json", '[{"a": 1}, {"b": 2}]', ["a", "b"]),
+        ("a.csv", '\ufeffa,"b, c"\n1,2\n', ["a", "b, c"]),
+        ("a.tsv", "a\tb\n", ["a", "b"]),
+        ("a.jsonl", "{", None),
+        ("a.jsonl", "[1]", None),
+        ("a.txt", "a,b", None),
+        ("a.csv", "", None),
+    ],
+)
+def test_columns_of_small_files_are_read(name, content, columns, tmp_path):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    assert small_columns(str(tmp_path / name)) == columns
+
+
+@pytest.fixture
+def room(tmp_path):
+    """A folder with what a request names."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    (tmp_path / "recipe.yaml").write_text("max_steps: 2\n")
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "a"}))
+    (tmp_path / "wrong.jsonl").write_text(json.dumps({"txt": "a"}))
+    return tmp_path
+
+
+MODEL, CORPUS, CHATS = "model_name_or_path=model", "corpus=texts.jsonl", "dataset_name=texts.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [
+        ("train", ["recipe.yaml", MODEL, CORPUS, "max_step=1"], "config has no option 'max_step'. Did you mean 'max_steps'"),
+        ("train", ["recipe.yaml", MODEL], "config has no 'corpus'; set it in the file, or as corpus=... after it."),
+        ("train", ["recipe.yaml", MODEL, "corpus=no.txt"], "corpus is 'no.txt', which does not exist; expected a file"),
+        ("train", ["texts.jsonl", "--model", "./no", "--output", "o"], "model_name_or_path is './no', which does not exist"),
+        ("train", ["recipe.yaml", MODEL, CORPUS, "output_dir=full"], "output_dir is 'full', which holds notes.txt; choose an"),
+        ("train", ["recipe.yaml", MODEL, CORPUS, "output_dir=model/x"], "output_dir is 'model/x', which lies in the model_na"),
+        ("train", ["recipe.yaml", MODEL, "corpus=wrong.jsonl"], "corpus 'wrong.jsonl' has no column 'text', only txt; set te"),
+        ("train", ["recipe.yaml", MODEL, CORPUS, "report_to=dvclive"], "report_to is 'dvclive', which needs the package dvcl"),
+        ("sft", ["recipe.yaml", MODEL, CHATS, "max_lenght=1"], "config has no option 'max_lenght'. Did you mean 'max_length'"),
+        ("sft", ["recipe.yaml", MODEL, CHATS], "dataset_name is 'texts.jsonl', whose rows have text; expected the columns o"),
+        ("sft", ["recipe.yaml", MODEL], "config has no 'dataset_name'; set it in the file, or as dataset_name=... after it."),
+        ("eval", ["model", "--text", "no.txt"], "text is 'no.txt', which does not exist; expected a file, a folder or a da"),
+        ("eval", ["model", "--text", "wrong.jsonl"], "text 'wrong.jsonl' has no column 'text', only txt; set text_column"),
+        ("cluster build", ["--output", "t", "--corpus", "wrong.jsonl", "--embedding-model", "model", "--tokenizer", "model"],
+         "corpus 'wrong.jsonl' has no column 'text'"),
+        ("cluster build", ["--output", "t", "--corpus", "texts.jsonl", "--embedding-model", "no/x", "--tokenizer", "t"],
+         "embedding model is 'no/x', which is no folder here, and the Hub cannot be reached"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_mistake_is_told_before_libraries_are_imported(command, words, message, room):
+    unimported = "print([name for name in ('torch', 'transformers', 'datasets', 'trl') if name in sys.modules])"
+    done = run_alone(f"midus {command}", words, unimported, room)
+    assert (done.returncode, done.stdout) == (2, "[]\n"), done.stderr
+    assert done.stderr.startswith(f"midus {command}: {message}") and len(done.stderr.splitlines()) == 1
+
+
+def test_kernels_that_do_nothing_for_a_model_are_refused(config_for):
+    arguments = config_for()
+    arguments.use_liger_kernel = True
+    with refused(
+        "use_liger_kernel is true, and Liger has no kernels for midus_llama; expected a model without memory."
+    ):
+        load_config(arguments)
+
+
+def test_a_hub_that_cannot_be_asked_for_a_repository_is_told_in_one_line(words, tmp_path, capsys):
+    assert main([*words, "push_to_hub=true", "hub_model_id=me/model"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        line.startswith("midus train: push_to_hub is true, and the Hub cannot be asked (")
+        and "upload the folder later" in line
+    )
+    assert not (tmp_path / "out").exists()
