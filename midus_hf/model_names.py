@@ -1,7 +1,6 @@
 """Check names of models, paths of texts and devices before anything is loaded that takes seconds."""
 
 import csv
-import io
 import json
 import re
 import textwrap
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.config.wording import first_line, no_column
+from midus_hf.files.table_text import header_of
 
 _EXPECTED_SOURCES = {
     "config_name": "a file, a folder or a Hub id",
@@ -109,7 +109,7 @@ def small_columns(name: str) -> list[str] | None:
     try:
         text = path.read_text(encoding="utf-8-sig")
         if suffix in (".csv", ".tsv"):
-            return next(csv.reader(io.StringIO(text), delimiter="\t" if suffix == ".tsv" else ","), None)
+            return header_of(text, "\t" if suffix == ".tsv" else ",") or None
         rows = (
             json.loads(text)
             if text.lstrip()[:1] == "["

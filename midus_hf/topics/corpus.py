@@ -18,6 +18,7 @@ import numpy as np
 from midus_hf.config.fetched_blocks import TREE_COLUMN
 from midus_hf.config.wording import first_few, first_line, no_column
 from midus_hf.files.checkpoint_files import is_lfs_pointer
+from midus_hf.files.table_text import SEPARATORS
 from midus_hf.library_bars import data_bars_on_terminals
 
 if TYPE_CHECKING:
@@ -403,7 +404,7 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
     """
     import fsspec
 
-    from midus_hf.topics.readers import READERS, SEPARATORS, VERSION, data_files_of, separator_of
+    from midus_hf.topics.readers import READERS, VERSION, data_files_of, separator_of
 
     files = _files_of(key, path)
     kind_of = {file: _kind_of(file) or ("text" if file == path else None) for file in files if file.is_file()}

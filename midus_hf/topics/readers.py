@@ -5,9 +5,7 @@ stands for whatever another row has.
 """
 
 import contextlib
-import csv
 import hashlib
-import io
 import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,12 +30,10 @@ from datasets.packaged_modules.text.text import Text
 from datasets.table import array_cast
 
 from midus_hf.files.json_text import parse_json
+from midus_hf.files.table_text import SEPARATORS, separator_in
 
 # Changes with what the readers make of a file, so that the cache of `datasets` keeps no older rows.
 VERSION = "midus-1"
-
-# Separators of fields that are looked for, and how messages call them.
-SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 # Files of up to this many bytes are known by what they hold, larger ones by their state on the disk.
 _HASHED_BYTES = 64 << 20
@@ -269,8 +265,4 @@ def separator_of(tables: Mapping[Path, str | None], usual: str) -> str:
 def _separator(table: Path, compression: str | None, usual: str) -> str:
     with fsspec.open(str(table), "rt", compression=compression, encoding="utf-8-sig", newline="") as opened:
         text = opened.read(_CHARACTERS_OF_HEAD)
-
-    def fields_by(separator: str) -> int:
-        return len(next(filter(None, csv.reader(io.StringIO(text, newline=""), delimiter=separator)), []))
-
-    return usual if fields_by(usual) > 1 else max((usual, *SEPARATORS), key=fields_by)
+    return separator_in(text, usual)

@@ -84,6 +84,7 @@ def test_a_package_that_serves_in_anothers_place_is_enough(without, monkeypatch)
         ("a.jsonl", '{"a": 1}\n\n{"b": [2]}\n', ["a", "b"]),
         ("a.json", '[{"a": 1}, {"b": 2}]', ["a", "b"]),
         ("a.csv", '\ufeffa,"b, c"\n1,2\n', ["a", "b, c"]),
+        ("a.csv", "a;b\n1;2\n", ["a", "b"]),
         ("a.tsv", "a\tb\n", ["a", "b"]),
         ("a.jsonl", "{", None),
         ("a.jsonl", "[1]", None),
