@@ -30,10 +30,6 @@ _FREE = re.compile(
 _SEQUENCES = "sequences_per_step"
 
 
-class SavedInPart(RuntimeError):
-    """Error of a run at whose end not all could be written; the message says what is on the disk, and where."""
-
-
 def open_output(arguments: Any) -> tuple[Path | None, Lock | None]:
     """Check that a run may write its output, lock and begin it, and return the checkpoint to resume from, and the lock.
 

@@ -5,21 +5,19 @@ import dataclasses
 import importlib.util
 import math
 import resource
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download, upload_folder
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -29,17 +27,8 @@ from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 
 from midus_hf.banks.bank_description import grown_layouts
 from midus_hf.config.fetched_blocks import BankLayout
-from midus_hf.config.wording import first_line, install_extra
-from midus_hf.files.checkpoint_files import (
-    ACCOMPANYING,
-    CARD_FILE,
-    CERTIFICATE,
-    CONFIG_FILE,
-    GENERATION_CONFIG,
-    PARTIAL_MODEL,
-    TRAINER_STATE,
-)
-from midus_hf.files.whole_files import move_into_place
+from midus_hf.config.wording import install_extra
+from midus_hf.files.checkpoint_files import ACCOMPANYING, CARD_FILE, CERTIFICATE
 from midus_hf.library_bars import data_bars_on_terminals, without_library_bars
 from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
@@ -47,7 +36,6 @@ from midus_hf.topics.corpus import read_corpus, say
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
 from midus_hf.training.blocks import use_tree
 from midus_hf.training.callbacks import RunInterrupted, SaysSteps, StopInOrder
-from midus_hf.training.checkpoints import latest_whole
 from midus_hf.training.data.leaves import checked_paths, leaf_sequences
 from midus_hf.training.data.packing import IGNORED_LABEL, Packed, packed_sequences
 from midus_hf.training.optim.freezing import (
@@ -58,10 +46,7 @@ from midus_hf.training.optim.freezing import (
     set_trainable,
     whole_numel,
 )
-from midus_hf.training.optim.parameter_groups import banks_of
 from midus_hf.training.output import (
-    SavedInPart,
-    add_training,
     by_main_process,
     close_output,
     new_card,
@@ -71,7 +56,8 @@ from midus_hf.training.output import (
     sequences_per_step,
 )
 from midus_hf.training.parallel import check_checkpoint, shares_parameters
-from midus_hf.training.protection import Protected, without_section
+from midus_hf.training.protection import Protected
+from midus_hf.training.saving import SavedInPart, save_model, source_of, try_saving, upload_model
 from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
 
 
@@ -233,10 +219,12 @@ class TrainingRun:
                 self.model: Any = self._prepare_model()
                 if arguments.protect:
                     self._protect()
-                self.trainer: Any = self.make_trainer()
+                errors = (HfHubHTTPError, OSError) if arguments.push_to_hub else ()
+                with refusing("push_to_hub is true, and the repository cannot be made", *errors):
+                    self.trainer: Any = self.make_trainer()
             if self.checkpoint is not None:
                 check_checkpoint(self.trainer, self.checkpoint)
-            by_main_process(arguments, self._try_saving)
+            by_main_process(arguments, partial(try_saving, self))
             if arguments.protect and shares_parameters(self.trainer):
                 raise ValueError(
                     "protect compares whole models, and the processes share parameters; expected processes that hold whole models. "
@@ -310,7 +298,7 @@ class TrainingRun:
         arguments = self.arguments
         set_seed(arguments.seed)
         with _loaded_whole():
-            model, self._files = _load_model(arguments, self.config)
+            model, self.files = _load_model(arguments, self.config)
         self._use_cache = model.config.use_cache
         if arguments.adapters is None:
             report = str(set_trainable(model, arguments.trainable, arguments.frozen))
@@ -318,7 +306,7 @@ class TrainingRun:
             from midus_hf.training.adapters import add_adapters
 
             model, report = add_adapters(model, arguments.adapters)  # type: ignore[assignment]
-        self._dtypes = hold_for_training(model, arguments.bf16)
+        self.dtypes = hold_for_training(model, arguments.bf16)
         if arguments.process_index == 0:
             print(report)
             if arguments.lacks_bf16:
@@ -385,6 +373,7 @@ class TrainingRun:
         Raises:
             FloatingPointError: If the loss, a gradient or a trained tensor stops being finite; what is not finite is
                 not saved.
+            SavedInPart: If the trained model could not be saved or uploaded whole.
             RunInterrupted: If a signal ended training early, after a checkpoint was saved.
         """
         try:
@@ -424,130 +413,27 @@ class TrainingRun:
             close_output(self.arguments, self._lock)
         return {name: metrics[f"eval_{name}_loss"] for name in self.arguments.eval_texts}
 
-    def _beside_weights(self) -> dict[str, Callable[[Path], object]]:
-        """Return what writes the files beside config and weights into a folder, by what messages call the file."""
-        arguments, state, model = self.arguments, self.trainer.state, self.model
-        files = dict(self._files)
-        if CARD_FILE in files:
-            card = without_section(files[CARD_FILE].decode()).encode()
-            files[CARD_FILE] = add_training(card, arguments, state)
-        writers: dict[str, Callable[[Path], object]] = {
-            TRAINER_STATE: lambda folder: state.save_to_json(str(folder / TRAINER_STATE)),
-            "the tokenizer": self.tokenizer.save_pretrained,
-            # As it came, also where Transformers would not save its values again.
-            GENERATION_CONFIG: lambda folder: model.generation_config.to_json_file(
-                folder / GENERATION_CONFIG, keys_to_pop=["compile_config"]
-            ),
-        }
-        return writers | {
-            name: lambda folder, name=name: (folder / name).write_bytes(files[name])  # type: ignore[misc]
-            for name in files
-        }
-
-    def _try_saving(self) -> None:
-        """Write once, before training, what will be written beside the weights, and take it away.
-
-        Raises:
-            ValueError: If something cannot be written, or the disk has no room for the weights.
-        """
-        output, partial = Path(self.arguments.output_dir), Path(self.arguments.output_dir, PARTIAL_MODEL)
-        try:
-            self.model.generation_config.validate(strict=True)
-        except ValueError as error:
-            say(
-                f"the model's {GENERATION_CONFIG} has values that do not fit one another, and is saved with them: "
-                f"{first_line(error)}"
-            )
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            failures = _written(partial, {CONFIG_FILE: self.model.config.save_pretrained, **self._beside_weights()})
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-        if failures:
-            raise ValueError(
-                f"{_source(self.arguments)}, of which the trained model cannot have {' and '.join(failures)}; expected files that "
-                "can be written again. Correct them there, or take them away."
-            )
-        needed, free = self._bytes_of_weights(), shutil.disk_usage(output).free
-        if needed > free:
-            raise ValueError(
-                f"output_dir is {str(output)!r}, whose disk has {free / 1e9:.3f} GB free, and the trained model takes "
-                f"{needed / 1e9:.3f} GB; free some, or choose another folder."
-            )
-
-    def _bytes_of_weights(self) -> int:
-        """Return about how many bytes the trained model takes, with its banks."""
-        weights = sum(
-            whole_numel(tensor) * self._dtypes[name].itemsize for name, tensor in self.model.named_parameters()
-        )
-        opened = [banks for banks in banks_of(self.model) if banks.are_open]
-        folders = [banks.of(name).folder for banks in opened for name in banks.layouts]
-        return weights + sum(512 * path.stat().st_blocks for folder in folders for path in folder.iterdir())
-
     def _save(self, trainer: TrainsMemory, result: TrainResult) -> None:
         """Save model and tokenizer whole, with the dtypes, cache setting and further files that the model came with."""
         arguments, model = self.arguments, self.model
         trainer.check_finite()
         if shares_parameters(trainer):
-            trainer.saved_dtypes = self._dtypes
+            trainer.saved_dtypes = self.dtypes
         else:
-            restore_dtypes(model, self._dtypes)
+            restore_dtypes(model, self.dtypes)
         if has_adapters(model):
             trainer.model = model = model.merge_and_unload()
         model.config.use_cache = self._use_cache
-        output, partial = Path(arguments.output_dir), Path(arguments.output_dir, PARTIAL_MODEL)
-        pushes, trainer.args.push_to_hub = arguments.push_to_hub, False
-        generation = model.generation_config
-        failures: list[str] = []
-        try:
-            if arguments.process_index == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            trainer.accelerator.wait_for_everyone()
-            model.generation_config = GenerationConfig()  # Transformers saves no model with one that it does not like
-            trainer.save_model(str(partial))
-            if arguments.process_index == 0:
-                (partial / "training_args.bin").unlink(missing_ok=True)
-                failures = _written(partial, self._beside_weights())
-                move_into_place(partial, output, last=CONFIG_FILE)  # a folder without a config is no model
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            whole = latest_whole(output) if arguments.process_index == 0 else None
-            remedy = "start the run again" if whole is None else f"resume_from_checkpoint=true goes on from {whole}"
-            raise SavedInPart(
-                f"the trained model could not be saved in {output}: {first_line(error)}. Make room there, and {remedy}."
-            ) from error
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        finally:
-            trainer.args.push_to_hub, model.generation_config = pushes, generation
+        failures = save_model(self, model)
         if self._protected is not None and arguments.process_index == 0:
-            self._certify(self._protected, trainer, output)
+            self._certify(self._protected, trainer, Path(arguments.output_dir))
         if failures:
             raise SavedInPart(
-                f"the trained model is in {output}, but without {' and '.join(failures)}; copy what is missing from "
+                f"the trained model is in {arguments.output_dir}, but without {' and '.join(failures)}; copy what is missing from "
                 f"{arguments.model_name_or_path or arguments.tokenizer_name}."
             )
-        if pushes and arguments.process_index == 0:
-            repository: Any = trainer.hub_model_id
-            upload_folder(
-                repo_id=repository,
-                folder_path=output,
-                token=arguments.hub_token,
-                ignore_patterns=["checkpoint-*", ".*"],
-            )
-
-
-def _written(folder: Path, writers: Mapping[str, Callable[[Path], object]]) -> list[str]:
-    """Write files into a folder, and return a phrase about each that cannot be written; the others are."""
-    failures = []
-    for name, write in writers.items():
-        try:
-            write(folder)
-        except Exception as error:  # of whichever library writes it
-            failures.append(f"{name} ({type(error).__name__}: {first_line(error)})")
-    return failures
+        if arguments.push_to_hub and arguments.process_index == 0:
+            upload_model(trainer, arguments)
 
 
 def peak_memory_bytes() -> int:
@@ -600,13 +486,7 @@ def _expected(arguments: MemoryArguments) -> str:
     """Return the beginning of messages about a model that cannot be loaded or made."""
     what = "language model" if arguments.model_name_or_path is not None else "language model's config"
     where = "folder or Hub id" if arguments.model_name_or_path is not None else "file, folder or Hub id"
-    return f"{_source(arguments)}; expected the {where} of a {what}"
-
-
-def _source(arguments: MemoryArguments) -> str:
-    if arguments.model_name_or_path is not None:
-        return f"model_name_or_path is {arguments.model_name_or_path!r}"
-    return f"config_name is {arguments.config_name!r}"
+    return f"{source_of(arguments)}; expected the {where} of a {what}"
 
 
 @contextlib.contextmanager

@@ -200,7 +200,7 @@ def _train(run_class: Callable[[Any], Any], request: Sequence[Any]) -> Ending | 
     except ValueError as error:
         return Ending(WRONG_REQUEST, str(error))
     from midus_hf.training.callbacks import RunInterrupted
-    from midus_hf.training.output import SavedInPart
+    from midus_hf.training.saving import SavedInPart
     from midus_hf.training.trainer import NotFiniteError
 
     try:

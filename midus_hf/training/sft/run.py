@@ -109,9 +109,11 @@ class SftRun(TrainingRun):
             say(f"{left_out:,} {unit} are left out: no answer in the part of them that is kept")
         tokens = sum(map(len, sequences["input_ids"]))
         labels = sum(label != IGNORED_LABEL for row in sequences["labels"] for label in row)
-        self.reads = (
-            f"{len(sequences):,} sequences, {tokens:,} tokens, {labels:,} of them with a loss ({labels / tokens:.1%})"
-        )
+        self.reads = f"dataset_name: {len(sequences):,} sequences"
+        if arguments.process_index == 0:
+            print(
+                f"{len(sequences):,} sequences, {tokens:,} tokens, {labels:,} of them with a loss ({labels / tokens:.1%})"
+            )
         trainer.train_dataset = sequences
         return trainer
 
