@@ -235,10 +235,9 @@ class TrainingRun:
             raise
         self._stop = StopInOrder(self.trainer.largest)
         self.trainer.add_callback(self._stop)
-        has_chosen = self._choose_epochs()
-        self.trainer.add_callback(
-            SaysSteps(self.reads, len(self.trainer.train_dataset), arguments.least_steps if has_chosen else 0)
-        )
+        trained: Any = self.trainer.train_dataset
+        least_steps = arguments.least_steps if self._choose_epochs(len(trained)) else 0
+        self.trainer.add_callback(SaysSteps(self.reads, len(trained), least_steps))
 
     def read_texts(self) -> Any:
         """Return the rows of the texts that are trained on.
@@ -333,10 +332,10 @@ class TrainingRun:
             ),
         )
 
-    def _choose_epochs(self) -> bool:
+    def _choose_epochs(self, num_sequences: int) -> bool:
         """Raise the number of epochs, if it may be, to what takes the least number of steps; return whether it was raised."""
         arguments = self.arguments
-        steps = math.ceil(len(self.trainer.train_dataset) / sequences_per_step(arguments))  # of an epoch
+        steps = math.ceil(num_sequences / sequences_per_step(arguments))  # of an epoch
         epochs = math.ceil(arguments.least_steps / steps)
         if epochs <= arguments.num_train_epochs:
             return False

@@ -178,13 +178,14 @@ class TrainsMemory(AnyTrainer):
             measured, self._measured = self._measured, []
         finally:
             self.model_accepts_loss_kwargs = takes_number
-        name = next((name for name in output.metrics or {} if name.endswith("_loss")), None)
-        if measured and name is not None:
+        metrics = output.metrics or {}
+        name = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
+        if measured and name in metrics:
             losses, tokens = (torch.stack(each).cpu().double() for each in zip(*measured, strict=True))
             sums = torch.stack([torch.where(tokens > 0, losses * tokens, 0.0).sum(), tokens.sum()])
             if self.args.world_size > 1:
                 sums = self.accelerator.gather(sums[None].to(self.args.device)).sum(0)
-            output.metrics[name] = (sums[0] / sums[1]).item()
+            metrics[name] = (sums[0] / sums[1]).item()
         return output
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
