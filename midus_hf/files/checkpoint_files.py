@@ -19,6 +19,7 @@ Kind = tuple[str, ...]
 
 # The file that every model's folder has.
 CONFIG_FILE = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 # Weights as torch saves them, which bases may have.
@@ -56,7 +57,7 @@ WEIGHTS: Kind = (SINGLE_FILE, f"model-{_NUMBER}-of-{_NUMBER}.safetensors", INDEX
 # What a run has trained so far, in its checkpoints.
 TRAINED_FILE = "trained.safetensors"
 # Written by `save_pretrained` and `upscale`.
-CONFIG: Kind = (CONFIG_FILE, "generation_config.json")
+CONFIG: Kind = (CONFIG_FILE, GENERATION_CONFIG)
 
 # Written by `save_pretrained` of tokenizers and processors, under names chosen by a library.
 TOKENIZER: Kind = (
@@ -86,7 +87,7 @@ TRAVELLING: Kind = (
         "*.jinja",
         "*processor_config.json",
     ),
-    *("generation_config.json", "SYSTEM_PROMPT*"),
+    *(GENERATION_CONFIG, "SYSTEM_PROMPT*"),
     *TERMS,
 )
 

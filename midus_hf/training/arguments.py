@@ -100,6 +100,8 @@ class MemoryArguments(Rates):
         self._follow_steps()
         # Whether a run in float32 was not asked for, which it says when it starts.
         self.lacks_bf16 = False
+        # Steps for which a run may raise `num_train_epochs`, which nobody gave; 0 if it may not.
+        self.least_steps = 0
         if self.bf16 is None:
             self.bf16 = not getattr(self, "fp16", False) and computes_bfloat16(getattr(self, "use_cpu", False))
             self.lacks_bf16 = not self.bf16 and not getattr(self, "fp16", False)

@@ -1,5 +1,6 @@
-"""The callback of a run: it may stop in order, and a run that goes on logs what one without a stop logs."""
+"""Callbacks of a run: one says how much it reads; by the other it may stop in order, and logs as one without a stop."""
 
+import math
 import os
 import signal
 import threading
@@ -10,9 +11,13 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from midus_hf.topics.corpus import say
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds in which signals count as one, since launchers repeat a signal that the terminal already sent.
 _SECONDS_OF_ONE_REQUEST = 1.0
+# Fewer steps are said to be few, and as many are recommended.
+_FEW_STEPS, _ENOUGH_STEPS = 30, 100
 
 
 class RunInterrupted(KeyboardInterrupt):
@@ -21,6 +26,36 @@ class RunInterrupted(KeyboardInterrupt):
     def __init__(self, message: str, signal_number: int):
         super().__init__(message)
         self.signal_number = signal_number
+
+
+class SaysSteps(TrainerCallback):
+    """Callback that says before the first step what a run reads and in how many steps, and whether these are few.
+
+    Args:
+        reads: What the run reads, for the line.
+        num_sequences: Number of sequences that it trains on.
+        least_steps: Steps for which the number of epochs was chosen. Default: 0, it was given.
+    """
+
+    def __init__(self, reads: str, num_sequences: int, least_steps: int = 0):
+        self.reads, self.num_sequences, self.least_steps = reads, num_sequences, least_steps
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if args.process_index != 0:
+            return
+        steps, sequences = state.max_steps, args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        times = steps * sequences / self.num_sequences
+        how_often = f"{times:.3g} times each" if times >= 1 else f"{times:.0%} of the sequences"
+        chosen = (
+            f"; num_train_epochs={args.num_train_epochs:g}, for {self.least_steps} steps" if self.least_steps else ""
+        )
+        print(f"{self.reads}; {steps:,} step{'s' * (steps != 1)} ({how_often}){chosen}", flush=True)
+        if steps < _FEW_STEPS:
+            remedy = "raise max_steps"
+            if args.max_steps <= 0:
+                epochs = math.ceil(_ENOUGH_STEPS * args.num_train_epochs / steps)
+                remedy = f"num_train_epochs={epochs} takes at least {_ENOUGH_STEPS}"
+            say(f"{steps} step{'s are' if steps != 1 else ' is'} few, in which a model learns little: {remedy}")
 
 
 class StopInOrder(TrainerCallback):

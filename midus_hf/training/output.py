@@ -1,8 +1,9 @@
 """The output folder of a run: who may write it, the record of the arguments, and how the trained model and its card get there."""
 
+import codecs
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerState
 
 from midus_hf.files.card_example import card_example
-from midus_hf.files.checkpoint_files import RUN_CONFIG, is_begun_run
+from midus_hf.files.checkpoint_files import CARD_FILE, RUN_CONFIG, is_begun_run
 from midus_hf.files.locks import Lock, lock_or_warn
 from midus_hf.files.secrets import for_record
 from midus_hf.files.whole_files import whole_file
+from midus_hf.topics.corpus import say
 from midus_hf.training.arguments import AUTO
 from midus_hf.training.checkpoints import latest_whole, resumed_checkpoint
 from midus_hf.training.early_checks import check_folder, holds_files
@@ -38,18 +40,28 @@ def open_output(arguments: Any) -> tuple[Path | None, Lock | None]:
         ValueError: If the output cannot be written, is being written, holds files and is not resumed, or holds an input or
             lies in one; if there is no whole checkpoint to resume from, or a key that changes the run differs from it.
     """
-    lock: Lock | None = None
+    locks: list[Lock | None] = [None]
+
+    def open_here() -> Path | None:
+        checkpoint, locks[0] = _open_here(Path(arguments.output_dir), arguments)
+        return checkpoint
+
+    return by_main_process(arguments, open_here), locks[0]
+
+
+def by_main_process(arguments: Any, make: Callable[[], Any]) -> Any:
+    """Return in all processes what a function returns in the main process, or raise in all the `ValueError` that it raises."""
     outcome: list[Any] = [None, None]
     if arguments.process_index == 0:
         try:
-            outcome[0], lock = _open_here(Path(arguments.output_dir), arguments)
+            outcome[0] = make()
         except ValueError as error:
             outcome[1] = str(error)
     broadcast_object_list(outcome)
-    checkpoint, refusal = outcome
+    made, refusal = outcome
     if refusal is not None:
         raise ValueError(refusal)
-    return checkpoint, lock
+    return made
 
 
 def _open_here(output: Path, arguments: Any) -> tuple[Path | None, Lock | None]:
@@ -64,12 +76,9 @@ def _open_here(output: Path, arguments: Any) -> tuple[Path | None, Lock | None]:
         ) from None
     try:
         checkpoint = _checkpoint_to_resume(output, arguments)
-        sequences = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-        record = {**arguments.recorded(), _SEQUENCES: sequences}
         if checkpoint is not None:
-            _check_same_run(record, checkpoint)
-        with whole_file(output / RUN_CONFIG) as partial:
-            partial.write_text(yaml.safe_dump(record, sort_keys=False), encoding="utf-8")
+            _check_same_run(arguments, checkpoint)
+        record_arguments(arguments)
     except BaseException:
         if lock is not None:
             lock.release()
@@ -77,6 +86,21 @@ def _open_here(output: Path, arguments: Any) -> tuple[Path | None, Lock | None]:
             folder.rmdir()
         raise
     return checkpoint, lock
+
+
+def record_arguments(arguments: Any) -> None:
+    """Write the arguments of a run into its output."""
+    with whole_file(Path(arguments.output_dir, RUN_CONFIG)) as partial:
+        partial.write_text(yaml.safe_dump(_record(arguments), sort_keys=False), encoding="utf-8")
+
+
+def sequences_per_step(arguments: Any) -> int:
+    """Return the number of sequences of a step in all processes together."""
+    return arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+
+
+def _record(arguments: Any) -> dict[str, Any]:
+    return {**arguments.recorded(), _SEQUENCES: sequences_per_step(arguments)}
 
 
 def close_output(arguments: Any, lock: Lock | None) -> None:
@@ -100,12 +124,14 @@ def _checkpoint_to_resume(output: Path, arguments: Any) -> Path | None:
     return whole
 
 
-def _check_same_run(record: Mapping[str, Any], checkpoint: Path) -> None:
+def _check_same_run(arguments: Any, checkpoint: Path) -> None:
     """Refuse keys that would change a run which goes on from a checkpoint, since a run keeps its schedule and data."""
     path = checkpoint.parent / RUN_CONFIG
     if not path.is_file():
         return
-    earlier = for_record(yaml.safe_load(path.read_text(encoding="utf-8")))
+    earlier, record = for_record(yaml.safe_load(path.read_text(encoding="utf-8"))), _record(arguments)
+    if arguments.least_steps:  # the number of epochs is not chosen yet
+        record["num_train_epochs"] = earlier.get("num_train_epochs")
     if earlier.get(_SEQUENCES) != record[_SEQUENCES]:
         raise ValueError(
             f"a step of the run to resume takes {earlier.get(_SEQUENCES)} sequences, and one of this run {record[_SEQUENCES]}; set "
@@ -117,6 +143,22 @@ def _check_same_run(record: Mapping[str, Any], checkpoint: Path) -> None:
                 f"{name} is {record.get(name, 'its default')!r}, but the run to resume has {earlier.get(name, 'its default')!r}; "
                 "give the same, or start a new run in another folder."
             )
+
+
+def readable_card(card: bytes) -> bytes:
+    """Return a model card in UTF-8; one in UTF-16, or of bytes that are no UTF-8, is converted, which a line says."""
+    for encoding in (
+        ("utf-16",) if card.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else ("utf-8", "latin-1")
+    ):
+        try:
+            text = card.decode(encoding)
+        except UnicodeDecodeError:
+            continue
+        if encoding != "utf-8":
+            say(f"the model's {CARD_FILE} is not UTF-8; it is read as {encoding.upper()}, and saved as UTF-8")
+        return text.encode()
+    say(f"the model's {CARD_FILE} cannot be read as text; the trained model gets an empty one")
+    return b""
 
 
 def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:

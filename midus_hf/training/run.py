@@ -3,15 +3,16 @@
 import contextlib
 import dataclasses
 import importlib.util
+import math
 import resource
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download, upload_folder
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from transformers import (
@@ -27,26 +28,16 @@ from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 from midus_hf.banks.bank_description import grown_layouts
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.wording import install_extra
-from midus_hf.files.checkpoint_files import (
-    ACCOMPANYING,
-    CERTIFICATE,
-    CONFIG,
-    CONFIG_FILE,
-    PARTIAL_MODEL,
-    TRAINER_STATE,
-    refuse_lfs_pointers,
-)
-from midus_hf.files.secrets import for_record
-from midus_hf.files.whole_files import move_into_place
+from midus_hf.files.checkpoint_files import ACCOMPANYING, CARD_FILE, CERTIFICATE, CONFIG, refuse_lfs_pointers
 from midus_hf.library_bars import data_bars_on_terminals, without_library_bars
 from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
-from midus_hf.topics.corpus import read_corpus
+from midus_hf.topics.corpus import read_corpus, say
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
 from midus_hf.training.blocks import use_tree
-from midus_hf.training.callbacks import RunInterrupted, StopInOrder
+from midus_hf.training.callbacks import RunInterrupted, SaysSteps, StopInOrder
 from midus_hf.training.data.leaves import checked_paths, leaf_sequences
-from midus_hf.training.data.packing import packed_sequences
+from midus_hf.training.data.packing import IGNORED_LABEL, Packed, packed_sequences
 from midus_hf.training.optim.freezing import (
     has_adapters,
     hold_for_training,
@@ -56,13 +47,17 @@ from midus_hf.training.optim.freezing import (
     whole_numel,
 )
 from midus_hf.training.output import (
-    add_training,
+    by_main_process,
     close_output,
     new_card,
     open_output,
+    readable_card,
+    record_arguments,
+    sequences_per_step,
 )
 from midus_hf.training.parallel import check_checkpoint, shares_parameters
-from midus_hf.training.protection import Protected, without_section
+from midus_hf.training.protection import Protected
+from midus_hf.training.saving import SavedInPart, save_model, source_of, try_saving, upload_model
 from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
 
 
@@ -100,17 +95,33 @@ def train(arguments: TrainArguments) -> TrainResult:
     return TrainingRun(arguments).execute()
 
 
-def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Return the columns of rows as tensors `[B, ...]`, int64; tokens are their own labels where rows have none."""
+def collate(rows: list[dict[str, Any]], sequence_length: int, fill: int) -> dict[str, torch.Tensor]:
+    """Return the columns of rows as tensors `[B, T]`, int64; tokens are their own labels where rows have none.
+
+    A shorter row is filled up behind its end: with the token `fill`, on which no loss is computed, and to which no other token
+    attends. Only batches with such a row have an attention mask, unless positions keep texts apart.
+    """
+    missing = [sequence_length - len(row["input_ids"]) for row in rows]
+    if any(missing):
+        rows = [_filled_up(row, count, fill) for row, count in zip(rows, missing, strict=True)]
     batch = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
     return batch if "labels" in batch else {**batch, "labels": batch["input_ids"].clone()}
+
+
+def _filled_up(row: dict[str, Any], count: int, fill: int) -> dict[str, Any]:
+    tokens = row["input_ids"]
+    labels = [*row.get("labels", tokens), *[IGNORED_LABEL] * count]
+    filled = {**row, "input_ids": [*tokens, *[fill] * count], "labels": labels}
+    if "position_ids" in row:  # what fills up is a text of its own
+        return {**filled, "position_ids": [*row["position_ids"], *range(count)]}
+    return {**filled, "attention_mask": [1] * len(tokens) + [0] * count}
 
 
 def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
     """Load the config of a run's model, and check what can be checked without weights.
 
     Raises:
-        ValueError: If the config cannot be read, does not say what trains, or lacks what a key needs.
+        ValueError: If the config cannot be read, or lacks what a key needs.
     """
     source = arguments.model_name_or_path or arguments.config_name
     if source is None:
@@ -129,21 +140,27 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
             "Leave it out."
         )
     if arguments.adapters is None:
-        resolve_trainable(config, arguments.trainable)
-    elif importlib.util.find_spec("peft") is None:
+        return config
+    if importlib.util.find_spec("peft") is None:
         raise ValueError(
             f"adapters need peft, which is not installed; {install_extra('train')}, or leave adapters out."
         )
-    else:
-        from midus_hf.training.adapters import read_adapters
+    from midus_hf.training.adapters import read_adapters
 
-        read_adapters(arguments.adapters)
-        if is_deepspeed_zero3_enabled():
-            raise ValueError(
-                "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 cuts; expected processes that hold whole "
-                "models. Start the run with configs/accelerate/ddp.yaml."
-            )
+    read_adapters(arguments.adapters)
+    if is_deepspeed_zero3_enabled():
+        raise ValueError(
+            "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 cuts; expected processes that hold whole "
+            "models. Start the run with configs/accelerate/ddp.yaml."
+        )
     return config
+
+
+def held_out_sequences(key: str, packed: Packed, sequence_length: int) -> Any:
+    """Return the sequences of a held-out text, and say what of it is not measured."""
+    if packed.dropped:
+        say(f"{key}: {packed.phrase(sequence_length)}")
+    return packed.sequences
 
 
 def check_sequence_length(key: str, sequence_length: int, config: PreTrainedConfig) -> None:
@@ -194,6 +211,12 @@ class TrainingRun:
         self.config = load_config(arguments)
         check_sequence_length(self.length_key, getattr(arguments, self.length_key), self.config)
         self.tokenizer = tokenizer_of(arguments)
+        if arguments.adapters is None:
+            try:
+                resolve_trainable(self.config, arguments.trainable)
+            except ValueError:
+                self.read_texts()  # a mistake in the texts is told first: the command was perhaps given a wrong file
+                raise
         self.checkpoint, self._lock = open_output(arguments)
         self._protected: Protected | None = None
         try:
@@ -203,9 +226,12 @@ class TrainingRun:
                 self.model: Any = self._prepare_model()
                 if arguments.protect:
                     self._protect()
-                self.trainer: Any = self.make_trainer()
+                errors = (HfHubHTTPError, OSError) if arguments.push_to_hub else ()
+                with refusing("push_to_hub is true, and the repository cannot be made", *errors):
+                    self.trainer: Any = self.make_trainer()
             if self.checkpoint is not None:
                 check_checkpoint(self.trainer, self.checkpoint)
+            by_main_process(arguments, partial(try_saving, self))
             if arguments.protect and shares_parameters(self.trainer):
                 raise ValueError(
                     "protect compares whole models, and the processes share parameters; expected processes that hold whole models. "
@@ -216,6 +242,19 @@ class TrainingRun:
             raise
         self._stop = StopInOrder(self.trainer.largest)
         self.trainer.add_callback(self._stop)
+        trained: Any = self.trainer.train_dataset
+        least_steps = arguments.least_steps if self._choose_epochs(len(trained)) else 0
+        self.trainer.add_callback(SaysSteps(self.reads, len(trained), least_steps))
+
+    def read_texts(self) -> Any:
+        """Return the rows of the texts that are trained on.
+
+        Raises:
+            ValueError: If they cannot be read.
+        """
+        arguments = self.arguments
+        named = {"split": arguments.corpus_split, "name": arguments.corpus_name}
+        return read_corpus(arguments.corpus, text_column=arguments.text_column, **named)
 
     def read_data(self) -> None:
         """Read the corpus, and held-out texts by name, as sequences; `self.dataset` and `self.held_out` get them.
@@ -230,18 +269,19 @@ class TrainingRun:
             from midus_hf.topics.tree_files import folder_of_tree
 
             banks = grown_layouts(banks, folder_of_tree(Path(arguments.tree).expanduser()))
-        self.dataset, self._tree = self._sequences("corpus", arguments.corpus, banks)
+        packed, self._tree = self._sequences("corpus", banks)
+        self.dataset, self.reads = packed.sequences, f"corpus: {packed.phrase(arguments.sequence_length)}"
         self.held_out = {
-            name: self._sequences(f"eval_text {name}".rstrip(), path, banks)[0]
+            name: held_out_sequences(key, self._sequences(key, banks, path)[0], arguments.sequence_length)
             for name, path in arguments.eval_texts.items()
+            for key in [f"eval_text {name}".rstrip()]
         }
 
-    def _sequences(self, key: str, corpus: Any, banks: Mapping[str, BankLayout]) -> tuple[Any, str | None]:
+    def _sequences(self, key: str, banks: Mapping[str, BankLayout], source: str = "") -> tuple[Packed, str | None]:
         """Return the sequences of a text, and the fingerprint of the tree that its paths belong to, if they name it."""
         arguments, tokenizer = self.arguments, self.tokenizer
         is_corpus, column = key == "corpus", arguments.path_column
-        named = {"split": arguments.corpus_split, "name": arguments.corpus_name} if is_corpus else {}
-        rows = read_corpus(corpus, key=key, text_column=arguments.text_column, **named)
+        rows = self.read_texts() if is_corpus else read_corpus(source, key=key, text_column=arguments.text_column)
         options: dict[str, Any] = {"documents_apart": arguments.document_mask, "text_column": arguments.text_column}
         options["vocab_size"] = self.config.get_text_config().vocab_size
         if column is None or (not is_corpus and column not in rows.column_names):
@@ -264,7 +304,7 @@ class TrainingRun:
         arguments = self.arguments
         set_seed(arguments.seed)
         with _loaded_whole():
-            model, self._files = _load_model(arguments, self.config)
+            model, self.files = _load_model(arguments, self.config)
         self._use_cache = model.config.use_cache
         if arguments.adapters is None:
             report = str(set_trainable(model, arguments.trainable, arguments.frozen))
@@ -272,7 +312,7 @@ class TrainingRun:
             from midus_hf.training.adapters import add_adapters
 
             model, report = add_adapters(model, arguments.adapters)  # type: ignore[assignment]
-        self._dtypes = hold_for_training(model, arguments.bf16)
+        self.dtypes = hold_for_training(model, arguments.bf16)
         if arguments.process_index == 0:
             print(report)
             if arguments.lacks_bf16:
@@ -294,8 +334,22 @@ class TrainingRun:
             self.arguments,
             train_dataset=self.dataset,
             eval_dataset=self.held_out.get("", self.held_out) or None,
-            data_collator=collate,
+            data_collator=partial(
+                collate, sequence_length=self.arguments.sequence_length, fill=self.tokenizer.eos_token_id
+            ),
         )
+
+    def _choose_epochs(self, num_sequences: int) -> bool:
+        """Raise the number of epochs, if it may be, to what takes the least number of steps; return whether it was raised."""
+        arguments = self.arguments
+        steps = math.ceil(num_sequences / sequences_per_step(arguments))  # of an epoch
+        epochs = math.ceil(arguments.least_steps / steps)
+        if epochs <= arguments.num_train_epochs:
+            return False
+        arguments.num_train_epochs = epochs
+        if arguments.process_index == 0:
+            record_arguments(arguments)
+        return True
 
     def _protect(self) -> None:
         """Read the protected texts, and take their n-grams out of the tables that train."""
@@ -325,6 +379,7 @@ class TrainingRun:
         Raises:
             FloatingPointError: If the loss, a gradient or a trained tensor stops being finite; what is not finite is
                 not saved.
+            SavedInPart: If the trained model could not be saved or uploaded whole.
             RunInterrupted: If a signal ended training early, after a checkpoint was saved.
         """
         try:
@@ -369,47 +424,22 @@ class TrainingRun:
         arguments, model = self.arguments, self.model
         trainer.check_finite()
         if shares_parameters(trainer):
-            trainer.saved_dtypes = self._dtypes
+            trainer.saved_dtypes = self.dtypes
         else:
-            restore_dtypes(model, self._dtypes)
+            restore_dtypes(model, self.dtypes)
         if has_adapters(model):
             trainer.model = model = model.merge_and_unload()
         model.config.use_cache = self._use_cache
-        output, partial = Path(arguments.output_dir), Path(arguments.output_dir, PARTIAL_MODEL)
-        pushes, trainer.args.push_to_hub = arguments.push_to_hub, False
-        try:
-            if arguments.process_index == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            trainer.accelerator.wait_for_everyone()
-            trainer.save_model(str(partial))
-            if arguments.process_index == 0:
-                (partial / "training_args.bin").unlink(missing_ok=True)
-                state: Any = trainer.state
-                shared = dataclasses.replace(state, best_model_checkpoint=for_record(state.best_model_checkpoint))
-                shared.save_to_json(str(partial / TRAINER_STATE))
-                self.tokenizer.save_pretrained(partial)
-                files = dict(self._files)
-                if "README.md" in files:
-                    card = without_section(files["README.md"].decode("utf-8")).encode()
-                    files["README.md"] = add_training(card, arguments, trainer.state)
-                for name, content in files.items():
-                    (partial / name).write_bytes(content)
-                move_into_place(partial, output, last=CONFIG_FILE)  # a folder without a config is no model
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        finally:
-            trainer.args.push_to_hub = pushes
+        failures = save_model(self, model)
         if self._protected is not None and arguments.process_index == 0:
-            self._certify(self._protected, trainer, output)
-        if pushes and arguments.process_index == 0:
-            repository: Any = trainer.hub_model_id
-            upload_folder(
-                repo_id=repository,
-                folder_path=output,
-                token=arguments.hub_token,
-                ignore_patterns=["checkpoint-*", ".*"],
+            self._certify(self._protected, trainer, Path(arguments.output_dir))
+        if failures:
+            raise SavedInPart(
+                f"the trained model is in {arguments.output_dir}, but without {' and '.join(failures)}; copy what is missing from "
+                f"{arguments.model_name_or_path or arguments.tokenizer_name}."
             )
+        if arguments.push_to_hub and arguments.process_index == 0:
+            upload_model(trainer, arguments)
 
 
 def peak_memory_bytes() -> int:
@@ -438,7 +468,7 @@ def _load_model(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedMod
     with refusing(_expected(arguments), OSError, ValueError, ImportError, SafetensorError):
         if source is None:
             made = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
-            return made, {"README.md": new_card(arguments, config.model_type)}
+            return made, {CARD_FILE: new_card(arguments, config.model_type)}
         options = {"config": config, "attn_implementation": attention, "use_safetensors": True}
         model, missing = load_model(source, **options)
     check_whole(source, missing)
@@ -454,16 +484,15 @@ def _accompanying_files(model: str) -> dict[str, bytes]:
         except (HfHubHTTPError, OSError):
             return {}
     paths = sorted(path for pattern in ACCOMPANYING for path in folder.glob(pattern) if path.is_file())
-    return {path.name: path.read_bytes() for path in paths}
+    files = {path.name: path.read_bytes() for path in paths}
+    return files if CARD_FILE not in files else {**files, CARD_FILE: readable_card(files[CARD_FILE])}
 
 
 def _expected(arguments: MemoryArguments) -> str:
     """Return the beginning of messages about a model that cannot be loaded or made."""
-    if arguments.model_name_or_path is not None:
-        return f"model_name_or_path is {arguments.model_name_or_path!r}; expected the folder or Hub id of a language model"
-    return (
-        f"config_name is {arguments.config_name!r}; expected the file, folder or Hub id of a language model's config"
-    )
+    what = "language model" if arguments.model_name_or_path is not None else "language model's config"
+    where = "folder or Hub id" if arguments.model_name_or_path is not None else "file, folder or Hub id"
+    return f"{source_of(arguments)}; expected the {where} of a {what}"
 
 
 @contextlib.contextmanager

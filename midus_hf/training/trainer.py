@@ -22,6 +22,7 @@ from midus_hf.training.checkpoints import (
     resumed_checkpoint,
     save_trained,
 )
+from midus_hf.training.data.packing import IGNORED_LABEL
 from midus_hf.training.optim.freezing import has_adapters
 from midus_hf.training.optim.parameter_groups import banks_of, group_schedules, parameter_groups
 from midus_hf.training.optim.rates import Rates
@@ -115,6 +116,8 @@ class TrainsMemory(AnyTrainer):
         if self.label_smoother is not None or self.compute_loss_func is not None:
             self._refuse_losses_of_routers()
         self._is_checkpointing = False
+        # Of the held-out text that is being measured: the mean loss of each batch of this process, and its number of tokens.
+        self._measured: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def _refuse_losses_of_routers(self) -> None:
         """Refuse a model that adds its own losses, which a loss that the Trainer computes from logits leaves out."""
@@ -162,6 +165,45 @@ class TrainsMemory(AnyTrainer):
             return super().get_eval_dataloader(eval_dataset)
         finally:
             self.args.dataloader_drop_last = drops
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Measure a held-out text as `Trainer.evaluation_loop` does; the loss of a language model is the mean over its tokens.
+
+        The Trainer's own is a mean over batches, which depends on their size and on the number of processes.
+        """
+        # A model that is not told the number of tokens in all processes returns the mean over its own.
+        self._measured, takes_number, self.model_accepts_loss_kwargs = [], self.model_accepts_loss_kwargs, False
+        try:
+            output = super().evaluation_loop(*args, **kwargs)
+            measured, self._measured = self._measured, []
+        finally:
+            self.model_accepts_loss_kwargs = takes_number
+        metrics = output.metrics or {}
+        name = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
+        if measured and name in metrics:
+            losses, tokens = (torch.stack(each).cpu().double() for each in zip(*measured, strict=True))
+            sums = torch.stack([torch.where(tokens > 0, losses * tokens, 0.0).sum(), tokens.sum()])
+            if self.args.world_size > 1:
+                sums = self.accelerator.gather(sums[None].to(self.args.device)).sum(0)
+            metrics[name] = (sums[0] / sums[1]).item()
+        return output
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Measure a batch as `Trainer.prediction_step` does, without the rows that only fill up the last batch of processes."""
+        labels = inputs.get("labels") if isinstance(inputs, dict) else None
+        hosting: Any = self.model
+        if labels is None or self.compute_loss_func is not None or hosting.get_output_embeddings() is None:
+            return super().prediction_step(model, inputs, *args, **kwargs)
+        progress = self.accelerator.gradient_state
+        if progress.end_of_dataloader and progress.remainder > 0:
+            first = self.args.process_index * self.args.eval_batch_size
+            labels = labels.clone()
+            labels[max(progress.remainder - first, 0) :] = IGNORED_LABEL
+        tokens = (labels[..., 1:] != IGNORED_LABEL).sum()
+        loss, *others = super().prediction_step(model, {**inputs, "labels": labels}, *args, **kwargs)
+        if loss is not None:
+            self._measured.append((loss.detach(), tokens))
+        return loss, *others
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, torch.Tensor | Any], *args: Any, **kwargs: Any

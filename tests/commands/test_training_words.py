@@ -26,9 +26,11 @@ def test_texts_get_keys_for_a_short_run_which_a_line_names(model, tmp_path, caps
     arguments = read("notes", model=model, output=str(tmp_path / "out"))
     assert (arguments.corpus, arguments.model_name_or_path) == ("notes", model)
     assert (arguments.sequence_length, arguments.num_train_epochs, arguments.learning_rate) == (256, 3, 1e-3)
+    assert arguments.least_steps == 100
     assert capsys.readouterr().err == (
-        "for a short run: sequence_length=256, num_train_epochs=3, per_device_train_batch_size=4, logging_steps=0.05, "
-        "learning_rate=0.001, value_learning_rate=0.01; KEY=VALUE behind the texts replaces any\n"
+        "for a short run: sequence_length=256, num_train_epochs=3 (more for fewer than 100 steps), "
+        "per_device_train_batch_size=4, logging_steps=0.05, learning_rate=0.001, value_learning_rate=0.01; KEY=VALUE behind the "
+        "texts replaces any\n"
     )
 
 
@@ -55,6 +57,12 @@ def test_keys_of_a_later_recipe_are_no_keys_that_were_chosen(model, tmp_path, ca
         "for a short run: per_device_train_batch_size=4, logging_steps=0.05, value_learning_rate=0.01; KEY=VALUE behind the texts "
         "replaces any\n"
     )
+
+
+@pytest.mark.parametrize("word", ["num_train_epochs=2", "max_steps=7"])
+def test_a_length_that_is_given_stays(word, model, capsys):
+    assert read("notes", word, model=model, output="o").least_steps == 0
+    assert "num_train_epochs" not in capsys.readouterr().err
 
 
 def test_words_replace_the_keys(model, capsys):
@@ -92,9 +100,10 @@ def test_a_folder_of_texts_trains_a_model(tmp_path, monkeypatch, capsys):
     model = save_upscaled("llama", tmp_path)
     corpus = write_corpus(tmp_path / "notes", documents=4, length=200)
     words = [str(corpus), "--model", str(model), "--output", str(tmp_path / "out"), "sequence_length=64"]
+    words += ["num_train_epochs=3"]
     assert run_in_process("midus train", words, monkeypatch) == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()
-    assert "9 steps" in capsys.readouterr().out.splitlines()[-1]
+    assert "12 steps" in capsys.readouterr().out.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

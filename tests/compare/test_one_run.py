@@ -42,9 +42,13 @@ def packed_loss(folder: Path, text: Path) -> float:
     """Return the loss of a text as the Trainer measures it: sequences of 32 tokens, of each of which the first is not predicted."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     ids = [*tokenizer(text.read_text())["input_ids"], tokenizer.eos_token_id]
-    sequences = torch.tensor(ids[: len(ids) // 32 * 32]).view(-1, 32)
+    sequences = [torch.tensor([ids[begin : begin + 32]]) for begin in range(0, len(ids), 32)]
+    if len(ids) % 32 in (0, 1) or (len(ids) % 32) / len(ids) <= 0.01:
+        sequences = sequences[: len(ids) // 32]
+    counts = [one.shape[1] - 1 for one in sequences]
     with torch.no_grad():
-        return model.eval()(input_ids=sequences, labels=sequences).loss.item()
+        losses = [model.eval()(input_ids=one, labels=one).loss.item() for one in sequences]
+    return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
 
 
 def accuracy(model: Path, room: Path) -> dict[str, float]:

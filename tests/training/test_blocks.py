@@ -43,8 +43,9 @@ def test_texts_are_learned_by_blocks_that_they_fetch_and_by_nothing_else(blocks_
 def test_what_is_reported_trains(blocks_for, capsys, tmp_path):
     run = TrainingRun(blocks_for())
     printed = " ".join(capsys.readouterr().out.split())
-    bank = 3 * 32 * 4 * (4 * 3 + 2 * 9)
-    assert f"(0.00%), in no layer; blocks of the bank, {bank:,} parameters, as texts fetch them" in printed
+    bank, fetched = 3 * 32 * 4 * (4 * 3 + 2 * 9), 3 * 32 * 4 * (4 + 2)
+    report = f"Training new: the bank's blocks as texts fetch them, {fetched:,} of its {bank:,} parameters by each text; the "
+    assert report in printed and "0 of" not in printed
     assert [bank.layout.bank for bank in run.trainer.blocks.banks] == [bank]
     run.execute()
     assert logged(tmp_path / "out", "trained_parameters") == [bank]

@@ -26,7 +26,7 @@ def test_masked_logits_are_those_of_each_document_alone(family, upscaled):
 
 
 def test_a_run_gives_the_model_positions_and_no_cache(config_for):
-    run = TrainingRun(config_for(document_mask=True, sequence_length=100))
+    run = TrainingRun(config_for(document_mask=True, sequence_length=122))
     batch = next(iter(run.trainer.get_train_dataloader()))
     assert set(batch) == {"input_ids", "labels", "position_ids"}
     assert run.model.config.use_cache is False

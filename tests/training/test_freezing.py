@@ -93,7 +93,15 @@ WORDS = "expected 'auto', 'new', 'all', a list of layer indices, or one of roles
                 {"upscale": record, "trainable": "auto"},
                 f"upscale.trainable {RECORDED.format(value)}or list layers",
             )
-            for record, value in ((None, "None"), ({}, "None"), ({"trainable": ["new"]}, "['new']"))
+            for record, value in (({"method": "x"}, "None"), ({"trainable": ["new"]}, "['new']"))
+        ),
+        *(
+            (
+                "native",
+                {"upscale": record, "trainable": "auto"},
+                "model is a base, not an upscaled model: nothing in it is new.",
+            )
+            for record in (None, {})
         ),
         ("native", {"trainable": []}, "trainable is [], no layer; list at least one, or set trainable: all."),
         ("native", {"trainable": [3, 1, 3, 1]}, "is [3, 1, 3, 1], which repeats [1, 3]; name each layer once."),

@@ -27,7 +27,8 @@ def rows(paths=None, **columns):
 
 def sequences(apart=False, depth=None):
     paths = np.array([path for path, _ in ROWS])
-    return leaf_sequences(rows(), tiny_tokenizer(), T, paths=paths, depth=depth, documents_apart=apart, vocab_size=128)
+    options = {"paths": paths, "depth": depth, "documents_apart": apart, "vocab_size": 128}
+    return leaf_sequences(rows(), tiny_tokenizer(), T, **options).sequences
 
 
 def expected(depth=2) -> list[tuple[list[int], list[list[int]]]]:
@@ -73,7 +74,10 @@ def test_texts_of_a_leaf_may_be_kept_apart():
 def test_a_remainder_that_predicts_nothing_is_left_out(count, apart):
     """One token behind a whole sequence, with whose labels a batch would have a loss that is not a number."""
     text = datasets.Dataset.from_dict({"text": [" ".join(f"w{10 + n}" for n in range(count))]})
-    packed = leaf_sequences(text, tiny_tokenizer(), T, paths=np.array([[0, 1]]), documents_apart=apart)
+    packed, tokens, dropped, _ = leaf_sequences(
+        text, tiny_tokenizer(), T, paths=np.array([[0, 1]]), documents_apart=apart
+    )
+    assert (tokens, dropped) == (count + 1, int(count == T))
     assert len(packed) == (2 if count == T + 1 else 1)
     assert all(any(label != -100 for label in labels[1:]) for labels in packed["labels"])
 

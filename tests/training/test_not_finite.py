@@ -111,7 +111,7 @@ def test_tensors_that_are_not_finite_are_never_saved(save_steps, value, config_f
 def test_a_number_that_the_dtype_of_the_model_cannot_hold_is_not_saved(config_for, tmp_path):
     run = TrainingRun(config_for(max_steps=1))
     name = "model.layers.4.self_attn.q_proj.weight"
-    run._dtypes[name] = torch.float16
+    run.dtypes[name] = torch.float16
 
     def spoil(model):
         model.get_parameter(name).data[0, 0] = 1e6

@@ -1,4 +1,4 @@
-"""Texts become sequences of one length: nothing is lost but the remainder, and order is kept."""
+"""Texts become sequences of one length: order is kept, and nothing is lost but a remainder of at most 1 %."""
 
 import itertools
 
@@ -11,6 +11,7 @@ datasets = pytest.importorskip("datasets")
 
 from midus_hf.training.data import packing  # noqa: E402
 from midus_hf.training.data.packing import Packer, packed_sequences  # noqa: E402
+from midus_hf.training.run import collate  # noqa: E402
 
 given, st = hypothesis.given, hypothesis.strategies
 
@@ -49,23 +50,68 @@ def test_texts_are_tokenised_with_an_end_and_read_from_the_cache_again(tmp_path,
     )
     tokenizer = tiny_tokenizer()
     expected = [token for text in texts["text"] for token in (*tokenizer(text)["input_ids"], EOS_ID)]
-    packed = packed_sequences(texts, tokenizer, 16, documents_apart=False)
+    packed = packed_sequences(texts, tokenizer, 16, documents_apart=False).sequences
     assert packed.column_names == ["input_ids"]
-    assert np.concatenate(packed["input_ids"][:]).tolist() == expected[: len(expected) // 16 * 16]
+    assert np.concatenate(packed["input_ids"][:]).tolist() == expected
     # Another tokenizer of the same contents finds the sequences in the cache, another length does not.
     monkeypatch.setattr(packing, "_tokenise", None)
-    assert packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=False)[:] == packed[:]
-    assert len(packed_sequences(texts, tiny_tokenizer(), 8, documents_apart=False)) > len(packed)
+    assert packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=False).sequences[:] == packed[:]
+    assert len(packed_sequences(texts, tiny_tokenizer(), 8, documents_apart=False).sequences) > len(packed)
     with pytest.raises(TypeError):
         packed_sequences(texts.select([0]), tiny_tokenizer(), 16, documents_apart=False)
 
 
 def test_several_batches_make_the_same_sequences(monkeypatch):
     texts = rows([document(30, index % 7) for index in range(40)])
-    alone = packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=True)
+    alone = packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=True).sequences
     monkeypatch.setattr(packing, "_TEXTS_A_BATCH", 3)
     texts = texts.map(lambda row: row)  # another dataset, which the cache does not have
-    assert packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=True)[:] == alone[:]
+    assert packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=True).sequences[:] == alone[:]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("rest", [0, 1, 2, 9, 15])
+def test_a_remainder_is_a_shorter_sequence_unless_it_predicts_nothing(rest, apart):
+    texts = rows([document(15, 1), document(15 + rest, 2)])  # each with an end
+    sequences, tokens, dropped, is_short = packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=apart)
+    assert (tokens, dropped, is_short) == (32 + rest, int(rest == 1), rest > 1)
+    assert list(map(len, sequences["input_ids"])) == [16, 16] + [rest] * is_short
+    expected = [token for text in texts["text"] for token in (*tiny_tokenizer()(text)["input_ids"], EOS_ID)]
+    assert np.concatenate(sequences["input_ids"][:]).tolist() == expected[: tokens - dropped]
+    if apart:  # the last sequence goes on with a text, so that its first token is a label as all others
+        assert [row.count(-100) for row in sequences["labels"]] == [1, 1] + [0] * is_short
+        assert all(row == list(range(len(row))) for row in sequences["position_ids"])
+
+
+def test_a_shorter_sequence_may_have_the_end_of_a_text_and_whole_ones():
+    texts = rows([document(20, 1), document(2, 2), document(3, 3)])  # 21 + 3 + 4 tokens
+    *_, last = packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=True).sequences
+    assert last["position_ids"] == [*range(5), *range(3), *range(4)]
+    assert [index for index, label in enumerate(last["labels"]) if label == -100] == [5, 8]
+
+
+def test_a_remainder_of_a_hundredth_is_dropped_and_said():
+    for words, dropped in ((1615, 16), (1616, 0)):
+        packed = packed_sequences(rows([document(words, 1)]), tiny_tokenizer(), 1600, documents_apart=False)
+        assert packed.dropped == dropped and len(packed.sequences) == (1 if dropped else 2)
+        if dropped:
+            assert packed.phrase(1600) == (
+                "1,600 of 1,616 tokens are read, in 1 sequence of 1,600; the last 16 fill no sequence and are dropped"
+            )
+
+
+def test_a_short_row_is_filled_up_in_its_batch_and_seen_by_no_other_token():
+    short, whole = {"input_ids": [5, 6]}, {"input_ids": [7, 8, 9, 10]}
+    batch = {name: tensor.tolist() for name, tensor in collate([short, whole], 4, EOS_ID).items()}
+    assert batch == {
+        "input_ids": [[5, 6, EOS_ID, EOS_ID], whole["input_ids"]],
+        "labels": [[5, 6, -100, -100], whole["input_ids"]],
+        "attention_mask": [[1, 1, 0, 0], [1, 1, 1, 1]],
+    }
+    assert collate([whole], 4, EOS_ID).keys() == {"input_ids", "labels"}
+    apart = collate([{**short, "labels": [-100, 6], "position_ids": [0, 1]}], 4, EOS_ID)
+    assert apart["position_ids"].tolist() == [[0, 1, 0, 1]] and apart["labels"].tolist() == [[-100, 6, -100, -100]]
+    assert "attention_mask" not in apart
 
 
 def test_what_makes_no_sequence_is_refused():

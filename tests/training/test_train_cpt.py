@@ -63,11 +63,8 @@ def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_p
     assert main(words) == 0
 
     one, shared = tmp_path / "out", tmp_path / "shared"
-    for name, count, rel in (
-        ("loss", 5, 1e-5),
-        ("eval_perplexity", 3, 1e-2),
-    ):
-        assert logged(shared, name) == pytest.approx(logged(one, name), rel=rel) and len(logged(one, name)) == count
+    for name, count in (("loss", 5), ("eval_perplexity", 3)):
+        assert logged(shared, name) == pytest.approx(logged(one, name), rel=1e-5) and len(logged(one, name)) == count
     folders = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("shared", "out")]
     assert folders[0] == folders[1] and {"checkpoint-4", "checkpoint-5"} <= set(folders[0])
     assert_close_weights(one, shared)

@@ -29,6 +29,7 @@ Output = Annotated[str | None, option("Folder to make; needed with texts.", "DIR
 _TEXTS = {"train": "corpus", "sft": "dataset_name"}
 _LENGTH = {"train": "sequence_length", "sft": "max_length"}
 _SHORT_RUN = {"num_train_epochs": 3, "per_device_train_batch_size": 4, "logging_steps": 0.05}
+_LEAST_STEPS = 100
 _RATES = {"new": short_run_rates(1e-3), "all": {"learning_rate": 1e-4}}
 
 
@@ -75,9 +76,10 @@ def read_arguments(
         arguments = read_recipe(arguments_class, first, [*overrides, *last])
     else:
         _refuse_other_kinds(command, first)
-        arguments = from_mapping(
-            arguments_class, _short_run(arguments_class, command, first, overrides, values, quiet)
-        )
+        keys, has_own_length = _short_run(arguments_class, command, first, overrides, values, quiet)
+        arguments = from_mapping(arguments_class, keys)
+        if command == "train" and not has_own_length:
+            arguments.least_steps = _LEAST_STEPS
     has_epochs = any(word.startswith("num_train_epochs=") for word in overrides)
     if not quiet and has_epochs and arguments.max_steps > 0:
         print(
@@ -107,8 +109,8 @@ def check_request(
 
 def _short_run(
     arguments_class: type[Any], command: str, first: str, overrides: Sequence[str], values: dict[str, Any], quiet: bool
-) -> dict[str, Any]:
-    """Return the keys that words and options give, and keys for a short run where they give none."""
+) -> tuple[dict[str, Any], bool]:
+    """Return the keys that words and options give, with keys for a short run where they give none, and whether they say how long."""
     written = apply_words(arguments_class, {}, overrides) | values
     for key, name in (("model_name_or_path", "model"), ("output_dir", "output")):
         if key not in written:
@@ -120,10 +122,13 @@ def _short_run(
     chosen = {_LENGTH[command]: 256, **_SHORT_RUN, **_RATES["new" if trains_new_parts(written, recorded) else "all"]}
     if written.get("max_steps") not in (None, -1):  # which the Trainer prefers to epochs
         del chosen["num_train_epochs"]
-    unchanged = ", ".join(f"{key}={value:g}" for key, value in chosen.items() if key not in written)
+    own = {key: f"{value:g}" for key, value in chosen.items() if key not in written}
+    if command == "train" and "num_train_epochs" in own:
+        own["num_train_epochs"] += f" (more for fewer than {_LEAST_STEPS} steps)"
+    unchanged = ", ".join(f"{key}={value}" for key, value in own.items())
     if unchanged and not quiet:
         print(f"for a short run: {unchanged}; KEY=VALUE behind the texts replaces any", file=sys.stderr)
-    return chosen | written
+    return chosen | written, "num_train_epochs" not in own
 
 
 def _refuse_other_kinds(command: str, first: str) -> None:
@@ -219,13 +224,14 @@ def _train(run_class: Callable[[Any], Any], request: Sequence[Any]) -> Ending | 
     except ValueError as error:
         return Ending(WRONG_REQUEST, str(error))
     from midus_hf.training.callbacks import RunInterrupted
+    from midus_hf.training.saving import SavedInPart
     from midus_hf.training.trainer import NotFiniteError
 
     try:
         result = run.execute()
     except RunInterrupted as interrupted:
         return Ending(128 + interrupted.signal_number, str(interrupted))
-    except NotFiniteError as error:
+    except (NotFiniteError, SavedInPart) as error:
         return Ending(FAILED, str(error))
     if is_main_process():
         loss = "" if result.loss is None else f", loss {result.loss:.4f}"

@@ -1,12 +1,12 @@
 """Texts packed into sequences of one length, as Trainers read them.
 
 Every text is tokenised with its tokenizer's default settings and ends in EOS, and all texts are laid end to end. The
-row of tokens is cut every `sequence_length` tokens, and the remainder at the end is dropped, as is usual in continual
-pretraining. `datasets` keeps the results in its cache.
+row of tokens is cut every `sequence_length` tokens. The remainder at the end is a shorter sequence if it is more than 1 % of the
+tokens, and otherwise dropped, as is usual in continual pretraining. `datasets` keeps the results in its cache.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,34 @@ IGNORED_LABEL = -100
 # To be changed with whatever changes the sequences of a text, so that sequences in the cache are not taken for new ones.
 _PROCEDURE = "3"
 _TEXTS_A_BATCH = 1000
+# A remainder of no more than this share of the tokens is dropped.
+_DROPPED_SHARE = 0.01
+
+
+class Packed(NamedTuple):
+    """Texts as sequences.
+
+    Args:
+        sequences: Rows with `input_ids`, and `labels`, `position_ids` and `memory_ids` where they are needed.
+        tokens: Number of tokens of the texts.
+        dropped: Number of tokens that are in no sequence.
+        is_short: Whether the end of a text, or of a leaf, is a sequence that is filled up.
+    """
+
+    sequences: "Dataset"
+    tokens: int
+    dropped: int
+    is_short: bool
+
+    def phrase(self, sequence_length: int) -> str:
+        """Return a phrase about what is read of the texts, and why the rest is not."""
+        number = len(self.sequences)
+        short = ", the last filled up" if self.is_short else ""
+        dropped = f"; the last {self.dropped:,} fill no sequence and are dropped" if self.dropped else ""
+        return (
+            f"{self.tokens - self.dropped:,} of {self.tokens:,} tokens are read, in {number:,} sequence{'s' * (number != 1)} of "
+            f"{sequence_length:,}{short}{dropped}"
+        )
 
 
 def packed_sequences(
@@ -31,7 +59,7 @@ def packed_sequences(
     key: str = "corpus",
     text_column: str = "text",
     vocab_size: int | None = None,
-) -> "Dataset":
+) -> Packed:
     """Return the texts of a dataset as sequences of tokens.
 
     Args:
@@ -45,21 +73,51 @@ def packed_sequences(
 
     Returns:
         Rows with `input_ids` `[T]`. With `documents_apart` also `position_ids` `[T]` and `labels` `[T]`, in which the
-        first token of each text is no label, since nothing that it attends to predicts it.
+        first token of each text is no label, since nothing that it attends to predicts it. The last row may be shorter.
 
     Raises:
         ValueError: If the tokenizer has no EOS token or yields an id that the model does not embed, or the texts are
             shorter than one sequence.
     """
+    from datasets import Dataset, concatenate_datasets
+
     tokens = tokenised(dataset, tokenizer, text_column, vocab_size)
     packed = packed_by(tokens, Packer(sequence_length, documents_apart))
+    count = int(lengths_of(tokens).sum())
     if not len(packed):
-        count = sum(map(len, tokens["input_ids"]))
         raise ValueError(
             f"{key} has {count:,} tokens; expected at least one sequence of {sequence_length:,} tokens. Add text, or lower "
             "sequence_length (max_length in midus sft)."
         )
-    return packed
+    dropped = count % sequence_length
+    last = _last_sequence(tokens, dropped, documents_apart) if dropped > _DROPPED_SHARE * count else None
+    if last is None:
+        return Packed(packed, count, dropped, False)
+    shorter = Dataset.from_dict(last, features=packed.features)
+    return Packed(concatenate_datasets([packed, shorter]), count, 0, True)
+
+
+def lengths_of(tokens: "Dataset") -> np.ndarray:
+    """Return the number of tokens of each row that `tokenised` returns, `[rows]`, int64, without reading the tokens."""
+    import pyarrow.compute
+
+    return np.asarray(pyarrow.compute.list_value_length(tokens.data.column("input_ids")), np.int64)
+
+
+def _last_sequence(tokens: "Dataset", count: int, documents_apart: bool) -> dict[str, list[Any]] | None:
+    """Return the columns of a sequence of the last tokens, fewer than others have; None if it would predict nothing."""
+    pieces: list[np.ndarray] = []
+    is_begun = False  # whether the first piece is the end of a text
+    for row in range(len(tokens) - 1, -1, -1):
+        ids = tokens[row]["input_ids"]
+        pieces.insert(0, np.asarray(ids[-count:], np.int32))
+        is_begun = count < len(ids)
+        count -= len(pieces[0])
+        if not count:
+            break
+    last = Packer(sum(map(len, pieces)), documents_apart).end(pieces, is_begun)
+    labels = last.get("labels", last["input_ids"])[0]
+    return last if (labels[1:] != IGNORED_LABEL).any() else None
 
 
 def tokenised(
@@ -125,6 +183,13 @@ class Packer:
             if ends_leaf:
                 self._cut(packed, is_end=True)
                 self._path = None
+        return packed
+
+    def end(self, pieces: list[np.ndarray], is_begun: bool) -> dict[str, list[Any]]:
+        """Return the columns of a sequence of pieces of texts; `is_begun` says whether the first is the end of a text."""
+        self._pieces, self._continues = pieces, is_begun
+        packed: dict[str, list[Any]] = {name: [] for name in self.columns()}
+        self._cut(packed, is_end=True)
         return packed
 
     def columns(self) -> list[str]:

@@ -33,6 +33,7 @@ class TrainableReport:
         frozen: Roles of memory tensors that were excluded from training. Default: none.
         blocks: Number of parameters in the banks beside the checkpoint, whose blocks train when texts fetch them.
             Default: 0.
+        fetched: Number of parameters of the blocks that a text fetches. Default: 0.
     """
 
     trainable: Resolved
@@ -42,11 +43,19 @@ class TrainableReport:
     total_parameters: int
     frozen: list[TrainedRole] = dataclasses.field(default_factory=list)
     blocks: int = 0
+    fetched: int = 0
 
     def __str__(self) -> str:
         choice = self.trainable if isinstance(self.trainable, str) else ", ".join(map(str, self.trainable))
         without = f" without the {' and '.join(self.frozen)} tensors of memories" if self.frozen else ""
-        blocks = f"; blocks of the bank, {self.blocks:,} parameters, as texts fetch them" if self.blocks else ""
+        blocks = (
+            f"the bank's blocks as texts fetch them, {self.fetched:,} of its {self.blocks:,} parameters by each text"
+        )
+        if self.blocks and not self.parameters:
+            return (
+                f"Training {choice}{without}: {blocks}; the {self.total_parameters:,} parameters beside the bank stay"
+            )
+        blocks = f"; {blocks}" if self.blocks else ""
         layers = f"layers {', '.join(map(str, self.layers))} of {self.num_layers}" if self.layers else "no layer"
         return (
             f"Training {choice}{without}: {self.parameters:,} of {self.total_parameters:,} parameters "
@@ -64,6 +73,11 @@ def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolve
     """
     record, kind = _record(config), config.model_type
     resolved: Any = record.get("trainable") if trainable == "auto" else trainable
+    if trainable == "auto" and not record:
+        raise ValueError(
+            f"trainable is 'auto', and this {kind} model is a base, not an upscaled model: nothing in it is new. Upscale it first, "
+            "set trainable: all to train the base itself, or set adapters, such as adapters: {r: 16}."
+        )
     if trainable == "auto" and resolved not in ("new", "all"):
         raise ValueError(
             f"trainable is 'auto', but upscale.trainable in the config of this {kind} model is {resolved!r}; expected 'new' or "
@@ -200,6 +214,7 @@ def set_trainable(
     banks: Banks | None = getattr(model, "banks", None)
     if banks is not None:
         banks.trainable = resolved in ("new", "all")
+    layouts = list(banks.layouts.values()) if banks is not None and banks.trainable else []
     return TrainableReport(
         trainable=resolved,
         layers=[index for index, layer in enumerate(layers) if _num_training(layer)],
@@ -207,7 +222,8 @@ def set_trainable(
         parameters=_num_training(model),
         total_parameters=sum(map(whole_numel, model.parameters())),
         frozen=list(frozen),
-        blocks=sum(layout.bank for layout in banks.layouts.values()) if banks is not None and banks.trainable else 0,
+        blocks=sum(layout.bank for layout in layouts),
+        fetched=sum(layout.fetched for layout in layouts),
     )
 
 

@@ -10,7 +10,7 @@ from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import check_ids
 from midus_hf.topics.corpus import read_corpus, say
 from midus_hf.training.data.packing import IGNORED_LABEL, packed_sequences
-from midus_hf.training.run import TrainingRun, TrainResult
+from midus_hf.training.run import TrainingRun, TrainResult, held_out_sequences
 from midus_hf.training.sft.arguments import SftArguments
 from midus_hf.training.sft.rows import read_chats
 from midus_hf.training.sft.trainer import SftTrainer
@@ -42,6 +42,14 @@ class SftRun(TrainingRun):
 
     length_key = "max_length"
 
+    def read_texts(self) -> Any:
+        """Return the chats, or prompts with their completions.
+
+        Raises:
+            ValueError: If they cannot be read.
+        """
+        return read_chats(self.arguments, self.tokenizer)
+
     def read_data(self) -> None:
         """Read the chats, and held-out texts as packed sequences.
 
@@ -55,7 +63,7 @@ class SftRun(TrainingRun):
                 raise ValueError(
                     f"{key} is {token!r}, which is no token of the model's tokenizer; expected one of its tokens."
                 )
-        self.dataset = read_chats(arguments, self.tokenizer)
+        self.dataset = self.read_texts()
         if arguments.completion_only_loss and "completion" not in self.dataset.column_names:
             raise ValueError(
                 f"completion_only_loss is true, and dataset_name is {arguments.dataset_name!r}, whose rows have no completion; "
@@ -65,9 +73,8 @@ class SftRun(TrainingRun):
         for name, path in arguments.eval_texts.items():
             key = f"eval_text {name}".rstrip()
             rows = read_corpus(path, key=key)
-            self.held_out[name] = packed_sequences(
-                rows, self.tokenizer, arguments.max_length, key=key, documents_apart=False
-            )
+            packed = packed_sequences(rows, self.tokenizer, arguments.max_length, key=key, documents_apart=False)
+            self.held_out[name] = held_out_sequences(key, packed, arguments.max_length)
 
     def make_trainer(self) -> SftTrainer:
         """Make TRL's Trainer, and leave out sequences without an answer.
@@ -108,6 +115,7 @@ class SftRun(TrainingRun):
             say(f"{left_out:,} {unit} are left out: no answer in the part of them that is kept")
         tokens = sum(map(len, sequences["input_ids"]))
         labels = sum(label != IGNORED_LABEL for row in sequences["labels"] for label in row)
+        self.reads = f"dataset_name: {len(sequences):,} sequences"
         if arguments.process_index == 0:
             print(
                 f"{len(sequences):,} sequences, {tokens:,} tokens, {labels:,} of them with a loss ({labels / tokens:.1%})"

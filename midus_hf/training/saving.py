@@ -1,0 +1,178 @@
+"""The trained model on the disk: what stands beside its weights is tried before training, so that nothing is lost at the end."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import upload_folder
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError
+from transformers import GenerationConfig
+
+from midus_hf.config.wording import first_line
+from midus_hf.files.checkpoint_files import CARD_FILE, CONFIG_FILE, GENERATION_CONFIG, PARTIAL_MODEL, TRAINER_STATE
+from midus_hf.files.secrets import for_record
+from midus_hf.files.whole_files import move_into_place
+from midus_hf.topics.corpus import say
+from midus_hf.training.arguments import MemoryArguments
+from midus_hf.training.checkpoints import latest_whole
+from midus_hf.training.optim.freezing import whole_numel
+from midus_hf.training.optim.parameter_groups import banks_of
+from midus_hf.training.output import add_training
+from midus_hf.training.protection import without_section
+
+
+class SavedInPart(RuntimeError):
+    """Error of a run at whose end not all could be written; the message says what is on the disk, and where."""
+
+
+def source_of(arguments: MemoryArguments) -> str:
+    """Return a phrase about where the model of a run came from."""
+    if arguments.model_name_or_path is not None:
+        return f"model_name_or_path is {arguments.model_name_or_path!r}"
+    return f"config_name is {arguments.config_name!r}"
+
+
+def try_saving(run: Any) -> None:
+    """Write once, before training, what will be written beside the weights, and take it away.
+
+    Args:
+        run: A `TrainingRun` whose trainer is made.
+
+    Raises:
+        ValueError: If something cannot be written, or the disk has no room for the weights.
+    """
+    output, partial = Path(run.arguments.output_dir), Path(run.arguments.output_dir, PARTIAL_MODEL)
+    try:
+        run.model.generation_config.validate(strict=True)
+    except ValueError as error:
+        say(f"the model's {GENERATION_CONFIG} contradicts itself, and is saved as it is: {first_line(error)}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir()
+        failures = _written(partial, {CONFIG_FILE: run.model.config.save_pretrained, **_beside_weights(run)})
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    if failures:
+        raise ValueError(
+            f"{source_of(run.arguments)}, of which the trained model cannot have {' and '.join(failures)}; expected files that can "
+            "be written again. Correct them there, or take them away."
+        )
+    needed, free = bytes_of_weights(run), shutil.disk_usage(output).free
+    if needed > free:
+        raise ValueError(
+            f"output_dir is {str(output)!r}, whose disk has {free / 1e9:.3f} GB free, and the trained model takes "
+            f"{needed / 1e9:.3f} GB; free some, or choose another folder."
+        )
+
+
+def bytes_of_weights(run: Any) -> int:
+    """Return about how many bytes the trained model of a run takes, with its banks."""
+    weights = sum(whole_numel(tensor) * run.dtypes[name].itemsize for name, tensor in run.model.named_parameters())
+    opened = [banks for banks in banks_of(run.model) if banks.are_open]
+    folders = [banks.of(name).folder for banks in opened for name in banks.layouts]
+    return weights + sum(512 * path.stat().st_blocks for folder in folders for path in folder.iterdir())
+
+
+def save_model(run: Any, model: Any) -> list[str]:
+    """Save the trained model whole, and return a phrase about each file beside its weights that could not be written.
+
+    All processes call this.
+
+    Args:
+        run: A `TrainingRun` that has trained.
+        model: Its model, in the dtypes of the base, and without adapters.
+
+    Raises:
+        SavedInPart: If the weights could not be written, or not moved to their place.
+    """
+    trainer, is_main = run.trainer, run.arguments.process_index == 0
+    output, partial = Path(run.arguments.output_dir), Path(run.arguments.output_dir, PARTIAL_MODEL)
+    pushes, trainer.args.push_to_hub = trainer.args.push_to_hub, False
+    settings, is_saved, failures = model.generation_config, False, []
+    try:
+        if is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+        trainer.accelerator.wait_for_everyone()
+        model.generation_config = (
+            GenerationConfig()
+        )  # Transformers saves no model whose settings contradict one another
+        try:
+            trainer.save_model(str(partial))
+        finally:
+            model.generation_config = settings
+        is_saved = True
+        if is_main:
+            (partial / "training_args.bin").unlink(missing_ok=True)
+            failures = _written(partial, _beside_weights(run))
+            move_into_place(partial, output, last=CONFIG_FILE)  # a folder without a config is no model
+    except (OSError, SafetensorError) as error:
+        if is_saved:
+            raise SavedInPart(
+                f"the trained model is in {partial}, and could not be moved to {output}: {first_line(error)}. Move the files of "
+                "both into a folder of their own."
+            ) from error
+        shutil.rmtree(partial, ignore_errors=True)
+        whole = latest_whole(output) if is_main else None
+        remedy = "start the run again" if whole is None else f"resume_from_checkpoint=true goes on from {whole}"
+        raise SavedInPart(
+            f"the trained model could not be saved in {output}: {first_line(error)}. Make room there, and {remedy}."
+        ) from error
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        trainer.args.push_to_hub = pushes
+    return failures
+
+
+def upload_model(trainer: Any, arguments: Any) -> None:
+    """Upload what a run has saved, without its checkpoints.
+
+    Raises:
+        SavedInPart: If the hub does not take it.
+    """
+    repository, output = trainer.hub_model_id, arguments.output_dir
+    options = {"token": arguments.hub_token, "ignore_patterns": ["checkpoint-*", ".*"]}
+    try:
+        upload_folder(repo_id=repository, folder_path=output, **options)
+    except (HfHubHTTPError, OSError) as error:
+        raise SavedInPart(
+            f"the trained model is in {output}, and could not be uploaded: {first_line(error)}. Upload it by: "
+            f"hf upload {repository} {output}"
+        ) from error
+
+
+def _beside_weights(run: Any) -> dict[str, Callable[[Path], object]]:
+    """Return what writes the files beside config and weights into a folder, by what messages call the file."""
+    state, model, files = run.trainer.state, run.model, dict(run.files)
+    if CARD_FILE in files:
+        card = without_section(files[CARD_FILE].decode()).encode()
+        files[CARD_FILE] = add_training(card, run.arguments, state)
+    shared = dataclasses.replace(state, best_model_checkpoint=for_record(state.best_model_checkpoint))
+    return {
+        TRAINER_STATE: lambda folder: shared.save_to_json(str(folder / TRAINER_STATE)),
+        "the tokenizer": run.tokenizer.save_pretrained,
+        GENERATION_CONFIG: lambda folder: model.generation_config.to_json_file(
+            folder / GENERATION_CONFIG, keys_to_pop=["compile_config"]
+        ),
+        **{name: _writer(name, content) for name, content in files.items()},
+    }
+
+
+def _writer(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def _written(folder: Path, writers: Mapping[str, Callable[[Path], object]]) -> list[str]:
+    """Write files into a folder, and return a phrase about each that cannot be written; the others are."""
+    failures = []
+    for name, write in writers.items():
+        try:
+            write(folder)
+        except Exception as error:  # of whichever library writes it
+            (folder / name).unlink(missing_ok=True)
+            failures.append(f"{name} ({type(error).__name__}: {first_line(error)})")
+    return failures

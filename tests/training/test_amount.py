@@ -1,0 +1,137 @@
+"""How much a run reads: all of a short text, in enough steps where nobody says how many, and a line says so."""
+
+import json
+import math
+
+import pytest
+import torch
+from training.outcomes import logged
+from training.tiny_run import document, letter_tokenizer, save_upscaled
+from transformers import AutoModelForCausalLM
+
+from midus_hf.cli.training.train import main
+from midus_hf.training.run import TrainingRun, train
+from midus_hf.training.trainer import MemoryTrainer
+
+NUMBERS = ["w1", "w22", "w333", "w4", "w555"]
+
+
+def glossary() -> list[str]:
+    """Twenty made-up products, of each four sentences that name it."""
+    return [
+        " ".join(f"w{product}0 w{fact} {NUMBERS[(product + fact) % 5]}" for fact in range(4)) for product in range(20)
+    ]
+
+
+@pytest.fixture(scope="module")
+def lettered(tmp_path_factory):
+    """An upscaled model with a tokenizer of letters."""
+    return save_upscaled("llama", tmp_path_factory.mktemp("lettered"), tokenizer=letter_tokenizer())
+
+
+def test_every_fact_of_a_glossary_is_read_in_a_hundred_steps(lettered, tmp_path, monkeypatch, capsys):
+    read: list[list[int]] = []
+    step = MemoryTrainer.training_step
+
+    def training_step(trainer, model, inputs, *args, **kwargs):
+        assert inputs["input_ids"].shape[1] == 60
+        read.extend(row[row != -100].tolist() for row in inputs["labels"])
+        return step(trainer, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(MemoryTrainer, "training_step", training_step)
+    texts = tmp_path / "glossary.jsonl"
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in glossary()))
+    tokens = [token for text in glossary() for token in [*letter_tokenizer()(text)["input_ids"], 2]]
+    whole, rest = divmod(len(tokens), 60)
+    assert rest > 0.01 * len(tokens)
+    words = [
+        str(texts),
+        "--model",
+        str(lettered),
+        "--output",
+        str(tmp_path / "out"),
+        "sequence_length=60",
+        "bf16=false",
+    ]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    epochs = math.ceil(100 / math.ceil((whole + 1) / 4))
+    assert "num_train_epochs=3 (more for fewer than 100 steps)" in err and " few," not in err
+    steps = epochs * math.ceil((whole + 1) / 4)
+    assert (
+        f"corpus: {len(tokens):,} of {len(tokens):,} tokens are read, in {whole + 1} sequences of 60, the last filled up; "
+        f"{steps} steps ({steps * 4 / (whole + 1):.3g} times each); num_train_epochs={epochs}, for 100 steps\n"
+    ) in out
+    expected = [tokens[begin : begin + 60] for begin in range(0, len(tokens), 60)]
+    assert sorted(read) == sorted(expected * epochs)
+    assert f"num_train_epochs: {epochs}\n" in (tmp_path / "out" / "train_config.yaml").read_text()
+
+
+def test_a_run_whose_epochs_are_chosen_is_resumed_by_the_same_words(lettered, tmp_path, monkeypatch):
+    texts = tmp_path / "texts.txt"
+    texts.write_text(" ".join(glossary()))
+    words = [
+        str(texts),
+        "--model",
+        str(lettered),
+        "--output",
+        str(tmp_path / "out"),
+        "sequence_length=60",
+        "bf16=false",
+    ]
+    monkeypatch.setattr("midus_hf.cli.training.command._LEAST_STEPS", 20)
+    words += ["save_steps=18"]
+    assert main(words) == 0
+    first = logged(tmp_path / "out")
+    assert len(first) == 20
+    assert main([*words, f"resume_from_checkpoint={tmp_path / 'out' / 'checkpoint-18'}"]) == 0
+    assert logged(tmp_path / "out") == first
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"max_steps": 3}, "3 steps are few, in which a model learns little: raise max_steps\n"),
+        (
+            {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 20},
+            "2 steps are few, in which a model learns little: num_train_epochs=50 takes at least 100\n",
+        ),
+        ({"max_steps": 30}, None),
+    ],
+)
+def test_few_steps_are_said_with_what_gives_more(keys, line, config_for, capsys):
+    train(config_for(**keys))
+    out, err = capsys.readouterr()
+    assert err.endswith(line) if line else "few" not in err
+    read = (
+        "corpus: 1,216 of 1,220 tokens are read, in 76 sequences of 16; the last 4 fill no sequence and are dropped; "
+    )
+    share = {
+        3: "3 steps (8% of the sequences)",
+        -1: "2 steps (1.05 times each)",
+        30: "30 steps (79% of the sequences)",
+    }
+    assert f"{read}{share[keys['max_steps']]}\n" in out
+
+
+@pytest.mark.parametrize("keys", [{}, {"document_mask": True}], ids=str)
+def test_held_out_text_has_the_loss_of_its_tokens_at_any_size_of_batches(keys, config_for, upscaled, corpus, tmp_path):
+    held_out = tmp_path / "held.txt"
+    held_out.write_text(document(16 * 5 + 3, 7))
+    measured = []
+    for size in (1, 2, 3, 8):
+        run = TrainingRun(
+            config_for(f"{size}", eval_text={"a": str(held_out)}, per_device_eval_batch_size=size, **keys)
+        )
+        sequences = run.trainer.eval_dataset["a"]
+        measured.append(run.measure()["a"])
+    model = AutoModelForCausalLM.from_pretrained(upscaled("llama")).eval()
+    total, tokens = 0.0, 0
+    for row in sequences:
+        labels = torch.tensor([row.get("labels", row["input_ids"])])
+        count = int((labels[:, 1:] != -100).sum())
+        with torch.no_grad():
+            total += model(torch.tensor([row["input_ids"]]), labels=labels).loss.item() * count
+        tokens += count
+    assert len(sequences) == 6 and tokens == 15 * 5 + 3
+    assert measured == pytest.approx([total / tokens] * 4, rel=1e-6)
