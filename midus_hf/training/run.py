@@ -27,9 +27,10 @@ from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 
 from midus_hf.banks.bank_description import grown_layouts
 from midus_hf.config.fetched_blocks import BankLayout
-from midus_hf.config.wording import install_extra
+from midus_hf.config.wording import first_line, install_extra
 from midus_hf.files.checkpoint_files import ACCOMPANYING, CARD_FILE, CERTIFICATE, CONFIG, refuse_lfs_pointers
 from midus_hf.library_bars import data_bars_on_terminals, without_library_bars
+from midus_hf.model_names import answer_of_hub
 from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
 from midus_hf.topics.corpus import read_corpus, say
@@ -227,7 +228,9 @@ class TrainingRun:
                 if arguments.protect:
                     self._protect()
                 errors = (HfHubHTTPError, OSError) if arguments.push_to_hub else ()
-                with refusing("push_to_hub is true, and the repository cannot be made", *errors):
+                with refusing(
+                    "push_to_hub is true, and the Trainer makes a repository", *errors, reason=_why_not_made
+                ):
                     self.trainer: Any = self.make_trainer()
             if self.checkpoint is not None:
                 check_checkpoint(self.trainer, self.checkpoint)
@@ -440,6 +443,11 @@ class TrainingRun:
             )
         if arguments.push_to_hub and arguments.process_index == 0:
             upload_model(trainer, arguments)
+
+
+def _why_not_made(error: Exception) -> str:
+    reason = answer_of_hub(error) or f"the Hub cannot be asked ({first_line(error)})"
+    return f"{reason}. Or leave push_to_hub out, and upload the folder later."
 
 
 def peak_memory_bytes() -> int:

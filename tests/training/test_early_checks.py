@@ -156,7 +156,9 @@ def test_a_hub_that_cannot_be_asked_for_a_repository_is_told_in_one_line(words, 
     assert main([*words, "push_to_hub=true", "hub_model_id=me/model"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert (
-        line.startswith("midus train: push_to_hub is true, and the Hub cannot be asked (")
+        line.startswith(
+            "midus train: push_to_hub is true, and the Trainer makes a repository: the Hub cannot be asked ("
+        )
         and "upload the folder later" in line
     )
     assert not (tmp_path / "out").exists()

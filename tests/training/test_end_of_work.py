@@ -74,7 +74,7 @@ def test_a_tokenizer_that_cannot_be_saved_is_refused_before_training(config_for,
 
 
 def test_a_hub_that_cannot_be_reached_is_refused_before_training(config_for, tmp_path):
-    with refused("push_to_hub is true, and the repository cannot be made: .*offline"):
+    with refused("push_to_hub is true, and the Trainer makes a repository: the Hub cannot be asked .*offline"):
         TrainingRun(config_for(max_steps=1, push_to_hub=True, hub_model_id="me/x"))
     assert not (tmp_path / "out").exists()
 

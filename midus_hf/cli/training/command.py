@@ -12,7 +12,6 @@ from typing import Annotated, Any
 from midus_hf.cli.command_line import FAILED, WRONG_REQUEST, Ending, is_main_process
 from midus_hf.cli.options import argument, option, read_recipe
 from midus_hf.cli.training.printed_config import recipes
-from midus_hf.config.wording import first_line
 from midus_hf.config.yaml_options import apply_words, from_mapping
 from midus_hf.model_names import saved_config
 from midus_hf.training.early_checks import check_early, key_names
@@ -202,25 +201,14 @@ _SECONDS_TO_SETTLE = 0.5
 
 
 def _train(run_class: Callable[[Any], Any], request: Sequence[Any]) -> Ending | None:
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
-
     from midus_hf.library_bars import library_bars_on_terminals
-    from midus_hf.model_names import answer_of_hub, check_sources
+    from midus_hf.model_names import check_sources
 
     try:
         arguments = read_arguments(*request)
         check_sources(arguments.sources())
         with library_bars_on_terminals():
             run = run_class(arguments)
-    except (
-        HfHubHTTPError,
-        LocalTokenNotFoundError,
-        OfflineModeIsEnabled,
-    ) as error:  # the Trainer makes the repository
-        reason = answer_of_hub(error) or f"the Hub cannot be asked ({first_line(error)})"
-        return Ending(
-            WRONG_REQUEST, f"push_to_hub is true, and {reason}. Or leave push_to_hub out, and upload the folder later."
-        )
     except ValueError as error:
         return Ending(WRONG_REQUEST, str(error))
     from midus_hf.training.callbacks import RunInterrupted
