@@ -32,9 +32,11 @@ class MemoryForCausalLM(
     def __init__(self, config):
         super().__init__(config)
         parent, _, name = self.stack_path.rpartition(".")
-        holder = self.get_submodule(parent)
+        holder, text_config = self.get_submodule(parent), config.get_text_config()
+        if any(getattr(layer, "gradient_checkpointing", False) for layer in self.stack.modules()):
+            text_config.gradient_checkpointing = True  # taken out of the config by the family's stack
         setattr(holder, name, None)  # the family's stack is freed, and its name keeps the place before the head
-        setattr(holder, name, self.model_class(config.get_text_config()))
+        setattr(holder, name, self.model_class(text_config))
         list_model(type(self))
         self.post_init()
 
