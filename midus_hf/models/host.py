@@ -26,6 +26,9 @@ from midus_hf.models.memory_inputs import MemoryInputs
 from midus_hf.models.parts import CACHE, named_cache
 from midus_hf.models.services import InitialisesNarrowly
 
+#: Ends of the names of task heads' classes, as of the Auto classes that load them.
+HEAD_KINDS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
 
 class CarriesCode:
     """Mixin for a config that is saved with the code of its classes, and that says what memories the model has."""
@@ -94,9 +97,11 @@ class MemoryConfig(CarriesCode):
 
     @classmethod
     def class_names(cls) -> dict[str, str]:
-        """Return the names of the config, of the stack of layers and of the language model."""
-        name = cls.__name__.removesuffix("Config")
-        return {"AutoConfig": cls.__name__, "AutoModel": f"{name}Model", "AutoModelForCausalLM": f"{name}ForCausalLM"}
+        """Return the names of the config, of the stack of layers, of the language model, and of the family's task heads."""
+        name, module = cls.__name__.removesuffix("Config"), sys.modules[cls.__module__]
+        heads = (kind for kind in HEAD_KINDS if hasattr(module, name + kind))
+        models = {f"AutoModel{kind}": name + kind for kind in ("ForCausalLM", *heads)}
+        return {"AutoConfig": cls.__name__, "AutoModel": f"{name}Model", **models}
 
 
 class HostsMemory(InitialisesNarrowly, HostsBanks, NeedsLogSumExp):

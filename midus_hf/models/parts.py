@@ -15,8 +15,8 @@ CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "
 def named_cache(cache: Any, past_key_values: Any) -> dict[str, Any]:
     """Return the keyword arguments by which a family's forward gets its cache, which came under either name.
 
-    From Transformers 5.24 on the older name is deprecated, and this warns of it as the family does. Before, continuous batching passes
-    its own kind of cache as `cache`, beside `past_key_values`.
+    From Transformers 5.24 on the older name is deprecated, and this warns of it as the family does. Before, continuous batching
+    passes its own kind of cache as `cache`, beside `past_key_values`.
     """
     if CACHE == "cache" and past_key_values is not None and not torch.compiler.is_compiling():
         ignored = "" if cache is None else ", and ignored beside `cache`"

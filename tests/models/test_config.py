@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 from models.fresh_process import run_python
+from models.test_task_heads import kinds_of
 from models.upscaled import memory_config, upscaled_model
 from tiny import FAMILIES, NATIVE_FAMILIES, tiny_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -98,6 +99,7 @@ def test_a_config_names_the_code_that_loads_it(family):
         "AutoConfig": f"modeling_midus.{name}Config",
         "AutoModel": f"modeling_midus.{name}Model",
         "AutoModelForCausalLM": f"modeling_midus.{name}ForCausalLM",
+        **{f"AutoModel{kind}": f"modeling_midus.{name}{kind}" for kind in kinds_of(family)},
     }
 
 

@@ -136,6 +136,10 @@ BASES: dict[str, tuple[Mutation, str]] = {
         set_tensor("model.norm.weight", lambda tensor: tensor[:-1]),
         r"model.norm.weight is \[31\] in the base; expected \[32\] by its config",
     ),
+    "a reward model": (
+        lambda base: write_tensors(base, {**read_tensors(base), "score.weight": torch.ones(1, 32)}),
+        "the checkpoint has score.weight, the head of a classifier, .*; expected a language model. Upscale the language model, and",
+    ),
     "whole numbers": (
         set_tensor("model.norm.weight", lambda tensor: tensor.to(torch.int8)),
         "model.norm.weight is stored as I8; expected float32, float16 or bfloat16 weights. Start from the unquantised checkpoint",
