@@ -253,8 +253,8 @@ def open_base(
     task_head = next((name for name in stored if name in _TASK_HEADS), None)
     if task_head is not None:
         raise RequestError(
-            f"the checkpoint has {task_head}, the head of a classifier, reward model or finder of answers, which the result would lack; "
-            "expected a language model. Upscale the language model, and load the result with "
+            f"the checkpoint has {task_head}, the head of a classifier, reward model or finder of answers, which the result would "
+            "lack; expected a language model. Upscale the language model, and load the result with "
             "AutoModelForSequenceClassification or its kin."
         )
     missing = [name for name in expected if name not in stored]
