@@ -86,8 +86,8 @@ def strip(
                 difference = "the weights are" if differing is None else f"{differing} of {len(hashes)} tensors are"
                 size = "of another size, " if resized else ""
                 progress.warn(
-                    f"{difference} not the base's, byte for byte: {size}trained since it was upscaled, or cast. Where the base itself "
-                    "is needed, take the base's own checkpoint."
+                    f"{difference} not the base's, byte for byte: {size}trained since it was upscaled, or cast. Where the base "
+                    "itself is needed, take the base's own checkpoint."
                 )
             removal = {"model": source.label, "method": entry["method"], "removed_layers": plan.new_indices}
             removal |= {"removed_memories": list(plan.new_memories)} if plan.new_memories else {}

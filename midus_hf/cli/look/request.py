@@ -163,8 +163,9 @@ class DriftRequest(TextRequest):
             config = read_config(source.folder)
         resized = resized_vocabulary(config) if has_config_entry(config) else None
         if resized is not None:
+            before, size = resized
             raise ValueError(
-                f"base is 'self', but the vocabulary of {self.model!r} was resized from {resized[0]:,} to {resized[1]:,} tokens since "
+                f"base is 'self', but the vocabulary of {self.model!r} was resized from {before:,} to {size:,} tokens since "
                 "it was upscaled; expected the base with this vocabulary. 'upscale strip' writes it: give its folder as base."
             )
         kept = keeps_base(self.model)
