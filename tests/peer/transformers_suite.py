@@ -58,18 +58,21 @@ METHODS = {
 
 #: Tests of methods that do not run: what is refused by design.
 SKIPPED: dict[str, dict[str, str]] = {
+    "all": {"test_inherits_generation_mixin": "it looks at a class's own bases, and the family's class has the mixin"},
     "midus-hml": {"test_num_layers_is_small": "the layer inserted for the memory is one more than the base's two"},
     "moc": {
         "test_training_gradient_checkpointing_use_reentrant_true": "routers with losses refuse reentrant checkpointing"
     },
-    "engram": {"test_inputs_embeds": "what reads input_ids refuses embeddings alone"},
+    "engram": dict.fromkeys(
+        ("test_inputs_embeds", "test_inputs_embeds_matches_input_ids"), "what reads input_ids refuses embeddings alone"
+    ),
 }
 
 
 class Tester:
     """Sizes, config and inputs of one family with one method, as the mixins ask for them."""
 
-    batch_size, seq_length, is_training = 3, 7, True
+    batch_size, seq_length, is_training, num_labels, type_sequence_label_size = 3, 7, True, 3, 2
 
     def __init__(self, parent: Any, config: Any, classes: dict[str, type]):
         self.parent, self._config, self.config_class = parent, config, type(config)
@@ -109,9 +112,15 @@ def _test_class(family: str, method: str) -> type:
     def set_up(test: Any) -> None:
         transformers.logging.set_verbosity_warning()  # tests read what is logged
         test.model_tester, test.all_model_classes = Tester(test, config, classes), list(classes.values())
+        if not LACKING:
+            test.config_tester = _mixin("tests.test_configuration_common", "ConfigTester")(
+                test, config_class=type(config)
+            )
 
     members = {"setUp": set_up, "pipeline_model_mapping": {}, "__module__": __name__}
-    members |= {test: unittest.skip(reason)(lambda self: None) for test, reason in SKIPPED.get(method, {}).items()}
+    skipped = SKIPPED.get(method, {}) | (SKIPPED["all"] if METHODS[method] else {})
+    members |= {test: unittest.skip(reason)(lambda self: None) for test, reason in skipped.items()}
+    members["test_model"] = None  # of shapes alone, for testers of one class
     return type(f"Test_{family}_{method}".replace("-", "_"), (*MIXINS, unittest.TestCase), members)
 
 

@@ -67,8 +67,8 @@ def resized_vocabulary(config: Config) -> tuple[int, int] | None:
         config: Content of the model's `config.json`, which has the entry that `upscale` wrote.
     """
     language = language_entry(config)
-    sizes = language[CONFIG_KEY]["base_config"].get("vocab_size"), language.get("vocab_size")
-    return None if None in sizes or sizes[0] == sizes[1] else sizes
+    before, size = language[CONFIG_KEY]["base_config"].get("vocab_size"), language.get("vocab_size")
+    return None if before is None or size is None or before == size else (before, size)
 
 
 def paper_entry(method: Method | type[Method]) -> dict[str, str] | None:
