@@ -28,7 +28,7 @@ OLDEST_TESTS = tests/models tests/ops/kernels $(patsubst %,tests/ops/test_%.py,l
 	-k 'not test_offline_compilation and not inductor and not is_proven_in_a_wiring and not wired_wrongly'
 IN_BOTH = tests/models tests/memory $(wildcard tests/ops/test_*.py)
 
-.PHONY: demo checkpoint test test-all test-newest test-newest-release test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu bench-upscale mutants test-deepspeed test-vllm test-gguf release-check clean
+.PHONY: demo checkpoint test test-all test-newest test-newest-release test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu bench-upscale mutants test-peer test-deepspeed test-vllm test-gguf release-check clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m demo
@@ -123,6 +123,22 @@ $(VENV)-gguf/installed: $(VENV)/installed
 	$(VENV)-gguf/bin/python -m pip download -q --no-deps --no-binary llama-cpp-python --dest $(VENV)-gguf 'llama-cpp-python==0.3.36'
 	tar xzf $(VENV)-gguf/llama_cpp_python-*.tar.gz -C $(VENV)-gguf/llama-cpp-python --strip-components 1
 	CMAKE_ARGS=-DLLAVA_BUILD=OFF $(VENV)-gguf/bin/python -m pip install -q $(abspath $(VENV)-gguf/llama-cpp-python)
+	touch $@
+
+# Transformers' own tests of models on classes of ours, from its source distribution, or with those of generation from a checkout of the
+# version that is installed: TRANSFORMERS_SOURCE=FOLDER. CLASSES=llama, or =llama_moc, runs some of them.
+test-peer: TRANSFORMERS_SOURCE ?= $(abspath $(VENV))-peer/source
+test-peer: $(VENV)/installed $(VENV)-peer/installed
+	$(TEST_ENV) TRANSFORMERS_SOURCE="$(TRANSFORMERS_SOURCE)" $(VENV)-peer/bin/python -m pytest -n $(WORKERS) -o addopts='-ra --import-mode=importlib' \
+		-o filterwarnings=always::FutureWarning $(if $(CLASSES),-k 'Test_$(CLASSES)') tests/peer/transformers_suite.py
+
+$(VENV)-peer/installed: $(VENV)/installed
+	$(call beside,$(VENV)-peer)
+	$(VENV)-peer/bin/python -m pip install -q parameterized
+	version=$$($(VENV)/bin/python -c 'from importlib.metadata import version; print(version("transformers"))'); \
+	$(VENV)-peer/bin/python -m pip download -q --no-deps --no-binary transformers --dest $(VENV)-peer "transformers==$$version" && \
+	rm -rf $(VENV)-peer/source && mkdir $(VENV)-peer/source && \
+	tar xzf $(VENV)-peer/transformers-$$version.tar.gz -C $(VENV)-peer/source --strip-components 1
 	touch $@
 
 # A new environment that sees what $(VENV) has.

@@ -81,7 +81,10 @@ def other_base(model: PreTrainedModel, base: PreTrainedModel) -> LogitsOfBase:
     """
     sizes = [each.config.get_text_config().vocab_size for each in (model, base)]
     if sizes[0] != sizes[1]:
-        raise ValueError(f"the model predicts {sizes[0]:,} tokens and the base {sizes[1]:,}; expected one vocabulary.")
+        raise ValueError(
+            f"the model predicts {sizes[0]:,} tokens and the base {sizes[1]:,}; expected one vocabulary. Where the model's was "
+            "resized, 'upscale strip' writes the base with it."
+        )
 
     def logits(batch: TextRows) -> torch.Tensor:
         return base(**batch.inputs(base)).logits

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from midus_hf.config.memories.depth_attention import DepthAttentionOptions, Slot, SlotSource
 from midus_hf.config.memory_entries import Memories, MemoryEntry, memories_of
@@ -147,9 +148,14 @@ class NeedsLogSumExp:
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         """Check the implementation as the family does; called when a model is made and when its attention is set."""
         model: Any = self
-        if any(entry.options.attends for entry in memories_of(model.config).entries):
+        attends = any(entry.options.attends for entry in memories_of(model.config).entries)
+        if (
+            attends and (attn_implementation or "").removeprefix("paged|") in ALL_ATTENTION_FUNCTIONS
+        ):  # others the family refuses
             require_log_sum_exp(attn_implementation)
         adjusted: str = super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+        if attends:
+            require_log_sum_exp(adjusted)
         return adjusted
 
 

@@ -26,6 +26,9 @@ from midus_hf.models.memory_inputs import MemoryInputs
 from midus_hf.models.parts import CACHE, named_cache
 from midus_hf.models.services import InitialisesNarrowly
 
+#: Ends of the names of task heads' classes, as of the Auto classes that load them.
+HEAD_KINDS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
 
 class CarriesCode:
     """Mixin for a config that is saved with the code of its classes, and that says what memories the model has."""
@@ -77,8 +80,9 @@ class MemoryConfig(CarriesCode):
     """
 
     memory: list | None
-    # The families' tensor-parallel plans split heads over devices, but a memory reads whole heads.
+    # The families' plans split heads or layers over devices, but a memory reads whole heads, and what other layers carry.
     base_model_tp_plan = None
+    base_model_pp_plan = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -93,13 +97,19 @@ class MemoryConfig(CarriesCode):
 
     @classmethod
     def class_names(cls) -> dict[str, str]:
-        """Return the names of the config, of the stack of layers and of the language model."""
-        name = cls.__name__.removesuffix("Config")
-        return {"AutoConfig": cls.__name__, "AutoModel": f"{name}Model", "AutoModelForCausalLM": f"{name}ForCausalLM"}
+        """Return the names of the config, of the stack of layers, of the language model, and of the family's task heads."""
+        name, module = cls.__name__.removesuffix("Config"), sys.modules[cls.__module__]
+        heads = (kind for kind in HEAD_KINDS if hasattr(module, name + kind))
+        models = {f"AutoModel{kind}": name + kind for kind in ("ForCausalLM", *heads)}
+        return {"AutoConfig": cls.__name__, "AutoModel": f"{name}Model", **models}
 
 
 class HostsMemory(InitialisesNarrowly, HostsBanks, NeedsLogSumExp):
     """Mixin for both a stack of layers and a language model that hosts memory."""
+
+    # As in the config: the head of a language model is not split either, since it may be the embedding.
+    _tp_plan = None
+    _pp_plan = None
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -114,8 +124,10 @@ class HostsMemory(InitialisesNarrowly, HostsBanks, NeedsLogSumExp):
         """Load a model as its family does.
 
         Raises:
-            ValueError: If a quantisation config has quantised a tensor that a memory reads itself.
+            ValueError: If a quantisation config has quantised a tensor that a memory reads itself, or if tensor or pipeline
+                parallelism is asked for.
         """
+        _refuse_splitting(kwargs)
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if getattr(model, "hf_quantizer", None) is not None:
@@ -254,6 +266,17 @@ class MemoryModel(HoldsBanks, HostsMemory):
                 yield index, name, memory
             if isinstance(getattr(layer, "memory", None), MemoryModule):
                 yield index, "", layer.memory
+
+
+def _refuse_splitting(options: Mapping[str, Any]) -> None:
+    """Refuse options of `from_pretrained` that split heads or layers over processes."""
+    for name, whole in (("tp_plan", {}), ("tp_size", 1), ("pp_size", 1)):
+        asked = options.get(name) or getattr(options.get("distributed_config"), name, None)
+        if asked not in (None, whole):
+            raise ValueError(
+                f"{name} is {asked!r}, but a memory reads whole heads, and what other layers carry, so a model with memory is not "
+                "split by heads or layers; expected none. Load it with device_map, or train it with FSDP."
+            )
 
 
 def _refuse_quantised_tensors(model: nn.Module) -> None:

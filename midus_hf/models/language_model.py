@@ -1,9 +1,11 @@
 """Mixin for a family's language model over a stack that hosts memory."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from transformers import Cache
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from midus_hf.memory.registry import while_generating
 from midus_hf.models.fetching import GeneratesFromBanks
@@ -12,6 +14,8 @@ from midus_hf.models.listing import list_model
 from midus_hf.models.parts import named_cache
 from midus_hf.models.router_losses import AddsRouterLosses
 from midus_hf.models.services import GeneratesFromWholeSequences, KeepsStates, TellsPadding
+
+_IGNORED_LABEL = -100
 
 
 class MemoryForCausalLM(
@@ -24,6 +28,7 @@ class MemoryForCausalLM(
 ):
     """Mixin for a family's language model: the family's own head and forward over a stack that hosts memory."""
 
+    output_class = MoeCausalLMOutputWithPast
     model_class: ClassVar[Any]
     # Path of the stack of layers within the model.
     stack_path: ClassVar[str] = "model"
@@ -32,9 +37,11 @@ class MemoryForCausalLM(
     def __init__(self, config):
         super().__init__(config)
         parent, _, name = self.stack_path.rpartition(".")
-        holder = self.get_submodule(parent)
+        holder, text_config = self.get_submodule(parent), config.get_text_config()
+        if any(getattr(layer, "gradient_checkpointing", False) for layer in self.stack.modules()):
+            text_config.gradient_checkpointing = True  # taken out of the config by the family's stack
         setattr(holder, name, None)  # the family's stack is freed, and its name keeps the place before the head
-        setattr(holder, name, self.model_class(config.get_text_config()))
+        setattr(holder, name, self.model_class(text_config))
         list_model(type(self))
         self.post_init()
 
@@ -91,6 +98,14 @@ class MemoryForCausalLM(
             "logits_to_keep": logits_to_keep,
         }
         return super().forward(**kwargs)
+
+    def share_of_step(self, arguments: Mapping[str, Any]) -> torch.Tensor | float:
+        """Return this pass's share of the tokens of a step, the weight of the routers' losses if a step has several passes."""
+        labels, num_items = arguments["labels"], arguments.get("num_items_in_batch")
+        if num_items is None or labels is None:
+            return 1.0
+        num_items = num_items.to(labels.device) if isinstance(num_items, torch.Tensor) else num_items
+        return (labels[..., 1:] != _IGNORED_LABEL).sum() / num_items
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         """Validate arguments of `generate` as the family does, without the arguments that memories take."""

@@ -13,7 +13,7 @@ _MODEL_TYPE_PREFIX = "midus_"
 
 
 def list_model(model_class: type[PreTrainedModel]) -> None:
-    """List a class among causal language models, and in each table of Transformers that lists the class of its family.
+    """List a class in each table of Transformers that lists the class of its family, and one that generates among language models.
 
     A Trainer that computes the loss itself shifts labels for the classes in one of these tables; pipelines and servers read
     others.
@@ -29,7 +29,8 @@ def list_model(model_class: type[PreTrainedModel]) -> None:
         for name, table in vars(modeling_auto).items()
         if name.endswith("_MAPPING_NAMES") and table.get(family_type) in names
     ]
-    for table in (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *family_tables):
+    language_tables = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,) if model_class.can_generate() else ()
+    for table in (*language_tables, *family_tables):
         table.setdefault(own_type, model_class.__name__)
 
 

@@ -1,5 +1,6 @@
 """Names of a model's and of a layer's parts in the families' code."""
 
+import warnings
 from typing import Any, ClassVar
 
 import torch
@@ -14,8 +15,13 @@ CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "
 def named_cache(cache: Any, past_key_values: Any) -> dict[str, Any]:
     """Return the keyword arguments by which a family's forward gets its cache, which came under either name.
 
-    Before Transformers 5.24, continuous batching passes its own kind of cache as `cache`, beside `past_key_values`.
+    From Transformers 5.24 on the older name is deprecated, and this warns of it as the family does. Before, continuous batching
+    passes its own kind of cache as `cache`, beside `past_key_values`.
     """
+    if CACHE == "cache" and past_key_values is not None and not torch.compiler.is_compiling():
+        ignored = "" if cache is None else ", and ignored beside `cache`"
+        message = f"`past_key_values` is deprecated{ignored}, as in Transformers. Use `cache` instead."
+        warnings.warn(message, FutureWarning, stacklevel=5)
     if CACHE == "cache" or cache is None or isinstance(cache, Cache):
         return {CACHE: past_key_values if cache is None else cache}
     return {CACHE: past_key_values, "cache": cache}

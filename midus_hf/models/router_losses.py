@@ -2,19 +2,17 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from midus_hf.memory.needs import SERVICES, Service, mixin_for, register
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.routing.report import RouterReports
 from midus_hf.models.parts import CACHE
 
-_IGNORED_LABEL = -100
 # Fields of the family's output that are kept.
-_FIELDS = ("logits", CACHE, "hidden_states", "attentions")
+_FIELDS = ("logits", "start_logits", "end_logits", CACHE, "hidden_states", "attentions")
 
 
 @register(SERVICES, "report")
@@ -33,13 +31,15 @@ class Reports(Service):
 
 @mixin_for("report")
 class AddsRouterLosses:
-    """Mixin for a language model that adds the losses of routers to its loss.
+    """Mixin for a language model or a task head that adds the losses of routers to its loss.
 
     In training, losses are added as in transformers' mixture-of-experts models. If `output_router_logits`, an argument of `forward`
     or an attribute of the config, is true, the routers' logits are returned, and the losses are added outside training too. If it
     is false, losses are never added.
     """
 
+    # Class of outputs: it has `loss`, `aux_loss`, `router_logits`, and those of `_FIELDS` that the family's output has.
+    output_class: ClassVar[Any]
     config: Any
     training: bool
 
@@ -55,7 +55,7 @@ class AddsRouterLosses:
         if wanted is None:
             wanted = getattr(self.config.get_text_config(), "output_router_logits", None)
         learns = self.training and torch.is_grad_enabled()
-        trains = learns and arguments["labels"] is not None
+        trains = learns and any(arguments.get(name) is not None for name in ("labels", "start_positions"))
         if learns and not trains and wanted is None:
             warnings.warn(
                 "a pass that trains has no labels, so the losses of its routers are not added; where the loss is computed outside "
@@ -73,14 +73,10 @@ class AddsRouterLosses:
             loss = loss + (share.to(loss.device) if isinstance(share, torch.Tensor) else share) * added.to(loss.device)
         values = {name: family_output[name] for name in _FIELDS if name in family_output}
         values |= {"loss": loss, "aux_loss": added, "router_logits": reports.logits() if wanted else None}
-        output = MoeCausalLMOutputWithPast(**values)
+        output = self.output_class(**values)
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()
 
     def share_of_step(self, arguments: Mapping[str, Any]) -> torch.Tensor | float:
-        """Return this pass's share of the tokens of a step, the weight of the routers' losses if a step has several passes."""
-        labels, num_items = arguments["labels"], arguments.get("num_items_in_batch")
-        if num_items is None or labels is None:
-            return 1.0
-        num_items = num_items.to(labels.device) if isinstance(num_items, torch.Tensor) else num_items
-        return (labels[..., 1:] != _IGNORED_LABEL).sum() / num_items
+        """Return the weight of the routers' losses in the loss of this pass. Default: 1, for a loss that is a mean over the pass."""
+        return 1.0

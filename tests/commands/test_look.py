@@ -233,6 +233,12 @@ def test_a_base_that_trained_or_has_other_tokens_is_refused(run, room, tmp_path)
     del model.config.upscale["base_sha256"]
     model.save_pretrained(changed)
     assert "are of no known base; expected the base itself. Give its folder as base." in refusal(changed)
+    resized, folder = loaded(room.made), with_tokenizer(tmp_path / "resized")
+    size = resized.config.vocab_size
+    resized.resize_token_embeddings(size + 8)
+    resized.save_pretrained(folder)
+    message = f"was resized from {size:,} to {size + 8:,} tokens since it was upscaled; expected the base with this vocabulary."
+    assert message in refusal(folder)
     other, absent = shutil.copytree(room.base, tmp_path / "other"), tmp_path / "absent"
     letter_tokenizer().save_pretrained(other)
     message = "whose tokenizer has other tokens than the model's; expected one tokenizer."

@@ -1,13 +1,15 @@
 """Configs that hold memory: what travels through config.json and what is refused."""
 
 import json
+import types
 
 import pytest
 import torch
 from models.fresh_process import run_python
+from models.test_task_heads import kinds_of
 from models.upscaled import memory_config, upscaled_model
 from tiny import FAMILIES, NATIVE_FAMILIES, tiny_model
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from midus_hf.models import FAMILIES as MEMORY_FAMILIES
 
@@ -97,6 +99,7 @@ def test_a_config_names_the_code_that_loads_it(family):
         "AutoConfig": f"modeling_midus.{name}Config",
         "AutoModel": f"modeling_midus.{name}Model",
         "AutoModelForCausalLM": f"modeling_midus.{name}ForCausalLM",
+        **{f"AutoModel{kind}": f"modeling_midus.{name}{kind}" for kind in kinds_of(family)},
     }
 
 
@@ -122,6 +125,33 @@ for family in {list(FAMILIES)}:
         names = (type(model.config).__name__, type(model.model).__name__, type(model).__name__)
         expected.append(" ".join([family, *names, type(model).__module__]))
     assert printed.splitlines() == expected
+
+
+def test_no_plan_splits_a_model_over_processes(family):
+    """A plan that split the head alone would cut a tied model where nothing else is cut."""
+    model = upscaled_model(family)
+    for module in (model, model.model):
+        assert not module._tp_plan and not getattr(module, "_pp_plan", None) and not module.supports_tp_plan
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"tp_plan": "auto"}, "tp_plan is 'auto'"),
+        ({"tp_size": 2}, "tp_size is 2"),
+        ({"distributed_config": {"tp_size": 2, "fsdp_size": 2}}, "tp_size is 2"),
+        ({"distributed_config": {"pp_size": 2}}, "pp_size is 2"),
+    ],
+)
+def test_parallelism_that_splits_a_model_is_refused(asked, message, tmp_path):
+    upscaled_model("qwen2").save_pretrained(tmp_path)
+    if "distributed_config" in asked:
+        asked = {"distributed_config": types.SimpleNamespace(**asked["distributed_config"])}
+    for auto in (AutoModel, AutoModelForCausalLM):
+        with pytest.raises(
+            ValueError, match=f"{message}, but a memory reads whole heads.*device_map, or train it with FSDP"
+        ):
+            auto.from_pretrained(tmp_path, **asked)
 
 
 def test_building_a_model_twice_from_one_seed_gives_the_same_bytes(family):

@@ -169,8 +169,10 @@ def test_attention_that_does_not_tell_is_refused_where_it_would_run(name, monkey
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_is_not_made_with_attention_that_never_tells_nor_set_to_it(family, name, tmp_path):
+def test_a_model_is_not_made_with_attention_that_never_tells_nor_set_to_it(family, name, tmp_path, monkeypatch):
     model = depth_model(family, dtype=torch.float32)
+    if name == "own":
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, name, untold)
     before = model.config._attn_implementation
     for one in (model, model.model):
         with pytest.raises(ValueError) as raised:
@@ -182,6 +184,13 @@ def test_a_model_is_not_made_with_attention_that_never_tells_nor_set_to_it(famil
             with pytest.raises(ValueError) as raised:
                 kind.from_pretrained(tmp_path, attn_implementation=name)
             assert str(raised.value) == refusal(name)
+
+
+def test_attention_that_nobody_knows_is_refused_by_the_family():
+    model = depth_model("llama", dtype=torch.float32)
+    with pytest.raises(ValueError, match='Specified `attn_implementation="foo"` is not supported'):
+        model.set_attn_implementation("foo")
+    assert model.config._attn_implementation == model.model.config._attn_implementation == "sdpa"
 
 
 def test_vllm_makes_no_such_model(monkeypatch):

@@ -1,5 +1,7 @@
 """Generation with memories that act: every cache and every way through a sequence gives the same tokens."""
 
+import warnings
+
 import pytest
 import torch
 from models.cases import CASES, CLOSE, GREEDY, chosen, chosen_in_turn
@@ -128,6 +130,23 @@ def test_later_tokens_change_no_earlier_logits(native_family, case, tmp_path):
     if case.dtype == torch.float32:  # those that are inserted, which compute each token alike whatever follows it
         assert torch.equal(after[:, :WINDOW], before[:, :WINDOW])
     assert not torch.allclose(after[:, WINDOW:], before[:, WINDOW:], atol=1e-3)
+
+
+@pytest.mark.filterwarnings("always:`past_key_values` is deprecated:FutureWarning")
+def test_the_older_name_of_the_cache_is_warned_of_where_transformers_warns(family):
+    model, caches = upscaled_model(family), [DynamicCache(), DynamicCache(), DynamicCache()]
+    native = tiny_model(family)
+    tokens = prompt()
+    for module, cache in ((native, caches[0]), (model, caches[1]), (model.model, caches[2])):
+        with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+            module(tokens, past_key_values=cache)
+        told = [each for each in caught if str(each.message).startswith("`past_key_values` is deprecated")]
+        assert len(told) == (CACHE == "cache") and cache.get_seq_length() == tokens.shape[1]
+    if CACHE == "cache":
+        with pytest.warns(
+            FutureWarning, match="deprecated, and ignored beside `cache`, as in Transformers. Use `cache`"
+        ):
+            model(tokens, cache=DynamicCache(), past_key_values=caches[1])
 
 
 def test_every_layer_fills_its_own_slot_of_the_cache(family):

@@ -11,6 +11,7 @@ from models.optimizer_steps import train_steps
 from models.upscaled import upscaled_model
 from pairs import by_default
 from tiny import prompt, tiny_model
+from transformers import AutoModel, AutoModelForCausalLM
 
 each_case = pytest.mark.parametrize("case", chosen())
 # How far sums in another order may be apart, by norms.
@@ -66,6 +67,16 @@ def test_with_a_frozen_base_what_is_new_learns_alike_under_checkpointing(native_
     assert all(gradient.any() for gradient in expected.values())
     enable_checkpointing(model, False)
     check_close(loss_and_gradients(model, prompt(), **arguments)[1], expected, RELATIVE[CASES[case].dtype])
+
+
+def test_a_config_that_asks_for_checkpointing_gets_it_in_every_layer(family):
+    config = upscaled_model(family).config
+    for auto in (AutoModel, AutoModelForCausalLM):
+        config.gradient_checkpointing = True
+        model = auto.from_config(config)
+        assert all(layer.gradient_checkpointing for layer in model.get_decoder().layers)
+        assert not hasattr(model.config, "gradient_checkpointing")  # taken out, as a family does
+        assert not any(layer.gradient_checkpointing for layer in auto.from_config(config).get_decoder().layers)
 
 
 @pytest.mark.parametrize(("case", "checkpointing"), chosen_in_turn([False, True]))

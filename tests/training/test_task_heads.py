@@ -1,4 +1,4 @@
-"""Heads over results of dense methods train, with PEFT too, and TRL trains upscaled models on preferences and rewards."""
+"""Heads over upscaled models train, with PEFT too, and TRL trains upscaled models on preferences and rewards."""
 
 import pytest
 import torch
@@ -39,12 +39,12 @@ QUIET |= {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_step
 
 @pytest.fixture
 def head(upscaled):
-    """Load a head from an upscaled checkpoint without memory."""
+    """Load a head from a checkpoint that a method has upscaled."""
 
-    def load(auto, **settings):
+    def load(auto, method="llama-pro", **settings):
         torch.manual_seed(1)
         settings = {"num_labels": 2, "pad_token_id": 0, **settings}
-        return auto.from_pretrained(upscaled("llama", "llama-pro"), **settings)
+        return auto.from_pretrained(upscaled("llama", method), **settings)
 
     return load
 
@@ -69,8 +69,9 @@ def test_the_head_of_a_language_model_and_a_bare_stack_stay_frozen(upscaled):
     assert not causal.model.norm.weight.requires_grad
 
 
-def test_a_trainer_of_memories_trains_a_classifier(head, tmp_path):
-    model = head(AutoModelForTokenClassification)
+@pytest.mark.parametrize("method", by_default(["midus-hml"], METHODS))
+def test_a_trainer_of_memories_trains_a_classifier(method, head, tmp_path):
+    model = head(AutoModelForTokenClassification, method)
     set_trainable(model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     rows = [{"input_ids": row, "labels": row % 2} for row in prompt()]
@@ -126,8 +127,9 @@ def check_moved(model, before):
     assert moved and moved <= trains
 
 
-def test_trl_trains_a_reward_model(head, tmp_path):
-    model = head(AutoModelForSequenceClassification, num_labels=1)
+@pytest.mark.parametrize("method", by_default(["moc"], METHODS))
+def test_trl_trains_a_reward_model(method, head, tmp_path):
+    model = head(AutoModelForSequenceClassification, method, num_labels=1)
     set_trainable(model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     trainer = MemoryRewardTrainer(

@@ -197,6 +197,10 @@ BASES: dict[str, tuple[Mutation, str]] = {
         set_tensor("model.norm.weight", lambda tensor: tensor.to(torch.complex64)),
         "model.norm.weight in model.safetensors is stored as C64; expected float32, float16 or bfloat16 weights. Start from the",
     ),
+    "a reward model": (
+        lambda base: write_tensors(base, {**read_tensors(base), "score.weight": torch.ones(1, 32)}),
+        "the checkpoint has score.weight, the head of a classifier, .*; expected a language model. Upscale the language model, and",
+    ),
     "NaN": (set_tensor("model.norm.weight", nan), "model.norm.weight holds NaN; expected finite weights. Repair the base, or pass"),
     "index not JSON": (sharded(replace("model.safetensors.index.json", "{")), "index.json is not a shard index .JSONDecodeError"),
     "index without map": (sharded(replace("model.safetensors.index.json", "{}")), "index.json is not a shard index .KeyError"),

@@ -41,6 +41,30 @@ def test_a_base_of_one_shard_with_an_index_comes_back_as_one(tmp_path):
     assert torch.equal(logits(base), logits(tmp_path / "stripped"))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_vocabulary_that_was_resized_stays_resized_and_this_is_said(family, tmp_path):
+    base, printed = save_base(tmp_path / "base", family), []
+
+    class Progress:
+        start = advance = stage = finish = lambda self, *_: None
+
+        def warn(self, message):
+            printed.append(message)
+
+    model = load(unverified(base, tmp_path / "out"))
+    model.resize_token_embeddings(140)
+    model.save_pretrained(tmp_path / "resized")
+    stripped = strip(tmp_path / "resized", tmp_path / "stripped", progress=Progress())
+    assert printed[0] == "the vocabulary was resized from 128 to 140 tokens since it was upscaled; it stays so."
+    assert "byte for byte: of another size, trained since it was upscaled, or cast" in printed[1]
+    assert stripped["base_confirmed"] is False and config_of(tmp_path / "stripped")["vocab_size"] == 140
+    tokens = torch.tensor([[5, 139, 6, 130, 7]])
+    with torch.no_grad():
+        logits_of_resized = load(tmp_path / "stripped")(tokens).logits
+        assert torch.equal(logits_of_resized, model.eval()(tokens).logits)  # new layers do nothing yet
+    assert torch.equal(load(tmp_path / "stripped")(tokens % 128).logits[..., :128], load(base)(tokens % 128).logits)
+
+
 def test_what_was_cast_stays_cast_and_this_is_said(base, tmp_path):
     printed = []
 

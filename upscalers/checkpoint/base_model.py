@@ -33,6 +33,8 @@ _EMBEDDING = "embed_tokens.weight"
 _LAYER_KEY = re.compile(r"^(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]*)\.(?P<rest>.+)$")
 # Number of layers behind the last that predict further tokens; transformers does not load them.
 _PREDICTING = "num_nextn_predict_layers"
+# Heads of Transformers' general classes for tasks (`transformers.modeling_layers`).
+_TASK_HEADS = ("score.weight", "qa_outputs.weight")
 MOST_LAYERS = 10_000
 _LISTED = 3
 
@@ -266,6 +268,13 @@ def open_base(
     if not prefix:
         expected = {name.removeprefix(_PREFIX): shape for name, shape in expected.items()}
         integers = {name.removeprefix(_PREFIX): dtype for name, dtype in integers.items()}
+    task_head = next((name for name in stored if name in _TASK_HEADS), None)
+    if task_head is not None:
+        raise RequestError(
+            f"the checkpoint has {task_head}, the head of a classifier, reward model or finder of answers, which the result would "
+            "lack; expected a language model. Upscale the language model, and load the result with "
+            "AutoModelForSequenceClassification or its kin."
+        )
     embedding, tied_head = f"{prefix}{_EMBEDDING}", None
     if embedding in expected and embedding not in stored:
         # What is left where duplicates were removed may be the head; transformers ties the embedding to it.

@@ -61,6 +61,17 @@ def whole_base_config(entry: Config) -> Config:
     return {**larger, LANGUAGE_KEY: {**larger[LANGUAGE_KEY], **upscaling_keys}}
 
 
+def resized_vocabulary(config: Config) -> tuple[int, int] | None:
+    """Return the number of tokens of the base's vocabulary and of the model's, if it was resized since `upscale` made the model.
+
+    Args:
+        config: Content of the model's `config.json`, which has the entry that `upscale` wrote.
+    """
+    language = language_entry(config)
+    before, size = language[CONFIG_KEY]["base_config"].get("vocab_size"), language.get("vocab_size")
+    return None if before is None or size is None or before == size else (before, size)
+
+
 def paper_entry(method: Method | type[Method]) -> dict[str, str] | None:
     """Return title and reference of a method's paper; None if it has none."""
     return None if method.paper is None else {"title": method.paper.title, "reference": method.paper.reference}

@@ -1,12 +1,13 @@
 """Removal of the new layers and memories of an upscaled checkpoint."""
 
+import copy
 import importlib.metadata
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from midus_hf.files.ownership import STRIPPED_KEY
+from midus_hf.files.ownership import LANGUAGE_KEY, STRIPPED_KEY
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import open_base, read_config
 from upscalers.checkpoint.content_digest import TensorDigests
@@ -15,9 +16,11 @@ from upscalers.checkpoint.source import resolve_source
 from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG
 from upscalers.record.provenance import (
     DIGEST_KEY,
+    LARGER_KEY,
     read_config_entry,
     read_plan,
     read_record,
+    resized_vocabulary,
     whole_base_config,
     write_record,
 )
@@ -33,7 +36,8 @@ def strip(
 ) -> dict[str, Any]:
     """Write the base that a checkpoint was upscaled from: its config, and the bytes of its tensors.
 
-    What training changed in base layers stays changed, and what `--dtype` cast stays cast. The digest of the base in
+    What training changed in base layers stays changed, what `--dtype` cast stays cast, and a vocabulary that was resized keeps its
+    size. The digest of the base in
     the config reveals both, and the result reports them. A small `upscale.json` beside the weights says what the base
     was stripped from.
 
@@ -55,7 +59,9 @@ def strip(
     started = time.perf_counter()
     progress = progress or Progress()
     with resolve_source(str(model)) as source:
-        entry = read_config_entry(read_config(source.folder), source.folder)
+        config = read_config(source.folder)
+        entry = read_config_entry(config, source.folder)
+        resized = resized_vocabulary(config)
         opened = open_base(source.folder)
         plan = read_plan(entry, opened)
         opened = with_blocks_of_base(opened, plan)
@@ -71,16 +77,17 @@ def strip(
         ):
             folder.flush(progress)  # runs beside the digests: it takes about as long, and no processor
             progress.stage("checking what was written", 1)
-            write_part(source.folder, folder.partial, _base_config(entry, tensors, progress), progress)
+            write_part(source.folder, folder.partial, _base_config(entry, tensors, resized, progress), progress)
             _restore_tokenizer_config(folder.partial, record)
             hashes = digests.finish()
             comparison = compare_with_base(hashes, entry, record)
             if comparison["base_confirmed"] is False:
                 differing = comparison["differing_tensors"]
                 difference = "the weights are" if differing is None else f"{differing} of {len(hashes)} tensors are"
+                size = "of another size, " if resized else ""
                 progress.warn(
-                    f"{difference} not the base's, byte for byte: trained since it was upscaled, or cast. Where the base itself is "
-                    "needed, take the base's own checkpoint."
+                    f"{difference} not the base's, byte for byte: {size}trained since it was upscaled, or cast. Where the base "
+                    "itself is needed, take the base's own checkpoint."
                 )
             removal = {"model": source.label, "method": entry["method"], "removed_layers": plan.new_indices}
             removal |= {"removed_memories": list(plan.new_memories)} if plan.new_memories else {}
@@ -100,9 +107,18 @@ def strip(
     }
 
 
-def _base_config(entry: Config, tensors: list[OutputTensor], progress: Progress) -> Config:
-    """Return the base's config, with the dtype of the tensors if these were cast."""
+def _base_config(
+    entry: Config, tensors: list[OutputTensor], resized: tuple[int, int] | None, progress: Progress
+) -> Config:
+    """Return the base's config, with the dtype of the tensors if these were cast, and the vocabulary's size if it was resized."""
     config, dtype = whole_base_config(entry), TORCH_NAMES[dtype_of_most(tensors)]
+    if resized:
+        before, size = resized
+        config = copy.deepcopy(config)
+        (config[LANGUAGE_KEY] if LARGER_KEY in entry else config)["vocab_size"] = size
+        progress.warn(
+            f"the vocabulary was resized from {before:,} to {size:,} tokens since it was upscaled; it stays so."
+        )
     base_dtype = entry.get("base_dtype", dtype)
     if dtype == base_dtype:
         return config

@@ -153,8 +153,21 @@ class DriftRequest(TextRequest):
         if self.base != "self":
             check_model_name("base", self.base)
             return
+        from midus_hf.files.ownership import has_config_entry
+        from upscalers.checkpoint.base_model import read_config
+        from upscalers.checkpoint.source import resolve_source
+        from upscalers.record.provenance import resized_vocabulary
         from upscalers.runs.base_confirmation import keeps_base
 
+        with resolve_source(self.model) as source:
+            config = read_config(source.folder)
+        resized = resized_vocabulary(config) if has_config_entry(config) else None
+        if resized is not None:
+            before, size = resized
+            raise ValueError(
+                f"base is 'self', but the vocabulary of {self.model!r} was resized from {before:,} to {size:,} tokens since "
+                "it was upscaled; expected the base with this vocabulary. 'upscale strip' writes it: give its folder as base."
+            )
         kept = keeps_base(self.model)
         if not kept:
             trained = "are not those that it was upscaled from: trained since, or cast"

@@ -6,6 +6,7 @@ run time, by `midus_hf.models.inference.modules`.
 """
 
 import importlib
+import sys
 import warnings
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from midus_hf.models.host import HEAD_KINDS
 from midus_hf.models.listing import show_in_transformers
 
 #: Families with a module here, by `model_type`.
@@ -42,6 +44,10 @@ def register_family(causal_lm_class: Any) -> Any:
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     AutoModel.register(config_class, causal_lm_class.model_class, exist_ok=True)
     AutoModelForCausalLM.register(config_class, causal_lm_class, exist_ok=True)
+    module = sys.modules[config_class.__module__]
+    for auto_class, name in config_class.class_names().items():
+        if auto_class.endswith(HEAD_KINDS):  # heads stand above the language model in the module
+            getattr(transformers, auto_class).register(config_class, getattr(module, name), exist_ok=True)
     name = causal_lm_class.__name__
     is_shared = sum(each.__name__ == name for each in FAMILIES.values()) > 1
     show_in_transformers(name, AutoModelForCausalLM if is_shared else causal_lm_class)

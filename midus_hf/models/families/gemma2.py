@@ -5,6 +5,8 @@ from transformers.models.gemma2.modeling_gemma2 import (
     Gemma2Attention,
     Gemma2DecoderLayer,
     Gemma2ForCausalLM,
+    Gemma2ForSequenceClassification,
+    Gemma2ForTokenClassification,
     Gemma2MLP,
     Gemma2Model,
 )
@@ -14,6 +16,7 @@ from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
 from midus_hf.models.layer import HostLayer
+from midus_hf.models.task_heads import MemoryForClassification
 
 
 class MidusGemma2Config(MemoryConfig, Gemma2Config):
@@ -46,6 +49,20 @@ class MidusGemma2Model(MemoryModel, Gemma2Model):
     config: MidusGemma2Config
     layer_classes = (MidusGemma2Layer,)
     block_classes = (MidusGemma2Block,)
+
+
+class MidusGemma2ForSequenceClassification(MemoryForClassification, Gemma2ForSequenceClassification):
+    """`Gemma2ForSequenceClassification` over a `MidusGemma2Model`."""
+
+    config: MidusGemma2Config
+    model_class = MidusGemma2Model
+
+
+class MidusGemma2ForTokenClassification(MemoryForClassification, Gemma2ForTokenClassification):
+    """`Gemma2ForTokenClassification` over a `MidusGemma2Model`."""
+
+    config: MidusGemma2Config
+    model_class = MidusGemma2Model
 
 
 @register_family

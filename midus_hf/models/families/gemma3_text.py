@@ -6,6 +6,7 @@ from transformers.models.gemma3.modeling_gemma3 import (
     Gemma3DecoderLayer,
     Gemma3ForCausalLM,
     Gemma3MLP,
+    Gemma3TextForSequenceClassification,
     Gemma3TextModel,
 )
 
@@ -14,6 +15,7 @@ from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
 from midus_hf.models.layer import HostLayer
+from midus_hf.models.task_heads import MemoryForClassification
 
 
 class MidusGemma3Config(MemoryConfig, Gemma3TextConfig):
@@ -46,6 +48,13 @@ class MidusGemma3Model(MemoryModel, Gemma3TextModel):
     config: MidusGemma3Config
     layer_classes = (MidusGemma3Layer,)
     block_classes = (MidusGemma3Block,)
+
+
+class MidusGemma3ForSequenceClassification(MemoryForClassification, Gemma3TextForSequenceClassification):
+    """`Gemma3TextForSequenceClassification` over a `MidusGemma3Model`."""
+
+    config: MidusGemma3Config
+    model_class = MidusGemma3Model
 
 
 @register_family

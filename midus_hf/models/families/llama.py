@@ -5,6 +5,9 @@ from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
     LlamaForCausalLM,
+    LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
     LlamaMLP,
     LlamaModel,
 )
@@ -14,6 +17,7 @@ from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
 from midus_hf.models.layer import HostLayer
+from midus_hf.models.task_heads import MemoryForClassification, MemoryForQuestionAnswering
 
 
 class MidusLlamaConfig(MemoryConfig, LlamaConfig):
@@ -42,6 +46,27 @@ class MidusLlamaModel(MemoryModel, LlamaModel):
     config: MidusLlamaConfig
     layer_classes = (MidusLlamaLayer,)
     block_classes = (MidusLlamaBlock,)
+
+
+class MidusLlamaForSequenceClassification(MemoryForClassification, LlamaForSequenceClassification):
+    """`LlamaForSequenceClassification` over a `MidusLlamaModel`."""
+
+    config: MidusLlamaConfig
+    model_class = MidusLlamaModel
+
+
+class MidusLlamaForTokenClassification(MemoryForClassification, LlamaForTokenClassification):
+    """`LlamaForTokenClassification` over a `MidusLlamaModel`."""
+
+    config: MidusLlamaConfig
+    model_class = MidusLlamaModel
+
+
+class MidusLlamaForQuestionAnswering(MemoryForQuestionAnswering, LlamaForQuestionAnswering):
+    """`LlamaForQuestionAnswering` over a `MidusLlamaModel`."""
+
+    config: MidusLlamaConfig
+    model_class = MidusLlamaModel
 
 
 @register_family

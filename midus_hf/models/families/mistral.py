@@ -5,6 +5,9 @@ from transformers.models.mistral.modeling_mistral import (
     MistralAttention,
     MistralDecoderLayer,
     MistralForCausalLM,
+    MistralForQuestionAnswering,
+    MistralForSequenceClassification,
+    MistralForTokenClassification,
     MistralMLP,
     MistralModel,
 )
@@ -14,6 +17,7 @@ from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
 from midus_hf.models.layer import HostLayer
+from midus_hf.models.task_heads import MemoryForClassification, MemoryForQuestionAnswering
 
 
 class MidusMistralConfig(MemoryConfig, MistralConfig):
@@ -42,6 +46,27 @@ class MidusMistralModel(MemoryModel, MistralModel):
     config: MidusMistralConfig
     layer_classes = (MidusMistralLayer,)
     block_classes = (MidusMistralBlock,)
+
+
+class MidusMistralForSequenceClassification(MemoryForClassification, MistralForSequenceClassification):
+    """`MistralForSequenceClassification` over a `MidusMistralModel`."""
+
+    config: MidusMistralConfig
+    model_class = MidusMistralModel
+
+
+class MidusMistralForTokenClassification(MemoryForClassification, MistralForTokenClassification):
+    """`MistralForTokenClassification` over a `MidusMistralModel`."""
+
+    config: MidusMistralConfig
+    model_class = MidusMistralModel
+
+
+class MidusMistralForQuestionAnswering(MemoryForQuestionAnswering, MistralForQuestionAnswering):
+    """`MistralForQuestionAnswering` over a `MidusMistralModel`."""
+
+    config: MidusMistralConfig
+    model_class = MidusMistralModel
 
 
 @register_family

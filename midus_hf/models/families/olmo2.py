@@ -5,6 +5,7 @@ from transformers.models.olmo2.modeling_olmo2 import (
     Olmo2Attention,
     Olmo2DecoderLayer,
     Olmo2ForCausalLM,
+    Olmo2ForSequenceClassification,
     Olmo2MLP,
     Olmo2Model,
 )
@@ -14,6 +15,7 @@ from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
 from midus_hf.models.layer import HostLayer
+from midus_hf.models.task_heads import MemoryForClassification
 
 
 class MidusOlmo2Config(MemoryConfig, Olmo2Config):
@@ -48,6 +50,13 @@ class MidusOlmo2Model(MemoryModel, Olmo2Model):
     config: MidusOlmo2Config
     layer_classes = (MidusOlmo2Layer,)
     block_classes = (MidusOlmo2Block,)
+
+
+class MidusOlmo2ForSequenceClassification(MemoryForClassification, Olmo2ForSequenceClassification):
+    """`Olmo2ForSequenceClassification` over a `MidusOlmo2Model`."""
+
+    config: MidusOlmo2Config
+    model_class = MidusOlmo2Model
 
 
 @register_family

@@ -5,6 +5,9 @@ from transformers.models.qwen2.modeling_qwen2 import (
     Qwen2Attention,
     Qwen2DecoderLayer,
     Qwen2ForCausalLM,
+    Qwen2ForQuestionAnswering,
+    Qwen2ForSequenceClassification,
+    Qwen2ForTokenClassification,
     Qwen2MLP,
     Qwen2Model,
 )
@@ -14,6 +17,7 @@ from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
 from midus_hf.models.layer import HostLayer
+from midus_hf.models.task_heads import MemoryForClassification, MemoryForQuestionAnswering
 
 
 class MidusQwen2Config(MemoryConfig, Qwen2Config):
@@ -42,6 +46,27 @@ class MidusQwen2Model(MemoryModel, Qwen2Model):
     config: MidusQwen2Config
     layer_classes = (MidusQwen2Layer,)
     block_classes = (MidusQwen2Block,)
+
+
+class MidusQwen2ForSequenceClassification(MemoryForClassification, Qwen2ForSequenceClassification):
+    """`Qwen2ForSequenceClassification` over a `MidusQwen2Model`."""
+
+    config: MidusQwen2Config
+    model_class = MidusQwen2Model
+
+
+class MidusQwen2ForTokenClassification(MemoryForClassification, Qwen2ForTokenClassification):
+    """`Qwen2ForTokenClassification` over a `MidusQwen2Model`."""
+
+    config: MidusQwen2Config
+    model_class = MidusQwen2Model
+
+
+class MidusQwen2ForQuestionAnswering(MemoryForQuestionAnswering, Qwen2ForQuestionAnswering):
+    """`Qwen2ForQuestionAnswering` over a `MidusQwen2Model`."""
+
+    config: MidusQwen2Config
+    model_class = MidusQwen2Model
 
 
 @register_family

@@ -5,6 +5,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3Attention,
     Qwen3DecoderLayer,
     Qwen3ForCausalLM,
+    Qwen3ForQuestionAnswering,
+    Qwen3ForSequenceClassification,
+    Qwen3ForTokenClassification,
     Qwen3MLP,
     Qwen3Model,
 )
@@ -14,6 +17,7 @@ from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
 from midus_hf.models.layer import HostLayer
+from midus_hf.models.task_heads import MemoryForClassification, MemoryForQuestionAnswering
 
 
 class MidusQwen3Config(MemoryConfig, Qwen3Config):
@@ -42,6 +46,27 @@ class MidusQwen3Model(MemoryModel, Qwen3Model):
     config: MidusQwen3Config
     layer_classes = (MidusQwen3Layer,)
     block_classes = (MidusQwen3Block,)
+
+
+class MidusQwen3ForSequenceClassification(MemoryForClassification, Qwen3ForSequenceClassification):
+    """`Qwen3ForSequenceClassification` over a `MidusQwen3Model`."""
+
+    config: MidusQwen3Config
+    model_class = MidusQwen3Model
+
+
+class MidusQwen3ForTokenClassification(MemoryForClassification, Qwen3ForTokenClassification):
+    """`Qwen3ForTokenClassification` over a `MidusQwen3Model`."""
+
+    config: MidusQwen3Config
+    model_class = MidusQwen3Model
+
+
+class MidusQwen3ForQuestionAnswering(MemoryForQuestionAnswering, Qwen3ForQuestionAnswering):
+    """`Qwen3ForQuestionAnswering` over a `MidusQwen3Model`."""
+
+    config: MidusQwen3Config
+    model_class = MidusQwen3Model
 
 
 @register_family

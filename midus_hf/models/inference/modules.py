@@ -12,11 +12,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+import transformers
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, modeling_layers
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import midus_hf.models.families as families
 from midus_hf.models.families import FAMILIES
+from midus_hf.models.host import HEAD_KINDS
 from midus_hf.models.inference.architecture import Architecture, architecture_of, passes_on
 from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_larger_model
 from midus_hf.models.parts import NamesParts
@@ -71,7 +73,8 @@ def family_source(model_type: str) -> str:
     architecture = architecture_of(model_type)
     family = architecture.causal_lm.__name__.removesuffix("ForCausalLM")
     attention, mlp, config = architecture.attention, architecture.mlp, architecture.config
-    own = (*architecture.layers, architecture.stack, architecture.causal_lm, attention, mlp)
+    heads = _heads(config)
+    own = (*architecture.layers, architecture.stack, architecture.causal_lm, attention, mlp, *heads.values())
     conversions = _conversions(f"Midus{family}ForCausalLM", model_type, architecture.causal_lm.__name__)
     kinds = {layer: _kind(family, layer, architecture) for layer in architecture.layers}
     return _SOURCE.format(
@@ -86,10 +89,27 @@ def family_source(model_type: str) -> str:
         block_classes=", ".join(f"Midus{family}{kind}Block" for kind in kinds.values()),
         model=architecture.stack.__name__,
         causal_lm=architecture.causal_lm.__name__,
+        mixins=_MIXINS.format(names=", ".join(sorted({_mixin(kind) for kind in heads}))) if heads else "",
+        heads="".join(
+            _HEAD.format(family=family, kind=kind, mixin=_mixin(kind), head=head.__name__)
+            for kind, head in heads.items()
+        ),
         shared=_SHARED if conversions else "",
         logit_scale=_LOGIT_SCALE if model_type == "hyperclovax" else "",
         conversions=conversions,
     )
+
+
+def _heads(config: Any) -> dict[str, type]:
+    """Return the task heads of a family by their kind: those that are Transformers' general ones, whose forward is known."""
+    generic = {kind: getattr(modeling_layers, f"Generic{kind}") for kind in HEAD_KINDS}
+    tables = {kind: getattr(transformers, f"AutoModel{kind}")._model_mapping for kind in HEAD_KINDS}
+    own = {kind: tables[kind][config] for kind in HEAD_KINDS if config in tables[kind]}
+    return {kind: head for kind, head in own.items() if isinstance(head, type) and issubclass(head, generic[kind])}
+
+
+def _mixin(kind: str) -> str:
+    return f"Memory{kind if kind == 'ForQuestionAnswering' else 'ForClassification'}"
 
 
 def _conversions(name: str, model_type: str, native: str) -> str:
@@ -215,7 +235,7 @@ from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
 from midus_hf.models.layer import HostLayer
-{shared}
+{shared}{mixins}
 
 class Midus{family}Config(MemoryConfig, {config}):
     """`{config}` with a list of memory entries."""
@@ -233,7 +253,7 @@ class Midus{family}Model(MemoryModel, {model}):
     layer_classes = ({layer_classes},)
     block_classes = ({block_classes},)
 
-
+{heads}
 @register_family
 class Midus{family}ForCausalLM(MemoryForCausalLM, {causal_lm}):
     """`{causal_lm}` over a `Midus{family}Model`."""
@@ -241,6 +261,17 @@ class Midus{family}ForCausalLM(MemoryForCausalLM, {causal_lm}):
     config: Midus{family}Config
     model_class = Midus{family}Model
 {conversions}'''
+
+_MIXINS = "from midus_hf.models.task_heads import {names}\n"
+
+_HEAD = '''
+class Midus{family}{kind}({mixin}, {head}):
+    """`{head}` over a `Midus{family}Model`."""
+
+    config: Midus{family}Config
+    model_class = Midus{family}Model
+
+'''
 
 # TRL's fused losses take `logits_scaling` of any type but `hyperclovax` for a divisor, and read `logit_scale` first.
 _LOGIT_SCALE = '''

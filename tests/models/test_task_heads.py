@@ -1,0 +1,130 @@
+"""Classifiers, reward models and finders of answers over stacks that host memory, with and without the package."""
+
+import pytest
+import torch
+import transformers
+from models.cases import CASES, chosen_in_turn
+from models.chapter_models import chapter_model
+from models.fresh_process import run_python
+from models.hosting import host_config
+from tiny import NATIVE_FAMILIES, prompt, tiny_model
+from transformers import set_seed
+from transformers.models.auto import modeling_auto
+
+KINDS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+LABELS = {
+    "ForSequenceClassification": {"labels": torch.tensor([2, 0])},
+    "ForTokenClassification": {"labels": prompt() % 3},
+    "ForQuestionAnswering": {"start_positions": torch.tensor([1, 4]), "end_positions": torch.tensor([3, 4])},
+}
+# Loads a head, and computes its logits as one tensor.
+_LOAD = """
+import torch, transformers
+
+def loaded(kind, folder, **settings):
+    head, info = getattr(transformers, f"AutoModel{kind}").from_pretrained(folder, output_loading_info=True, **settings)
+    return head.eval(), info
+
+def logits_of(head, tokens, **arguments):
+    with torch.no_grad():
+        output = head(tokens, **arguments)
+    return output.logits if "logits" in output else torch.stack((output.start_logits, output.end_logits), -1)
+"""
+here = {}
+exec(_LOAD, here)
+loaded, logits_of = here["loaded"], here["logits_of"]
+
+
+def kinds_of(family):
+    """Return the kinds of heads that Transformers has of a family."""
+    config = NATIVE_FAMILIES[family].config_class
+    return [kind for kind in KINDS if config in getattr(transformers, f"AutoModel{kind}")._model_mapping]
+
+
+def head_of(kind, model, **settings):
+    """Return a random head with the stack of a language model."""
+    set_seed(5)
+    config = model.config.__class__.from_dict(
+        {**model.config.to_dict(), "num_labels": 3, "pad_token_id": 0, **settings}
+    )
+    head = getattr(transformers, f"AutoModel{kind}").from_config(config).to(model.dtype).eval()
+    head.model.load_state_dict(model.model.state_dict())
+    return head
+
+
+@pytest.mark.parametrize(("case", "kind"), chosen_in_turn(KINDS))
+def test_a_head_reads_what_the_stack_computes_from_all_inputs_of_memories(case, kind, tmp_path):
+    causal = CASES[case].model("llama", tmp_path)
+    head, tokens = head_of(kind, causal), prompt()
+    if CASES[case].fetches:
+        head.banks._open = causal.banks._open
+    given, mask = CASES[case].given(), torch.ones_like(tokens)
+    mask[0, :5] = 0
+    with torch.no_grad():
+        hidden = causal.model(tokens, attention_mask=mask, **given).last_hidden_state
+        expected = (head.qa_outputs if kind == "ForQuestionAnswering" else head.score)(hidden)
+    if kind == "ForSequenceClassification":
+        expected = expected[:, -1]
+    assert torch.equal(logits_of(head, tokens, attention_mask=mask, **given), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_of_a_family_is_the_head_of_its_base_where_memories_do_nothing(native_family, kind):
+    if kind not in kinds_of(native_family):
+        pytest.skip("Transformers has no such head of the family")
+    config, auto = tiny_model(native_family).config, getattr(transformers, f"AutoModel{kind}")
+    set_seed(3)
+    base = auto.from_config(config).eval()
+    head = auto.from_config(host_config(config, [])).eval()
+    weights = {name.replace("transformer.", "model.", 1): tensor for name, tensor in base.state_dict().items()}
+    head.load_state_dict(weights)
+    assert torch.equal(logits_of(head, prompt()), logits_of(base, prompt()))
+    assert type(head).__name__ in getattr(modeling_auto, f"{_TABLES[kind]}_NAMES").values()
+    assert modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(head.config.model_type) != type(head).__name__
+
+
+_TABLES = {
+    "ForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "ForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+    "ForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_losses_of_routers_join_the_loss_in_training(kind):
+    causal = chapter_model(routing="chunk")
+    head, tokens = head_of(kind, causal, classifier_dropout=0.0), prompt()
+    plain = head(tokens, **LABELS[kind])
+    assert "aux_loss" not in plain
+    trained = head.train()(tokens, **LABELS[kind], use_cache=False)
+    added = causal.train()(tokens, labels=tokens, use_cache=False).aux_loss
+    assert added > 0 and torch.equal(trained.aux_loss, added) and torch.equal(trained.loss, plain.loss + added)
+    trained.loss.backward()
+    routers = [parameter.grad for name, parameter in head.named_parameters() if "router" in name]
+    assert routers and all(gradient is not None and gradient.any() for gradient in routers)
+    with torch.no_grad():
+        wanted = head.eval()(tokens, **LABELS[kind], output_router_logits=True)
+    assert wanted.router_logits and torch.equal(wanted.loss, plain.loss + wanted.aux_loss)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_on_a_language_model_lacks_its_own_tensors_alone_and_loads_without_the_package(kind, tmp_path):
+    chapter_model(routing="chunk", dtype=torch.float32).save_pretrained(tmp_path / "causal")
+    head, info = loaded(kind, tmp_path / "causal", num_labels=2)
+    assert info["missing_keys"] == {name for name in head.state_dict() if not name.startswith("model.")}
+    head.save_pretrained(tmp_path / "head")
+    expected = logits_of(head, prompt())
+    torch.save(prompt(), tmp_path / "prompt.pt")
+    run_python(
+        f"""{_LOAD}
+lacking = loaded("{kind}", "causal", trust_remote_code=True, num_labels=2)[1]["missing_keys"]
+head, info = loaded("{kind}", "head", trust_remote_code=True)
+assert not info["missing_keys"] and type(head).__module__.endswith("modeling_midus")
+torch.save([logits_of(head, torch.load("prompt.pt")), sorted(lacking)], "found.pt")
+""",
+        tmp_path,
+        package_present=False,
+    )
+    found, lacking = torch.load(tmp_path / "found.pt")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert lacking == sorted(info["missing_keys"])
