@@ -176,8 +176,9 @@ class Closure:
         resolved = self._resolved(*origin) if origin.name == name else None
         if resolved is None and name not in self._left_out:
             raise ValueError(
-                f"{module} reads {name}, which is not a function, a class or a constant under its own name, so that the code of a "
-                "checkpoint cannot have it. Import names from the modules that define them: from package.module import name."
+                f"{module} reads {name}, which no module of {module.partition('.')[0]} defines as a function, a class or a constant "
+                "of this name, so that the code of a checkpoint cannot have it. Import names from the modules that define them: from "
+                "package.module import name."
             )
         return resolved
 

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import itertools
 import re
 from collections.abc import Collection
 from functools import cache
@@ -50,7 +51,7 @@ class Source:
         for statement in ast.parse(text).body:
             is_for_types = isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING"
             body += statement.body if is_for_types else [statement]  # type: ignore[attr-defined]
-        for statement, following in zip(body, [*body[1:], None], strict=True):
+        for statement, following in itertools.zip_longest(body, body[1:]):
             self._take(statement, following)
 
     def definition(self, name: str) -> str:

@@ -240,8 +240,11 @@ def _overlap(first: Path, second: Path) -> bool:
 
 
 def _check_corpora(comparison: Comparison, variants: Sequence[Variant]) -> None:
-    """Check that `midus train` can read the corpora of all variants; what a function reads is its own."""
-    from midus_hf.topics.corpus import read_corpus
+    """Check that `midus train` can read the corpora of all variants that lie here; what a function reads is its own.
+
+    A dataset of the Hub would be downloaded whole.
+    """
+    from midus_hf.topics.corpus import may_be_dataset_id, read_corpus
 
     assert isinstance(comparison.train, Mapping), "files have been read"
     read: set[str] = set()
@@ -257,7 +260,9 @@ def _check_corpora(comparison: Comparison, variants: Sequence[Variant]) -> None:
         named["text_column"] = train.get("text_column") or "text"
         for key, corpus in corpora.items():
             source = json.dumps([corpus, named])
-            if variant.function is None and source not in read:
+            names = [corpus] if isinstance(corpus, str) else list(corpus or ())
+            may_be_ids = all(may_be_dataset_id(name) and not Path(name).expanduser().exists() for name in names)
+            if variant.function is None and source not in read and not (names and may_be_ids):
                 read_corpus(corpus, key=key, **named)
                 read.add(source)
 

@@ -66,7 +66,8 @@ def _without(value: Any, is_secret: bool) -> Any:
 
 
 def _hidden_pair(match: re.Match) -> str:
-    if _PLAIN.fullmatch(match["value"]) or not names_secret(match["key"].strip("{, '\"\n\t")):
+    name = match["key"].strip("{, '\"\n\t")
+    if name.lower() == "key" or _PLAIN.fullmatch(match["value"]) or not names_secret(name):  # of "expected key=value"
         return match[0]
     return f"{match['key']}{match['between']}{HIDDEN}"
 

@@ -60,7 +60,7 @@ def hosted_memories(model: nn.Module, *methods: str) -> list[HostedMemory]:
 
 def depth_heads(block: Any) -> DepthHeads | None:
     """Return a decoder layer's part in attention over the depth; None if it has none."""
-    return next((site for site in getattr(block, "stands", ()) if isinstance(site, DepthHeads)), None)
+    return next((site for site in getattr(block, "attached", ()) if isinstance(site, DepthHeads)), None)
 
 
 def lacking(model: Any, part: str) -> ValueError:

@@ -55,7 +55,7 @@ class LayerWithSites(NamesParts):
         Raises:
             MissingPart: If the layer lacks the part at which a memory is to be attached.
         """
-        self.layer_idx = layer_idx
+        self.layer_idx, self.call = layer_idx, None
         entries = memories.attached_to(layer_idx)
         built = {
             entry.name: build_memory(entry.options, memories.sizes, entry.layers.index(layer_idx), len(entry.layers))

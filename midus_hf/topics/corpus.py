@@ -201,6 +201,12 @@ def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+def may_be_dataset_id(source: str) -> bool:
+    """Return whether a name could be the id of a dataset on the Hub."""
+    is_id = _DATASET_ID.fullmatch(source) is not None
+    return is_id and _kind_of(Path(source)) is None and source not in KINDS.values()
+
+
 def _label(key: str, sources: str | Sequence[str]) -> str:
     return f"{key} {sources!r}" if isinstance(sources, str) else f"{key} {', '.join(map(repr, sources))}"
 
@@ -247,7 +253,7 @@ def _read_source(
 
     path = Path(source).expanduser()
     resolved = os.path.realpath(path)
-    is_id = _DATASET_ID.fullmatch(source) and _kind_of(path) is None and source not in KINDS.values()
+    is_id = may_be_dataset_id(source)
     if not path.exists() and not is_id:  # `datasets` reads the current folder for an id such as `json`
         raise ValueError(f"{key} is {source!r}, which does not exist; expected a file, a folder or a dataset id.")
     if path.exists() and ("::" in resolved or (path.is_dir() and glob.escape(resolved) != resolved)):

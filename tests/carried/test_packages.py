@@ -72,7 +72,8 @@ def test_variables_may_have_the_name_of_a_definition(written):
 
 def test_a_name_that_is_imported_under_another_is_refused(written):
     with pytest.raises(
-        ValueError, match=r"of_others\.zz reads doubled, which is not a function, a class or a constant under its"
+        ValueError,
+        match=r"of_others\.zz reads doubled, which no module of of_others defines as a function, a class or a",
     ):
         written(
             "zz.apply",

@@ -52,7 +52,8 @@ def test_what_layers_add_is_as_large_at_every_depth(depth):
     model, of_memory, of_network, at_the_end = llama(config).eval(), [], [], []
     for layer in model.model.layers:
         layer.memories["ultramem"].register_forward_hook(lambda _, read, out: of_memory.append(mean_square(out)))
-        layer.mlp.register_forward_hook(lambda _, read, out: of_network.append(mean_square(out)))
+        # Before the hook that adds the memory.
+        layer.mlp.register_forward_hook(lambda _, read, out: of_network.append(mean_square(out)), prepend=True)
     model.model.norm.register_forward_pre_hook(lambda _, read: at_the_end.append(mean_square(read[0])))
     with torch.no_grad():
         model(torch.randint(0, 512, (2, tokens)), use_cache=False)

@@ -80,9 +80,12 @@ def test_the_tree_of_a_run_is_saved_beside_its_model_and_goes_wherever_the_model
     delete(EditRequest(made / "model", tmp_path / "deleted"), ["2:4"])
     upscale(base=made / "model", method="llama-pro", output=tmp_path / "deeper", num_new_layers=1, verify=False)
     strip(tmp_path / "deeper", tmp_path / "stripped")
-    for name in ("saved", "deleted", "deeper", "stripped"):
+    for name in ("saved", "deeper", "stripped"):
         assert fingerprints(tmp_path / name) == both, name
         assert AutoModelForCausalLM.from_pretrained(tmp_path / name).banks.of("hier-ffn").tree == TREE.fingerprint
+    own, beside = fingerprints(tmp_path / "deleted")  # of a tree without the deleted topic
+    assert own == beside != TREE.fingerprint
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "deleted").banks.of("hier-ffn").tree == own
 
 
 def test_a_tree_may_be_named_by_its_model_and_a_persons_files_are_copied(blocks_for, made, tmp_path):

@@ -80,7 +80,7 @@ def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_p
         ("learning_rte=1", "midus train: config has no option 'learning_rte'. Did you mean 'learning_rate'"),
         pytest.param(
             "attn_implementation=flash_attention_2",
-            "midus train: model_name_or_path is ",
+            "midus train: attn_implementation is 'flash_attention_2', which needs the package flash-attn or kernels, not",
             marks=pytest.mark.skipif(any(map(find_spec, ("flash_attn", "kernels"))), reason="it may be had here"),
         ),
         (

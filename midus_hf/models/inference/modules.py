@@ -193,6 +193,8 @@ def larger_source(model_type: str) -> str:
         model_type=model_type,
         config_module=config.__module__,
         config=config.__name__,
+        # Not `Midus{config}`: the language model's config may have that name.
+        own_config=f"Midus{larger.__name__}Config",
         modeling=larger.__module__,
         larger=larger.__name__,
         language_module=language.__module__,
@@ -297,17 +299,16 @@ _LARGER_SOURCE = '''"""{larger} with memory in its language model."""
 from {config_module} import {config}
 from {modeling} import {larger}
 
-from {language_module} import {language_config} as LanguageConfig
-from {language_module} import {language_model}
+from {language_module} import {language_config}, {language_model}
 {shared}from midus_hf.models.larger_model import LargerMemoryConfig, MemoryForConditionalGeneration
 from midus_hf.models.families import register_larger_family
 
 
-class Midus{config}(LargerMemoryConfig, {config}):
+class {own_config}(LargerMemoryConfig, {config}):
     """`{config}` whose language model has a list of memory entries."""
 
     model_type = "midus_{model_type}"
-    language_config_class = LanguageConfig
+    language_config_class = {language_config}
     larger_class_name = "Midus{larger}"
 
 
@@ -315,7 +316,7 @@ class Midus{config}(LargerMemoryConfig, {config}):
 class Midus{larger}(MemoryForConditionalGeneration, {larger}):
     """`{larger}` whose language model is a `{language_model}`."""
 
-    config: Midus{config}
+    config: {own_config}
     model_class = {language_model}
     stack_path = "{path}"
 
