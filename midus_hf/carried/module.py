@@ -137,12 +137,24 @@ class Closure:
                     pending += filter(None, (self._resolved(name.module, each) for each in sorted(names_read(text))))
         defined: dict[str, Name] = {}
         for name in sorted(self._kept):
-            other = defined.setdefault(name.name, name)
-            if other is not name:
-                raise ValueError(
-                    f"{other.module} and {name.module} both define {name.name}, and the code of a checkpoint needs both; expected "
-                    "one definition of a name. Rename one of them."
-                )
+            self._define(defined, name.name, name)
+        # Other names under which definitions are imported, by module.
+        self._aliases: dict[str, dict[str, str]] = {}
+        for name, text in sorted(self._kept.items()):
+            for called in sorted(names_read(text) & self._source(name.module).imports.keys()):
+                meant = self._resolved(name.module, called)
+                if meant is not None and meant.name != called:
+                    self._define(defined, called, meant)
+                    self._aliases.setdefault(name.module, {})[called] = meant.name
+
+    @staticmethod
+    def _define(defined: dict[str, Name], called: str, name: Name) -> None:
+        other = defined.setdefault(called, name)
+        if other != name:
+            raise ValueError(
+                f"{other.module} and {name.module} both define {called}, and the code of a checkpoint needs both; expected one "
+                "definition of a name. Rename one of them."
+            )
 
     def text(self) -> str:
         """Return the source of the module: imports, then the definitions of each module behind those of modules that it imports."""
@@ -155,6 +167,7 @@ class Closure:
             imports |= {
                 source.import_line(name) for text in texts for name in names_read(text) & source.libraries.keys()
             }
+            texts = [f"{called} = {meant}\n" for called, meant in self._aliases.get(module, {}).items()] + texts
             if texts:
                 sections.append(f"# {module}\n{_listed(texts)}")
         return "\n".join(sorted(imports)) + "\n\n\n" + "\n\n".join(sections)
@@ -173,11 +186,11 @@ class Closure:
         if name not in source.imports:
             return None
         origin = source.imports[name]
-        resolved = self._resolved(*origin) if origin.name == name else None
+        resolved = self._resolved(*origin) if origin.name else None
         if resolved is None and name not in self._left_out:
             raise ValueError(
-                f"{module} reads {name}, which no module of {module.partition('.')[0]} defines as a function, a class or a constant "
-                "of this name, so that the code of a checkpoint cannot have it. Import names from the modules that define them: from "
+                f"{module} reads {name}, which no module of {module.partition('.')[0]} defines as a function, a class or a "
+                "constant, so that the code of a checkpoint cannot have it. Import names from the modules that define them: from "
                 "package.module import name."
             )
         return resolved

@@ -70,15 +70,30 @@ def test_variables_may_have_the_name_of_a_definition(written):
     assert computed(source, "both(1)") == 4
 
 
-def test_a_name_that_is_imported_under_another_is_refused(written):
-    with pytest.raises(
-        ValueError,
-        match=r"of_others\.zz reads doubled, which no module of of_others defines as a function, a class or a",
-    ):
+def test_a_definition_may_be_imported_under_another_name(written):
+    source = written(
+        "zz.apply",
+        aa="def scale(x):\n    return 2 * x\n",
+        zz="from of_others.aa import scale as doubled\n\n\ndef apply(x):\n    return doubled(x)\n",
+    )
+    assert computed(source, "apply(1)") == 2
+
+
+def test_a_name_that_another_definition_has_is_refused_as_another_name(written):
+    with pytest.raises(ValueError, match=r"of_others\.zz and of_others\.aa both define doubled, and the code"):
         written(
             "zz.apply",
             aa="def scale(x):\n    return 2 * x\n",
-            zz="from of_others.aa import scale as doubled\n\n\ndef apply(x):\n    return doubled(x)\n",
+            bb="from of_others.aa import scale as doubled\n\n\ndef other(x):\n    return doubled(x)\n",
+            zz="""
+            from of_others.bb import other
+
+            def doubled(x):
+                return x + x
+
+            def apply(x):
+                return doubled(x) + other(x)
+            """,
         )
 
 

@@ -225,9 +225,10 @@ def test_without_the_depth_a_map_is_the_attention_of_the_model():
 
 def test_a_map_leaves_the_model_as_it_was():
     model = depth_model().train()
+    before = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
     depth_map(model, rows(9).rows[0], 1, 0)
     assert model.training
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == before
 
 
 def test_attention_whose_masks_do_not_tell_is_refused():

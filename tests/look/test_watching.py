@@ -103,7 +103,8 @@ def test_offloaded_memory_is_refused(name):
     memories = {name: module for name, module in model.named_modules() if name.endswith(f".{watch.memory}")}
     path, last = list(memories.items())[-1]
     last.to("meta")
+    before = hooks_and_attributes(model)
     message = rf"the memory of layer {path.split('.')[2]} is offloaded; expected its parameters on a device"
     with pytest.raises(ValueError, match=message), watch.record(model):
         pass
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert hooks_and_attributes(model) == before
