@@ -38,7 +38,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # The number of lines that the code of a checkpoint may have, by method.
-MOST_LINES = dict.fromkeys(METHODS, 3000) | {"midus-hml": 2000}
+MOST_LINES = dict.fromkeys(METHODS, 3200) | {"midus-hml": 2000}
 
 _USUAL = [("llama", method) for method in METHODS] + [
     (family, "midus-hml") for family in NATIVE_FAMILIES if family != "llama"

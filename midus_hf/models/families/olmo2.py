@@ -24,6 +24,7 @@ class MidusOlmo2Config(MemoryConfig, Olmo2Config):
 
     model_type = "midus_olmo2"
     memory: list | None = None
+    head_kinds = ("ForSequenceClassification",)
 
 
 class MidusOlmo2Attention(HostAttention, Olmo2Attention):

@@ -26,6 +26,7 @@ class MidusQwen2Config(MemoryConfig, Qwen2Config):
 
     model_type = "midus_qwen2"
     memory: list | None = None
+    head_kinds = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
 class MidusQwen2Attention(HostAttention, Qwen2Attention):

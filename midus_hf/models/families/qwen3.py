@@ -26,6 +26,7 @@ class MidusQwen3Config(MemoryConfig, Qwen3Config):
 
     model_type = "midus_qwen3"
     memory: list | None = None
+    head_kinds = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
 class MidusQwen3Attention(HostAttention, Qwen3Attention):
