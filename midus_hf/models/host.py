@@ -26,9 +26,6 @@ from midus_hf.models.memory_inputs import MemoryInputs
 from midus_hf.models.parts import CACHE, named_cache
 from midus_hf.models.services import InitialisesNarrowly
 
-#: Ends of the names of task heads' classes, as of the Auto classes that load them.
-HEAD_KINDS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-
 
 class CarriesCode:
     """Mixin for a config that is saved with the code of its classes, and that says what memories the model has."""
@@ -72,7 +69,8 @@ class MemoryConfig(CarriesCode):
     """Mixin for the config of a family that hosts memory.
 
     A family declares the field `memory: list | None`, a list of entries `{"type", "layers", ...}`. Entries are validated here, and
-    kept as plain dictionaries, so that `config.json` stores them unchanged.
+    kept as plain dictionaries, so that `config.json` stores them unchanged. `head_kinds` are the ends of the names of the family's
+    classes for tasks, such as `"ForSequenceClassification"`.
 
     Raises:
         ValueError: If an entry has an unknown type or key, or names layers that are absent, repeated or taken, or does not fit the
@@ -80,6 +78,7 @@ class MemoryConfig(CarriesCode):
     """
 
     memory: list | None
+    head_kinds: ClassVar[tuple[str, ...]] = ()
     # The families' plans split heads or layers over devices, but a memory reads whole heads, and what other layers carry.
     base_model_tp_plan = None
     base_model_pp_plan = None
@@ -98,9 +97,8 @@ class MemoryConfig(CarriesCode):
     @classmethod
     def class_names(cls) -> dict[str, str]:
         """Return the names of the config, of the stack of layers, of the language model, and of the family's task heads."""
-        name, module = cls.__name__.removesuffix("Config"), sys.modules[cls.__module__]
-        heads = (kind for kind in HEAD_KINDS if hasattr(module, name + kind))
-        models = {f"AutoModel{kind}": name + kind for kind in ("ForCausalLM", *heads)}
+        name = cls.__name__.removesuffix("Config")
+        models = {f"AutoModel{kind}": name + kind for kind in ("ForCausalLM", *cls.head_kinds)}
         return {"AutoConfig": cls.__name__, "AutoModel": f"{name}Model", **models}
 
 

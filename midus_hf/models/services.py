@@ -126,7 +126,9 @@ class TellsPadding:
         tells_padding = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
         if tells_padding and "tokens" in self.stack.services:
             assert attention_mask is not None
-            inputs["token_mask"] = attention_mask[:, -_tokens_of(inputs).shape[1] :].clone()
+            own = attention_mask[:, -_tokens_of(inputs).shape[1] :]
+            # Of one stride whatever the length before, since compiled code would be compiled again for each token.
+            inputs["token_mask"] = own.clone(memory_format=torch.contiguous_format)
         return inputs
 
 

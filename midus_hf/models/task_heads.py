@@ -52,15 +52,8 @@ class MemoryHead(AddsRouterLosses, HostsMemory):
         """The stack of layers that host memories."""
         return self.model
 
-    def run(self, arguments: dict[str, Any], cache: Any, past_key_values: Any, **of_memories: Any) -> Any:
-        """Run the family's forward, and add the losses of routers.
-
-        Args:
-            arguments: Arguments of the family's forward, but the cache.
-            cache: The cache under its name, or None.
-            past_key_values: The cache under its older name, or None.
-            of_memories: Arguments of memories, described at `MemoryForCausalLM.forward`; those that are None are not passed on.
-        """
+    def _run(self, arguments: dict[str, Any], cache: Any, past_key_values: Any, **of_memories: Any) -> Any:
+        """Run the family's forward with those arguments of memories that are not None, and add the losses of routers."""
         if "report" not in self.stack.services:
             del of_memories["output_router_logits"]
         given = {name: value for name, value in of_memories.items() if value is not None}
@@ -102,7 +95,7 @@ class MemoryForClassification(MemoryHead):
             "token_mask": token_mask,
             "memory_ids": memory_ids,
         }
-        return self.run(kwargs, cache, past_key_values, **of_memories)
+        return self._run(kwargs, cache, past_key_values, **of_memories)
 
 
 class MemoryForQuestionAnswering(MemoryHead):
@@ -141,4 +134,4 @@ class MemoryForQuestionAnswering(MemoryHead):
             "token_mask": token_mask,
             "memory_ids": memory_ids,
         }
-        return self.run(kwargs, cache, past_key_values, **of_memories)
+        return self._run(kwargs, cache, past_key_values, **of_memories)

@@ -149,6 +149,17 @@ def test_the_older_name_of_the_cache_is_warned_of_where_transformers_warns(famil
             model(tokens, cache=DynamicCache(), past_key_values=caches[1])
 
 
+def test_the_padding_of_a_new_token_has_one_stride_whatever_stands_before():
+    """Compiled decoding would be compiled again for each token, if the strides of an argument grew."""
+    model = CASES["chunk"].model("llama", None)
+    strides = set()
+    for length in (5, 6, 7):
+        mask = torch.ones(1, length, dtype=torch.long)
+        prepared = model.prepare_inputs_for_generation(prompt()[:1, :1], attention_mask=mask)
+        strides.add((prepared["token_mask"].shape, prepared["token_mask"].stride()))
+    assert strides == {((1, 1), (1, 1))}
+
+
 def test_every_layer_fills_its_own_slot_of_the_cache(family):
     model = upscaled_model(family)
     with torch.no_grad():

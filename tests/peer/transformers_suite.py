@@ -19,7 +19,7 @@ from tiny import tiny_model
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 import tests
-from midus_hf.models.host import HEAD_KINDS
+from midus_hf.models.families import HEAD_KINDS
 
 SOURCE = Path(os.environ.get("TRANSFORMERS_SOURCE", ""))
 if not (SOURCE / "tests" / "test_modeling_common.py").is_file():
@@ -56,17 +56,22 @@ METHODS = {
     "engram": "ngram",
 }
 
-#: Tests of methods that do not run: what is refused by design.
+_LAYERS = ("dict_outputs_use_cache", "with_static_cache", "compilation_all_outputs", "past_key_values_format")
+_STATE = "a memory that keeps a state of a sequence has a layer of its cache"
+#: Tests that do not run, by method and a part of their names: what is refused by design.
 SKIPPED: dict[str, dict[str, str]] = {
-    "all": {"test_inherits_generation_mixin": "it looks at a class's own bases, and the family's class has the mixin"},
-    "midus-hml": {"test_num_layers_is_small": "the layer inserted for the memory is one more than the base's two"},
+    "midus-hml": {"num_layers_is_small": "the layer inserted for the memory is one more than the base's two"},
     "moc": {
-        "test_training_gradient_checkpointing_use_reentrant_true": "routers with losses refuse reentrant checkpointing"
+        "use_reentrant_true": "routers with losses refuse reentrant checkpointing",
+        "assisted_decoding": "a sum over tokens cannot take tokens back",
+        **dict.fromkeys(_LAYERS, _STATE),
     },
-    "engram": dict.fromkeys(
-        ("test_inputs_embeds", "test_inputs_embeds_matches_input_ids"), "what reads input_ids refuses embeddings alone"
-    ),
+    "engram": {
+        "inputs_embeds": "what reads input_ids refuses embeddings alone",
+        **dict.fromkeys(("assisted_decoding", *_LAYERS), _STATE),
+    },
 }
+_OF_ALL = {"inherits_generation_mixin": "it looks at a class's own bases, and the family's class has the mixin"}
 
 
 class Tester:
@@ -118,8 +123,9 @@ def _test_class(family: str, method: str) -> type:
             )
 
     members = {"setUp": set_up, "pipeline_model_mapping": {}, "__module__": __name__}
-    skipped = SKIPPED.get(method, {}) | (SKIPPED["all"] if METHODS[method] else {})
-    members |= {test: unittest.skip(reason)(lambda self: None) for test, reason in skipped.items()}
+    for part, reason in ({**_OF_ALL, **SKIPPED.get(method, {})} if METHODS[method] else {}).items():
+        tests_of_part = (name for mixin in MIXINS for name in dir(mixin) if name.startswith("test_") and part in name)
+        members |= dict.fromkeys(tests_of_part, unittest.skip(reason)(lambda self: None))
     members["test_model"] = None  # of shapes alone, for testers of one class
     return type(f"Test_{family}_{method}".replace("-", "_"), (*MIXINS, unittest.TestCase), members)
 

@@ -20,11 +20,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from midus_hf.models.host import HEAD_KINDS
 from midus_hf.models.listing import show_in_transformers
 
 #: Families with a module here, by `model_type`.
 WRITTEN = ("gemma2", "gemma3_text", "llama", "mistral", "olmo2", "qwen2", "qwen3")
+
+#: Ends of the names of task heads' classes, as of the Auto classes that load them.
+HEAD_KINDS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 #: Language models that host memory, by the `model_type` of their family.
 FAMILIES: dict[str, type[PreTrainedModel]] = {}
@@ -45,9 +47,9 @@ def register_family(causal_lm_class: Any) -> Any:
     AutoModel.register(config_class, causal_lm_class.model_class, exist_ok=True)
     AutoModelForCausalLM.register(config_class, causal_lm_class, exist_ok=True)
     module = sys.modules[config_class.__module__]
-    for auto_class, name in config_class.class_names().items():
-        if auto_class.endswith(HEAD_KINDS):  # heads stand above the language model in the module
-            getattr(transformers, auto_class).register(config_class, getattr(module, name), exist_ok=True)
+    for kind in config_class.head_kinds:  # heads stand above the language model in the module
+        head = getattr(module, config_class.class_names()[f"AutoModel{kind}"])
+        getattr(transformers, f"AutoModel{kind}").register(config_class, head, exist_ok=True)
     name = causal_lm_class.__name__
     is_shared = sum(each.__name__ == name for each in FAMILIES.values()) > 1
     show_in_transformers(name, AutoModelForCausalLM if is_shared else causal_lm_class)

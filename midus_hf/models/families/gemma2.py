@@ -24,6 +24,7 @@ class MidusGemma2Config(MemoryConfig, Gemma2Config):
 
     model_type = "midus_gemma2"
     memory: list | None = None
+    head_kinds = ("ForSequenceClassification", "ForTokenClassification")
 
 
 class MidusGemma2Layer(HostLayer, Gemma2DecoderLayer):

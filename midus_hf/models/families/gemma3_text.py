@@ -23,6 +23,7 @@ class MidusGemma3Config(MemoryConfig, Gemma3TextConfig):
 
     model_type = "midus_gemma3_text"
     memory: list | None = None
+    head_kinds = ("ForSequenceClassification",)
 
 
 class MidusGemma3Layer(HostLayer, Gemma3DecoderLayer):

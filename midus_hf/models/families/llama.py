@@ -25,6 +25,7 @@ class MidusLlamaConfig(MemoryConfig, LlamaConfig):
 
     model_type = "midus_llama"
     memory: list | None = None
+    head_kinds = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
 class MidusLlamaLayer(HostLayer, LlamaDecoderLayer):

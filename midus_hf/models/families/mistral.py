@@ -25,6 +25,7 @@ class MidusMistralConfig(MemoryConfig, MistralConfig):
 
     model_type = "midus_mistral"
     memory: list | None = None
+    head_kinds = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
 class MidusMistralLayer(HostLayer, MistralDecoderLayer):

@@ -23,6 +23,7 @@ class MidusOlmo2Config(MemoryConfig, Olmo2Config):
 
     model_type = "midus_olmo2"
     memory: list | None = None
+    head_kinds = ("ForSequenceClassification",)
 
 
 class MidusOlmo2Layer(HostLayer, Olmo2DecoderLayer):

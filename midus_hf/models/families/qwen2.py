@@ -25,6 +25,7 @@ class MidusQwen2Config(MemoryConfig, Qwen2Config):
 
     model_type = "midus_qwen2"
     memory: list | None = None
+    head_kinds = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
 class MidusQwen2Layer(HostLayer, Qwen2DecoderLayer):

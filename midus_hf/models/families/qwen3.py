@@ -25,6 +25,7 @@ class MidusQwen3Config(MemoryConfig, Qwen3Config):
 
     model_type = "midus_qwen3"
     memory: list | None = None
+    head_kinds = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
 class MidusQwen3Layer(HostLayer, Qwen3DecoderLayer):

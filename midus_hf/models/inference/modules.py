@@ -17,8 +17,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, modeling_l
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import midus_hf.models.families as families
-from midus_hf.models.families import FAMILIES
-from midus_hf.models.host import HEAD_KINDS
+from midus_hf.models.families import FAMILIES, HEAD_KINDS
 from midus_hf.models.inference.architecture import Architecture, architecture_of, passes_on
 from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_larger_model
 from midus_hf.models.parts import NamesParts
@@ -89,6 +88,7 @@ def family_source(model_type: str) -> str:
         block_classes=", ".join(f"Midus{family}{kind}Block" for kind in kinds.values()),
         model=architecture.stack.__name__,
         causal_lm=architecture.causal_lm.__name__,
+        head_kinds=f"    head_kinds = {tuple(heads)}\n".replace("'", '"') if heads else "",
         mixins=_MIXINS.format(names=", ".join(sorted({_mixin(kind) for kind in heads}))) if heads else "",
         heads="".join(
             _HEAD.format(family=family, kind=kind, mixin=_mixin(kind), head=head.__name__)
@@ -244,7 +244,7 @@ class Midus{family}Config(MemoryConfig, {config}):
 
     model_type = "midus_{model_type}"
     memory: list | None = None
-{logit_scale}
+{head_kinds}{logit_scale}
 
 {layers}
 
