@@ -68,7 +68,8 @@ def resized_vocabulary(config: Config) -> tuple[int, int] | None:
         config: Content of the model's `config.json`, which has the entry that `upscale` wrote.
     """
     language = language_entry(config)
-    before, size = language[CONFIG_KEY]["base_config"].get("vocab_size"), language.get("vocab_size")
+    base = language[CONFIG_KEY].get("base_config")  # `read_plan` refuses one that is malformed
+    before, size = base.get("vocab_size") if isinstance(base, dict) else None, language.get("vocab_size")
     return None if before is None or size is None or before == size else (before, size)
 
 
