@@ -62,6 +62,7 @@ def test_a_prefix_trains_where_memories_keep_nothing_of_the_sequence():
     assert len(trained) == 1 and trained[0].grad.any()
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # under which PEFT passes its prefix
 def test_a_prefix_that_memories_have_not_seen_is_refused():
     with pytest.raises(ValueError, match=r"Prefix tuning fills a cache of its own: tune a prompt instead"):
         prefixed("chunk").eval()(input_ids=prompt(), labels=prompt())

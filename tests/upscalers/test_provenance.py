@@ -12,6 +12,7 @@ from training.tiny_run import save_upscaled
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 import midus_hf
+from midus_hf.models.families import HEAD_KINDS
 from midus_hf.version import __version__
 from tests.upscalers.checkpoints import (
     MEMORY_OPTIONS,
@@ -126,7 +127,9 @@ def test_the_config_names_the_memory_and_the_classes(family, shared_base, tmp_pa
     assert config["memory"] == [{"type": "headwise", "site": "inserted", **MEMORY_OPTIONS, "layers": [1, 4]}]
     assert (config["model_type"], config["num_hidden_layers"]) == (f"midus_{before['model_type']}", 6)
     assert config["architectures"] == [f"Midus{before['architectures'][0]}"] == [type(load(tmp_path / "out")).__name__]
-    assert {"AutoConfig", "AutoModel", "AutoModelForCausalLM"} == set(config["auto_map"])
+    heads = {name for name in config["auto_map"] if name.endswith(HEAD_KINDS)}
+    assert {"AutoConfig", "AutoModel", "AutoModelForCausalLM"} == set(config["auto_map"]) - heads
+    assert "AutoModelForSequenceClassification" in heads
     changed = {"model_type", "memory", "architectures", "num_hidden_layers", "layer_types", "auto_map", "upscale"}
     assert {k: v for k, v in config.items() if k not in changed} == {
         k: v for k, v in before.items() if k not in changed
