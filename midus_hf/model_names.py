@@ -53,7 +53,7 @@ def check_model_name(key: str, name: str) -> None:
     if path.is_dir():
         _check_folder(key, name, path)
     elif path.suffix == ".gguf":
-        raise ValueError(_needs_upscaling(key, name))
+        raise ValueError(f"{key} is {name!r}, {gguf_refusal(path)}")
     elif path.exists():
         raise ValueError(f"{key} is {name!r}, a file; expected the folder of a model, or its Hub id.")
     elif not _HUB_ID.fullmatch(name):
@@ -130,7 +130,7 @@ def _check_folder(key: str, name: str, folder: Path) -> None:
         )
     ggufs = sorted(folder.glob("*.gguf"))
     if ggufs:
-        raise ValueError(_needs_upscaling(key, str(ggufs[0])))
+        raise ValueError(f"{key} is {str(ggufs[0])!r}, {gguf_refusal(ggufs[0])}")
     # A run that was interrupted leaves checkpoints and no model.
     checkpoints = [path.parent.name for path in folder.glob("checkpoint-*/config.json")]
     newest = max(checkpoints, key=lambda checkpoint: (len(checkpoint), checkpoint), default=None)
@@ -138,8 +138,13 @@ def _check_folder(key: str, name: str, folder: Path) -> None:
     raise ValueError(f"{key} is {name!r}, a folder without config.json; expected that of a saved model{remedy}.")
 
 
-def _needs_upscaling(key: str, name: str) -> str:
-    return f"{key} is {name!r}, a GGUF file; expected a folder of safetensors. Only upscale reads GGUF: upscale --base {name}."
+def gguf_refusal(file: Path) -> str:
+    """Return the end of a message about a GGUF file in place of a model, with what writes it as a model."""
+    source = f"{str(file.parent)!r}, gguf_file={file.name!r}, quantization_config=GgufConfig(dequantize=True)"
+    return (
+        "a GGUF file; expected a folder of safetensors. Write one first, in Python: "
+        f"AutoModelForCausalLM.from_pretrained({source}).save_pretrained('base'), and its AutoTokenizer likewise."
+    )
 
 
 def _check_hub_id(key: str, name: str) -> None:

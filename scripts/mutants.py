@@ -71,12 +71,11 @@ NEAREST = {
 
 # Tests in `tests/upscalers` by the name of the file they judge, the nearest first: `test_NAME.py`, or a folder.
 NEAREST_TO_UPSCALERS = {
-    "base_model": "bad_input pickled_base checkpoint_layouts families gguf",
+    "base_model": "bad_input checkpoint_layouts families",
     "content_digest": "strip",
     "errors": "refusals bad_input command_line hub",
     "families": "families fp8_bases plan dense/layer_tables",
     "family": "families dry_run plan",
-    "gguf": "gguf",
     "hub": "hub",
     "inspection": "strip dense/opt_deus command_line every_method",
     "job": "recipe_check verification ownership hub command_line every_method",

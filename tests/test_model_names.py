@@ -17,7 +17,7 @@ from midus_hf.model_names import check_model_name, check_sources, usable_device
         (
             "folder",
             ["model.gguf"],
-            "'folder/model.gguf', a GGUF file; expected a folder of safetensors. Only upscale",
+            "'folder/model.gguf', a GGUF file; expected a folder of safetensors. Write one first, in",
         ),
         ("folder/model.gguf", ["model.gguf"], "'folder/model.gguf', a GGUF file; expected a folder of safetensors."),
         ("folder", ["notes.txt"], "'folder', a folder without config.json; expected that of a saved model."),

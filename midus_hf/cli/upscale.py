@@ -26,9 +26,7 @@ Overwrite = Annotated[bool, _OVERWRITE]
 class _Options:
     """Options that a YAML file may hold as well. `placement` may be a list there."""
 
-    base: Annotated[
-        str | None, option("Folder, .gguf file or hub id (owner/name, owner/name@revision).", "DIR_OR_HUB_ID")
-    ] = None
+    base: Annotated[str | None, option("Folder or hub id (owner/name, owner/name@revision).", "DIR_OR_HUB_ID")] = None
     method: Annotated[str | None, option("See 'upscale methods'.", "NAME")] = None
     output: Annotated[str | None, option("Folder to make; needed unless --dry-run.", "DIR")] = None
     num_new_layers: Annotated[int | None, option("New layers.  [default: half the base's or so]", "K")] = None

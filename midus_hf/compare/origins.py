@@ -22,7 +22,7 @@ FIXED = {"data": "content of the corpus or of a text", "base": "content of the b
 # Folder that holds the packages whose code computes results.
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = ("midus_hf", "upscalers")
-_WEIGHTS = (".safetensors", ".bin", ".gguf")
+_WEIGHTS = (".safetensors",)
 _CHUNK_BYTES = 1 << 20
 
 

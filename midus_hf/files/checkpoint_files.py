@@ -22,8 +22,6 @@ CONFIG_FILE = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-# Weights as torch saves them, which bases may have.
-PICKLED_FILE, PICKLED_INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
 RECORD_FILE, CARD_FILE = "upscale.json", "README.md"
 TEMPLATES_FOLDER = "additional_chat_templates"
 RUN_CONFIG = "train_config.yaml"
@@ -174,17 +172,17 @@ def _fits(parts: Sequence[str], patterns: Sequence[str]) -> bool:
     )
 
 
-def indexed_weights(folder: Path, index: str = INDEX_FILE, suffix: str = ".safetensors") -> frozenset[str]:
+def indexed_weights(folder: Path) -> frozenset[str]:
     """Return the names of shards in a folder's index of weights, without names that lead to other folders.
 
     Without a valid index, the result is empty. `strip` and edits keep the names of a base's shards, whatever these are.
     """
     try:
-        shard_names = set(parse_json((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
+        shard_names = set(parse_json((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return frozenset()
     return frozenset(
-        name for name in shard_names if isinstance(name, str) and name.endswith(suffix) and "/" not in name
+        name for name in shard_names if isinstance(name, str) and name.endswith(".safetensors") and "/" not in name
     )
 
 

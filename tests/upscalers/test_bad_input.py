@@ -93,7 +93,7 @@ REQUESTS = [
     (["frobnicate"], r"No such command 'frobnicate'.* See 'upscale --help'"),
     (["--base", ""], "--base is ''; expected a value. Fill it in"),
     (["--method", ""], "--method is ''; expected a value. Fill it in"),
-    (["--base", "/no/such/folder"], "'/no/such/folder' is no folder, no .gguf file and no hub id; expected one of them"),
+    (["--base", "/no/such/folder"], "'/no/such/folder' is no folder and no hub id; expected one of them"),
     (["--base", "no-such-folder"], "'no-such-folder' is no local folder, and the Hub cannot be reached .or HF_HUB_OFFLINE"),
     (["--base", "a--b"], "'a--b' is no local folder and no hub id"),
     (["--base", __file__], r"test_bad_input\.py' is a file; expected a folder, .* Give the folder of the checkpoint"),
@@ -102,10 +102,10 @@ REQUESTS = [
 ]  # fmt: skip
 
 BASES: dict[str, tuple[Mutation, str]] = {
-    "no config": (remove("config.json"), "has no config.json; expected a Hugging Face checkpoint folder, a hub id or a .gguf file"),
+    "no config": (remove("config.json"), "has no config.json; expected a Hugging Face checkpoint folder or a hub id"),
     "a GGUF file in a folder": (
         lambda base: (base / "config.json").rename(base / "model.gguf"),
-        r"has no config.json, but a GGUF file; expected that file: --base .*model\.gguf",
+        r"has no config.json, but a GGUF file; expected a folder of safetensors. .*gguf_file='model\.gguf', .*save_pretrained",
     ),
     "an adapter": (
         lambda base: (base / "config.json").rename(base / "adapter_config.json"),
@@ -166,7 +166,11 @@ BASES: dict[str, tuple[Mutation, str]] = {
     ),
     "dtype not a name": (config(dtype=7), "config.json has dtype = 7; expected a name such as 'bfloat16'"),
     "adapter": (replace("adapter_config.json", "{}"), r"the base holds a PEFT adapter .adapter_config.json.*Merge the adapter"),
-    "no weights": (remove("model.safetensors"), "holds no weights; expected model.safetensors, pytorch_model.bin or an index"),
+    "no weights": (remove("model.safetensors"), "holds no weights; expected model.safetensors or an index of shards"),
+    "pickled weights": (
+        lambda base: (base / "model.safetensors").rename(base / "pytorch_model.bin"),
+        r"holds pytorch_model\.bin; expected model\.safetensors .*AutoModelForCausalLM\.from_pretrained\('.*'\)\.save_pretrained",
+    ),
     "cut weights": (truncate("model.safetensors", -1), "is not a sound safetensors file: .*it may be truncated. Download or save it"),
     "missing tensor": (
         set_tensor("model.layers.2.mlp.up_proj.weight", lambda _: None),

@@ -144,7 +144,7 @@ def test_a_repository_in_another_layout_alone_says_what_is_expected(hub, bases, 
     done = command("--base", "org/base", *REQUEST)
     assert done.status == 2
     assert (
-        "'org/base' holds consolidated.safetensors; expected model.safetensors, pytorch_model.bin or an index of shards"
+        "'org/base' holds consolidated.safetensors; expected model.safetensors or an index of shards"
     ) in done.err.splitlines()[-1]
 
 

@@ -122,8 +122,6 @@ def test_an_adapter_beside_the_base_is_merged_on_request_alone(tmp_path, command
 def test_base_and_adapter_come_from_the_hub(tmp_path, hub):
     base = save_base(tmp_path / "base", max_shard_size="40KB")
     adapter = save_adapter(base, tmp_path / "adapter")
-    torch.save(read_tensors(adapter), adapter / "adapter_model.bin")
-    (adapter / "adapter_model.safetensors").unlink()
     hub.repositories |= {"org/base": Repository(files_of(base)), "me/lora": Repository(files_of(adapter))}
     report = upscale(
         base="org/base",

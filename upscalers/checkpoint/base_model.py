@@ -11,6 +11,7 @@ from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.ownership import LANGUAGE_KEY, has_config_entry
+from midus_hf.model_names import gguf_refusal
 from upscalers.architecture.families import check_readable, family_of
 from upscalers.architecture.family import Config, Family, Layout, Shape
 from upscalers.architecture.per_layer import check_lists
@@ -196,8 +197,8 @@ def _held_instead(folder: Path) -> str:
         return f", but an adapter of PEFT; expected a model. Give the adapter's base, and --adapter {folder}."
     ggufs = sorted(folder.glob("*.gguf"))
     if ggufs:
-        return f", but a GGUF file; expected that file: --base {ggufs[0]}."
-    return "; expected a Hugging Face checkpoint folder, a hub id or a .gguf file."
+        return f", but {gguf_refusal(ggufs[0])}"
+    return "; expected a Hugging Face checkpoint folder or a hub id."
 
 
 def write_config(folder: Path, config: Config) -> None:
@@ -208,7 +209,6 @@ def write_config(folder: Path, config: Config) -> None:
 def open_base(
     folder: Path,
     needs_weights: bool = True,
-    gguf: dict[str, StoredTensor] | None = None,
     adapter: Adapter | None = None,
 ) -> BaseModel:
     """Open a checkpoint folder and check that the checkpoint is complete.
@@ -216,7 +216,6 @@ def open_base(
     Args:
         folder: Folder of a Hugging Face checkpoint.
         needs_weights: Whether to refuse a folder without weights. Default: True.
-        gguf: Weights in a GGUF file, if the folder holds the other files alone. Default: None, the folder's weights.
         adapter: A LoRA whose changes are added to the weights when they are read. Default: None.
 
     Raises:
@@ -247,7 +246,7 @@ def open_base(
     for layer, tensors in enumerate(layout.layers):
         expected |= {f"{_PREFIX}layers.{layer}.{name}": tensor.shape for name, tensor in tensors.items()}
     integers = layout.integers
-    stored = stored_tensors(folder, needs_weights) if gguf is None else gguf
+    stored = stored_tensors(folder, needs_weights)
     carried: dict[str, Shape] = {}
     if larger is not None:
         larger = larger.spelled_as(stored or ())

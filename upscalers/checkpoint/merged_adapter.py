@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from midus_hf.files.json_text import parse_json
 from upscalers.checkpoint.computed_tensor import ComputedTensor, read_tensor
-from upscalers.checkpoint.pickled_weights import read_pickled
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor, holds_the_same, read_header
 from upscalers.checkpoint.source import adapter_folder
 from upscalers.request.errors import RequestError
@@ -20,7 +19,6 @@ from upscalers.request.errors import RequestError
 if TYPE_CHECKING:
     import torch
 
-_PICKLED_WEIGHTS = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _MATRIX = re.compile(r"^(?P<module>.+)\.(?P<kind>lora|lora_embedding)_(?P<side>[AB])(?:\.weight)?$")
 # Keys of an adapter's config that say how the matrices are merged, or that do not matter for merging.
@@ -62,9 +60,8 @@ class Adapter:
         Raises:
             RequestError: If there is none.
         """
-        for name in (ADAPTER_WEIGHTS, _PICKLED_WEIGHTS):
-            if (self.folder / name).is_file():
-                return self.folder / name
+        if (self.folder / ADAPTER_WEIGHTS).is_file():
+            return self.folder / ADAPTER_WEIGHTS
         raise RequestError(
             f"adapter {self.name!r} has no {ADAPTER_WEIGHTS}; expected a LoRA that PEFT saved. Save it again."
         )
@@ -76,7 +73,7 @@ class Adapter:
         Raises:
             RequestError: If there is no adapter of this name, or it is no plain LoRA.
         """
-        adapter = cls(name, adapter_folder(name, (ADAPTER_CONFIG, ADAPTER_WEIGHTS, _PICKLED_WEIGHTS)))
+        adapter = cls(name, adapter_folder(name, (ADAPTER_CONFIG, ADAPTER_WEIGHTS)))
         _ = adapter.config, adapter.file
         return adapter
 
@@ -160,7 +157,7 @@ class Adapter:
         self, base: Mapping[str, StoredTensor], prefix: str
     ) -> Iterator[tuple[str, str, StoredTensor, StoredTensor]]:
         """Yield the path of each changed module, the kind of the change, and the matrices A and B."""
-        tensors = (read_header if self.file.name == ADAPTER_WEIGHTS else read_pickled)(self.file)
+        tensors = read_header(self.file)
         modules: dict[tuple[str, str], dict[str, StoredTensor]] = {}
         for name, tensor in tensors.items():
             match = _MATRIX.match(name.removeprefix(_PREFIX))

@@ -1,10 +1,9 @@
-"""Source of a base: a folder, a hub id, or a GGUF file."""
+"""Source of a base: a folder or a hub id."""
 
 import contextlib
 import glob
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,6 @@ from midus_hf.files.checkpoint_files import (
     CONFIG,
     CONFIG_FILE,
     INDEX_FILE,
-    PICKLED_FILE,
-    PICKLED_INDEX_FILE,
     RECORD,
     RECORD_FILE,
     SINGLE_FILE,
@@ -32,10 +29,8 @@ from midus_hf.files.checkpoint_files import (
     named_modules,
     refuse_lfs_pointers,
 )
-from midus_hf.model_names import answer_of_hub
-from upscalers.checkpoint.gguf import open_gguf
-from upscalers.checkpoint.safetensors_format import StoredTensor
-from upscalers.checkpoint.stored_weights import FORMATS, missing_weights
+from midus_hf.model_names import answer_of_hub, gguf_refusal
+from upscalers.checkpoint.stored_weights import missing_weights
 from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.request.progress import Progress
 
@@ -52,13 +47,11 @@ class Source:
         name: Name as the person gave it, without a hub revision.
         folder: Folder with the base's files.
         revision: The commit of a hub repository; None for local bases.
-        gguf: Weights that are dequantised when they are read, in place of weights in the folder. Default: None.
     """
 
     name: str
     folder: Path
     revision: str | None = None
-    gguf: dict[str, StoredTensor] | None = None
 
     @property
     def label(self) -> str:
@@ -70,7 +63,7 @@ def name_and_revision(base: str) -> tuple[str, str | None]:
     """Return the name of a base, and the revision that is meant.
 
     Args:
-        base: A folder, a `.gguf` file, a hub id, or a hub id with a branch, tag or commit, `owner/name@revision`.
+        base: A folder, a hub id, or a hub id with a branch, tag or commit, `owner/name@revision`.
 
     Returns:
         The name without a revision, and the revision; None where no revision is named.
@@ -96,7 +89,7 @@ def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
     """Bring the base into a folder, and keep it there for as long as the context is open.
 
     Args:
-        base: A folder, a `.gguf` file, a `config.json`, or a hub id, with or without `@revision`.
+        base: A folder, a `config.json`, or a hub id, with or without `@revision`.
         config_only: Whether `config.json` suffices. Default: False.
 
     Raises:
@@ -105,8 +98,7 @@ def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
     name, revision = name_and_revision(base)
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        with tempfile.TemporaryDirectory(prefix="upscale-gguf-") as temporary:
-            yield Source(name, Path(temporary), gguf=open_gguf(path, Path(temporary)))
+        raise RequestError(f"{name!r} is {gguf_refusal(path)}")
     elif path.is_file() and path.name == "config.json":
         _refuse_pointers(path.parent, CONFIG)
         yield Source(name, path.parent)
@@ -115,13 +107,13 @@ def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
         yield Source(name, path)
     elif path.is_file():
         raise RequestError(
-            f"{name!r} is a file; expected a folder, a .gguf file, a config.json or a hub id. Give the folder of the checkpoint."
+            f"{name!r} is a file; expected a folder, a config.json or a hub id. Give the folder of the checkpoint."
         )
     elif _HUB_ID.match(name):
         folder = _download(name, revision, config_only)
         yield Source(name, folder, revision=folder.name)
     else:
-        raise RequestError(f"{name!r} is no folder, no .gguf file and no hub id; expected one of them.")
+        raise RequestError(f"{name!r} is no folder and no hub id; expected one of them.")
 
 
 def adapter_folder(name: str, wanted: Iterable[str]) -> Path:
@@ -183,16 +175,12 @@ def _download(name: str, revision: str | None, config_only: bool) -> Path:
     _fetch(name, commit, (*beside, SINGLE_FILE), ignored=_ANY_FOLDER)
     if named_modules(folder):
         _fetch(name, commit, (CONFIG_FILE, "*.py"), ignored=_ANY_FOLDER)
-    if not any((folder / file).is_file() for file in (SINGLE_FILE, INDEX_FILE)):
-        _fetch(name, commit, (CONFIG_FILE, PICKLED_FILE, PICKLED_INDEX_FILE), ignored=_ANY_FOLDER)
-    for form in FORMATS:
-        if (folder / form.single).is_file():  # transformers prefers the single file where both exist
-            return folder
-        if (folder / form.index).is_file():
-            shards = indexed_weights(folder, form.index, form.suffix)
-            _fetch(name, commit, (CONFIG_FILE, *map(glob.escape, sorted(shards))))
-            return folder
-    raise RequestError(missing_weights(repr(name), _listed(name, commit)))
+    if (folder / SINGLE_FILE).is_file():  # transformers prefers the single file where both exist
+        return folder
+    if (folder / INDEX_FILE).is_file():
+        _fetch(name, commit, (CONFIG_FILE, *map(glob.escape, sorted(indexed_weights(folder)))))
+        return folder
+    raise RequestError(missing_weights(name, _listed(name, commit)))
 
 
 def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str | None = None) -> Path:

@@ -1,41 +1,15 @@
 """The weights of a checkpoint's folder: which files transformers would load, and the position of each of their tensors."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
-from midus_hf.files.checkpoint_files import INDEX_FILE, PICKLED_FILE, PICKLED_INDEX_FILE, SINGLE_FILE, indexed_weights
+from midus_hf.files.checkpoint_files import INDEX_FILE, SINGLE_FILE
 from midus_hf.files.json_text import parse_json
-from upscalers.checkpoint.pickled_weights import names_beside_tensors, read_pickled
 from upscalers.checkpoint.safetensors_format import StoredTensor, read_header
 from upscalers.request.errors import RequestError
 
 _OTHERS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _NOT_WEIGHTS = "training_args.bin"
-
-
-@dataclass(frozen=True)
-class WeightFormat:
-    """A format of weights: the names that transformers loads, and the function that reads positions.
-
-    Args:
-        single: Name of the file that holds all weights.
-        index: Name of the file that says which shard holds which tensor.
-        suffix: End of the names of shards.
-        read: Function that returns the tensors of a file, by name.
-    """
-
-    single: str
-    index: str
-    suffix: str
-    read: Callable[[Path], dict[str, StoredTensor]]
-
-
-# In the order in which transformers looks for them.
-FORMATS = (
-    WeightFormat(SINGLE_FILE, INDEX_FILE, ".safetensors", read_header),
-    WeightFormat(PICKLED_FILE, PICKLED_INDEX_FILE, ".bin", read_pickled),
-)
 
 
 def stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor] | None:
@@ -46,29 +20,15 @@ def stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor]
         needs_weights: Whether to refuse a folder without weights.
 
     Raises:
-        RequestError: If weights are missing or not sound, or would have to be unpickled.
+        RequestError: If weights are missing, of another format, or not sound.
     """
-    for weights in FORMATS:
-        if (folder / weights.single).is_file():  # transformers prefers the single file where both exist
-            return weights.read(folder / weights.single)
-        if (folder / weights.index).is_file():
-            return _indexed_tensors(folder, weights, needs_weights)
+    if (folder / SINGLE_FILE).is_file():  # transformers prefers the single file where both exist
+        return read_header(folder / SINGLE_FILE)
+    if (folder / INDEX_FILE).is_file():
+        return _indexed_tensors(folder, needs_weights)
     if not needs_weights:
         return None
     raise RequestError(missing_weights(str(folder), (path.name for path in folder.iterdir())))
-
-
-def left_out(folder: Path) -> list[str]:
-    """Return the names of what a folder's weight files hold beside tensors, which is not read; safetensors hold tensors alone."""
-    if any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
-        return []
-    single = folder / PICKLED_FILE
-    files = (
-        [single]
-        if single.is_file()
-        else [folder / name for name in indexed_weights(folder, PICKLED_INDEX_FILE, ".bin")]
-    )
-    return [name for file in files for name in names_beside_tensors(file)]
 
 
 def missing_weights(base: str, files: Iterable[str]) -> str:
@@ -80,14 +40,17 @@ def missing_weights(base: str, files: Iterable[str]) -> str:
     """
     weights = [file for file in sorted(files) if file.endswith((".safetensors", *(name[1:] for name in _OTHERS)))]
     held = next((file for file in weights if file != _NOT_WEIGHTS), "no weights")
-    return (
-        f"{base} holds {held}; expected {SINGLE_FILE}, {PICKLED_FILE} or an index of shards, {INDEX_FILE}. Give a checkpoint that "
-        "transformers loads."
-    )
+    remedy = "Give a checkpoint that transformers loads."
+    if held.endswith(".bin"):
+        remedy = (
+            f"Write safetensors first, in Python: AutoModelForCausalLM.from_pretrained({base!r}).save_pretrained('base'), and its "
+            "AutoTokenizer likewise."
+        )
+    return f"{base!r} holds {held}; expected {SINGLE_FILE} or an index of shards, {INDEX_FILE}. {remedy}"
 
 
-def _indexed_tensors(folder: Path, weights: WeightFormat, needs_weights: bool) -> dict[str, StoredTensor] | None:
-    index_path = folder / weights.index
+def _indexed_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor] | None:
+    index_path = folder / INDEX_FILE
     try:
         weight_map = parse_json(index_path.read_text(encoding="utf-8"))["weight_map"]
         files = sorted({str(name) for name in weight_map.values()})
@@ -97,15 +60,13 @@ def _indexed_tensors(folder: Path, weights: WeightFormat, needs_weights: bool) -
         ) from None
     headers: dict[str, dict[str, StoredTensor]] = {}
     for name in files:
-        if Path(name).name != name or not name.endswith(weights.suffix):
-            raise RequestError(
-                f"{index_path.name} names the shard {name!r}; expected a {weights.suffix} file beside it."
-            )
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise RequestError(f"{index_path.name} names the shard {name!r}; expected a .safetensors file beside it.")
         if not (folder / name).is_file():
             if not needs_weights:
                 return None
             raise RequestError(f"{index_path.name} names {name}, which is missing. Download or save the base again.")
-        headers[name] = weights.read(folder / name)
+        headers[name] = read_header(folder / name)
     absent = [name for name, file in weight_map.items() if name not in headers[str(file)]]
     if absent:
         raise RequestError(

@@ -115,15 +115,8 @@ def edited_shards(model: BaseModel, edited: Mapping[str, Sequence[OutputTensor]]
     for name, stored in sorted(tensors.items(), key=lambda item: (str(item[1].file), item[1].start)):
         assert stored.file is not None
         kept = [OutputTensor(name, Copy(stored.shape, name), stored.dtype)]
-        shards.setdefault(_name_in_safetensors(stored.file.name), []).extend(edited.get(name, kept))
+        shards.setdefault(stored.file.name, []).extend(edited.get(name, kept))
     return shards
-
-
-def _name_in_safetensors(file: str) -> str:
-    """Return the name that a file of weights has in the result, whose weights are safetensors."""
-    return (
-        file if file.endswith(".safetensors") else f"{file.removeprefix('pytorch_').removesuffix('.bin')}.safetensors"
-    )
 
 
 def _write_siblings(

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.config.fetched_blocks import BankLayout
-from midus_hf.config.wording import first_few
 from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.hub import check_account, check_repo_id, prepare_repository, push_folder, upload_command
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES
 from upscalers.checkpoint.source import resolve_source
-from upscalers.checkpoint.stored_weights import left_out
 from upscalers.methods.contract import get_method
 from upscalers.record.report import Bytes, Identity, PushError, UpscaleReport
 from upscalers.request.errors import RequestError, one_line
@@ -53,7 +51,7 @@ def upscale(
     """Upscale a checkpoint.
 
     Args:
-        base: A folder, a `.gguf` file or a hub id, `"owner/name"` or `"owner/name@revision"`. For a dry run, a folder
+        base: A folder or a hub id, `"owner/name"` or `"owner/name@revision"`. For a dry run, a folder
             with only a `config.json` suffices.
         method: Name of a method.
         output: The folder to make; needed unless `dry_run`. Default: None.
@@ -97,7 +95,7 @@ def upscale(
         raise RequestError(f"num-new-layers is {num_new_layers!r}; expected an integer.")
     check_seed(seed)
     if base == "":
-        raise RequestError("base is ''; expected a folder, a .gguf file or a hub id.")
+        raise RequestError("base is ''; expected a folder or a hub id.")
     if placement is not None and not isinstance(placement, str):
         placement = ",".join(map(str, placement))
     max_shard_bytes = parse_size(max_shard_size)
@@ -125,12 +123,7 @@ def upscale(
             check_account(push_to_hub)
 
     with resolve_source(pinned, config_only=dry_run) as source:
-        opened = open_base(source.folder, needs_weights=not dry_run, gguf=source.gguf, adapter=lora)
-        passed_over = [] if dry_run or source.gguf is not None else left_out(source.folder)
-        if passed_over:
-            progress.warn(
-                f"the base holds {first_few(passed_over)} beside its tensors; no model reads that, and it is left out."
-            )
+        opened = open_base(source.folder, needs_weights=not dry_run, adapter=lora)
         unknown = set(opened.unexpected) - opened.parts
         if unknown:
             progress.warn(
