@@ -82,7 +82,7 @@ def test_what_an_unfinished_command_left_is_removed_unless_it_goes_on_from_there
 
 def test_a_silent_command_says_how_far_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(module, "SECONDS", 0.05)
-    waits = "import time; print({'loss': '3.25', 'epoch': 0.1}); time.sleep(0.5); print('saved')"
+    waits = "import time; print({'loss': '3.25', 'epoch': 0.1}); time.sleep(1.5); print('saved')"
     Phases(tmp_path, tmp_path, 1, {}).run(
         "a", "training", 1, sys.executable, "-c", waits, makes=tmp_path / "m", steps=4
     )
