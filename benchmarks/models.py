@@ -35,7 +35,7 @@ from benchmarks.measuring import (
     tell,
     timed,
 )
-from midus_hf.memory.registry import MemoryModule
+from midus_hf.memories.module import MemoryModule
 from upscalers.checkpoint.base_model import open_base
 from upscalers.methods.contract import get_method
 from upscalers.plan.plan import Base, Plan

@@ -1,11 +1,10 @@
 """Write the one module of code that a checkpoint needs to load where this package is not installed.
 
-The module holds all definitions that the classes of the family, the memories of the checkpoint and the parts that these need
-(`midus_hf.memory.needs`) reach: whole functions and classes, in plain PyTorch, as they are written in this package. Each op is the
-function in its `reference.py`. Definitions of `standins.py` replace registries, the reading of options and this folder.
+The module holds all definitions that the classes of the family and the memories of the checkpoint reach: whole functions and classes,
+in plain PyTorch, as they are written in this package. Each op is the function in its `reference.py`. Definitions of `standins.py`
+replace registries, the reading of options and this folder.
 """
 
-import ast
 import hashlib
 import importlib.util
 import os
@@ -17,15 +16,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import midus_hf.ops
 from midus_hf.carried import standins
 from midus_hf.carried.sources import Name, Source, names_read
 from midus_hf.carried.standins import ENTRY_MODULE
-from midus_hf.config.memory_entries import Memories
-from midus_hf.memory.needs import MIXINS, SERVICES, SITES, needs_of
-from midus_hf.memory.registry import build_memory
+from midus_hf.memories.entries import Memories
+from midus_hf.memories.registry import layer_class
 from midus_hf.version import __version__
 
 _OWN = frozenset({"midus_hf"})
@@ -63,21 +59,17 @@ def carried_module(config: Any) -> str:
         config: A config of a family that hosts memory.
     """
     memories: Memories = config.get_text_config().memories()
-    with torch.device("meta"):
-        modules = [build_memory(entry.options, memories.sizes, 0, len(entry.layers)) for entry in memories.entries]
-    hosted = list(zip(memories.entries, modules, strict=True))
-    needs = {need for entry, memory in hosted for need in needs_of(entry, memory, memories.sizes)}
-    parts: dict[str, type] = {name: part for name, part in {**SERVICES, **SITES}.items() if name in needs}
     kinds = tuple(dict.fromkeys(f"{entry.options.type} memory ({entry.site})" for entry in memories.entries))
-    types = dict.fromkeys(type(each) for entry, memory in hosted for each in (entry.options, memory))
-    case = (type(config), kinds, *types, *parts)
+    types = dict.fromkeys(
+        each for entry in memories.entries for each in (type(entry.options), layer_class(entry.options))
+    )
+    case = (type(config), kinds, *types)
     if case not in _written:
         named = {entry.rpartition(".")[2] for entry in config.to_dict()["auto_map"].values()}
         classes = [*(getattr(sys.modules[type(config).__module__], name) for name in sorted(named)), *types]
-        roots = [Name(each.__module__, each.__name__) for each in (*classes, *parts.values())]
-        left_out = {mixin.__name__ for mixin, names in MIXINS.items() if needs.isdisjoint(names)}
+        roots = [Name(each.__module__, each.__name__) for each in classes]
         packages = _OWN | {root.module.partition(".")[0] for root in roots}
-        body = Closure(roots, packages, _stand_ins(), left_out).text()
+        body = Closure(roots, packages, _stand_ins()).text()
         family = type(config).__name__.removesuffix("Config").removeprefix("Midus")
         digest = hashlib.sha256(body.encode()).hexdigest()
         header = _HEADER.format(family=family, version=__version__, kinds=", ".join(kinds), digest=digest)
@@ -111,20 +103,13 @@ class Closure:
         roots: The definitions to start from.
         packages: Names of the packages whose sources are copied; all other packages are imported.
         stand_ins: For a name, the definition that replaces every definition of this name in this package.
-        left_out: Names of mixins that no class has among its bases.
 
     Raises:
         ValueError: If a module has statements that cannot be copied, or two definitions have one name.
     """
 
-    def __init__(
-        self,
-        roots: Iterable[Name],
-        packages: Collection[str],
-        stand_ins: Mapping[str, Name],
-        left_out: Collection[str] = (),
-    ):
-        self._packages, self._stand_ins, self._left_out = packages, stand_ins, left_out
+    def __init__(self, roots: Iterable[Name], packages: Collection[str], stand_ins: Mapping[str, Name]):
+        self._packages, self._stand_ins = packages, stand_ins
         self._sources: dict[str, Source] = {}
         self._kept: dict[Name, str] = {}
         pending = list(roots)
@@ -132,7 +117,7 @@ class Closure:
             name = pending.pop()
             if name not in self._kept:
                 source = self._source(name.module)
-                self._kept[name] = _without_bases(source.definition(name.name), left_out)
+                self._kept[name] = source.definition(name.name)
                 for text in (self._kept[name], *source.calls_of(name.name)):
                     pending += filter(None, (self._resolved(name.module, each) for each in sorted(names_read(text))))
         defined: dict[str, Name] = {}
@@ -187,7 +172,7 @@ class Closure:
             return None
         origin = source.imports[name]
         resolved = self._resolved(*origin) if origin.name else None
-        if resolved is None and name not in self._left_out:
+        if resolved is None:
             raise ValueError(
                 f"{module} reads {name}, which no module of {module.partition('.')[0]} defines as a function, a class or a "
                 "constant, so that the code of a checkpoint cannot have it. Import names from the modules that define them: from "
@@ -213,16 +198,6 @@ class Closure:
         for module in sorted({name.module for name in self._kept}):
             visit(module)
         return list(order)
-
-
-def _without_bases(text: str, left_out: Collection[str]) -> str:
-    """Return the source of a class without base classes that are left out; any other source as it is."""
-    (node,) = ast.parse(text).body[:1]
-    bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
-    if set(bases).isdisjoint(left_out):
-        return text
-    pattern = r"\s*,\s*".join(map(re.escape, bases))
-    return re.sub(pattern, ", ".join(base for base in bases if base not in left_out), text, count=1)
 
 
 def _listed(texts: Iterable[str]) -> str:

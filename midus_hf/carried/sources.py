@@ -9,14 +9,14 @@ from functools import cache
 from typing import Any, NamedTuple
 
 # Decorators that enter a definition in a table that does not travel.
-_MARKS = re.compile(r"^@(mixin_for\(.*\)|register_(larger_)?family)\n", flags=re.MULTILINE)
+_MARKS = re.compile(r"^@register_(larger_)?family\n", flags=re.MULTILINE)
 
 
 class Name(NamedTuple):
     """Full name of a definition.
 
     Args:
-        module: The module's name, such as `"midus_hf.memory.headwise"`.
+        module: The module's name, such as `"midus_hf.memories.headwise.layer"`.
         name: Name of a function, a class or a constant at the module's top level.
     """
 
@@ -28,7 +28,7 @@ class Source:
     """A module by its source as it is now.
 
     Args:
-        name: The module's name, such as `"midus_hf.memory.headwise"`.
+        name: The module's name, such as `"midus_hf.memories.headwise.layer"`.
         packages: Names of the packages whose sources are copied; all other packages are libraries.
     """
 

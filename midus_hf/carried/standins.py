@@ -18,34 +18,37 @@ from midus_hf.banks.mapped_bank import MappedBank
 ENTRY_MODULE = "modeling_midus"
 #: The options class of each type of memory in this code.
 MEMORY_TYPES: dict[str, Any] = {}
-#: The module class of each type of memory in this code.
-MEMORY_MODULES: dict[str, Any] = {}
-
-
-def register_memory_type(name: str) -> Any:
-    """Return a decorator that registers the options class of a type of memory."""
-    return _entering(MEMORY_TYPES, "type", name)
 
 
 def register_memory(name: str) -> Any:
-    """Return a decorator that registers the module class of a type of memory."""
-    return _entering(MEMORY_MODULES, "memory_type", name)
-
-
-def _entering(table: dict[str, Any], attribute: str, name: str) -> Any:
-    """Return a decorator that enters a class in a table, and sets the name as an attribute of the class."""
+    """Return a decorator that registers the options class of a type of memory."""
 
     def decorate(cls: Any) -> Any:
-        setattr(cls, attribute, name)
-        table[name] = cls
+        cls.type = name
+        MEMORY_TYPES[name] = cls
         return cls
 
     return decorate
 
 
-def module_of(memory_type: str) -> Any:
-    """Return the module class of a type of memory."""
-    return MEMORY_MODULES[memory_type]
+def layer_of(options_class: Any) -> Any:
+    """Return a decorator that makes a class the layer of a memory."""
+
+    def decorate(cls: Any) -> Any:
+        options_class.layer = cls
+        return cls
+
+    return decorate
+
+
+def layer_class(options: Any) -> Any:
+    """Return the class of a memory's layer."""
+    return type(options).layer
+
+
+def memory_type(name: str) -> Any:
+    """Return the options class of a type of memory."""
+    return MEMORY_TYPES[name]
 
 
 def option(default: Any, help: str, type: str = "") -> Any:
@@ -59,26 +62,18 @@ def check_entry(values: Any) -> None:
     Raises:
         ValueError: If the type or the site is another.
     """
-    memory_type = values["type"]
-    if memory_type not in MEMORY_TYPES:
-        raise _written_for(f"memory type is {memory_type!r}", MEMORY_TYPES)
-    sites = MEMORY_TYPES[memory_type].sites
+    name = values["type"]
+    if name not in MEMORY_TYPES:
+        raise _written_for(f"memory type is {name!r}", MEMORY_TYPES)
+    sites = MEMORY_TYPES[name].sites
     site = values.get("site", sites[0])
     if site not in sites:
-        raise _written_for(f"memory of type {memory_type!r} has site = {site!r}", sites)
+        raise _written_for(f"memory of type {name!r} has site = {site!r}", sites)
 
 
 def read_options(options_class: Any, values: dict[str, Any], subject: str) -> Any:
     """Return the options of one entry of a config, which is taken as the package wrote it."""
     return options_class(**values)
-
-
-def check_options(options: Any) -> None:
-    """Take the options of an entry as the package wrote them."""
-
-
-def check_fit(options: Any, sizes: Any) -> None:
-    """Take a memory as one that fits the model."""
 
 
 def check_place(options: Any, values: Any, name: Any, sizes: Any) -> None:
@@ -89,16 +84,12 @@ def check_memories(memories: Any) -> None:
     """Take the memories of a config as the package wrote them."""
 
 
-def check_built(memory: Any) -> None:
-    """Take a module as one that has the tensors that its options declare."""
+def check_layer(memory: Any, sizes: Any, count: int) -> None:
+    """Take a layer as one that fits its options."""
 
 
-def keeper_of(memory: Any) -> None:
-    """Keep no tensors that a memory derives from weights."""
-
-
-def while_generating(model: Any) -> Any:
-    """Return a context in which nothing is kept."""
+def decode_cache(model: Any) -> Any:
+    """Return a context in which nothing that memories derive from weights is cached."""
     return contextlib.nullcontext()
 
 

@@ -22,7 +22,7 @@ def midus_flops(
     json_: Json = False,
 ) -> None:
     """Count the floating-point operations (FLOPs) of a model for one batch, from its config alone."""
-    from midus_hf.config.flops.model import estimate_flops
+    from midus_hf.memories.flops import estimate_flops
 
     config = _read_config(model)
     flops = estimate_flops(config, sequence_length, batch)
@@ -53,7 +53,7 @@ def count_parameters(config: dict[str, Any]) -> dict[str, int]:
     Raises:
         ValueError: If the family is unknown, or the `memory` list is refused.
     """
-    from midus_hf.config.flops.rules import values_read
+    from midus_hf.memories.flops import values_read
     from upscalers.architecture.families import family_of
 
     layout = family_of(config).layout(config)

@@ -51,6 +51,10 @@ class FetchedBlocks:
         """Return the number of nodes of a level, counted from 1. Each node has a block, unless the level has no blocks."""
         return (self.roots or self.branching) * self.branching ** (level - 1)
 
+    def layout(self, memory_type: str, layers: tuple[int, ...], base: str | None) -> "BankLayout":
+        """Return the layout of a bank of such blocks, with the arguments of `BankLayout`."""
+        return BankLayout(memory_type, layers, self, base)
+
     def path(self, leaf: int) -> tuple[int, ...]:
         """Return the nodes on the way to a leaf: one per level, the leaf itself last."""
         depth = len(self.levels)

@@ -33,7 +33,7 @@ def fetching(model: nn.Module, path: Sequence[int]) -> Iterator[None]:
 
 def fetches_blocks(model: Any) -> bool:
     """Return whether the texts of a model fetch blocks."""
-    return bool(getattr(model, "banks", None) and model.banks.layouts)
+    return getattr(model, "banks", None) is not None
 
 
 def open_retriever(model: Any, tree: str | None) -> "MemoryRetriever | None":

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from midus_hf.config.memory_entries import TABLES, Memories
 from midus_hf.look.page import Row, TableOfWords, table_of
+from midus_hf.memories.entries import TABLES, Memories
 from midus_hf.training.data.ngrams import NgramTable
 from midus_hf.training.protection import exact_tables, sorted_tensors, texts_digest
 

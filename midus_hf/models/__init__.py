@@ -12,7 +12,6 @@ from transformers import CONFIG_MAPPING
 
 from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.config.plugins import load_offered
-from midus_hf.models import sites as sites
 from midus_hf.models.families import FAMILIES, LARGER_FAMILIES
 from midus_hf.version import NEWEST_TRIED_TRANSFORMERS, __version__
 

@@ -4,22 +4,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from midus_hf.config.memory_entries import Memories
-from midus_hf.config.memory_types import InsertedOptions
-from midus_hf.memory.needs import SERVICES, Service, register
-from midus_hf.memory.registry import build_memory
-from midus_hf.models.memory_inputs import MemoryInputs
-from midus_hf.models.parts import MissingPart, NamesParts
-
-
-@register(SERVICES, "inserted")
-class InsertedMemories(Service):
-    """Memory blocks in place of the layers that were inserted for memories."""
-
-    @staticmethod
-    def layers(model: Any, memories: Memories) -> dict[int, tuple[Any, ...]]:
-        """Return the classes of memory blocks for every layer that was inserted."""
-        return dict.fromkeys(memories.inserted, model.block_classes)
+from midus_hf.memories.entries import Memories
+from midus_hf.memories.hosting.inputs import MemoryInputs
+from midus_hf.memories.hosting.parts import MissingPart, NamesParts
+from midus_hf.memories.module import build_memory
+from midus_hf.memories.options import InsertedOptions
 
 
 class MemoryBlock(NamesParts):
@@ -67,7 +56,7 @@ class MemoryBlock(NamesParts):
             attention.o_proj = _NoProjection()
         self.memory = build_memory(options, memories.sizes, entry.layers.index(layer_idx), len(entry.layers))
         self.memory_class = type(self.memory)  # stored, since PEFT may wrap the memory
-        self.takes_inputs = bool(self.memory.forward_arguments or self.memory.context)
+        self.takes_inputs = bool(self.memory.forward_arguments or self.memory.services)
 
     def forward(
         self,

@@ -5,26 +5,26 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from midus_hf.carried.module import write_code
 from midus_hf.carried.standins import ENTRY_MODULE
-from midus_hf.config.memory_entries import Memories, memories_of
-from midus_hf.memory.needs import SERVICES, Service, needs_of
-from midus_hf.memory.registry import MemoryModule
-from midus_hf.memory.routing.report import RouterReports
-from midus_hf.memory.tables import DeclaredModule
-from midus_hf.models.depth_heads import NeedsLogSumExp
-from midus_hf.models.fetching import HoldsBanks, HostsBanks
+from midus_hf.memories.entries import Memories, memories_of
+from midus_hf.memories.hosting.inputs import MemoryInputs, arguments_of_pass
+from midus_hf.memories.hosting.parts import CACHE, named_cache
+from midus_hf.memories.hosting.service import Service
+from midus_hf.memories.hosting.services import scale_initial
+from midus_hf.memories.module import MemoryModule
+from midus_hf.memories.registry import layer_class
+from midus_hf.memories.tables import DeclaredModule
 from midus_hf.models.listing import show_in_transformers
-from midus_hf.models.memory_inputs import MemoryInputs
-from midus_hf.models.parts import CACHE, named_cache
-from midus_hf.models.services import InitialisesNarrowly
 
 
 class CarriesCode:
@@ -102,12 +102,15 @@ class MemoryConfig(CarriesCode):
         return {"AutoConfig": cls.__name__, "AutoModel": f"{name}Model", **models}
 
 
-class HostsMemory(InitialisesNarrowly, HostsBanks, NeedsLogSumExp):
-    """Mixin for both a stack of layers and a language model that hosts memory."""
+class HostsMemory:
+    """Mixin for both a stack of layers and a model over a stack that hosts memory."""
 
     # As in the config: the head of a language model is not split either, since it may be the embedding.
     _tp_plan = None
     _pp_plan = None
+
+    # The stack of layers that host memories.
+    stack: Any
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -118,19 +121,77 @@ class HostsMemory(InitialisesNarrowly, HostsBanks, NeedsLogSumExp):
         """Do nothing: transformers would copy the code a second time, and set `auto_map` to the wrong module."""
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load a model as its family does.
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a model as its family does, and what its memories have beside the weights.
 
         Raises:
             ValueError: If a quantisation config has quantised a tensor that a memory reads itself, or if tensor or pipeline
                 parallelism is asked for.
+            BankError: If a bank is absent, or belongs to another model.
         """
         _refuse_splitting(kwargs)
-        loaded = super().from_pretrained(*args, **kwargs)
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if getattr(model, "hf_quantizer", None) is not None:
             _refuse_quantised_tensors(model)
+        for service in model.stack.services.values():
+            service.after_loading(pretrained_model_name_or_path, kwargs)
         return loaded
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+        """Save the model as its family does, and what its memories have beside the weights.
+
+        Raises:
+            ValueError: If `push_to_hub` is set and a bank is open.
+        """
+        if kwargs.get("push_to_hub"):
+            self._check_upload()
+        saved = super().save_pretrained(save_directory, *args, **kwargs)
+        if kwargs.get("is_main_process", True):
+            for service in self.stack.services.values():
+                service.after_saving(save_directory)
+        return saved
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Upload the model as its family does.
+
+        Raises:
+            ValueError: If a bank is open.
+        """
+        self._check_upload()
+        return super().push_to_hub(*args, **kwargs)
+
+    def _check_upload(self) -> None:
+        for service in self.stack.services.values():
+            service.check_upload()
+
+    @property
+    def banks(self) -> Any:
+        """Banks that memories of the model fetch blocks from (`Banks`); None if no memory fetches blocks."""
+        return self.stack.own_banks
+
+    def fetch_memory(self, memory_ids: torch.Tensor) -> Any:
+        """Fetch the blocks of paths `[B, p]` before a pass. A pass with these `memory_blocks` reads no bank, and can be compiled.
+
+        Raises:
+            ValueError: If no memory fetches blocks.
+        """
+        model: Any = self
+        if self.banks is None:
+            raise ValueError("no memory of this model fetches blocks; expected a model with a hierarchical memory.")
+        return self.banks.fetch(memory_ids, len(memory_ids), model.device, model.dtype)
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        """Check the implementation as the family does; called when a model is made and when its attention is set."""
+        model: Any = self
+        layers = [layer_class(entry.options) for entry in memories_of(model.config).entries]
+        if (attn_implementation or "").removeprefix("paged|") in ALL_ATTENTION_FUNCTIONS:  # others the family refuses
+            for layer in layers:
+                layer.check_attention(attn_implementation)
+        adjusted: str = super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+        for layer in layers:
+            layer.check_attention(adjusted)
+        return adjusted
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
         """Load an adapter as transformers does.
@@ -151,10 +212,25 @@ class HostsMemory(InitialisesNarrowly, HostsBanks, NeedsLogSumExp):
                 raise ValueError(f"{error} This model now has the adapter: load the model again.") from None
         return loading_info
 
+    def run(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """Run the family's forward, with what services do around it."""
+
+        def family_forward(given: dict[str, Any]) -> Any:
+            return forward(**given)
+
+        run = family_forward
+        for service in self.stack.services.values():
+            run = partial(service.run, self, run)
+        return run(arguments)
+
+    def share_of_step(self, arguments: Mapping[str, Any]) -> torch.Tensor | float:
+        """Return the weight of the routers' losses in the loss of this pass. Default: 1, for a loss that is a mean over the pass."""
+        return 1.0
+
     def _initialize_weights(self, module: nn.Module, *_: Any) -> None:
         """Initialise a module that no checkpoint has filled."""
-        # Transformers passes over a module of other code if a checkpoint has filled the parameters that the module itself holds. But
-        # a family's module may also fill buffers of its parts (Falcon H1), and a memory may hold linear layers alone.
+        # Transformers passes over a module of other code whose own parameters a checkpoint has filled. But a family's module may also
+        # fill buffers of its parts (Falcon H1), and a memory may hold linear layers alone.
         super()._initialize_weights(module)
 
     @torch.no_grad()
@@ -163,9 +239,10 @@ class HostsMemory(InitialisesNarrowly, HostsBanks, NeedsLogSumExp):
             module.reset_parameters()
             return
         super()._init_weights(module)
+        scale_initial(module)
 
 
-class MemoryModel(HoldsBanks, HostsMemory):
+class MemoryModel(HostsMemory):
     """Mixin for a family's decoder stack, which takes layers over as hosts of memories and holds shared tables.
 
     If memories are attached, every layer of the base becomes a host layer, since all layers are called with the inputs for memories.
@@ -179,26 +256,36 @@ class MemoryModel(HoldsBanks, HostsMemory):
     layers: nn.ModuleList
     #: Names of the arguments of the forward that memories take.
     memory_input_names: set[str]
-    #: Services that the memories need, by name.
+    #: Services that the memories need, by key.
     services: dict[str, Service]
+    #: Banks that memories fetch blocks from (`Banks`); None if no memory fetches blocks.
+    own_banks: Any = None
 
     def __init__(self, config):
         super().__init__(config)
         memories = memories_of(config)
-        taken_over: dict[int, tuple[Any, ...]] = {}
-        for service in SERVICES.values():
-            taken_over |= service.layers(self, memories)
+        taken_over: dict[int, tuple[Any, ...]] = dict.fromkeys(memories.inserted, self.block_classes)
+        if memories.attached:  # since all layers are called with the inputs for memories
+            base_layers = (layer for layer in range(config.num_hidden_layers) if layer not in taken_over)
+            taken_over |= dict.fromkeys(base_layers, self.layer_classes)
         for index, hosts in taken_over.items():
             layer: Any = self.layers[index]
             # In place: the family alone decides how its layers are built.
             layer.__class__ = next(each for each in hosts if each.family_class is type(layer))
             layer.host(config, index, memories)
         hosted = {(name, layer): memory for layer, name, memory in self._hosted()}
-        entries = {(entry.name, layer): entry for entry in memories.entries for layer in entry.layers}
-        self.memory_input_names = {name for memory in hosted.values() for name in memory.forward_arguments}
-        needs = {need for key, memory in hosted.items() for need in needs_of(entries[key], memory, memories.sizes)}
-        self.services = {name: service(self, memories, hosted) for name, service in SERVICES.items() if name in needs}
-        self._makes_inputs = bool(self.services.keys() - {"inserted"})
+        self._taken_arguments = {name for memory in hosted.values() for name in memory.forward_arguments}
+        self.memory_input_names = set(self._taken_arguments)
+        needed = dict.fromkeys(service for memory in hosted.values() for service in memory.services)
+        self.services = {
+            service.key: service(
+                self, memories, {key: memory for key, memory in hosted.items() if service in memory.services}
+            )
+            for service in sorted(
+                needed, key=lambda service: service.key == "state"
+            )  # which may add a cache to a pass
+        }
+        self._makes_inputs = bool(memories.attached or self.services or self._taken_arguments)
         self._no_split_modules = {
             *(self._no_split_modules or ()),
             *(type(self.layers[index]).__name__ for index in taken_over),
@@ -215,7 +302,7 @@ class MemoryModel(HoldsBanks, HostsMemory):
         use_cache: bool | None = None,
         *,
         past_key_values: Cache | None = None,
-        memory_reports: RouterReports | None = None,
+        memory_reports: Any = None,
         token_mask: torch.Tensor | None = None,
         token_ids: torch.Tensor | None = None,
         **kwargs: Any,
@@ -225,7 +312,7 @@ class MemoryModel(HoldsBanks, HostsMemory):
         Arguments that are not listed here are described at `MemoryForCausalLM.forward`, or are passed to the family's forward.
 
         Args:
-            memory_reports: Collector of the routers' reports. Default: routers do not report.
+            memory_reports: Collector of the routers' reports (`RouterReports`). Default: routers do not report.
             token_ids: `[B, T]`, the ids behind `inputs_embeds`, for memories that take `input_ids`. Default: `input_ids`.
             kwargs: Other arguments of the family's forward, and arguments that memories take.
 
@@ -243,9 +330,15 @@ class MemoryModel(HoldsBanks, HostsMemory):
         own = {"memory_reports": memory_reports, "token_mask": token_mask, "token_ids": token_ids}
         own |= {name: kwargs.pop(name) for name in self.memory_input_names if name in kwargs}
         if self._makes_inputs:
-            values = {name: service.of_pass(self, arguments, own) for name, service in self.services.items()}
-            kwargs["memory_inputs"] = MemoryInputs(values)
+            values = {key: service.of_pass(self, arguments, own) for key, service in self.services.items()}
+            taken = arguments_of_pass(self._taken_arguments, arguments, own)
+            kwargs["memory_inputs"] = MemoryInputs(values, taken)
         return super().forward(**arguments, **kwargs)
+
+    @property
+    def stack(self) -> Any:
+        """The stack itself."""
+        return self
 
     def table_readers(self) -> Iterator[tuple[nn.Module, Mapping[str, torch.Tensor]]]:
         """Yield each memory that reads shared tables, with these tables by name."""
@@ -284,7 +377,7 @@ def _refuse_quantised_tensors(model: nn.Module) -> None:
         if isinstance(holder, DeclaredModule) and type(tensor) is not nn.Parameter:
             raise ValueError(
                 f"the quantisation has made a {type(tensor).__name__} of {name}, which a memory cannot read; expected linear layers "
-                "alone. Round tables with midus_hf.memory.quantise_tables, before or after."
+                "alone. Round tables with midus_hf.memories.quantise_tables, before or after."
             )
 
 

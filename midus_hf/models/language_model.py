@@ -7,25 +7,15 @@ import torch
 from transformers import Cache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
-from midus_hf.memory.registry import while_generating
-from midus_hf.models.fetching import GeneratesFromBanks
+from midus_hf.memories.decode_cache import decode_cache
+from midus_hf.memories.hosting.parts import named_cache
 from midus_hf.models.host import HostsMemory
 from midus_hf.models.listing import list_model
-from midus_hf.models.parts import named_cache
-from midus_hf.models.router_losses import AddsRouterLosses
-from midus_hf.models.services import GeneratesFromWholeSequences, KeepsStates, TellsPadding
 
 _IGNORED_LABEL = -100
 
 
-class MemoryForCausalLM(
-    GeneratesFromWholeSequences,
-    TellsPadding,
-    KeepsStates,
-    GeneratesFromBanks,
-    AddsRouterLosses,
-    HostsMemory,
-):
+class MemoryForCausalLM(HostsMemory):
     """Mixin for a family's language model: the family's own head and forward over a stack that hosts memory."""
 
     output_class = MoeCausalLMOutputWithPast
@@ -97,7 +87,7 @@ class MemoryForCausalLM(
             "use_cache": use_cache,
             "logits_to_keep": logits_to_keep,
         }
-        return super().forward(**kwargs)
+        return self.run(super().forward, kwargs)
 
     def share_of_step(self, arguments: Mapping[str, Any]) -> torch.Tensor | float:
         """Return this pass's share of the tokens of a step, the weight of the routers' losses if a step has several passes."""
@@ -112,18 +102,49 @@ class MemoryForCausalLM(
         names: set[str] = self.stack.memory_input_names
         super()._validate_model_kwargs({key: value for key, value in model_kwargs.items() if key not in names})
 
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.Tensor,
+        *args: Any,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Prepare the inputs as the family does, and let services add to them.
+
+        transformers reads from the signature whether embeddings may replace the prompt's ids.
+        """
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, *args, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+        )
+        for service in self.stack.services.values():
+            service.prepare_inputs(inputs, attention_mask)
+        return inputs
+
     def _get_candidate_generator(self, *args: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
         """Return the family's generator of candidates for assisted decoding, without the arguments that memories take."""
+        for service in self.stack.services.values():
+            service.check_assistant()
         names: set[str] = self.stack.memory_input_names
         others = {key: value for key, value in model_kwargs.items() if key not in names}
         return super()._get_candidate_generator(*args, model_kwargs=others, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as the family does. Tensors that memories derive from weights alone are computed once per call."""
-        with while_generating(self):
+        for service in self.stack.services.values():
+            service.before_generate(kwargs)
+        with decode_cache(self):
             return super().generate(*args, **kwargs)
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate for several requests in one row, as the family does. Kept tensors are computed once per call, as in `generate`."""
-        with while_generating(self):
+        """Generate for several requests in one row, as the family does, with what `generate` computes once per call."""
+        for service in self.stack.services.values():
+            service.check_continuous_batching(kwargs)
+        with decode_cache(self):
             return super().generate_batch(*args, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the manager of continuous batching, which all of its entry points call, as the family does."""
+        for service in self.stack.services.values():
+            service.check_continuous_batching({})
+        return super().init_continuous_batching(*args, **kwargs)

@@ -7,32 +7,20 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from midus_hf.config.memory_entries import Memories
-from midus_hf.memory.needs import SERVICES, SITES, LayerCall, Service, needs_of, register
-from midus_hf.memory.registry import build_memory
-from midus_hf.models.memory_inputs import CarriesTensors, MemoryInputs
-from midus_hf.models.parts import MissingPart, NamesParts
+from midus_hf.memories.entries import Memories, MemoryEntry
+from midus_hf.memories.hosting.inputs import Carried, MemoryInputs, given_at, taken_at
+from midus_hf.memories.hosting.parts import MissingPart, NamesParts
+from midus_hf.memories.hosting.site import LayerCall, Site
+from midus_hf.memories.module import build_memory
+from midus_hf.memories.registry import layer_class
 
 # Empty inputs, for a pass without inputs of memories. Never written to: a layer that carries tensors gets its own
 # inputs.
 _NO_INPUTS = MemoryInputs()
 
 
-@register(SERVICES, "attached")
-class AttachedMemories(Service):
-    """Host layers in place of all layers of the base, since all layers are called with the inputs for memories."""
-
-    @staticmethod
-    def layers(model: Any, memories: Memories) -> dict[int, tuple[Any, ...]]:
-        """Return the classes of host layers for every layer, if any memory is attached."""
-        if not memories.attached:
-            return {}
-        base_layers = (layer for layer in range(model.config.num_hidden_layers) if layer not in memories.inserted)
-        return dict.fromkeys(base_layers, model.layer_classes)
-
-
-class LayerWithSites(NamesParts):
-    """Layer of a family with memories at its sites.
+class HostLayer(NamesParts):
+    """Mixin that turns a family's decoder layer into a layer with memories at its sites.
 
     A layer of the family is taken over, so its parts keep their names, their place in the cache and their class: masks, caches,
     checkpointing and output capture treat the layer as any other layer. The forward is the family's own. Memories act in it by hooks
@@ -40,8 +28,18 @@ class LayerWithSites(NamesParts):
     the backward pass repeats the forward alone, sets it again.
     """
 
+    attention_class: ClassVar[type[nn.Module] | None] = None
+    mlp_class: ClassVar[type[nn.Module] | None] = None
+    # Whether some layers of the type do not rotate queries and keys.
+    some_do_not_rotate: ClassVar[bool] = False
+    # Whether the residual stream behind the mixer is the sum of the layer's input and the mixer's output.
+    adds_mixer: ClassVar[bool] = True
+
     # The call that runs now, for the hooks on the layer's parts.
     call: LayerCall | None = None
+    # Tensors that the layer takes from earlier layers, and that it gives to later layers.
+    takes: tuple[Carried, ...] = ()
+    gives: tuple[Carried, ...] = ()
     memories: nn.ModuleDict
 
     def host(self, config: Any, layer_idx: int, memories: Memories) -> None:
@@ -65,14 +63,40 @@ class LayerWithSites(NamesParts):
         self.sites = {entry.name: entry.site for entry in entries}
         # Stored, since PEFT may wrap memories.
         self.classes = {name: type(memory) for name, memory in built.items()}
-        needs = {need for entry in entries for need in needs_of(entry, built[entry.name], memories.sizes)}
-        sites = [site for name, site in SITES.items() if name in needs or site.is_behind(layer_idx, memories)]
+        attached = memories.attached.values()
+        self.takes = tuple(carried for entry in attached for carried in taken_at(entry, layer_idx))
+        self.gives = tuple(carried for entry in attached for carried in given_at(entry, layer_idx))
+        sites = [site for entry in attached for site in sites_of(entry) if site.concerns(entry, layer_idx)]
+        sites = sorted(
+            dict.fromkeys(sites), key=lambda site: site.name == "behind-layer"
+        )  # which reads what all others add
         for site in sites:
             if site.is_missing(self):
                 raise MissingPart(f"layer {layer_idx} of class {self.family_class.__name__}", site.name)
         if built:
             self.memories = nn.ModuleDict(built)
         self.attached = [site(self, config, memories) for site in sites]
+
+    def __call__(
+        self, hidden_states: torch.Tensor, *args: Any, memory_inputs: MemoryInputs | None = None, **kwargs: Any
+    ) -> Any:
+        """Call the layer with the tensors from earlier layers as inputs, and the tensors for later layers as outputs.
+
+        So both kinds of activation checkpointing treat these tensors as they treat hidden states.
+        """
+        call: Any = super().__call__
+        if not self.takes and not self.gives:
+            return call(hidden_states, *args, memory_inputs=memory_inputs, **kwargs)
+        assert memory_inputs is not None, "a model whose layers carry something calls them with memory_inputs"
+        taken = [memory_inputs.carried[key] for key in self.takes]
+        output, *for_later = call(hidden_states, *taken, *args, memory_inputs=memory_inputs, **kwargs)
+        memory_inputs.carried.update(zip(self.gives, for_later, strict=True))
+        return output
+
+    @property
+    def lacks_attention(self) -> bool:
+        """True if the layer has another attention than the family's."""
+        return self.attention_class is None or not isinstance(self.mixer_part, self.attention_class)
 
     @property
     def mixer_part(self) -> Any:
@@ -85,37 +109,32 @@ class LayerWithSites(NamesParts):
         return getattr(self, self.feed_forward_name or "", None)
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        *args: Any,
-        memory_inputs: MemoryInputs | None = None,
-        carried: dict[Any, torch.Tensor | None] | None = None,
-        **kwargs: Any,
+        self, hidden_states: torch.Tensor, *args: Any, memory_inputs: MemoryInputs | None = None, **kwargs: Any
     ) -> Any:
         """Return what the family's layer returns, with the changes that memories make.
 
         Args:
             hidden_states: The residual stream before this layer, `[B, T, D]`.
-            args: Other arguments of the family's forward.
+            args: Tensors from earlier layers, in the order of `takes`, then other arguments of the family's forward.
             memory_inputs: Inputs of the pass for memories. Default: none.
-            carried: Tensors from earlier layers, to which the layer adds tensors for later layers. Default: none.
             kwargs: Other arguments of the family's forward.
 
         Returns:
-            `[B, T, D]`, or a tuple that begins with it, as the family's layer returns.
+            `[B, T, D]`, or a tuple that begins with it, as the family's layer returns; if the layer takes or gives tensors, a tuple
+            of this and the tensors that it gives, in the order of `gives`.
         """
         for site in self.attached:
             site.attach()
         inputs = _NO_INPUTS if memory_inputs is None else memory_inputs
-        carried = {} if carried is None else carried
+        carried: dict[Carried, torch.Tensor | None] = dict(zip(self.takes, args, strict=False))
         self.call = LayerCall(hidden_states, inputs, carried, kwargs.get("position_embeddings"))
         try:
-            output = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+            output = super().forward(hidden_states, *args[len(self.takes) :], **kwargs)  # type: ignore[misc]
             for site in self.attached:
                 output = site.behind(output)
         finally:
             self.call = None
-        return output
+        return (output, *(carried.get(key) for key in self.gives)) if self.takes or self.gives else output
 
     def at(self, site: str, memory_inputs: MemoryInputs) -> list[str]:
         """Return the names of this layer's memories at a site that have something to do in this pass."""
@@ -139,20 +158,9 @@ class LayerWithSites(NamesParts):
         return hidden_states
 
 
-class HostLayer(CarriesTensors, LayerWithSites):
-    """Mixin that turns a family's decoder layer into a layer with attached memories."""
-
-    attention_class: ClassVar[type[nn.Module] | None] = None
-    mlp_class: ClassVar[type[nn.Module] | None] = None
-    # Whether some layers of the type do not rotate queries and keys.
-    some_do_not_rotate: ClassVar[bool] = False
-    # Whether the residual stream behind the mixer is the sum of the layer's input and the mixer's output.
-    adds_mixer: ClassVar[bool] = True
-
-    @property
-    def lacks_attention(self) -> bool:
-        """True if the layer has another attention than the family's."""
-        return self.attention_class is None or not isinstance(self.mixer_part, self.attention_class)
+def sites_of(entry: MemoryEntry) -> list[type[Site]]:
+    """Return the classes of the sites by which a memory is attached."""
+    return [site for site in layer_class(entry.options).sites if site.name == entry.site]
 
 
 @contextlib.contextmanager

@@ -7,10 +7,9 @@ import torch
 from transformers import AutoModel, Cache
 from transformers.modeling_outputs import QuestionAnsweringModelOutput, SequenceClassifierOutputWithPast
 
+from midus_hf.memories.hosting.parts import named_cache
 from midus_hf.models.host import HostsMemory
 from midus_hf.models.listing import list_model
-from midus_hf.models.parts import named_cache
-from midus_hf.models.router_losses import AddsRouterLosses
 
 
 @dataclass
@@ -29,7 +28,7 @@ class RoutedAnswer(QuestionAnsweringModelOutput):
     router_logits: tuple[torch.Tensor, ...] | None = None
 
 
-class MemoryHead(AddsRouterLosses, HostsMemory):
+class MemoryHead(HostsMemory):
     """Mixin for a family's task head: the family's own head and forward over a stack that hosts memory.
 
     The stack is always the attribute `model`, as in the language model, whose checkpoint fills it. `LlamaForQuestionAnswering` calls
@@ -57,7 +56,7 @@ class MemoryHead(AddsRouterLosses, HostsMemory):
         if "report" not in self.stack.services:
             del of_memories["output_router_logits"]
         given = {name: value for name, value in of_memories.items() if value is not None}
-        return super().forward(**arguments, **named_cache(cache, past_key_values), **given)
+        return self.run(super().forward, {**arguments, **named_cache(cache, past_key_values), **given})
 
 
 class MemoryForClassification(MemoryHead):

@@ -11,7 +11,7 @@ from midus_hf.banks.bank_description import growth_of
 from midus_hf.banks.block_reader import GENERIC
 from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.files.checkpoint_files import BLOCK_STATES
-from midus_hf.models.fetching import IDS
+from midus_hf.memories.hierarchical.fetching import IDS
 from midus_hf.models.host import MemoryModel
 from midus_hf.training.optim.parameter_groups import BLOCKS_GROUP, banks_of
 
@@ -146,7 +146,7 @@ def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
         folder = folder_of_tree(Path(tree).expanduser())
     remedy = "Assign texts by the tree of the model, or train a model whose bank was not trained yet."
     for module in model.modules():
-        if isinstance(module, MemoryModel) and module.own_banks.are_open:
+        if isinstance(module, MemoryModel) and module.own_banks and module.own_banks.are_open:
             banks = module.own_banks
             for name, layout in banks.layouts.items():
                 own = (layout.num_levels, layout.blocks.branching)

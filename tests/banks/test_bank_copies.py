@@ -10,7 +10,7 @@ from banks.small_bank import LLAMA_1B, layout_of, made, on_disk, record_of
 
 from midus_hf.banks import MemoryBank, level_file
 from midus_hf.banks.level_file import BankError
-from midus_hf.config.memories.hierarchical import HierFFNOptions
+from midus_hf.memories.hierarchical.options import HierFFNOptions
 
 
 def test_a_copy_has_what_was_written_and_stays_sparse(tmp_path, opened):

@@ -9,8 +9,8 @@ from banks.small_bank import layout_of, made
 
 from midus_hf.banks import MemoryBank
 from midus_hf.banks.level_file import BankError
-from midus_hf.config.memories.hierarchical import HierFFNOptions, HierKVOptions
 from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memories.hierarchical.options import HierFFNOptions, HierKVOptions
 
 
 def refused(folder, layout=None):

@@ -11,7 +11,7 @@ from banks.small_bank import LAYERS, LLAMA_1B, layout_of, made, on_disk, record_
 
 from midus_hf.banks.mapped_bank import initial_block
 from midus_hf.banks.memory_bank import create_bank
-from midus_hf.config.memories.hierarchical import HierFFNOptions, HierKVOptions, HierLoraVOOptions
+from midus_hf.memories.hierarchical.options import HierFFNOptions, HierKVOptions, HierLoraVOOptions
 
 
 def test_a_bank_of_fourteen_billion_parameters_takes_nothing_and_opens_at_once(tmp_path, opened):

@@ -6,8 +6,8 @@ from midus_hf.banks import MemoryBank
 from midus_hf.banks.memory_bank import create_bank
 from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.config.fetched_blocks import BankLayout
-from midus_hf.config.memories.hierarchical import HierFFNOptions
 from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memories.hierarchical.options import HierFFNOptions
 
 SIZES = ModelSizes(hidden_size=4, num_heads=2, intermediate_size=6, num_layers=2)
 SETTINGS = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}

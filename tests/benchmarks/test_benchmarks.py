@@ -15,7 +15,7 @@ from benchmarks.measuring import append, is_out_of_memory, peak_bytes, run_colum
 from benchmarks.models import METHODS, Point, build, measure, new_parameters, read_base, set_trained, variant_of
 from benchmarks.ops import OPS, SHAPES, TOLERANCES, body_of, largest_error, make_inputs
 from benchmarks.upscale import mergekit_recipe
-from midus_hf.memory.registry import MemoryModule
+from midus_hf.memories.module import MemoryModule
 
 
 def read_rows(path):

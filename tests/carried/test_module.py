@@ -23,7 +23,7 @@ from midus_hf.carried import standins
 from midus_hf.carried.module import reference_modules
 from midus_hf.carried.sources import Source, defined
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
-from midus_hf.memory.registry import MEMORY_MODULES
+from midus_hf.memories.registry import MEMORY_TYPES, layer_class
 from midus_hf.version import __version__
 
 ROOT = Path(__file__).parent.parent.parent
@@ -32,21 +32,22 @@ OTHERS = {"torch", "transformers", "safetensors", "huggingface_hub"}
 
 # Parts that some memories need, by the methods that need them, or by how their names begin.
 NEEDED_BY = {
-    "CarriesTensors": ("moda",),
     "AttentionHost": ("hier-kv", "moda"),
     "AttentionAdapters": ("hier-lora-qk", "hier-lora-vo"),
+    "AttentionHeads": ("hier-kv",),
     "DepthHeads": ("moda",),
     "InsideFeedForward": ("hier-lora-ffn",),
     "BesideFeedForward": ("engram", "hier-ffn", "ultramem-v2"),
-    "BehindAttention": ("moc",),
-    "Skip": (),
+    "BehindAttention": ("engram", "moc"),
+    "Skip": ("ultramem-v2",),
     "MemoryBank": ("hier-",),
-    "Tables": ("moc",),
+    "BankLayout": ("hier-",),
+    "Tables": ("engram", "moc", "ultramem-v2"),
     "States": ("engram", "moc"),
-    "Places": ("engram", "moc"),
-    "AddsRouterLosses": ("moc",),
-    "GeneratesFromWholeSequences": (),
-    "NarrowStart": ("ultramem-v2",),
+    "Tokens": ("engram", "moc"),
+    "RouterReports": ("moc",),
+    "WholeSequences": ("moc",),
+    "ScaledInitialisation": ("ultramem-v2",),
 }
 
 of_all_cases = pytest.mark.parametrize(("family", "method"), CASES)
@@ -121,9 +122,9 @@ def test_the_module_needs_torch_and_transformers_alone_and_has_what_its_memories
     (model,) = json.loads((checkpoints(family, method) / "config.json").read_text())["architectures"]
     own = model.removesuffix("ForCausalLM")
     assert model in classes and all(name.startswith(own) for name in classes if name.startswith("Midus")), own
-    other_memories = {module.__name__ for module in MEMORY_MODULES.values()} - {
-        module.__name__ for module in imported(checkpoints(family, method)).MEMORY_MODULES.values()
-    }
+    carried = imported(checkpoints(family, method)).MEMORY_TYPES
+    layers = {name: layer_class(options()).__name__ for name, options in MEMORY_TYPES.items()}
+    other_memories = {layer for name, layer in layers.items() if name not in carried}
     assert not classes & other_memories
 
 
@@ -140,8 +141,7 @@ def test_each_forward_of_a_model_names_its_arguments(family, method, checkpoints
     assert forwards
     # What a host layer takes of earlier layers has to be arguments by place: activation checkpointing keeps these alone.
     by_place = {owner: function.args.vararg.arg for owner, function in forwards if function.args.vararg}
-    by_place.pop("CarriesTensors", None)
-    assert by_place in ({}, {"LayerWithSites": "args"})
+    assert by_place == {"HostLayer": "args"}
 
 
 @on_llama
@@ -163,10 +163,7 @@ def test_a_name_means_the_same_in_the_modules_of_all_memories(checkpoints):
             text = ast.unparse(statement)
             for name in defined(statement) if "Midus" not in text.splitlines()[0] else ():
                 other, before = written.setdefault(name, (method, text))
-                # Bases that a model does not need are left out.
-                assert before == text or (
-                    isinstance(statement, ast.ClassDef) and before.splitlines()[1:] == text.splitlines()[1:]
-                ), f"{name} of {other} and of {method}"
+                assert before == text, f"{name} of {other} and of {method}"
 
 
 _WRITTEN_TWICE = [("llama", "hier-lora-qk"), ("llama", "moc"), ("gemma3", "midus-hml")]
@@ -241,19 +238,16 @@ def test_sites_and_types_that_a_checkpoint_was_not_written_for_are_refused(chang
 
 # The definitions that carried code has another of, ops aside.
 STANDS_FOR = {
-    "check_entry": "midus_hf.config.memory_entries",
-    "check_memories": "midus_hf.config.memory_entries",
-    "check_place": "midus_hf.config.memory_entries",
-    "check_fit": "midus_hf.config.memory_types",
-    "check_options": "midus_hf.config.memory_types",
-    "MEMORY_TYPES": "midus_hf.config.memory_types",
-    "register_memory_type": "midus_hf.config.declarations",
-    "MEMORY_MODULES": "midus_hf.memory.registry",
-    "register_memory": "midus_hf.memory.registry",
-    "check_built": "midus_hf.memory.registry",
-    "keeper_of": "midus_hf.memory.registry",
-    "while_generating": "midus_hf.memory.registry",
-    "module_of": "midus_hf.memory.registry",
+    "check_entry": "midus_hf.memories.entries",
+    "check_memories": "midus_hf.memories.entries",
+    "check_place": "midus_hf.memories.entries",
+    "MEMORY_TYPES": "midus_hf.memories.registry",
+    "register_memory": "midus_hf.memories.registry",
+    "layer_of": "midus_hf.memories.registry",
+    "layer_class": "midus_hf.memories.registry",
+    "memory_type": "midus_hf.memories.registry",
+    "check_layer": "midus_hf.memories.module",
+    "decode_cache": "midus_hf.memories.decode_cache",
     "option": "midus_hf.config.options",
     "read_options": "midus_hf.config.options",
     "write_code": "midus_hf.carried.module",

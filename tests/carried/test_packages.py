@@ -17,11 +17,11 @@ def written(tmp_path, monkeypatch):
     package.mkdir()
     (package / "__init__.py").touch()
 
-    def write(root: str, stand_ins=None, left_out=(), **sources: str) -> str:
+    def write(root: str, stand_ins=None, **sources: str) -> str:
         for name, source in sources.items():
             (package / f"{name}.py").write_text(dedent(source))
         module, _, name = root.rpartition(".")
-        return Closure([Name(f"of_others.{module}", name)], {"of_others"}, stand_ins or {}, left_out).text()
+        return Closure([Name(f"of_others.{module}", name)], {"of_others"}, stand_ins or {}).text()
 
     yield write
     for name in [name for name in sys.modules if name.partition(".")[0] == "of_others"]:
@@ -132,31 +132,3 @@ class Reader:
 
 def test_classes_are_kept_whole(written):
     assert "_reset" in written("zz.Reader", zz=READER)
-
-
-@pytest.mark.parametrize(
-    ("left_out", "expected"), [((), "class Both(First, Second)"), (("First",), "class Both(Second)")]
-)
-def test_of_the_bases_of_a_class_those_stay_that_are_not_left_out(left_out, expected, written):
-    source = written(
-        "zz.Both",
-        left_out=left_out,
-        zz="""
-        class First:
-            def name(self):
-                return "first" + super().name()
-
-        class Second:
-            def name(self):
-                return "second"
-
-        class Both(First, Second):
-            '''Its name is Ä.
-
-            It is told at length.
-            '''
-        """,
-    )
-    assert "It is told at length." in source
-    assert f"{expected}:" in source and ("class First" in source) is (not left_out)
-    assert computed(source, "Both().name()") == ("second" if left_out else "firstsecond")

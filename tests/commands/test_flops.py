@@ -8,7 +8,7 @@ import pytest
 from commands.installed import REPOSITORY, run_alone
 
 from midus_hf.cli.flops import main
-from midus_hf.config.flops.model import estimate_flops
+from midus_hf.memories.flops import estimate_flops
 
 CONFIG = REPOSITORY / "configs" / "models" / "moc-371m.json"
 EMBEDDINGS = 768 * json.loads(CONFIG.read_text())["vocab_size"]  # the head is tied to it

@@ -4,13 +4,13 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 
-from midus_hf.config.controls import Change, controls_of, num_value_rows
-from midus_hf.config.declarations import register_memory_type
 from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor
-from midus_hf.config.flops.rules import flops
-from midus_hf.config.memory_types import MEMORY_TYPES, MemoryOptions
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
+from midus_hf.memories.controls import Change, controls_of, num_value_rows
+from midus_hf.memories.flops import memory_flops
+from midus_hf.memories.options import MemoryOptions
+from midus_hf.memories.registry import MEMORY_TYPES, register_memory
 
 SIZES = ModelSizes(hidden_size=32, num_heads=4, intermediate_size=48, num_layers=4)
 ALL = ["one-row", "random-slots", "frozen-addresses", "shuffled-addresses"]
@@ -119,7 +119,7 @@ def test_addressing_changes_no_tensor_and_no_price(memory_type):
     assert content == MEMORY_TYPES[memory_type]()
     assert content.tensors(SIZES) == random.tensors(SIZES)
     assert content.tables(SIZES, (0, 1)) == random.tables(SIZES, (0, 1))
-    assert flops(content, SIZES, 2, 8, 0, 2) == flops(random, SIZES, 2, 8, 0, 2)
+    assert memory_flops(content, SIZES, 2, 8, 0, 2) == memory_flops(random, SIZES, 2, 8, 0, 2)
 
 
 @dataclass(kw_only=True)
@@ -145,9 +145,7 @@ def test_a_type_of_another_package_has_the_controls_that_follow_from_roles():
         "frozen-addresses": Change(trainable=("value",)),
         "shuffled-addresses": Change(shuffled=("up",)),
     }
-    declaring = register_memory_type("declaring")(
-        type("Declaring", (Foreign,), {"controls": {"one-row": {"width": 1}}})
-    )
+    declaring = register_memory("declaring")(type("Declaring", (Foreign,), {"controls": {"one-row": {"width": 1}}}))
     assert controls_of(declaring(), SIZES)["one-row"] == Change(options={"width": 1})
 
 
@@ -182,7 +180,7 @@ def test_a_vector_has_no_rows():
 )
 def test_a_control_that_cannot_be_is_refused_where_the_type_is_registered(controls, message):
     with pytest.raises(ValueError, match=message):
-        register_memory_type("bad")(type("Bad", (Foreign,), {"controls": controls}))
+        register_memory("bad")(type("Bad", (Foreign,), {"controls": controls}))
 
 
 def test_every_memory_whose_slots_are_chosen_by_content_can_draw_them():

@@ -11,17 +11,17 @@ import torch
 from tiny import NATIVE_FAMILIES, prompt, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from midus_hf.config.flops import model as counting
-from midus_hf.config.flops.model import estimate_flops
-from midus_hf.config.flops.rules import flops, linear
-from midus_hf.config.memories import MEMORY_TYPES
-from midus_hf.config.memories.chapters import ChaptersOptions
-from midus_hf.config.memories.headwise import HeadwiseOptions
-from midus_hf.config.memories.shared_values import LinearOptions, ProductKeyOptions
-from midus_hf.config.memories.ultramem import UltraMemOptions
-from midus_hf.config.memory_types import MemoryOptions
+from midus_hf.config.flops import linear
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.registry import build_memory
+from midus_hf.memories import flops as counting
+from midus_hf.memories.chapters.options import ChaptersOptions
+from midus_hf.memories.flops import estimate_flops, memory_flops
+from midus_hf.memories.headwise.options import HeadwiseOptions
+from midus_hf.memories.module import build_memory
+from midus_hf.memories.options import MemoryOptions
+from midus_hf.memories.registry import MEMORY_TYPES
+from midus_hf.memories.shared_values.options import LinearOptions, ProductKeyOptions
+from midus_hf.memories.ultramem.options import UltraMemOptions
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 SIZES = ModelSizes(hidden_size=32, num_heads=4, intermediate_size=48, num_layers=6)
@@ -42,7 +42,7 @@ class UncountedOptions(MemoryOptions):
 
 
 def of_memory(options: MemoryOptions) -> dict[str, int]:
-    return flops(options, SIZES, BATCH, TOKENS, 0, 1)
+    return memory_flops(options, SIZES, BATCH, TOKENS, 0, 1)
 
 
 def test_a_layer_has_the_papers_operations():
@@ -154,7 +154,7 @@ def test_windows_and_masks_make_nothing_less():
 @pytest.mark.parametrize("memory_type", MEMORY_TYPES)
 def test_every_type_of_memory_says_what_it_takes_and_more_for_more_tokens(memory_type):
     options = MEMORY_TYPES[memory_type]()
-    few, many = flops(options, SIZES, 1, 24, 1, 3), flops(options, SIZES, 2, 24, 1, 3)
+    few, many = memory_flops(options, SIZES, 1, 24, 1, 3), memory_flops(options, SIZES, 2, 24, 1, 3)
     assert all(type(count) is int for count in many.values())
     assert sum(few.values()) < sum(many.values()) <= 2 * sum(few.values())
 
@@ -301,7 +301,7 @@ def test_rows_of_integers_are_scaled():
             {"hidden_act": "laplace"},
             8,
             1,
-            "the activation is 'laplace', which has no price; expected one of: silu, swish",
+            "the activation is 'laplace', whose FLOPs are unknown; expected one of: silu, swish",
         ),
         ({"memory": [{"type": "headwise", "layers": [9]}]}, 8, 1, "names layer 9; expected 0 <= layer < 4"),
     ],
@@ -313,13 +313,11 @@ def test_what_cannot_be_counted_is_refused(changes, tokens, batch, message):
 
 
 def test_a_memory_that_does_not_say_what_it_takes_is_refused():
-    with pytest.raises(
-        ValueError, match="type 'uncounted' does not say how many operations it takes; expected a func"
-    ):
+    with pytest.raises(ValueError, match="the FLOPs of memory type 'uncounted' are unknown; expected a function with"):
         of_memory(UncountedOptions())
 
 
 def test_counting_needs_no_torch():
-    code = "import sys, midus_hf.config.flops.model; print({'torch', 'transformers'} & {*sys.modules})"
+    code = "import sys, midus_hf.memories.flops; print({'torch', 'transformers'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "set()"

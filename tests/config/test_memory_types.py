@@ -7,17 +7,12 @@ from dataclasses import dataclass, fields
 import pytest
 import torch
 
-from midus_hf.config.declarations import check_declaration, register_memory_type
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
-from midus_hf.config.memories import MEMORY_TYPES
-from midus_hf.config.memories.hierarchical import HierarchicalOptions
-from midus_hf.config.memory_types import (
-    InsertedOptions,
-    MemoryOptions,
-    is_name,
-)
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
+from midus_hf.memories.hierarchical.options import HierarchicalOptions
+from midus_hf.memories.options import InsertedOptions, MemoryOptions, is_name
+from midus_hf.memories.registry import MEMORY_TYPES, check_declaration, register_memory
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +41,7 @@ def declaring(**tensors):
 
 
 def test_a_registered_type_is_in_the_table_and_knows_its_name(table):
-    assert register_memory_type("example")(Example) is Example
+    assert register_memory("example")(Example) is Example
     assert table["example"] is Example and Example().type == "example"
     assert not (Example().output_projection or Example().inner_residual)
 
@@ -55,19 +50,19 @@ def test_a_name_that_is_taken_is_refused_unless_by_the_same_class_defined_again(
     with pytest.raises(
         ValueError, match="memory type 'headwise' is already registered by HeadwiseOptions; choose another"
     ):
-        register_memory_type("headwise")(Example)
+        register_memory("headwise")(Example)
     rival = type("HeadwiseOptions", (Example,), {"__module__": "another_package"})
     with pytest.raises(ValueError, match="memory type 'headwise' is already registered by HeadwiseOptions"):
-        register_memory_type("headwise")(rival)
+        register_memory("headwise")(rival)
     names = {"__qualname__": "HeadwiseOptions", "__module__": table["headwise"].__module__}
     again = type("HeadwiseOptions", (table["headwise"],), names)
-    assert register_memory_type("headwise")(again) is again
+    assert register_memory("headwise")(again) is again
 
 
 @pytest.mark.parametrize("name", ["", "Example", "two words", "a.b", "a--b", "-a", "a-"])
 def test_a_name_of_another_form_is_refused(name):
     with pytest.raises(ValueError, match=r"memory type is .*; expected lower case words joined by hyphens"):
-        register_memory_type(name)
+        register_memory(name)
 
 
 @dataclass(kw_only=True)
@@ -115,12 +110,12 @@ ROW = DeclaredTensor((4, 4), "value", ZEROS)
 )  # fmt: skip
 def test_a_declaration_that_cannot_be_built_is_refused(options, message):
     with pytest.raises(ValueError, match=f"memory type 'example' .*{message}"):
-        register_memory_type("example")(options)
+        register_memory("example")(options)
 
 
 def test_a_type_must_say_which_tensors_it_has():
     with pytest.raises(TypeError, match="Silent does not say which tensors it has"):
-        register_memory_type("silent")(type("Silent", (InsertedOptions,), {"sites": ("inserted",)}))
+        register_memory("silent")(type("Silent", (InsertedOptions,), {"sites": ("inserted",)}))
 
 
 def test_a_memory_of_blocks_must_say_what_they_hold():
@@ -137,7 +132,10 @@ def test_every_type_of_the_package_passes_the_check_of_those_of_other_packages_a
 
 
 def test_declarations_are_read_without_torch_and_transformers():
-    code = "import sys, midus_hf.config.memory_entries as m; print(*m.MEMORY_TYPES, *{'torch', 'transformers'} & {*sys.modules})"
+    code = (
+        "import sys, midus_hf.memories.entries, midus_hf.memories.registry as m; "
+        "print(*m.MEMORY_TYPES, *{'torch', 'transformers'} & {*sys.modules})"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert set(done.stdout.split()) == set(MEMORY_TYPES)
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from midus_hf import models  # noqa: F401 - registers the families that host memory
 from midus_hf.cli.flops import count_parameters
 from midus_hf.config.backbone import FAMILY_TRAITS, read_backbone
-from midus_hf.config.flops.model import estimate_flops
+from midus_hf.memories.flops import estimate_flops
 from upscalers.architecture import families
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from midus_hf.config.memories.ultramem import UltraMemOptions
+from midus_hf.memories.ultramem.options import UltraMemOptions
 
 LAYERS = 24
 # Tables that layers of `ring:4` read, both counted from 1.

@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
-from midus_hf.config.memories.ultramem import UltraMemOptions
-from midus_hf.config.memories.ultramem_statistics import MEASURED, UniformCores, best_scores
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.registry import build_memory
+from midus_hf.memories.module import build_memory
+from midus_hf.memories.ultramem.options import UltraMemOptions
+from midus_hf.memories.ultramem.statistics import MEASURED, UniformCores, best_scores
 
 # n, r, keys of a side that are kept, k.
 RETRIEVALS = {

@@ -9,7 +9,7 @@ from models.upscaled import give_values
 from tiny import FAMILIES as TINY_FAMILIES
 from transformers import PreTrainedModel
 
-from midus_hf.memory.retrieval import RetrievalMemory
+from midus_hf.memories.retrieval.layer import RetrievalMemory
 from midus_hf.models import FAMILIES
 
 MEMORY_LAYERS = [1, 3]

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from midus_hf.config.memories import MEMORY_TYPES
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import read_options
-from midus_hf.memory.registry import build_memory
+from midus_hf.memories.module import build_memory
+from midus_hf.memories.registry import MEMORY_TYPES
 
 
 def build(memory_type: str, *, hidden_size: int, num_heads: int, head_dim: int = 0, **options: Any) -> Any:

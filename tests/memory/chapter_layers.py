@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from memory.chapter_loops import Read, read_by_loops
 
-from midus_hf.config.memories.chapters import ChaptersOptions
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.chapters import Chapters
-from midus_hf.memory.registry import build_memory
-from midus_hf.memory.routing.token_places import TokenPlaces
+from midus_hf.memories.chapters.layer import Chapters
+from midus_hf.memories.chapters.options import ChaptersOptions
+from midus_hf.memories.hosting.token_places import TokenPlaces
+from midus_hf.memories.module import build_memory
 
 WIDTH, HEADS = 8, 2
 SMALL: dict[str, Any] = {"memory_tokens": 16, "chapters": 8, "k": 2, "chunk_size": 3, "share": "none"}

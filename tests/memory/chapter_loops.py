@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from midus_hf.config.memories.chapters import ChaptersOptions
+from midus_hf.memories.chapters.options import ChaptersOptions
 
 EPS = 1e-6
 

@@ -4,17 +4,17 @@ import dataclasses
 
 import torch
 
+from midus_hf.banks.fetched import FetchedBatch
 from midus_hf.config.fetched_blocks import BankLayout
-from midus_hf.config.memories.hierarchical import (
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memories.hierarchical.options import (
     HierFFNOptions,
     HierKVOptions,
     HierLoraFFNOptions,
     HierLoraQKOptions,
     HierLoraVOOptions,
 )
-from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.fetched import FetchedBatch
-from midus_hf.memory.registry import build_memory
+from midus_hf.memories.module import build_memory
 
 SIZES = ModelSizes(hidden_size=12, num_heads=6, head_dim=4, num_key_value_heads=2, intermediate_size=10, num_layers=4)
 GEGLU = dataclasses.replace(SIZES, activation="gelu_pytorch_tanh")

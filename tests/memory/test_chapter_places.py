@@ -4,8 +4,8 @@ import pytest
 import torch
 from memory.chapter_layers import assert_reads, by_loops, indices, layer, places_of, states
 
-from midus_hf.memory.memory_state import MemoryState
-from midus_hf.memory.routing.token_places import TokenPlaces, token_places
+from midus_hf.memories.hosting.state import MemoryState
+from midus_hf.memories.hosting.token_places import TokenPlaces, token_places
 
 ROUTINGS = ("chunk", "token", "sequence")
 
@@ -68,7 +68,7 @@ def test_a_right_padded_prompt_is_continued_behind_its_tokens():
     """As assistants that pad a batch on the right do: the next token of a row follows its last one."""
     memory, hidden_states = layer(chunk_size=3), states(2)
     further = states(2, 4, seed=9)
-    state = MemoryState("chapters", 0, can_forget=False)
+    state = MemoryState("chapters", 0, is_croppable=False)
     outputs = [memory(hidden_states, tokens=places_of(RIGHT), state=state)]
     outputs += [memory(further[:, index : index + 1], state=state) for index in range(4)]
     documents = [[[*of_row[0], 8, 9, 10, 11]] for of_row in indices(RIGHT)]

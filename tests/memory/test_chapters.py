@@ -4,11 +4,12 @@ import pytest
 import torch
 from memory.chapter_layers import HEADS, WIDTH, assert_reads, by_loops, fill, layer, states
 
-from midus_hf.config.memories.chapters import ChaptersOptions
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.kept_values import kept_values
-from midus_hf.memory.memory_state import MemoryState
-from midus_hf.memory.registry import build_memory
+from midus_hf.memories.chapters.decode_cache import projected_bank
+from midus_hf.memories.chapters.options import ChaptersOptions
+from midus_hf.memories.decode_cache import decode_cache
+from midus_hf.memories.hosting.state import MemoryState
+from midus_hf.memories.module import build_memory
 from midus_hf.ops import op_choices
 from midus_hf.ops.chapters import op as chapter_attention
 
@@ -124,8 +125,8 @@ def test_kept_keys_and_values_are_those_that_are_computed(routing):
     memory, hidden_states = layer(routing=routing), states(1).detach()
     with torch.no_grad():
         expected = memory(hidden_states)
-        with kept_values(memory):
-            assert not memory.kept.is_empty
+        with decode_cache(memory):
+            assert not memory.decode_cache.is_empty
             memory.key_projection.register_forward_pre_hook(lambda *_: pytest.fail("projected again"))
             torch.testing.assert_close(memory(hidden_states), expected, rtol=1e-10, atol=1e-10)
 
@@ -133,8 +134,8 @@ def test_kept_keys_and_values_are_those_that_are_computed(routing):
 def test_a_bank_too_large_keeps_nothing():
     sizes = ModelSizes(hidden_size=768, num_heads=12, head_dim=64)
     with torch.device("meta"):
-        assert build_memory(ChaptersOptions(), sizes).kept is not None
-        assert build_memory(ChaptersOptions(**ChaptersOptions.presets["paper"]), sizes).kept is None
+        assert projected_bank(build_memory(ChaptersOptions(), sizes)) is not None
+        assert projected_bank(build_memory(ChaptersOptions(**ChaptersOptions.presets["paper"]), sizes)) is None
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
@@ -190,7 +191,7 @@ def test_half_precision_is_near_float64(way, routing):
 
 
 def test_a_state_that_has_seen_a_part_of_the_sequence_is_refused_where_all_of_it_is_looked_at():
-    memory, state = layer(routing="sequence"), MemoryState("chapters", 0, can_forget=False)
+    memory, state = layer(routing="sequence"), MemoryState("chapters", 0, is_croppable=False)
     memory(states(), state=state)
     with pytest.raises(
         ValueError, match=r"routing is 'sequence', which looks at the whole sequence, and a cache holds a"

@@ -9,9 +9,9 @@ from memory.hierarchical_memories import (
     TYPES,
 )
 
-from midus_hf.config.memory_entries import read_memories
-from midus_hf.config.memory_types import MEMORY_TYPES
-from midus_hf.memory.registry import build_memory
+from midus_hf.memories.entries import read_memories
+from midus_hf.memories.module import build_memory
+from midus_hf.memories.registry import MEMORY_TYPES
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -3,10 +3,8 @@
 import pytest
 from memory.hierarchical_memories import TYPES, layout_of
 
-from midus_hf.config.memories.hierarchical import (
-    HierFFNOptions,
-)
 from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memories.hierarchical.options import HierFFNOptions
 
 MHA = {"hidden_size": 24, "num_heads": 5, "head_dim": 6, "intermediate_size": 40, "num_layers": 7}
 

@@ -7,12 +7,12 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from midus_hf.memory.memory_state import MemoryState, states_in
+from midus_hf.memories.hosting.state import MemoryState, states_in
 
 
 @pytest.fixture
 def state() -> MemoryState:
-    made = MemoryState("chapters", 2, can_forget=False, layers=[DynamicLayer()])
+    made = MemoryState("chapters", 2, is_croppable=False, layers=[DynamicLayer()])
     made.keep({"count": torch.tensor([1, 2, 3]), "total": torch.tensor([[1.0], [2.0], [3.0]])})
     return made
 
@@ -59,7 +59,7 @@ def test_tensors_of_the_same_shape_are_written_over_and_others_replaced(state):
 
 def test_what_is_kept_is_a_copy_without_gradient():
     state, arguments = (
-        MemoryState("chapters", 0, can_forget=True, layers=[DynamicLayer()]),
+        MemoryState("chapters", 0, is_croppable=True, layers=[DynamicLayer()]),
         torch.ones(2, requires_grad=True),
     )
     state.keep({"total": arguments})
@@ -69,7 +69,7 @@ def test_what_is_kept_is_a_copy_without_gradient():
 
 
 def test_nothing_kept_is_nothing():
-    state = MemoryState("chapters", 0, can_forget=True, layers=[DynamicLayer()])
+    state = MemoryState("chapters", 0, is_croppable=True, layers=[DynamicLayer()])
     assert not state.kept
     state.keep({})
     assert not state.kept
@@ -82,12 +82,12 @@ def test_tokens_are_taken_back_where_that_leaves_it_right(state):
         r"an assistant or prompt lookup\. Or upscale with routing = 'token'\.",
     ):
         state.crop(-1)
-    MemoryState("chapters", 0, can_forget=True, layers=[DynamicLayer()]).crop(-1)
+    MemoryState("chapters", 0, is_croppable=True, layers=[DynamicLayer()]).crop(-1)
 
 
-def memory(can_forget):
+def memory(is_croppable):
     """Return what a state needs to know of a memory's module."""
-    return SimpleNamespace(can_forget=can_forget, take_back=None)
+    return SimpleNamespace(is_croppable=is_croppable, rollback=None)
 
 
 def test_states_are_made_once_behind_the_layers_of_a_cache():
@@ -115,7 +115,7 @@ def test_a_cropped_sequence_is_not_gone_on_with_unless_nothing_was_taken_back(st
 def test_masks_take_it_for_a_layer_of_a_kind_that_there_is():
     full, sliding = DynamicLayer(), DynamicSlidingWindowLayer(4)
     for layers, is_sliding in (([full], False), ([sliding], True), ([sliding, full], True)):
-        assert MemoryState("chapters", 0, can_forget=True, layers=layers).is_sliding is is_sliding
+        assert MemoryState("chapters", 0, is_croppable=True, layers=layers).is_sliding is is_sliding
 
 
 def test_a_cache_that_offloads_fetches_its_first_layer_behind_the_last(monkeypatch):

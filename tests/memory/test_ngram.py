@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from midus_hf.config.memories.ngram import MOST_TOKENS, NgramOptions
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.memory_state import MemoryState
-from midus_hf.memory.registry import build_memory
-from midus_hf.memory.routing.token_places import TokenPlaces
+from midus_hf.memories.hosting.state import MemoryState
+from midus_hf.memories.hosting.token_places import TokenPlaces
+from midus_hf.memories.module import build_memory
+from midus_hf.memories.ngram.options import MOST_TOKENS, NgramOptions
 from midus_hf.ops.ngrams.addresses import ngram_keys, windows
 
 SIZES = ModelSizes(hidden_size=16, num_heads=2, num_layers=2)
@@ -93,7 +93,7 @@ def test_a_sequence_in_parts_equals_the_whole(memory, cuts):
 
 @pytest.mark.parametrize("count", [1, 3, 9])
 def test_tokens_that_are_taken_back_leave_no_trace(memory, count):
-    state = MemoryState("ngram", 0, True, take_back=memory.take_back)
+    state = MemoryState("ngram", 0, True, rollback=memory.rollback)
     run(memory, 0, 10, state=state)
     state.crop(-count)
     state.crop(0)
@@ -102,7 +102,7 @@ def test_tokens_that_are_taken_back_leave_no_trace(memory, count):
 
 def test_more_tokens_than_the_state_keeps_are_not_taken_back():
     memory = filled(HASHED)
-    state = MemoryState("ngram", 0, True, take_back=memory.take_back)
+    state = MemoryState("ngram", 0, True, rollback=memory.rollback)
     for _ in range(8):
         run(memory, 0, 12, state=state)
     with pytest.raises(ValueError, match="65 tokens are taken back, more than the memory 'ngram' keeps"):

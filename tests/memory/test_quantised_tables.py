@@ -15,8 +15,10 @@ from pairs import by_default, in_turn
 from tiny import prompt, save_tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from midus_hf.memory import MemoryModule, kept_values, quantise_tables
-from midus_hf.memory.tables import DeclaredModule, read_rows
+from midus_hf.memories.decode_cache import decode_cache
+from midus_hf.memories.module import MemoryModule
+from midus_hf.memories.quantise import quantise_tables
+from midus_hf.memories.tables import DeclaredModule, read_rows
 from midus_hf.ops import op_choices
 from midus_hf.ops.chapters.quantisation import dequantise_rows, quantise_rows
 from midus_hf.training.optim.freezing import set_trainable
@@ -106,7 +108,7 @@ def test_saved_models_load_without_the_package(tmp_path):
 def test_values_are_not_kept_expanded():
     model = acting("headwise")
     quantise_tables(model)
-    with kept_values(model), torch.no_grad():
+    with decode_cache(model), torch.no_grad():
         memories = [module for module in model.modules() if isinstance(module, MemoryModule)]
         assert memories and all(memory.kept is None for memory in memories)
 

@@ -5,10 +5,10 @@ import torch
 from memory.building import retrieving
 from memory.chapter_layers import layer as chapter_layer
 
-from midus_hf.config.memories.ultramem import UltraMemOptions
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.registry import build_memory
-from midus_hf.memory.retrieval import random_directions
+from midus_hf.memories.module import build_memory
+from midus_hf.memories.retrieval.layer import random_directions
+from midus_hf.memories.ultramem.options import UltraMemOptions
 
 TOKENS = 4000
 HIDDEN = 64

@@ -1,4 +1,4 @@
-"""The table of memory modules, and what every module has from its declaration."""
+"""Layers of memories, found by their options, and what every layer has from its declaration."""
 
 from dataclasses import dataclass
 
@@ -6,29 +6,21 @@ import pytest
 import torch
 
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
-from midus_hf.config.memories import MEMORY_TYPES
-from midus_hf.config.memory_types import MemoryOptions
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.headwise import HeadwiseMemory
-from midus_hf.memory.registry import MEMORY_MODULES, MemoryModule, build_memory, check_module, register_memory
+from midus_hf.memories.headwise.layer import HeadwiseMemory
+from midus_hf.memories.headwise.options import HeadwiseOptions
+from midus_hf.memories.hosting.sites import BehindLayer
+from midus_hf.memories.module import MemoryModule, build_memory, check_code
+from midus_hf.memories.options import MemoryOptions, SharedTables
+from midus_hf.memories.registry import MEMORY_TYPES, layer_class, layer_of
 
 SIZES = ModelSizes(hidden_size=32, num_heads=4, head_dim=16, intermediate_size=48, num_layers=4)
 
 
-@pytest.fixture
-def table():
-    """The table of modules, put back after the test."""
-    before = dict(MEMORY_MODULES)
-    yield MEMORY_MODULES
-    MEMORY_MODULES.clear()
-    MEMORY_MODULES.update(before)
-
-
-def test_every_type_has_a_module_of_the_declared_tensors():
-    assert MEMORY_MODULES.keys() == MEMORY_TYPES.keys()
+def test_every_type_has_a_layer_of_the_declared_tensors():
     for name, options_class in MEMORY_TYPES.items():
         options = options_class()
-        check_module(name, MEMORY_MODULES[name])
+        check_code(options_class, layer_class(options))
         memory = build_memory(options, SIZES, 1, 3)
         declared = {tensor: value.shape for tensor, value in options.tensors(SIZES).items()}
         assert {tensor: tuple(value.shape) for tensor, value in memory.state_dict().items()} == declared
@@ -40,81 +32,114 @@ def test_every_type_has_a_module_of_the_declared_tensors():
         assert roles & {"value", "gate"} and memory.__doc__, name
 
 
-def test_a_type_that_has_a_module_is_refused_another(table):
+def test_options_that_have_a_layer_are_refused_another():
     class Rival(MemoryModule):
-        """Another module of the same type."""
+        """Another layer of the same options."""
 
-    with pytest.raises(
-        ValueError, match="memory type 'headwise' already has the module HeadwiseMemory; choose another"
-    ):
-        register_memory("headwise")(Rival)
-    assert table["headwise"] is HeadwiseMemory
+    with pytest.raises(ValueError, match="HeadwiseOptions already has the layer HeadwiseMemory; choose other options"):
+        layer_of(HeadwiseOptions)(Rival)
+    assert HeadwiseOptions.layer is HeadwiseMemory
 
 
-def test_a_class_that_is_defined_again_takes_its_own_name_again(table):
+def test_a_layer_that_is_defined_again_takes_its_own_place(monkeypatch):
+    monkeypatch.setattr(HeadwiseOptions, "layer", HeadwiseMemory)
     names = {"__qualname__": "HeadwiseMemory", "__module__": HeadwiseMemory.__module__}
     again = type("HeadwiseMemory", (HeadwiseMemory,), names)
-    assert register_memory("headwise")(again) is again
-    assert table["headwise"] is again
+    assert layer_of(HeadwiseOptions)(again) is again
+    assert layer_class(HeadwiseOptions()) is again
 
 
-def test_a_module_without_a_declared_type_is_refused():
-    with pytest.raises(
-        ValueError,
-        match="memory type 'exemple' has a module, Stray, but no options; expected one of chapters, depth-attention, headwise",
-    ):
-        register_memory("exemple")(type("Stray", (MemoryModule,), {}))
-
-
-@pytest.mark.parametrize("name", ["options", "declared", "context", "type", "forward", "training"])
-def test_a_tensor_with_the_name_of_something_that_modules_have_is_refused(name, table, monkeypatch):
+def test_options_that_extend_others_need_a_layer_of_their_own():
     @dataclass(kw_only=True)
-    class Named(MemoryOptions):
-        sites = ("behind-layer",)
+    class WiderOptions(HeadwiseOptions):
+        type = "wider"
 
+    with pytest.raises(
+        ValueError, match="memory type 'wider' has no layer; expected one in the module 'layer' beside Wider"
+    ):
+        build_memory(WiderOptions(), SIZES)
+
+
+@dataclass(kw_only=True)
+class StrangeOptions(MemoryOptions):
+    """Options of a memory behind the layer."""
+
+    type = "strange"
+    sites = ("behind-layer",)
+
+    def tensors(self, sizes):
+        return {"projection.weight": DeclaredTensor((2, 2), "projection", ZEROS)}
+
+
+class Strange(MemoryModule):
+    """Layer of this memory."""
+
+    sites = (BehindLayer,)
+
+
+@pytest.fixture
+def strange(monkeypatch):
+    """Options and layer of a memory, both of which a test may extend."""
+
+    def build(options_class=StrangeOptions, layer=Strange):
+        monkeypatch.setattr(options_class, "layer", layer, raising=False)
+        return build_memory(options_class(), SIZES)
+
+    return build
+
+
+@pytest.mark.parametrize("name", ["options", "declared", "services", "type", "forward", "training"])
+def test_a_tensor_with_the_name_of_something_that_modules_have_is_refused(name):
+    class Named(StrangeOptions):
         def tensors(self, sizes):
             return {f"{name}.weight": DeclaredTensor((2, 2), "projection", ZEROS)}
 
-    monkeypatch.setitem(MEMORY_TYPES, "named", Named)
     with pytest.raises(
         ValueError, match=f"has a tensor '{name}', the name of something that every module of a memory"
     ):
-        register_memory("named")(type("NamedMemory", (MemoryModule,), {}))
-    assert "named" not in table
+        check_code(Named, Strange)
 
 
-def test_a_tensor_that_is_not_declared_is_refused(table):
-    class Secretive(MEMORY_MODULES["linear"]):
+def test_a_tensor_that_is_not_declared_is_refused(strange):
+    class Secretive(Strange):
         def __init__(self, options, sizes):
             super().__init__(options, sizes)
             self.register_buffer("hidden_table", torch.zeros(2))
 
-    table["linear"] = Secretive
     with pytest.raises(
-        ValueError, match=r"has a tensor 'hidden_table', which LinearOptions.tensors leaves out; expected"
+        ValueError, match=r"has a tensor 'hidden_table', which StrangeOptions.tensors leaves out; expected"
     ):
-        build_memory(MEMORY_TYPES["linear"](), SIZES)
+        strange(layer=Secretive)
 
 
-def test_a_module_that_reads_the_weight_of_a_linear_layer_is_refused(table):
-    class ReadsWeight(MEMORY_MODULES["linear"]):
-        def forward(self, attention_output, residual=None):
-            return attention_output @ self.query_projection.weight.T
+def test_a_layer_that_reads_the_weight_of_a_linear_layer_is_refused(strange):
+    class ReadsWeight(Strange):
+        def forward(self, hidden_states):
+            return hidden_states @ self.projection.weight.T
 
-    del table["linear"]
-    with pytest.raises(
-        ValueError, match=r"reads self\.query_projection\.weight; expected self\.query_projection\(\.\.\.\)"
-    ):
-        register_memory("linear")(ReadsWeight)
-    assert "linear" not in table
+    with pytest.raises(ValueError, match=r"reads self\.projection\.weight; expected self\.projection\(\.\.\.\)"):
+        strange(layer=ReadsWeight)
 
 
-def test_a_type_without_a_module_is_refused_where_one_is_built(table):
-    del table["linear"]
-    with pytest.raises(
-        ValueError, match="memory type 'linear' has no module; expected one of chapters, depth-attention, headwise, "
-    ):
-        build_memory(MEMORY_TYPES["linear"](), SIZES)
+def test_a_layer_without_a_site_of_its_options_is_refused(strange):
+    class Nowhere(Strange):
+        sites = ()
+
+    with pytest.raises(ValueError, match=r"has the site .behind-layer., which Nowhere\.sites leaves out"):
+        strange(layer=Nowhere)
+
+
+@pytest.mark.parametrize(
+    ("service", "changes"),
+    [
+        ("WholeSequences", {"reads_ahead": True}),
+        ("ScaledInitialisation", {"scales_initialisation": True}),
+        ("Tables", {"tables": lambda self, sizes, layers: (SharedTables(layers, {}),)}),
+    ],
+)
+def test_a_layer_without_a_service_that_its_options_need_is_refused(service, changes, strange):
+    with pytest.raises(ValueError, match=rf"needs the service {service}, which Strange\.services leaves out"):
+        strange(type("Needy", (StrangeOptions,), changes))
 
 
 def test_a_memory_that_does_not_fit_the_model_is_refused():

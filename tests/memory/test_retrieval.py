@@ -11,9 +11,9 @@ from tiny import FAMILIES, prompt, tiny_model
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from midus_hf.config.memory_entries import read_memories
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.registry import build_memory
+from midus_hf.memories.entries import read_memories
+from midus_hf.memories.module import build_memory
 from tests.memory.loops import memory_by_loops
 
 SHAPES = {

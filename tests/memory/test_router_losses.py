@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory.chapter_layers import WIDTH, by_loops, indices, layer, places_of, states
 
-from midus_hf.memory.routing.report import RouterReports, balance_loss, z_loss
-from midus_hf.memory.routing.token_places import TokenPlaces
+from midus_hf.memories.chapters.losses import balance_loss, z_loss
+from midus_hf.memories.hosting.reports import RouterReports
+from midus_hf.memories.hosting.token_places import TokenPlaces
 
 ROUTINGS = ("chunk", "token", "sequence")
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory.chapter_layers import assert_reads, by_loops, indices, layer, places_of, states
 
-from midus_hf.memory.memory_state import MemoryState
-from midus_hf.memory.routing.pooling import ChunkSizes
-from midus_hf.memory.routing.stretches import EqualStretches, PaddedStretches
-from midus_hf.memory.routing.token_places import TokenPlaces
+from midus_hf.memories.chapters.pooling import ChunkSizes
+from midus_hf.memories.chapters.segments import EqualStretches, PaddedStretches
+from midus_hf.memories.hosting.state import MemoryState
+from midus_hf.memories.hosting.token_places import TokenPlaces
 from midus_hf.ops.chapters import op as chapter_attention
 
 TOKENS = 14
@@ -93,7 +93,7 @@ def test_stretches_of_any_rows_are_those_of_loops(options, rows):
 def test_any_steps_are_those_of_one_pass(options, left, cuts):
     memory, hidden_states = layer(**options), states(2, TOKENS)
     mask = [[0] * left + [1] * (TOKENS - left), [1] * TOKENS]
-    state, outputs = MemoryState("chapters", 0, can_forget=False), []
+    state, outputs = MemoryState("chapters", 0, is_croppable=False), []
     edges = [0, *sorted(cuts), TOKENS]
     for first, last in itertools.pairwise(edges):
         part = places_of([row[first:last] for row in mask]) if first < last else TokenPlaces()

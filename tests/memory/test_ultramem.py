@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from midus_hf.config.memories.ultramem import UltraMemOptions
-from midus_hf.config.memories.ultramem_statistics import best_scores
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.registry import build_memory
+from midus_hf.memories.module import build_memory
+from midus_hf.memories.ultramem.options import UltraMemOptions
+from midus_hf.memories.ultramem.statistics import best_scores
 
 SIZES = ModelSizes(hidden_size=16, num_heads=2, intermediate_size=40, num_layers=4)
 SMALL = {"n": 4, "k": 3, "key_width": 5, "value_width": 6, "pre_value_width": 2, "zero": "none"}
@@ -23,7 +23,7 @@ KINDS = {
 
 def build(index=0, dtype=torch.float64, **options):
     torch.manual_seed(0)
-    memory = build_memory(UltraMemOptions(**{**SMALL, **options}), SIZES, index)
+    memory = build_memory(UltraMemOptions(**{**SMALL, **options}), SIZES, index, 4)
     with torch.no_grad():
         for name, parameter in memory.named_parameters():
             if "norm" in name:

@@ -7,8 +7,8 @@ from models.hosting import host_of
 from tiny import tiny_model
 from transformers import PreTrainedModel
 
-from midus_hf.memory.chapters import Chapters
-from midus_hf.memory.tables import MemoryTables
+from midus_hf.memories.chapters.layer import Chapters
+from midus_hf.memories.tables import MemoryTables
 
 SMALL: dict[str, Any] = {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 3}
 LAYERS = (1, 3)

@@ -7,9 +7,9 @@ import torch
 from models.hosting import host_of
 from tiny import tiny_model
 
+from midus_hf.banks.fetched import FetchedBatch
 from midus_hf.banks.memory_bank import MemoryBank, create_bank
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
-from midus_hf.memory.fetched import FetchedBatch
 from midus_hf.models.inference.statement import state
 
 KINDS = ("hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv")
@@ -45,7 +45,7 @@ def hierarchical_model(family, kind, folder, dtype=torch.float64, *, acting=True
         if acting:
             bank = MemoryBank(path, layout)
             fill(bank)
-    model.open_banks(folder)
+    model.banks.open(folder)
     return model
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from midus_hf.memories.hosting.parts import CACHE
 from midus_hf.models import FAMILIES
-from midus_hf.models.parts import CACHE
 
 
 def host_config(config: Any, memory: list[dict[str, Any]] | None, **changes: Any) -> Any:

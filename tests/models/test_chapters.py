@@ -9,7 +9,7 @@ from models.generated_logits import CLOSE, generated, passed
 from models.gradients import enable_checkpointing
 from tiny import prompt
 
-from midus_hf.memory.kept_values import kept_values
+from midus_hf.memories.decode_cache import decode_cache
 
 BANK = "model.memory_tables.chapters.0.bank"
 
@@ -70,7 +70,7 @@ def test_generate_follows_a_bank_that_changed_since_the_last_call(change):
 def test_what_is_kept_is_read_and_nothing_is_projected_again(share, native_family):
     model, seen = chapter_model(native_family, **SHARES[share]), []
     for memory in memories_of(model):
-        memory.register_forward_pre_hook(lambda module, _: seen.append(not module.kept.is_empty))
+        memory.register_forward_pre_hook(lambda module, _: seen.append(not module.decode_cache.is_empty))
         memory.key_projection.register_forward_pre_hook(lambda *_: seen.append(None))
     logits = generated(model)
     assert seen == [True] * 6
@@ -79,7 +79,7 @@ def test_what_is_kept_is_read_and_nothing_is_projected_again(share, native_famil
 
 def test_it_serves_no_stand_in_for_a_shared_bank():
     model = chapter_model()
-    with torch.no_grad(), kept_values(model):
+    with torch.no_grad(), decode_cache(model):
         stand_in = {BANK: model.get_parameter(BANK) + 1}
         shifted = torch.func.functional_call(model, stand_in, (prompt(7),)).logits
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_it_serves_no_stand_in_for_a_shared_bank():
 @pytest.mark.parametrize("options", SHARES.values(), ids=SHARES)
 def test_half_precision_keeps_half_precision(options):
     model = chapter_model(dtype=torch.bfloat16, **options)
-    with torch.no_grad(), kept_values(model):
+    with torch.no_grad(), decode_cache(model):
         kept = model(prompt(7)).logits
     with torch.no_grad():
         expected = model.double()(prompt(7)).logits
@@ -100,7 +100,7 @@ def test_half_precision_keeps_half_precision(options):
 def test_it_is_not_saved(tmp_path):
     model = chapter_model()
     names = set(model.state_dict())
-    with torch.no_grad(), kept_values(model):
+    with torch.no_grad(), decode_cache(model):
         model.save_pretrained(tmp_path)
         assert names == set(model.state_dict()) and not any("kept" in name for name in names)
-        assert all(memory.kept.is_empty for memory in memories_of(copy.deepcopy(model)))
+        assert all(memory.decode_cache.is_empty for memory in memories_of(copy.deepcopy(model)))

@@ -11,8 +11,8 @@ from pairs import by_default
 from tiny import FAMILIES, prompt
 from transformers import CompileConfig, StaticCache
 
-from midus_hf.memory.kept_values import kept_values
-from midus_hf.models.parts import CACHE
+from midus_hf.memories.decode_cache import decode_cache
+from midus_hf.memories.hosting.parts import CACHE
 
 MEMORIES = ["headwise", "product-key", "linear", "chunk", "ultramem own", "ultramem skip"]
 MEMORIES += ["depth default", "depth joint", "depth projected"]
@@ -48,7 +48,7 @@ def test_a_step_with_kept_values_is_one_graph_with_one_call_of_the_op():
 
     for forward in (model, torch.compile(model, fullgraph=True, backend=counting)):
         cache = StaticCache(model.config, max_cache_len=26)
-        with torch.no_grad(), kept_values(model):
+        with torch.no_grad(), decode_cache(model):
             model(input_ids=prompt(), **{CACHE: cache}, use_cache=True)
             logits.append(forward(input_ids=prompt(1), **{CACHE: cache}, use_cache=True).logits)
     assert torch.equal(logits[0], logits[1])
@@ -78,7 +78,7 @@ def test_a_compiled_step_of_blocks_without_values_changes_no_bit(family):
     sizes = {"attention": "eager", "num_hidden_layers": 2, "new_layers": (1,)}
     base, model = upscaled_pair(family, acting=False, **sizes)
     compiled, outputs = torch.compile(model, fullgraph=True, backend="eager"), []
-    with torch.no_grad(), kept_values(model):
+    with torch.no_grad(), decode_cache(model):
         for each, forward in ((base, base), (model, compiled)):
             cache = StaticCache(each.config, max_cache_len=8)
             prefilled = each(input_ids=prompt(6), **{CACHE: cache}).logits
@@ -94,7 +94,7 @@ def test_a_pass_without_gradients_between_two_with_them_changes_neither():
     first, second = prompt(3), prompt(3, seed=2)
     apart = [torch.autograd.grad(model(tokens).logits.sum(), tables) for tokens in (first, second)]
     together = model(first).logits.sum()
-    with torch.no_grad(), kept_values(model):
+    with torch.no_grad(), decode_cache(model):
         model(second)
     together = together + model(second).logits.sum()
     for result, *parts in zip(torch.autograd.grad(together, tables), *apart, strict=True):

@@ -12,10 +12,13 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from midus_hf.memory import hierarchical
-from midus_hf.memory.hierarchical import HierKV
-from midus_hf.models import depth_heads, heads, parts, sites
-from midus_hf.models.depth_heads import DepthHeads
+from midus_hf.memories import hierarchical
+from midus_hf.memories.depth_attention.site import DepthHeads
+from midus_hf.memories.hierarchical.layer import HierKV
+from midus_hf.memories.hosting import heads, parts, sites
+from midus_hf.memories.hosting.inputs import MemoryInputs
+from midus_hf.memories.hosting.parts import MissingPart
+from midus_hf.memories.hosting.sites import ChangesProjections
 from midus_hf.models.families import FAMILIES
 from midus_hf.models.inference import tiny
 from midus_hf.models.inference.architecture import architecture_of
@@ -23,9 +26,6 @@ from midus_hf.models.inference.modules import host_type
 from midus_hf.models.inference.proof import WIRINGS, UnprovenArchitecture, prove, wirings_of
 from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_config, tiny_model
 from midus_hf.models.layer import HostLayer
-from midus_hf.models.memory_inputs import MemoryInputs
-from midus_hf.models.parts import MissingPart
-from midus_hf.models.sites import ChangesProjections
 
 TYPES = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("midus_"))
 
@@ -312,8 +312,8 @@ def without_the_oldest_slot(begin):
         ("hier-kv", sites, "unrotated", left_as_they_are),
         ("depth-attention", DepthHeads, "_projected", with_keys_and_values_swapped),
         ("depth-attention", DepthHeads, "__init__", without_the_oldest_slot),
-        ("depth-attention", depth_heads, "rotated", left_as_they_are),
-        ("depth-attention", depth_heads, "normalised_keys", left_as_they_are),
+        ("depth-attention", depth_site, "rotated", left_as_they_are),
+        ("depth-attention", depth_site, "normalised_keys", left_as_they_are),
     ],
 )
 def test_a_memory_that_is_wired_wrongly_inside_a_part_fails_the_proof(wiring, owner, name, change, monkeypatch):

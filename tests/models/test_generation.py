@@ -10,7 +10,7 @@ from models.upscaled import upscaled_model, upscaled_pair
 from tiny import WINDOW, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from midus_hf.models.parts import CACHE
+from midus_hf.memories.hosting.parts import CACHE
 
 each_case = pytest.mark.parametrize("case", chosen())
 CACHES = {"dynamic": {}, "static": {"cache_implementation": "static"}, "none": {"use_cache": False}}

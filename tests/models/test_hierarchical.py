@@ -21,8 +21,8 @@ from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
 from midus_hf.banks.level_file import BankError
-from midus_hf.models.fetching import folder_of_checkpoint
-from midus_hf.models.heads import AttentionHost, unrotated
+from midus_hf.memories.hierarchical.fetching import folder_of_checkpoint
+from midus_hf.memories.hosting.heads import AttentionHost, unrotated
 
 
 @pytest.mark.parametrize("kind", [*KINDS, KINDS], ids=lambda kind: kind if isinstance(kind, str) else "all")
@@ -94,7 +94,7 @@ def test_blocks_fetched_ahead_are_those_of_the_ids(family, kind, tmp_path):
 
 NOT_OPEN = (
     "memory 'hier-kv' fetches blocks from a bank, and none is open; expected a model that from_pretrained loaded from its folder. "
-    "Call open_banks(folder) on a model that was made otherwise."
+    "Call banks.open(folder) of a model that was made otherwise."
 )
 BOTH = "memory_ids and memory_blocks are given; expected one of them."
 EXPECTED = "expected integers [batch, 3], for each row a node of each level of the tree."
@@ -204,7 +204,7 @@ def test_a_model_in_a_subfolder_has_its_bank_there(tmp_path):
 def test_of_a_model_on_the_hub_the_files_of_its_banks_are_downloaded(subfolder, tmp_path, monkeypatch):
     request = {}
     monkeypatch.setattr(
-        "midus_hf.models.fetching.snapshot_download",
+        "midus_hf.memories.hierarchical.fetching.snapshot_download",
         lambda name, **arguments: request.update(arguments, name=name) or str(tmp_path),
     )
     options = {"revision": "v1", "subfolder": subfolder, "dtype": "auto", "token": None}

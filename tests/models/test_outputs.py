@@ -6,7 +6,8 @@ from models.cases import CASES, chosen
 from models.upscaled import upscaled_model
 from tiny import NUM_LAYERS, WINDOW, prompt
 
-from midus_hf.memory.registry import MEMORY_MODULES, MemoryModule
+from midus_hf.memories.module import MemoryModule
+from midus_hf.memories.registry import layer_class
 
 
 def test_hidden_states_are_those_of_every_layer_and_the_embedding(family):
@@ -76,7 +77,7 @@ def test_tables_are_parameters_of_the_memory_itself(family):
         if isinstance(module, MemoryModule):
             assert not list(module.children())
             assert set(module.names_of("key", "value")) < {name for name, _ in module.named_parameters()}
-            assert type(module) in MEMORY_MODULES.values()
+            assert type(module) is layer_class(module.options)
 
 
 def test_new_tensors_are_named_beside_those_of_the_base(family):

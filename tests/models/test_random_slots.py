@@ -9,8 +9,8 @@ from models.upscaled import upscaled_model
 from pairs import by_default
 from tiny import prompt
 
-from midus_hf.memory import MemoryModule
-from midus_hf.memory.kept_values import kept_values
+from midus_hf.memories.decode_cache import decode_cache
+from midus_hf.memories.module import MemoryModule
 
 
 def inserted(memory_type):
@@ -79,7 +79,7 @@ def test_tokens_are_generated_with_kept_values_and_a_cache(made, family):
         torch.manual_seed(0)
         written.append(model.generate(prompt(8), max_new_tokens=6, do_sample=False))
     assert written[0].shape == (2, 14) and torch.equal(*written)
-    with torch.no_grad(), kept_values(model):
+    with torch.no_grad(), decode_cache(model):
         kept = logits(model)
     torch.testing.assert_close(kept, logits(model), rtol=1e-3, atol=1e-3)
 

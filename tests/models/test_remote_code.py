@@ -10,7 +10,7 @@ from tiny import tiny_model
 
 from midus_hf.carried.module import carried_module, write_code
 from midus_hf.carried.standins import ENTRY_MODULE
-from midus_hf.memory.registry import MEMORY_MODULES
+from midus_hf.memories.headwise.options import HeadwiseOptions
 
 
 def test_a_model_without_memory_entries_saves_no_memory_layer(family, tmp_path):
@@ -49,10 +49,10 @@ def test_the_code_names_the_outputs_that_trainer_leaves_out_of_predictions(famil
 def test_a_module_of_another_package_that_imports_modules_is_refused(form, somebody, tmp_path, monkeypatch):
     (somebody / "tables.py").write_text("SIZE = 3\n")
     (somebody / "memory.py").write_text(
-        f"from midus_hf.memory import MemoryModule\n{form}\n\n\n"
+        f"from midus_hf.memories.module import MemoryModule\n{form}\n\n\n"
         "class Memory(MemoryModule):\n    def forward(self, attention_output):\n        return tables.SIZE\n"
     )
-    monkeypatch.setitem(MEMORY_MODULES, "headwise", importlib.import_module("somebody.memory").Memory)
+    monkeypatch.setattr(HeadwiseOptions, "layer", importlib.import_module("somebody.memory").Memory)
     monkeypatch.setattr("midus_hf.carried.module._written", {})
     with pytest.raises(
         ValueError, match=r"somebody\.memory reads tables, which no module of somebody defines .* Import names from"
@@ -64,11 +64,11 @@ def test_modules_of_other_packages_may_import_one_another_in_either_form(somebod
     (somebody / "tables.py").write_text("SIZE = 3\nUNUSED = 4\n")
     (somebody / "more.py").write_text("from .tables import SIZE\n\n\ndef size():\n    return SIZE\n")
     (somebody / "memory.py").write_text(
-        "from midus_hf.memory import MemoryModule\nfrom somebody.more import size\nfrom .tables import SIZE as AGAIN\n\n\n"
+        "from midus_hf.memories.module import MemoryModule\nfrom somebody.more import size\nfrom .tables import SIZE as AGAIN\n\n\n"
         "class Memory(MemoryModule):\n    def forward(self, attention_output):\n        return size() + AGAIN\n"
     )
     memory = importlib.import_module("somebody.memory").Memory
-    monkeypatch.setitem(MEMORY_MODULES, "headwise", memory)
+    monkeypatch.setattr(HeadwiseOptions, "layer", memory)
     monkeypatch.setattr("midus_hf.carried.module._written", {})
     (path,) = write_code(tmp_path / "out", memory_config(tiny_model("llama")))
     source = path.read_text()

@@ -11,7 +11,7 @@ from models.upscaled import upscaled_model
 from tiny import prompt
 from transformers import DynamicCache, PreTrainedModel
 
-from midus_hf.models.parts import CACHE
+from midus_hf.memories.hosting.parts import CACHE
 
 ROUTINGS = ("chunk", "token", "sequence")
 COEFFICIENTS = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.01}

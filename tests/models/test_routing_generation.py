@@ -12,8 +12,8 @@ from models.chapter_models import chapter_model, chapter_pair
 from tiny import prompt
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from midus_hf.memory.memory_state import MemoryState
-from midus_hf.models.parts import CACHE
+from midus_hf.memories.hosting.parts import CACHE
+from midus_hf.memories.hosting.state import MemoryState
 
 CAUSAL = ("chunk", "token")
 PROMPT, NEW = 7, 6

@@ -13,9 +13,9 @@ from tiny import WINDOW, prompt, tiny_model
 from transformers import DynamicCache, StaticCache
 
 from midus_hf.config.declared_tensors import ZEROS
-from midus_hf.memory.kept_values import kept_values
-from midus_hf.memory.registry import MemoryModule
-from midus_hf.models.parts import CACHE
+from midus_hf.memories.decode_cache import decode_cache
+from midus_hf.memories.hosting.parts import CACHE
+from midus_hf.memories.module import MemoryModule
 
 BASES = [name for name, case in CASES.items() if case.is_base_at_first]
 WAYS = list(itertools.product([torch.float32, torch.bfloat16], ["eager", "sdpa"]))
@@ -73,7 +73,7 @@ def test_it_generates_what_the_base_does_with_any_cache(pair, case, mode):
         lambda each: StaticCache(each.config, max_cache_len=8),
         lambda each: DynamicCache(config=each.config),
     ):
-        with mode(), kept_values(model):
+        with mode(), decode_cache(model):
             caches = made(base), made(model)
             for part in parts:
                 of_base = base(part, **{CACHE: caches[0]}).logits

@@ -7,7 +7,7 @@ from models.hosting import host_config
 from tiny import NUM_LAYERS, tiny_model
 from transformers import PreTrainedModel
 
-from midus_hf.memory.registry import MemoryModule
+from midus_hf.memories.module import MemoryModule
 from midus_hf.models import FAMILIES
 
 # Where the blocks stand by default: one between base layers 0 and 1, one between 2 and 3.

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midus_hf.config.memories.ngram import MOST_TOKENS, NgramOptions
+from midus_hf.memories.ngram.options import MOST_TOKENS, NgramOptions
 from midus_hf.ops.ngrams.addresses import NO_TOKEN, hashed_rows, known_rows, ngram_keys, windows
 
 

@@ -12,7 +12,7 @@ from pairs import by_default, taking_turns
 from tiny import NATIVE_FAMILIES
 from transformers import PreTrainedModel
 
-from midus_hf.memory.tables import DeclaredModule
+from midus_hf.memories.tables import DeclaredModule
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,13 @@ from sites import toy_inserted, toy_methods
 from sites.cases import SiteCase, give_values
 from transformers import PreTrainedModel
 
-from midus_hf.config.memory_types import MEMORY_TYPES
-from midus_hf.memory.registry import MEMORY_MODULES
+from midus_hf.memories.registry import MEMORY_TYPES
 from tests.upscalers.checkpoints import load
 from tests.upscalers.conftest import base, command, in_process, shared_base  # noqa: F401 - fixtures
 from upscalers.methods.contract import METHODS
 from upscalers.runs.upscale import upscale
 
-_REGISTRIES = (MEMORY_TYPES, MEMORY_MODULES, METHODS)
+_REGISTRIES = (MEMORY_TYPES, METHODS)
 
 
 def _take_away_toys() -> list[dict]:

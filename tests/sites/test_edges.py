@@ -6,11 +6,12 @@ from sites.cases import CASES
 from sites.toy_memory import Toy
 from tiny import prompt
 
-from midus_hf.config.memory_entries import read_memories
-from midus_hf.config.memory_types import MEMORY_TYPES, SharedTables
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.tables import DeclaredModule
-from midus_hf.models.memory_inputs import Carried, MemoryInputs
+from midus_hf.memories.entries import read_memories
+from midus_hf.memories.hosting.inputs import Carried, MemoryInputs
+from midus_hf.memories.options import SharedTables
+from midus_hf.memories.registry import MEMORY_TYPES
+from midus_hf.memories.tables import DeclaredModule
 from tests.upscalers.checkpoints import load, read_tensors, save_base, write_tensors
 from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.request.errors import RequestError
@@ -52,9 +53,8 @@ def test_the_stream_keeps_its_dtype_whatever_a_memory_computes_in(case, toy_mode
 
 
 def test_what_a_pass_brings_follows_to_another_device_and_still_carries():
-    inputs = MemoryInputs(
-        {"arguments": {"toy_scale": torch.ones(2), "word": "x"}, "tables": {"toy": {1: {"up": torch.ones(3)}}}}
-    )
+    tables = {("toy", 1): {"up": torch.ones(3)}}
+    inputs = MemoryInputs({"tables": tables}, {"toy_scale": torch.ones(2), "word": "x"})
     moved = inputs.to("meta", non_blocking=True)
     arguments = moved.of(Toy, "toy", 1)
     assert arguments["toy_scale"].is_meta and arguments["tables"]["up"].is_meta

@@ -2,14 +2,24 @@
 
 from dataclasses import dataclass
 
-from midus_hf.config.declarations import register_memory_type
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Normal
-from midus_hf.config.memory_types import InsertedOptions, MemoryOptions, SharedTables
 from midus_hf.config.options import option
-from midus_hf.memory.registry import MemoryModule, register_memory
+from midus_hf.memories.hosting.services import Tables
+from midus_hf.memories.hosting.sites import (
+    AttentionAdapters,
+    AttentionHeads,
+    BehindAttention,
+    BehindLayer,
+    BesideFeedForward,
+    InsideFeedForward,
+    Skip,
+)
+from midus_hf.memories.module import MemoryModule
+from midus_hf.memories.options import InsertedOptions, MemoryOptions, SharedTables
+from midus_hf.memories.registry import layer_of, register_memory
 
 
-@register_memory_type("toy")
+@register_memory("toy")
 @dataclass(kw_only=True)
 class ToyOptions(InsertedOptions):
     """A map `up(down(x))`; every `share` layers have the same `up`, which is then a table at the model."""
@@ -20,7 +30,7 @@ class ToyOptions(InsertedOptions):
     rank: int = option(2, "width of the map")
     share: int = option(1, "layers that have the same table")
 
-    def __post_init__(self):
+    def check(self):
         if self.rank < 1:
             raise ValueError(f"rank is {self.rank}; expected 1 or more.")
 
@@ -36,10 +46,12 @@ class ToyOptions(InsertedOptions):
         return {"up": DeclaredTensor((self.rank, sizes.hidden_size), "value", ZEROS)}
 
 
-@register_memory("toy")
+@layer_of(ToyOptions)
 class Toy(MemoryModule):
     """Adds `scale * up(down(x))`; `toy_scale` `[B]` is an argument of the model's forward pass, 1 if it is not given."""
 
+    sites = (BesideFeedForward, BehindAttention, BehindLayer, Skip)
+    services = (Tables,)
     forward_arguments = ("toy_scale",)
 
     def forward(self, hidden_states, residual=None, *, tables=None, toy_scale=None):
@@ -70,7 +82,7 @@ class _AdapterOptions(MemoryOptions):
         return tensors
 
 
-@register_memory_type("toy-attention")
+@register_memory("toy-attention")
 @dataclass(kw_only=True)
 class ToyAttentionOptions(_AdapterOptions):
     """Adapters on the projections of attention."""
@@ -79,7 +91,7 @@ class ToyAttentionOptions(_AdapterOptions):
     widths = (("query", "D", "Q"), ("key", "D", "K"), ("value", "D", "K"), ("output_projection", "Q", "D"))
 
 
-@register_memory_type("toy-ffn")
+@register_memory("toy-ffn")
 @dataclass(kw_only=True)
 class ToyFfnOptions(_AdapterOptions):
     """Adapters on the projections of a feed-forward network."""
@@ -96,21 +108,23 @@ class _Adapter(MemoryModule):
         return arguments + (added if toy_scale is None else added * toy_scale.to(added.dtype)[:, None, None])
 
 
-@register_memory("toy-attention")
+@layer_of(ToyAttentionOptions)
 class ToyAttention(_Adapter):
     """Adapters on the projections of attention."""
 
+    sites = (AttentionAdapters,)
     projections = ("query", "key", "value", "output_projection")
 
 
-@register_memory("toy-ffn")
+@layer_of(ToyFfnOptions)
 class ToyFfn(_Adapter):
     """Adapters on the projections of a feed-forward network."""
 
+    sites = (InsideFeedForward,)
     projections = ("gate", "up", "down")
 
 
-@register_memory_type("toy-heads")
+@register_memory("toy-heads")
 @dataclass(kw_only=True)
 class ToyHeadsOptions(MemoryOptions):
     """A map of each head's query, added to what the head gives, at first zero."""
@@ -121,19 +135,19 @@ class ToyHeadsOptions(MemoryOptions):
         return {"table": DeclaredTensor((sizes.num_heads, sizes.head_dim, sizes.head_dim), "value", ZEROS)}
 
 
-@register_memory("toy-heads")
+@layer_of(ToyHeadsOptions)
 class ToyHeads(MemoryModule):
     """Adds a map of each head's query to what the head gives."""
 
     forward_arguments = ("toy_scale",)
-    reads_heads = True
+    sites = (AttentionHeads,)
 
     def forward(self, query, key, value, output, *, toy_scale=None):
         added = (query @ self.table).transpose(1, 2)
         return output + (added if toy_scale is None else added * toy_scale.to(added.dtype)[:, None, None, None])
 
 
-@register_memory_type("toy-ids")
+@register_memory("toy-ids")
 @dataclass(kw_only=True)
 class ToyIdsOptions(MemoryOptions):
     """A row for each hash of a token's id."""
@@ -146,10 +160,11 @@ class ToyIdsOptions(MemoryOptions):
         return {"row_bank": DeclaredTensor((self.rows, sizes.hidden_size), "value", ZEROS)}
 
 
-@register_memory("toy-ids")
+@layer_of(ToyIdsOptions)
 class ToyIds(MemoryModule):
     """Adds the row of each token's id, whatever the hidden states are."""
 
+    sites = (BesideFeedForward, BehindLayer)
     forward_arguments = ("input_ids",)
 
     def forward(self, hidden_states, *, input_ids):

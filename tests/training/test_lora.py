@@ -22,7 +22,7 @@ from training.tiny_run import refused
 from transformers import AutoModelForCausalLM
 
 from midus_hf.look.usage import record_usage
-from midus_hf.memory.registry import MemoryModule
+from midus_hf.memories.module import MemoryModule
 from midus_hf.training.adapters import lora_config
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.optim.parameter_groups import parameter_groups

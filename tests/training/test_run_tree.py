@@ -153,7 +153,7 @@ def test_a_bank_of_another_base_or_of_other_layers_is_not_opened(made, tmp_path)
     upscale(base=base, method="hier-ffn", output=tmp_path / "another", options=options, verify=False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "another")
     with pytest.raises(BankError, match="belongs to another model: its base, the weights that its model was upscaled"):
-        model.open_banks(made / "model")
+        model.banks.open(made / "model")
     for name, layers in (("first", [0, 2]), ("second", [1, 3])):
         upscale(
             base=base, method="hier-ffn", output=tmp_path / name, options={**options, "layers": layers}, verify=False

@@ -8,8 +8,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from midus_hf.config.memories.ngram import MOST_TOKENS
-from midus_hf.memory.routing.token_places import TokenPlaces
+from midus_hf.memories.hosting.token_places import TokenPlaces
+from midus_hf.memories.ngram.options import MOST_TOKENS
 from tests.tiny import tiny_model
 from tests.upscalers.checkpoints import config_of, read_tensors
 from upscalers.request.errors import RequestError

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny import FAMILIES as TINY
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from midus_hf.config.memories import MEMORY_TYPES
+from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.models import FAMILIES as MODELS
 from upscalers.architecture.families import FAMILIES, family_of
 from upscalers.architecture.inferred import InferredFamily

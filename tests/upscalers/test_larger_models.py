@@ -13,7 +13,7 @@ from models.fresh_process import run_python
 from pairs import by_default, taking_turns
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from midus_hf.memory.tables import DeclaredModule
+from midus_hf.memories.tables import DeclaredModule
 from midus_hf.models.families import LARGER_FAMILIES
 from midus_hf.saved_models import load_model
 from midus_hf.training.optim.freezing import set_trainable

@@ -10,9 +10,9 @@ from typing import Any
 
 from midus_hf.config.backbone import Backbone, FamilyTraits, read_backbone
 from midus_hf.config.declared_tensors import DeclaredTensor
-from midus_hf.config.memory_entries import ATTACHED, INSERTED, NO_MEMORIES, TABLES, Memories, read_memories
-from midus_hf.config.memory_types import InsertedOptions
 from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memories.entries import ATTACHED, INSERTED, NO_MEMORIES, TABLES, Memories, read_memories
+from midus_hf.memories.options import InsertedOptions
 from upscalers.architecture.per_layer import check_list
 from upscalers.request.errors import RequestError, refusing_requests
 

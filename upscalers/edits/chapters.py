@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from midus_hf.config.memories.chapters import ChaptersOptions
-from midus_hf.config.memory_entries import ATTACHED, TABLES, MemoryEntry
-from midus_hf.config.memory_types import check_fit
+from midus_hf.memories.chapters.options import ChaptersOptions
+from midus_hf.memories.entries import ATTACHED, TABLES, MemoryEntry
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.edits.checkpoint_edit import Decided, EditRequest, edit_checkpoint
 from upscalers.request.errors import RequestError, refusing_requests
@@ -240,7 +239,7 @@ def quantise(request: EditRequest, bits: int = 8) -> dict[str, Any]:
             )
         options = dataclasses.replace(memory.options, bank_bits=cast(Literal[8, 4], bits))
         with refusing_requests():
-            check_fit(options, model.layout.memories.sizes)
+            options.check_fit(model.layout.memories.sizes)
         tensors = {bank.rows[0]: _rounded(memory, bank.rows[0], bits) for bank in memory.banks}
         return Decided([memory.name], tensors, {"bits": bits}, {"bank_bits": bits})
 

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.config.memories.ngram import MOST_TOKENS, NgramOptions
-from midus_hf.config.memory_entries import TABLES, MemoryEntry
 from midus_hf.config.options import option
 from midus_hf.config.wording import first_few, install_extra
+from midus_hf.memories.entries import TABLES, MemoryEntry
+from midus_hf.memories.ngram.options import MOST_TOKENS, NgramOptions
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.methods.contract import ENGRAM, register_method

@@ -1,6 +1,6 @@
 """Hierarchical memories: methods with a bank beside the checkpoint, from which texts fetch blocks, and no new tensors."""
 
-from midus_hf.config.memories.hierarchical import (
+from midus_hf.memories.hierarchical.options import (
     HierFFNOptions,
     HierKVOptions,
     HierLoraFFNOptions,

@@ -6,9 +6,9 @@ from dataclasses import fields, make_dataclass
 from typing import Any, ClassVar
 
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
-from midus_hf.config.memory_entries import ATTACHED, INSERTED, TABLES, MemoryEntry
-from midus_hf.config.memory_types import InsertedOptions, MemoryOptions, SiteName, check_fit
 from midus_hf.config.options import option
+from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
+from midus_hf.memories.options import InsertedOptions, MemoryOptions, SiteName
 from upscalers.architecture.families import FAMILIES, MEMORY_PREFIX
 from upscalers.architecture.family import Config, kept_roles
 from upscalers.architecture.inferred import InferredFamily
@@ -37,7 +37,7 @@ class HostedMemoryMethod(Method):
         if bits is not None:
             raise RequestError(
                 f"value_bits is {bits}, but new values have yet to learn, which integers cannot; expected null. Train the model, "
-                "then round its values with midus_hf.memory.quantise_tables."
+                "then round its values with midus_hf.memories.quantise_tables."
             )
 
     @classmethod
@@ -147,7 +147,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     def check(self, base: BaseModel) -> None:
         super().check(base)
         with refusing_requests():
-            check_fit(self._memory(), base.layout.sizes)
+            self._memory().check_fit(base.layout.sizes)
         if self.options.site not in self.sites:
             raise RequestError(f"site is {self.options.site!r}; expected one of: {', '.join(self.sites)}.")
         if "skip" in self.sites and self.options.site != "skip" and self.options.span != _SPAN:
@@ -289,7 +289,7 @@ class InsertedMemoryMethod(HostedMemoryMethod):
     def check(self, base: BaseModel) -> None:
         super().check(base)
         with refusing_requests():
-            check_fit(self.options, base.layout.sizes)
+            self.options.check_fit(base.layout.sizes)
         if isinstance(base.family, InferredFamily):
             self.check_proven(base.family, "inserted")
 

@@ -1,7 +1,7 @@
 """MIDUS with the paper's own head-wise memory, and with the memories that the paper compares it with."""
 
-from midus_hf.config.memories.headwise import HeadwiseOptions
-from midus_hf.config.memories.shared_values import LinearOptions, ProductKeyOptions
+from midus_hf.memories.headwise.options import HeadwiseOptions
+from midus_hf.memories.shared_values.options import LinearOptions, ProductKeyOptions
 from upscalers.methods.contract import register_method
 from upscalers.methods.memory_methods import InsertedMemoryMethod
 

@@ -1,7 +1,6 @@
 """Mixture-of-Depths Attention: heads that also read what earlier layers wrote at the same position."""
 
-from midus_hf.config.memories.depth_attention import DepthAttentionOptions
-from midus_hf.config.memory_types import check_layers
+from midus_hf.memories.depth_attention.options import DepthAttentionOptions
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import MODA, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
@@ -37,4 +36,4 @@ class MoDA(AttachedMemoryMethod):
                 "what another in front of it wrote. Choose more."
             )
         with refusing_requests():
-            check_layers(self._memory(), layers)
+            self._memory().check_layers(layers)

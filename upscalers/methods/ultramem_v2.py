@@ -1,6 +1,6 @@
 """UltraMemV2: a large table of values beside every feed-forward network."""
 
-from midus_hf.config.memories.ultramem import UltraMemOptions
+from midus_hf.memories.ultramem.options import UltraMemOptions
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import ULTRAMEM_V2, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod

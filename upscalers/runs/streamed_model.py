@@ -9,8 +9,8 @@ from accelerate.hooks import attach_align_device_hook
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import midus_hf  # noqa: F401 - registers the classes
-from midus_hf.memory.registry import MemoryModule
-from midus_hf.models.parts import decoder_of
+from midus_hf.memories.hosting.parts import decoder_of
+from midus_hf.memories.module import MemoryModule
 from midus_hf.saved_models import auto_class_of
 from upscalers.checkpoint.computed_tensor import read_tensor
 from upscalers.checkpoint.safetensors_format import StoredTensor
@@ -119,7 +119,7 @@ class StreamedModel(RunningModel):
         _fill_buffers_outside_checkpoints(model)
         super().__init__(model.eval(), path_of_last_leaf(config))
         if self._path is not None:
-            self._model.open_banks(folder)
+            self._model.banks.open(folder)
         attach_align_device_hook(
             self._model,
             execution_device=torch.device("cpu"),
@@ -149,7 +149,7 @@ def raised_in_memory(error: BaseException) -> str | None:
         return None
     kind = type(memory)
     return (
-        f"the memory of type {memory.memory_type!r} ({kind.__module__}.{kind.__qualname__}) raised {type(error).__name__}: "
+        f"the memory of type {memory.options.type!r} ({kind.__module__}.{kind.__qualname__}) raised {type(error).__name__}: "
         f"{one_line(error)}"
     )
 

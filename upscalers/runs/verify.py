@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from midus_hf.config.memory_entries import TABLES
+from midus_hf.memories.entries import TABLES
 from upscalers.architecture.family import Config
 from upscalers.architecture.inferred import InferredFamily
 from upscalers.checkpoint.base_model import BaseModel

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from midus_hf.models.heads import rotates
+from midus_hf.memories.hosting.heads import rotates
 from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_config, tiny_model
 
 #: Names of the children that mix tokens, in any family's layers. The first name that a layer has is its mixer.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from midus_hf.config.memories.ngram import LONGEST, MOST_TOKENS, NgramOptions
+from midus_hf.memories.ngram.options import LONGEST, MOST_TOKENS, NgramOptions
 from midus_hf.ops.ngrams.addresses import known_rows, ngram_keys, numbered, windows
 
 # What stands in a table in place of an n-gram that was taken out: above all n-grams of texts.

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from midus_hf.banks.model_banks import Banks
 from midus_hf.config.declared_tensors import TrainedRole
-from midus_hf.config.memory_entries import ATTACHED, TABLES
-from midus_hf.memory.quantise import refuse_quantised
-from midus_hf.memory.tables import DeclaredModule
-from midus_hf.models.fetching import Banks
-from midus_hf.models.parts import decoder_of
+from midus_hf.memories.entries import ATTACHED, TABLES
+from midus_hf.memories.hosting.parts import decoder_of
+from midus_hf.memories.quantise import refuse_quantised
+from midus_hf.memories.tables import DeclaredModule
 from midus_hf.training.arguments import Trainable
 
 _ROLES = get_args(TrainedRole)

@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import SchedulerType, get_scheduler
 
+from midus_hf.banks.model_banks import Banks
 from midus_hf.config.declared_tensors import Role
-from midus_hf.memory.tables import DeclaredModule
-from midus_hf.models.fetching import Banks
+from midus_hf.memories.tables import DeclaredModule
 from midus_hf.models.host import MemoryModel
 from midus_hf.training.optim.rates import Rates
 
@@ -146,4 +146,4 @@ def group_schedules(
 def banks_of(model: torch.nn.Module) -> list[Banks]:
     """Return the banks of a model, wrapped by PEFT or not, whose blocks train where they are `trainable`."""
     modules = (module for module in model.modules() if isinstance(module, MemoryModel))
-    return [module.own_banks for module in modules if module.own_banks.layouts]
+    return [module.own_banks for module in modules if module.own_banks]

@@ -1,0 +1,183 @@
+"""Tensors that memories derive from their parameters alone, cached while the caller promises not to change weights (MIDUS, C.2)."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from midus_hf.memories.module import MemoryModule
+from midus_hf.memories.registry import import_beside
+from midus_hf.ops.dispatch.private_torch import keep_address
+
+#: Largest number of elements that a layer of chapters or of UltraMemV2 caches during a generation: 256 MB in float32.
+MOST_CACHED = 1 << 26
+
+#: The function that makes the cache of a layer, or None, by the layer's class.
+CACHES: dict[type[MemoryModule], Callable[[Any], "DecodeCache | None"]] = {}
+
+
+def decode_cache_of(layer: type[MemoryModule]) -> Callable[[Any], Any]:
+    """Return a decorator for the function that makes the decode cache of a layer.
+
+    The function is in the module `decode_cache` of the memory's folder. It takes the layer, and returns None if nothing is to be
+    cached.
+    """
+
+    def decorate(function: Any) -> Any:
+        CACHES[layer] = function
+        return function
+
+    return decorate
+
+
+@contextlib.contextmanager
+def decode_cache(model: nn.Module) -> Iterator[None]:
+    """Expand the values of every memory in `model` once, and read the expanded values in all passes inside the context.
+
+    Expanded values are tensors that a memory derives from its parameters alone: the values of each head, the keys and values of
+    chapters, or the normalised keys of UltraMemV2 and the singular vectors of its cores.
+
+    `generate` of a model with memory opens this context for each call. Nothing else does, because a change of weights cannot be
+    detected (fused optimizers, `.data` and compiled steps leave no trace); the kept tensors have a lifetime instead.
+    Weights must not change inside the context. Weights may change, by any route, before or after it: no pass then returns
+    results of older weights.
+
+    Eager, compiled and CUDA-graph passes inside the context all read the kept tensors. A graph captured inside the context may
+    be replayed only inside it. A serving engine opens the context when it has loaded weights, with `contextlib.ExitStack`, and
+    closes it before it loads others. Passes with gradients do not use kept tensors, nor do memories whose parameters cannot be
+    read as they are (offloaded, sharded, quantised, or computed from other tensors).
+
+    Under `torch.autocast`, values are expanded in autocast's dtype. Expanding before gathering rounds in another order than
+    transforming the gathered values, so results agree up to rounding.
+
+    Args:
+        model: A model, a part of a model, or a wrapper around a model.
+    """
+    opened = []
+    tables = _tables_of_readers(model)
+    try:
+        for module in model.modules():
+            cache = _cache_of(module) if isinstance(module, MemoryModule) else None
+            if cache is not None and cache.is_empty:  # else an outer context has filled it
+                opened.append(cache)
+                cache.fill(module, tables.get(id(module), {}))
+        yield
+    finally:
+        for cache in opened:
+            cache.clear()
+
+
+def _cache_of(memory: MemoryModule) -> "DecodeCache | None":
+    """Return the cache of a memory, which stays with it, since compiled code would be compiled again for another object."""
+    if memory.decode_cache is None:
+        import_beside(type(memory.options), "decode_cache")
+        make = next((CACHES[each] for each in type(memory).__mro__ if each in CACHES), None)
+        memory.decode_cache = None if make is None else make(memory)
+    return memory.decode_cache
+
+
+class DecodeCache:
+    """Tensors derived from parameters of a module, filled and cleared by `decode_cache` alone.
+
+    The tensors are neither copied nor saved with the module.
+
+    Args:
+        parameters: Names of the parameters to derive the tensors from: parameters of the module, of its linear layers, or of
+            tables that it shares.
+        derive: Function of these parameters that returns one tensor, or several of one dtype.
+        as_stored: Whether `derive` takes parameters in their stored dtype under `torch.autocast` too. Default: false,
+            parameters are cast to autocast's dtype.
+    """
+
+    def __init__(self, parameters: tuple[str, ...], derive: Callable[..., Any], as_stored: bool = False):
+        self._parameters, self._derive, self._as_stored = parameters, derive, as_stored
+        self._getters = tuple(map(attrgetter, parameters))
+        self._derived: Any = None
+        self._sources: tuple[torch.Tensor, ...] = ()
+        self._stored_dtype: torch.dtype | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is kept."""
+        return self._derived is None
+
+    def fill(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> None:
+        """Derive the tensors, if the parameters of `module` and the tables that it shares can be read as they are."""
+        if any(hasattr(part, "_hf_hook") for part in module.modules()) or not self._is_plain(module, tables):
+            return
+        sources = self._sources_of(module, tables)
+        if not all(map(_is_whole, sources)):
+            return
+        with torch.no_grad():
+            derived = self._derive(*(source if self._as_stored else _as_computed_with(source) for source in sources))
+        for tensor in _tensors_of(derived):
+            if tensor.is_cuda:
+                # A captured graph reads the tensor in place, as it reads parameters, instead of copying it at every replay.
+                keep_address(tensor, guard=False)
+        self._derived, self._sources, self._stored_dtype = derived, sources, sources[0].dtype
+
+    def clear(self) -> None:
+        """Drop the kept tensors."""
+        self._derived, self._sources = None, ()
+
+    def read(self, module: nn.Module, like: torch.Tensor, tables: Mapping[str, torch.Tensor] | None = None) -> Any:
+        """Return the kept tensors; None if this pass has gradients or other parameters, or `like` has another dtype or device."""
+        kept = self._derived
+        if kept is None or torch.is_grad_enabled():
+            return None
+        first = kept if isinstance(kept, torch.Tensor) else kept[0]
+        if first.dtype != like.dtype or first.device != like.device or self._sources[0].dtype != self._stored_dtype:
+            return None
+        if not torch.compiler.is_compiling():
+            # `torch.func.functional_call` may have replaced the parameters for this pass.
+            for name, getter, then in zip(self._parameters, self._getters, self._sources, strict=True):
+                if module._parameters.get(name) is then:
+                    continue  # this quick test comes first, since its time matters in a pass of one token
+                if (tables[name] if tables and name in tables else getter(module)) is not then:
+                    return None
+        return kept
+
+    def _sources_of(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return tuple(tables[name] if name in tables else attrgetter(name)(module) for name in self._parameters)
+
+    def _is_plain(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> bool:
+        """Return whether every parameter exists, and every linear layer is a plain one: an adapter would change its output."""
+        parents = [name.rpartition(".")[0] for name in self._parameters if name not in tables]
+        is_plain = all(type(attrgetter(parent)(module)) is nn.Linear for parent in parents if parent)
+        return is_plain and all(name in tables or "." in name or hasattr(module, name) for name in self._parameters)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_derived": None, "_sources": ()}
+
+
+def _tensors_of(derived: Any) -> tuple[torch.Tensor, ...]:
+    return (derived,) if isinstance(derived, torch.Tensor) else derived
+
+
+def _tables_of_readers(model: Any) -> dict[int, Mapping[str, torch.Tensor]]:
+    """Return the shared tables that memories in a model read, by the `id` of each module, including PEFT's copies."""
+    return {
+        id(module): tables
+        for stack in model.modules()
+        if hasattr(stack, "table_readers")
+        for reader, tables in stack.table_readers()
+        for module in reader.modules()
+    }
+
+
+def _is_whole(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter or buffer is a plain tensor that this process holds as a whole."""
+    return (
+        type(parameter) in (nn.Parameter, torch.Tensor) and parameter.device.type != "meta" and parameter.numel() > 0
+    )
+
+
+def _as_computed_with(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter or buffer in the dtype that a forward pass would use now; integers are returned unchanged."""
+    device = parameter.device.type
+    if not (parameter.is_floating_point() and torch.is_autocast_enabled(device)):
+        return parameter
+    return parameter.to(torch.get_autocast_dtype(device))

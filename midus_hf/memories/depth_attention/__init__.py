@@ -1,0 +1,1 @@
+"""Mixture-of-depths attention (MoDA): heads also read what earlier layers wrote."""

@@ -1,0 +1,1 @@
+"""Head-wise memory (HML), MIDUS's own."""

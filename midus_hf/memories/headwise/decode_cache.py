@@ -1,0 +1,13 @@
+"""The values of every head, expanded once for a generation."""
+
+from midus_hf.memories.decode_cache import DecodeCache, decode_cache_of
+from midus_hf.memories.headwise.layer import HeadwiseMemory
+from midus_hf.ops.headwise.op import MOST_EXPANDED, expand_values
+
+
+@decode_cache_of(HeadwiseMemory)
+def expanded_values(memory: HeadwiseMemory) -> DecodeCache | None:
+    """Return a cache for the values of all heads; None for integers, and for more values than `MOST_EXPANDED`."""
+    if memory.options.value_bits is not None or memory.num_heads * memory.value_bank.numel() > MOST_EXPANDED:
+        return None
+    return DecodeCache(("value_bank", "value_transform"), expand_values)

@@ -1,0 +1,1 @@
+"""Hierarchical memories: blocks of parameters that a text fetches from a bank."""

@@ -1,0 +1,115 @@
+"""The service that fetches the blocks of the texts of a pass from the banks beside a checkpoint."""
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+
+from midus_hf.banks.fetched import FetchedBatch
+from midus_hf.banks.model_banks import Banks
+from midus_hf.config.fetched_blocks import BANKS_FOLDER
+from midus_hf.memories.entries import Memories
+from midus_hf.memories.hosting.service import Service
+from midus_hf.memories.module import MemoryModule
+
+# Names of arguments of a forward pass: paths whose blocks the rows fetch, and blocks that have been fetched already.
+IDS, BLOCKS = "memory_ids", "memory_blocks"
+
+
+class FetchesBlocks(Service):
+    """Blocks that the texts of a pass fetch from the banks beside the checkpoint, as `fetched`, a `FetchedLayer`."""
+
+    key = "fetched"
+    is_required = True
+
+    def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+        self.banks = model.own_banks = Banks(memories.banks)
+        model.memory_input_names |= {IDS, BLOCKS}
+
+    def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> Mapping[str, FetchedBatch]:
+        """Return the blocks of the texts of the pass, by the name of the memory.
+
+        Raises:
+            ValueError: If both paths and blocks are given, or blocks for another number of texts.
+        """
+        memory_ids, memory_blocks = own.get(IDS), own.get(BLOCKS)
+        if memory_ids is not None and memory_blocks is not None:
+            raise ValueError("memory_ids and memory_blocks are given; expected one of them.")
+        if memory_ids is None and memory_blocks is None and not self.banks.read_without_ids:
+            return {}
+        tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
+        if memory_blocks is None:
+            return _fetch(self.banks, memory_ids, len(tokens), tokens.device, model.dtype)
+        for batch in memory_blocks.values():
+            if batch.num_rows != len(tokens):
+                raise ValueError(
+                    f"memory_blocks were fetched for {batch.num_rows} rows; expected {len(tokens)}, one for each text of the "
+                    "batch."
+                )
+        return memory_blocks
+
+    @staticmethod
+    def given(value: Any, name: str, layer: int) -> dict[str, Any]:
+        """Return the blocks of the layer."""
+        return {"fetched": value[name].of(layer)}
+
+    def check_continuous_batching(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse paths or blocks: a row fetches the same blocks for all of its tokens, of several requests."""
+        for name in (IDS, BLOCKS):
+            if arguments.get(name) is not None:
+                raise ValueError(
+                    f"{name} is given, and continuous batching lays the tokens of several requests in one row, where all would read "
+                    "the same blocks; expected `generate`, or none."
+                )
+
+    def after_loading(self, name: Any, arguments: Mapping[str, Any]) -> None:
+        """Open the banks that lie beside the checkpoint.
+
+        Raises:
+            BankError: If a bank is absent, or belongs to another model.
+        """
+        folder = None if name is None else folder_of_checkpoint(name, arguments)
+        if folder is not None:
+            self.banks.open(folder)
+
+    def after_saving(self, folder: Any) -> None:
+        """Write open banks beside the weights."""
+        self.banks.save(folder)
+
+    def check_upload(self) -> None:
+        """Refuse an upload while a bank is open: Transformers uploads before the bank is written, and leaves nested folders out."""
+        if self.banks.are_open:
+            raise ValueError(
+                "this model has a bank beside its weights, which an upload by Transformers would leave out; expected "
+                "save_pretrained(folder), and then in a shell: hf upload REPO_ID folder."
+            )
+
+
+@torch.compiler.disable
+def _fetch(
+    banks: Banks, memory_ids: torch.Tensor | None, batch: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, FetchedBatch]:
+    return banks.fetch(memory_ids, batch, device, dtype)
+
+
+def folder_of_checkpoint(name: str | os.PathLike, options: Mapping[str, Any]) -> Path | None:
+    """Return the folder with a checkpoint's files; for a hub id, download the files of banks. None if they are not available.
+
+    Args:
+        name: Folder or hub id, the first argument of `from_pretrained`.
+        options: Keyword arguments of `from_pretrained`.
+    """
+    folder = Path(name, options.get("subfolder") or "")
+    if folder.is_dir():
+        return folder
+    known = ("revision", "cache_dir", "token", "local_files_only")
+    hub_options = {key: options[key] for key in known if options.get(key) is not None}
+    subfolder = options.get("subfolder") or "."
+    pattern = PurePosixPath(subfolder, BANKS_FOLDER, "**").as_posix()
+    with contextlib.suppress(OSError, ValueError):
+        return Path(snapshot_download(str(name), allow_patterns=[pattern], **hub_options), subfolder)
+    return None

@@ -1,0 +1,188 @@
+"""Memories whose parameters texts fetch: hidden units, low-rank factors, keys and values (hierarchical memories, section 2.2)."""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from transformers.activations import ACT2FN
+
+from midus_hf.banks.fetched import FetchedLayer
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memories.hierarchical.fetching import FetchesBlocks
+from midus_hf.memories.hierarchical.options import (
+    HierarchicalOptions,
+    HierFFNOptions,
+    HierKVOptions,
+    HierLoraFFNOptions,
+    HierLoraOptions,
+    HierLoraQKOptions,
+    HierLoraVOOptions,
+)
+from midus_hf.memories.hosting.sites import AttentionAdapters, AttentionHeads, BesideFeedForward, InsideFeedForward
+from midus_hf.memories.module import MemoryModule
+from midus_hf.memories.registry import layer_of
+from midus_hf.ops.block_linear.op import block_linear
+
+
+class FetchingMemory(MemoryModule):
+    """A memory that has no parameters in the model and computes with the blocks that the texts of the pass fetched."""
+
+    services = (FetchesBlocks,)
+    options: HierarchicalOptions
+
+
+@layer_of(HierFFNOptions)
+class HierFFN(FetchingMemory):
+    """Hidden units that are added to a gated feed-forward network (figure 18).
+
+    Args:
+        options: Options of the memory.
+        sizes: Sizes of the model; the units have the model's activation.
+    """
+
+    sites = (BesideFeedForward,)
+
+    def __init__(self, options: HierarchicalOptions, sizes: ModelSizes):
+        super().__init__(options, sizes)
+        self.activation = ACT2FN[sizes.activation]
+
+    def forward(self, hidden_states: torch.Tensor, *, fetched: FetchedLayer) -> torch.Tensor:
+        """Return the output of the added units, `W_down (act(W_gate x) * W_up x)`, summed over levels.
+
+        Args:
+            hidden_states: `[B, T, D]`, the input of the feed-forward network.
+            fetched: Blocks that the rows fetched for the layer: `gate`, `up` `[U, r, D]`, `down` `[U, D, r]`.
+
+        Returns:
+            `[B, T, D]`.
+        """
+        added = None
+        for level in fetched.levels:
+            gate, up, down = (level.tensors[name] for name in ("gate", "up", "down"))
+            units = self.activation(block_linear(hidden_states, gate, level.blocks))
+            units = units * block_linear(hidden_states, up, level.blocks)  # [B, T, r]
+            level_output = block_linear(units, down, level.blocks)
+            added = level_output if added is None else added + level_output
+        assert added is not None, "a memory has at least one level"
+        return added
+
+
+class HierLora(FetchingMemory):
+    """Low-rank factors that are added to projections (figures 14 to 16).
+
+    Args:
+        options: Options of the memory.
+        sizes: Sizes of the model.
+    """
+
+    options: HierLoraOptions
+
+    def forward(
+        self,
+        read: torch.Tensor,
+        output: torch.Tensor,
+        *,
+        projection: str,
+        fetched: FetchedLayer,
+    ) -> torch.Tensor:
+        """Return the output of a projection with the factors added, `W x + alpha * sum_l B_l A_l x`.
+
+        Args:
+            read: `[B, T, i]`, the projection's input x.
+            output: `[B, T, o]`, the projection's output W x.
+            projection: Role of the projection.
+            fetched: Blocks that the rows fetched: `{role}_down` `[U, r, i]`, A, and `{role}_up` `[U, o, r]`, B.
+
+        Returns:
+            `[B, T, o]`.
+        """
+        for level in fetched.levels:
+            narrow = block_linear(read, level.tensors[f"{projection}_down"], level.blocks)
+            wide = block_linear(narrow, level.tensors[f"{projection}_up"], level.blocks)
+            output = output + self.options.alpha * wide.to(output.dtype)
+        return output
+
+
+@layer_of(HierLoraQKOptions)
+class HierLoraQK(HierLora):
+    """Low-rank factors of the query and key projections."""
+
+    sites = (AttentionAdapters,)
+    projections: ClassVar[tuple[str, ...]] = ("query", "key")
+
+
+@layer_of(HierLoraVOOptions)
+class HierLoraVO(HierLora):
+    """Low-rank factors of the value and output projections."""
+
+    sites = (AttentionAdapters,)
+    projections: ClassVar[tuple[str, ...]] = ("value", "output_projection")
+
+
+@layer_of(HierLoraFFNOptions)
+class HierLoraFFN(HierLora):
+    """Low-rank factors of the projections of the feed-forward network."""
+
+    sites = (InsideFeedForward,)
+    projections: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
+
+
+@layer_of(HierKVOptions)
+class HierKV(FetchingMemory):
+    """Keys and values that every token attends to in addition to the sequence (figure 17).
+
+    Args:
+        options: Options of the memory.
+        sizes: Sizes of the model.
+    """
+
+    sites = (AttentionHeads,)
+    wants_unrotated: ClassVar[bool] = True
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        *,
+        unrotated: torch.Tensor,
+        scaling: float,
+        softcap: float | None = None,
+        fetched: FetchedLayer,
+    ) -> torch.Tensor:
+        """Return the output of the heads plus their attention to the fetched keys and values of all levels, without a mask.
+
+        Args:
+            query: `[B, H, T, d]`, rotated; not used.
+            key: `[B, K, S, d]`; not used.
+            value: `[B, K, S, d]`; not used.
+            output: `[B, T, H, d]`, the output of the heads.
+            unrotated: `[B, H, T, d]`, queries without their rotation.
+            scaling: Factor that the model multiplies scores by.
+            softcap: Limit of the model's scores, c in `c * tanh(score / c)` (Gemma 2). Default: scores are not capped.
+            fetched: Blocks that the rows fetched: `memory_keys`, `memory_values` `[U, r, K, d]`.
+
+        Returns:
+            `[B, T, H, d]`.
+        """
+        batch, heads, tokens, width = unrotated.shape
+        kv_heads = fetched.levels[0].tensors["memory_keys"].shape[2]
+        grouped = unrotated.view(batch, kv_heads, heads // kv_heads, tokens, width)
+        keys, values = (
+            torch.cat([level.to(unrotated.dtype) for level in _rows_of(fetched, name)], dim=1)
+            for name in ("memory_keys", "memory_values")
+        )  # [B, R, K, d]
+        wide = torch.promote_types(unrotated.dtype, torch.float32)
+        scores = torch.einsum("bkgtd,brkd->bkgtr", grouped, keys).to(wide) * scaling
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        shares = scores.softmax(-1).to(values.dtype)
+        read = torch.einsum("bkgtr,brkd->btkgd", shares, values).flatten(2, 3)
+        return output + read.to(output.dtype)
+
+
+def _rows_of(fetched: FetchedLayer, name: str) -> Iterator[torch.Tensor]:
+    """Yield, for each level, a tensor of the block of each row, `[B, r, K, d]`."""
+    for level in fetched.levels:
+        tensor = level.tensors[name]
+        yield tensor.expand(len(level.blocks), *tensor.shape[1:]) if len(tensor) == 1 else tensor[level.blocks]

@@ -1,0 +1,1 @@
+"""How layers host memories: sites, and what a pass gives to memories."""

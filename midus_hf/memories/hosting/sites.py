@@ -1,0 +1,205 @@
+"""Sites at which memories add to what a layer computes, or change what its attention and its feed-forward network compute."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from midus_hf.memories.entries import Memories, MemoryEntry
+from midus_hf.memories.hosting.heads import host_of_heads, unrotated
+from midus_hf.memories.hosting.inputs import Carried, skips_into
+from midus_hf.memories.hosting.parts import PROJECTION_NAMES
+from midus_hf.memories.hosting.site import Site, first_of, read_by, with_first
+
+
+class ChangesProjections(Site):
+    """Memories that change the outputs of projections of a part of the layer."""
+
+    def hook_projections(self, part: str) -> None:
+        """Let the memories of this site change the outputs of projections of a part, which they name by role."""
+        layer = self.layer
+        own = [layer.classes[name] for name, site in layer.sites.items() if site == self.name]
+        for role in dict.fromkeys(role for memory_class in own for role in memory_class.projections):
+            self.hook(f"{part}.{PROJECTION_NAMES[role]}", _ProjectionHook(self, role))
+
+    def changed(self, role: str, read: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """Return the output of a projection with the changes of the memories, made one after another."""
+        layer, call = self.layer, self.layer.call
+        for name in () if call is None else layer.at(self.name, call.memory_inputs):
+            if role in layer.classes[name].projections:
+                inputs = layer.inputs_of(name, call.memory_inputs)
+                output = layer.memories[name](read, output, projection=role, **inputs)
+        return output
+
+
+class _ProjectionHook(NamedTuple):
+    """Hook on the projection in a role, which is equal to the hook of a copied projection."""
+
+    site: ChangesProjections
+    role: str
+
+    def __call__(self, projection: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
+        return self.site.changed(self.role, args[0], output)
+
+
+class InsideAttention(Site):
+    """Memories that change what the layer's attention computes."""
+
+    name = "inside-attention"
+
+    @staticmethod
+    def is_missing(layer: Any) -> bool:
+        """Return whether the layer has another attention than the family's."""
+        return layer.lacks_attention
+
+
+class AttentionAdapters(InsideAttention, ChangesProjections):
+    """Memories that change the outputs of projections of attention."""
+
+    def __init__(self, layer: Any, config: Any, memories: Memories):
+        super().__init__(layer, config, memories)
+        self.hook_projections(layer.mixer_name)
+
+
+class AttentionHeads(InsideAttention):
+    """Memories that change the output of attention heads, made one after another."""
+
+    def __init__(self, layer: Any, config: Any, memories: Memories):
+        super().__init__(layer, config, memories)
+        host_of_heads(layer).changes.append(self)
+
+    def attend(self, own: Callable[..., Any], module: Any, *heads: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        """Attend by the function `own`, and let each memory change the output of the heads, `[B, T, H, d]`.
+
+        A memory gets queries `[B, H, T, d]`, keys and values `[B, K, S, d]`, rotated and from the cache, and the output. One that
+        wants them also gets `unrotated`, the queries without their rotation `[B, H, T, d]`; `scaling`, the factor of the scores;
+        and `softcap`, the limit of the scores, None if they are not capped.
+        """
+        output, weights = own(module, *heads, **kwargs)
+        query, key, value, _ = heads
+        layer, call = self.layer, self.layer.call
+        for name in () if call is None else layer.at(self.name, call.memory_inputs):
+            if type(self) in layer.classes[name].sites:
+                extra = layer.inputs_of(name, call.memory_inputs)
+                if layer.classes[name].wants_unrotated:
+                    extra["unrotated"] = unrotated(module, query, call.rotation)
+                    extra |= {"scaling": kwargs["scaling"], "softcap": kwargs.get("softcap")}
+                output = layer.memories[name](query, key, value, output, **extra)
+        return output, weights
+
+
+class BehindAttention(Site):
+    """Memories that add to the residual stream behind attention."""
+
+    name = "behind-attention"
+
+    def __init__(self, layer: Any, config: Any, memories: Memories):
+        super().__init__(layer, config, memories)
+        # The last part before the mixer's output is added to the residual stream.
+        self.hook(layer.attention_output_norm or layer.mixer_name, self.add)
+
+    @staticmethod
+    def is_missing(layer: Any) -> bool:
+        """Return whether the layer has no mixer, or does not add its output to the residual stream."""
+        return not layer.mixer_name or not layer.adds_mixer
+
+    def add(self, part: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        """Add what memories read from the sum of the part's output and the layer's input."""
+        call = self.layer.call
+        if call is None:
+            return output
+        added = first_of(output)
+        return with_first(output, self.layer.with_added(self.name, added, call.entered + added, call.memory_inputs))
+
+
+class InsideFeedForward(ChangesProjections):
+    """Memories that change the outputs of projections of the feed-forward network."""
+
+    name = "inside-ffn"
+
+    def __init__(self, layer: Any, config: Any, memories: Memories):
+        super().__init__(layer, config, memories)
+        self.hook_projections(layer.feed_forward_name)
+
+    @staticmethod
+    def is_missing(layer: Any) -> bool:
+        """Return whether the layer has another feed-forward network than the family's dense one."""
+        return layer.mlp_class is None or not isinstance(layer.feed_forward_part, layer.mlp_class)
+
+
+class BesideFeedForward(Site):
+    """Memories that read the input of the feed-forward network and add to its output, in front of a norm that may follow."""
+
+    name = "beside-ffn"
+
+    def __init__(self, layer: Any, config: Any, memories: Memories):
+        super().__init__(layer, config, memories)
+        self.hook(layer.feed_forward_name, self.add)
+
+    @staticmethod
+    def is_missing(layer: Any) -> bool:
+        """Return whether the layer has no feed-forward network."""
+        return layer.feed_forward_part is None
+
+    def add(self, network: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        """Add what memories read from the input of the network."""
+        call = self.layer.call
+        if call is None:
+            return output
+        read = read_by(args, kwargs)
+        # Some networks of experts return all tokens in one dimension.
+        computed = first_of(output).view_as(read)
+        return with_first(output, self.layer.with_added(self.name, computed, read, call.memory_inputs))
+
+
+class Skip(Site):
+    """Memories that read the input of the layer's feed-forward network, or whose results are added behind the layer."""
+
+    name = "skip"
+
+    def __init__(self, layer: Any, config: Any, memories: Memories):
+        super().__init__(layer, config, memories)
+        self._added = tuple(
+            Carried(entry.name, read)
+            for entry in memories.attached.values()
+            for read in skips_into(entry, layer.layer_idx)
+        )
+        if "skip" in layer.sites.values():
+            self.hook(layer.feed_forward_name, self.read)
+
+    @staticmethod
+    def concerns(entry: MemoryEntry, layer: int) -> bool:
+        """Return whether the memory reads at the layer, or adds its results behind it."""
+        return layer in (*entry.layers, *entry.into)
+
+    @staticmethod
+    def is_missing(layer: Any) -> bool:
+        """Return whether a layer at which a memory reads has no feed-forward network."""
+        return "skip" in layer.sites.values() and layer.feed_forward_part is None
+
+    def read(self, network: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Let memories read the input of the network, for the layers behind which their results are added."""
+        layer, call = self.layer, self.layer.call
+        for name in () if call is None else layer.at("skip", call.memory_inputs):
+            read = layer.read(name, read_by(args, kwargs), call.memory_inputs)
+            call.carried[Carried(name, layer.layer_idx)] = read
+
+    def behind(self, output: Any) -> Any:
+        """Add the results of memories that read at this layer or an earlier one."""
+        call = self.layer.call
+        for skip in self._added:
+            added = call.carried.get(skip)
+            if added is not None:  # None if the memory had nothing to do
+                output = with_first(output, first_of(output) + added.to(call.entered.dtype))
+        return output
+
+
+class BehindLayer(Site):
+    """Memories that add to the residual stream behind the layer, what other memories add there included."""
+
+    name = "behind-layer"
+
+    def behind(self, output: Any) -> Any:
+        """Add what memories read from the layer's output."""
+        stream = first_of(output)
+        return with_first(output, self.layer.with_added(self.name, stream, stream, self.layer.call.memory_inputs))

@@ -1,0 +1,190 @@
+"""State that a memory keeps of a sequence between forward passes, in the cache of the model."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from midus_hf.ops.dispatch.private_torch import keep_address
+
+# Function that returns a state's tensors without so many last tokens, or None if they do not reach back so far.
+Rollback = Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor] | None]
+
+
+class MemoryState:
+    """Tensors of a batch of sequences, stored as a layer of a transformers cache, which repeats, selects and resets them.
+
+    The state follows the layers of the model in the cache. Its attributes keep transformers from treating it as a layer of tokens.
+
+    Args:
+        name: Name of the memory.
+        layer: Index of the layer with the memory.
+        is_croppable: Whether the last tokens of a sequence can be taken back.
+        layers: The layers of the cache that hold tokens. Default: none.
+        rollback: Function that takes the last tokens out of the tensors. Default: the tensors do not depend on these tokens.
+    """
+
+    is_compileable = True
+    is_initialized = True
+    supports_early_init = False
+    keys = values = None
+
+    def __init__(
+        self, name: str, layer: int, is_croppable: bool, layers: Sequence[Any] = (), rollback: Rollback | None = None
+    ):
+        self.name, self.layer, self.is_croppable = name, layer, is_croppable
+        # transformers makes a mask from the first layer of each kind, sliding or full: the state must not be the first of its kind.
+        self.is_sliding = any(getattr(layer, "is_sliding", False) for layer in layers)
+        self._first_layer, self._rollback = layers[0] if layers else None, rollback
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._is_empty, self._is_cropped = True, False
+
+    @property
+    def kept(self) -> Mapping[str, torch.Tensor]:
+        """The kept tensors by name, each with the batch as first dimension; empty before the first pass.
+
+        Raises:
+            ValueError: If tokens were taken back and the state cannot be cropped.
+        """
+        if self._is_cropped:
+            raise not_croppable(self.name)
+        return {} if self._is_empty else self._tensors
+
+    def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace the kept tensors that have the names of these tensors; without tensors, change nothing.
+
+        A kept tensor of the same shape and dtype is overwritten in place, since compiled steps need a fixed address.
+        """
+        for name, tensor in tensors.items():
+            tensor = tensor.detach()
+            there = self._tensors.get(name)
+            if there is not None and there.shape == tensor.shape and there.dtype == tensor.dtype:
+                there.copy_(tensor)
+            else:
+                self._tensors[name] = tensor.clone()
+                if tensor.is_cuda and not torch.compiler.is_compiling():
+                    keep_address(self._tensors[name])
+        self._is_empty = self._is_empty and not tensors
+
+    def get_seq_length(self) -> int:
+        """Return 0: the state holds no tokens."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Return -1: the number of tokens is not limited."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the sizes of a layer that holds no tokens."""
+        return query_length, 0
+
+    def reset(self) -> None:
+        """Forget everything, so that another sequence can begin."""
+        self._is_empty, self._is_cropped = True, False
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Select the sequences of these rows, to continue them."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only these rows."""
+        if self._is_empty:
+            return
+        for name, tensor in self._tensors.items():
+            self._tensors[name] = tensor.index_select(0, indices.to(tensor.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        if self._is_empty:
+            return
+        for name, tensor in self._tensors.items():
+            self._tensors[name] = tensor.repeat_interleave(repeats, dim=0)
+
+    def crop(self, tokens: int) -> None:
+        """Take back the last tokens.
+
+        Raises:
+            ValueError: If the state cannot be cropped.
+        """
+        if tokens != 0 and not self.is_croppable:
+            self._is_cropped = True
+            raise not_croppable(self.name)
+        if self._rollback is not None and tokens and not self._is_empty:
+            left = self._rollback(self._tensors, abs(tokens))
+            if left is None:
+                self._is_cropped = True
+                raise ValueError(
+                    f"{abs(tokens)} tokens are taken back, more than the memory {self.name!r} keeps for it; expected fewer. Draft "
+                    "fewer tokens at a time (num_assistant_tokens)."
+                )
+            self.keep(left)  # in place, since compiled steps need fixed addresses
+
+    def offload(self, *args: Any, **kwargs: Any) -> None:
+        """Stay on the device, since the state is small."""
+
+    def prefetch(self, *args: Any, **kwargs: Any) -> None:
+        """Fetch the cache's first layer: an offloading cache prefetches what follows its last layer, which is this state."""
+        if self._first_layer is not None:
+            self._first_layer.prefetch(*args, **kwargs)
+
+
+def not_croppable(name: str) -> ValueError:
+    """Return the refusal to take tokens back from a memory."""
+    return ValueError(
+        f"the memory {name!r} routes by all tokens before, and cannot take tokens back; expected decoding without "
+        "an assistant or prompt lookup. Or upscale with routing = 'token'."
+    )
+
+
+def refuse_one_row(stateful: Iterable[tuple[str, int]], engine: str, instead: str) -> None:
+    """Refuse an engine that lays the tokens of several requests in one row, and passes no cache that can hold a state.
+
+    Args:
+        stateful: Name and layer of each memory that keeps a state.
+        engine: What lays the tokens in one row, for the message.
+        instead: What serves the model, for the message.
+
+    Raises:
+        ValueError: If a memory keeps a state.
+    """
+    for name, _ in stateful:
+        raise ValueError(
+            f"{engine} lays the tokens of several requests in one row and keeps nothing for the memory {name!r}, which reads the "
+            f"tokens before; expected {instead}, a memory that reads one token (moc with routing = 'token'), or a method without it."
+        )
+
+
+def states_in(
+    cache: Any, wanted: Mapping[tuple[str, int], Any], num_layers: int
+) -> dict[tuple[str, int], MemoryState]:
+    """Return the states of memories in a cache, by memory and layer. An empty cache gets new states.
+
+    Args:
+        cache: A transformers cache.
+        wanted: For each memory and layer that keeps a state, the memory's module.
+        num_layers: L, the number of layers of the model.
+
+    Raises:
+        ValueError: If the cache has no list of layers, or was filled by another model.
+    """
+    layers = getattr(cache, "layers", None)
+    if not isinstance(layers, list):
+        raise ValueError(
+            f"the cache is a {type(cache).__name__}, which has no place for what memories keep of a sequence; "
+            "expected a cache of layers, such as DynamicCache or StaticCache."
+        )
+    states = {(state.name, state.layer): state for state in layers if isinstance(state, MemoryState)}
+    if wanted.keys() <= states.keys():
+        return states
+    if cache.get_seq_length() > 0:
+        raise ValueError(
+            "the cache holds tokens, but not what the memories of this model keep of them; expected a cache that this model "
+            "filled, or an empty one. Prefix tuning fills a cache of its own: tune a prompt instead (PEFT's PromptTuningConfig)."
+        )
+    while len(layers) < num_layers:  # a cache that adds each layer at the layer's first call
+        layers.append(cache.layer_class_to_replicate())
+    holding = layers[:num_layers]
+    for (name, layer), memory in wanted.items():
+        states[name, layer] = MemoryState(name, layer, memory.is_croppable, holding, memory.rollback)
+        layers.append(states[name, layer])
+    return states

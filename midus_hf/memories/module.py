@@ -1,0 +1,179 @@
+"""Base class of all memory layers.
+
+The layer of a memory is a subclass of `MemoryModule` under the decorator `layer_of`; the base class makes the tensors that the
+memory's options declare. A layer must read its tensors in its own `forward`, as the hooks of offloading and sharding need it. The
+arguments and the result of `forward` depend on the memory's site:
+
+- `inserted`: `forward(attention_output, residual)` takes the attention output `[B, T, W]` and the residual stream `[B, T, D]`,
+  and returns the residual stream with the retrieved values added.
+- `inside-ffn`, `inside-attention`: `forward(read, output, projection=role)` is called for each of its `projections` with the
+  projection's input and output, and returns the output to use instead.
+- `inside-attention`, by the site `AttentionHeads`: `forward(query, key, value, output)` takes queries `[B, H, T, d]`, keys and values
+  `[B, K, S, d]`, rotated and from the cache, and the output of the heads `[B, T, H, d]`; it returns the output to use instead.
+- any other site: `forward(hidden_states)` takes `[B, T, D]`, the memory's input, and returns what is added, `[B, T, D]`.
+
+`forward` also takes, by keyword, each of the memory's `forward_arguments` that the model was called with, and what its `services`
+give.
+"""
+
+import inspect
+import re
+from contextlib import suppress
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memories.options import MemoryOptions
+from midus_hf.memories.registry import layer_class, sample_tensors
+from midus_hf.memories.tables import DeclaredModule
+
+
+class MemoryModule(DeclaredModule):
+    """A memory layer: its keys and values, and the retrieval of values for hidden states.
+
+    Args:
+        options: Options of the memory's type.
+        sizes: Sizes of the model.
+
+    Raises:
+        ValueError: If the memory does not fit the model.
+    """
+
+    #: Classes of the sites at which the memory can be attached (`midus_hf.memories.hosting.sites`); none for an inserted memory.
+    sites: ClassVar[tuple[Any, ...]] = ()
+    #: Classes of the services that the memory needs of the model (`midus_hf.memories.hosting.services`). Options may leave some out.
+    services: tuple[Any, ...] = ()
+    #: Names of keyword arguments of the model's forward pass that the memory takes. A memory that takes `input_ids` `[B, T]` always
+    #: gets them, also in passes of embeddings: these then need `token_ids` beside them.
+    forward_arguments: tuple[str, ...] = ()
+    #: Roles of the projections whose output a memory inside attention or a feed-forward network changes: `query`,
+    #: `key`, `value`, `output_projection`, `gate`, `up`, `down`.
+    projections: ClassVar[tuple[str, ...]] = ()
+    #: Whether a memory at the site `AttentionHeads` also takes queries `[B, H, T, d]` without their rotation, as `unrotated`.
+    wants_unrotated: ClassVar[bool] = False
+    #: Whether the last tokens of a sequence can be taken back, as in assisted decoding, of a memory with a state.
+    is_croppable: bool = True
+    #: Function that takes the last tokens out of a state's tensors. Default: None, the tensors do not depend on these tokens.
+    rollback: ClassVar["staticmethod[[dict[str, torch.Tensor], int], dict[str, torch.Tensor] | None] | None"] = None
+    #: Index of the memory's layer among the layers that have the memory, from 0; set by the host.
+    index: int = 0
+    #: Tensors derived from weights, during a generation (`midus_hf.memories.decode_cache`). Default: None.
+    decode_cache: Any = None
+
+    def __init__(self, options: Any, sizes: ModelSizes):
+        options.check_fit(sizes)
+        super().__init__(options.tensors(sizes))
+        self.options: Any = options
+
+    @classmethod
+    def check_attention(cls, implementation: str | None) -> None:
+        """Refuse an implementation of attention with which the memory does not work. Default: the memory works with any.
+
+        Args:
+            implementation: Name of the implementation; None lets Transformers choose.
+
+        Raises:
+            ValueError: If the memory does not work with the implementation.
+        """
+
+    def extra_repr(self) -> str:
+        """Return the options that differ from their defaults."""
+        usual = type(self.options)()
+        chosen = {name: value for name, value in vars(self.options).items() if value != getattr(usual, name)}
+        return ", ".join(f"{name}={value}" for name, value in chosen.items())
+
+
+def build_memory(options: MemoryOptions, sizes: ModelSizes, index: int = 0, count: int = 1) -> MemoryModule:
+    """Build the layer of a memory.
+
+    Args:
+        options: Options of the memory.
+        sizes: Sizes of the model.
+        index: Index of the layer among the layers that have the memory. Default: 0.
+        count: Number of layers that have the memory. Default: 1.
+
+    Raises:
+        ValueError: If the type has no layer, or `check_layer` refuses it.
+    """
+    memory = layer_class(options)(options, sizes)
+    memory.index = index
+    for name in memory.declared.keys() - options.tensors_at(sizes, index, count).keys():
+        memory.leave_out(name)
+    check_layer(memory, sizes, count)
+    return memory
+
+
+def check_layer(memory: MemoryModule, sizes: ModelSizes, count: int) -> None:
+    """Refuse a layer that does not fit its options.
+
+    Args:
+        memory: The layer.
+        sizes: Sizes of the model.
+        count: Number of layers that have the memory.
+
+    Raises:
+        ValueError: If the layer has tensors that the options do not declare, or lacks a site or a service that they call for; if a
+            tensor has the name of an attribute of every memory or torch module, or the code reads the weight of a linear layer.
+    """
+    options = memory.options
+    undeclared = [
+        name for name in dict([*memory.named_parameters(), *memory.named_buffers()]) if name not in memory.declared
+    ]
+    if undeclared:
+        raise ValueError(
+            f"the layer of memory type {options.type!r} has a tensor {undeclared[0]!r}, which "
+            f"{type(options).__name__}.tensors leaves out; expected tensors that are declared. Declare it there."
+        )
+    named = {site.name for site in memory.sites}
+    missing = [site for site in options.sites if site not in (*named, "inserted")]
+    if missing:
+        raise ValueError(
+            f"memory type {options.type!r} has the site {missing[0]!r}, which {type(memory).__name__}.sites leaves out; expected its "
+            "class of midus_hf.memories.hosting.sites there."
+        )
+    own = {service.__name__ for service in memory.services}
+    needed = {
+        "Tables": bool(options.tables(sizes, tuple(range(count)))),
+        "WholeSequences": options.reads_ahead,
+        "ScaledInitialisation": options.scales_initialisation,
+    }
+    for service, is_needed in needed.items():
+        if is_needed and service not in own:
+            raise ValueError(
+                f"memory type {options.type!r} needs the service {service}, which {type(memory).__name__}.services leaves out; "
+                f"expected midus_hf.memories.hosting.services.{service} there."
+            )
+    _check_class(type(options), type(memory))
+
+
+@cache
+def _check_class(options_class: type[MemoryOptions], layer: type[MemoryModule]) -> None:
+    if layer.__module__.partition(".")[0] == __name__.partition(".")[0]:  # a test checks this package's own layers
+        return
+    check_code(options_class, layer)
+
+
+def check_code(options_class: type[MemoryOptions], layer: type[MemoryModule]) -> None:
+    """Refuse a layer whose tensors have names of attributes, or whose code reads the weight of a linear layer that it should call."""
+    names = [name for name, _ in sample_tensors(options_class)]
+    of_instances = {"declared", "options", *vars(nn.Module())}
+    for name in (name.partition(".")[0] for name in names):
+        if name in of_instances or hasattr(MemoryModule, name):
+            raise ValueError(
+                f"memory type {options_class.type!r} has a tensor {name!r}, the name of something that every module of a memory has; "
+                "choose another."
+            )
+    sources = []
+    for each in layer.__mro__[: layer.__mro__.index(MemoryModule)]:
+        with suppress(OSError, TypeError):  # no source, as in an interactive session
+            sources.append(inspect.getsource(each))
+    for name in (name.rpartition(".")[0] for name in names if "." in name):
+        if any(re.search(rf"\bself\.{name}\.weight\b(?!\.(dtype|device|shape)\b)", source) for source in sources):
+            raise ValueError(
+                f"the layer of memory type {options_class.type!r} reads self.{name}.weight; expected self.{name}(...), since "
+                "offloading, sharding and the check of an upscaling fill the weight of a linear layer only while the layer is "
+                f"called. Call the layer, or declare a tensor {name!r} without '.weight' and read it."
+            )

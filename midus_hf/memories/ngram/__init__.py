@@ -1,0 +1,1 @@
+"""N-gram memory, as Engram has it."""

@@ -1,0 +1,166 @@
+"""The base class of a memory's options, which declares its tensors, its sites and what it refuses. Readable without torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+from midus_hf.config.declared_tensors import DeclaredTensor, Role
+from midus_hf.config.model_sizes import ModelSizes
+
+# Position of a memory in a model. `inserted`: the memory has its own decoder layer, and reads the output of the attention in that
+# layer. At every other site it is attached to a layer of the base (`midus_hf.memories.hosting.sites`).
+SiteName = Literal[
+    "inserted", "beside-ffn", "inside-ffn", "inside-attention", "behind-attention", "behind-layer", "skip"
+]
+
+SITES: tuple[SiteName, ...] = get_args(SiteName)
+
+# Name of a control that options make. `one-row`: the memory has a single row, or one per head where each head has
+# rows, so no choice is left. `random-slots`: the rows that a token reads are drawn at random, whatever the token
+# holds.
+DeclaredControl = Literal["one-row", "random-slots"]
+
+
+@dataclass(kw_only=True)
+class MemoryOptions:
+    """Options of a type of memory, with the tensors and costs that follow from the options.
+
+    A subclass is registered under the `type` that entries of a config's `memory` list name. Its fields are made with
+    `midus_hf.config.options.option` and have defaults. What is asked about a memory elsewhere (which values, models and layers
+    it refuses, what it costs) is a function registered for the class of options: `check_options`, `check_fit`, `check_layers`, and
+    `flops` and `values_read` of `midus_hf.config.flops`. Methods that take `index` and `count`
+    describe one layer: `index` counts from 0 among the `count` layers that have the memory.
+    """
+
+    type: ClassVar[str]
+    #: Class of the memory's layer, once its module has been imported; `layer_of` sets it, and `layer_class` looks it up.
+    layer: ClassVar[Any] = None
+    #: Sites that the memory can take, the default first.
+    sites: ClassVar[tuple[SiteName, ...]] = ()
+    #: True if the memory replaces the layer's attention by an attention that also reads what earlier layers wrote.
+    attends: ClassVar[bool] = False
+    #: Controls that options make, each with the options that it sets. `midus_hf.memories.controls.controls_of` adds the
+    #: controls that follow from roles.
+    controls: ClassVar[Mapping[DeclaredControl, Mapping[str, Any]]] = {}
+    #: Roles of the tensors that make the retrieved values. These tensors train in the control `frozen-addresses`.
+    value_roles: ClassVar[tuple[Role, ...]] = ("value", "transform")
+
+    #: True if a model that is built from a config initialises the projections that write to the residual stream, attention's output
+    #: projection and the down projection of feed-forward networks, with `1 / sqrt(2 L)` times the standard deviation of all other
+    #: projections, L the number of layers. The layer then has the service `ScaledInitialisation`.
+    scales_initialisation: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Refuse options out of range. Default: all values pass.
+
+        Raises:
+            ValueError: If an option is out of range. The message names the value and what was expected.
+        """
+
+    def check_fit(self, sizes: ModelSizes) -> None:
+        """Refuse a model that the memory does not fit. Default: every model fits.
+
+        Raises:
+            ValueError: If the memory does not fit. The message names the size, the expected size and a remedy.
+        """
+
+    def check_layers(self, layers: tuple[int, ...]) -> None:
+        """Refuse a choice of layers, given by their ascending indices, that does not work. Default: every choice works.
+
+        Raises:
+            ValueError: If the choice does not work. The message names the layers, the expected layers and a remedy.
+        """
+
+    @property
+    def reads_ahead(self) -> bool:
+        """True if a token depends on later tokens. The model is then not causal. Default: False."""
+        return False
+
+    def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
+        """Return the tensors of the memory in one layer, by their name within the memory, in the order of storage.
+
+        The weight of a linear layer is declared as `NAME.weight`; every other name has no dot.
+        """
+        raise TypeError(f"{type(self).__name__} does not say which tensors it has.")
+
+    def tensors_at(self, sizes: ModelSizes, index: int, count: int) -> dict[str, DeclaredTensor]:
+        """Return the subset of `tensors` that one layer has. Default: all tensors."""
+        return self.tensors(sizes)
+
+    def gives(self, index: int, count: int) -> tuple[str, ...]:
+        """Return the names of the tensors that one layer passes on to later layers. Default: none."""
+        return ()
+
+    def takes(self, index: int) -> tuple[tuple[int, str], ...]:
+        """Return the tensors that one layer takes from earlier layers, as pairs (index of the earlier layer, name). Default: none."""
+        return ()
+
+    def tables(self, sizes: ModelSizes, layers: tuple[int, ...]) -> tuple["SharedTables", ...]:
+        """Return the tables that layers share. The model holds each table once. Default: none.
+
+        Args:
+            sizes: Sizes of the model.
+            layers: Indices of the layers that have the memory, ascending. Only their order decides which layers share a
+                table.
+        """
+        return ()
+
+    def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+        """Return the input and output width of the projections that a layer must have for the memory, by role. Default: none."""
+        return {}
+
+    def fetched(self, sizes: ModelSizes) -> Any:
+        """Return the `FetchedBlocks` that each text fetches for a layer from the checkpoint's bank. Default: None, no blocks."""
+        return None
+
+
+def head_projections(sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+    """Return the widths of the projections around heads whose keys and values a memory adds to."""
+    key_width = sizes.num_key_value_heads * sizes.head_dim
+    return {
+        "key": (sizes.hidden_size, key_width),
+        "value": (sizes.hidden_size, key_width),
+        "output_projection": (sizes.num_heads * sizes.head_dim, sizes.hidden_size),
+    }
+
+
+@dataclass(frozen=True)
+class SharedTables:
+    """Tables that several layers read and the model holds once.
+
+    Args:
+        layers: Indices of the layers that read the tables.
+        tensors: Declarations by name, with names as in `MemoryOptions.tensors`.
+    """
+
+    layers: tuple[int, ...]
+    tensors: dict[str, DeclaredTensor]
+
+
+@dataclass(kw_only=True)
+class InsertedOptions(MemoryOptions):
+    """Options of a memory with its own decoder layers, in which the memory reads the output of the attention."""
+
+    #: Whether the attention in front keeps its output projection and the norm that follows it. A subclass may make it an option.
+    output_projection = False
+    #: Whether the block's input is added to the attention output that the memory reads. A subclass may make it an option.
+    inner_residual = False
+
+    def read_width(self, sizes: ModelSizes) -> int:
+        """Return the width of the memory's input: D after an output projection, H * d without one."""
+        return sizes.hidden_size if self.output_projection else sizes.num_heads * sizes.head_dim
+
+
+# Attributes of torch's containers of modules. A module in a container cannot have one of these names.
+_WORDS_OF_MODULES = frozenset(
+    "apply bfloat16 buffers children clear compile cpu cuda double eval float forward half ipu items keys modules mtia "
+    "parameters pop to train training type update values xpu".split()
+)
+
+
+def is_name(name: str) -> bool:
+    """Return whether a memory can have this name: words joined by hyphens, and no attribute of a torch container of modules."""
+    return all(word.isalnum() for word in name.split("-")) and name not in _WORDS_OF_MODULES

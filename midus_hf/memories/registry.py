@@ -1,0 +1,186 @@
+"""The registry of memories: options by their type, layers by their options, with the check of what another package declares.
+
+A memory is a folder, a package of Python: `options.py`, readable without torch, registers the options of a type; `layer.py` beside it
+has the layer, which is imported when a model is built; `costs.py` has its FLOPs, if they are known. The entry point
+`midus_hf.memories` of another package names such a folder, whose import registers the options.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar, get_args
+
+from midus_hf.config.declared_tensors import DeclaredTensor, Role
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.plugins import is_same_class, load_offered
+from midus_hf.memories.options import SITES, DeclaredControl, InsertedOptions, MemoryOptions, is_name
+
+Options = TypeVar("Options", bound=MemoryOptions)
+Layer = TypeVar("Layer", bound=type)
+
+#: Options classes of the registered types, by type. Types of other packages are added when `memory_type` looks for one.
+MEMORY_TYPES: dict[str, type[MemoryOptions]] = {}
+
+_WORDS_OF_ENTRIES = frozenset({"type", "name", "site", "layers", "into", "span"})
+
+_ROLES: tuple[Role, ...] = get_args(Role)
+
+_SAMPLE = ModelSizes(hidden_size=64, num_heads=4, intermediate_size=128, num_layers=4)
+
+
+def register_memory(name: str) -> Callable[[type[Options]], type[Options]]:
+    """Return a decorator that registers the options of a type of memory under the `type` that configs name.
+
+    Args:
+        name: Lower case words joined by hyphens.
+
+    Raises:
+        ValueError: If the name has another form or belongs to another class, or if the class declares something wrong:
+            an unknown site, an option without a default, an unknown role, a control that cannot be built, a wrong name
+            of an option or tensor.
+    """
+    if not is_name(name) or name != name.lower():
+        raise ValueError(
+            f"memory type is {name!r}; expected lower case words joined by hyphens, and no word of a torch module."
+        )
+
+    def decorate(cls: type[Options]) -> type[Options]:
+        taken = MEMORY_TYPES.get(name)
+        if taken is not None and not is_same_class(taken, cls):
+            raise ValueError(f"memory type {name!r} is already registered by {taken.__name__}; choose another name.")
+        if cls.__module__.partition(".")[0] != __name__.partition(".")[0]:  # a test declares this package's own types
+            check_declaration(name, cls)
+        cls.type = name
+        MEMORY_TYPES[name] = cls
+        return cls
+
+    return decorate
+
+
+def layer_of(options_class: type[MemoryOptions]) -> Callable[[Layer], Layer]:
+    """Return a decorator that makes a class the layer of a memory, which `layer_class` finds by the memory's options.
+
+    Raises:
+        ValueError: If the options have another layer.
+    """
+
+    def decorate(cls: Layer) -> Layer:
+        taken = vars(options_class).get("layer")
+        if taken is not None and not is_same_class(taken, cls):
+            raise ValueError(f"{options_class.__name__} already has the layer {taken.__name__}; choose other options.")
+        options_class.layer = cls
+        return cls
+
+    return decorate
+
+
+def layer_class(options: MemoryOptions) -> Any:
+    """Return the class of a memory's layer; import the module `layer` beside its options if nothing has done so.
+
+    Raises:
+        ValueError: If no class is the layer of the memory.
+    """
+    options_class = type(options)
+    if vars(options_class).get("layer") is None:  # a subclass has a layer of its own
+        import_beside(options_class, "layer")
+    if vars(options_class).get("layer") is None:
+        raise ValueError(
+            f"memory type {options.type!r} has no layer; expected one in the module 'layer' beside {options_class.__name__}, "
+            f"with the decorator layer_of({options_class.__name__})."
+        )
+    return options_class.layer
+
+
+def import_beside(options_class: type[MemoryOptions], name: str) -> None:
+    """Import a module that lies beside the module of options, if there is one."""
+    package = options_class.__module__.rpartition(".")[0]
+    module = f"{package}.{name}"
+    if package and importlib.util.find_spec(module) is not None:
+        importlib.import_module(module)
+
+
+def memory_type(name: Any) -> type[MemoryOptions]:
+    """Return the options class of a type of memory, from this package or offered by another package.
+
+    Raises:
+        ValueError: If no package has the type.
+    """
+    if isinstance(name, str) and name not in MEMORY_TYPES:
+        load_offered("midus_hf.memories")
+    if not isinstance(name, str) or name not in MEMORY_TYPES:
+        raise ValueError(
+            f"memory type is {name!r}; expected one of: {', '.join(sorted(MEMORY_TYPES))}. Do not rename a type, "
+            "since tensors mean something else under another type. A type of another package is known only where it is installed."
+        )
+    return MEMORY_TYPES[name]
+
+
+def sample_tensors(options_class: type[MemoryOptions]) -> list[tuple[str, DeclaredTensor]]:
+    """Return the tensors that default options declare for a layer and for tables of an example model, to check names and roles."""
+    options = options_class()
+    tables = options.tables(_SAMPLE, tuple(range(_SAMPLE.num_layers)))
+    return [*options.tensors(_SAMPLE).items(), *(item for shared in tables for item in shared.tensors.items())]
+
+
+def check_declaration(name: str, cls: type[MemoryOptions]) -> None:
+    """Refuse options that no type of memory can have.
+
+    Raises:
+        ValueError: If the class declares an unknown site, an option without a default, an unknown role, a control that cannot be
+            built, or a wrong name of an option or tensor.
+    """
+    unknown_sites = [site for site in cls.sites if site not in SITES]
+    if unknown_sites or not cls.sites:
+        raise ValueError(f"memory type {name!r} has sites = {cls.sites}; expected one or more of {', '.join(SITES)}.")
+    if "inserted" in cls.sites and not issubclass(cls, InsertedOptions):
+        raise ValueError(f"memory type {name!r} can be inserted; expected its options to extend InsertedOptions.")
+    try:
+        options = cls()
+    except TypeError as error:
+        raise ValueError(
+            f"memory type {name!r} cannot be built without options ({error}); give each a default."
+        ) from None
+    taken = sorted(_WORDS_OF_ENTRIES & {field.name for field in fields(options)})
+    if taken:
+        raise ValueError(
+            f"memory type {name!r} has the option {taken[0]!r}, which says what or where a memory is; choose another name."
+        )
+    for control, changes in cls.controls.items():
+        if control not in get_args(DeclaredControl):
+            raise ValueError(
+                f"memory type {name!r} declares the control {control!r}; expected one of {', '.join(get_args(DeclaredControl))}."
+            )
+        if not changes:
+            raise ValueError(
+                f"the control {control!r} of memory type {name!r} sets no option; expected options of this type."
+            )
+        try:
+            cls(**changes)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the control {control!r} of memory type {name!r} cannot be built: {error}") from None
+    for tensor_name, tensor in sample_tensors(cls):
+        parent, _, leaf = tensor_name.rpartition(".")
+        if not leaf.isidentifier() or (parent and (leaf != "weight" or not parent.isidentifier())):
+            raise ValueError(
+                f"memory type {name!r} has a tensor {tensor_name!r}; expected a name without dots, or NAME.weight."
+            )
+        if hasattr(dict, parent or leaf):
+            raise ValueError(
+                f"memory type {name!r} has a tensor {tensor_name!r}, a name that dictionaries have for a method, which "
+                "PEFT cannot wrap; choose another."
+            )
+        if tensor.role == "buffer" and parent:
+            raise ValueError(
+                f"memory type {name!r} gives {tensor_name} the role 'buffer'; expected a parameter: linear layers have no "
+                "buffers."
+            )
+        if tensor.dtype and tensor.role != "buffer":
+            raise ValueError(
+                f"memory type {name!r} gives {tensor_name} the role {tensor.role!r} and the dtype {tensor.dtype}; expected the role "
+                "'buffer', since integers do not train."
+            )
+        if tensor.role not in _ROLES:
+            raise ValueError(
+                f"memory type {name!r} gives {tensor_name} the role {tensor.role!r}; expected one of {', '.join(_ROLES)}."
+            )

@@ -1,0 +1,1 @@
+"""What memories that retrieve slots have in common."""

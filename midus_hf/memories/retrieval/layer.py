@@ -1,0 +1,126 @@
+"""Base class of memories that retrieve slots: queries, their norm, and random directions in their place."""
+
+import math
+
+import torch
+
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memories.module import MemoryModule
+from midus_hf.memories.retrieval.options import RetrievalOptions
+from midus_hf.memories.tables import read_rows
+from midus_hf.ops.dispatch.private_torch import is_in_backward
+
+_BATCH_MOMENTUM, _BATCH_EPS = 0.1, 1e-5
+
+
+class RetrievalMemory(MemoryModule):
+    """A memory that looks slots up by a query per head, and weighs their values by a softmax.
+
+    Args:
+        options: Options of the memory.
+        sizes: Sizes of the model.
+    """
+
+    value_bank: torch.Tensor
+    value_bank_integers: torch.Tensor
+    value_bank_scales: torch.Tensor
+    query_norm_weight: torch.Tensor
+    query_norm_bias: torch.Tensor
+    query_mean: torch.Tensor
+    query_variance: torch.Tensor
+
+    def __init__(self, options: RetrievalOptions, sizes: ModelSizes):
+        super().__init__(options, sizes)
+        self.num_heads, self.query_width = sizes.num_heads, options.query_width(sizes)
+        self.k, self.query_norm = options.k, options.query_norm
+
+    @property
+    def num_slots(self) -> int:
+        """N, number of slots that each head chooses from."""
+        bank = self.value_bank if self.options.value_bits is None else self.value_bank_integers
+        return bank.shape[-2]
+
+    def rows_of_values(self, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a table of values, `[R, v]`, and the row of this table that each slot reads.
+
+        Args:
+            slots: int64, of any shape.
+            dtype: Dtype of the values.
+        """
+        if self.options.value_bits is None:
+            return self.value_bank.to(dtype), slots
+        return read_rows(self.value_bank_integers, self.value_bank_scales, self.options.value_bits, slots, dtype)
+
+    def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
+        """Return the query of each head.
+
+        Args:
+            attention_output: `[B, T, W]`.
+            track_statistics: Whether a batch norm that trains updates its statistics with these tokens; false for tokens
+                that are only inspected. Default: true.
+
+        Returns:
+            `[B, T, H, query_width]`.
+        """
+        raise TypeError(f"{type(self).__name__} does not say what it asks with.")
+
+    def retrieve(self, attention_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights, float32, and slots, int64, that each head reads, both `[B, T, H, k]`; change nothing.
+
+        If addressing is random, the slots are drawn for this call, and differ from the slots of any other pass.
+        """
+        scores, slots = self.select(self.queries(attention_output, track_statistics=False))
+        return scores.softmax(dim=-1), slots
+
+    def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores, descending, and the slots of the best slots for each query, both `[B, T, H, k]`."""
+        raise TypeError(f"{type(self).__name__} does not say how it selects slots.")
+
+    def normalised(self, query: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
+        """Return the query `[..., H, query_width]` after the norm of the options, computed in float32 at least."""
+        if self.options.query_norm == "none":
+            return query
+        wide = query.to(torch.promote_types(query.dtype, torch.float32))
+        if self.options.query_norm == "layer":
+            variance, mean = torch.var_mean(wide, dim=-1, correction=0, keepdim=True)
+        else:
+            mean, variance = self._batch_statistics(wide, track_statistics)
+        scaled = (wide - mean) * torch.rsqrt(variance + _BATCH_EPS)
+        return (scaled * self.query_norm_weight.to(wide.dtype) + self.query_norm_bias.to(wide.dtype)).to(query.dtype)
+
+    def addressed(self, query: torch.Tensor) -> torch.Tensor:
+        """Return the vectors to look slots up by, `[..., H, query_width]`: the query, or random ones if addressing is random."""
+        return query if self.options.addressing == "content" else random_directions(query)
+
+    def _batch_statistics(self, query: torch.Tensor, track: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        learns = self.training and self.query_norm_weight.requires_grad
+        if not learns or query.numel() == 0:
+            return self.query_mean.to(query.dtype), self.query_variance.to(query.dtype)
+        variance, mean = torch.var_mean(query.flatten(0, -3), dim=0, correction=0)  # [H, query_width]
+        if track and not is_in_backward():
+            with torch.no_grad():
+                tokens = math.prod(query.shape[:-2])
+                unbiased = variance * (tokens / max(tokens - 1, 1))
+                self.query_mean.lerp_(mean.to(self.query_mean.dtype), _BATCH_MOMENTUM)
+                self.query_variance.lerp_(unbiased.to(self.query_variance.dtype), _BATCH_MOMENTUM)
+        return mean, variance
+
+
+def random_directions(vectors: torch.Tensor) -> torch.Tensor:
+    """Return random directions with the lengths of `vectors`; no gradient flows back to `vectors`.
+
+    Directions are drawn from torch's generator of the device, whose state activation checkpointing restores, so a layer that
+    is computed twice reads the same slots. The same seed gives the same directions.
+
+    Args:
+        vectors: `[..., d]`, of any floating dtype.
+
+    Returns:
+        `[..., d]`, in the dtype of `vectors`.
+    """
+    wide = vectors.detach().to(torch.promote_types(vectors.dtype, torch.float32))
+    drawn = torch.randn_like(wide)
+    tiny = torch.finfo(wide.dtype).tiny
+    lengths = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # [..., 1]
+    drawn_lengths = torch.linalg.vector_norm(drawn, dim=-1, keepdim=True).clamp_min(tiny)  # [..., 1]
+    return (drawn * (lengths / drawn_lengths)).to(vectors.dtype)

@@ -1,0 +1,145 @@
+"""What memories that retrieve slots share: their options, keys, and values as integers."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, Uniform
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.options import option
+from midus_hf.memories.options import DeclaredControl, InsertedOptions
+
+Addressing = Literal["content", "random"]
+ADDRESSING_HELP = (
+    "how slots are retrieved. content: by what a token holds; random: by a query that is drawn anew for every token and pass, as "
+    "long as the token's own query, so that it says nothing of the text: a control"
+)
+# Control of every memory that has the option `addressing`.
+RANDOM_SLOTS: Mapping[DeclaredControl, Mapping[str, Any]] = {"random-slots": {"addressing": "random"}}
+
+ValueBits = Literal[8, 4]
+VALUE_BITS_HELP = (
+    "bits per element of values that no longer train, whose rows are integers with a scale each, as quantise_tables makes them; "
+    "null: the values train"
+)
+
+QueryNorm = Literal["none", "batch", "layer"]
+QUERY_NORM_HELP = (
+    "norm of each head's query: layer over its features, or batch over all tokens of a batch, padding included; in training batch "
+    "lets a token see the statistics of later tokens"
+)
+INNER_RESIDUAL_HELP = "whether the block's input is added to the attention output that the memory reads"
+
+
+@dataclass(kw_only=True)
+class RetrievalOptions(InsertedOptions):
+    """Options of every memory that retrieves slots. Norms start with gain 1 and bias 0.
+
+    A batch norm with a frozen gain uses its running statistics and does not update them.
+    """
+
+    sites = ("inserted",)
+    controls: ClassVar[Mapping[DeclaredControl, Mapping[str, Any]]] = RANDOM_SLOTS
+
+    k: int = option(4, "slots retrieved per head and token")
+    query_norm: QueryNorm = option("none", QUERY_NORM_HELP)
+    inner_residual: bool = option(False, INNER_RESIDUAL_HELP)
+    addressing: Addressing = option("content", ADDRESSING_HELP)
+    value_bits: ValueBits | None = option(None, VALUE_BITS_HELP)
+
+    def query_width(self, sizes: ModelSizes) -> int:
+        """Return the width of each head's query: the head's share of the memory's input."""
+        return self.read_width(sizes) // sizes.num_heads
+
+    def norm_tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
+        """Return the tensors of the query norm."""
+        if self.query_norm == "none":
+            return {}
+        shape = (sizes.num_heads, self.query_width(sizes))
+        tensors = {
+            "query_norm_weight": DeclaredTensor(shape, "norm", ONES),
+            "query_norm_bias": DeclaredTensor(shape, "norm", ZEROS),
+        }
+        if self.query_norm == "batch":
+            tensors["query_mean"] = DeclaredTensor(shape, "buffer", ZEROS)
+            tensors["query_variance"] = DeclaredTensor(shape, "buffer", ONES)
+        return tensors
+
+    def check_fit(self, sizes: ModelSizes) -> None:
+        if sizes.hidden_size % sizes.num_heads:
+            raise ValueError(
+                f"hidden_size is {sizes.hidden_size}; expected a multiple of the {sizes.num_heads} attention heads, since each "
+                "has an equal share of the residual stream. This model needs another memory."
+            )
+        width = self.read_width(sizes)
+        if self.inner_residual and width != sizes.hidden_size:
+            raise ValueError(
+                f"inner_residual adds the block's input of width {sizes.hidden_size} to an attention output of width {width}; "
+                "expected equal widths. Set output_projection to true as well."
+            )
+
+
+def sub_keys(num_heads: int, n: int, query_width: int) -> dict[str, DeclaredTensor]:
+    """Declare row and column keys `[H, n, w]`, w = query_width / 2, uniform within +-1 / sqrt(w) (Lample et al.)."""
+    width = query_width // 2
+    keys = DeclaredTensor((num_heads, n, width), "key", Uniform(1.0 / math.sqrt(width)))
+    return {"row_keys": keys, "column_keys": keys}
+
+
+def in_bits(values: Mapping[str, DeclaredTensor], bits: ValueBits | None) -> dict[str, DeclaredTensor]:
+    """Declare tables of values as they are stored: as they are, or as `NAME_integers` and `NAME_scales`.
+
+    Args:
+        values: The tables, `[..., N, W]`, by name.
+        bits: Bits per element, 8 or 4; None for tables that train.
+    """
+    if bits is None:
+        return dict(values)
+    stored = {}
+    for name, table in values.items():
+        *rows, width = table.shape
+        shape = (*rows, width if bits == 8 else width // 2)
+        stored[f"{name}_integers"] = DeclaredTensor(shape, "buffer", ZEROS, dtype="int8" if bits == 8 else "uint8")
+        stored[f"{name}_scales"] = DeclaredTensor(tuple(rows), "buffer", ONES)
+    return stored
+
+
+def check_size(options: RetrievalOptions, name: str, description: str) -> None:
+    """Refuse a size below one, or a `k` above it.
+
+    Args:
+        name: Name of the option that bounds `k`.
+        description: Singular noun for what the option counts, for the message.
+    """
+    size = getattr(options, name)
+    if size < 1:
+        raise ValueError(f"{name} is {size}; expected at least one {description}.")
+    if not 1 <= options.k <= size:
+        raise ValueError(f"k is {options.k}; expected 1 <= k <= {name} = {size}. Lower k or raise {name}.")
+
+
+def check_halves(options: RetrievalOptions, sizes: ModelSizes) -> None:
+    """Refuse a model whose queries have an odd width, which product keys cannot halve."""
+    width = options.query_width(sizes)
+    if width % 2:
+        name = "hidden_size / num_attention_heads" if options.output_projection else "head_dim"
+        raise ValueError(f"{name} is {width}; expected an even number, half for rows and half for columns.")
+
+
+def check_bits(option: str, bits: ValueBits | None, widths: Mapping[str, int]) -> None:
+    """Refuse rows that their number of bits does not fit.
+
+    Args:
+        option: Name of the option, for the message.
+        bits: Bits per element, 8 or 4; None for tables that train.
+        widths: Width of the rows of each table, by the name of the option or size that sets it.
+
+    Raises:
+        ValueError: If `bits` is 4 and a width is odd.
+    """
+    for name, width in widths.items():
+        if bits == 4 and width % 2:
+            raise ValueError(
+                f"{option} is 4 and {name} is {width}; expected an even width, two elements per byte. Choose 8 bits."
+            )

@@ -1,0 +1,1 @@
+"""Linear and product-key memory, the baselines of MIDUS."""

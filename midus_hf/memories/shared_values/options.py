@@ -1,0 +1,92 @@
+"""Memories whose heads read the same values, the baselines of MIDUS: linear (flat) memory, and product-key memory (PKM)."""
+
+import math
+from dataclasses import dataclass
+
+from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Normal, Uniform
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.options import option
+from midus_hf.memories.registry import register_memory
+from midus_hf.memories.retrieval.options import (
+    INNER_RESIDUAL_HELP,
+    QUERY_NORM_HELP,
+    RANDOM_SLOTS,
+    QueryNorm,
+    RetrievalOptions,
+    check_bits,
+    check_halves,
+    check_size,
+    in_bits,
+    sub_keys,
+)
+
+
+@dataclass(kw_only=True)
+class SharedValueOptions(RetrievalOptions):
+    """Options of a memory whose heads read the same values of full width: `RetrievalOptions` with other defaults.
+
+    The attention in front keeps its output projection, the block's input is added to the projection's output (MIDUS,
+    equation 6), and queries are batch-normalised (section 5.2).
+    """
+
+    output_projection = True
+
+    query_norm: QueryNorm = option("batch", QUERY_NORM_HELP)
+    inner_residual: bool = option(True, INNER_RESIDUAL_HELP)
+
+    def projection_and_values(self, sizes: ModelSizes, slots: int) -> dict[str, DeclaredTensor]:
+        """Declare the query projection, which keeps the scale of its input, and the values, which start at zero."""
+        hidden = sizes.hidden_size
+        return {
+            "query_projection.weight": DeclaredTensor((hidden, hidden), "projection", Normal(1.0 / math.sqrt(hidden))),
+            **in_bits({"value_bank": DeclaredTensor((slots, hidden), "value", ZEROS)}, self.value_bits),
+        }
+
+    def check_fit(self, sizes: ModelSizes) -> None:
+        super().check_fit(sizes)
+        check_bits("value_bits", self.value_bits, {"hidden_size": sizes.hidden_size})
+
+
+@register_memory("linear")
+@dataclass(kw_only=True)
+class LinearOptions(SharedValueOptions):
+    """Size of the memory (MIDUS, equations 4 and 5)."""
+
+    controls = {"one-row": {"slots": 1, "k": 1}, **RANDOM_SLOTS}
+
+    slots: int = option(4096, "number of values, and of keys per head")
+
+    def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
+        width = self.query_width(sizes)
+        return {
+            **self.norm_tensors(sizes),
+            **self.projection_and_values(sizes, self.slots),
+            "slot_keys": DeclaredTensor((sizes.num_heads, self.slots, width), "key", Uniform(1.0 / math.sqrt(width))),
+        }
+
+    def check(self) -> None:
+        check_size(self, "slots", "slot")
+
+
+@register_memory("product-key")
+@dataclass(kw_only=True)
+class ProductKeyOptions(SharedValueOptions):
+    """Size of the memory (MIDUS, equations 11 to 15; Lample et al. 2019)."""
+
+    controls = {"one-row": {"n": 1, "k": 1}, **RANDOM_SLOTS}
+
+    n: int = option(64, "sub-keys per side; every head addresses the same n * n values")
+
+    def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
+        return {
+            **self.norm_tensors(sizes),
+            **self.projection_and_values(sizes, self.n * self.n),
+            **sub_keys(sizes.num_heads, self.n, self.query_width(sizes)),
+        }
+
+    def check(self) -> None:
+        check_size(self, "n", "sub-key per side")
+
+    def check_fit(self, sizes: ModelSizes) -> None:
+        super().check_fit(sizes)
+        check_halves(self, sizes)
