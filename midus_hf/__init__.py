@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 from midus_hf.version import __version__
 
 if TYPE_CHECKING:
-    from midus_hf import memory, models
+    from midus_hf import memories, models
 
-__all__ = ["__version__", "memory", "models"]
+__all__ = ["__version__", "memories", "models"]
 
 # The module of transformers with the table in which Auto classes look types up.
 _TABLE = "transformers.models.auto.configuration_auto"
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("memory", "models"):
+    if name in ("memories", "models"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

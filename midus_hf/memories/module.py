@@ -19,7 +19,6 @@ give.
 import inspect
 import re
 from contextlib import suppress
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -146,14 +145,10 @@ def check_layer(memory: MemoryModule, sizes: ModelSizes, count: int) -> None:
                 f"memory type {options.type!r} needs the service {service}, which {type(memory).__name__}.services leaves out; "
                 f"expected midus_hf.memories.hosting.services.{service} there."
             )
-    _check_class(type(options), type(memory))
-
-
-@cache
-def _check_class(options_class: type[MemoryOptions], layer: type[MemoryModule]) -> None:
-    if layer.__module__.partition(".")[0] == __name__.partition(".")[0]:  # a test checks this package's own layers
-        return
-    check_code(options_class, layer)
+    if (
+        type(memory).__module__.partition(".")[0] != __name__.partition(".")[0]
+    ):  # a test checks this package's own layers
+        check_code(type(options), type(memory))
 
 
 def check_code(options_class: type[MemoryOptions], layer: type[MemoryModule]) -> None:

@@ -110,7 +110,7 @@ def test_values_are_not_kept_expanded():
     quantise_tables(model)
     with decode_cache(model), torch.no_grad():
         memories = [module for module in model.modules() if isinstance(module, MemoryModule)]
-        assert memories and all(memory.kept is None for memory in memories)
+        assert memories and all(memory.decode_cache is None for memory in memories)
 
 
 def test_few_slots_dequantise_their_rows_alone_and_many_the_table_once():

@@ -15,7 +15,7 @@ def enable_checkpointing(model: Any, use_reentrant: bool) -> None:
 def gradients_of_blocks(model: Any) -> dict[Any, torch.Tensor]:
     """Return and forget the gradients of blocks, by memory, level and index."""
     results = {}
-    for name, layout in model.banks.layouts.items():
+    for name, layout in (model.banks.layouts if model.banks else {}).items():
         bank = model.banks.of(name)
         if not bank.trains:
             continue

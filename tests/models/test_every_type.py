@@ -12,8 +12,9 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from midus_hf.memories import hierarchical
+from midus_hf.memories.depth_attention import site as depth_site
 from midus_hf.memories.depth_attention.site import DepthHeads
+from midus_hf.memories.hierarchical import layer as hierarchical
 from midus_hf.memories.hierarchical.layer import HierKV
 from midus_hf.memories.hosting import heads, parts, sites
 from midus_hf.memories.hosting.inputs import MemoryInputs

@@ -21,7 +21,8 @@ RELATIVE = {torch.float32: 1e-4, torch.float64: 1e-9}
 def trained(case, family, folder, dtype=None, **how):
     """Return a model in training mode, whose blocks train too."""
     model = CASES[case].model(family, folder, dtype, **how).train()
-    model.banks.train_blocks()
+    if model.banks is not None:
+        model.banks.train_blocks()
     return model
 
 

@@ -208,8 +208,9 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
 
 
 def load_offered_methods() -> None:
-    """Register the methods that other packages offer. A method that cannot be imported is a warning."""
-    load_offered("upscalers.methods", refuse=False)
+    """Register the methods of other packages, also those beside a memory. A method that cannot be imported is a warning."""
+    for group in ("midus_hf.memories", "upscalers.methods"):
+        load_offered(group, refuse=False)
 
 
 def get_method(name: str) -> type[Method]:

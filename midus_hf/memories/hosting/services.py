@@ -42,7 +42,7 @@ class Tables(Service):
         self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]
     ) -> dict[tuple[str, int], dict[str, torch.Tensor]]:
         """Return the tables of each memory and layer."""
-        tables = {}
+        tables: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
         for name, number_of_layer in self.number_of_layer.items():
             by_number = {number: module() for number, module in model.memory_tables[name].items()}
             tables |= {(name, layer): by_number[number] for layer, number in number_of_layer.items()}

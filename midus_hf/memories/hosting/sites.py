@@ -20,7 +20,8 @@ class ChangesProjections(Site):
         layer = self.layer
         own = [layer.classes[name] for name, site in layer.sites.items() if site == self.name]
         for role in dict.fromkeys(role for memory_class in own for role in memory_class.projections):
-            self.hook(f"{part}.{PROJECTION_NAMES[role]}", _ProjectionHook(self, role))
+            hook: Any = _ProjectionHook(self, role)
+            self.hook(f"{part}.{PROJECTION_NAMES[role]}", hook)
 
     def changed(self, role: str, read: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Return the output of a projection with the changes of the memories, made one after another."""
