@@ -29,7 +29,7 @@ from midus_hf.files.checkpoint_files import (
     TRAINED_FILE,
     indexed_weights,
 )
-from midus_hf.files.whole_files import whole_file
+from midus_hf.files.outputs import whole_file
 from midus_hf.models.layer import without_memories
 from midus_hf.models.parts import decoder_of
 from midus_hf.training.data.ngrams import TAKEN_OUT, NgramTable, known_ngrams

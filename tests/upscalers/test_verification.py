@@ -2,13 +2,11 @@
 
 import json
 import math
-import os
 import re
 
 import pytest
 import torch
 from pairs import in_turn
-from processes.warm import run_warm
 
 from midus_hf.memory.headwise import HeadwiseMemory
 from tests.upscalers.checkpoints import (
@@ -21,7 +19,7 @@ from tests.upscalers.checkpoints import (
 )
 from upscalers.methods.midus import MidusHml
 from upscalers.request.errors import RequestError, VerificationError
-from upscalers.runs import streamed_model, verify
+from upscalers.runs import streamed_model
 from upscalers.runs.upscale import upscale
 from upscalers.runs.writing import Writing
 from upscalers.tensors.recipes import Fill
@@ -94,51 +92,6 @@ def test_hidden_states_are_compared_too_where_no_logit_tells(tmp_path, monkeypat
     change_written(monkeypatch, "model.layers.2.mlp.up_proj.weight")
     with pytest.raises(VerificationError, match=r"hidden states differ .* They part in layer 2 \(base 1\)"):
         with_memory(base, tmp_path / "out")
-
-
-@pytest.mark.parametrize("arguments", [(), ("--verify",)])
-def test_without_enough_memory_the_comparison_is_refused_before_the_first_byte(
-    command, base, tmp_path, monkeypatch, arguments, refused
-):
-    monkeypatch.setattr(verify, "available_bytes", lambda: 123_000_000)
-    usual = ("--base", base, "--method", "midus-hml", "--output", tmp_path / "out")
-    message = "comparing both models layer by layer takes 0.20 GB of memory, but 0.12 GB is free. Make room, or pass --no-verify."
-    refused(command(*usual, *arguments), message, [])
-    assert command(*usual, "--no-verify").status == 0
-
-
-def test_a_container_may_have_less_memory_and_gets_back_what_files_take(tmp_path):
-    def write(name, text):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-
-    write("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
-    assert verify.available_bytes(tmp_path) == 4000 * 1024
-    write("sys/fs/cgroup/memory.current", "1500000\n")
-    write("sys/fs/cgroup/memory.stat", "anon 7\ninactive_file 200000\n")
-    for limit, available in (("max", 4000 * 1024), ("9000000", 4000 * 1024), ("2000000", 700_000), ("1000000", 0)):
-        write("sys/fs/cgroup/memory.max", f"{limit}\n")
-        assert verify.available_bytes(tmp_path) == available
-
-
-LIMITED = """
-import resource
-from upscalers.runs.verify import available_bytes
-taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (taken + 1_000_000_000,) * 2)
-before = available_bytes()
-held = bytearray(300_000_000)
-print(before, available_bytes())
-"""
-
-
-def test_a_limit_on_the_address_space_counts_with_what_is_taken_of_it(tmp_path):
-    assert verify.available_bytes(tmp_path) == os.sysconf("SC_PAGE_SIZE") * os.sysconf(
-        "SC_PHYS_PAGES"
-    )  # no limit known
-    done = run_warm(LIMITED)
-    before, after = map(int, done.stdout.split())
-    assert 500_000_000 < before <= 1_000_000_000 and 290_000_000 < before - after < 310_000_000, done.stderr
 
 
 def test_memory_that_runs_out_after_all_is_said_and_leaves_nothing(tmp_path, monkeypatch):

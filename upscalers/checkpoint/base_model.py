@@ -10,7 +10,7 @@ from pathlib import Path
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE
 from midus_hf.files.json_text import parse_json
-from midus_hf.files.ownership import LANGUAGE_KEY, has_config_entry
+from midus_hf.files.outputs import LANGUAGE_KEY, has_config_entry
 from midus_hf.model_names import gguf_refusal
 from upscalers.architecture.families import check_readable, family_of
 from upscalers.architecture.family import Config, Family, Layout, Shape

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from midus_hf.config.backbone import MEMORY_PREFIX
-from midus_hf.files.ownership import LANGUAGE_KEY, language_entry
+from midus_hf.files.outputs import LANGUAGE_KEY, language_entry
 from upscalers.architecture.family import OF_UPSCALING, Config, Shape
 from upscalers.architecture.inferred import model_on_meta
 from upscalers.request.errors import RequestError, one_line

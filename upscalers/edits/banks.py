@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout, level_file
-from midus_hf.files.checkpoint_files import BLOCK_STATES, CHECKPOINT_NAME, PARTIAL_MODEL, RESUMED, STATE, is_of
+from midus_hf.files.checkpoint_files import CARD, CODE, CONFIG, RECORD, WEIGHTS, indexed_weights, is_of
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_model import open_base
-from upscalers.checkpoint.source import resolve_source
+from upscalers.checkpoint.source import resolve_source, travelling_files
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.request.errors import RequestError, refusing_requests
-from upscalers.runs.output_folder import OutputFolder
+from upscalers.runs.output_folder import CheckpointFolder
 
 if TYPE_CHECKING:
     from midus_hf.banks.memory_bank import MemoryBank
@@ -71,10 +71,10 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
         tree = _tree_of(source.folder)
         gone, kept = (None, None) if tree is None else _centroids(source.folder, tree, named, deleted)
         memories = open_base(source.folder, needs_weights=False).layout.memories
-        folder = OutputFolder(request.output, source.folder, request.overwrite)
+        folder = CheckpointFolder(request.output, source.folder, request.overwrite)
         files = _files_beside_banks(source.folder)
         folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.banks))
-        with folder as partial, tempfile.TemporaryDirectory() as scratch:
+        with folder.writing() as partial, tempfile.TemporaryDirectory() as scratch:
             after = tree.without(gone) if tree is not None and gone else None
             if after is not None:
                 after.save(scratch)
@@ -84,7 +84,6 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
                 shutil.copyfile(path, target)
             tree_folder = Path(scratch) if gone else None
             carry_banks(source.folder, partial, memories.banks, deleted, after, tree_folder)
-            folder.commit()
     return {
         "command": "delete",
         "model": str(request.model),
@@ -291,16 +290,7 @@ def open_bank(folder: Path, name: str, layout: BankLayout) -> Iterator["MemoryBa
 
 
 def _files_beside_banks(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint that hold no blocks: neither files of banks nor states that a run resumes from."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    is_resumed = any(is_of(path.relative_to(folder), RESUMED) for path in files)
-    kept = []
-    for path in files:
-        parts = path.relative_to(folder).parts
-        within_run = parts[0] == PARTIAL_MODEL or CHECKPOINT_NAME.fullmatch(parts[0]) or parts[0] == BLOCK_STATES
-        if BANKS_FOLDER in parts or within_run:
-            continue
-        if is_resumed and is_of(path.relative_to(folder), RESUMED, STATE):
-            continue
-        kept.append(path)
-    return kept
+    """Return the files of a checkpoint that hold no blocks; states that a run resumes from hold some."""
+    weights, kinds = indexed_weights(folder), (WEIGHTS, CONFIG, CODE, RECORD, CARD)
+    beside = [path for path in folder.iterdir() if path.name in weights or is_of(path.name, *kinds)]
+    return sorted({*beside, *travelling_files(folder)})

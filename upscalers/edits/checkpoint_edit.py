@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.files.checkpoint_files import CARD_FILE, CODE
-from midus_hf.files.ownership import CONFIG_KEY, has_config_entry
+from midus_hf.files.outputs import CONFIG_KEY, has_config_entry
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import BaseModel, open_base, read_config, write_config
 from upscalers.checkpoint.source import copy_travelling_files, resolve_source
 from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan, read_record, write_record
 from upscalers.request.progress import Progress
-from upscalers.runs.output_folder import OutputFolder, write_code_of, written_from
+from upscalers.runs.output_folder import CheckpointFolder, write_code_of, written_from
 from upscalers.tensors.recipes import Copy
 from upscalers.tensors.writer import OutputTensor
 
@@ -90,7 +90,7 @@ def edit_checkpoint(command: str, request: EditRequest, decide: Callable[[BaseMo
         edit = {**result, "version": importlib.metadata.version("midus-hf")}
         shards = edited_shards(opened, decided.tensors)
         banks = opened.layout.memories.banks
-        folder = OutputFolder(request.output, source.folder, request.overwrite)
+        folder = CheckpointFolder(request.output, source.folder, request.overwrite)
         with written_from(opened, folder, shards, banks, progress, stored_name=opened.stored_name) as written:
             _write_siblings(opened, folder.partial, edit, decided.options, progress)
             open_base(folder.partial)

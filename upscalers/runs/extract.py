@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from midus_hf.files.ownership import CONFIG_KEY
+from midus_hf.files.outputs import CONFIG_KEY
 from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import BaseModel, open_base
@@ -12,7 +12,7 @@ from upscalers.checkpoint.source import resolve_source
 from upscalers.record.provenance import DIGEST_KEY, LARGER_KEY
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
-from upscalers.runs.output_folder import OutputFolder, write_part, written_from
+from upscalers.runs.output_folder import CheckpointFolder, write_part, written_from
 from upscalers.tensors.recipes import Copy
 from upscalers.tensors.writer import OutputTensor, split_shards
 
@@ -53,7 +53,7 @@ def extract(
             for name, stored in opened.tensors.items()
             if name not in outside
         ]
-        folder = OutputFolder(output, source.folder, overwrite)
+        folder = CheckpointFolder(output, source.folder, overwrite)
         config, banks, shards = _config(opened), opened.layout.memories.banks, split_shards(tensors)
         with written_from(opened, folder, shards, banks, progress) as written:
             write_part(source.folder, folder.partial, config, progress)

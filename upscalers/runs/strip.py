@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from midus_hf.files.ownership import LANGUAGE_KEY, STRIPPED_KEY
+from midus_hf.files.outputs import LANGUAGE_KEY, STRIPPED_KEY
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import open_base, read_config
 from upscalers.checkpoint.content_digest import TensorDigests
@@ -26,7 +26,7 @@ from upscalers.record.provenance import (
 )
 from upscalers.request.progress import Progress
 from upscalers.runs.base_confirmation import base_tensors, compare_with_base, digested_names
-from upscalers.runs.output_folder import OutputFolder, write_part, written_from
+from upscalers.runs.output_folder import CheckpointFolder, write_part, written_from
 from upscalers.tensors.layer_blocks import with_blocks_of_base
 from upscalers.tensors.writer import OutputTensor, split_shards
 
@@ -68,14 +68,13 @@ def strip(
         tensors = base_tensors(opened, plan)
         record = read_record(source.folder) or {}
         shards = _base_shards(tensors, record)
-        folder = OutputFolder(output, source.folder, overwrite)
+        folder = CheckpointFolder(output, source.folder, overwrite)
         kept = {name: bank for name, bank in opened.layout.memories.banks.items() if name not in plan.new_memories}
         digested = TensorDigests(opened.tensors, digested_names(opened, tensors) if DIGEST_KEY in entry else {})
         with (
             digested as digests,
             written_from(opened, folder, shards, kept, progress, digests.add, opened.stored_name) as written,
         ):
-            folder.flush(progress)  # runs beside the digests: it takes about as long, and no processor
             progress.stage("checking what was written", 1)
             write_part(source.folder, folder.partial, _base_config(entry, tensors, resized, progress), progress)
             _restore_tokenizer_config(folder.partial, record)

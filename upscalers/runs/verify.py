@@ -1,22 +1,15 @@
 """Comparison of two whole models: the upscaled model computes what the base computes, layer by layer."""
 
-import contextlib
-import math
-import os
-import resource
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from midus_hf.config.memory_entries import TABLES
-from upscalers.architecture.family import Config
 from upscalers.architecture.inferred import InferredFamily
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.computed_tensor import read_tensor
 from upscalers.checkpoint.quantised_weights import QUANTISED, product_of_transformers
-from upscalers.checkpoint.safetensors_format import ITEM_BYTES, TORCH_NAMES, StoredTensor
+from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor
 from upscalers.plan.plan import Base, Plan
 from upscalers.record.report import Identity
 from upscalers.request.errors import RequestError, VerificationError, one_line
@@ -27,69 +20,6 @@ from upscalers.tensors.writer import OutputTensor
 
 _BATCH, _TOKENS = 2, 64
 _ROWS_AT_ONCE = 16
-# `comparison_bytes` allows for a module's weights twice, since matrix products rearrange them; for four times the logits,
-# since both models' logits are held, computed and compared; for the intermediates of a layer, as a number of float32 hidden
-# states; and for checking config and tokenizer and for stacks and heaps of threads, up to 0.2 GB of address space.
-_COPIES_OF_WEIGHTS, _COPIES_OF_LOGITS, _WIDTHS_OF_A_LAYER = 2, 4, 64
-_REST_OF_RUN_BYTES = 200_000_000
-
-
-def comparison_bytes(
-    base: Mapping[str, StoredTensor], new: Mapping[str, StoredTensor], config: Config, dtype: str
-) -> int:
-    """Return the greatest memory, in bytes, that a run with `compare_models` at its end takes.
-
-    Memory that the process holds before the run writes is not included.
-
-    Args:
-        base: The base's tensors, by full name.
-        new: The upscaled model's tensors, by full name; they may be unwritten yet.
-        config: Raw config of the base.
-        dtype: Dtype to run in, as safetensors names it.
-    """
-    modules: Counter[str] = Counter()
-    tables = 0
-    for model, tensors in enumerate((base, new)):
-        for name, tensor in tensors.items():
-            cast = 0 if tensor.dtype == dtype else math.prod(tensor.shape) * ITEM_BYTES[dtype]
-            modules[f"{model} {name.rpartition('.')[0]}"] += tensor.num_bytes + cast
-            if name.removeprefix("model.").startswith(f"{TABLES}."):  # in memory for the whole pass
-                tables += tensor.num_bytes + cast
-    tokens, hidden = _BATCH * _TOKENS, config["hidden_size"]
-    logits = tokens * config["vocab_size"] * ITEM_BYTES[dtype]
-    hidden_states = 2 * (config["num_hidden_layers"] + 1) * tokens * hidden * ITEM_BYTES[dtype]
-    layer = _WIDTHS_OF_A_LAYER * tokens * hidden * ITEM_BYTES["F32"]
-    weights = max(modules.values(), default=0)
-    return (
-        _COPIES_OF_WEIGHTS * weights + _COPIES_OF_LOGITS * logits + hidden_states + layer + tables + _REST_OF_RUN_BYTES
-    )
-
-
-def available_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes of memory that this process can still take.
-
-    This is the machine's available memory, or less where the container's limit or the limit on the process's address
-    space leaves less.
-
-    Args:
-        root: Folder that holds the kernel's `proc` and `sys`. Default: `/`.
-    """
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError, KeyError):  # "max" where the container has no limit
-        group = root / "sys/fs/cgroup"
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        file_bytes = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
-        available = min(available, max(0, limit - used + int(file_bytes)))  # the kernel frees these pages on demand
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY:
-        with contextlib.suppress(OSError):
-            taken = int((root / "proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-            available = min(available, max(0, limit - taken))
-    return available
 
 
 def compare_models(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.files.checkpoint_files import CARD_FILE
-from midus_hf.files.ownership import CONFIG_KEY
+from midus_hf.files.outputs import CONFIG_KEY
 from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.banks import carry_banks, create_banks, tie_banks
@@ -22,7 +22,7 @@ from upscalers.record.report import Bytes, Identity
 from upscalers.request.errors import RequestError, one_line
 from upscalers.request.progress import Progress
 from upscalers.runs.job import Job
-from upscalers.runs.output_folder import OutputFolder
+from upscalers.runs.output_folder import CheckpointFolder
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
 
 
@@ -40,7 +40,7 @@ class Writing:
     """
 
     job: Job
-    folder: OutputFolder
+    folder: CheckpointFolder
     max_shard_bytes: int
     verify: bool
     progress: Progress
@@ -59,7 +59,7 @@ class Writing:
         job, progress = self.job, self.progress
         shards = split_shards(job.written, self.max_shard_bytes)
         digested = TensorDigests(job.base.tensors, weight_names(job.base))
-        with self.folder as partial, digested as digests:
+        with self.folder.writing() as partial, digested as digests:
             config = copy.deepcopy(job.config)
             self._write_config(partial, config)
             writer = CheckpointWriter(
@@ -75,7 +75,6 @@ class Writing:
             self._write_banks(partial)
             record = self._write_siblings(partial, config)
             identity, kl_divergence = self._verify(partial, shards, config)
-            self.folder.flush(progress)  # runs beside the digests: it takes about as long, and no processor
             progress.stage("recording what was done", 1)
             outcome = {
                 "bytes": Bytes(written.bytes_read, written.bytes_written),
@@ -84,7 +83,6 @@ class Writing:
                 "measurements": written.measurements,
             }
             self._write_provenance(partial, config, record, digests.finish(), outcome)
-            self.folder.commit()
             progress.advance()
         return outcome
 

@@ -53,7 +53,7 @@ class OutputTensor:
 
 
 @dataclass(frozen=True)
-class Written:
+class WriteSummary:
     """Summary of what a writer did.
 
     Args:
@@ -119,7 +119,7 @@ class CheckpointWriter:
         self._stored_name = stored_name
         self._bytes_read = 0
 
-    def write(self, folder: Path, shards: dict[str, list[OutputTensor]]) -> Written:
+    def write(self, folder: Path, shards: dict[str, list[OutputTensor]]) -> WriteSummary:
         """Write all shards, and the index unless a single shard has the name that needs no index.
 
         Args:
@@ -154,7 +154,7 @@ class CheckpointWriter:
         measurements = self._solve(solved, folder)
         if set(shards) != {SINGLE_FILE}:
             self._write_index(folder, shards)
-        return Written(self._bytes_read, bytes_written, measurements)
+        return WriteSummary(self._bytes_read, bytes_written, measurements)
 
     def _solve(self, placed: "list[_Placed]", folder: Path) -> list[Measurement]:
         if not placed:
