@@ -93,13 +93,9 @@ class BaseModel:
         return layers
 
     def outer_names(self, num_layers: int) -> dict[str, str]:
-        """Return the names, in a model with another number of layers, of the tensors that belong to no layer, by their names here.
+        """Return the names, in a model of `num_layers` layers, of the tensors that belong to no layer, by their names here, as stored.
 
-        Layers that predict further tokens (`num_nextn_predict_layers`) stand behind all layers, and are numbered on. Names are in
-        the order in which the tensors are stored.
-
-        Args:
-            num_layers: Number of layers of the other model.
+        Layers that predict further tokens (`num_nextn_predict_layers`) stand behind all layers, and are numbered on.
         """
         within = {name for layer in self.layer_names for name in layer.values()}
         names = {name: name for name in self.tensors if name not in within}
@@ -111,11 +107,7 @@ class BaseModel:
 
     @cached_property
     def repeated_names(self) -> frozenset[str]:
-        """Names of tensors that only repeat others: a stored head that is tied to the embedding and equals its bytes.
-
-        A stored head with other values is a parameter in its own right even if the config ties it: transformers does
-        not tie it.
-        """
+        """Names of heads that are tied to the embedding and repeat its bytes; transformers does not tie a head of other values."""
         return frozenset(
             name
             for name in self.layout.tied
@@ -171,11 +163,7 @@ def _renamed(tensors: Mapping[str, StoredTensor], old: str, new: str) -> dict[st
 
 
 def read_config(path: Path) -> Config:
-    """Read a config: the `config.json` of a folder, or a file of any name.
-
-    Raises:
-        RequestError: If the file is missing, cannot be read, or is no JSON object.
-    """
+    """Read the `config.json` of a folder, or a config of any name; refuse one that is missing or no JSON object."""
     if path.is_dir():
         folder, path = path, path / CONFIG_FILE
         if not path.is_file():
@@ -211,15 +199,9 @@ def open_base(
     needs_weights: bool = True,
     adapter: Adapter | None = None,
 ) -> BaseModel:
-    """Open a checkpoint folder and check that the checkpoint is complete.
+    """Open a checkpoint's folder, and check that it is complete and can be upscaled; a folder without weights, if it `needs_weights`, cannot.
 
-    Args:
-        folder: Folder of a Hugging Face checkpoint.
-        needs_weights: Whether to refuse a folder without weights. Default: True.
-        adapter: A LoRA whose changes are added to the weights when they are read. Default: None.
-
-    Raises:
-        RequestError: If the base cannot be upscaled. The message says why and what helps.
+    The changes of an `adapter` are added to the weights when they are read.
     """
     config = read_config(folder)
     larger: LargerModel | None = None

@@ -78,21 +78,13 @@ class LargerModel:
         return self.spellings[0]
 
     def spelled_as(self, stored: Iterable[str]) -> "LargerModel":
-        """Return the model with the spelling of a checkpoint alone: the first under which it stores tensors of the stack.
-
-        Args:
-            stored: Names of the tensors that the checkpoint stores.
-        """
+        """Return the model with the first spelling alone under which a checkpoint stores tensors of the stack, by their names."""
         names = tuple(stored)
         present = (each for each in self.spellings if any(name.startswith(each.stack) for name in names))
         return dataclasses.replace(self, spellings=(next(present, self.spelling),))
 
     def check_hosts(self) -> None:
-        """Check that the language model can host memory within the larger model, and make the classes that it takes.
-
-        Raises:
-            RequestError: If the larger model cannot host memory. The message says why.
-        """
+        """Make the classes with which the language model hosts memory within the larger model, or raise `RequestError`."""
         from midus_hf.models.families import LARGER_FAMILIES
         from midus_hf.models.inference.modules import host_type
 
@@ -108,11 +100,7 @@ class LargerModel:
             ) from None
 
     def wrapped(self, config: Config) -> Config:
-        """Return the config of the larger model around a config of the language model; a host of memories if the latter is.
-
-        Args:
-            config: Config of the language model, with the keys that upscaling adds.
-        """
+        """Return the config of the larger model around a config of the language model; a host of memories if the latter is."""
         inner = {key: value for key, value in config.items() if key not in ("auto_map", "architectures", "dtype")}
         outer = {key: value for key, value in self.config.items() if key not in ("auto_map", "dtype", "torch_dtype")}
         outer["model_type"] = str(outer["model_type"]).removeprefix(MEMORY_PREFIX)
@@ -128,14 +116,7 @@ class LargerModel:
 
 
 def larger_model_of(config: Config) -> LargerModel:
-    """Return the larger model that a config describes.
-
-    Args:
-        config: A raw `config.json` that holds the config of a language model under `LANGUAGE_KEY`.
-
-    Raises:
-        RequestError: If transformers cannot build the model, or its language model is none that stands alone.
-    """
+    """Return the larger model that a raw config with a language model's config within describes, or refuse it."""
     native = _native(config)
     built = _built(json.dumps(native, sort_keys=True))
     inner = language_entry(config)

@@ -30,12 +30,7 @@ _EXPONENT_OF_ONE = 127
 
 @dataclass(frozen=True)
 class ScaledTensor(ComputedTensor):
-    """A weight in FP8 with its scales, which is read as their product, of the dtype and the shape that it has here.
-
-    Args:
-        scales: Position of the scales, one per block.
-        block: Rows and columns of a block; None for one scale per weight.
-    """
+    """A weight in FP8, read as its product with `scales`, one per `block` of rows and columns; without blocks, one in all."""
 
     scales: StoredTensor | None = None
     block: tuple[int, int] | None = None
@@ -60,11 +55,9 @@ class ScaledTensor(ComputedTensor):
 
 @dataclass(frozen=True)
 class PackedTensor(ComputedTensor):
-    """Matrices of experts, `[experts, inputs, outputs]`, in MXFP4; their parts are stored under names of their own.
+    """Matrices of experts `[experts, inputs, outputs]` in MXFP4, whose parts are stored under names of their own.
 
-    Args:
-        scales: Position of the exponents, `[experts, outputs, inputs / 32]`. `weight` is the position of the numbers,
-            `[experts, outputs, inputs / 32, 16]`.
+    `weight` has the numbers, `[experts, outputs, inputs / 32, 16]`, and `scales` the exponents, `[experts, outputs, inputs / 32]`.
     """
 
     scales: StoredTensor | None = None
@@ -91,13 +84,9 @@ def with_products(
 ) -> tuple[dict[str, StoredTensor], frozenset[str], frozenset[str]]:
     """Return the tensors of a checkpoint with quantised weights as they are read, and which of them are stored otherwise.
 
-    Args:
-        stored: Every stored tensor, by name.
-        config: A config that says how the weights are quantised, in a form that `quantised_form` knows.
-
     Returns:
         The tensors by name, the stored parts of weights among them; the names of parts, but for weights under their own names; and
-        the names of weights that are not stored under these names, but as parts.
+        the names of weights that are stored as parts alone.
 
     Raises:
         RequestError: If a quantised weight has no scales, or another number of them than it has blocks.

@@ -66,11 +66,7 @@ class StoredTensor:
 
 
 def holds_the_same(left: StoredTensor, right: StoredTensor) -> bool:
-    """Return whether two stored tensors have the same dtype, shape and bytes, reading no further than the first difference.
-
-    Raises:
-        OSError: If a file cannot be read.
-    """
+    """Return whether two stored tensors have the same dtype, shape and bytes, reading no further than the first difference."""
     left, right = left.in_file, right.in_file
     assert left.file is not None and right.file is not None
     if (left.dtype, left.shape) != (right.dtype, right.shape):
@@ -86,11 +82,7 @@ def holds_the_same(left: StoredTensor, right: StoredTensor) -> bool:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Read the dtype, shape and position of each tensor of a file, and check that all their bytes are there.
-
-    Raises:
-        RequestError: If the file is truncated, or is no safetensors file.
-    """
+    """Return the dtype, shape and position of each tensor of a file; refuse one that is no safetensors file or lacks bytes."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
@@ -147,14 +139,9 @@ def _corrupt(file: Path, reason: str) -> RequestError:
 
 
 def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """Lay out a safetensors file.
+    """Lay out a file of tensors, each with name, dtype and shape: return the bytes in front of the data, and each tensor's position.
 
-    Args:
-        tensors: Name, dtype and shape of each tensor, in any order.
-
-    Returns:
-        The bytes in front of the data, and the position of each tensor in the file. Wider dtypes come first, so that
-        every tensor is aligned to the size of its items.
+    Wider dtypes come first, so that every tensor is aligned to the size of its items.
     """
     header: dict[str, object] = {_METADATA: {"format": "pt"}}
     offsets: dict[str, int] = {}
@@ -171,18 +158,7 @@ def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, 
 
 
 def copy_bytes(source: int, source_start: int, target: int, target_start: int, num_bytes: int) -> None:
-    """Copy a range between two open files inside the kernel, or through a buffer where the kernel cannot.
-
-    Args:
-        source: File descriptor to read from.
-        source_start: Position of the first byte to read.
-        target: File descriptor to write to.
-        target_start: Position of the first byte to write.
-        num_bytes: Number of bytes to copy.
-
-    Raises:
-        OSError: If the source ends early or the target is full.
-    """
+    """Copy a range between the descriptors of two open files inside the kernel, or through a buffer where the kernel cannot."""
     chunk = 1 << 26
     in_kernel = hasattr(os, "copy_file_range")
     while num_bytes:

@@ -57,26 +57,9 @@ def model_card(
     repository: str | None,
     compared: bool,
 ) -> str:
-    """Return the text of `README.md`.
+    """Return the text of `README.md`: metadata, how to load the model, parameters, how it was made, layers, licence and citation.
 
-    The text has metadata, how to load the model, what to know before use, the parameter counts, how to make the model
-    again, the plan as a table, measurements, the licence, and what to cite.
-
-    Args:
-        method: The method that upscaled the base.
-        base: Source of the base.
-        plan: The layer plan.
-        config: Config of the upscaled model.
-        memories: Memories of the upscaled model.
-        counts: Parameter counts of base and result.
-        request: The recipe that makes the model again.
-        concerns: What a person should know about the result: the warnings of the run.
-        measurements: What solvers measured about the tensors they made.
-        carried: What still holds of the base's metadata, from `base_metadata`.
-        auto_class: Name of the class of transformers that loads the model.
-        repository: Repository that the model will be uploaded to; None if unknown. The output folder is never named,
-            so that the same request gives the same bytes wherever the output lies.
-        compared: Whether the result was compared with the base.
+    It never names the output folder, so that the same request gives the same bytes wherever the output lies.
     """
     base_name = base.label
     writes = auto_class == "AutoModelForCausalLM" and has_tokenizer(path.name for path in base.folder.iterdir())
@@ -187,15 +170,9 @@ _FORMATS_AND_RUNTIMES = frozenset(
 
 
 def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
-    """Return the licence, languages, tags and own base that the base's model card names.
+    """Return what the base's model card says of licence, languages and own base, as `ModelCardData` takes it.
 
-    Args:
-        base: A base with or without a card. A card that cannot be read gives an empty result and a warning.
-        progress: Display that shows the warning.
-
-    Returns:
-        The values of `license`, `license_name`, `license_link`, `language`, `tags` and `base_model` that the card has,
-        by these names, as `ModelCardData` takes them.
+    Without a card the result is empty; with one that cannot be read, too, and a warning says so.
     """
     from huggingface_hub.repocard import REGEX_YAML_BLOCK, ModelCard
 
@@ -222,14 +199,7 @@ def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
 
 
 def front_matter(base: Source, carried: dict[str, Any], tags: list[str]) -> str:
-    """Return the YAML block at the top of an upscaled model's card, between its `---` lines.
-
-    Args:
-        base: The base. A hub repository is named as the base model; for a local base, the base models that its card
-            names are used.
-        carried: Metadata from `base_metadata`.
-        tags: New tags, put in front of the base's.
-    """
+    """Return the YAML at the top of a card, with what is `carried` of the base's; a base on the hub is named as the base model."""
     from huggingface_hub import ModelCardData
 
     base_model = base.label if base.revision is not None else carried.get("base_model")

@@ -20,16 +20,9 @@ from upscalers.tensors.writer import OutputTensor, split_shards
 def extract(
     model: str | Path, output: str | Path, overwrite: bool = False, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Write the language model of a larger model, such as one that reads images, as a separate checkpoint.
+    """Write the language model of a larger model, such as one that reads images, as a separate checkpoint, byte for byte.
 
-    The bytes of the tensors stay as they are. If the language model was upscaled, it stays so; `strip` can then no longer confirm
-    that the base is left byte for byte, since the digest of the base covers the larger model.
-
-    Args:
-        model: A checkpoint of a larger model: a folder or hub id.
-        output: The folder to make.
-        overwrite: Whether to replace an existing checkpoint, under the conditions of `upscale`. Default: False.
-        progress: Display that shows every step. Default: none.
+    If it was upscaled, it stays so; `strip` can no longer confirm the base, whose digest covers the larger model.
 
     Returns:
         `{"model", "output", "model_type", "num_layers", "left_out", "bytes_written", "seconds"}`, where `left_out` is the number of

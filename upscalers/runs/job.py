@@ -25,26 +25,13 @@ from upscalers.tensors.writer import OutputTensor, in_file_order
 class Job:
     """Everything that is decided before the first byte is written.
 
-    Args:
-        method: The method with its options.
-        base: The opened base checkpoint.
-        source: Source of the base.
-        plan: The layer plan.
-        seed: Seed of everything random.
-        dtype: Name of the output's dtype in torch; `"auto"` keeps the base's.
-        adapter: The LoRA that is merged into the base. Default: None.
-
     Attributes:
-        config: The raw config of the upscaled model, as far as the config is known before anything is written.
+        config: The raw config of the upscaled model, as far as it is known before anything is written.
         layout: What the config says of the upscaled model.
         made: Every tensor of the upscaled model, as the model reads it, in the order of the files.
         written: The tensors of `made` that are written: layers of the base carry the parts of a packed weight, not the weight.
-        concerns: Facts that a person should know about the result, before the work begins and whenever the model is used.
+        concerns: Facts that a person should know about the result.
         new_banks: Layout of each bank that the upscaled model has and the base does not, by the name of its memory.
-
-    Raises:
-        MethodError: If the method breaks its contract.
-        RequestError: If new layers do not fit among the base's layers.
     """
 
     def __init__(

@@ -49,19 +49,7 @@ def written_from(
 ) -> Iterator[WriteSummary]:
     """Write tensors and banks of a checkpoint to an output folder, which appears after the block if the block raises nothing.
 
-    The block writes the files beside them, to `folder.partial`.
-
-    Args:
-        model: The checkpoint that has the tensors and banks.
-        folder: The output folder.
-        shards: Tensors to write by file name.
-        banks: Layout of each bank to copy, by the name of its memory.
-        progress: Display that shows every step.
-        copied: Function called with the name of each tensor right after it was copied. Default: does nothing.
-        stored_name: Function that returns the name in the files of a tensor to write, by its full name. Default: the full name.
-
-    Raises:
-        RequestError: If the disk has too little room, or a bank is absent or another model's.
+    The block writes the files beside them, to `folder.partial`. `copied` is called with the name of each tensor that was copied.
     """
     num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
     folder.check_space(num_bytes + bytes_of_banks(model.folder, banks))

@@ -33,26 +33,16 @@ def compare_models(
 ) -> tuple[Identity, float | None]:
     """Run both models on a fixed batch, with the weights of one module in memory at a time, and compare their logits.
 
-    Args:
-        base: The base checkpoint.
-        folder: Folder of the upscaled model.
-        tensors: Tensors of the upscaled model, by full name.
-        plan: The layer plan.
-        dtype: Dtype to run in, as safetensors names it.
-        identity: Whether the method promises equality; if so, hidden states are compared behind every layer as well.
-        progress: Display that shows every layer.
+    If identity is promised, hidden states are compared behind every layer as well.
 
     Returns:
         What was compared with what, with the largest absolute difference between logits that are finite; and the KL divergence
-        from the base's next-token distribution to the result's, mean over tokens with finite logits, in nats; None if no token
-        has them. If no logit of the base is finite, nothing was compared.
+        from the base's next-token distribution to the result's, mean over tokens with finite logits, in nats, or None.
 
     Raises:
         RequestError: If transformers cannot run the base.
-        VerificationError: If a tensor was not loaded as saved, transformers cannot run the result, or identity is
-            promised and a hidden state or a logit differs. The message names the first layer that differs. Also if a logit is not
-            finite where the base's is, or a layer of a type that no table describes computes otherwise where it stands in the result
-            than in the base.
+        VerificationError: If a tensor was not loaded as saved, transformers cannot run the result, or what was promised or must be
+            finite is not. The message names the first layer that differs.
     """
     torch_dtype = getattr(torch, TORCH_NAMES[dtype])
     generator = torch.Generator().manual_seed(0)

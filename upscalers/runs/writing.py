@@ -28,16 +28,7 @@ from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shard
 
 @dataclass(frozen=True)
 class Writing:
-    """The writing of one job.
-
-    Args:
-        job: The decided upscaling.
-        folder: The output folder.
-        max_shard_bytes: The largest size of a weight file, in bytes.
-        verify: Whether to refuse NaN and infinite values in the base, and to compare the result with the base.
-        progress: Display that shows every step.
-        repository: Repository that the result will be uploaded to. Default: None, no upload.
-    """
+    """The writing of one job; `verify` refuses NaN in the base and compares the result with the base."""
 
     job: Job
     folder: CheckpointFolder
@@ -47,10 +38,7 @@ class Writing:
     repository: str | None = None
 
     def run(self) -> dict[str, Any]:
-        """Write and verify the result, and move the folder to its final path.
-
-        Returns:
-            `bytes`, `identity`, `kl_divergence` and `measurements` of an `UpscaleReport`.
+        """Write and verify the result, and return `bytes`, `identity`, `kl_divergence` and `measurements` of an `UpscaleReport`.
 
         Raises:
             RequestError: If NaN is refused or transformers cannot read the result; nothing of the result is left.

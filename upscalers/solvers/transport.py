@@ -53,19 +53,11 @@ def sinkhorn(
     max_iterations: int,
     plan_scale: Literal["barycentric", "raw"],
 ) -> Transport:
-    """Compute entropic optimal transport between uniform distributions over rows, with Euclidean distances as cost.
+    """Compute entropic optimal transport between uniform distributions over rows [n, c] and [m, c], with Euclidean costs.
 
     The solver is POT's log-stabilised Sinkhorn. It starts from the row and column minima of the cost as potentials, so
-    that no row of its kernel underflows, however far apart the rows are.
-
-    Args:
-        source: Source rows [n, c], float32 or float64.
-        target: Target rows [m, c], in the dtype of `source`.
-        regularization: Weight of the entropy, in units of distance.
-        tolerance: Largest L1 violation of the marginals.
-        max_iterations: Number of iterations after which the solver stops, whatever the violation.
-        plan_scale: `"barycentric"` scales columns to sum to one, so that each target row is a mean of source rows.
-            With `"raw"`, all entries of the plan sum to one.
+    that no row of its kernel underflows, however far apart the rows are. It stops at an L1 violation of the marginals of
+    `tolerance`. `"barycentric"` scales columns to sum to one; with `"raw"`, all entries sum to one.
     """
     import ot
 
@@ -102,14 +94,7 @@ def sinkhorn(
 
 
 def assignment(source: torch.Tensor, target: torch.Tensor, plan_scale: Literal["barycentric", "raw"]) -> Transport:
-    """Compute the permutation of rows with the least total Euclidean distance (the exact plan, without entropy).
-
-    Args:
-        source: Source rows [n, c].
-        target: Target rows [n, c].
-        plan_scale: `"barycentric"` makes each target row a source row. With `"raw"`, all entries of the plan sum to
-            one.
-    """
+    """Compute the permutation of rows with the least total Euclidean distance; with `"raw"` all entries of the plan sum to one."""
     from scipy.optimize import linear_sum_assignment
 
     assert len(source) == len(target)

@@ -53,10 +53,9 @@ class _ChosenBlocks(ComputedTensor):
 
 
 def block_recipes(base: BaseModel, plan: Plan) -> dict[str, LayerBlocks]:
-    """Return a recipe for each tensor outside the layers that has a block per layer, by full name, of an inferred family.
+    """Return a recipe, by full name, for each tensor outside the layers with a block per layer, if the plan moves layers.
 
-    A layer of the result gets the block of the base layer whose attention it takes. Where the plan leaves the layers as they
-    are, there are no recipes, and tensors are copied.
+    A layer of the result gets the block of the base layer whose attention it takes.
     """
     if plan.sources == list(range(base.num_layers)):
         return {}

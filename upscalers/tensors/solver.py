@@ -105,14 +105,7 @@ def stacked(tensors: Mapping[str, LayerTensor], parts: Iterable[tuple[Projection
 
 
 def summary_table(measurements: Sequence[Measurement], with_seconds: bool = True) -> list[list[str]]:
-    """Return a table with a header and one row per kind of tensor.
-
-    A cell has the mean of a number and, in brackets, its lowest and highest value.
-
-    Args:
-        measurements: One measurement per tensor that a solver made; at least one.
-        with_seconds: Whether to show seconds, summed. Seconds differ from run to run. Default: True.
-    """
+    """Return a table with a row per kind of tensor: means of numbers with their lowest and highest values, and seconds summed."""
     left_out = ("layer", "tensor") if with_seconds else ("layer", "tensor", "seconds")
     columns = [key for key in measurements[0] if key not in left_out]
     rows = [["tensor", "layers", *(column.replace("_", " ") for column in columns)]]

@@ -34,13 +34,7 @@ _SCRATCH = ".scratch"
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """One tensor to write.
-
-    Args:
-        name: Full name of the tensor.
-        recipe: Recipe that makes the tensor.
-        dtype: Dtype that the tensor is written in, as safetensors names it.
-    """
+    """One tensor to write: its full name, the recipe that makes it, and the dtype it is written in, as safetensors names it."""
 
     name: str
     recipe: Recipe
@@ -54,13 +48,7 @@ class OutputTensor:
 
 @dataclass(frozen=True)
 class WriteSummary:
-    """Summary of what a writer did.
-
-    Args:
-        bytes_read: Bytes read from the base.
-        bytes_written: Bytes written to the output, headers included.
-        measurements: What solvers measured about the tensors they made, sorted by layer.
-    """
+    """The bytes that a writer read from the base and wrote, headers included, and what solvers measured, sorted by layer."""
 
     bytes_read: int
     bytes_written: int
@@ -94,14 +82,8 @@ class CheckpointWriter:
     """Writer of a checkpoint's tensors that holds in memory at most what one recipe reads.
 
     Tensors that are copied unchanged, or put together from rows, go from file to file inside the kernel. Tensors that solvers
-    make together follow after all others.
-
-    Args:
-        sources: The base's tensors, by full name.
-        scan: Whether to look at every copied value, and refuse values that are not finite.
-        progress: Display that shows every step. Default: none.
-        copied: Function called with the name of each base tensor right after it was copied. Default: does nothing.
-        stored_name: Function that returns the name in the files of a tensor to write, by its full name. Default: the full name.
+    make together follow after all others. With `scan`, every copied value is looked at, and refused if it is not finite. `copied` is
+    called with the name of each base tensor that was copied; `stored_name` gives the name in the files of a tensor.
     """
 
     def __init__(
@@ -120,15 +102,10 @@ class CheckpointWriter:
         self._bytes_read = 0
 
     def write(self, folder: Path, shards: dict[str, list[OutputTensor]]) -> WriteSummary:
-        """Write all shards, and the index unless a single shard has the name that needs no index.
-
-        Args:
-            folder: An existing folder.
-            shards: Tensors by file name, as `split_shards` returns them.
+        """Write all shards, tensors by file name, into a folder, with an index unless a single shard needs none.
 
         Raises:
             RequestError: If a value is refused as NaN or infinite, or does not fit the output's dtype.
-            OSError: If reading or writing fails.
         """
         bytes_written = 0
         placed: list[_Placed] = []
