@@ -21,7 +21,7 @@ def bank_files(folder: Path) -> set[Path]:
 
 
 def create_banks(folder: Path, layouts: Mapping[str, BankLayout], dtype: str, seed: int) -> None:
-    """Create banks whose blocks were never written, each of which takes four bytes; each memory derives a seed of its own from `seed`."""
+    """Create banks whose blocks were never written. Each memory derives a seed of its own from `seed`, or two would learn alike."""
     import torch
 
     from midus_hf.banks.memory_bank import create_bank

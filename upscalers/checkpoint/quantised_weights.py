@@ -10,7 +10,7 @@ the config.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from upscalers.architecture.families import fp8_block, quantised_form
 from upscalers.architecture.family import Config
@@ -75,10 +75,6 @@ class PackedTensor(ComputedTensor):
         return product.to(dtype).transpose(1, 2).contiguous()
 
 
-#: Weights as `with_products` returns them.
-QUANTISED = (ScaledTensor, PackedTensor)
-
-
 def with_products(
     stored: Mapping[str, StoredTensor], config: Config
 ) -> tuple[dict[str, StoredTensor], frozenset[str], frozenset[str]]:
@@ -130,31 +126,6 @@ def num_partly_scaled(tensors: Iterable[StoredTensor]) -> int:
         and any(size > length and size % length for size, length in zip(tensor.shape, tensor.block, strict=True))
         for tensor in tensors
     )
-
-
-def product_of_transformers(tensor: ScaledTensor | PackedTensor, config: Config) -> "torch.Tensor":
-    """Return what transformers makes of a quantised weight, in the dtype of the tensor, for comparison with what is read here.
-
-    Args:
-        tensor: A weight that `with_products` returned.
-        config: The config that says how it is quantised.
-    """
-    from torch.nn.functional import pad
-    from transformers import FineGrainedFP8Config
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    assert tensor.scales is not None
-    numbers, scales, dtype = read_tensor(tensor.in_file), read_tensor(tensor.scales), _torch_dtype(tensor)
-    if isinstance(tensor, PackedTensor):
-        return convert_moe_packed_tensors(numbers, scales, dtype=dtype)
-    block = FineGrainedFP8Config(**config["quantization_config"]).weight_block_size
-    # Fp8Dequantize takes the size of blocks from the number of scales, so that its blocks have to be whole.
-    ends = [0, 0] if block is None else [-size % length for size, length in zip(tensor.shape, block, strict=True)]
-    whole = pad(numbers.float(), (0, ends[1], 0, ends[0]))
-    product: Any = Fp8Dequantize(None).convert({"weight": whole, "weight_scale_inv": scales.float()})["weight"]
-    product = product[0] if isinstance(product, list) else product  # a list before 5.24
-    return product[: tensor.shape[0], : tensor.shape[1]].to(dtype)
 
 
 def _packed(stored: Mapping[str, StoredTensor], config: Config) -> dict[str, StoredTensor]:

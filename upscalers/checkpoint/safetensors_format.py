@@ -188,7 +188,7 @@ def write_all(target: int, data: bytes | memoryview, start: int) -> None:
         view, start = view[written:], start + written
 
 
-class _Sized(Protocol):
+class _SizedTensor(Protocol):
     """A tensor, stored or planned."""
 
     @property
@@ -200,7 +200,7 @@ class _Sized(Protocol):
         """Number of bytes of the tensor's data."""
 
 
-def dtype_of_most(tensors: Iterable[_Sized]) -> str:
+def dtype_of_most(tensors: Iterable[_SizedTensor]) -> str:
     """Return the floating-point dtype that most bytes of the tensors have, as safetensors names it."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:

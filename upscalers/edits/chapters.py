@@ -12,7 +12,7 @@ from midus_hf.config.memories.chapters import ChaptersOptions
 from midus_hf.config.memory_entries import ATTACHED, TABLES, MemoryEntry
 from midus_hf.config.memory_types import check_fit
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.edits.checkpoint_edit import Decided, EditRequest, edit_checkpoint
+from upscalers.edits.checkpoint_edit import EditDetails, EditRequest, edit_checkpoint
 from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Recipe, RowRange, Rows
 from upscalers.tensors.writer import OutputTensor
@@ -143,7 +143,7 @@ def zero(request: EditRequest, chapters: str) -> dict[str, Any]:
         RequestError: If a chapter or the memory does not exist, or the output cannot be made.
     """
 
-    def decide(model: BaseModel) -> Decided:
+    def decide(model: BaseModel) -> EditDetails:
         memory = _only_memory(model, request.memory)
         own = range(memory.options.chapters)
         numbers = parse_numbers(chapters, len(own))
@@ -161,7 +161,7 @@ def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
         RequestError: As for `zero`, or if fewer routed chapters would be left than the router chooses.
     """
 
-    def decide(model: BaseModel) -> Decided:
+    def decide(model: BaseModel) -> EditDetails:
         memory = _only_memory(model, request.memory)
         options = memory.options
         numbers = parse_numbers(chapters, options.chapters)
@@ -181,7 +181,7 @@ def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
 
 def _arranged(
     memory: ChapterMemory, numbers: Sequence[int], rows: Origins, routers: Origins, options: dict[str, Any]
-) -> Decided:
+) -> EditDetails:
     """Return the edit that gives each chapter memory tokens and router of its origins."""
     tensors: dict[str, list[OutputTensor]] = {}
 
@@ -196,7 +196,7 @@ def _arranged(
         for name in (*bank.router_weights, *bank.router_biases):
             make(name, routers, 1)
     counts = {"chapters_before": memory.options.chapters, "chapters_after": len(rows)}
-    return Decided([memory.name], tensors, {"chapters": written(numbers), **counts}, options)
+    return EditDetails([memory.name], tensors, {"chapters": written(numbers), **counts}, options)
 
 
 def _ranges(origins: Origins, rows: int, name: str) -> tuple[RowRange, ...]:
@@ -231,7 +231,7 @@ def quantise(request: EditRequest, bits: int = 8) -> dict[str, Any]:
     if bits not in _STORED_INTEGERS:
         raise RequestError(f"bits is {bits}; expected {' or '.join(map(str, _STORED_INTEGERS))}.")
 
-    def decide(model: BaseModel) -> Decided:
+    def decide(model: BaseModel) -> EditDetails:
         memory = _only_memory(model, request.memory)
         if memory.options.bank_bits is not None:
             raise RequestError(
@@ -242,7 +242,7 @@ def quantise(request: EditRequest, bits: int = 8) -> dict[str, Any]:
         with refusing_requests():
             check_fit(options, model.layout.memories.sizes)
         tensors = {bank.rows[0]: _rounded(memory, bank.rows[0], bits) for bank in memory.banks}
-        return Decided([memory.name], tensors, {"bits": bits}, {"bank_bits": bits})
+        return EditDetails([memory.name], tensors, {"bits": bits}, {"bank_bits": bits})
 
     return edit_checkpoint("quantise", request, decide)
 
@@ -253,13 +253,13 @@ def _rounded(memory: ChapterMemory, name: str, bits: int) -> list[OutputTensor]:
     integers, scales = row_names(bits)
     shape = (count, width if bits == 8 else width // 2)
     return [
-        OutputTensor(prefix + integers, _Rounded(shape, name, bits, "integers"), _STORED_INTEGERS[bits]),
-        OutputTensor(prefix + scales, _Rounded((count,), name, bits, "scales"), "F32"),
+        OutputTensor(prefix + integers, _RoundedPart(shape, name, bits, "integers"), _STORED_INTEGERS[bits]),
+        OutputTensor(prefix + scales, _RoundedPart((count,), name, bits, "scales"), "F32"),
     ]
 
 
 @dataclass(frozen=True)
-class _Rounded(Recipe):
+class _RoundedPart(Recipe):
     """Recipe for one of the two parts of a rounded table: the integers or the scales of its rows."""
 
     source: str

@@ -42,7 +42,7 @@ class EditRequest:
 
 
 @dataclass(frozen=True)
-class Decided:
+class EditDetails:
     """Details of an edit that was decided on.
 
     Args:
@@ -58,7 +58,7 @@ class Decided:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def edit_checkpoint(command: str, request: EditRequest, decide: Callable[[BaseModel], Decided]) -> dict[str, Any]:
+def edit_checkpoint(command: str, request: EditRequest, decide: Callable[[BaseModel], EditDetails]) -> dict[str, Any]:
     """Write a copy of a checkpoint with an edit applied to its memories.
 
     The config, `upscale.json` and the model card list the edit. `upscale.json` no longer says that the model computes what its base

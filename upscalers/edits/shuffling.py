@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from midus_hf.config.controls import num_value_rows
 from midus_hf.config.memory_entries import ATTACHED, INSERTED, TABLES
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.edits.checkpoint_edit import Decided, EditRequest, edit_checkpoint
+from upscalers.edits.checkpoint_edit import EditDetails, EditRequest, edit_checkpoint
 from upscalers.request.errors import RequestError
 from upscalers.request.options import check_seed
 from upscalers.request.progress import Progress
@@ -46,7 +46,7 @@ def shuffle(
     """
     check_seed(seed)
 
-    def decide(opened: BaseModel) -> Decided:
+    def decide(opened: BaseModel) -> EditDetails:
         tables = dict(_tables(opened))
         if not tables:
             raise RequestError(
@@ -54,7 +54,7 @@ def shuffle(
                 "retrieves rows, such as one of the method midus-hml."
             )
         tensors = {name: [_permuted(opened, name, seed)] for name in tables}
-        return Decided(list(dict.fromkeys(tables.values())), tensors, {"seed": seed, "tables": len(tables)})
+        return EditDetails(list(dict.fromkeys(tables.values())), tensors, {"seed": seed, "tables": len(tables)})
 
     return edit_checkpoint("shuffle", EditRequest(model, output, None, overwrite, progress), decide)
 

@@ -19,7 +19,7 @@ from upscalers.request.errors import RequestError
 
 DIGEST_KEY = BASE_DIGEST
 # Entry with the `config.json` of the larger model that holds the base; `base_config` then is that of the base itself.
-LARGER_KEY = "larger_base_config"
+COMPOSITE_KEY = "larger_base_config"
 EDITS_KEY = "edits"
 
 
@@ -40,17 +40,17 @@ def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int, reads_a
         "seed": seed,
         "base_dtype": TORCH_NAMES[base.dtype],
         "base_config": base.config,
-        **({LARGER_KEY: base.larger.config} if base.larger else {}),
+        **({COMPOSITE_KEY: base.composite.config} if base.composite else {}),
     }
 
 
 def whole_base_config(entry: Config) -> Config:
     """Return the content of the base's `config.json`, from the entry that `upscale` wrote into the config of the result."""
-    base, larger = entry["base_config"], entry.get(LARGER_KEY)
-    if larger is None:
+    base, composite = entry["base_config"], entry.get(COMPOSITE_KEY)
+    if composite is None:
         return dict(base)
     upscaling_keys = {key: base[key] for key in ("memory", CONFIG_KEY) if key in base}  # edits change these
-    return {**larger, LANGUAGE_KEY: {**larger[LANGUAGE_KEY], **upscaling_keys}}
+    return {**composite, LANGUAGE_KEY: {**composite[LANGUAGE_KEY], **upscaling_keys}}
 
 
 def resized_vocabulary(config: Config) -> tuple[int, int] | None:

@@ -154,11 +154,9 @@ def _moved_config(config: Config, renamed: dict[str, str]) -> tuple[Config, list
             leaf = target.rpartition(".")[2]
             if _matches(f"{module}.{leaf}", [target]):
                 parameters[f"{new}.{leaf}"] = f"{module}.{leaf}"
-    # `target_modules` names every module, so that nothing else has to say where layers are.
-    moved = {
-        **config,
-        **{key: None for key in ("layers_to_transform", "layers_pattern", "exclude_modules") if key in config},
-    }
+    moved = dict(config)
+    for key in {"layers_to_transform", "layers_pattern", "exclude_modules"} & config.keys():
+        moved[key] = None  # target_modules names every module
     if config.get("target_modules") is not None:
         moved["target_modules"] = list(modules)
     if config.get("target_parameters"):

@@ -15,7 +15,7 @@ from upscalers.tensors.writer import OutputTensor, in_file_order
 
 
 def compare_with_base(digests: dict[str, str], entry: Config, record: dict[str, Any]) -> dict[str, Any]:
-    """Return `{"base_confirmed", "differing_tensors"}` of digests of weights, by name, and what config entry and record say of the base's.
+    """Return `{"base_confirmed", "differing_tensors"}` of digests of weights, by name, and what entry and record say of the base's.
 
     The first is whether all weights are the base's, byte for byte, the second how many are not; None if unknown.
     """

@@ -9,7 +9,7 @@ from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import BaseModel, open_base
 from upscalers.checkpoint.source import resolve_source
-from upscalers.record.provenance import DIGEST_KEY, LARGER_KEY
+from upscalers.record.provenance import COMPOSITE_KEY, DIGEST_KEY
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
 from upscalers.runs.output_folder import CheckpointFolder, write_part, written_from
@@ -35,7 +35,7 @@ def extract(
     progress = progress or Progress()
     with resolve_source(str(model)) as source:
         opened = open_base(source.folder)
-        if opened.larger is None:
+        if opened.composite is None:
             raise RequestError(
                 f"{source.folder} is a language model alone, of type {opened.config['model_type']!r}; expected one within a larger "
                 "model. Use it as it is."
@@ -67,6 +67,6 @@ def _config(opened: BaseModel) -> Config:
     has_memory = config["model_type"].startswith(MEMORY_PREFIX)
     config["architectures"] = [f"{'Midus' if has_memory else ''}{opened.family.class_name}ForCausalLM"]
     if CONFIG_KEY in config:
-        unknown = (DIGEST_KEY, LARGER_KEY)
+        unknown = (DIGEST_KEY, COMPOSITE_KEY)
         config[CONFIG_KEY] = {key: value for key, value in config[CONFIG_KEY].items() if key not in unknown}
     return config

@@ -9,12 +9,11 @@ from accelerate.hooks import attach_align_device_hook
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import midus_hf  # noqa: F401 - registers the classes
-from midus_hf.memory.registry import MemoryModule
 from midus_hf.models.parts import decoder_of
 from midus_hf.saved_models import auto_class_of
 from upscalers.checkpoint.computed_tensor import read_tensor
 from upscalers.checkpoint.safetensors_format import StoredTensor
-from upscalers.request.errors import VerificationError, one_line
+from upscalers.request.errors import VerificationError
 
 _NAMED = 3
 
@@ -111,22 +110,6 @@ def language_config_in(folder: Path) -> Any:
     if language_config is not config:
         language_config.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
     return language_config
-
-
-def raised_in_memory(error: BaseException) -> str | None:
-    """Return in words which memory of a model raised an error in its forward pass; None if none did."""
-    memory, trace = None, error.__traceback__
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
-        memory = owner if isinstance(owner, MemoryModule) else memory
-        trace = trace.tb_next
-    if memory is None:
-        return None
-    kind = type(memory)
-    return (
-        f"the memory of type {memory.memory_type!r} ({kind.__module__}.{kind.__qualname__}) raised {type(error).__name__}: "
-        f"{one_line(error)}"
-    )
 
 
 def _stream(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -15,8 +15,8 @@ from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
 from upscalers.checkpoint.source import resolve_source
 from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG
 from upscalers.record.provenance import (
+    COMPOSITE_KEY,
     DIGEST_KEY,
-    LARGER_KEY,
     read_config_entry,
     read_plan,
     read_record,
@@ -114,7 +114,7 @@ def _base_config(
     if resized:
         before, size = resized
         config = copy.deepcopy(config)
-        (config[LANGUAGE_KEY] if LARGER_KEY in entry else config)["vocab_size"] = size
+        (config[LANGUAGE_KEY] if COMPOSITE_KEY in entry else config)["vocab_size"] = size
         progress.warn(
             f"the vocabulary was resized from {before:,} to {size:,} tokens since it was upscaled; it stays so."
         )

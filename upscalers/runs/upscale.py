@@ -130,9 +130,9 @@ def upscale(
             )
         chosen.check(opened)
         job = Job(chosen, opened, source, chosen.plan(opened, num_new_layers, placement), seed, dtype, lora)
-        if opened.larger is not None:
+        if opened.composite is not None:
             progress.note(
-                f"the base is a {opened.larger.config['model_type']} model. Its language model ({opened.config['model_type']}) is "
+                f"the base is a {opened.composite.config['model_type']} model. Its language model ({opened.config['model_type']}) is "
                 f"upscaled; {len(opened.surroundings)} other tensors are carried along byte for byte."
             )
         for remark in chosen.remarks(opened):

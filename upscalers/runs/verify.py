@@ -1,22 +1,18 @@
 """Comparison of two whole models: the upscaled model computes what the base computes, layer by layer."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from upscalers.architecture.inferred import InferredFamily
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.checkpoint.computed_tensor import read_tensor
-from upscalers.checkpoint.quantised_weights import QUANTISED, product_of_transformers
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor
 from upscalers.plan.plan import Base, Plan
 from upscalers.record.report import Identity
 from upscalers.request.errors import RequestError, VerificationError, one_line
 from upscalers.request.progress import Progress
-from upscalers.runs.streamed_model import LoadedModel, RunningModel, StreamedModel, raised_in_memory
-from upscalers.tensors.recipes import Copy
-from upscalers.tensors.writer import OutputTensor
+from upscalers.runs.streamed_model import LoadedModel, RunningModel, StreamedModel
 
 _BATCH, _TOKENS = 2, 64
 _ROWS_AT_ONCE = 16
@@ -47,7 +43,7 @@ def compare_models(
     torch_dtype = getattr(torch, TORCH_NAMES[dtype])
     generator = torch.Generator().manual_seed(0)
     hidden_states: list[torch.Tensor] = []
-    partings: list[tuple[int, float]] = []
+    mismatches: list[tuple[int, float]] = []
     counterparts = _counterparts(plan)
 
     new_streams: list[torch.Tensor] = []
@@ -62,10 +58,10 @@ def compare_models(
     def follow(number: int, hidden: torch.Tensor) -> None:
         # Each attention spreads NaN and infinite values to later tokens, and a new layer spreads them before the base's next
         # layer does. If the base has any, only predictions can be compared.
-        if identity and base_is_finite and not partings:
+        if identity and base_is_finite and not mismatches:
             expected = hidden_states[counterparts[number]]
             if not _are_same(expected, hidden):
-                partings.append((number, _largest_difference(expected, hidden)))
+                mismatches.append((number, _largest_difference(expected, hidden)))
         if replays:
             new_streams.append(hidden)
         if number:
@@ -79,9 +75,6 @@ def compare_models(
         base_logits = model.logits(tokens, remember).flatten(0, 1)
         del model  # its weights may all be in memory
     except Exception as error:
-        in_memory = raised_in_memory(error)
-        if in_memory is not None:
-            raise RequestError(f"{in_memory}, in the base. Mend the memory, or pass --no-verify.") from None
         raise RequestError(
             f"transformers cannot run the base ({type(error).__name__}: {one_line(error)}). Repair it or download it again; where "
             "it only does not fit in memory, pass --no-verify."
@@ -94,23 +87,18 @@ def compare_models(
     except VerificationError:
         raise
     except Exception as error:
-        in_memory = raised_in_memory(error)
-        if in_memory is not None:
-            raise VerificationError(f"{in_memory}. Mend the memory.") from None
-        if not isinstance(error, RuntimeError | MemoryError):
-            raise
         raise VerificationError(
             f"transformers cannot run the upscaled model ({type(error).__name__}: {one_line(error)}). Where it only does not fit in "
             "memory, pass --no-verify."
         ) from None
     equal = _are_same(base_logits, new_logits)
-    if identity and (partings or not equal):
+    if identity and (mismatches or not equal):
         compared = "hidden states" if equal else "logits"
-        difference = partings[0][1] if equal else _largest_difference(base_logits, new_logits)
-        position = _place(partings[0][0] if partings else None, plan)
+        difference = mismatches[0][1] if equal else _largest_difference(base_logits, new_logits)
+        position = _place(mismatches[0][0] if mismatches else None, plan)
         raise VerificationError(
             f"the upscaled model's {compared} differ from the base's by up to {difference:g}; expected a difference of exactly 0. "
-            f"They part {position}."
+            f"They first differ {position}."
         )
     broken = ~base_logits.isfinite()
     if (~new_logits.isfinite() & ~broken).any():
@@ -136,38 +124,6 @@ def compare_models(
         else f"base rounded from {stored} to {run_in}, result in {run_in}"
     )
     return Identity("logits", largest, sides), divergence
-
-
-def compare_products(base: BaseModel, tensors: Mapping[str, StoredTensor], written: Iterable[OutputTensor]) -> None:
-    """Compare quantised weights of the base, and copies of them, as they are read here with what transformers reads of them.
-
-    Args:
-        base: The base checkpoint.
-        tensors: Tensors of the upscaled model, by full name.
-        written: The tensors that were written, with their recipes.
-
-    Raises:
-        VerificationError: If a weight is read as other numbers than transformers reads.
-    """
-    copies: dict[str, list[str]] = {}
-    for made in written:
-        if isinstance(made.recipe, Copy) and isinstance(base.tensors[made.recipe.source], QUANTISED):
-            copies.setdefault(made.recipe.source, []).append(made.name)
-    for name, weight in base.tensors.items():
-        if not isinstance(weight, QUANTISED):
-            continue
-        expected = product_of_transformers(weight, base.config)
-        for where, other in (
-            (f"{name} of the base", weight),
-            *((copy, tensors[copy]) for copy in copies.get(name, ())),
-        ):
-            values = read_tensor(other)
-            rounded = expected.to(values.dtype)
-            if not _are_same(rounded, values):
-                raise VerificationError(
-                    f"{where} is read as other numbers than transformers reads of {name}, by up to "
-                    f"{_largest_difference(rounded, values):g}; expected the same. Start from the unquantised checkpoint."
-                )
 
 
 def _replays(plan: Plan) -> list[dict[int, int]]:

@@ -117,7 +117,7 @@ class Writing:
         """Compare the result with the base, if that is wanted, and return what was compared, and the KL divergence."""
         if not self.verify:
             return Identity(None, None), None
-        from upscalers.runs.verify import compare_models, compare_products
+        from upscalers.runs.verify import compare_models
 
         job = self.job
         files = {name: tensor for file in shards for name, tensor in read_header(partial / file).items()}
@@ -125,7 +125,6 @@ class Writing:
         if job.base.parts:
             tensors, parts, _ = with_products(tensors, config)
             tensors = {name: tensor for name, tensor in tensors.items() if name not in parts}
-            compare_products(job.base, tensors, job.written)
         dtype, promised = job.cast(job.base.dtype), job.method.identity
         return compare_models(job.base, partial, tensors, job.plan, dtype, promised, self.progress)
 

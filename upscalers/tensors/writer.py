@@ -22,7 +22,7 @@ from upscalers.checkpoint.safetensors_format import (
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
 from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe, RowRange, Rows
-from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace, solved_parts
+from upscalers.tensors.solver import Measurement, Scratch, Solver, SolverTensor, solved_parts
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +108,7 @@ class CheckpointWriter:
             RequestError: If a value is refused as NaN or infinite, or does not fit the output's dtype.
         """
         bytes_written = 0
-        placed: list[_Placed] = []
+        placed: list[_Placement] = []
         for file_name, tensors in shards.items():
             named = [(self._stored_name(each.name), each.dtype, each.recipe.shape) for each in tensors]
             head, starts = layout(named)
@@ -118,7 +118,7 @@ class CheckpointWriter:
                 os.ftruncate(target, num_bytes)
             bytes_written += num_bytes
             placed += [
-                _Placed(tensor, folder / file_name, starts[self._stored_name(tensor.name)]) for tensor in tensors
+                _Placement(tensor, folder / file_name, starts[self._stored_name(tensor.name)]) for tensor in tensors
             ]
         solved = [part for one in placed for part in one.parts()]
         others = [one for one in placed if not solved_parts(one.tensor.recipe)]
@@ -133,23 +133,23 @@ class CheckpointWriter:
             self._write_index(folder, shards)
         return WriteSummary(self._bytes_read, bytes_written, measurements)
 
-    def _solve(self, placed: "list[_Placed]", folder: Path) -> list[Measurement]:
+    def _solve(self, placed: "list[_Placement]", folder: Path) -> list[Measurement]:
         if not placed:
             return []
         import torch
 
-        wanted: dict[tuple[Solver, str], list[_Placed]] = {}
+        wanted: dict[tuple[Solver, str], list[_Placement]] = {}
         for one in placed:
-            assert isinstance(one.tensor.recipe, Solved)
+            assert isinstance(one.tensor.recipe, SolverTensor)
             wanted.setdefault((one.tensor.recipe.solver, one.tensor.recipe.key), []).append(one)
         solvers = list(dict.fromkeys(solver for solver, _ in wanted))
-        workplace = Workplace(self._read, folder / _SCRATCH, self._progress)
-        workplace.scratch.mkdir()
+        scratch = Scratch(self._read, folder / _SCRATCH, self._progress)
+        scratch.folder.mkdir()
         threads = torch.get_num_threads()
         try:
             for solver in solvers:
                 torch.set_num_threads(solver.threads or threads)
-                for key, values in solver.solve(workplace):
+                for key, values in solver.solve(scratch):
                     for one in wanted.pop((solver, key)):
                         assert tuple(values.shape) == tuple(one.tensor.recipe.shape), (one.tensor.name, values.shape)
                         _refuse_not_finite(values, one.tensor.name)
@@ -158,7 +158,7 @@ class CheckpointWriter:
         finally:
             torch.set_num_threads(threads)
         assert not wanted, sorted(key for _, key in wanted)
-        shutil.rmtree(workplace.scratch)
+        shutil.rmtree(scratch.folder)
         rows = [row for solver in solvers for row in solver.measurements]
         return sorted(rows, key=lambda row: row["layer"])
 
@@ -267,19 +267,19 @@ class CheckpointWriter:
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _Placement:
     """A tensor that is still to be made, with the file and position that its bytes belong to."""
 
     tensor: OutputTensor
     file: Path
     start: int
 
-    def parts(self) -> "Iterator[_Placed]":
+    def parts(self) -> "Iterator[_Placement]":
         """Yield the parts of the tensor that solvers make, each with its own position."""
         start = self.start
         for recipe in solved_parts(self.tensor.recipe):
             part = OutputTensor(self.tensor.name, recipe, self.tensor.dtype)
-            yield _Placed(part, self.file, start)
+            yield _Placement(part, self.file, start)
             start += part.num_bytes
 
 

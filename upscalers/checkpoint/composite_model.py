@@ -57,7 +57,7 @@ class Spelling:
 
 
 @dataclass(frozen=True)
-class LargerModel:
+class CompositeModel:
     """The model around a language model.
 
     Args:
@@ -77,7 +77,7 @@ class LargerModel:
         """The spelling of the checkpoint."""
         return self.spellings[0]
 
-    def spelled_as(self, stored: Iterable[str]) -> "LargerModel":
+    def spelled_as(self, stored: Iterable[str]) -> "CompositeModel":
         """Return the model with the first spelling alone under which a checkpoint stores tensors of the stack, by their names."""
         names = tuple(stored)
         present = (each for each in self.spellings if any(name.startswith(each.stack) for name in names))
@@ -115,7 +115,7 @@ class LargerModel:
         return {**outer, LANGUAGE_KEY: inner}
 
 
-def larger_model_of(config: Config) -> LargerModel:
+def composite_model_of(config: Config) -> CompositeModel:
     """Return the larger model that a raw config with a language model's config within describes, or refuse it."""
     native = _native(config)
     built = _built(json.dumps(native, sort_keys=True))
@@ -139,7 +139,7 @@ def _native(config: Config) -> Config:
 
 
 @cache
-def _built(native: str) -> LargerModel:
+def _built(native: str) -> CompositeModel:
     import torch
     from transformers import (
         CONFIG_MAPPING,
@@ -206,7 +206,7 @@ def _built(native: str) -> LargerModel:
     if tied is not None:
         values["tie_word_embeddings"] = tied
     spellings = (written,) if written == direct else (written, direct)
-    return LargerModel(json.loads(native), json.loads(json.dumps(values)), spellings, auto_class)
+    return CompositeModel(json.loads(native), json.loads(json.dumps(values)), spellings, auto_class)
 
 
 def _shapes(tensors: Mapping[str, Any]) -> dict[str, Shape]:
