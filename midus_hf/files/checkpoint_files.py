@@ -26,10 +26,8 @@ RUN_CONFIG, CERTIFICATE = "train_config.yaml", "certificate.json"
 PARTIAL_MODEL = ".partial_model"
 # In a checkpoint to resume from: what trained, the states of blocks, the Trainer's last file, and the digests of all files.
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
-TRAINED_FILE, BLOCK_STATES, TRAINER_STATE, MANIFEST_FILE = (
-    *("trained.safetensors", "block_states"),
-    *("trainer_state.json", "manifest.json"),
-)
+TRAINED_FILE, BLOCK_STATES = "trained.safetensors", "block_states"
+TRAINER_STATE, MANIFEST_FILE = "trainer_state.json", "manifest.json"
 
 # As `save_pretrained` and `upscale` name weights. Shards with other names are found through an index: `indexed_weights`.
 _NUMBER = "[0-9]" * 5

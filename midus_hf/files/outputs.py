@@ -60,11 +60,7 @@ def alone_in(folder: Path, refusal: ValueError) -> Iterator[None]:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield the path of an empty hidden file to write to, which is moved to `path` after the block, and removed after an error.
-
-    Raises:
-        ValueError: If another process is writing the same file.
-    """
+    """Yield the path of an empty hidden file to write to, which is moved to `path` after the block, and removed after an error."""
     partial = unfinished_path(path)
     partial.touch()
     with _locked(partial, ValueError(f"{path} is being written by another process. Wait for it.")):
@@ -78,15 +74,12 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 class OutputFolder:
-    """A checkpoint's folder, which replaces only what our record says is ours.
+    """A checkpoint's folder, which replaces only what our record says is ours; `ValueError` says what else stands in its way.
 
     Args:
         path: Path of the output; `~` is expanded, and a link stands for its target.
         source: The folder it is made from, which must neither contain the output nor lie inside it. Default: none.
         overwrite: Whether an existing checkpoint may be replaced. Default: False.
-
-    Raises:
-        ValueError: If the output has no name, exists, lies inside the source or around it, or cannot be written.
     """
 
     error: type[ValueError] = ValueError
@@ -137,11 +130,7 @@ class OutputFolder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Path]:
-        """Yield the hidden folder to write to, and move it to its path after the block; after an error it is removed.
-
-        Raises:
-            ValueError: If another run is writing the output, or a person's files have appeared there.
-        """
+        """Yield the hidden folder to write to, which is moved to its path after the block, and removed after an error."""
         busy = f"output {self.path} is being written by another run. Wait for it, or choose another folder."
         with alone_in(self.partial, self.error(busy)):
             try:
@@ -163,7 +152,7 @@ class OutputFolder:
             self.path.rename(replaced)
         try:
             self.partial.rename(self.path)
-        except OSError:
+        except BaseException:
             if replaced.exists():
                 replaced.rename(self.path)
             raise

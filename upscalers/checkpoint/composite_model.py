@@ -27,13 +27,7 @@ _OF_FILE = ("_name_or_path", "transformers_version", "architectures", "auto_map"
 
 @dataclass(frozen=True)
 class Spelling:
-    """One way in which a larger model's checkpoint names tensors.
-
-    Args:
-        stack: Prefix of the names of the language model's stack, such as `"model.language_model."`.
-        head: Prefix of the names of the language model's head, such as `"lm_head."`.
-        others: Shape of each tensor outside the language model, by stored name.
-    """
+    """One way in which a larger model's checkpoint names tensors: prefixes of the language model's stack and head, and all others."""
 
     stack: str
     head: str

@@ -35,14 +35,7 @@ _NOT_IN_KERNEL = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNO
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Position of a tensor in a file.
-
-    Args:
-        dtype: Dtype as safetensors names it, such as `"BF16"`.
-        shape: Shape as stored.
-        file: The file that holds the tensor; None for a tensor that is only planned.
-        start: Position of the tensor's first byte in the file.
-    """
+    """Position of a tensor: its dtype, as safetensors names it, shape, file (None if it is only planned) and first byte in it."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -41,13 +41,7 @@ _ANY_FOLDER = "*/*"
 
 @dataclass(frozen=True)
 class Source:
-    """A base that lies in a folder.
-
-    Args:
-        name: Name as the person gave it, without a hub revision.
-        folder: Folder with the base's files.
-        revision: The commit of a hub repository; None for local bases.
-    """
+    """A base that lies in a folder, by the name that the person gave, without revision; a base of the hub has a commit."""
 
     name: str
     folder: Path

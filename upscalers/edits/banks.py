@@ -139,21 +139,11 @@ def _lies_in(node: Node, other: Node, branching: int) -> bool:
 
 
 def list_banks(model: str | Path, memory: str | None = None) -> dict[str, Any]:
-    """Return the levels of a checkpoint's banks, and which of their blocks were written.
+    """Return `{"model", "fetched", "bank", "banks"}` of a checkpoint's banks, or of one memory's; parameters are summed over banks.
 
-    Args:
-        model: A checkpoint with banks: a folder or a hub id.
-        memory: Name of one memory, whose bank alone is listed. Default: all banks.
-
-    Returns:
-        `{"model", "fetched", "bank", "banks"}`, with the parameters that a text fetches and the parameters of all blocks, summed
-        over the banks. `banks` has `{"memory", "type", "branching", "tree", "fetched", "bank", "levels"}` for each bank, and
-        `levels` has `{"level", "nodes", "parameters", "written", "deleted", "generic", "bytes_on_disk"}` for each level with
-        blocks: `parameters` is the number of parameters per block, `written` and `deleted` have nodes whose blocks were
-        written or deleted, and `generic` is whether the block of the generic memory was written.
-
-    Raises:
-        RequestError: If there is no bank.
+    Each bank has `{"memory", "type", "branching", "tree", "fetched", "bank", "levels"}`, and each level with blocks
+    `{"level", "nodes", "parameters", "written", "deleted", "generic", "bytes_on_disk"}`: `parameters` is the number of parameters
+    per block, `written` and `deleted` have nodes, and `generic` is whether the block of the generic memory was written.
     """
     with resolve_source(str(model)) as source:
         layouts = find_layouts(source.folder, memory)
@@ -197,14 +187,7 @@ def _listed(folder: Path, name: str, layout: BankLayout) -> dict[str, Any]:
 
 
 def parse_nodes(names: Sequence[str], layout: BankLayout, subtree: bool = False) -> list[Node]:
-    """Return the nodes with blocks that a person names `LEVEL:NODE` or `LEVEL:generic`, ascending.
-
-    Args:
-        subtree: Whether to include all nodes below each node as well. Default: False.
-
-    Raises:
-        RequestError: If no node is named, or a name is not that of a node with a block.
-    """
+    """Return the nodes with blocks that a person names `LEVEL:NODE` or `LEVEL:generic`, ascending; with `subtree` all below, too."""
     if not names:
         raise RequestError("no node is named; expected one or more, each LEVEL:NODE, such as 2:52.")
     nodes: set[Node] = set()
@@ -217,11 +200,7 @@ def parse_nodes(names: Sequence[str], layout: BankLayout, subtree: bool = False)
 
 
 def parse_node(name: str, layout: BankLayout) -> Node:
-    """Return the node that a person names `LEVEL:NODE` or `LEVEL:generic`, with a block or without.
-
-    Raises:
-        RequestError: If the name is not that of a node.
-    """
+    """Return the node that a person names `LEVEL:NODE` or `LEVEL:generic`, with a block or without, or raise `RequestError`."""
     match = _NODE.fullmatch(name)
     if match is None:
         raise RequestError(f"node is {name!r}; expected LEVEL:NODE, such as 2:52, or LEVEL:generic.")
@@ -254,11 +233,7 @@ def written_node(node: Node) -> str:
 
 
 def find_layouts(folder: Path, memory: str | None = None) -> dict[str, BankLayout]:
-    """Return the layout of each bank by the name of its memory, or of the bank of one memory alone.
-
-    Raises:
-        RequestError: If the model has no memory that fetches blocks, or none of this name.
-    """
+    """Return the layout of each bank by the name of its memory, or of the bank of one memory alone, or raise `RequestError`."""
     banks = open_base(folder, needs_weights=False).layout.memories.banks
     if not banks:
         raise RequestError(
@@ -275,11 +250,7 @@ def find_layouts(folder: Path, memory: str | None = None) -> dict[str, BankLayou
 
 @contextlib.contextmanager
 def open_bank(folder: Path, name: str, layout: BankLayout) -> Iterator["MemoryBank"]:
-    """Open the bank of a memory in the folder of a checkpoint. Errors of reading it inside the context are a `RequestError`.
-
-    Raises:
-        RequestError: If the bank is absent, damaged, or another model's.
-    """
+    """Open the bank of a memory in the folder of a checkpoint; errors of reading it inside the context are a `RequestError`."""
     from midus_hf.banks.level_file import BankError
     from midus_hf.banks.memory_bank import MemoryBank
 

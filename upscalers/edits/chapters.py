@@ -33,14 +33,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True)
 class Bank:
-    """One bank, and the routers of the layers that read the bank.
-
-    Args:
-        layers: Indices of the layers that read the bank.
-        rows: Full names of the tensors with a row per memory token: the rows, or their integers and their scales.
-        router_weights: Full names of router weights, one tensor per layer with a row per chapter.
-        router_biases: Full names of router biases, one tensor per layer with an entry per chapter.
-    """
+    """One bank, read by `layers`: full names of its rows (or integers and scales), and of router weights and biases per layer."""
 
     layers: tuple[int, ...]
     rows: tuple[str, ...]
@@ -50,13 +43,7 @@ class Bank:
 
 @dataclass(frozen=True)
 class ChapterMemory:
-    """A memory of chapters in a checkpoint.
-
-    Args:
-        model: The opened checkpoint.
-        entry: Entry of the memory in the config's `memory` list.
-        options: Options in the entry.
-    """
+    """A memory of chapters in an opened checkpoint, with its entry in the config's `memory` list."""
 
     model: BaseModel
     entry: MemoryEntry
@@ -89,20 +76,12 @@ class ChapterMemory:
 
 
 def row_names(bank_bits: int | None) -> tuple[str, ...]:
-    """Return the names of a bank's tensors that have a row per memory token.
-
-    Args:
-        bank_bits: Bits per number of a rounded bank, 8 or 4; None for a bank that is not rounded.
-    """
+    """Return the names of a bank's tensors with a row per memory token; `bank_bits` is None for a bank that is not rounded."""
     return ("bank",) if bank_bits is None else ("bank_integers", "bank_scales")
 
 
 def find_memories(model: BaseModel, name: str | None = None) -> list[ChapterMemory]:
-    """Return the memories of chapters that a checkpoint has, or the one of a name.
-
-    Raises:
-        RequestError: If the checkpoint has none, or none of this name.
-    """
+    """Return the memories of chapters that a checkpoint has, or the one of a name; refuse if there is none."""
     memories = {
         name: ChapterMemory(model, entry, entry.options)
         for name, entry in model.layout.memories.attached.items()
@@ -276,15 +255,7 @@ class _RoundedPart(Recipe):
 
 
 def parse_numbers(text: str, num_chapters: int) -> tuple[int, ...]:
-    """Return the numbers in a list of numbers and ranges of chapters, in the order in which they are named.
-
-    Args:
-        text: A list such as `"3,7-9"`, which stands for 3, 7, 8 and 9.
-        num_chapters: C, the number of chapters.
-
-    Raises:
-        RequestError: If the text is no list of this form, names a number twice, or names a number of C or more.
-    """
+    """Return the numbers of chapters in a list such as `"3,7-9"`, in its order; refuse other texts, repeats, and others' numbers."""
     numbers: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())

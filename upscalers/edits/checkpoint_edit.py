@@ -43,13 +43,9 @@ class EditRequest:
 
 @dataclass(frozen=True)
 class EditDetails:
-    """Details of an edit that was decided on.
+    """What an edit does: the names of its memories (an inserted one is named by its type), and what it writes in place of tensors.
 
-    Args:
-        memories: Names of the edited memories; an inserted memory is named by its type.
-        tensors: Tensors to write instead of a tensor, by the name of each tensor that does not stay as it is.
-        details: What the record says of the edit beside command, version and memories.
-        options: Options of the memories that the edit changes. Default: none.
+    `details` is what the record says beside command, version and memories, and `options` what it changes in the memories' options.
     """
 
     memories: Sequence[str]
@@ -59,21 +55,13 @@ class EditDetails:
 
 
 def edit_checkpoint(command: str, request: EditRequest, decide: Callable[[BaseModel], EditDetails]) -> dict[str, Any]:
-    """Write a copy of a checkpoint with an edit applied to its memories.
+    """Write a copy of a checkpoint with the edit that `decide` gives for the opened checkpoint.
 
-    The config, `upscale.json` and the model card list the edit. `upscale.json` no longer says that the model computes what its base
-    computes.
-
-    Args:
-        command: Name of the edit in the record.
-        request: The checkpoint to read and the folder to make.
-        decide: Function that decides on the edit, from the opened checkpoint.
+    The config, `upscale.json` and the model card list the edit, as `command`. `upscale.json` no longer says that the model computes
+    what its base computes.
 
     Returns:
         `{"command", "memories", ..., "model", "output", "bytes_written", "seconds"}`, with the details of the edit.
-
-    Raises:
-        RequestError: If the model was not made by `upscale`, the edit cannot be decided on, or the output cannot be made.
     """
     started = time.perf_counter()
     progress = request.progress or Progress()
@@ -104,12 +92,7 @@ def edit_checkpoint(command: str, request: EditRequest, decide: Callable[[BaseMo
 
 
 def edited_shards(model: BaseModel, edited: Mapping[str, Sequence[OutputTensor]]) -> dict[str, list[OutputTensor]]:
-    """Return the tensors of the result, in the files and the order in which the edited model stores them.
-
-    Args:
-        model: The checkpoint that is edited.
-        edited: Tensors to write instead of a tensor, by the name of each tensor that does not stay as it is.
-    """
+    """Return the tensors of the result, `edited` ones in place of their own, in the files and the order of the model."""
     shards: dict[str, list[OutputTensor]] = {}
     tensors = {name: tensor.as_stored for name, tensor in model.tensors.items() if name not in model.packed}
     for name, stored in sorted(tensors.items(), key=lambda item: (str(item[1].file), item[1].start)):

@@ -85,13 +85,7 @@ def _permuted(model: BaseModel, name: str, seed: int) -> OutputTensor:
 
 @dataclass(frozen=True)
 class PermutedRows(Recipe):
-    """Recipe that reorders the rows of a table, its dimension before the last, so that no row stays where it was.
-
-    Args:
-        source: Full name of the table, which has at least two rows. If the table has more than two dimensions, the
-            rows have the same order at every index of the dimensions in front.
-        seed: Seed of the order. The same seed and number of rows give the same order.
-    """
+    """Recipe that reorders the rows of a table, its dimension before the last, so that no row stays where it was."""
 
     source: str
     seed: int
@@ -101,12 +95,7 @@ class PermutedRows(Recipe):
 
 
 def row_order(rows: int, seed: int) -> "torch.Tensor":
-    """Return the row that comes to each position, `[rows]`, int64: one random cycle through all rows.
-
-    Args:
-        rows: Number of rows, at least two.
-        seed: Seed of the cycle.
-    """
+    """Return the row that comes to each position, `[rows]`, int64: one random cycle through all rows, two or more."""
     import torch
 
     cycle = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))

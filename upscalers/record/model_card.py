@@ -159,14 +159,6 @@ def _citation(method: Method) -> list[str]:
 
 
 _LICENCE_KEYS = ("license", "license_name", "license_link")
-# Tags for file formats and runtimes of a model, which a new checkpoint does not inherit.
-_FORMATS_AND_RUNTIMES = frozenset(
-    {
-        "4-bit", "8-bit", "autotrain_compatible", "awq", "coreml", "custom_code", "endpoints_compatible", "exl2", "flax",
-        "ggml", "gguf", "gptq", "jax", "llama-cpp", "llama.cpp", "mistral-common", "mlx", "onnx", "openvino", "pytorch",
-        "quantized", "rust", "safetensors", "tensorflow", "text-generation-inference", "tf", "tgi", "transformers", "vllm",
-    }
-)  # fmt: skip
 
 
 def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
@@ -190,12 +182,11 @@ def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
             f"not carried over. Add them to {CARD_FILE} of the output."
         )
         return {}
-    carried = {key: _words(card.get(key)) for key in (*_LICENCE_KEYS, "language", "tags", "base_model")}
+    carried = {key: _words(card.get(key)) for key in (*_LICENCE_KEYS, "language", "base_model")}
     carried["license_link"] = [_absolute_link(link, base) for link in carried["license_link"]]
     carried["base_model"] = [name for name in carried["base_model"] if _is_hub_id(name)]
-    carried["tags"] = [tag for tag in carried["tags"] if tag.lower() not in _FORMATS_AND_RUNTIMES and ":" not in tag]
     # A single entry is not wrapped in a list: the hub takes lists for some keys only.
-    return {key: texts if len(texts) > 1 or key == "tags" else texts[0] for key, texts in carried.items() if texts}
+    return {key: texts if len(texts) > 1 else texts[0] for key, texts in carried.items() if texts}
 
 
 def front_matter(base: Source, carried: dict[str, Any], tags: list[str]) -> str:
@@ -213,7 +204,7 @@ def front_matter(base: Source, carried: dict[str, Any], tags: list[str]) -> str:
         base_model=base_model,
         # The hub knows four relations (adapter, finetune, merge, quantized); finetune is the one that changes weights.
         base_model_relation="finetune" if base_model else None,
-        tags=[*tags, *carried.get("tags", [])],
+        tags=tags,
     )
     return f"---\n{data.to_yaml()}\n---"
 

@@ -11,16 +11,10 @@ _ABSORB = {torch.float32: 1e30, torch.float64: 1e100}
 
 @dataclass(frozen=True)
 class Transport:
-    """A plan T [n, m] between n source rows and m target rows.
+    """A plan T [n, m] between n source rows and m target rows: a matrix, or a permutation with one source row per target row.
 
-    Args:
-        matrix: T [n, m]; None if the plan is a permutation.
-        permutation: The one source row of each target row [m]; None if the plan is spread out.
-        scale: Factor on every entry of the plan.
-        iterations: Number of iterations that the solver took.
-        residual: L1 distance of the plan's marginals from uniform marginals, summed over both sides.
-        effective_sources: Number of source rows that a target row draws on: exp(entropy) of a column, mean over
-            columns.
+    `residual` is the L1 distance of its marginals from uniform ones, summed over both sides, and `effective_sources` the number of
+    source rows that a target row draws on: exp(entropy) of a column, mean over columns.
     """
 
     matrix: torch.Tensor | None

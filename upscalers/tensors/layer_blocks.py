@@ -18,13 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerBlocks(Recipe):
-    """Recipe that takes a block for each layer of the result from a tensor that has one for each layer of the base.
+    """Recipe that takes a block for each layer of the result, by index, from a tensor that has one for each layer of the base.
 
-    Args:
-        source: Full name of the tensor in the base.
-        dim: The dimension along which the blocks stand.
-        num_blocks: Number of blocks of the source.
-        blocks: Index of a block of the source for each layer of the result.
+    The `num_blocks` blocks of the `source` stand along the dimension `dim`.
     """
 
     source: str

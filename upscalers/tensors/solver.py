@@ -21,13 +21,7 @@ Measurement = dict[str, Any]
 
 @dataclass(frozen=True)
 class Scratch:
-    """Tools that a solver works with.
-
-    Args:
-        read: Function that reads a tensor of the base by its full name.
-        folder: Folder for temporary files, removed when the work is done.
-        progress: Display that shows every step.
-    """
+    """What a solver works with: `read` for tensors of the base, a folder that is removed when the work is done, and the display."""
 
     read: "ReadTensor"
     folder: Path
