@@ -1,6 +1,5 @@
-"""The output folder of a run: who may write it, the record of the arguments, and the card that the trained model begins with."""
+"""The output folder of a run: who may write it, and the record of the arguments."""
 
-import codecs
 import contextlib
 import os
 import re
@@ -11,11 +10,9 @@ from typing import Any
 import yaml
 from accelerate.utils import broadcast_object_list
 
-from midus_hf.files.card_example import card_example
-from midus_hf.files.checkpoint_files import CARD_FILE, CONFIG_FILE, RUN_CONFIG
+from midus_hf.files.checkpoint_files import CONFIG_FILE, RUN_CONFIG
 from midus_hf.files.outputs import alone_in, whole_file
 from midus_hf.files.secrets import for_record
-from midus_hf.topics.corpus import say
 from midus_hf.training.arguments import AUTO
 from midus_hf.training.checkpoints import latest_whole, resumed_checkpoint
 from midus_hf.training.early_checks import check_folder, holds_files
@@ -32,8 +29,7 @@ _SEQUENCES = "sequences_per_step"
 def open_output(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
     """Check that a run may write its output, lock and begin it in the main process, and return the checkpoint to resume from.
 
-    Args:
-        opened: What is closed when the run ends, which gives the output free, and takes away what holds the record of a run alone.
+    To close `opened` gives the output free, and takes it away if it holds nothing but the record of the run.
 
     Raises:
         ValueError: If the output cannot be written, is being written, holds files and is not resumed, or holds an input or
@@ -122,45 +118,3 @@ def _check_same_run(arguments: Any, checkpoint: Path) -> None:
                 f"{name} is {record.get(name, 'its default')!r}, but the run to resume has {earlier.get(name, 'its default')!r}; "
                 "give the same, or start a new run in another folder."
             )
-
-
-def readable_card(card: bytes) -> bytes:
-    """Return a model card in UTF-8; one in UTF-16, or of bytes that are no UTF-8, is converted, which a line says."""
-    encoding = "utf-16" if card.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8"
-    try:
-        text = card.decode(encoding)
-    except UnicodeDecodeError:
-        encoding = "latin-1"
-        text = card.decode(encoding)
-    if encoding != "utf-8":
-        say(f"the model's {CARD_FILE} is not UTF-8; it is read as {encoding.upper()}, and saved as UTF-8")
-    return text.encode()
-
-
-def without_folders(value: Any) -> Any:
-    """Return a recorded value with the last part of each path that exists here, in mappings and lists too."""
-    if isinstance(value, dict):
-        return {key: without_folders(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [without_folders(inner) for inner in value]
-    is_path = isinstance(value, str) and Path(value).expanduser().exists()
-    return Path(value).expanduser().name if is_path else value
-
-
-def new_card(arguments: Any, model_type: str) -> bytes:
-    """Return the card of a model made from a config, without the section on training; the card names no base."""
-    metadata = yaml.safe_dump(
-        {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["midus_hf"]}, sort_keys=False
-    )
-    config = without_folders(arguments.config_name)
-    text = f"""---
-{metadata}---
-
-# {Path(arguments.output_dir).name}
-
-Trained from the beginning: the weights were made at random by seed {arguments.seed}, for the config `{config}`. The
-model is based on no other.
-
-{chr(10).join(card_example(model_type, "AutoModelForCausalLM", writes=True))}
-"""
-    return text.encode()

@@ -49,15 +49,21 @@ from midus_hf.training.optim.freezing import (
 )
 from midus_hf.training.output import (
     by_main_process,
-    new_card,
     open_output,
-    readable_card,
     record_arguments,
     sequences_per_step,
 )
 from midus_hf.training.parallel import check_checkpoint, shares_parameters
 from midus_hf.training.protection import Protected
-from midus_hf.training.saving import SavedInPart, save_model, source_of, try_saving, upload_model
+from midus_hf.training.saving import (
+    SavedInPart,
+    new_card,
+    readable_card,
+    save_model,
+    source_of,
+    try_saving,
+    upload_model,
+)
 from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
 
 

@@ -1,5 +1,6 @@
 """The trained model on the disk: what stands beside its weights is tried before training, so that nothing is lost at the end."""
 
+import codecs
 import dataclasses
 import os
 import shutil
@@ -14,6 +15,7 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig, TrainerState
 
 from midus_hf.config.wording import first_line
+from midus_hf.files.card_example import card_example
 from midus_hf.files.checkpoint_files import CARD_FILE, CONFIG_FILE, GENERATION_CONFIG, PARTIAL_MODEL, TRAINER_STATE
 from midus_hf.files.secrets import for_record
 from midus_hf.topics.corpus import say
@@ -21,7 +23,6 @@ from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.checkpoints import latest_whole
 from midus_hf.training.optim.freezing import whole_numel
 from midus_hf.training.optim.parameter_groups import banks_of
-from midus_hf.training.output import without_folders
 from midus_hf.training.protection import without_section
 
 
@@ -190,17 +191,10 @@ def _written(folder: Path, writers: Mapping[str, Callable[[Path], object]]) -> l
 
 
 def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:
-    """Append the section "Trained with" to a model card: steps, losses, held-out texts before and after, and keys.
-
-    The card shows only the last part of local paths, since cards are made to be shared.
-
-    Args:
-        card: The `README.md` of the model that was trained, in UTF-8.
-        state: State of the Trainer at the end.
-    """
+    """Append the section "Trained with" to a model card: steps, losses, held-out texts before and after, and keys."""
     losses = [event["loss"] for event in state.log_history if "loss" in event]
     final_loss = f"{losses[-1]:.4f}" if losses else "not logged"
-    keys = yaml.safe_dump(without_folders(arguments.recorded()), sort_keys=False)
+    keys = yaml.safe_dump(_shared(arguments.recorded()), sort_keys=False)
     section = f"""
 
 ## Trained with
@@ -231,3 +225,42 @@ def _held_out(arguments: Any, state: TrainerState) -> str:
             rows.append(f"| {name or 'held out'} | {' | '.join(numbers)} |\n")
     head = "| text | loss before training | after | perplexity before | after |\n|---|---|---|---|---|\n"
     return f"\n{head}{''.join(rows)}" if rows else ""
+
+
+def readable_card(card: bytes) -> bytes:
+    """Return a model card in UTF-8; one in UTF-16, or of bytes that are no UTF-8, is converted, which a line says."""
+    try:
+        return card.decode().encode()
+    except UnicodeDecodeError:
+        encoding = "utf-16" if card.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "latin-1"
+    say(f"the model's {CARD_FILE} is not UTF-8; it is read as {encoding.upper()}, and saved as UTF-8")
+    return card.decode(encoding, errors="replace").encode()
+
+
+def _shared(value: Any) -> Any:
+    """Return a recorded value with the last part of each path that exists here, since cards are made to be shared."""
+    if isinstance(value, dict):
+        return {key: _shared(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_shared(inner) for inner in value]
+    is_path = isinstance(value, str) and Path(value).expanduser().exists()
+    return Path(value).expanduser().name if is_path else value
+
+
+def new_card(arguments: Any, model_type: str) -> bytes:
+    """Return the card of a model made from a config, without the section on training; the card names no base."""
+    text = f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- midus_hf
+---
+
+# {Path(arguments.output_dir).name}
+
+Trained from the beginning: the weights were made at random by seed {arguments.seed}, for the config
+`{_shared(arguments.config_name)}`. The model is based on no other.
+
+{chr(10).join(card_example(model_type, "AutoModelForCausalLM", writes=True))}
+"""
+    return text.encode()
