@@ -70,7 +70,7 @@ def upscale(
         push_to_hub: A repository to upload the result to. Default: None.
         private: Whether to make a new repository private; an existing one must be private. Default: False, the owner's
             default.
-        adapter: A folder or a hub id of a plain LoRA that PEFT saved, which is merged into the base while the base is
+        adapter: A folder or a hub id of a LoRA, rsLoRA or DoRA that PEFT saved, which is merged into the base while the base is
             read, as `merge_and_unload` does. Default: None.
         progress: Display that shows every step. Default: none.
 
