@@ -3,7 +3,6 @@
 import copy
 import importlib.metadata
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,26 +136,14 @@ def _restore_tokenizer_config(folder: Path, record: dict[str, Any]) -> None:
 
 
 def _base_shards(tensors: list[OutputTensor], record: dict[str, Any]) -> dict[str, list[OutputTensor]]:
-    """Assign tensors to the base's files if the record has them, else to as few files as the default limit allows."""
-    files = _recorded_files(record)
-    by_name: Callable[[str], OutputTensor] = {tensor.name: tensor for tensor in tensors}.__getitem__
-    recorded = [name for names in files.values() for name in names]
-    if sorted(recorded) != sorted(tensor.name for tensor in tensors):
+    """Assign tensors to the base's files if the record lists them soundly, else to as few files as the default limit allows."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    try:
+        files = record["base"]["files"]
+        recorded = sorted(name for names in files.values() for name in names)
+        is_sound = all(Path(file).name == file and file.endswith(".safetensors") for file in files)
+    except (KeyError, TypeError, AttributeError):
         return split_shards(tensors)
-    return {file: [by_name(name) for name in names] for file, names in files.items()}
-
-
-def _recorded_files(record: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the names of the tensors in each file of the base; empty if the record has no sound list of them."""
-    base = record.get("base")
-    files = base.get("files") if isinstance(base, dict) else None
-    if not isinstance(files, dict):
-        return {}
-    sound = all(
-        Path(file).name == file
-        and file.endswith(".safetensors")
-        and isinstance(names, list)
-        and all(isinstance(name, str) for name in names)
-        for file, names in files.items()
-    )
-    return files if sound else {}
+    if not is_sound or recorded != sorted(by_name):
+        return split_shards(tensors)
+    return {file: [by_name[name] for name in names] for file, names in files.items()}

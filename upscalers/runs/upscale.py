@@ -211,11 +211,7 @@ _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([A-Za-z]*)$")
 
 
 def parse_size(size: str | int) -> int:
-    """Return the bytes of a size such as `"5GB"`, `"500MB"` or a plain number.
-
-    Raises:
-        RequestError: If it is no positive size.
-    """
+    """Return the bytes of a size such as `"5GB"`, `"500MB"` or a plain number, or raise `RequestError`."""
     match = _SIZE.match(str(size).strip())
     if not match or match[2].upper() not in _UNITS or float(match[1]) <= 0:
         raise RequestError(f"max-shard-size is {size!r}; expected a positive size such as 5GB or 500MB.")
