@@ -18,10 +18,10 @@ from transformers import CONFIG_MAPPING
 before = ["llama" in CONFIG_MAPPING, "midus_hf.models" in sys.modules]
 after = ["midus_llama" in CONFIG_MAPPING, "midus_hf.models" in sys.modules]
 
-from midus_hf.config.memories.ultramem_statistics import MEASURED
-from midus_hf.config.memory_types import MEMORY_TYPES
+from midus_hf.memories.ultramem.statistics import MEASURED
+from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.models import FAMILIES
-from midus_hf.memory.registry import MEMORY_MODULES
+from midus_hf.memories.registry import layer_class
 
 config_class = FAMILIES["llama"].config_class
 FAMILIES["llama"](config_class(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1))
@@ -64,7 +64,7 @@ ORDERS = {
     "before the configs alone": "import midus_hf; from transformers import AutoConfig",
     "before a module that the Auto classes need": "import midus_hf, transformers.models.auto.auto_factory",
     "before a module that needs the Auto classes": "import midus_hf, transformers.generation.utils",
-    "memory alone": "import midus_hf.memory",
+    "memory alone": "import midus_hf.memories",
     "a family alone": "import midus_hf.models.families.llama",
     "again": "import importlib, midus_hf; importlib.reload(midus_hf)",
     "Auto classes in a thread": "import midus_hf, threading; "

@@ -6,11 +6,12 @@ from sites.cases import CASES
 from sites.toy_memory import Toy
 from tiny import prompt
 
-from midus_hf.config.memory_entries import read_memories
-from midus_hf.config.memory_types import MEMORY_TYPES, SharedTables
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.tables import DeclaredModule
-from midus_hf.models.memory_inputs import Carried, MemoryInputs
+from midus_hf.memories.entries import read_memories
+from midus_hf.memories.hosting.inputs import Carried, MemoryInputs
+from midus_hf.memories.options import SharedTables
+from midus_hf.memories.registry import MEMORY_TYPES
+from midus_hf.memories.tables import DeclaredModule
 from tests.upscalers.checkpoints import load, read_tensors, save_base, write_tensors
 from upscalers.request.errors import RequestError
 from upscalers.runs.strip import strip

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pairs import in_turn
 
-from midus_hf.memory.headwise import HeadwiseMemory
+from midus_hf.memories.headwise.layer import HeadwiseMemory
 from tests.upscalers.checkpoints import (
     edit_config,
     read_tensors,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from midus_hf.config.memories.chapters import ChaptersOptions
-from midus_hf.config.memory_entries import ATTACHED, TABLES, MemoryEntry
-from midus_hf.config.memory_types import check_fit
+from midus_hf.memories.chapters.options import ChaptersOptions
+from midus_hf.memories.entries import ATTACHED, TABLES, MemoryEntry
+from midus_hf.memories.options import check_fit
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.edits.checkpoint_edit import EditDetails, EditRequest, edit_checkpoint
 from upscalers.request.errors import RequestError, refusing_requests

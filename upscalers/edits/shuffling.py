@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.config.controls import num_value_rows
-from midus_hf.config.memory_entries import ATTACHED, INSERTED, TABLES
+from midus_hf.memories.controls import num_value_rows
+from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.edits.checkpoint_edit import EditDetails, EditRequest, edit_checkpoint
 from upscalers.request.errors import RequestError

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from midus_hf.config.memory_entries import ATTACHED, NO_MEMORIES, TABLES, Memories
+from midus_hf.memories.entries import ATTACHED, NO_MEMORIES, TABLES, Memories
 from upscalers.request.errors import RequestError
 
 _LAYER_TENSOR = re.compile(r"(?:model\.)?layers\.(?P<layer>\d+)\.(?P<rest>.+)")

@@ -6,9 +6,9 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from midus_hf.config.memory_entries import Memories
 from midus_hf.files.card_example import card_example
 from midus_hf.files.checkpoint_files import CARD_FILE
+from midus_hf.memories.entries import Memories
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.hub import check_repo_id
 from upscalers.checkpoint.source import Source

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from midus_hf.config.memory_entries import BASE_DIGEST
 from midus_hf.files.checkpoint_files import RECORD_FILE
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.outputs import CONFIG_KEY, LANGUAGE_KEY, has_config_entry, language_entry
 from midus_hf.files.secrets import for_record
+from midus_hf.memories.entries import BASE_DIGEST
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import MOST_LAYERS, BaseModel
 from upscalers.checkpoint.merged_adapter import Adapter

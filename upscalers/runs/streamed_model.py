@@ -9,7 +9,7 @@ from accelerate.hooks import attach_align_device_hook
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import midus_hf  # noqa: F401 - registers the classes
-from midus_hf.models.parts import decoder_of
+from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.saved_models import auto_class_of
 from upscalers.checkpoint.computed_tensor import read_tensor
 from upscalers.checkpoint.safetensors_format import StoredTensor
