@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from midus_hf.files.whole_files import whole_file
+from midus_hf.files.outputs import whole_file
 from midus_hf.training.checkpoints import latest_whole
 
 # Lies in the folder of a demonstration, and says which phases have ended.

@@ -157,7 +157,7 @@ def test_the_auto_classes_know_every_family_whatever_was_imported_first(found, o
 
 
 def test_options_and_files_are_read_without_torch():
-    code = "import sys, midus_hf.config, midus_hf.files.whole_files; print({'torch', 'transformers', 'numpy'} & {*sys.modules})"
+    code = "import sys, midus_hf.config, midus_hf.files.outputs; print({'torch', 'transformers', 'numpy'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "set()\n"
 

@@ -19,13 +19,7 @@ from upscalers.tensors.solver import summary_table
 
 
 class Console(Progress):
-    """A progress bar of the current stage on standard error.
-
-    Nothing is drawn if standard error is not a terminal.
-
-    Args:
-        command: Name of the command, printed in front of warnings. Default: `"upscale"`.
-    """
+    """A progress bar of the current stage on standard error, if that is a terminal; `command` stands in front of warnings."""
 
     def __init__(self, command: str = "upscale") -> None:
         self._command = command

@@ -8,7 +8,7 @@ from typing import Any
 from midus_hf.banks.level_file import BankError
 from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, TREE_FILES, BankLayout
 from midus_hf.files.json_text import parse_json
-from midus_hf.files.whole_files import sync, whole_file
+from midus_hf.files.outputs import whole_file
 
 _FORMAT = 4
 
@@ -59,8 +59,7 @@ def grown_layouts(layouts: Mapping[str, BankLayout], folder: Path | None) -> dic
 
 
 def write_description(folder: Path, description: dict[str, Any]) -> None:
-    """Write the description of a bank into the bank's folder."""
-    sync(folder)  # the description marks a bank as complete, so every other file reaches the disk first
+    """Write the description of a bank into the bank's folder. It marks the bank as complete, so it is written last."""
     with whole_file(folder / BANK_DESCRIPTION) as partial:
         partial.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import safetensors
 import torch
 
-from midus_hf.files.whole_files import whole_file
+from midus_hf.files.outputs import whole_file
 
 # Marks of rows. No mark is 0, since a file system that is damaged leaves pages of zeros.
 UNWRITTEN, WRITTEN, DELETED = 1, 2, 3

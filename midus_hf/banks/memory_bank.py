@@ -11,7 +11,7 @@ from midus_hf.banks.bank_description import new_description, write_description
 from midus_hf.banks.level_file import DELETED, UNWRITTEN, write_level
 from midus_hf.banks.mapped_bank import MappedBank
 from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, TREE_FILES, BankLayout, level_file
-from midus_hf.files.whole_files import sync, whole_file
+from midus_hf.files.outputs import whole_file
 
 # Level of a block, counted from 1, and its node; -1 for the generic memory.
 BlockKey = tuple[int, int]
@@ -74,7 +74,6 @@ class MemoryBank(MappedBank):
         if not is_own:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / BANK_DESCRIPTION).unlink(missing_ok=True)  # marks a bank as complete, so it is written last
-            sync(folder)
         for level, source in self._levels.items():
             changed = {index + 1: record for (its_level, index), record in trained.items() if its_level == level}
             gone = {index + 1 for its_level, index in deleted if its_level == level}

@@ -130,7 +130,7 @@ def assign(
     """
     from tqdm import tqdm
 
-    from midus_hf.files.whole_files import whole_file
+    from midus_hf.files.outputs import whole_file
     from midus_hf.model_names import usable_device
     from midus_hf.topics.assigning import WindowPaths, document_paths, rows_with_paths, stored_paths
     from midus_hf.topics.corpus import read_corpus, say

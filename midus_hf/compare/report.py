@@ -23,7 +23,7 @@ from midus_hf.compare.results import Measured, Result, read_result
 from midus_hf.compare.running import repeats_of
 from midus_hf.compare.runs import searches_of, tokens_of
 from midus_hf.compare.variants import Variant, rate_words
-from midus_hf.files.whole_files import whole_file
+from midus_hf.files.outputs import whole_file
 from midus_hf.look.page import Section, TableOfWords, write_page
 from midus_hf.look.pictures import as_png, new_figure
 from upscalers.methods.contract import get_method

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from midus_hf.files.whole_files import whole_file
+from midus_hf.files.outputs import whole_file
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from midus_hf.compare.origins import FIXED, Inputs
 from midus_hf.compare.results import Result, log_file, read_result
 from midus_hf.compare.runs import Run, base_run, changed_keys, runs_at, searches_of
 from midus_hf.compare.variants import Variant, control_variants
-from midus_hf.files.locks import alone_in
+from midus_hf.files.outputs import alone_in
 from midus_hf.files.secrets import for_record, without_secrets
 
 _SECONDS_BETWEEN_LOOKS = 0.2
@@ -44,7 +44,7 @@ def run_all(
     """
     places = list(devices) if devices else [None] * jobs
     output = Path(comparison.output_dir)
-    refusal = (
+    refusal = ValueError(
         f"output_dir is {str(output)!r}, in which another comparison runs; expected one at a time. Wait for it, or choose another "
         "output_dir; --jobs does several runs at a time."
     )

@@ -2,10 +2,7 @@
 
 
 def card_example(model_type: str, auto_class: str, writes: bool, repository: str | None = None) -> list[str]:
-    """Return the lines of a block of Python that loads the model of a card and, if `writes`, its tokenizer, and continues a text.
-
-    Transformers reads the config before the tokenizer, and asks about the code in the folder unless it is told.
-    """
+    """Return the lines of a block of Python that loads the model of a card and, if `writes`, its tokenizer, and continues a text."""
     path = "PATH" if repository is None else f'"{repository}"'
     arguments = f"({path}, trust_remote_code=True)" if model_type.startswith("midus_") else f"({path})"
     continuing = [

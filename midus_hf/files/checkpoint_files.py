@@ -1,7 +1,7 @@
 """The files in a checkpoint's folder, by kind: their names and who writes them, declared in one place.
 
-A kind is a tuple of patterns. A pattern is a path relative to the folder, with `/` between its parts, each as `fnmatch` and
-`Path.glob` take it. Hidden names match only patterns that begin with a dot.
+A kind is a tuple of patterns of paths relative to the folder, with `/` between their parts, each as `fnmatch` and `Path.glob`
+take it. Hidden names match only patterns that begin with a dot.
 """
 
 import re
@@ -13,150 +13,57 @@ from pathlib import Path, PurePath
 from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER, TREE_FILES
 from midus_hf.config.wording import first_few
 from midus_hf.files.json_text import parse_json
-from midus_hf.files.whole_files import unfinished_name
 
 Kind = tuple[str, ...]
 
-# The file that every model's folder has.
-CONFIG_FILE = "config.json"
-GENERATION_CONFIG = "generation_config.json"
-
+CONFIG_FILE, GENERATION_CONFIG = "config.json", "generation_config.json"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 RECORD_FILE, CARD_FILE = "upscale.json", "README.md"
-TEMPLATES_FOLDER = "additional_chat_templates"
-RUN_CONFIG = "train_config.yaml"
-EVENTS_FOLDER = "runs"
-
-# Folder in which a run writes the trained model before it is moved into the output. The run owns everything in this
-# folder.
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# The options of a run, which it writes into its output when it begins, and what it says of the texts that it protected.
+RUN_CONFIG, CERTIFICATE = "train_config.yaml", "certificate.json"
+# The folder in which a run writes the trained model before it is moved into the output; the run owns all that is in it.
 PARTIAL_MODEL = ".partial_model"
-
-# Folder in which the hub's client keeps notes about its downloads. The client owns everything in this folder.
-DOWNLOADS = Path(".cache", "huggingface")
-
-# Name that a Trainer gives to the folder of a checkpoint to resume from.
+# In a checkpoint to resume from: what trained, the states of blocks, the Trainer's last file, and the digests of all files.
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
+TRAINED_FILE, BLOCK_STATES = "trained.safetensors", "block_states"
+TRAINER_STATE, MANIFEST_FILE = "trainer_state.json", "manifest.json"
 
-# The last file of a checkpoint that a Trainer writes.
-TRAINER_STATE = "trainer_state.json"
-
-# File with the sizes and digests of a checkpoint's other files. A run writes it last, when the others are on the disk.
-MANIFEST_FILE = "manifest.json"
-
-# Folder of a checkpoint with one numbered folder per bank, for the state of the bank's blocks.
-BLOCK_STATES = "block_states"
-
-
-# Weights, as named by `save_pretrained` and `upscale`. Shards with other names are found through an index:
-# `indexed_weights`.
+# As `save_pretrained` and `upscale` name weights. Shards with other names are found through an index: `indexed_weights`.
 _NUMBER = "[0-9]" * 5
 WEIGHTS: Kind = (SINGLE_FILE, f"model-{_NUMBER}-of-{_NUMBER}.safetensors", INDEX_FILE)
-
-# What a run has trained so far, in its checkpoints.
-TRAINED_FILE = "trained.safetensors"
-# Written by `save_pretrained` and `upscale`.
 CONFIG: Kind = (CONFIG_FILE, GENERATION_CONFIG)
-
 # Written by `save_pretrained` of tokenizers and processors, under names chosen by a library.
 TOKENIZER: Kind = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
-    *("chat_template.jinja", "chat_template.json", f"{TEMPLATES_FOLDER}/*.jinja"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
     *("processor_config.json", "preprocessor_config.json"),
 )
-
-# The terms of use of a model. `upscale`, `strip`, edits and training copy them to every model that they make from it.
+# The terms of use of a model, copied to every model that is made from it.
 TERMS: Kind = ("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*")
-
-# Files beside weights and config that belong to a model, as authors of bases name them. `upscale`, `strip` and edits
-# copy them.
-#
-# This kind is wider than `TOKENIZER`. A file that only this kind matches counts as written by one of these commands
-# only in a folder that the command has written as a whole.
+# What belongs to a model beside weights and config, as authors of bases name it. `upscale`, `strip` and edits copy it.
 TRAVELLING: Kind = (
-    *TOKENIZER,
-    *(
-        "tokenizer*",
-        "vocab*",
-        "merges*",
-        "*.model",
-        "*.tiktoken",
-        "chat_template*",
-        "*.jinja",
-        "*processor_config.json",
-    ),
-    *(GENERATION_CONFIG, "SYSTEM_PROMPT*"),
-    *TERMS,
+    *(*TOKENIZER, *TERMS, GENERATION_CONFIG, "SYSTEM_PROMPT*"),
+    *("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken"),
+    *("chat_template*", "*.jinja", "*processor_config.json"),
 )
-
 # The code with which a model loads where this package is not installed, written with the model's config.
 CODE: Kind = ("modeling_midus.py",)
-
-# Record of what was done to the base, written by `upscale`, `strip` and edits, and copied by training.
 RECORD: Kind = (RECORD_FILE,)
-
-# The model card, written by `upscale`, edits and training, and by libraries that train.
 CARD: Kind = (CARD_FILE,)
-
-_LEVELS: Kind = ("level-[0-9].safetensors", "level-[0-9][0-9].safetensors")
-
-# Blocks that texts fetch, written by `upscale`, edits of banks and training.
-BANKS: Kind = tuple(f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, *TREE_FILES, *_LEVELS))
-
-# Written by `Trainer.save_model` beside a model.
-ARGUMENTS: Kind = ("training_args.bin",)
-
-# With the log of a run: written beside a model by training and by `Trainer.save_state`, and part of every checkpoint.
-STATE: Kind = (TRAINER_STATE,)
-
-# First line of a Git LFS pointer, which a clone without git-lfs holds in place of a file.
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
-
-# Written by PEFT instead of weights. A run merges adapters at its end, so only checkpoints have them.
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTERS: Kind = (ADAPTER_WEIGHTS, ADAPTER_CONFIG)
-
-_STATES_OF_BLOCKS: Kind = tuple(f"{BLOCK_STATES}/*/{name}" for name in _LEVELS)
-
-# Files from which a run resumes: what trained, optimizer, schedule, random state, block states, and their manifest.
-RESUMED: Kind = (
-    *("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
-    *("pytorch_model_fsdp*", "pytorch_model_fsdp*/*", "optimizer_*/*"),  # sharded by FSDP
-    *("pytorch_model_fsdp*/.metadata", "optimizer_*/.metadata"),
-    *("global_step*/*", "latest", "zero_to_fp32.py"),  # by DeepSpeed
-    *(TRAINED_FILE, MANIFEST_FILE, *_STATES_OF_BLOCKS),
-)
-
-# Options of a run, written into its output by `midus train` and `midus sft`.
-RUN: Kind = (RUN_CONFIG,)
-
-# What a run says of the texts that it protected.
-CERTIFICATE = "certificate.json"
-
-# Unfinished options that a killed run leaves behind.
-UNFINISHED_RUN: Kind = tuple(unfinished_name(name, "[0-9a-f]" * 8) for name in RUN)
-
-# Files that the hub adds to a repository, and that its client downloads with the rest.
-HUB: Kind = (".gitattributes",)
-
-# Files that a trained model takes over from the model it was trained from: record, card and terms.
+# Blocks that texts fetch.
+_LEVELS: Kind = ("level-[0-9].safetensors", "level-[0-9][0-9].safetensors")
+BANKS: Kind = tuple(f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, *TREE_FILES, *_LEVELS))
+# What a trained model takes over from the model it was trained from.
 ACCOMPANYING: Kind = (*RECORD, *CARD, *TERMS)
-
-# All files in a folder that upscale, strip or an edit wrote. Later training may have added some; checkpoints to resume
-# from are left out, since they belong to a run.
+# All that is in a folder that `upscale`, `strip` or an edit wrote, with what training and the Hub add. Checkpoints to resume from
+# are left out, since they belong to a run.
 OF_UPSCALED: Kind = (
     *(*WEIGHTS, *CONFIG, *TRAVELLING, *CODE, *RECORD, *CARD, *BANKS),
-    *(*ARGUMENTS, *STATE, *RUN, CERTIFICATE, *HUB),
+    *(TRAINER_STATE, "training_args.bin", RUN_CONFIG, CERTIFICATE, ".gitattributes"),
 )
-
-
-def is_begun_run(name: str) -> bool:
-    """Return whether a run that has trained no model yet leaves an entry of this name in its output."""
-    return (
-        is_of(name, RUN, UNFINISHED_RUN)
-        or name in (EVENTS_FOLDER, PARTIAL_MODEL)
-        or bool(CHECKPOINT_NAME.fullmatch(name))
-    )
 
 
 def is_of(path: str | PurePath, *kinds: Kind) -> bool:
@@ -173,16 +80,13 @@ def _fits(parts: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 def indexed_weights(folder: Path) -> frozenset[str]:
-    """Return the names of shards in a folder's index of weights, without names that lead to other folders.
-
-    Without a valid index, the result is empty. `strip` and edits keep the names of a base's shards, whatever these are.
-    """
+    """Return the names of shards in a folder's index of weights, without names that lead elsewhere; none without a valid index."""
     try:
-        shard_names = set(parse_json((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(parse_json((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return frozenset()
     return frozenset(
-        name for name in shard_names if isinstance(name, str) and name.endswith(".safetensors") and "/" not in name
+        name for name in names if isinstance(name, str) and name.endswith(".safetensors") and "/" not in name
     )
 
 
@@ -229,19 +133,11 @@ def named_modules(folder: Path) -> list[str]:
 def is_lfs_pointer(path: Path) -> bool:
     """Return whether a file is a Git LFS pointer, which a clone without git-lfs holds in place of the file itself."""
     with path.open("rb") as file:
-        return file.read(200).startswith(_LFS_POINTER)
+        return file.read(200).startswith(b"version https://git-lfs.github.com/spec/v1")
 
 
 def refuse_lfs_pointers(folder: Path, *kinds: Kind) -> None:
-    """Refuse a checkpoint whose files are Git LFS pointers, if it is a folder.
-
-    Args:
-        folder: Folder of the checkpoint.
-        *kinds: Kinds of files to look at; with `WEIGHTS`, shards of other names too.
-
-    Raises:
-        ValueError: If one of these files is a pointer.
-    """
+    """Raise `ValueError` if files of these kinds are Git LFS pointers; with `WEIGHTS`, shards of other names too."""
     names = indexed_weights(folder) if WEIGHTS in kinds else ()
     files = {*(folder / name for name in names), *(file for pattern in chain(*kinds) for file in folder.glob(pattern))}
     pointers = [str(file.relative_to(folder)) for file in sorted(files) if file.is_file() and is_lfs_pointer(file)]

@@ -5,12 +5,7 @@ from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of JSON text; bytes are decoded as UTF-8.
-
-    Raises:
-        ValueError: If the text is not JSON, or is nested more deeply than Python can read, for which `json.loads` raises
-            `RecursionError`.
-    """
+    """Return the value of JSON text, or of its bytes in UTF-8; raise `ValueError` if it is not JSON, or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -8,17 +8,9 @@ SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 
 def separator_in(text: str, usual: str) -> str:
-    """Return what separates the fields of the first line of a table that has any.
-
-    Args:
-        text: The beginning of the table.
-        usual: The separator that files with such a name have. It is taken where it separates anything, or nothing does.
-    """
-    return (
-        usual
-        if len(_fields(text, usual)) > 1
-        else max((usual, *SEPARATORS), key=lambda each: len(_fields(text, each)))
-    )
+    """Return what separates the fields of the first line of a table: `usual`, unless that separates nothing and another does."""
+    others = (usual, *SEPARATORS)
+    return usual if len(_fields(text, usual)) > 1 else max(others, key=lambda each: len(_fields(text, each)))
 
 
 def header_of(text: str, usual: str) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from midus_hf.files.whole_files import whole_file
+from midus_hf.files.outputs import whole_file
 from midus_hf.look.pictures import Panel, as_png, draw_panels
 
 # Endings of files that an answer can be written to.

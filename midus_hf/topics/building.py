@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from midus_hf.config.fetched_blocks import level_file
-from midus_hf.files.whole_files import whole_file
+from midus_hf.files.outputs import whole_file
 from midus_hf.topics.tree import ClusterTree, squared_distances
 from midus_hf.topics.tree_files import TreeOrigin
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from midus_hf.files.json_text import parse_json
-from midus_hf.files.whole_files import whole_file
+from midus_hf.files.outputs import whole_file
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from midus_hf.config.fetched_blocks import BANKS_FOLDER, TREE_FILES
 from midus_hf.config.wording import first_line
 from midus_hf.files.json_text import parse_json
+from midus_hf.files.outputs import whole_file
 from midus_hf.files.secrets import for_record
-from midus_hf.files.whole_files import whole_file
 
 FORMAT_VERSION = 2
 CENTROIDS_FILE, RECORD_FILE = TREE_FILES

@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from midus_hf.config.wording import first_line
 from midus_hf.files.json_text import parse_json
-from midus_hf.files.locks import alone_in
-from midus_hf.files.whole_files import whole_file
+from midus_hf.files.outputs import alone_in, whole_file
 from midus_hf.saved_models import load_tokenizer
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.tree_files import lasting_name
@@ -246,10 +245,8 @@ def _texts_digest(rows: "Dataset", column: str) -> str:
 
 def only_run(folder: Path) -> AbstractContextManager[None]:
     """Return a context that locks a folder for writing, and creates it. A folder that another run is writing to is an error."""
-    return alone_in(
-        folder,
-        f"folder {str(folder)!r} is being written by another run; wait for that run, or choose another folder.",
-    )
+    busy = f"folder {str(folder)!r} is being written by another run; wait for that run, or choose another folder."
+    return alone_in(folder, ValueError(busy))
 
 
 def write_array(path: Path, array: np.ndarray) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from midus_hf.files.checkpoint_files import CHECKPOINT_NAME, MANIFEST_FILE, TRAINED_FILE, TRAINER_STATE
-from midus_hf.files.whole_files import sync, whole_file
+from midus_hf.files.outputs import whole_file
 
 
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -170,7 +170,7 @@ def remove_checkpoint(checkpoint: Path) -> None:
 
 
 def finish_checkpoint(checkpoint: Path) -> None:
-    """Force all files of a checkpoint to the disk, and then write the manifest that makes the checkpoint whole.
+    """Write the manifest that makes a checkpoint whole, after all of its other files.
 
     The manifest holds `{"bytes": ..., "sha256": ...}` of each file by its path in the checkpoint, with `/` between the parts.
     """
@@ -180,7 +180,5 @@ def finish_checkpoint(checkpoint: Path) -> None:
         for path in contents
         if path.is_file()
     }
-    for path in (*contents, checkpoint, checkpoint.parent):
-        sync(path)
     with whole_file(checkpoint / MANIFEST_FILE) as partial:
         partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
-"""The output folder of a run: who may write it, the record of the arguments, and how the trained model and its card get there."""
+"""The output folder of a run: who may write it, and the record of the arguments."""
 
-import codecs
+import contextlib
 import os
 import re
 from collections.abc import Callable
@@ -9,14 +9,10 @@ from typing import Any
 
 import yaml
 from accelerate.utils import broadcast_object_list
-from transformers import TrainerState
 
-from midus_hf.files.card_example import card_example
-from midus_hf.files.checkpoint_files import CARD_FILE, RUN_CONFIG, is_begun_run
-from midus_hf.files.locks import Lock, lock_or_warn
+from midus_hf.files.checkpoint_files import CONFIG_FILE, RUN_CONFIG
+from midus_hf.files.outputs import alone_in, whole_file
 from midus_hf.files.secrets import for_record
-from midus_hf.files.whole_files import whole_file
-from midus_hf.topics.corpus import say
 from midus_hf.training.arguments import AUTO
 from midus_hf.training.checkpoints import latest_whole, resumed_checkpoint
 from midus_hf.training.early_checks import check_folder, holds_files
@@ -27,26 +23,34 @@ _FREE = re.compile(
     "|logging_|save_|load_best_model|eval_|per_device_|gradient_accumulation|metric_for_best|greater_is_better|push_to_hub|hub_"
     "|activation_checkpointing|gradient_checkpointing|dataloader_(num_workers|prefetch|persistent)|disable_tqdm).*"
 )
-
 _SEQUENCES = "sequences_per_step"
 
 
-def open_output(arguments: Any) -> tuple[Path | None, Lock | None]:
-    """Check that a run may write its output, lock and begin it, and return the checkpoint to resume from, and the lock.
+def open_output(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
+    """Check that a run may write its output, lock and begin it in the main process, and return the checkpoint to resume from.
 
-    The main process does this for all; the others return no lock.
+    To close `opened` gives the output free, and takes it away if it holds nothing but the record of the run.
 
     Raises:
         ValueError: If the output cannot be written, is being written, holds files and is not resumed, or holds an input or
             lies in one; if there is no whole checkpoint to resume from, or a key that changes the run differs from it.
     """
-    locks: list[Lock | None] = [None]
+    output = Path(arguments.output_dir)
 
     def open_here() -> Path | None:
-        checkpoint, locks[0] = _open_here(Path(arguments.output_dir), arguments)
+        check_folder(output, arguments.sources())
+        busy = f"output_dir {str(output)!r} is being written by another run. Wait for it, or choose another folder."
+        with contextlib.ExitStack() as opening:
+            opening.enter_context(alone_in(output, ValueError(busy)))
+            opening.callback(_take_back, output)
+            checkpoint = _checkpoint_to_resume(output, arguments.resume_from_checkpoint)
+            if checkpoint is not None:
+                _check_same_run(arguments, checkpoint)
+            record_arguments(arguments)
+            opened.push(opening.pop_all())
         return checkpoint
 
-    return by_main_process(arguments, open_here), locks[0]
+    return by_main_process(arguments, open_here)
 
 
 def by_main_process(arguments: Any, make: Callable[[], Any]) -> Any:
@@ -64,28 +68,10 @@ def by_main_process(arguments: Any, make: Callable[[], Any]) -> Any:
     return made
 
 
-def _open_here(output: Path, arguments: Any) -> tuple[Path | None, Lock | None]:
-    check_folder(output, arguments.sources())
-    new_folders = [folder for folder in (output, *output.parents) if not folder.exists()]
-    output.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = lock_or_warn(output)
-    except BlockingIOError:
-        raise ValueError(
-            f"output_dir {str(output)!r} is being written by another run. Wait for it, or choose another folder."
-        ) from None
-    try:
-        checkpoint = _checkpoint_to_resume(output, arguments)
-        if checkpoint is not None:
-            _check_same_run(arguments, checkpoint)
-        record_arguments(arguments)
-    except BaseException:
-        if lock is not None:
-            lock.release()
-        for folder in new_folders:
-            folder.rmdir()
-        raise
-    return checkpoint, lock
+def _take_back(output: Path) -> None:
+    if os.listdir(output) in ([], [RUN_CONFIG]):
+        (output / RUN_CONFIG).unlink(missing_ok=True)
+        output.rmdir()
 
 
 def record_arguments(arguments: Any) -> None:
@@ -103,23 +89,12 @@ def _record(arguments: Any) -> dict[str, Any]:
     return {**arguments.recorded(), _SEQUENCES: sequences_per_step(arguments)}
 
 
-def close_output(arguments: Any, lock: Lock | None) -> None:
-    """Release the lock on the output of a run; take back the record of a run that left nothing else."""
-    if lock is not None:
-        lock.release()
-    output = Path(arguments.output_dir)
-    if int(os.environ.get("RANK", 0)) == 0 and sorted(os.listdir(output)) == [RUN_CONFIG]:
-        (output / RUN_CONFIG).unlink()
-        output.rmdir()
-
-
-def _checkpoint_to_resume(output: Path, arguments: Any) -> Path | None:
-    resume = arguments.resume_from_checkpoint
+def _checkpoint_to_resume(output: Path, resume: Any) -> Path | None:
     if resume and resume != AUTO:
         return resumed_checkpoint(output, resume)
-    whole = latest_whole(output) if resume == AUTO else None
-    files = sorted(os.listdir(output)) if output.is_dir() else []
-    if whole is None and files and not (resume == AUTO and all(is_begun_run(name) for name in files)):
+    whole, files = latest_whole(output) if resume == AUTO else None, sorted(os.listdir(output))
+    is_begun = RUN_CONFIG in files and CONFIG_FILE not in files  # by a run that has trained no model yet
+    if whole is None and files and not (resume == AUTO and is_begun):
         raise holds_files(output, files)
     return whole
 
@@ -143,92 +118,3 @@ def _check_same_run(arguments: Any, checkpoint: Path) -> None:
                 f"{name} is {record.get(name, 'its default')!r}, but the run to resume has {earlier.get(name, 'its default')!r}; "
                 "give the same, or start a new run in another folder."
             )
-
-
-def readable_card(card: bytes) -> bytes:
-    """Return a model card in UTF-8; one in UTF-16, or of bytes that are no UTF-8, is converted, which a line says."""
-    for encoding in (
-        ("utf-16",) if card.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else ("utf-8", "latin-1")
-    ):
-        try:
-            text = card.decode(encoding)
-        except UnicodeDecodeError:
-            continue
-        if encoding != "utf-8":
-            say(f"the model's {CARD_FILE} is not UTF-8; it is read as {encoding.upper()}, and saved as UTF-8")
-        return text.encode()
-    say(f"the model's {CARD_FILE} cannot be read as text; the trained model gets an empty one")
-    return b""
-
-
-def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:
-    """Append the section "Trained with" to a model card: steps, losses, held-out texts before and after, and keys.
-
-    The card shows only the last part of local paths, since cards are made to be shared.
-
-    Args:
-        card: The `README.md` of the model that was trained, in UTF-8.
-        state: State of the Trainer at the end.
-    """
-    losses = [event["loss"] for event in state.log_history if "loss" in event]
-    final_loss = f"{losses[-1]:.4f}" if losses else "not logged"
-    keys = yaml.safe_dump(_without_folders(arguments.recorded()), sort_keys=False)
-    section = f"""
-
-## Trained with
-
-| steps | tokens | final loss |
-|---|---|---|
-| {state.global_step:,} | {int(state.num_input_tokens_seen):,} | {final_loss} |
-{_held_out(arguments, state)}
-```yaml
-{keys}```
-"""
-    return card.rstrip() + section.encode()
-
-
-def _without_folders(value: Any) -> Any:
-    """Return a recorded value with the last part of each path that exists here, in mappings and lists too."""
-    if isinstance(value, dict):
-        return {key: _without_folders(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_without_folders(inner) for inner in value]
-    is_path = isinstance(value, str) and Path(value).expanduser().exists()
-    return Path(value).expanduser().name if is_path else value
-
-
-def _held_out(arguments: Any, state: TrainerState) -> str:
-    """Return a table of what held-out texts measured before the first step and of the saved model; empty if neither was measured."""
-    saved = state.best_global_step if arguments.load_best_model_at_end else state.global_step
-    rows = []
-    for name in arguments.eval_texts:
-        measured = f"eval_{name}_" if name else "eval_"
-        by_step = {event["step"]: event for event in state.log_history if f"{measured}loss" in event}
-        numbers = [
-            f"{by_step[step][measured + kind]:.4f}" if step in by_step else "not measured"
-            for kind in ("loss", "perplexity")
-            for step in (0, saved)
-        ]
-        if by_step.keys() & {0, saved}:
-            rows.append(f"| {name or 'held out'} | {' | '.join(numbers)} |\n")
-    head = "| text | loss before training | after | perplexity before | after |\n|---|---|---|---|---|\n"
-    return f"\n{head}{''.join(rows)}" if rows else ""
-
-
-def new_card(arguments: Any, model_type: str) -> bytes:
-    """Return the card of a model made from a config, without the section on training; the card names no base."""
-    metadata = yaml.safe_dump(
-        {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["midus_hf"]}, sort_keys=False
-    )
-    config = _without_folders(arguments.config_name)
-    text = f"""---
-{metadata}---
-
-# {Path(arguments.output_dir).name}
-
-Trained from the beginning: the weights were made at random by seed {arguments.seed}, for the config `{config}`. The
-model is based on no other.
-
-{chr(10).join(card_example(model_type, "AutoModelForCausalLM", writes=True))}
-"""
-    return text.encode()

@@ -27,7 +27,7 @@ from midus_hf.files.checkpoint_files import (
     TRAINED_FILE,
     indexed_weights,
 )
-from midus_hf.files.whole_files import whole_file
+from midus_hf.files.outputs import whole_file
 from midus_hf.memories.entries import ATTACHED, TABLES, Memories
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.memories.ngram.options import MOST_TOKENS, NgramOptions

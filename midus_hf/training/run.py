@@ -49,16 +49,21 @@ from midus_hf.training.optim.freezing import (
 )
 from midus_hf.training.output import (
     by_main_process,
-    close_output,
-    new_card,
     open_output,
-    readable_card,
     record_arguments,
     sequences_per_step,
 )
 from midus_hf.training.parallel import check_checkpoint, shares_parameters
 from midus_hf.training.protection import Protected
-from midus_hf.training.saving import SavedInPart, save_model, source_of, try_saving, upload_model
+from midus_hf.training.saving import (
+    SavedInPart,
+    new_card,
+    readable_card,
+    save_model,
+    source_of,
+    try_saving,
+    upload_model,
+)
 from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
 
 
@@ -218,7 +223,8 @@ class TrainingRun:
             except ValueError:
                 self.read_texts()  # a mistake in the texts is told first: the command was perhaps given a wrong file
                 raise
-        self.checkpoint, self._lock = open_output(arguments)
+        self._opened = contextlib.ExitStack()
+        self.checkpoint = open_output(arguments, self._opened)
         self._protected: Protected | None = None
         try:
             with data_bars_on_terminals():
@@ -241,7 +247,7 @@ class TrainingRun:
                     "Start the run with configs/accelerate/ddp.yaml."
                 )
         except BaseException:
-            close_output(arguments, self._lock)
+            self._opened.close()
             raise
         self._stop = StopInOrder(self.trainer.largest)
         self.trainer.add_callback(self._stop)
@@ -411,7 +417,7 @@ class TrainingRun:
                 self._save(self.trainer, result)
             return result
         finally:
-            close_output(self.arguments, self._lock)
+            self._opened.close()
 
     def measure(self) -> dict[str, float]:
         """Measure the held-out texts without training, and return the loss of each, in nats per token, by its name."""
@@ -419,7 +425,7 @@ class TrainingRun:
             with without_library_bars():
                 metrics = self.trainer.evaluate()
         finally:
-            close_output(self.arguments, self._lock)
+            self._opened.close()
         return {name: metrics[f"eval_{name}_loss"] for name in self.arguments.eval_texts}
 
     def _save(self, trainer: TrainsMemory, result: TrainResult) -> None:

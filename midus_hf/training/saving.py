@@ -1,26 +1,28 @@
 """The trained model on the disk: what stands beside its weights is tried before training, so that nothing is lost at the end."""
 
+import codecs
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import upload_folder
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TrainerState
 
 from midus_hf.config.wording import first_line
+from midus_hf.files.card_example import card_example
 from midus_hf.files.checkpoint_files import CARD_FILE, CONFIG_FILE, GENERATION_CONFIG, PARTIAL_MODEL, TRAINER_STATE
 from midus_hf.files.secrets import for_record
-from midus_hf.files.whole_files import move_into_place
 from midus_hf.topics.corpus import say
 from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.checkpoints import latest_whole
 from midus_hf.training.optim.freezing import whole_numel
 from midus_hf.training.optim.parameter_groups import banks_of
-from midus_hf.training.output import add_training
 from midus_hf.training.protection import without_section
 
 
@@ -107,7 +109,7 @@ def save_model(run: Any, model: Any) -> list[str]:
         if is_main:
             (partial / "training_args.bin").unlink(missing_ok=True)
             failures = _written(partial, _beside_weights(run))
-            move_into_place(partial, output, last=CONFIG_FILE)  # a folder without a config is no model
+            _move_into_place(partial, output)
     except (OSError, SafetensorError) as error:
         if is_saved:
             raise SavedInPart(
@@ -126,6 +128,16 @@ def save_model(run: Any, model: Any) -> list[str]:
     finally:
         trainer.args.push_to_hub = pushes
     return failures
+
+
+def _move_into_place(partial: Path, output: Path) -> None:
+    """Move all into the output, the config last, since a folder without one is no model; what has the same name is replaced."""
+    (output / CONFIG_FILE).unlink(missing_ok=True)
+    for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_FILE):
+        if (output / path.name).is_dir():
+            shutil.rmtree(output / path.name)
+        os.replace(path, output / path.name)
+    partial.rmdir()
 
 
 def upload_model(trainer: Any, arguments: Any) -> None:
@@ -176,3 +188,79 @@ def _written(folder: Path, writers: Mapping[str, Callable[[Path], object]]) -> l
             (folder / name).unlink(missing_ok=True)
             failures.append(f"{name} ({type(error).__name__}: {first_line(error)})")
     return failures
+
+
+def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:
+    """Append the section "Trained with" to a model card: steps, losses, held-out texts before and after, and keys."""
+    losses = [event["loss"] for event in state.log_history if "loss" in event]
+    final_loss = f"{losses[-1]:.4f}" if losses else "not logged"
+    keys = yaml.safe_dump(_shared(arguments.recorded()), sort_keys=False)
+    section = f"""
+
+## Trained with
+
+| steps | tokens | final loss |
+|---|---|---|
+| {state.global_step:,} | {int(state.num_input_tokens_seen):,} | {final_loss} |
+{_held_out(arguments, state)}
+```yaml
+{keys}```
+"""
+    return card.rstrip() + section.encode()
+
+
+def _held_out(arguments: Any, state: TrainerState) -> str:
+    """Return a table of what held-out texts measured before the first step and of the saved model; empty if neither was measured."""
+    saved = state.best_global_step if arguments.load_best_model_at_end else state.global_step
+    rows = []
+    for name in arguments.eval_texts:
+        measured = f"eval_{name}_" if name else "eval_"
+        by_step = {event["step"]: event for event in state.log_history if f"{measured}loss" in event}
+        numbers = [
+            f"{by_step[step][measured + kind]:.4f}" if step in by_step else "not measured"
+            for kind in ("loss", "perplexity")
+            for step in (0, saved)
+        ]
+        if by_step.keys() & {0, saved}:
+            rows.append(f"| {name or 'held out'} | {' | '.join(numbers)} |\n")
+    head = "| text | loss before training | after | perplexity before | after |\n|---|---|---|---|---|\n"
+    return f"\n{head}{''.join(rows)}" if rows else ""
+
+
+def readable_card(card: bytes) -> bytes:
+    """Return a model card in UTF-8; one in UTF-16, or of bytes that are no UTF-8, is converted, which a line says."""
+    try:
+        return card.decode().encode()
+    except UnicodeDecodeError:
+        encoding = "utf-16" if card.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "latin-1"
+    say(f"the model's {CARD_FILE} is not UTF-8; it is read as {encoding.upper()}, and saved as UTF-8")
+    return card.decode(encoding, errors="replace").encode()
+
+
+def _shared(value: Any) -> Any:
+    """Return a recorded value with the last part of each path that exists here, since cards are made to be shared."""
+    if isinstance(value, dict):
+        return {key: _shared(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_shared(inner) for inner in value]
+    is_path = isinstance(value, str) and Path(value).expanduser().exists()
+    return Path(value).expanduser().name if is_path else value
+
+
+def new_card(arguments: Any, model_type: str) -> bytes:
+    """Return the card of a model made from a config, without the section on training; the card names no base."""
+    text = f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- midus_hf
+---
+
+# {Path(arguments.output_dir).name}
+
+Trained from the beginning: the weights were made at random by seed {arguments.seed}, for the config
+`{_shared(arguments.config_name)}`. The model is based on no other.
+
+{chr(10).join(card_example(model_type, "AutoModelForCausalLM", writes=True))}
+"""
+    return text.encode()

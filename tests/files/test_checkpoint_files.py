@@ -9,18 +9,17 @@ import pytest
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-from midus_hf.files import ownership
 from midus_hf.files.checkpoint_files import (
     CONFIG,
     TOKENIZER,
     WEIGHTS,
     indexed_weights,
-    is_begun_run,
     is_lfs_pointer,
     is_of,
     named_code,
     refuse_lfs_pointers,
 )
+from midus_hf.files.outputs import foreign_files
 
 # Whether `upscale --overwrite` may remove a file of this name from a checkpoint.
 OURS = {
@@ -66,13 +65,8 @@ OURS = {
     "rng_state_1.pth": False,
     "adapter_model.safetensors": False,
     "block_states/0/level-1.safetensors": False,
-    "block_states/0/.level-1.safetensors.midus-01234567.partial": False,
-    "block_states/0/level-1.partial": False,
     "train_config.yaml": True,
-    ".train_config.yaml.midus-01234567.partial": False,
-    ".train_config.yaml.midus-mine.partial": False,
-    ".train_config.yaml.partial": False,
-    "train_config.yaml.partial": False,
+    ".train_config.yaml.midus-partial": False,
     "runs/events.out.tfevents.1": False,
     "runs/Nov21/events.out.tfevents.1": False,
     "runs/events": False,
@@ -95,29 +89,14 @@ def put(folder, name):
 @pytest.mark.parametrize("name", OURS)
 def test_whose_a_file_is(name, tmp_path):
     put(tmp_path, name)
-    assert (not ownership.foreign_files(tmp_path)) is OURS[name]
-
-
-@pytest.mark.parametrize(
-    ("name", "begun"),
-    [
-        *(
-            (name, True)
-            for name in ("train_config.yaml", ".train_config.yaml.midus-01234567.partial", "checkpoint-12")
-        ),
-        *((name, True) for name in ("runs", ".partial_model")),
-        *((name, False) for name in ("config.json", "model.safetensors", "notes.txt", "checkpoint-x")),
-    ],
-)
-def test_what_a_run_leaves_that_trained_no_model(name, begun):
-    assert is_begun_run(name) is begun
+    assert (not foreign_files(tmp_path)) is OURS[name]
 
 
 def test_shards_that_an_index_names_are_weights(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "weights.safetensors"}}))
     for name in ("weights.safetensors", "others.safetensors"):
         (tmp_path / name).touch()
-    assert ownership.foreign_files(tmp_path) == ["others.safetensors"]
+    assert foreign_files(tmp_path) == ["others.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +125,7 @@ def test_the_files_of_tokenizers_are_known(name):
 
 
 def test_they_need_no_torch():
-    modules = ", ".join(f"midus_hf.files.{name}" for name in ("checkpoint_files", "ownership", "whole_files"))
+    modules = ", ".join(f"midus_hf.files.{name}" for name in ("checkpoint_files", "outputs"))
     code = f"import sys, {modules}; sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
@@ -184,7 +163,7 @@ def test_code_that_configs_name_is_followed_as_transformers_follows_it(tmp_path)
     assert {path.name for path in named_code(folder)} == expected
     assert by_transformers == {"helpers_own.py", "more.py", "v1.parts.py", "tokenization_own.py"}
     (folder / "model.safetensors").touch()
-    assert set(ownership.foreign_files(folder)) == {"not_followed.py", "unnamed.py"}
+    assert set(foreign_files(folder)) == {"not_followed.py", "unnamed.py"}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from topics.tiny_bert import save_tiny_bert
 from transformers import PreTrainedTokenizerFast
 
-from midus_hf.files.locks import alone_in
+from midus_hf.files.outputs import alone_in
 from midus_hf.topics import windows as module
 from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.embedding import TextEmbedder
@@ -131,7 +131,7 @@ def test_a_store_that_has_lost_something_is_refused(tmp_path, corpus, tokenizer,
 
 
 def test_two_runs_do_not_write_one_store(tmp_path, corpus, tokenizer, embedder):
-    with alone_in(tmp_path / "windows", "held by the test"):
+    with alone_in(tmp_path / "windows", ValueError("held by the test")):
         with pytest.raises(ValueError, match=r"is being written by another run; wait for that run, or choose another"):
             store(tmp_path / "windows", corpus, tokenizer, embedder)
 

@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM, TrainerState
 
 from midus_hf.cli.training.train import main
 from midus_hf.training import saving
-from midus_hf.training.output import readable_card
 from midus_hf.training.run import TrainingRun, train
-from midus_hf.training.saving import SavedInPart, bytes_of_weights
+from midus_hf.training.saving import SavedInPart, bytes_of_weights, readable_card
 
 
 @pytest.fixture
@@ -56,9 +55,9 @@ def test_a_card_that_is_no_utf8_is_converted(encoding, keys, model, config_for, 
     assert (tmp_path / "out" / "README.md").read_text(encoding="utf-8").startswith(CARD + "\n## Trained with\n")
 
 
-def test_a_card_that_is_no_text_is_left_out(capsys):
-    assert readable_card(b"\xff\xfe" + CARD.encode("utf-16-le") + b"\0") == b""
-    assert "the model's README.md cannot be read as text" in capsys.readouterr().err
+def test_a_card_that_is_cut_within_a_character_is_kept(capsys):
+    assert readable_card(b"\xff\xfe" + CARD.encode("utf-16-le") + b"\0").decode() == f"{CARD}\ufffd"
+    assert "the model's README.md is not UTF-8; it is read as UTF-16" in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_cannot_be_saved_is_refused_before_training(config_for, tmp_path, monkeypatch):
@@ -129,7 +128,7 @@ def test_a_model_that_cannot_be_moved_stays_where_it_was_written(config_for, tmp
     def fail(*args, **kwargs):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(saving, "move_into_place", fail)
+    monkeypatch.setattr(saving, "_move_into_place", fail)
     with pytest.raises(
         SavedInPart,
         match=r"the trained model is in .*\.partial_model, and could not be moved to .*out: .*output error",

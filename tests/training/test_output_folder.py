@@ -1,13 +1,9 @@
 """Whose folder a run writes, and what it leaves there when it is refused."""
 
-import fcntl
-from types import SimpleNamespace
-
 import pytest
 from training.tiny_run import refused
 
-from midus_hf.files import locks
-from midus_hf.files.locks import Lock
+from midus_hf.files.outputs import alone_in
 from midus_hf.training.run import TrainingRun, train
 
 
@@ -47,27 +43,32 @@ def test_a_place_that_is_none_for_a_run_is_refused(config_for, tmp_path, output,
 
 
 def test_two_runs_at_once_do_not_write_one_folder(config_for, tmp_path):
-    (tmp_path / "out").mkdir()
-    other = Lock(tmp_path / "out")
-    with refused(r"output_dir '.*out' is being written by another run\. Wait for it, or choose another folder\."):
+    busy = ValueError("busy")
+    with (
+        alone_in(tmp_path / "out", busy),
+        refused(r"output_dir '.*out' is being written by another run\. Wait for it, or choose another folder\."),
+    ):
         TrainingRun(config_for(max_steps=1, resume_from_checkpoint="auto"))
     assert not list((tmp_path / "out").iterdir())
-    other.release()
     run = TrainingRun(config_for(max_steps=1))
-    with pytest.raises(BlockingIOError):
-        Lock(tmp_path / "out")
+    with pytest.raises(ValueError, match="busy"), alone_in(tmp_path / "out", busy):
+        pass
     run.execute()
-    Lock(tmp_path / "out").release()
+    with alone_in(tmp_path / "out", busy):
+        pass
 
 
-def test_without_locks_in_the_file_system_a_line_says_so(config_for, monkeypatch, capsys):
-    def no_locks(*args):
-        raise OSError(next(iter(locks._NO_LOCKS)), "no locks")
-
-    # Of this module alone: datasets locks files too.
-    monkeypatch.setattr(locks, "fcntl", SimpleNamespace(**{**vars(fcntl), "flock": no_locks}))
-    assert train(config_for(max_steps=1)).steps == 1
-    assert capsys.readouterr().err.count("is not guarded: its file system has no locks") >= 1
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(config_for, tmp_path, trained):
+    """Unless a model stands there, which it would replace."""
+    (tmp_path / "out").mkdir()
+    for name in ("train_config.yaml", *(["config.json"] if trained else [])):
+        (tmp_path / "out" / name).write_text("{}")
+    if trained:
+        with refused(r"output_dir is '.*out', which holds config\.json, train_config\.yaml; choose another folder"):
+            TrainingRun(config_for(max_steps=1, resume_from_checkpoint="auto"))
+    else:
+        assert train(config_for(max_steps=1, resume_from_checkpoint="auto")).steps == 1
 
 
 def test_a_run_that_is_refused_leaves_nothing(config_for, corpus, tmp_path):

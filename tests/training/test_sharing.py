@@ -11,8 +11,8 @@ from transformers import TrainerState
 
 from midus_hf.files.checkpoint_files import TERMS
 from midus_hf.training import run as runs
-from midus_hf.training.output import add_training
 from midus_hf.training.run import TrainingRun, train
+from midus_hf.training.saving import add_training
 
 CARD = "---\ntags:\n- upscaled\n---\n\n# A model\n\nWhat it is: ü.\n\n"
 

@@ -234,21 +234,6 @@ def test_a_checkpoint_that_is_not_what_its_config_says_is_refused(changes, messa
     refused(outcome, message, left=["base"])
 
 
-def test_a_comparison_that_holds_a_whole_model_is_refused_where_the_memory_does_not_suffice(
-    mixtral, tmp_path, monkeypatch
-):
-    """Count all weights of a type whose experts are converted, since the model is not streamed."""
-    num_bytes = sum(file.stat().st_size for file in mixtral.glob("*.safetensors"))
-    monkeypatch.setattr("upscalers.runs.verify.comparison_bytes", lambda *arguments: 0)
-    monkeypatch.setattr("upscalers.runs.verify.available_bytes", lambda: num_bytes // 2)
-    request = {"base": mixtral, "method": "ultramem-v2", "options": SMALL_TABLES, "output": tmp_path / "out"}
-    with pytest.raises(
-        RequestError, match=r"comparing both models layer by layer takes .* GB of memory, but .* GB is free"
-    ):
-        upscale(**request, verify=True)
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_dry_run_prices_a_type_that_no_table_describes(mixtral, command, tmp_path):
     priced = command(
         "--base", mixtral, "--method", "ultramem-v2", "--set", "n=8", "--set", "k=4", "--dry-run", "--json"

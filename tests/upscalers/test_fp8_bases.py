@@ -1,6 +1,5 @@
 """Bases in FP8 with a scale per block or weight: copies stay as they are, and transformers loads base and result to the same bits."""
 
-import dataclasses
 import itertools
 from pathlib import Path
 
@@ -23,11 +22,8 @@ from tests.upscalers.checkpoints import (
     write_tensors,
 )
 from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES
-from upscalers.checkpoint.quantised_weights import ScaledTensor
-from upscalers.request.errors import VerificationError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
-from upscalers.tensors.writer import CheckpointWriter
 
 BLOCK = 16
 OPTIONS = {
@@ -203,33 +199,6 @@ def test_weights_of_less_than_one_block_are_no_partial_ones(tmp_path, command):
     base = save_scaled(tmp_path / "base", block=(128, 128))
     done = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", "--dry-run")
     assert done.status == 0 and "partial" not in done.err
-
-
-def test_a_weight_that_transformers_reads_otherwise_is_found(tmp_path, monkeypatch):
-    base = save_scaled(tmp_path / "base", block=(24, 16))
-    read = ScaledTensor.read
-
-    def read_by_counts(self):
-        rows, columns = (size // count for size, count in zip(self.shape, self.scales.shape, strict=True))
-        return read(dataclasses.replace(self, block=(rows, columns)))
-
-    monkeypatch.setattr(ScaledTensor, "read", read_by_counts)
-    message = (
-        r"(model\.layers\.\S+) of the base is read as other numbers than transformers reads of \1, by up to [\d.e-]+; "
-        "expected the same. Start from the unquantised checkpoint"
-    )
-    with pytest.raises(VerificationError, match=message):
-        upscale(base=base, method="llama-pro", output=tmp_path / "out")
-    monkeypatch.undo()
-    built = CheckpointWriter._read_chunks
-
-    def read_doubled(self, source):
-        return (chunk * (2 if isinstance(source, ScaledTensor) else 1) for chunk in built(self, source))
-
-    monkeypatch.setattr(CheckpointWriter, "_read_chunks", read_doubled)
-    with pytest.raises(VerificationError, match=r"layers\.2\.\S+ is read as other numbers than"):
-        upscale(base=base, method="llama-pro", num_new_layers=2, output=tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def test_a_list_of_kept_modules_under_its_other_name_is_followed(tmp_path):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.cli import edit
 from midus_hf.config.fetched_blocks import BANKS_FOLDER, level_file
-from midus_hf.files.ownership import foreign_files
+from midus_hf.files.outputs import foreign_files
 from tests.upscalers.checkpoints import file_digests, load, logits, record_of, same_tensors, save_base
 from tests.upscalers.hub_server import Repository, files_of
 from tests.upscalers.methods import SMALL_TREE as SMALL
@@ -180,17 +180,6 @@ def test_editing_chapters_carries_banks_along(base, in_process, tmp_path):
     banks = [file_digests(folder / BANKS_FOLDER) for folder in (tmp_path / "edited", once)]
     assert banks[0] == banks[1] != {}
     assert torch.equal(logits(tmp_path / "edited", memory_ids=IDS), logits(once, memory_ids=IDS))
-
-
-def test_a_bank_that_no_file_can_hold_is_refused_before_anything_is_written(base, command, tmp_path, refused):
-    options = ("--set", "branching=100000", "--set", "sizes=[0,0,64]")
-    for dry in ((), ("--dry-run",)):
-        done = command("--base", base, "--method", "hier-ffn", "--output", tmp_path / "out", *options, *dry)
-        message = (
-            "branching is 100000, so level 3 of the bank of hier-ffn has 1,000,000,000,000,000 blocks, a file of 98,.* cannot hold "
-            rf"even while it is empty \({tmp_path} has .*Lower branching, or the sizes"
-        )
-        refused(done, message, [])
 
 
 def test_a_bank_that_would_outgrow_the_disk_as_it_trains_is_told(base, command, tmp_path, monkeypatch):

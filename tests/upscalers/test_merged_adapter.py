@@ -32,6 +32,7 @@ ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 ADAPTERS: dict[str, dict[str, Any]] = {
     "plain": {"r": 4, "lora_alpha": 6, "target_modules": ALL_LINEAR},
     "rslora": {"r": 3, "lora_alpha": 5, "use_rslora": True, "target_modules": ["q_proj", "v_proj"]},
+    "dora": {"r": 4, "lora_alpha": 6, "use_dora": True, "target_modules": ["q_proj", "down_proj"]},
     "patterns": {
         "r": 4,
         "lora_alpha": 8,
@@ -158,20 +159,24 @@ def of_another_width(base: Path, adapter: Path) -> None:
     save_adapter(base.parent / "larger", adapter)
 
 
+def dora_of_embeddings(base: Path, adapter: Path) -> None:
+    save_adapter(base, adapter, use_dora=True, target_modules=["embed_tokens"])
+
+
 def without_matrices(base: Path, adapter: Path) -> None:
     (adapter / "adapter_model.safetensors").unlink()
 
 
 REFUSED = {
-    "dora": (edited(use_dora=True), "adapter '.*' cannot be merged .*: it has use_dora = True; expected a plain LoRA. Merge it"),
-    "other kinds": (edited(peft_type="IA3"), "its peft_type is 'IA3'; expected a plain LoRA"),
-    "what comes next": (edited(use_novelty={"x": 1}), "it has use_novelty = .'x': 1.; expected a plain LoRA"),
-    "biases": (edited(bias="all"), "it has bias = 'all'; expected a plain LoRA"),
-    "residual starts": (edited(init_lora_weights="pissa"), "it has init_lora_weights = 'pissa'; expected a plain LoRA"),
-    "whole modules": (with_trained_head, r"it has modules_to_save = \['lm_head'\]; expected a plain LoRA"),
+    "other kinds": (edited(peft_type="IA3"), r"cannot be merged .*: its peft_type is 'IA3'; expected .* \(merge_and_unload\)"),
+    "dora of embeddings": (dora_of_embeddings, "embed_tokens has embedding_A, embedding_B, magnitude_vector; expected a LoRA"),
+    "what comes next": (edited(use_novelty={"x": 1}), "it has use_novelty = .'x': 1.; expected a LoRA, rsLoRA or DoRA"),
+    "biases": (edited(bias="all"), "it has bias = 'all'; expected a LoRA, rsLoRA or DoRA"),
+    "residual starts": (edited(init_lora_weights="pissa"), "it has init_lora_weights = 'pissa'; expected a LoRA, rsLoRA or DoRA"),
+    "whole modules": (with_trained_head, r"it has modules_to_save = \['lm_head'\]; expected a LoRA, rsLoRA or DoRA"),
     "whole modules, unlisted": (
         lambda base, adapter: (with_trained_head(base, adapter), edited(modules_to_save=None)(base, adapter)),
-        "it holds base_model.model.lm_head.weight as F32; expected a plain LoRA",
+        "it holds base_model.model.lm_head.weight as F32; expected a LoRA, rsLoRA or DoRA",
     ),
     "another model": (for_another_model, r"changes model.layers.\d.mlp.down_proj.weight, which the base does not hold; .* Give"),
     "another width": (

@@ -3,11 +3,11 @@
 import pytest
 
 from midus_hf.files.checkpoint_files import RUN_CONFIG
-from midus_hf.files.ownership import foreign_files
+from midus_hf.files.outputs import foreign_files
 from tests.upscalers.checkpoints import file_digests, load, save_base, unverified
 from tests.upscalers.test_provenance import tokenizer
 from upscalers.request.errors import RequestError
-from upscalers.runs.output_folder import OutputFolder
+from upscalers.runs.output_folder import CheckpointFolder
 from upscalers.runs.strip import strip
 from upscalers.runs.writing import Writing
 
@@ -30,7 +30,7 @@ def project(folder, config="{}"):
 def refusal_of(output):
     """The message with which a folder is refused as an output that may be replaced."""
     with pytest.raises(RequestError) as refused:
-        OutputFolder(output, overwrite=True)
+        CheckpointFolder(output, overwrite=True)
     return str(refused.value)
 
 
@@ -41,7 +41,7 @@ def test_a_project_with_a_config_is_left_untouched(tmp_path, config):
     message = refusal_of(output)
     assert (
         f"output {output} was not written by upscale or strip, so --overwrite will not delete it: its config.json has no 'upscale' "
-        "entry, it has no upscale.json of theirs, and it holds .git/, notes.txt, src/. Choose another folder, or remove it yourself."
+        "entry, and it has no upscale.json of theirs. Choose another folder, or remove it yourself."
     ) in message
     assert entries(output) == before
 
@@ -53,20 +53,19 @@ def test_a_project_around_a_checkpoint_of_ours_is_left_untouched(base, tmp_path)
     before = entries(output)
     message = refusal_of(output)
     assert (
-        f"output {output} holds what no checkpoint has, and --overwrite would delete it: .git/, notes.txt, src/; expected "
-        "nothing but weights, config, tokenizer, licence, model card and exported code. Move it, or choose another folder."
+        f"output {output} holds what no checkpoint has, and --overwrite would delete it: "
+        ".git/HEAD, notes.txt, src/deep/x.py, src/main.py; expected nothing but weights, config, "
+        "tokenizer, licence, model card and exported code. Move it, or choose another folder."
     ) in message
     assert entries(output) == before
 
 
-def test_links_to_nowhere_and_folders_that_are_called_like_files_are_named(base, tmp_path):
+def test_a_folder_that_is_called_like_a_file_is_none(base, tmp_path):
     output = unverified(base, tmp_path / "out")
-    (output / "tokenizer.json").symlink_to(tmp_path / "nowhere")
-    (output / "vocab.json").mkdir()
-    (output / "model-00001-of-00002.safetensors").mkdir()
-    (output / "empty").mkdir()
-    expected = ["empty/", "model-00001-of-00002.safetensors/", "tokenizer.json", "vocab.json/"]
-    assert foreign_files(output) == expected
+    for name in ("vocab.json", "deep"):
+        (output / name).mkdir()
+        (output / name / "mine").touch()
+    assert foreign_files(output) == ["deep/mine", "vocab.json/mine"]
 
 
 def test_what_upscale_and_strip_wrote_is_replaced_by_either(command, base, tmp_path):
@@ -131,5 +130,5 @@ def test_a_checkpoint_of_somebody_else_is_left_untouched(tmp_path, record):
     before = entries(output)
     message = refusal_of(output)
     assert "theirs was not written by upscale or strip, so --overwrite will not delete it" in message
-    assert "it has no upscale.json of theirs. Choose another folder" in message
+    assert "and it has no upscale.json of theirs. Choose another folder" in message
     assert entries(output) == before

@@ -194,7 +194,7 @@ def metadata_from(base, command, tmp_path):
     return make
 
 
-def test_licence_languages_and_tags_that_hold_are_carried_over(metadata_from):
+def test_licence_languages_and_base_are_carried_over_and_tags_are_not(metadata_from):
     metadata, text, warned = metadata_from(CARD)
     assert metadata == {
         "language": ["en", "no"],
@@ -205,7 +205,7 @@ def test_licence_languages_and_tags_that_hold_are_carried_over(metadata_from):
         "pipeline_tag": "text-generation",
         "base_model": "org/first",
         "base_model_relation": "finetune",
-        "tags": [*NEW_TAGS, "chat"],
+        "tags": NEW_TAGS,
     }
     assert "qwen-research (https://example.org/licence)" in text
     assert "The base's own words" not in text
@@ -271,7 +271,7 @@ def test_upscaling_again_keeps_licence_and_base(metadata_from, command, tmp_path
     assert done.status == 0, done.err
     metadata = ModelCard.load(tmp_path / "again" / "README.md").data
     assert (metadata.license_name, metadata.base_model) == ("qwen-research", "org/first")
-    assert metadata.tags == ["midus-hf", "midus-pkm", "upscaled", "midus-hml", "chat"]
+    assert metadata.tags == ["midus-hf", "midus-pkm", "upscaled"]
 
 
 @pytest.mark.parametrize("method", ["midus-hml", "llama-pro"])

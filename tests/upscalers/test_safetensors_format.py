@@ -62,37 +62,39 @@ def entry(start, end, shape=(2,), dtype="F32"):
 
 
 UNSOUND = {
-    "no bytes": (b"", "it has 0 bytes, fewer than the 8 of a header length"),
-    "length beyond the file": (struct.pack("<Q", 2**63) + b"{}", "its header claims 9223372036854775808 bytes of a file of 10"),
-    "header not JSON": (b"{", "its header is not JSON"),
-    "header of noise": (b"\xff\xfe\xfd", "its header is not JSON"),
-    "header of endless digits": (b'{"a":' + b"1" * 5000 + b"}", "its header is not JSON"),
-    "header a list": ([1], "its header is not a JSON object"),
-    "entry a number": ({"a": 5}, "its entry for 'a' is malformed"),
-    "no offsets": ({"a": {"dtype": "F32", "shape": [2]}}, "its entry for 'a' is malformed"),
-    "three offsets": ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 16]}}, "its entry for 'a' is malformed"),
-    "dtype a list": ({"a": entry(0, 8, dtype=["F32"])}, "its entry for 'a' is malformed"),
-    "shape of text": ({"a": {"dtype": "F32", "shape": "22", "data_offsets": [0, 8]}}, "its entry for 'a' is malformed"),
-    "shape below zero": ({"a": entry(0, 8, shape=(-1, -2))}, "its entry for 'a' is malformed"),
-    "shape of truths": ({"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, "its entry for 'a' is malformed"),
-    "offsets of fractions": ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0.0, 8.0]}}, "its entry for 'a' is malformed"),
-    "too few bytes for the shape": ({"a": entry(0, 4)}, "'a' takes 4 bytes where its shape needs 8"),
-    "end before start": ({"a": entry(8, 0)}, "'a' takes -8 bytes where its shape needs 8"),
-    "overlap": ({"a": entry(0, 8), "b": entry(4, 12)}, "its tensors overlap or leave gaps"),
-    "gap": ({"a": entry(0, 8), "b": entry(12, 20)}, "its tensors overlap or leave gaps"),
-    "cut": ({"a": entry(0, 8), "b": entry(8, 16)}, "it has .* bytes where its header needs .*; it may be truncated"),
-}  # fmt: skip
+    "no bytes": b"",
+    "length beyond the file": struct.pack("<Q", 2**63) + b"{}",
+    "header not JSON": b"{",
+    "header of noise": b"\xff\xfe\xfd",
+    "header of endless digits": b'{"a":' + b"1" * 5000 + b"}",
+    "header of endless lists": b"[" * 100_000,
+    "header a list": [1],
+    "entry a number": {"a": 5},
+    "no offsets": {"a": {"dtype": "F32", "shape": [2]}},
+    "three offsets": {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 16]}},
+    "dtype a list": {"a": entry(0, 8, dtype=["F32"])},
+    "shape of text": {"a": {"dtype": "F32", "shape": "22", "data_offsets": [0, 8]}},
+    "shape below zero": {"a": entry(0, 8, shape=(-1, -2))},
+    "shape of truths": {"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}},
+    "offsets of fractions": {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0.0, 8.0]}},
+    "too few bytes for the shape": {"a": entry(0, 4)},
+    "end before start": {"a": entry(8, 0)},
+    "overlap": {"a": entry(0, 8), "b": entry(4, 12)},
+    "gap": {"a": entry(0, 8), "b": entry(12, 20)},
+    "cut": {"a": entry(0, 8), "b": entry(8, 16)},
+}
 
 
 @pytest.mark.parametrize("case", UNSOUND)
 def test_an_unsound_file_is_refused_here_as_in_the_library(tmp_path, case):
-    header, message = UNSOUND[case]
+    header = UNSOUND[case]
     path = tmp_path / "model.safetensors"
     if case in ("no bytes", "length beyond the file"):
         path.write_bytes(header)
     else:
         container(path, header, bytes(8))
-    with pytest.raises(RequestError, match=f"model.safetensors is not a sound safetensors file: .*{message}"):
+    message = r"model.safetensors is not a sound safetensors file: .*header.*; it may be truncated\. Download or save it again"
+    with pytest.raises(RequestError, match=message):
         read_header(path)
     with pytest.raises((SafetensorError, OverflowError)):
         load_file(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.files.ownership import language_entry
+from midus_hf.files.outputs import language_entry
 from upscalers.architecture.family import NOT_OF_BACKBONE, Config, Family, LayerTensor, Layout, Shape
 from upscalers.architecture.per_layer import PER_LAYER_KEYS, SHARED_LAYERS_KEY, check_lists, per_layer_lists
 from upscalers.request.errors import RequestError, one_line

@@ -21,15 +21,7 @@ def bank_files(folder: Path) -> set[Path]:
 
 
 def create_banks(folder: Path, layouts: Mapping[str, BankLayout], dtype: str, seed: int) -> None:
-    """Create banks whose blocks were never written. An unwritten block takes four bytes of the disk.
-
-    Args:
-        folder: Folder of the checkpoint.
-        layouts: Layout of each bank, by the name of its memory.
-        dtype: Name of the torch dtype that blocks are stored in, such as `"bfloat16"`.
-        seed: Seed of the blocks' initial values. Each memory derives a different seed from it, since two memories of
-            one type that start alike would learn alike.
-    """
+    """Create banks whose blocks were never written. Each memory derives a seed of its own from `seed`, or two would learn alike."""
     import torch
 
     from midus_hf.banks.memory_bank import create_bank
@@ -50,17 +42,10 @@ def carry_banks(
     tree: "ClusterTree | None" = None,
     tree_folder: Path | None = None,
 ) -> None:
-    """Copy banks from one checkpoint to another; blocks that were never written take no room in the copy either.
+    """Copy banks of blocks from the checkpoint `source` to `folder`; blocks that were never written take no room in the copy either.
 
-    Args:
-        source: Folder of the checkpoint that has the banks.
-        folder: Folder of the checkpoint that gets the copies.
-        layouts: Layout of each bank, by the name of its memory.
-        deleted: Level and index of the blocks to delete, by the name of the memory: they are not copied, and the copy
-            records them as deleted. Default: none.
-        tree: The tree of the copies, which came from that of the banks. Default: the banks' own.
-        tree_folder: Folder with the files of the copies' tree; without files there, the copies have none. Default: the banks'
-            own.
+    Blocks that are `deleted`, by level and index, are not copied, and the copy records them. The copies belong to `tree`, whose files
+    are in `tree_folder`; by default to the banks' own.
 
     Raises:
         RequestError: If a bank is absent or another model's, or a block on the disk is not what was written.
@@ -82,12 +67,7 @@ def carry_banks(
 
 
 def tie_banks(folder: Path, layouts: Mapping[str, BankLayout]) -> None:
-    """Update the descriptions of banks, so that they name the layers and the base of the model beside the banks.
-
-    Args:
-        folder: Folder of the checkpoint.
-        layouts: Layout of each bank that the checkpoint's config implies, by the name of its memory.
-    """
+    """Let the descriptions of banks in a checkpoint's folder name the layers and the base of the model beside them."""
     if not layouts:
         return
     from midus_hf.banks.bank_description import write_description

@@ -10,12 +10,12 @@ from pathlib import Path
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE
 from midus_hf.files.json_text import parse_json
-from midus_hf.files.ownership import LANGUAGE_KEY, has_config_entry
+from midus_hf.files.outputs import LANGUAGE_KEY, has_config_entry
 from midus_hf.model_names import gguf_refusal
 from upscalers.architecture.families import check_readable, family_of
 from upscalers.architecture.family import Config, Family, Layout, Shape
 from upscalers.architecture.per_layer import check_lists
-from upscalers.checkpoint.larger_model import LargerModel, larger_model_of
+from upscalers.checkpoint.composite_model import CompositeModel, composite_model_of
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.quantised_weights import with_products
 from upscalers.checkpoint.safetensors_format import (
@@ -52,7 +52,7 @@ class BaseModel:
         tensors: Every tensor, by full name. If the folder has no weights, the tensors are planned from the config and
             have no files. Tensors of a language model within a larger one have the names that they would have alone.
         unexpected: Names of stored tensors that the architecture does not have; they are copied to the result.
-        larger: The larger model that the language model is a part of; None if the language model stands alone.
+        composite: The larger model that the language model is a part of; None if the language model stands alone.
         parts: Names of stored tensors that are parts of quantised weights, such as scales; they are among the unexpected tensors.
         packed: Names of weights that are stored as parts alone, so that whoever carries the parts along carries them.
         prefix: Prefix of `layers.` in tensor names: `"model."` or nothing. Default: `"model."`.
@@ -66,7 +66,7 @@ class BaseModel:
     layout: Layout
     tensors: dict[str, StoredTensor]
     unexpected: tuple[str, ...] = ()
-    larger: LargerModel | None = None
+    composite: CompositeModel | None = None
     parts: frozenset[str] = frozenset()
     packed: frozenset[str] = frozenset()
     prefix: str = _PREFIX
@@ -93,13 +93,9 @@ class BaseModel:
         return layers
 
     def outer_names(self, num_layers: int) -> dict[str, str]:
-        """Return the names, in a model with another number of layers, of the tensors that belong to no layer, by their names here.
+        """Return the names, in a model of `num_layers` layers, of tensors that belong to no layer, by their names here, as stored.
 
-        Layers that predict further tokens (`num_nextn_predict_layers`) stand behind all layers, and are numbered on. Names are in
-        the order in which the tensors are stored.
-
-        Args:
-            num_layers: Number of layers of the other model.
+        Layers that predict further tokens (`num_nextn_predict_layers`) stand behind all layers, and are numbered on.
         """
         within = {name for layer in self.layer_names for name in layer.values()}
         names = {name: name for name in self.tensors if name not in within}
@@ -111,11 +107,7 @@ class BaseModel:
 
     @cached_property
     def repeated_names(self) -> frozenset[str]:
-        """Names of tensors that only repeat others: a stored head that is tied to the embedding and equals its bytes.
-
-        A stored head with other values is a parameter in its own right even if the config ties it: transformers does
-        not tie it.
-        """
+        """Names of heads that are tied to the embedding and repeat its bytes; transformers does not tie a head of other values."""
         return frozenset(
             name
             for name in self.layout.tied
@@ -136,28 +128,28 @@ class BaseModel:
     @property
     def auto_class(self) -> str:
         """Name of the Auto class of transformers that loads the whole model."""
-        return "AutoModelForCausalLM" if self.larger is None else self.larger.auto_class
+        return "AutoModelForCausalLM" if self.composite is None else self.composite.auto_class
 
     @property
     def surroundings(self) -> Mapping[str, Shape]:
         """Shapes of the tensors of the larger model outside the language model, by full name; they are copied to the result."""
-        return {} if self.larger is None else self.larger.spelling.others
+        return {} if self.composite is None else self.composite.spelling.others
 
     def whole_config(self, config: Config) -> Config:
         """Return the content of `config.json` for a config of the language model: around it, that of the larger model, if any."""
-        return config if self.larger is None else self.larger.wrapped(config)
+        return config if self.composite is None else self.composite.wrapped(config)
 
     def stored_name(self, name: str) -> str:
         """Return the name under which a checkpoint stores a tensor of this model, or of a model made from it."""
         if self.tied_head is not None and name == self.embedding_name:
             name = self.tied_head
-        return name if self.larger is None else self.larger.spelling.stored_name(name)
+        return name if self.composite is None else self.composite.spelling.stored_name(name)
 
     def by_name(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return stored tensors of this model, or of a model made from it, by full name."""
         named = dict(stored)
-        if self.larger is not None:
-            named = {self.larger.spelling.language_name(name): tensor for name, tensor in stored.items()}
+        if self.composite is not None:
+            named = {self.composite.spelling.language_name(name): tensor for name, tensor in stored.items()}
         return named if self.tied_head is None else _renamed(named, self.tied_head, self.embedding_name)
 
     def new_name(self, layer: int, name: str) -> str:
@@ -171,11 +163,7 @@ def _renamed(tensors: Mapping[str, StoredTensor], old: str, new: str) -> dict[st
 
 
 def read_config(path: Path) -> Config:
-    """Read a config: the `config.json` of a folder, or a file of any name.
-
-    Raises:
-        RequestError: If the file is missing, cannot be read, or is no JSON object.
-    """
+    """Read the `config.json` of a folder, or a config of any name; refuse one that is missing or no JSON object."""
     if path.is_dir():
         folder, path = path, path / CONFIG_FILE
         if not path.is_file():
@@ -211,22 +199,16 @@ def open_base(
     needs_weights: bool = True,
     adapter: Adapter | None = None,
 ) -> BaseModel:
-    """Open a checkpoint folder and check that the checkpoint is complete.
+    """Open a checkpoint's folder, and check that it is complete and can be upscaled; without weights it cannot if it `needs_weights`.
 
-    Args:
-        folder: Folder of a Hugging Face checkpoint.
-        needs_weights: Whether to refuse a folder without weights. Default: True.
-        adapter: A LoRA whose changes are added to the weights when they are read. Default: None.
-
-    Raises:
-        RequestError: If the base cannot be upscaled. The message says why and what helps.
+    The changes of an `adapter` are added to the weights when they are read.
     """
     config = read_config(folder)
-    larger: LargerModel | None = None
+    composite: CompositeModel | None = None
     if isinstance(config.get(LANGUAGE_KEY), dict) and isinstance(config.get("model_type"), str):
-        larger = larger_model_of(config)
+        composite = composite_model_of(config)
         check_readable(config)
-        config = larger.language_config
+        config = composite.language_config
     family = family_of(config)
     layers = config.get("num_hidden_layers")
     if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= MOST_LAYERS:
@@ -248,17 +230,17 @@ def open_base(
     integers = layout.integers
     stored = stored_tensors(folder, needs_weights)
     carried: dict[str, Shape] = {}
-    if larger is not None:
-        larger = larger.spelled_as(stored or ())
-        carried = larger.spelling.others
+    if composite is not None:
+        composite = composite.spelled_as(stored or ())
+        carried = composite.spelling.others
         expected |= carried
     if stored is None:
         dtype = SAFETENSORS_NAMES.get(str(dtype).removeprefix("torch."), "F32")
         planned = {name: StoredTensor(dtype, shape) for name, shape in expected.items()}
-        return BaseModel(folder, config, family, layout, planned, larger=larger)
+        return BaseModel(folder, config, family, layout, planned, composite=composite)
 
-    if larger is not None:
-        stored = {larger.spelling.language_name(name): tensor for name, tensor in stored.items()}
+    if composite is not None:
+        stored = {composite.spelling.language_name(name): tensor for name, tensor in stored.items()}
     parts: frozenset[str] = frozenset()
     packed: frozenset[str] = frozenset()
     if config.get("quantization_config"):
@@ -330,7 +312,7 @@ def open_base(
         )
     if adapter is not None:
         stored = _merged(adapter, stored, prefix, layout, config)
-    return BaseModel(folder, config, family, layout, stored, unexpected, larger, parts, packed, prefix, tied_head)
+    return BaseModel(folder, config, family, layout, stored, unexpected, composite, parts, packed, prefix, tied_head)
 
 
 def _merged(

@@ -15,11 +15,7 @@ FP8_NAMES = {"F8_E4M3": "float8_e4m3fn"}
 
 @dataclass(frozen=True)
 class ComputedTensor(StoredTensor):
-    """A tensor that is computed from a stored weight; its dtype and shape are what the computation gives.
-
-    Args:
-        weight: Position of the stored weight.
-    """
+    """A tensor that is computed from a stored `weight`; its dtype and shape are what the computation gives."""
 
     weight: StoredTensor | None = None
 
@@ -30,25 +26,13 @@ class ComputedTensor(StoredTensor):
 
     @abstractmethod
     def read(self) -> "torch.Tensor":
-        """Compute the tensor.
-
-        Raises:
-            OSError: If a file ends early.
-        """
+        """Compute the tensor."""
 
 
 def read_tensor(stored: StoredTensor, dtype: "torch.dtype | None" = None) -> "torch.Tensor":
-    """Read or compute a tensor, and cast it unless it is stored as integers.
+    """Read or compute a tensor, and cast it unless it is stored as integers; by default it keeps its dtype.
 
-    The tensor is read, not mapped: a mapping takes address space for a whole file, and a matrix product may round
-    differently if its factors lie at another alignment.
-
-    Args:
-        stored: Position of the tensor in its file.
-        dtype: Torch dtype to cast to. Default: the dtype that the tensor is stored in.
-
-    Raises:
-        OSError: If the file ends early.
+    It is read, not mapped: a mapping takes address space for a whole file, and products may round differently at another alignment.
     """
     import torch
 

@@ -14,10 +14,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def weight_names(model: BaseModel) -> dict[str, str]:
-    """Return the name of each weight in digests, by its stored name; names in digests omit `model.` in front.
-
-    Tensors that transformers does not save again are left out: a tied head, and tensors unknown to the architecture.
-    """
+    """Return the name in digests (without `model.`) of each weight that transformers saves again, by its stored name."""
     left_out = ({*model.repeated_names, *model.unexpected} - model.parts) | model.packed
     return {name: name.removeprefix(model.prefix) for name in model.tensors if name not in left_out}
 
@@ -29,13 +26,9 @@ def content_sha256(digests: Mapping[str, str]) -> str:
 
 
 class TensorDigests:
-    """Threads that compute the SHA-256 of tensors, in parallel because hashing releases the interpreter's lock.
+    """Threads that compute the SHA-256 of dtype, shape and bytes of tensors; hashing releases the interpreter's lock.
 
-    A digest covers dtype, shape and bytes. Enter the context before the first tensor. Leaving the context stops the reading.
-
-    Args:
-        tensors: The tensors of a checkpoint, by full name.
-        names: Name in the result of each tensor to read, by full name.
+    `names` has the name in the result of each tensor to read. Leaving the context stops the reading.
     """
 
     def __init__(self, tensors: Mapping[str, StoredTensor], names: Mapping[str, str]):
@@ -49,19 +42,12 @@ class TensorDigests:
         return self
 
     def add(self, name: str) -> None:
-        """Begin with a tensor by its full name, best right after other code has read its bytes from the disk.
-
-        Tensors that are not in `names`, or were added before, are ignored.
-        """
+        """Begin with a tensor, best right after other code has read it; one that is not in `names` or was added is passed over."""
         if name in self._names and name not in self._futures:
             self._futures[name] = self._pool.submit(self._digest, self._tensors[name])
 
     def finish(self) -> dict[str, str]:
-        """Return the digests of all tensors, by their name in the result, sorted.
-
-        Raises:
-            OSError: If a file cannot be read, or ends early.
-        """
+        """Return the digests of all tensors, by their name in the result, sorted."""
         for name in self._names:
             self.add(name)
         return dict(sorted((self._names[name], future.result()) for name, future in self._futures.items()))

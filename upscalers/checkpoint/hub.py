@@ -8,11 +8,7 @@ from upscalers.request.errors import RequestError, one_line
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Check that the hub allows a repository of this name.
-
-    Raises:
-        RequestError: If the name is not allowed.
-    """
+    """Raise `RequestError` if the hub allows no repository of this name."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -23,14 +19,7 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def check_account(repo_id: str) -> None:
-    """Ask the hub who the account is, before anything is downloaded; nothing is created.
-
-    Args:
-        repo_id: Repository that the result will be uploaded to.
-
-    Raises:
-        RequestError: If nobody is logged in, the hub refuses the token, or the hub cannot be reached.
-    """
+    """Ask the hub who the account is, before anything is downloaded; refuse if nobody is logged in or the hub does not answer."""
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
@@ -45,14 +34,7 @@ def check_account(repo_id: str) -> None:
 
 
 def prepare_repository(repo_id: str, private: bool) -> str:
-    """Create the repository of a result unless it exists, before the first byte, so that the hub says whether it can be written to.
-
-    Args:
-        repo_id: Repository with or without its owner; without an owner, the account owns it.
-        private: Whether the repository is to be private. False leaves a new one to the owner's default.
-
-    Returns:
-        The repository with its owner.
+    """Create the repository of a result unless it exists, before the first byte, and return its name with its owner.
 
     Raises:
         RequestError: If the hub refuses the repository or does not answer, or the repository is to be private and is public.
@@ -90,11 +72,7 @@ def _refusal(repo_id: str, error: Exception) -> RequestError:
 
 
 def push_folder(folder: Path, repository: str) -> str:
-    """Upload the folder of a complete checkpoint in one commit, and return the address of the commit.
-
-    Args:
-        repository: Repository with its owner, such as `"me/llama-3.2-1b-hml"`.
-    """
+    """Upload the folder of a complete checkpoint in one commit, and return the address of the commit."""
     from huggingface_hub import HfApi
 
     commit = HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload upscaled checkpoint")

@@ -10,7 +10,7 @@ the config.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from upscalers.architecture.families import fp8_block, quantised_form
 from upscalers.architecture.family import Config
@@ -30,12 +30,7 @@ _EXPONENT_OF_ONE = 127
 
 @dataclass(frozen=True)
 class ScaledTensor(ComputedTensor):
-    """A weight in FP8 with its scales, which is read as their product, of the dtype and the shape that it has here.
-
-    Args:
-        scales: Position of the scales, one per block.
-        block: Rows and columns of a block; None for one scale per weight.
-    """
+    """A weight in FP8, read as its product with `scales`, one per `block` of rows and columns; without blocks, one in all."""
 
     scales: StoredTensor | None = None
     block: tuple[int, int] | None = None
@@ -60,11 +55,9 @@ class ScaledTensor(ComputedTensor):
 
 @dataclass(frozen=True)
 class PackedTensor(ComputedTensor):
-    """Matrices of experts, `[experts, inputs, outputs]`, in MXFP4; their parts are stored under names of their own.
+    """Matrices of experts `[experts, inputs, outputs]` in MXFP4, whose parts are stored under names of their own.
 
-    Args:
-        scales: Position of the exponents, `[experts, outputs, inputs / 32]`. `weight` is the position of the numbers,
-            `[experts, outputs, inputs / 32, 16]`.
+    `weight` has the numbers, `[experts, outputs, inputs / 32, 16]`, and `scales` the exponents, `[experts, outputs, inputs / 32]`.
     """
 
     scales: StoredTensor | None = None
@@ -82,22 +75,14 @@ class PackedTensor(ComputedTensor):
         return product.to(dtype).transpose(1, 2).contiguous()
 
 
-#: Weights as `with_products` returns them.
-QUANTISED = (ScaledTensor, PackedTensor)
-
-
 def with_products(
     stored: Mapping[str, StoredTensor], config: Config
 ) -> tuple[dict[str, StoredTensor], frozenset[str], frozenset[str]]:
     """Return the tensors of a checkpoint with quantised weights as they are read, and which of them are stored otherwise.
 
-    Args:
-        stored: Every stored tensor, by name.
-        config: A config that says how the weights are quantised, in a form that `quantised_form` knows.
-
     Returns:
         The tensors by name, the stored parts of weights among them; the names of parts, but for weights under their own names; and
-        the names of weights that are not stored under these names, but as parts.
+        the names of weights that are stored as parts alone.
 
     Raises:
         RequestError: If a quantised weight has no scales, or another number of them than it has blocks.
@@ -141,31 +126,6 @@ def num_partly_scaled(tensors: Iterable[StoredTensor]) -> int:
         and any(size > length and size % length for size, length in zip(tensor.shape, tensor.block, strict=True))
         for tensor in tensors
     )
-
-
-def product_of_transformers(tensor: ScaledTensor | PackedTensor, config: Config) -> "torch.Tensor":
-    """Return what transformers makes of a quantised weight, in the dtype of the tensor, for comparison with what is read here.
-
-    Args:
-        tensor: A weight that `with_products` returned.
-        config: The config that says how it is quantised.
-    """
-    from torch.nn.functional import pad
-    from transformers import FineGrainedFP8Config
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    assert tensor.scales is not None
-    numbers, scales, dtype = read_tensor(tensor.in_file), read_tensor(tensor.scales), _torch_dtype(tensor)
-    if isinstance(tensor, PackedTensor):
-        return convert_moe_packed_tensors(numbers, scales, dtype=dtype)
-    block = FineGrainedFP8Config(**config["quantization_config"]).weight_block_size
-    # Fp8Dequantize takes the size of blocks from the number of scales, so that its blocks have to be whole.
-    ends = [0, 0] if block is None else [-size % length for size, length in zip(tensor.shape, block, strict=True)]
-    whole = pad(numbers.float(), (0, ends[1], 0, ends[0]))
-    product: Any = Fp8Dequantize(None).convert({"weight": whole, "weight_scale_inv": scales.float()})["weight"]
-    product = product[0] if isinstance(product, list) else product  # a list before 5.24
-    return product[: tensor.shape[0], : tensor.shape[1]].to(dtype)
 
 
 def _packed(stored: Mapping[str, StoredTensor], config: Config) -> dict[str, StoredTensor]:

@@ -41,13 +41,7 @@ _ANY_FOLDER = "*/*"
 
 @dataclass(frozen=True)
 class Source:
-    """A base that lies in a folder.
-
-    Args:
-        name: Name as the person gave it, without a hub revision.
-        folder: Folder with the base's files.
-        revision: The commit of a hub repository; None for local bases.
-    """
+    """A base that lies in a folder, by the name that the person gave, without revision; a base of the hub has a commit."""
 
     name: str
     folder: Path
@@ -60,17 +54,7 @@ class Source:
 
 
 def name_and_revision(base: str) -> tuple[str, str | None]:
-    """Return the name of a base, and the revision that is meant.
-
-    Args:
-        base: A folder, a hub id, or a hub id with a branch, tag or commit, `owner/name@revision`.
-
-    Returns:
-        The name without a revision, and the revision; None where no revision is named.
-
-    Raises:
-        RequestError: If a local base is given a revision, or there is none behind the `@`.
-    """
+    """Return the name of a base (a folder or hub id), and the branch, tag or commit behind `@`; None where none is named."""
     name, at, revision = base.partition("@")
     if not at or Path(base).expanduser().exists():
         return base, None
@@ -86,11 +70,7 @@ def name_and_revision(base: str) -> tuple[str, str | None]:
 
 @contextlib.contextmanager
 def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
-    """Bring the base into a folder, and keep it there for as long as the context is open.
-
-    Args:
-        base: A folder, a `config.json`, or a hub id, with or without `@revision`.
-        config_only: Whether `config.json` suffices. Default: False.
+    """Bring a base (a folder, `config.json` or hub id with or without `@revision`) into a folder for the time of the context.
 
     Raises:
         RequestError: If there is no base of this name.
@@ -117,15 +97,7 @@ def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
 
 
 def adapter_folder(name: str, wanted: Iterable[str]) -> Path:
-    """Return the folder of an adapter of PEFT; of an adapter on the hub, the wanted files are downloaded.
-
-    Args:
-        name: A folder or a hub id, with or without `@revision`.
-        wanted: Patterns of the names of files.
-
-    Raises:
-        RequestError: If there is no adapter of this name.
-    """
+    """Return the folder of a PEFT adapter, of which the `wanted` files are downloaded if it is on the hub, or refuse its name."""
     path = Path(name).expanduser()
     if path.is_dir():
         _refuse_pointers(path, ADAPTERS, TRAVELLING)
@@ -137,10 +109,7 @@ def adapter_folder(name: str, wanted: Iterable[str]) -> Path:
 
 
 def copy_travelling_files(folder: Path, target: Path, progress: Progress) -> None:
-    """Copy a model's files beside weights and config: tokenizer, chat templates, generation config, licence.
-
-    Code that a tokenizer or a processor consists of is copied too, and not run; a line says so.
-    """
+    """Copy a model's files beside weights and config; a line says what code a tokenizer or processor has, which is not run."""
     for file in travelling_files(folder):
         copy = target / file.relative_to(folder)
         copy.parent.mkdir(exist_ok=True)

@@ -13,11 +13,7 @@ _NOT_WEIGHTS = "training_args.bin"
 
 
 def stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor] | None:
-    """Return the position of each tensor of a checkpoint, by its stored name; None for a checkpoint without weights.
-
-    Args:
-        folder: Folder of the checkpoint.
-        needs_weights: Whether to refuse a folder without weights.
+    """Return the position of each tensor of a checkpoint, by its stored name; None if it has no weights and `needs_weights` is False.
 
     Raises:
         RequestError: If weights are missing, of another format, or not sound.
@@ -32,12 +28,7 @@ def stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor]
 
 
 def missing_weights(base: str, files: Iterable[str]) -> str:
-    """Return the message about a base whose files do not include weights that can be read.
-
-    Args:
-        base: A folder or a hub id.
-        files: Names of the base's files.
-    """
+    """Return the message about a base (a folder or hub id) whose files include no weights that can be read."""
     weights = [file for file in sorted(files) if file.endswith((".safetensors", *(name[1:] for name in _OTHERS)))]
     held = next((file for file in weights if file != _NOT_WEIGHTS), "no weights")
     remedy = "Give a checkpoint that transformers loads."

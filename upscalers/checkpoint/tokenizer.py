@@ -20,15 +20,9 @@ def has_tokenizer(names: Iterable[str]) -> bool:
 
 
 def keep_tokenizer_class(base_folder: Path, folder: Path, progress: Progress) -> bool:
-    """Name the tokenizer class in the upscaled folder where `AutoTokenizer` would otherwise choose another class.
+    """Name the tokenizer's class in the upscaled folder where `AutoTokenizer`, which goes by `model_type`, would choose another.
 
-    For some families `AutoTokenizer` chooses by `model_type`, whatever the files say, and a new `model_type` is
-    unknown to it.
-
-    Args:
-        base_folder: Folder of the base.
-        folder: Folder of the upscaled checkpoint, in which config and tokenizer files are already written.
-        progress: Display that warns of a tokenizer of the base that does not work here.
+    A tokenizer of the base that does not work here is warned of.
 
     Returns:
         Whether `tokenizer_config.json` was changed.

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout, level_file
-from midus_hf.files.checkpoint_files import BLOCK_STATES, CHECKPOINT_NAME, PARTIAL_MODEL, RESUMED, STATE, is_of
+from midus_hf.files.checkpoint_files import CARD, CODE, CONFIG, RECORD, WEIGHTS, indexed_weights, is_of
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_model import open_base
-from upscalers.checkpoint.source import resolve_source
+from upscalers.checkpoint.source import resolve_source, travelling_files
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.request.errors import RequestError, refusing_requests
-from upscalers.runs.output_folder import OutputFolder
+from upscalers.runs.output_folder import CheckpointFolder
 
 if TYPE_CHECKING:
     from midus_hf.banks.memory_bank import MemoryBank
@@ -71,10 +71,10 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
         tree = _tree_of(source.folder)
         gone, kept = (None, None) if tree is None else _centroids(source.folder, tree, named, deleted)
         memories = open_base(source.folder, needs_weights=False).layout.memories
-        folder = OutputFolder(request.output, source.folder, request.overwrite)
+        folder = CheckpointFolder(request.output, source.folder, request.overwrite)
         files = _files_beside_banks(source.folder)
         folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.banks))
-        with folder as partial, tempfile.TemporaryDirectory() as scratch:
+        with folder.writing() as partial, tempfile.TemporaryDirectory() as scratch:
             after = tree.without(gone) if tree is not None and gone else None
             if after is not None:
                 after.save(scratch)
@@ -84,7 +84,6 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
                 shutil.copyfile(path, target)
             tree_folder = Path(scratch) if gone else None
             carry_banks(source.folder, partial, memories.banks, deleted, after, tree_folder)
-            folder.commit()
     return {
         "command": "delete",
         "model": str(request.model),
@@ -140,21 +139,11 @@ def _lies_in(node: Node, other: Node, branching: int) -> bool:
 
 
 def list_banks(model: str | Path, memory: str | None = None) -> dict[str, Any]:
-    """Return the levels of a checkpoint's banks, and which of their blocks were written.
+    """Return `{"model", "fetched", "bank", "banks"}` of a checkpoint's banks, or of one memory's; parameters are summed over banks.
 
-    Args:
-        model: A checkpoint with banks: a folder or a hub id.
-        memory: Name of one memory, whose bank alone is listed. Default: all banks.
-
-    Returns:
-        `{"model", "fetched", "bank", "banks"}`, with the parameters that a text fetches and the parameters of all blocks, summed
-        over the banks. `banks` has `{"memory", "type", "branching", "tree", "fetched", "bank", "levels"}` for each bank, and
-        `levels` has `{"level", "nodes", "parameters", "written", "deleted", "generic", "bytes_on_disk"}` for each level with
-        blocks: `parameters` is the number of parameters per block, `written` and `deleted` have nodes whose blocks were
-        written or deleted, and `generic` is whether the block of the generic memory was written.
-
-    Raises:
-        RequestError: If there is no bank.
+    Each bank has `{"memory", "type", "branching", "tree", "fetched", "bank", "levels"}`, and each level with blocks
+    `{"level", "nodes", "parameters", "written", "deleted", "generic", "bytes_on_disk"}`: `parameters` is the number of parameters
+    per block, `written` and `deleted` have nodes, and `generic` is whether the block of the generic memory was written.
     """
     with resolve_source(str(model)) as source:
         layouts = find_layouts(source.folder, memory)
@@ -198,14 +187,7 @@ def _listed(folder: Path, name: str, layout: BankLayout) -> dict[str, Any]:
 
 
 def parse_nodes(names: Sequence[str], layout: BankLayout, subtree: bool = False) -> list[Node]:
-    """Return the nodes with blocks that a person names `LEVEL:NODE` or `LEVEL:generic`, ascending.
-
-    Args:
-        subtree: Whether to include all nodes below each node as well. Default: False.
-
-    Raises:
-        RequestError: If no node is named, or a name is not that of a node with a block.
-    """
+    """Return the nodes with blocks that a person names `LEVEL:NODE` or `LEVEL:generic`, ascending; with `subtree` all below, too."""
     if not names:
         raise RequestError("no node is named; expected one or more, each LEVEL:NODE, such as 2:52.")
     nodes: set[Node] = set()
@@ -218,11 +200,7 @@ def parse_nodes(names: Sequence[str], layout: BankLayout, subtree: bool = False)
 
 
 def parse_node(name: str, layout: BankLayout) -> Node:
-    """Return the node that a person names `LEVEL:NODE` or `LEVEL:generic`, with a block or without.
-
-    Raises:
-        RequestError: If the name is not that of a node.
-    """
+    """Return the node that a person names `LEVEL:NODE` or `LEVEL:generic`, with a block or without, or raise `RequestError`."""
     match = _NODE.fullmatch(name)
     if match is None:
         raise RequestError(f"node is {name!r}; expected LEVEL:NODE, such as 2:52, or LEVEL:generic.")
@@ -255,11 +233,7 @@ def written_node(node: Node) -> str:
 
 
 def find_layouts(folder: Path, memory: str | None = None) -> dict[str, BankLayout]:
-    """Return the layout of each bank by the name of its memory, or of the bank of one memory alone.
-
-    Raises:
-        RequestError: If the model has no memory that fetches blocks, or none of this name.
-    """
+    """Return the layout of each bank by the name of its memory, or of the bank of one memory alone, or raise `RequestError`."""
     banks = open_base(folder, needs_weights=False).layout.memories.banks
     if not banks:
         raise RequestError(
@@ -276,11 +250,7 @@ def find_layouts(folder: Path, memory: str | None = None) -> dict[str, BankLayou
 
 @contextlib.contextmanager
 def open_bank(folder: Path, name: str, layout: BankLayout) -> Iterator["MemoryBank"]:
-    """Open the bank of a memory in the folder of a checkpoint. Errors of reading it inside the context are a `RequestError`.
-
-    Raises:
-        RequestError: If the bank is absent, damaged, or another model's.
-    """
+    """Open the bank of a memory in the folder of a checkpoint; errors of reading it inside the context are a `RequestError`."""
     from midus_hf.banks.level_file import BankError
     from midus_hf.banks.memory_bank import MemoryBank
 
@@ -291,16 +261,7 @@ def open_bank(folder: Path, name: str, layout: BankLayout) -> Iterator["MemoryBa
 
 
 def _files_beside_banks(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint that hold no blocks: neither files of banks nor states that a run resumes from."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    is_resumed = any(is_of(path.relative_to(folder), RESUMED) for path in files)
-    kept = []
-    for path in files:
-        parts = path.relative_to(folder).parts
-        within_run = parts[0] == PARTIAL_MODEL or CHECKPOINT_NAME.fullmatch(parts[0]) or parts[0] == BLOCK_STATES
-        if BANKS_FOLDER in parts or within_run:
-            continue
-        if is_resumed and is_of(path.relative_to(folder), RESUMED, STATE):
-            continue
-        kept.append(path)
-    return kept
+    """Return the files of a checkpoint that hold no blocks; states that a run resumes from hold some."""
+    weights, kinds = indexed_weights(folder), (WEIGHTS, CONFIG, CODE, RECORD, CARD)
+    beside = [path for path in folder.iterdir() if path.name in weights or is_of(path.name, *kinds)]
+    return sorted({*beside, *travelling_files(folder)})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from midus_hf.memories.chapters.options import ChaptersOptions
 from midus_hf.memories.entries import ATTACHED, TABLES, MemoryEntry
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.edits.checkpoint_edit import Decided, EditRequest, edit_checkpoint
+from upscalers.edits.checkpoint_edit import EditDetails, EditRequest, edit_checkpoint
 from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Recipe, RowRange, Rows
 from upscalers.tensors.writer import OutputTensor
@@ -32,14 +32,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True)
 class Bank:
-    """One bank, and the routers of the layers that read the bank.
-
-    Args:
-        layers: Indices of the layers that read the bank.
-        rows: Full names of the tensors with a row per memory token: the rows, or their integers and their scales.
-        router_weights: Full names of router weights, one tensor per layer with a row per chapter.
-        router_biases: Full names of router biases, one tensor per layer with an entry per chapter.
-    """
+    """One bank, read by `layers`: full names of its rows (or integers and scales), and of router weights and biases per layer."""
 
     layers: tuple[int, ...]
     rows: tuple[str, ...]
@@ -49,13 +42,7 @@ class Bank:
 
 @dataclass(frozen=True)
 class ChapterMemory:
-    """A memory of chapters in a checkpoint.
-
-    Args:
-        model: The opened checkpoint.
-        entry: Entry of the memory in the config's `memory` list.
-        options: Options in the entry.
-    """
+    """A memory of chapters in an opened checkpoint, with its entry in the config's `memory` list."""
 
     model: BaseModel
     entry: MemoryEntry
@@ -88,20 +75,12 @@ class ChapterMemory:
 
 
 def row_names(bank_bits: int | None) -> tuple[str, ...]:
-    """Return the names of a bank's tensors that have a row per memory token.
-
-    Args:
-        bank_bits: Bits per number of a rounded bank, 8 or 4; None for a bank that is not rounded.
-    """
+    """Return the names of a bank's tensors with a row per memory token; `bank_bits` is None for a bank that is not rounded."""
     return ("bank",) if bank_bits is None else ("bank_integers", "bank_scales")
 
 
 def find_memories(model: BaseModel, name: str | None = None) -> list[ChapterMemory]:
-    """Return the memories of chapters that a checkpoint has, or the one of a name.
-
-    Raises:
-        RequestError: If the checkpoint has none, or none of this name.
-    """
+    """Return the memories of chapters that a checkpoint has, or the one of a name; refuse if there is none."""
     memories = {
         name: ChapterMemory(model, entry, entry.options)
         for name, entry in model.layout.memories.attached.items()
@@ -142,7 +121,7 @@ def zero(request: EditRequest, chapters: str) -> dict[str, Any]:
         RequestError: If a chapter or the memory does not exist, or the output cannot be made.
     """
 
-    def decide(model: BaseModel) -> Decided:
+    def decide(model: BaseModel) -> EditDetails:
         memory = _only_memory(model, request.memory)
         own = range(memory.options.chapters)
         numbers = parse_numbers(chapters, len(own))
@@ -160,7 +139,7 @@ def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
         RequestError: As for `zero`, or if fewer routed chapters would be left than the router chooses.
     """
 
-    def decide(model: BaseModel) -> Decided:
+    def decide(model: BaseModel) -> EditDetails:
         memory = _only_memory(model, request.memory)
         options = memory.options
         numbers = parse_numbers(chapters, options.chapters)
@@ -180,7 +159,7 @@ def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
 
 def _arranged(
     memory: ChapterMemory, numbers: Sequence[int], rows: Origins, routers: Origins, options: dict[str, Any]
-) -> Decided:
+) -> EditDetails:
     """Return the edit that gives each chapter memory tokens and router of its origins."""
     tensors: dict[str, list[OutputTensor]] = {}
 
@@ -195,7 +174,7 @@ def _arranged(
         for name in (*bank.router_weights, *bank.router_biases):
             make(name, routers, 1)
     counts = {"chapters_before": memory.options.chapters, "chapters_after": len(rows)}
-    return Decided([memory.name], tensors, {"chapters": written(numbers), **counts}, options)
+    return EditDetails([memory.name], tensors, {"chapters": written(numbers), **counts}, options)
 
 
 def _ranges(origins: Origins, rows: int, name: str) -> tuple[RowRange, ...]:
@@ -230,7 +209,7 @@ def quantise(request: EditRequest, bits: int = 8) -> dict[str, Any]:
     if bits not in _STORED_INTEGERS:
         raise RequestError(f"bits is {bits}; expected {' or '.join(map(str, _STORED_INTEGERS))}.")
 
-    def decide(model: BaseModel) -> Decided:
+    def decide(model: BaseModel) -> EditDetails:
         memory = _only_memory(model, request.memory)
         if memory.options.bank_bits is not None:
             raise RequestError(
@@ -241,7 +220,7 @@ def quantise(request: EditRequest, bits: int = 8) -> dict[str, Any]:
         with refusing_requests():
             options.check_fit(model.layout.memories.sizes)
         tensors = {bank.rows[0]: _rounded(memory, bank.rows[0], bits) for bank in memory.banks}
-        return Decided([memory.name], tensors, {"bits": bits}, {"bank_bits": bits})
+        return EditDetails([memory.name], tensors, {"bits": bits}, {"bank_bits": bits})
 
     return edit_checkpoint("quantise", request, decide)
 
@@ -252,13 +231,13 @@ def _rounded(memory: ChapterMemory, name: str, bits: int) -> list[OutputTensor]:
     integers, scales = row_names(bits)
     shape = (count, width if bits == 8 else width // 2)
     return [
-        OutputTensor(prefix + integers, _Rounded(shape, name, bits, "integers"), _STORED_INTEGERS[bits]),
-        OutputTensor(prefix + scales, _Rounded((count,), name, bits, "scales"), "F32"),
+        OutputTensor(prefix + integers, _RoundedPart(shape, name, bits, "integers"), _STORED_INTEGERS[bits]),
+        OutputTensor(prefix + scales, _RoundedPart((count,), name, bits, "scales"), "F32"),
     ]
 
 
 @dataclass(frozen=True)
-class _Rounded(Recipe):
+class _RoundedPart(Recipe):
     """Recipe for one of the two parts of a rounded table: the integers or the scales of its rows."""
 
     source: str
@@ -275,15 +254,7 @@ class _Rounded(Recipe):
 
 
 def parse_numbers(text: str, num_chapters: int) -> tuple[int, ...]:
-    """Return the numbers in a list of numbers and ranges of chapters, in the order in which they are named.
-
-    Args:
-        text: A list such as `"3,7-9"`, which stands for 3, 7, 8 and 9.
-        num_chapters: C, the number of chapters.
-
-    Raises:
-        RequestError: If the text is no list of this form, names a number twice, or names a number of C or more.
-    """
+    """Return the numbers of chapters in a list such as `"3,7-9"`, in its order; refuse other texts, repeats, and others' numbers."""
     numbers: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.files.checkpoint_files import CARD_FILE, CODE
-from midus_hf.files.ownership import CONFIG_KEY, has_config_entry
+from midus_hf.files.outputs import CONFIG_KEY, has_config_entry
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import BaseModel, open_base, read_config, write_config
 from upscalers.checkpoint.source import copy_travelling_files, resolve_source
 from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan, read_record, write_record
 from upscalers.request.progress import Progress
-from upscalers.runs.output_folder import OutputFolder, write_code_of, written_from
+from upscalers.runs.output_folder import CheckpointFolder, write_code_of, written_from
 from upscalers.tensors.recipes import Copy
 from upscalers.tensors.writer import OutputTensor
 
@@ -42,14 +42,10 @@ class EditRequest:
 
 
 @dataclass(frozen=True)
-class Decided:
-    """Details of an edit that was decided on.
+class EditDetails:
+    """What an edit does: the names of its memories (an inserted one is named by its type), and what it writes in place of tensors.
 
-    Args:
-        memories: Names of the edited memories; an inserted memory is named by its type.
-        tensors: Tensors to write instead of a tensor, by the name of each tensor that does not stay as it is.
-        details: What the record says of the edit beside command, version and memories.
-        options: Options of the memories that the edit changes. Default: none.
+    `details` is what the record says beside command, version and memories, and `options` what it changes in the memories' options.
     """
 
     memories: Sequence[str]
@@ -58,22 +54,14 @@ class Decided:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def edit_checkpoint(command: str, request: EditRequest, decide: Callable[[BaseModel], Decided]) -> dict[str, Any]:
-    """Write a copy of a checkpoint with an edit applied to its memories.
+def edit_checkpoint(command: str, request: EditRequest, decide: Callable[[BaseModel], EditDetails]) -> dict[str, Any]:
+    """Write a copy of a checkpoint with the edit that `decide` gives for the opened checkpoint.
 
-    The config, `upscale.json` and the model card list the edit. `upscale.json` no longer says that the model computes what its base
-    computes.
-
-    Args:
-        command: Name of the edit in the record.
-        request: The checkpoint to read and the folder to make.
-        decide: Function that decides on the edit, from the opened checkpoint.
+    The config, `upscale.json` and the model card list the edit, as `command`. `upscale.json` no longer says that the model computes
+    what its base computes.
 
     Returns:
         `{"command", "memories", ..., "model", "output", "bytes_written", "seconds"}`, with the details of the edit.
-
-    Raises:
-        RequestError: If the model was not made by `upscale`, the edit cannot be decided on, or the output cannot be made.
     """
     started = time.perf_counter()
     progress = request.progress or Progress()
@@ -90,7 +78,7 @@ def edit_checkpoint(command: str, request: EditRequest, decide: Callable[[BaseMo
         edit = {**result, "version": importlib.metadata.version("midus-hf")}
         shards = edited_shards(opened, decided.tensors)
         banks = opened.layout.memories.banks
-        folder = OutputFolder(request.output, source.folder, request.overwrite)
+        folder = CheckpointFolder(request.output, source.folder, request.overwrite)
         with written_from(opened, folder, shards, banks, progress, stored_name=opened.stored_name) as written:
             _write_siblings(opened, folder.partial, edit, decided.options, progress)
             open_base(folder.partial)
@@ -104,12 +92,7 @@ def edit_checkpoint(command: str, request: EditRequest, decide: Callable[[BaseMo
 
 
 def edited_shards(model: BaseModel, edited: Mapping[str, Sequence[OutputTensor]]) -> dict[str, list[OutputTensor]]:
-    """Return the tensors of the result, in the files and the order in which the edited model stores them.
-
-    Args:
-        model: The checkpoint that is edited.
-        edited: Tensors to write instead of a tensor, by the name of each tensor that does not stay as it is.
-    """
+    """Return the tensors of the result, `edited` ones in place of their own, in the files and the order of the model."""
     shards: dict[str, list[OutputTensor]] = {}
     tensors = {name: tensor.as_stored for name, tensor in model.tensors.items() if name not in model.packed}
     for name, stored in sorted(tensors.items(), key=lambda item: (str(item[1].file), item[1].start)):

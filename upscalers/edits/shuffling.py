@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from midus_hf.memories.controls import num_value_rows
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.edits.checkpoint_edit import Decided, EditRequest, edit_checkpoint
+from upscalers.edits.checkpoint_edit import EditDetails, EditRequest, edit_checkpoint
 from upscalers.request.errors import RequestError
 from upscalers.request.options import check_seed
 from upscalers.request.progress import Progress
@@ -46,7 +46,7 @@ def shuffle(
     """
     check_seed(seed)
 
-    def decide(opened: BaseModel) -> Decided:
+    def decide(opened: BaseModel) -> EditDetails:
         tables = dict(_tables(opened))
         if not tables:
             raise RequestError(
@@ -54,7 +54,7 @@ def shuffle(
                 "retrieves rows, such as one of the method midus-hml."
             )
         tensors = {name: [_permuted(opened, name, seed)] for name in tables}
-        return Decided(list(dict.fromkeys(tables.values())), tensors, {"seed": seed, "tables": len(tables)})
+        return EditDetails(list(dict.fromkeys(tables.values())), tensors, {"seed": seed, "tables": len(tables)})
 
     return edit_checkpoint("shuffle", EditRequest(model, output, None, overwrite, progress), decide)
 
@@ -85,13 +85,7 @@ def _permuted(model: BaseModel, name: str, seed: int) -> OutputTensor:
 
 @dataclass(frozen=True)
 class PermutedRows(Recipe):
-    """Recipe that reorders the rows of a table, its dimension before the last, so that no row stays where it was.
-
-    Args:
-        source: Full name of the table, which has at least two rows. If the table has more than two dimensions, the
-            rows have the same order at every index of the dimensions in front.
-        seed: Seed of the order. The same seed and number of rows give the same order.
-    """
+    """Recipe that reorders the rows of a table, its dimension before the last, so that no row stays where it was."""
 
     source: str
     seed: int
@@ -101,12 +95,7 @@ class PermutedRows(Recipe):
 
 
 def row_order(rows: int, seed: int) -> "torch.Tensor":
-    """Return the row that comes to each position, `[rows]`, int64: one random cycle through all rows.
-
-    Args:
-        rows: Number of rows, at least two.
-        seed: Seed of the cycle.
-    """
+    """Return the row that comes to each position, `[rows]`, int64: one random cycle through all rows, two or more."""
     import torch
 
     cycle = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))

@@ -15,7 +15,7 @@ from upscalers.methods.dense_block import FusionOptions, MatrixMethod, mean
 from upscalers.plan.plan import New, Plan
 from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Copy, Recipe, tensor_seed
-from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace, stacked
+from upscalers.tensors.solver import Measurement, Scratch, Solver, SolverTensor, stacked
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +111,8 @@ class Lesa(MatrixMethod):
         solvers = [MatrixPrediction(base, matrix, gaps, seed, self.options) for matrix in matrices]
         for index in gaps:
             made = [
-                (each, Solved(each.shape, solver, str(index))) for each, solver in zip(matrices, solvers, strict=True)
+                (each, SolverTensor(each.shape, solver, str(index)))
+                for each, solver in zip(matrices, solvers, strict=True)
             ]
             recipes[index] |= stacked(tensors, made)
         return recipes
@@ -191,7 +192,7 @@ class MatrixPrediction(Solver):
         self.scratch_bytes = 4 * len(self._sources) * self._out * self._in
         self.threads = 1  # so that the same seed gives the same bytes on any number of processors
 
-    def solve(self, workplace: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
+    def solve(self, scratch: Scratch) -> "Iterator[tuple[str, torch.Tensor]]":
         import torch
 
         from upscalers.solvers.layer_predictor import RowFile, predict, shared_basis, train_predictor
@@ -199,11 +200,11 @@ class MatrixPrediction(Solver):
         started = time.perf_counter()
         num_layers, options = len(self._sources), self._options
         steps = options.epochs * math.ceil(self._out * (num_layers - 2) / options.batch_size)
-        done = workplace.progress.advance
-        workplace.progress.stage(f"predicting {self.label}", 2 * num_layers + 1 + steps + len(self._gaps))
+        done = scratch.progress.advance
+        scratch.progress.stage(f"predicting {self.label}", 2 * num_layers + 1 + steps + len(self._gaps))
 
         def matrix_of(layer: int) -> torch.Tensor:
-            return workplace.read(self._sources[layer])[self._rows].to(options.device, torch.float64)
+            return scratch.read(self._sources[layer])[self._rows].to(options.device, torch.float64)
 
         basis = shared_basis(num_layers, matrix_of, done)
         num_rows = len(basis.values)
@@ -211,7 +212,7 @@ class MatrixPrediction(Solver):
             raise RequestError(
                 f"{self._sources[0]} and its like are zero in every layer; lesa has nothing to learn from. Use another base."
             )
-        with RowFile(workplace.scratch / f"{self.label}.rows", num_rows, num_layers, self._in) as rows:
+        with RowFile(scratch.folder / f"{self.label}.rows", num_rows, num_layers, self._in) as rows:
             for layer in range(num_layers):
                 rows.write_layer(layer, basis.coordinates(matrix_of(layer)))
                 done()

@@ -31,8 +31,8 @@ class HostedMemoryMethod(Method):
                 f"model_type is {base.family.model_type!r}, which cannot host memory; expected one of: "
                 f"{', '.join(name for name, family in FAMILIES.items() if family.class_name)}. Dense methods take it."
             )
-        if base.larger is not None:
-            base.larger.check_hosts()
+        if base.composite is not None:
+            base.composite.check_hosts()
         bits = getattr(self.options, "value_bits", None)
         if bits is not None:
             raise RequestError(

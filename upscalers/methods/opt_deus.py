@@ -23,7 +23,7 @@ from upscalers.methods.dense_block import (
 from upscalers.plan.plan import New
 from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Recipe
-from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace, stacked
+from upscalers.tensors.solver import Measurement, Scratch, Solver, SolverTensor, stacked
 
 if TYPE_CHECKING:
     import torch
@@ -167,46 +167,46 @@ class BlockFusion(Solver):
         """Return the recipes of the tensors that the solver makes, by their name within the layer."""
         made = [each for each in (*self._weights.values(), *self._biases.values()) if each.role not in self._filled]
         norms: dict[str, Recipe] = {
-            name: Solved(self._tensors[name].shape, self, name) for name in self._norms.values()
+            name: SolverTensor(self._tensors[name].shape, self, name) for name in self._norms.values()
         }
-        return norms | stacked(self._tensors, [(each, Solved(each.shape, self, each.key)) for each in made])
+        return norms | stacked(self._tensors, [(each, SolverTensor(each.shape, self, each.key)) for each in made])
 
-    def solve(self, workplace: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
-        workplace.progress.stage(f"fusing {self.label}", len(self._weights) - ("down" in self._filled) + 1)
+    def solve(self, scratch: Scratch) -> "Iterator[tuple[str, torch.Tensor]]":
+        scratch.progress.stage(f"fusing {self.label}", len(self._weights) - ("down" in self._filled) + 1)
         for role in ("query", "key", "value"):
-            previous, following = self._pair(workplace, role)
-            plan = self._transport(role, previous, following, workplace)
-            yield from self._fused(role, plan, workplace, previous, following)
+            previous, following = self._pair(scratch, role)
+            plan = self._transport(role, previous, following, scratch)
+            yield from self._fused(role, plan, scratch, previous, following)
             norm = self._norms.get(f"{role}_norm")
             if norm is not None:
-                one, other = self._read(workplace, norm)
+                one, other = self._read(scratch, norm)
                 yield norm, ((self._barycentric(plan, one) + other) / 2).cpu()
             del plan  # free the plan before the next one is made
-        previous, following = self._pair(workplace, "output_projection")
-        residual = self._transport("output_projection", previous, following, workplace)
+        previous, following = self._pair(scratch, "output_projection")
+        residual = self._transport("output_projection", previous, following, scratch)
         if "output_projection" not in self._filled:
-            yield from self._fused("output_projection", residual, workplace, previous, following)
-        yield from self._mlp_norm(residual, workplace)
+            yield from self._fused("output_projection", residual, scratch, previous, following)
+        yield from self._mlp_norm(residual, scratch)
         for role in (role for role in ("gate", "up") if role in self._weights):
-            previous, following = self._pair(workplace, role)
+            previous, following = self._pair(scratch, role)
             carried = residual.columns(previous)
             if self._options.mlp_t_in == "residual_mean":
                 carried = (carried + previous) / 2
-            plan = self._transport(role, carried, following, workplace, previous)
-            yield from self._fused(role, plan, workplace, carried, following)
+            plan = self._transport(role, carried, following, scratch, previous)
+            yield from self._fused(role, plan, scratch, carried, following)
             del plan
         if "down" not in self._filled:
-            previous, following = self._pair(workplace, "down")
+            previous, following = self._pair(scratch, "down")
             yield from self._fused(
-                "down", self._transport("down", previous, following, workplace), workplace, previous, following
+                "down", self._transport("down", previous, following, scratch), scratch, previous, following
             )
 
-    def _pair(self, workplace: Workplace, role: str) -> "tuple[torch.Tensor, torch.Tensor]":
+    def _pair(self, scratch: Scratch, role: str) -> "tuple[torch.Tensor, torch.Tensor]":
         """Return the previous and the next layer's matrix of a role."""
-        return self._read(workplace, self._weights[role].name, self._weights[role])
+        return self._read(scratch, self._weights[role].name, self._weights[role])
 
     def _read(
-        self, workplace: Workplace, name: str, projection: Projection | None = None
+        self, scratch: Scratch, name: str, projection: Projection | None = None
     ) -> "tuple[torch.Tensor, torch.Tensor]":
         """Return the previous and the next layer's tensor, or their rows of a projection."""
         import torch
@@ -215,7 +215,7 @@ class BlockFusion(Solver):
         first = projection.first_row if projection else 0
         rows = slice(first, first + projection.shape[0] if projection else None)
         previous, following = (
-            workplace.read(names[name])[rows].to(self._options.device, dtype) for names in (self._previous, self._next)
+            scratch.read(names[name])[rows].to(self._options.device, dtype) for names in (self._previous, self._next)
         )
         return previous, following
 
@@ -224,7 +224,7 @@ class BlockFusion(Solver):
         role: str,
         source: "torch.Tensor",
         target: "torch.Tensor",
-        workplace: Workplace,
+        scratch: Scratch,
         original: "torch.Tensor | None" = None,
     ) -> "Transport":
         """Compute and measure the plan between rows; `original` is the source before its inputs were mapped, to measure it."""
@@ -255,14 +255,14 @@ class BlockFusion(Solver):
                 "seconds": seconds,
             }
         )
-        workplace.progress.advance()
+        scratch.progress.advance()
         return plan
 
     def _fused(
         self,
         role: str,
         plan: "Transport",
-        workplace: Workplace,
+        scratch: Scratch,
         source: "torch.Tensor",
         following: "torch.Tensor",
     ) -> "Iterator[tuple[str, torch.Tensor]]":
@@ -270,20 +270,20 @@ class BlockFusion(Solver):
         yield self._weights[role].key, ((plan.rows(source) + following) / 2).cpu()
         bias = self._biases.get(role)
         if bias is not None:
-            one, other = self._read(workplace, bias.name, bias)
+            one, other = self._read(scratch, bias.name, bias)
             carried = one if self._options.plan_scale == "raw" else plan.rows(one)
             yield bias.key, ((carried + other) / 2).cpu()
 
-    def _mlp_norm(self, residual: "Transport", workplace: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
+    def _mlp_norm(self, residual: "Transport", scratch: Scratch) -> "Iterator[tuple[str, torch.Tensor]]":
         """Yield the norm in front of the feed-forward network."""
         # The norm reads the residual stream, so the previous layer's gain is half mapped and half unchanged.
         name = self._norms.get("mlp_norm")
         if name is not None:
             offset = self._tensors[name].offset or 0.0
-            previous, following = (weight + offset for weight in self._read(workplace, name))
+            previous, following = (weight + offset for weight in self._read(scratch, name))
             mapped = (residual.columns(previous) + previous) / 2
             yield name, ((mapped + following) / 2 - offset).cpu()
-        workplace.progress.advance()
+        scratch.progress.advance()
 
     @staticmethod
     def _barycentric(plan: "Transport", values: "torch.Tensor") -> "torch.Tensor":

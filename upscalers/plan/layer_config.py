@@ -28,20 +28,14 @@ _LAYER = re.compile(r"(^|\.)layers\.(\d+)(?=\.|$)")
 
 
 def follow_plan(base: BaseModel, plan: Plan) -> Config:
-    """Return the base's config with every per-layer value carried over to the layers of the plan.
+    """Return the base's config with `num_hidden_layers` and every per-layer value carried over to the layers of the plan.
 
-    Args:
-        base: The base checkpoint.
-        plan: The layer plan. A new layer gets the type of the base layer whose attention the new layer takes.
-
-    Returns:
-        A new config with `num_hidden_layers` and every per-layer list brought up to date. Values of layers that the base leaves
-        implied are written out, since after an insertion the family would imply wrong values from the index.
+    A new layer gets the type of the base layer whose attention it takes. Values that the base leaves implied are written out, since
+    after an insertion the family would imply wrong ones from the index.
 
     Raises:
-        RequestError: If the config holds, at any depth, an undeclared list as long as the model has layers or an
-            undeclared mapping by layer index; if a declared list does not fit the number of layers; or if the plan
-            repeats layers that a memory needs once.
+        RequestError: If the config holds an undeclared list as long as the model has layers or an undeclared mapping by layer
+            index, if a declared list does not fit, or if the plan repeats layers that a memory needs once.
     """
     config = copy.deepcopy(base.config)
     unchanged = plan.sources == list(range(base.num_layers))

@@ -8,13 +8,9 @@ from upscalers.request.errors import RequestError
 
 
 def place(placement: str, num_layers: int, num_new_layers: int | None) -> list[int]:
-    """Return the indices, in the upscaled model, of new layers that a policy's name or an explicit list stands for.
+    """Return the indices, in the upscaled model, of new layers that a policy's name or indices joined by commas stand for.
 
-    Args:
-        placement: Name of a policy, or indices joined by commas.
-        num_layers: L, number of layers of the base.
-        num_new_layers: K, number of new layers; None stands for L / 2 or the largest smaller number that fits, or for the
-            length of an explicit list.
+    Without `num_new_layers`, K, a policy places half of the base's layers, or the largest smaller number that fits.
 
     Raises:
         RequestError: If the policy is unknown, or cannot place K layers among L.

@@ -21,14 +21,7 @@ class Base:
 
 @dataclass(frozen=True)
 class New:
-    """An inserted layer.
-
-    Args:
-        previous: The last base layer before the new layer; None if there is none.
-        next: The first base layer after the new layer; None if there is none.
-        sources: The base layers that the new layer is made from; the first provides the attention. Default: not
-            decided yet.
-    """
+    """A layer inserted between the base layers `previous` and `next` (None at an end), from `sources`, the first for attention."""
 
     previous: int | None
     next: int | None
@@ -43,13 +36,7 @@ class New:
 
 @dataclass(frozen=True)
 class Plan:
-    """The origin of every layer of the upscaled model.
-
-    Args:
-        layers: One entry per output layer.
-        num_base_layers: L, number of layers of the base.
-        new_memories: Names of the memories that the upscaling attaches to layers. Default: none.
-    """
+    """The origin of every layer of the upscaled model, and the names of the memories that the upscaling attaches to layers."""
 
     layers: tuple[Base | New, ...]
     num_base_layers: int
@@ -81,10 +68,7 @@ class Plan:
         return any(layer != number for layer, number in self.kept_indices.items())
 
     def owns(self, name: str) -> bool:
-        """Return whether a tensor of the upscaled model, by full name, is new, so that `strip` removes it.
-
-        A tensor is new if its layer is new, or if it belongs to a new attached memory, within a layer or at the model.
-        """
+        """Return whether a tensor of the upscaled model, by full name, is of a new layer or memory, so that `strip` removes it."""
         match = _LAYER_TENSOR.match(name)
         if match and int(match["layer"]) in self.new_indices:
             return True
@@ -107,10 +91,7 @@ class Plan:
         return "".join((origin, *(f", with {entry.name} ({entry.site})" for entry in new)))
 
     def to_list(self) -> list[dict[str, Any]]:
-        """Return the plan as plain data, one dict per layer.
-
-        A base layer is `{"base": i}`, a new layer `{"previous": i, "next": j, "sources": [...]}`.
-        """
+        """Return the plan as plain data: `{"base": i}` for a base layer, else `{"previous": i, "next": j, "sources": [...]}`."""
         return [
             {"base": layer.index}
             if isinstance(layer, Base)
@@ -133,15 +114,7 @@ class Plan:
 
 
 def insertion_plan(num_base_layers: int, new_indices: Sequence[int]) -> Plan:
-    """Return the plan that inserts new layers at given indices of the upscaled model.
-
-    Args:
-        num_base_layers: L, number of layers of the base.
-        new_indices: Ascending indices into the L + K layers of the upscaled model.
-
-    Raises:
-        RequestError: If the indices are not ascending, or out of range.
-    """
+    """Return the plan that inserts new layers at ascending indices of the upscaled model, or raise `RequestError`."""
     total = num_base_layers + len(new_indices)
     listed = ",".join(map(str, new_indices))
     if list(new_indices) != sorted(set(new_indices)):

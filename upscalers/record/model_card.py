@@ -57,26 +57,9 @@ def model_card(
     repository: str | None,
     compared: bool,
 ) -> str:
-    """Return the text of `README.md`.
+    """Return the text of `README.md`: metadata, how to load the model, parameters, how it was made, layers, licence and citation.
 
-    The text has metadata, how to load the model, what to know before use, the parameter counts, how to make the model
-    again, the plan as a table, measurements, the licence, and what to cite.
-
-    Args:
-        method: The method that upscaled the base.
-        base: Source of the base.
-        plan: The layer plan.
-        config: Config of the upscaled model.
-        memories: Memories of the upscaled model.
-        counts: Parameter counts of base and result.
-        request: The recipe that makes the model again.
-        concerns: What a person should know about the result: the warnings of the run.
-        measurements: What solvers measured about the tensors they made.
-        carried: What still holds of the base's metadata, from `base_metadata`.
-        auto_class: Name of the class of transformers that loads the model.
-        repository: Repository that the model will be uploaded to; None if unknown. The output folder is never named,
-            so that the same request gives the same bytes wherever the output lies.
-        compared: Whether the result was compared with the base.
+    It never names the output folder, so that the same request gives the same bytes wherever the output lies.
     """
     base_name = base.label
     writes = auto_class == "AutoModelForCausalLM" and has_tokenizer(path.name for path in base.folder.iterdir())
@@ -176,26 +159,12 @@ def _citation(method: Method) -> list[str]:
 
 
 _LICENCE_KEYS = ("license", "license_name", "license_link")
-# Tags for file formats and runtimes of a model, which a new checkpoint does not inherit.
-_FORMATS_AND_RUNTIMES = frozenset(
-    {
-        "4-bit", "8-bit", "autotrain_compatible", "awq", "coreml", "custom_code", "endpoints_compatible", "exl2", "flax",
-        "ggml", "gguf", "gptq", "jax", "llama-cpp", "llama.cpp", "mistral-common", "mlx", "onnx", "openvino", "pytorch",
-        "quantized", "rust", "safetensors", "tensorflow", "text-generation-inference", "tf", "tgi", "transformers", "vllm",
-    }
-)  # fmt: skip
 
 
 def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
-    """Return the licence, languages, tags and own base that the base's model card names.
+    """Return what the base's model card says of licence, languages and own base, as `ModelCardData` takes it.
 
-    Args:
-        base: A base with or without a card. A card that cannot be read gives an empty result and a warning.
-        progress: Display that shows the warning.
-
-    Returns:
-        The values of `license`, `license_name`, `license_link`, `language`, `tags` and `base_model` that the card has,
-        by these names, as `ModelCardData` takes them.
+    Without a card the result is empty; with one that cannot be read, too, and a warning says so.
     """
     from huggingface_hub.repocard import REGEX_YAML_BLOCK, ModelCard
 
@@ -213,23 +182,15 @@ def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
             f"not carried over. Add them to {CARD_FILE} of the output."
         )
         return {}
-    carried = {key: _words(card.get(key)) for key in (*_LICENCE_KEYS, "language", "tags", "base_model")}
+    carried = {key: _words(card.get(key)) for key in (*_LICENCE_KEYS, "language", "base_model")}
     carried["license_link"] = [_absolute_link(link, base) for link in carried["license_link"]]
     carried["base_model"] = [name for name in carried["base_model"] if _is_hub_id(name)]
-    carried["tags"] = [tag for tag in carried["tags"] if tag.lower() not in _FORMATS_AND_RUNTIMES and ":" not in tag]
     # A single entry is not wrapped in a list: the hub takes lists for some keys only.
-    return {key: texts if len(texts) > 1 or key == "tags" else texts[0] for key, texts in carried.items() if texts}
+    return {key: texts if len(texts) > 1 else texts[0] for key, texts in carried.items() if texts}
 
 
 def front_matter(base: Source, carried: dict[str, Any], tags: list[str]) -> str:
-    """Return the YAML block at the top of an upscaled model's card, between its `---` lines.
-
-    Args:
-        base: The base. A hub repository is named as the base model; for a local base, the base models that its card
-            names are used.
-        carried: Metadata from `base_metadata`.
-        tags: New tags, put in front of the base's.
-    """
+    """Return the YAML at the top of a card, with what is `carried` of the base's; a base on the hub is named as the base model."""
     from huggingface_hub import ModelCardData
 
     base_model = base.label if base.revision is not None else carried.get("base_model")
@@ -243,7 +204,7 @@ def front_matter(base: Source, carried: dict[str, Any], tags: list[str]) -> str:
         base_model=base_model,
         # The hub knows four relations (adapter, finetune, merge, quantized); finetune is the one that changes weights.
         base_model_relation="finetune" if base_model else None,
-        tags=[*tags, *carried.get("tags", [])],
+        tags=tags,
     )
     return f"---\n{data.to_yaml()}\n---"
 

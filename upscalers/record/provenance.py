@@ -6,7 +6,7 @@ from typing import Any
 
 from midus_hf.files.checkpoint_files import RECORD_FILE
 from midus_hf.files.json_text import parse_json
-from midus_hf.files.ownership import CONFIG_KEY, LANGUAGE_KEY, has_config_entry, language_entry
+from midus_hf.files.outputs import CONFIG_KEY, LANGUAGE_KEY, has_config_entry, language_entry
 from midus_hf.files.secrets import for_record
 from midus_hf.memories.entries import BASE_DIGEST
 from upscalers.architecture.family import Config
@@ -19,23 +19,15 @@ from upscalers.request.errors import RequestError
 
 DIGEST_KEY = BASE_DIGEST
 # Entry with the `config.json` of the larger model that holds the base; `base_config` then is that of the base itself.
-LARGER_KEY = "larger_base_config"
+COMPOSITE_KEY = "larger_base_config"
 EDITS_KEY = "edits"
 
 
 def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int, reads_ahead: bool) -> Config:
     """Return the config entry of an upscaled model, which says what training trains and how `strip` restores the base.
 
-    The entry stays with the model when the model is saved after training, unlike `upscale.json`. If a memory of the
-    model looks at later tokens, the entry has `causal: False`, so that nobody compares the model's perplexity with
-    other models'.
-
-    Args:
-        method: The method with its options.
-        base: The base checkpoint.
-        plan: The layer plan.
-        seed: Seed of everything random.
-        reads_ahead: Whether a memory of the upscaled model looks at later tokens.
+    Unlike `upscale.json` it stays with the model when that is saved again. If a memory `reads_ahead` to later tokens, it has
+    `causal: False`, so that nobody compares the model's perplexity with other models'.
     """
     return {
         "method": method.name,
@@ -48,25 +40,21 @@ def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int, reads_a
         "seed": seed,
         "base_dtype": TORCH_NAMES[base.dtype],
         "base_config": base.config,
-        **({LARGER_KEY: base.larger.config} if base.larger else {}),
+        **({COMPOSITE_KEY: base.composite.config} if base.composite else {}),
     }
 
 
 def whole_base_config(entry: Config) -> Config:
     """Return the content of the base's `config.json`, from the entry that `upscale` wrote into the config of the result."""
-    base, larger = entry["base_config"], entry.get(LARGER_KEY)
-    if larger is None:
+    base, composite = entry["base_config"], entry.get(COMPOSITE_KEY)
+    if composite is None:
         return dict(base)
     upscaling_keys = {key: base[key] for key in ("memory", CONFIG_KEY) if key in base}  # edits change these
-    return {**larger, LANGUAGE_KEY: {**larger[LANGUAGE_KEY], **upscaling_keys}}
+    return {**composite, LANGUAGE_KEY: {**composite[LANGUAGE_KEY], **upscaling_keys}}
 
 
 def resized_vocabulary(config: Config) -> tuple[int, int] | None:
-    """Return the number of tokens of the base's vocabulary and of the model's, if it was resized since `upscale` made the model.
-
-    Args:
-        config: Content of the model's `config.json`, which has the entry that `upscale` wrote.
-    """
+    """Return the number of tokens of the base's and of the model's vocabulary, if it was resized since; None if not."""
     language = language_entry(config)
     base = language[CONFIG_KEY].get("base_config")  # `read_plan` refuses one that is malformed
     before, size = base.get("vocab_size") if isinstance(base, dict) else None, language.get("vocab_size")
@@ -81,15 +69,7 @@ def paper_entry(method: Method | type[Method]) -> dict[str, str] | None:
 def base_record(
     base: BaseModel, name: str, revision: str | None, digests: dict[str, str], adapter: Adapter | None = None
 ) -> dict[str, Any]:
-    """Return the record of the base: its name, the digest of each of its weights, and the layout of its files.
-
-    Args:
-        base: The base checkpoint, with files.
-        name: Name of the base in records.
-        revision: The commit of a hub repository; None for local bases.
-        digests: SHA-256 of each weight, by its name in digests.
-        adapter: The LoRA that was merged into the base. Default: None.
-    """
+    """Return the record of the base: its name, the digest of each of its weights, and the layout of its files."""
     files: dict[str, list[tuple[int, str]]] = {}
     stored = {name: tensor.in_file for name, tensor in base.tensors.items() if name not in base.packed}
     for tensor_name, tensor in stored.items():
@@ -111,11 +91,7 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """Read `upscale.json`; None if the file is missing, as after further training, or holds no JSON object.
-
-    Raises:
-        RequestError: If the file is not JSON.
-    """
+    """Read `upscale.json`; None if it is missing, as after further training, or no object. What is no JSON is refused."""
     path = folder / RECORD_FILE
     if not path.is_file():
         return None
@@ -127,11 +103,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 
 
 def read_config_entry(config: Config, folder: Path) -> Config:
-    """Return the entry that `upscale` wrote into the config.
-
-    Raises:
-        RequestError: If the model was not made by `upscale`.
-    """
+    """Return the entry that `upscale` wrote into a config, or raise `RequestError`."""
     if not has_config_entry(config):
         raise RequestError(
             f"{folder} was not made by upscale: its config.json has no {CONFIG_KEY!r} entry. Give an upscaled model."
@@ -141,11 +113,7 @@ def read_config_entry(config: Config, folder: Path) -> Config:
 
 
 def read_plan(entry: Config, model: BaseModel) -> Plan:
-    """Return the plan in a config's entry.
-
-    Raises:
-        RequestError: If the plan is malformed, or not a plan of this model.
-    """
+    """Return the plan in a config's entry; one that is malformed or of another model is refused."""
     try:
         memories = tuple(entry.get("new_memories", ()))
         if not all(isinstance(name, str) for name in memories):

@@ -17,11 +17,7 @@ _OF_THE_COMMAND = {
 
 
 def parse_options(options_class: type, values: Mapping[str, Any], subject: str) -> Any:
-    """Read options as `midus_hf.config.options.read_options` does, but refuse values with `RequestError`.
-
-    Raises:
-        RequestError: If a key is unknown or a value is refused.
-    """
+    """Read options as `midus_hf.config.options.read_options` does, but refuse keys and values with `RequestError`."""
     fields = {field.name for field in dataclasses.fields(options_class)}
     for key in values.keys() & _OF_THE_COMMAND.keys() - fields:
         raise RequestError(f"{subject} has no option {key!r}. {_OF_THE_COMMAND[key]}")
@@ -30,14 +26,7 @@ def parse_options(options_class: type, values: Mapping[str, Any], subject: str) 
 
 
 def check_seed(seed: Any) -> None:
-    """Check that a seed is a whole number from 0 to 2^63 - 1.
-
-    Args:
-        seed: Value that the person passed, of any type.
-
-    Raises:
-        RequestError: If the seed is no integer, or out of range.
-    """
+    """Raise `RequestError` if a seed, of any type, is no whole number from 0 to 2^63 - 1."""
     if type(seed) is not int:
         raise RequestError(f"seed is {seed!r}; expected an integer.")
     if not 0 <= seed < _SEEDS:

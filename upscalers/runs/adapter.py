@@ -1,4 +1,4 @@
-"""Adapters of a base are written for the model that was upscaled from the base: their layers get the numbers of the plan."""
+"""A LoRA of a base is written for the model that was upscaled from the base: its layers get the numbers of the plan."""
 
 import json
 import os
@@ -18,23 +18,14 @@ from upscalers.plan.plan import Plan
 from upscalers.record.provenance import read_config_entry, read_plan
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
-from upscalers.runs.output_folder import OutputFolder
-
-#: Kinds of adapters whose tensors belong to modules, by whose names PEFT finds them. Adapters of other kinds belong to the model as a
-#: whole (prompts, prefixes), or count layers in other ways.
-KINDS = (
-    *("LORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "HRA", "VERA", "FOURIERFT", "LN_TUNING", "MISS", "C3A", "ROAD", "RANDLORA"),
-    *("WAVEFT", "HIRA", "DELORA", "GRALORA", "OSF", "SHIRA", "TRAINABLE_TOKENS"),
-)  # fmt: skip
+from upscalers.runs.output_folder import CheckpointFolder
 
 _PREFIX = "base_model.model."
 _LAYER = re.compile(r"(?P<before>(?:^|.*?\.)layers\.)(?P<layer>\d+)(?=\.|$)")
-# A tensor of an adapter is named after its module, then after its kind.
-_WORDS = {"LOHA": "hada_"}
 
 
 def write_adapter(adapter: str | Path, onto: str | Path, output: str | Path) -> dict[str, Any]:
-    """Write an adapter of a base for the model that was upscaled from the base.
+    """Write an adapter of a base (LoRA, rsLoRA or DoRA) for the model that was upscaled from the base.
 
     Layers get the numbers that the plan of the upscaled model gives them. The config names each module with its layer, so that PEFT
     puts no adapter on a new layer or memory. Tensors keep their bytes.
@@ -66,13 +57,12 @@ def write_adapter(adapter: str | Path, onto: str | Path, output: str | Path) -> 
         # Some families call the stack of a question-answering head otherwise than models with memory do.
         renamed = {name: new.replace(f"{_PREFIX}transformer.", f"{_PREFIX}model.") for name, new in renamed.items()}
     moved, modules = _moved_config(config, renamed)
-    folder = OutputFolder(output, source)
+    folder = CheckpointFolder(output, source)
     folder.check_space((source / ADAPTER_WEIGHTS).stat().st_size)
-    with folder as partial:
+    with folder.writing() as partial:
         from safetensors import safe_open
         from safetensors.torch import save_file
 
-        partial.mkdir(parents=True, exist_ok=True)
         with safe_open(source / ADAPTER_WEIGHTS, "pt") as weights:
             tensors = {renamed[name]: weights.get_tensor(name) for name in names}
             save_file(tensors, partial / ADAPTER_WEIGHTS, weights.metadata())
@@ -80,7 +70,6 @@ def write_adapter(adapter: str | Path, onto: str | Path, output: str | Path) -> 
         (partial / ADAPTER_CONFIG).write_text(json.dumps(moved, indent=2) + "\n", encoding="utf-8")
         copy_travelling_files(source, partial, Progress())
         num_bytes = (partial / ADAPTER_WEIGHTS).stat().st_size
-        folder.commit()
     matches = filter(None, map(_LAYER.match, modules))
     return {
         "adapter": str(adapter),
@@ -103,10 +92,10 @@ def _read_adapter_config(folder: Path) -> Config:
         )
     config = read_config(path)
     kind = config.get("peft_type")
-    if kind not in KINDS:
+    if kind != "LORA":
         raise RequestError(
-            f"{path} has peft_type = {kind!r}, whose tensors belong to no layer by name, or are not tried; expected one of "
-            f"{', '.join(KINDS)}. Train such an adapter on the upscaled model itself."
+            f"{path} has peft_type = {kind!r}; expected 'LORA' (rsLoRA and DoRA too). Merge the adapter into the base with PEFT "
+            "(merge_and_unload), and upscale what comes out."
         )
     if config.get("layer_replication"):
         raise RequestError(
@@ -146,22 +135,14 @@ def _renumbered(name: str, plan: Plan, folder: Path, config: Config) -> str:
 
 
 def _moved_config(config: Config, renamed: dict[str, str]) -> tuple[Config, list[str]]:
-    """Return the config of an adapter for the upscaled model, and the modules and single parameters that have the adapter there.
-
-    Args:
-        config: The config of the adapter for the base.
-        renamed: Names of its tensors in the upscaled model, by their names in the base.
-    """
-    word = _WORDS.get(config["peft_type"], config["peft_type"].lower() + "_")
+    """Return the config for the upscaled model, and modules and parameters that have the adapter, by tensors' old and new names."""
     modules: dict[str, str] = {}  # in the base, by name in the upscaled model
     parameters: dict[str, str] = {}
     whole: list[tuple[str, str]] = []  # tensors of modules that were trained whole
     for name, new in renamed.items():
-        if not name.startswith(_PREFIX):
-            continue  # a tensor that modules share
         name, new = name.removeprefix(_PREFIX), new.removeprefix(_PREFIX)
-        module, is_adapter, _ = name.partition(f".{word}")
-        if not is_adapter:
+        module, is_lora, _ = name.partition(".lora_")
+        if not is_lora:
             whole.append((name, new))
             continue
         new = new.removesuffix(name.removeprefix(module)).replace(".base_layer", "")
@@ -174,26 +155,21 @@ def _moved_config(config: Config, renamed: dict[str, str]) -> tuple[Config, list
             if _matches(f"{module}.{leaf}", [target]):
                 parameters[f"{new}.{leaf}"] = f"{module}.{leaf}"
     moved = dict(config)
+    for key in {"layers_to_transform", "layers_pattern", "exclude_modules"} & config.keys():
+        moved[key] = None  # target_modules names every module
     if config.get("target_modules") is not None:
         moved["target_modules"] = list(modules)
     if config.get("target_parameters"):
         moved["target_parameters"] = list(parameters)
-    if config.get("feedforward_modules") is not None:
-        moved["feedforward_modules"] = [
-            new for new, old in modules.items() if _matches(old, config["feedforward_modules"])
-        ]
     if config.get("modules_to_save"):
         moved["modules_to_save"] = _saved_modules(config["modules_to_save"], whole)
-    for key, value in config.items():
-        if key.endswith("_pattern") and isinstance(value, dict):
-            moved[key] = {
-                new: next(value[pattern] for pattern in value if re.match(rf"(.*\.)?({pattern})$", old))
-                for new, old in (modules | parameters).items()
-                if any(re.match(rf"(.*\.)?({pattern})$", old) for pattern in value)
-            }
-    for key in ("layers_to_transform", "layers_pattern", "exclude_modules"):
-        if key in config:
-            moved[key] = None  # target_modules names every module
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(key) or {}
+        matches = {
+            new: [value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", old)]
+            for new, old in (modules | parameters).items()
+        }
+        moved[key] = {new: values[0] for new, values in matches.items() if values}
     return moved, [*modules, *parameters]
 
 

@@ -15,17 +15,9 @@ from upscalers.tensors.writer import OutputTensor, in_file_order
 
 
 def compare_with_base(digests: dict[str, str], entry: Config, record: dict[str, Any]) -> dict[str, Any]:
-    """Compare digests of weights with the base's.
+    """Return `{"base_confirmed", "differing_tensors"}` of digests of weights, by name, and what entry and record say of the base's.
 
-    Args:
-        digests: SHA-256 of each weight that came from the base, by its name in digests; empty if no digest of the base
-            is known.
-        entry: The entry that `upscale` wrote into the config.
-        record: Content of `upscale.json`, which may be empty.
-
-    Returns:
-        `{"base_confirmed", "differing_tensors"}`: whether all weights are the base's, byte for byte, and the number of tensors that
-        differ; None if unknown.
+    The first is whether all weights are the base's, byte for byte, the second how many are not; None if unknown.
     """
     if not digests:
         return {"base_confirmed": None, "differing_tensors": None}
@@ -69,19 +61,7 @@ def base_tensors(model: BaseModel, plan: Plan) -> list[OutputTensor]:
 
 
 def keeps_base(model: str | Path) -> bool | None:
-    """Return whether a checkpoint holds all layers of its base with the weights that they had before the upscaling.
-
-    This reads the checkpoint's weights once.
-
-    Args:
-        model: A folder or hub id.
-
-    Returns:
-        True or False; None if its config holds no digest of the base.
-
-    Raises:
-        RequestError: If the model was not made by `upscale`.
-    """
+    """Return whether a checkpoint holds all layers of its base with the weights they had; None if its config has no digest."""
     with resolve_source(str(model)) as source:
         entry = read_config_entry(read_config(source.folder), source.folder)
         opened = open_base(source.folder)

@@ -4,15 +4,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from midus_hf.files.ownership import CONFIG_KEY
+from midus_hf.files.outputs import CONFIG_KEY
 from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import BaseModel, open_base
 from upscalers.checkpoint.source import resolve_source
-from upscalers.record.provenance import DIGEST_KEY, LARGER_KEY
+from upscalers.record.provenance import COMPOSITE_KEY, DIGEST_KEY
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
-from upscalers.runs.output_folder import OutputFolder, write_part, written_from
+from upscalers.runs.output_folder import CheckpointFolder, write_part, written_from
 from upscalers.tensors.recipes import Copy
 from upscalers.tensors.writer import OutputTensor, split_shards
 
@@ -20,16 +20,9 @@ from upscalers.tensors.writer import OutputTensor, split_shards
 def extract(
     model: str | Path, output: str | Path, overwrite: bool = False, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Write the language model of a larger model, such as one that reads images, as a separate checkpoint.
+    """Write the language model of a larger model, such as one that reads images, as a separate checkpoint, byte for byte.
 
-    The bytes of the tensors stay as they are. If the language model was upscaled, it stays so; `strip` can then no longer confirm
-    that the base is left byte for byte, since the digest of the base covers the larger model.
-
-    Args:
-        model: A checkpoint of a larger model: a folder or hub id.
-        output: The folder to make.
-        overwrite: Whether to replace an existing checkpoint, under the conditions of `upscale`. Default: False.
-        progress: Display that shows every step. Default: none.
+    If it was upscaled, it stays so; `strip` can no longer confirm the base, whose digest covers the larger model.
 
     Returns:
         `{"model", "output", "model_type", "num_layers", "left_out", "bytes_written", "seconds"}`, where `left_out` is the number of
@@ -42,7 +35,7 @@ def extract(
     progress = progress or Progress()
     with resolve_source(str(model)) as source:
         opened = open_base(source.folder)
-        if opened.larger is None:
+        if opened.composite is None:
             raise RequestError(
                 f"{source.folder} is a language model alone, of type {opened.config['model_type']!r}; expected one within a larger "
                 "model. Use it as it is."
@@ -53,7 +46,7 @@ def extract(
             for name, stored in opened.tensors.items()
             if name not in outside
         ]
-        folder = OutputFolder(output, source.folder, overwrite)
+        folder = CheckpointFolder(output, source.folder, overwrite)
         config, banks, shards = _config(opened), opened.layout.memories.banks, split_shards(tensors)
         with written_from(opened, folder, shards, banks, progress) as written:
             write_part(source.folder, folder.partial, config, progress)
@@ -74,6 +67,6 @@ def _config(opened: BaseModel) -> Config:
     has_memory = config["model_type"].startswith(MEMORY_PREFIX)
     config["architectures"] = [f"{'Midus' if has_memory else ''}{opened.family.class_name}ForCausalLM"]
     if CONFIG_KEY in config:
-        unknown = (DIGEST_KEY, LARGER_KEY)
+        unknown = (DIGEST_KEY, COMPOSITE_KEY)
         config[CONFIG_KEY] = {key: value for key, value in config[CONFIG_KEY].items() if key not in unknown}
     return config

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.files.checkpoint_files import CODE
-from midus_hf.files.ownership import STRIPPED_KEY, has_config_entry
+from midus_hf.files.outputs import STRIPPED_KEY, has_config_entry
 from upscalers.checkpoint.base_model import open_base, read_config
 from upscalers.checkpoint.source import resolve_source
 from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan, read_record
@@ -36,18 +36,12 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
         is_plain = bool(stripped) and not has_config_entry(config)
         entry = {} if is_plain else read_config_entry(config, source.folder)
         opened = open_base(source.folder, needs_weights=False)
-        counts = {
-            name: math.prod(tensor.shape)
-            for name, tensor in opened.tensors.items()
-            if name not in opened.uncounted_names
-        }
+        counted = {name: tensor for name, tensor in opened.tensors.items() if name not in opened.uncounted_names}
+        counts = {name: math.prod(tensor.shape) for name, tensor in counted.items()}
+        described = {"model": str(model), "model_type": opened.config["model_type"]}
         if is_plain:
-            described = {
-                "model": str(model),
-                "model_type": opened.config["model_type"],
-                "num_layers": opened.num_layers,
-            }
-            return {**described, "parameters": {"total": sum(counts.values())}, **stripped}
+            total = {"total": sum(counts.values())}
+            return {**described, "num_layers": opened.num_layers, "parameters": total, **stripped}
         plan = read_plan(entry, opened)
         layers = [
             {
@@ -59,7 +53,8 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             for index in range(plan.num_layers)
         ]
         base = record.get("base")
-        banks = list(opened.layout.memories.banks.values())
+        banks = opened.layout.memories.banks.values()
+        fetched = {"fetched": sum(bank.fetched for bank in banks), "bank": sum(bank.bank for bank in banks)}
         return {
             "model": str(model),
             "method": entry["method"],
@@ -73,11 +68,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             "parameters": {
                 "total": sum(counts.values()),
                 "new": sum(count for name, count in counts.items() if plan.owns(name)),
-                **(
-                    {"fetched": sum(bank.fetched for bank in banks), "bank": sum(bank.bank for bank in banks)}
-                    if banks
-                    else {}
-                ),
+                **(fetched if banks else {}),
             },
             "layers": layers,
             "measurements": record.get("measurements") or [],
@@ -94,14 +85,9 @@ _UNKNOWN_BASE = {
 
 
 def inspect_code(folder: Path) -> dict[str, Any] | None:
-    """Compare the code that a checkpoint carries with the code that the installed version generates for the checkpoint's config.
+    """Return `{"file", "version", "as_generated"}` of the code that a checkpoint carries; None if it carries none.
 
-    Args:
-        folder: Folder of the checkpoint.
-
-    Returns:
-        `{"file", "version", "as_generated"}`: the name of the file, the version that its header names (None
-        without a header), and whether the file is byte for byte what this version generates. None if the checkpoint carries no code.
+    `version` is what its header names, and `as_generated` whether it is byte for byte what this version generates for the config.
     """
     path = folder / CODE[0]
     if not path.is_file():

@@ -2,12 +2,12 @@
 
 import math
 
-from midus_hf.files.ownership import CONFIG_KEY
+from midus_hf.files.outputs import CONFIG_KEY
 from upscalers.architecture.inferred import InferredFamily, change_of_settings
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.quantised_weights import num_partly_scaled
-from upscalers.checkpoint.safetensors_format import INTEGERS, ITEM_BYTES, SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor
+from upscalers.checkpoint.safetensors_format import INTEGERS, SAFETENSORS_NAMES, TORCH_NAMES
 from upscalers.checkpoint.source import Source
 from upscalers.methods.contract import Method
 from upscalers.plan.layer_config import followed_quantization, pattern_concern
@@ -15,7 +15,6 @@ from upscalers.plan.plan import Base, Plan
 from upscalers.record.provenance import config_entry
 from upscalers.record.report import ParameterCounts
 from upscalers.request.errors import MethodError, RequestError, one_line
-from upscalers.request.progress import Progress
 from upscalers.tensors.layer_blocks import LayerBlocks
 from upscalers.tensors.recipe_check import check_recipes
 from upscalers.tensors.recipes import Copy, Integers, Recipe
@@ -26,26 +25,13 @@ from upscalers.tensors.writer import OutputTensor, in_file_order
 class Job:
     """Everything that is decided before the first byte is written.
 
-    Args:
-        method: The method with its options.
-        base: The opened base checkpoint.
-        source: Source of the base.
-        plan: The layer plan.
-        seed: Seed of everything random.
-        dtype: Name of the output's dtype in torch; `"auto"` keeps the base's.
-        adapter: The LoRA that is merged into the base. Default: None.
-
     Attributes:
-        config: The raw config of the upscaled model, as far as the config is known before anything is written.
+        config: The raw config of the upscaled model, as far as it is known before anything is written.
         layout: What the config says of the upscaled model.
         made: Every tensor of the upscaled model, as the model reads it, in the order of the files.
         written: The tensors of `made` that are written: layers of the base carry the parts of a packed weight, not the weight.
-        concerns: Facts that a person should know about the result, before the work begins and whenever the model is used.
+        concerns: Facts that a person should know about the result.
         new_banks: Layout of each bank that the upscaled model has and the base does not, by the name of its memory.
-
-    Raises:
-        MethodError: If the method breaks its contract.
-        RequestError: If new layers do not fit among the base's layers.
     """
 
     def __init__(
@@ -166,39 +152,6 @@ class Job:
         """Return the bytes of disk that solvers need while they work."""
         solvers = {part.solver for tensor in self.made for part in solved_parts(tensor.recipe)}
         return sum(solver.scratch_bytes for solver in solvers)
-
-    def check_memory(self, progress: Progress) -> None:
-        """Check, before anything is written, that the free memory suffices for comparing the result with the base.
-
-        Raises:
-            RequestError: If it does not, or torch and transformers cannot be loaded.
-        """
-        progress.stage("loading libraries", 1)  # the free memory is known only once they are loaded
-        try:
-            from upscalers.runs.verify import available_bytes, comparison_bytes  # brings torch and transformers
-        except (ImportError, OSError, MemoryError) as error:
-            raise RequestError(
-                f"torch and transformers cannot be loaded ({type(error).__name__}: {one_line(error)}). Make room in memory or raise "
-                "the limit on it (ulimit -v); if it is not that, install midus-hf again."
-            ) from None
-        progress.advance()
-        dtype = self.cast(self.base.dtype)
-        new = {
-            tensor.name: StoredTensor(dtype if tensor.dtype.startswith("F8") else tensor.dtype, tensor.recipe.shape)
-            for tensor in self.made
-        }
-        needed = comparison_bytes(self.base.tensors, new, self.base.config, dtype)
-        if self.base.layout.is_converted:
-            needed += sum(tensor.num_bytes for tensor in new.values())  # such a model is not streamed
-        # The blocks of one path: drawn in float32, then cast, then kept.
-        banks = self.layout.memories.banks
-        needed += sum(layout.fetched for layout in banks.values()) * (ITEM_BYTES["F32"] + 2 * ITEM_BYTES[dtype])
-        free = available_bytes()
-        if needed > free:
-            raise RequestError(
-                f"comparing both models layer by layer takes {needed / 1e9:.2f} GB of memory, but {free / 1e9:.2f} GB is free. Make "
-                "room, or pass --no-verify."
-            )
 
 
 def _new_modules(base: BaseModel, plan: Plan, layers: list[dict[str, Recipe]], outer: dict[str, Recipe]) -> list[str]:

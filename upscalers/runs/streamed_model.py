@@ -10,22 +10,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import midus_hf  # noqa: F401 - registers the classes
 from midus_hf.memories.hosting.parts import decoder_of
-from midus_hf.memories.module import MemoryModule
 from midus_hf.saved_models import auto_class_of
 from upscalers.checkpoint.computed_tensor import read_tensor
 from upscalers.checkpoint.safetensors_format import StoredTensor
-from upscalers.request.errors import VerificationError, one_line
+from upscalers.request.errors import VerificationError
 
 _NAMED = 3
 
 
 class RunningModel:
-    """A checkpoint's language model, complete and exact.
-
-    Args:
-        model: A causal language model in eval mode, with all weights or with hooks that load them.
-        path: Path whose blocks memories fetch; None if no memory fetches blocks.
-    """
+    """A checkpoint's language model, complete and exact, in eval mode; memories fetch the blocks of `path`, if they fetch any."""
 
     def __init__(self, model: Any, path: tuple[int, ...] | None):
         self._model, self._path = model, path
@@ -38,16 +32,10 @@ class RunningModel:
         see: Callable[[int, torch.Tensor], None],
         entering: Mapping[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Run the model and return its logits.
+        """Return the logits `[B, T, V]` of tokens `[B, T]`.
 
-        Args:
-            tokens: Token ids, `[B, T]`, int64.
-            see: Function called with 0 and the residual stream `[B, T, D]` in front of the first layer, then with i
-                and the residual stream behind the i-th layer, counted from 1.
-            entering: Residual streams that layers read instead of the model's own, by the index of the layer. Default: none.
-
-        Returns:
-            Logits `[B, T, V]`.
+        `see` is called with 0 and the residual stream `[B, T, D]` in front of the first layer, then with i and the stream behind the
+        i-th layer, counted from 1. Layers in `entering` read that stream instead of the model's own.
         """
         layers = self._stack.layers
         # Llama 4 moves ids to its embedding's device, which is the meta device until the embedding is called.
@@ -73,15 +61,7 @@ class RunningModel:
 
 
 class LoadedModel(RunningModel):
-    """A checkpoint's language model with all weights in memory, for types whose tensors transformers converts when it loads them.
-
-    Args:
-        folder: Folder of the checkpoint.
-        dtype: Torch dtype to run in.
-
-    Raises:
-        VerificationError: If a tensor of the model is not in the checkpoint, or has another shape.
-    """
+    """A language model with all weights in memory, for types whose tensors transformers converts when it loads them."""
 
     def __init__(self, folder: Path, dtype: torch.dtype):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -98,18 +78,12 @@ class LoadedModel(RunningModel):
 
 
 class StreamedModel(RunningModel):
-    """A checkpoint's language model, complete and exact, that holds the weights of one module at a time.
+    """A language model that holds the weights of one module at a time; of a larger model, the language model runs alone.
 
-    The forward pass is the family's own; accelerate loads the weights of each module before its call and drops them
-    after.
-
-    Args:
-        folder: Folder of the checkpoint, for its config. Of a larger model, the language model runs alone.
-        tensors: Tensors of the checkpoint, by full name, with their positions in files.
-        dtype: Torch dtype to run in.
+    The forward pass is the family's own; accelerate loads the weights of each module before its call and drops them after.
 
     Raises:
-        VerificationError: If `tensors` lacks a tensor that the model class has, or has the tensor with another shape.
+        VerificationError: If `tensors` lacks a tensor that the model class has, or has it with another shape.
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype):
@@ -136,22 +110,6 @@ def language_config_in(folder: Path) -> Any:
     if language_config is not config:
         language_config.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
     return language_config
-
-
-def raised_in_memory(error: BaseException) -> str | None:
-    """Return in words which memory of a model raised an error in its forward pass; None if none did."""
-    memory, trace = None, error.__traceback__
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
-        memory = owner if isinstance(owner, MemoryModule) else memory
-        trace = trace.tb_next
-    if memory is None:
-        return None
-    kind = type(memory)
-    return (
-        f"the memory of type {memory.options.type!r} ({kind.__module__}.{kind.__qualname__}) raised {type(error).__name__}: "
-        f"{one_line(error)}"
-    )
 
 
 def _stream(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -3,11 +3,10 @@
 import copy
 import importlib.metadata
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from midus_hf.files.ownership import LANGUAGE_KEY, STRIPPED_KEY
+from midus_hf.files.outputs import LANGUAGE_KEY, STRIPPED_KEY
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import open_base, read_config
 from upscalers.checkpoint.content_digest import TensorDigests
@@ -15,8 +14,8 @@ from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
 from upscalers.checkpoint.source import resolve_source
 from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG
 from upscalers.record.provenance import (
+    COMPOSITE_KEY,
     DIGEST_KEY,
-    LARGER_KEY,
     read_config_entry,
     read_plan,
     read_record,
@@ -26,7 +25,7 @@ from upscalers.record.provenance import (
 )
 from upscalers.request.progress import Progress
 from upscalers.runs.base_confirmation import base_tensors, compare_with_base, digested_names
-from upscalers.runs.output_folder import OutputFolder, write_part, written_from
+from upscalers.runs.output_folder import CheckpointFolder, write_part, written_from
 from upscalers.tensors.layer_blocks import with_blocks_of_base
 from upscalers.tensors.writer import OutputTensor, split_shards
 
@@ -68,14 +67,13 @@ def strip(
         tensors = base_tensors(opened, plan)
         record = read_record(source.folder) or {}
         shards = _base_shards(tensors, record)
-        folder = OutputFolder(output, source.folder, overwrite)
+        folder = CheckpointFolder(output, source.folder, overwrite)
         kept = {name: bank for name, bank in opened.layout.memories.banks.items() if name not in plan.new_memories}
         digested = TensorDigests(opened.tensors, digested_names(opened, tensors) if DIGEST_KEY in entry else {})
         with (
             digested as digests,
             written_from(opened, folder, shards, kept, progress, digests.add, opened.stored_name) as written,
         ):
-            folder.flush(progress)  # runs beside the digests: it takes about as long, and no processor
             progress.stage("checking what was written", 1)
             write_part(source.folder, folder.partial, _base_config(entry, tensors, resized, progress), progress)
             _restore_tokenizer_config(folder.partial, record)
@@ -115,7 +113,7 @@ def _base_config(
     if resized:
         before, size = resized
         config = copy.deepcopy(config)
-        (config[LANGUAGE_KEY] if LARGER_KEY in entry else config)["vocab_size"] = size
+        (config[LANGUAGE_KEY] if COMPOSITE_KEY in entry else config)["vocab_size"] = size
         progress.warn(
             f"the vocabulary was resized from {before:,} to {size:,} tokens since it was upscaled; it stays so."
         )
@@ -138,26 +136,14 @@ def _restore_tokenizer_config(folder: Path, record: dict[str, Any]) -> None:
 
 
 def _base_shards(tensors: list[OutputTensor], record: dict[str, Any]) -> dict[str, list[OutputTensor]]:
-    """Assign tensors to the base's files if the record has them, else to as few files as the default limit allows."""
-    files = _recorded_files(record)
-    by_name: Callable[[str], OutputTensor] = {tensor.name: tensor for tensor in tensors}.__getitem__
-    recorded = [name for names in files.values() for name in names]
-    if sorted(recorded) != sorted(tensor.name for tensor in tensors):
+    """Assign tensors to the base's files if the record lists them soundly, else to as few files as the default limit allows."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    try:
+        files = record["base"]["files"]
+        recorded = sorted(name for names in files.values() for name in names)
+        is_sound = all(Path(file).name == file and file.endswith(".safetensors") for file in files)
+    except (KeyError, TypeError, AttributeError):
         return split_shards(tensors)
-    return {file: [by_name(name) for name in names] for file, names in files.items()}
-
-
-def _recorded_files(record: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the names of the tensors in each file of the base; empty if the record has no sound list of them."""
-    base = record.get("base")
-    files = base.get("files") if isinstance(base, dict) else None
-    if not isinstance(files, dict):
-        return {}
-    sound = all(
-        Path(file).name == file
-        and file.endswith(".safetensors")
-        and isinstance(names, list)
-        and all(isinstance(name, str) for name in names)
-        for file, names in files.items()
-    )
-    return files if sound else {}
+    if not is_sound or recorded != sorted(by_name):
+        return split_shards(tensors)
+    return {file: [by_name[name] for name in names] for file, names in files.items()}

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_hf.config.fetched_blocks import BankLayout
 from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.hub import check_account, check_repo_id, prepare_repository, push_folder, upload_command
@@ -22,7 +21,7 @@ from upscalers.request.errors import RequestError, one_line
 from upscalers.request.options import check_seed, parse_options
 from upscalers.request.progress import Progress, shown
 from upscalers.runs.job import Job
-from upscalers.runs.output_folder import OutputFolder
+from upscalers.runs.output_folder import CheckpointFolder
 from upscalers.runs.writing import Writing
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -71,7 +70,7 @@ def upscale(
         push_to_hub: A repository to upload the result to. Default: None.
         private: Whether to make a new repository private; an existing one must be private. Default: False, the owner's
             default.
-        adapter: A folder or a hub id of a plain LoRA that PEFT saved, which is merged into the base while the base is
+        adapter: A folder or a hub id of a LoRA, rsLoRA or DoRA that PEFT saved, which is merged into the base while the base is
             read, as `merge_and_unload` does. Default: None.
         progress: Display that shows every step. Default: none.
 
@@ -108,7 +107,7 @@ def upscale(
     if push_to_hub:
         check_repo_id(push_to_hub)
     if output is not None:
-        folder = OutputFolder(output, local if local.is_dir() else None, overwrite)
+        folder = CheckpointFolder(output, local if local.is_dir() else None, overwrite)
     lora = None if adapter is None else Adapter.open(str(adapter))
     if not dry_run and not local.is_dir():
         # Downloads and conversions take long, so check first that the request fits the base's config.
@@ -131,9 +130,9 @@ def upscale(
             )
         chosen.check(opened)
         job = Job(chosen, opened, source, chosen.plan(opened, num_new_layers, placement), seed, dtype, lora)
-        if opened.larger is not None:
+        if opened.composite is not None:
             progress.note(
-                f"the base is a {opened.larger.config['model_type']} model. Its language model ({opened.config['model_type']}) is "
+                f"the base is a {opened.composite.config['model_type']} model. Its language model ({opened.config['model_type']}) is "
                 f"upscaled; {len(opened.surroundings)} other tensors are carried along byte for byte."
             )
         for remark in chosen.remarks(opened):
@@ -147,16 +146,20 @@ def upscale(
             "kl_divergence": None,
             "measurements": [],
         }
-        if output is not None and job.new_banks:
-            for concern in check_room_for_banks(folder, job.new_banks, ITEM_BYTES[job.cast(opened.dtype)]):
-                progress.warn(concern)
+        if output is not None:
+            for name, layout in job.new_banks.items():
+                taken = sum(layout.file_bytes(level, ITEM_BYTES[job.cast(opened.dtype)]) for level in layout.levels)
+                if taken > folder.free_bytes():
+                    progress.warn(
+                        f"the bank of {name} takes {taken / 1e9:,.2f} GB once all of its blocks are trained, but {folder.disk} has "
+                        f"{folder.free_bytes() / 1e9:,.2f} GB free; a block that was never trained takes none. Lower branching, or "
+                        "the sizes of deep levels, if texts are to fetch more of it than there is room for."
+                    )
         if not dry_run:
-            folder = OutputFolder(str(output), source.folder, overwrite)
+            folder = CheckpointFolder(str(output), source.folder, overwrite)
             carried = bytes_of_banks(source.folder, opened.layout.memories.banks)
             folder.check_space(num_bytes + carried + job.scratch_bytes() + _SPARE_BYTES)
             with shown(progress):
-                if verify:
-                    job.check_memory(progress)
                 if push_to_hub:
                     push_to_hub = prepare_repository(push_to_hub, private)
                 outcome = Writing(job, folder, max_shard_bytes, verify, progress, push_to_hub).run()
@@ -208,48 +211,8 @@ _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([A-Za-z]*)$")
 
 
 def parse_size(size: str | int) -> int:
-    """Return the bytes of a size such as `"5GB"`, `"500MB"` or a plain number.
-
-    Raises:
-        RequestError: If it is no positive size.
-    """
+    """Return the bytes of a size such as `"5GB"`, `"500MB"` or a plain number, or raise `RequestError`."""
     match = _SIZE.match(str(size).strip())
     if not match or match[2].upper() not in _UNITS or float(match[1]) <= 0:
         raise RequestError(f"max-shard-size is {size!r}; expected a positive size such as 5GB or 500MB.")
     return max(1, int(float(match[1]) * _UNITS[match[2].upper()]))
-
-
-def check_room_for_banks(folder: OutputFolder, layouts: Mapping[str, BankLayout], item_bytes: int) -> list[str]:
-    """Refuse banks that the file system cannot hold even as sparse files, and warn of banks that may outgrow the disk.
-
-    A bank larger than the disk is no fault by itself: its blocks take room only when they are written, and training
-    may fetch few blocks of a large tree.
-
-    Args:
-        folder: Output folder that will hold the banks.
-        layouts: Layout of each bank, by the name of its memory.
-        item_bytes: Bytes per element of a block.
-
-    Returns:
-        A warning of one or two sentences for each bank that is larger than the free disk.
-
-    Raises:
-        RequestError: If the file of a level would be larger than a file can be.
-    """
-    concerns, free = [], f"{folder.disk} has {folder.free_bytes() / 1e9:,.2f} GB free"
-    for name, layout in layouts.items():
-        sizes = {level: layout.file_bytes(level, item_bytes) for level in layout.levels}
-        remedy = "Lower branching, or the sizes of deep levels"
-        for level, num_bytes in sizes.items():
-            if not folder.can_hold_file(num_bytes):
-                raise RequestError(
-                    f"branching is {layout.blocks.branching}, so level {level} of the bank of {name} has "
-                    f"{layout.blocks.nodes(level):,} blocks, a file of {num_bytes / 1e9:,.2f} GB, which the file system cannot hold "
-                    f"even while it is empty ({free}); expected a smaller one. {remedy}, or choose another disk."
-                )
-        if sum(sizes.values()) > folder.free_bytes():
-            concerns.append(
-                f"the bank of {name} takes {sum(sizes.values()) / 1e9:,.2f} GB once all of its blocks are trained, but {free}; a "
-                f"block that was never trained takes none. {remedy}, if texts are to fetch more of it than there is room for."
-            )
-    return concerns

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.files.checkpoint_files import CARD_FILE
-from midus_hf.files.ownership import CONFIG_KEY
+from midus_hf.files.outputs import CONFIG_KEY
 from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.banks import carry_banks, create_banks, tie_banks
@@ -22,35 +22,23 @@ from upscalers.record.report import Bytes, Identity
 from upscalers.request.errors import RequestError, one_line
 from upscalers.request.progress import Progress
 from upscalers.runs.job import Job
-from upscalers.runs.output_folder import OutputFolder
+from upscalers.runs.output_folder import CheckpointFolder
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
 
 
 @dataclass(frozen=True)
 class Writing:
-    """The writing of one job.
-
-    Args:
-        job: The decided upscaling.
-        folder: The output folder.
-        max_shard_bytes: The largest size of a weight file, in bytes.
-        verify: Whether to refuse NaN and infinite values in the base, and to compare the result with the base.
-        progress: Display that shows every step.
-        repository: Repository that the result will be uploaded to. Default: None, no upload.
-    """
+    """The writing of one job; `verify` refuses NaN in the base and compares the result with the base."""
 
     job: Job
-    folder: OutputFolder
+    folder: CheckpointFolder
     max_shard_bytes: int
     verify: bool
     progress: Progress
     repository: str | None = None
 
     def run(self) -> dict[str, Any]:
-        """Write and verify the result, and move the folder to its final path.
-
-        Returns:
-            `bytes`, `identity`, `kl_divergence` and `measurements` of an `UpscaleReport`.
+        """Write and verify the result, and return `bytes`, `identity`, `kl_divergence` and `measurements` of an `UpscaleReport`.
 
         Raises:
             RequestError: If NaN is refused or transformers cannot read the result; nothing of the result is left.
@@ -59,7 +47,7 @@ class Writing:
         job, progress = self.job, self.progress
         shards = split_shards(job.written, self.max_shard_bytes)
         digested = TensorDigests(job.base.tensors, weight_names(job.base))
-        with self.folder as partial, digested as digests:
+        with self.folder.writing() as partial, digested as digests:
             config = copy.deepcopy(job.config)
             self._write_config(partial, config)
             writer = CheckpointWriter(
@@ -75,7 +63,6 @@ class Writing:
             self._write_banks(partial)
             record = self._write_siblings(partial, config)
             identity, kl_divergence = self._verify(partial, shards, config)
-            self.folder.flush(progress)  # runs beside the digests: it takes about as long, and no processor
             progress.stage("recording what was done", 1)
             outcome = {
                 "bytes": Bytes(written.bytes_read, written.bytes_written),
@@ -84,7 +71,6 @@ class Writing:
                 "measurements": written.measurements,
             }
             self._write_provenance(partial, config, record, digests.finish(), outcome)
-            self.folder.commit()
             progress.advance()
         return outcome
 
@@ -131,7 +117,7 @@ class Writing:
         """Compare the result with the base, if that is wanted, and return what was compared, and the KL divergence."""
         if not self.verify:
             return Identity(None, None), None
-        from upscalers.runs.verify import compare_models, compare_products
+        from upscalers.runs.verify import compare_models
 
         job = self.job
         files = {name: tensor for file in shards for name, tensor in read_header(partial / file).items()}
@@ -139,7 +125,6 @@ class Writing:
         if job.base.parts:
             tensors, parts, _ = with_products(tensors, config)
             tensors = {name: tensor for name, tensor in tensors.items() if name not in parts}
-            compare_products(job.base, tensors, job.written)
         dtype, promised = job.cast(job.base.dtype), job.method.identity
         return compare_models(job.base, partial, tensors, job.plan, dtype, promised, self.progress)
 

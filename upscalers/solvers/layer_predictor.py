@@ -24,12 +24,8 @@ SINGULAR_GUARD = 1e-6
 class SharedBasis:
     """The economy singular value decomposition `[W_0 | W_1 | ...] = U diag(S) V^T` of L matrices [out, in].
 
-    Layer l is `W_l = U diag(S) V_l`, where `V_l` [r, in] is the layer's part of `V^T` (LESA, section 3).
-
-    Args:
-        vectors: U [out, r], float64.
-        values: S [r], descending, float64.
-        num_left_out: Number of directions left out because their singular value is below `SINGULAR_GUARD`.
+    Layer l is `W_l = U diag(S) V_l`, where `V_l` [r, in] is the layer's part of `V^T` (LESA, section 3). `vectors` is U [out, r],
+    `values` S [r], descending, both float64; `num_left_out` directions have a singular value below `SINGULAR_GUARD`.
     """
 
     vectors: torch.Tensor
@@ -46,15 +42,10 @@ class SharedBasis:
 
 
 def shared_basis(num_layers: int, matrix_of: Callable[[int], torch.Tensor], done: Callable[[], None]) -> SharedBasis:
-    """Compute a shared basis from the Gram matrix `sum_l W_l W_l^T` [out, out], with one layer in memory at a time.
+    """Compute a shared basis from the Gram matrix `sum_l W_l W_l^T` [out, out], with one layer, of `matrix_of`, in memory at a time.
 
-    Signs of singular vectors are arbitrary and differ between libraries, so here the largest entry of each vector, by
-    absolute value, is made positive.
-
-    Args:
-        num_layers: L, number of layers.
-        matrix_of: Function that returns W_l [out, in], float64, for a layer index l.
-        done: Function called after each layer, and after the decomposition.
+    Signs of singular vectors are arbitrary, so the largest entry of each vector, by absolute value, is made positive. `done` is
+    called after each layer, and after the decomposition.
     """
     gram, width = None, 0
     for layer in range(num_layers):
@@ -78,15 +69,9 @@ def shared_basis(num_layers: int, matrix_of: Callable[[int], torch.Tensor], done
 
 
 class RowFile:
-    """File with the coordinates of all layers, from which any rows are read without holding the other rows in memory.
+    """File with the coordinates [r, L, in] of all layers, float32, of which any rows are read; it is gone after the context.
 
-    The file is [r, L, in], float32, so that one row of consecutive layers lies in one piece.
-
-    Args:
-        path: Path of the file. Leaving the context removes the file.
-        num_rows: r, rows per layer.
-        num_layers: L, number of layers.
-        width: in, the width of a row.
+    One row of consecutive layers lies in one piece.
     """
 
     def __init__(self, path: Path, num_rows: int, num_layers: int, width: int):
@@ -107,12 +92,7 @@ class RowFile:
             write_all(self._file.fileno(), data[row].data.cast("B"), self._offset(row, layer))
 
     def read(self, places: Sequence[tuple[int, int]], num_layers: int) -> torch.Tensor:
-        """Read pieces [len(places), num_layers, in], float32.
-
-        Args:
-            places: Row and first layer of each piece.
-            num_layers: Number of consecutive layers in each piece.
-        """
+        """Read pieces [len(places), num_layers, in] of consecutive layers, each from a row and a first layer on."""
         pieces = numpy.empty((len(places), num_layers, self.width), dtype=numpy.float32)
         for piece, (row, layer) in zip(pieces, places, strict=True):
             if os.preadv(self._file.fileno(), [piece.data], self._offset(row, layer)) < piece.nbytes:
@@ -126,12 +106,7 @@ class RowFile:
 def new_predictor(width: int, hidden_size: int, generator: torch.Generator) -> nn.Sequential:
     """Return a network that maps rows of `[V_previous | V_next]` [rows, 2 in] to rows of `V` [rows, in].
 
-    The network has two hidden layers with ReLU. Its weights are drawn as `nn.Linear` draws weights, but from the generator.
-
-    Args:
-        width: in, the width of a row of `V`.
-        hidden_size: Width of both hidden layers.
-        generator: Random generator of the initial weights.
+    It has two hidden layers with ReLU; its weights are drawn as `nn.Linear` draws weights, but from the generator.
     """
     sizes = [2 * width, hidden_size, hidden_size, width]
     with torch.device("meta"):
@@ -157,19 +132,9 @@ def train_predictor(
     weight_decay: float,
     norm_weight: float,
 ) -> nn.Sequential:
-    """Train a predictor on every row of every inner layer l, which the rows of layers l - 1 and l + 1 predict.
+    """Train a predictor on every row of every inner layer l, which the rows of layers l - 1 and l + 1 predict, with AdamW.
 
-    Args:
-        rows: File with the coordinates of all layers, three or more.
-        generator: Random generator for the initial weights and the order of rows.
-        device: Name of the device in torch.
-        done: Function called after each of the `epochs * ceil(r (L - 2) / batch_size)` steps.
-        hidden_size: Width of both hidden layers.
-        epochs: Number of passes over all rows.
-        batch_size: Number of rows per step.
-        learning_rate: Learning rate of AdamW.
-        weight_decay: Weight decay of AdamW.
-        norm_weight: lambda, the weight of the norm loss; the weight of the mean squared error is 1 - lambda.
+    `done` is called after each of the `epochs * ceil(r (L - 2) / batch_size)` steps. `norm_weight` is lambda of `predictor_loss`.
     """
     predictor = new_predictor(rows.width, hidden_size, generator).to(device)
     optimizer = torch.optim.AdamW(predictor.parameters(), lr=learning_rate, weight_decay=weight_decay, fused=True)

@@ -11,16 +11,10 @@ _ABSORB = {torch.float32: 1e30, torch.float64: 1e100}
 
 @dataclass(frozen=True)
 class Transport:
-    """A plan T [n, m] between n source rows and m target rows.
+    """A plan T [n, m] between n source rows and m target rows: a matrix, or a permutation with one source row per target row.
 
-    Args:
-        matrix: T [n, m]; None if the plan is a permutation.
-        permutation: The one source row of each target row [m]; None if the plan is spread out.
-        scale: Factor on every entry of the plan.
-        iterations: Number of iterations that the solver took.
-        residual: L1 distance of the plan's marginals from uniform marginals, summed over both sides.
-        effective_sources: Number of source rows that a target row draws on: exp(entropy) of a column, mean over
-            columns.
+    `residual` is the L1 distance of its marginals from uniform ones, summed over both sides, and `effective_sources` the number of
+    source rows that a target row draws on: exp(entropy) of a column, mean over columns.
     """
 
     matrix: torch.Tensor | None
@@ -53,19 +47,11 @@ def sinkhorn(
     max_iterations: int,
     plan_scale: Literal["barycentric", "raw"],
 ) -> Transport:
-    """Compute entropic optimal transport between uniform distributions over rows, with Euclidean distances as cost.
+    """Compute entropic optimal transport between uniform distributions over rows [n, c] and [m, c], with Euclidean costs.
 
     The solver is POT's log-stabilised Sinkhorn. It starts from the row and column minima of the cost as potentials, so
-    that no row of its kernel underflows, however far apart the rows are.
-
-    Args:
-        source: Source rows [n, c], float32 or float64.
-        target: Target rows [m, c], in the dtype of `source`.
-        regularization: Weight of the entropy, in units of distance.
-        tolerance: Largest L1 violation of the marginals.
-        max_iterations: Number of iterations after which the solver stops, whatever the violation.
-        plan_scale: `"barycentric"` scales columns to sum to one, so that each target row is a mean of source rows.
-            With `"raw"`, all entries of the plan sum to one.
+    that no row of its kernel underflows, however far apart the rows are. It stops at an L1 violation of the marginals of
+    `tolerance`. `"barycentric"` scales columns to sum to one; with `"raw"`, all entries sum to one.
     """
     import ot
 
@@ -102,14 +88,7 @@ def sinkhorn(
 
 
 def assignment(source: torch.Tensor, target: torch.Tensor, plan_scale: Literal["barycentric", "raw"]) -> Transport:
-    """Compute the permutation of rows with the least total Euclidean distance (the exact plan, without entropy).
-
-    Args:
-        source: Source rows [n, c].
-        target: Target rows [n, c].
-        plan_scale: `"barycentric"` makes each target row a source row. With `"raw"`, all entries of the plan sum to
-            one.
-    """
+    """Compute the permutation of rows with the least total Euclidean distance; with `"raw"` all entries of the plan sum to one."""
     from scipy.optimize import linear_sum_assignment
 
     assert len(source) == len(target)

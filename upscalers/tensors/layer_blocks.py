@@ -18,13 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerBlocks(Recipe):
-    """Recipe that takes a block for each layer of the result from a tensor that has one for each layer of the base.
+    """Recipe that takes a block for each layer of the result, by index, from a tensor that has one for each layer of the base.
 
-    Args:
-        source: Full name of the tensor in the base.
-        dim: The dimension along which the blocks stand.
-        num_blocks: Number of blocks of the source.
-        blocks: Index of a block of the source for each layer of the result.
+    The `num_blocks` blocks of the `source` stand along the dimension `dim`.
     """
 
     source: str
@@ -53,10 +49,9 @@ class _ChosenBlocks(ComputedTensor):
 
 
 def block_recipes(base: BaseModel, plan: Plan) -> dict[str, LayerBlocks]:
-    """Return a recipe for each tensor outside the layers that has a block per layer, by full name, of an inferred family.
+    """Return a recipe, by full name, for each tensor outside the layers with a block per layer, if the plan moves layers.
 
-    A layer of the result gets the block of the base layer whose attention it takes. Where the plan leaves the layers as they
-    are, there are no recipes, and tensors are copied.
+    A layer of the result gets the block of the base layer whose attention it takes.
     """
     if plan.sources == list(range(base.num_layers)):
         return {}

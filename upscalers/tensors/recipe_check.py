@@ -25,23 +25,10 @@ def check_recipes(
     layers: Sequence[Recipes],
     outer: Recipes,
 ) -> None:
-    """Compare recipes with the tensors that the new config implies.
-
-    Every tensor must have a recipe of the right shape, and a tensor that is copied or combined must have the same role
-    in the base as in the result. Copies of tensors that the architecture does not have are accepted.
-
-    Args:
-        method: Name of the method, for messages.
-        base: The base checkpoint.
-        plan: The method's layer plan.
-        config: The raw config of the result.
-        layout: What the config says.
-        layers: For each output layer, recipes by the name within the layer.
-        outer: Recipes of the tensors outside the layers, by full name.
+    """Refuse recipes (of layers, and `outer` ones) that are missing, of a wrong shape or role, or superfluous for the new config.
 
     Raises:
-        MethodError: If a recipe is missing, wrong or superfluous. The message names the method, the layer, the tensor,
-            what the method gave and what was expected.
+        MethodError: It names the method, the layer, the tensor, what the method gave and what was expected.
     """
     for subject, number in (
         ("a config with num_hidden_layers =", config.get("num_hidden_layers")),

@@ -20,17 +20,11 @@ Measurement = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Workplace:
-    """Tools that a solver works with.
-
-    Args:
-        read: Function that reads a tensor of the base by its full name.
-        scratch: Folder for temporary files, removed when the work is done.
-        progress: Display that shows every step.
-    """
+class Scratch:
+    """What a solver works with: `read` for tensors of the base, a folder that is removed when the work is done, and the display."""
 
     read: "ReadTensor"
-    scratch: Path
+    folder: Path
     progress: Progress
 
 
@@ -52,12 +46,12 @@ class Solver(ABC):
         self.measurements: list[Measurement] = []
 
     @abstractmethod
-    def solve(self, workplace: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
+    def solve(self, scratch: Scratch) -> "Iterator[tuple[str, torch.Tensor]]":
         """Begin a stage of the progress, and yield each tensor with its key, in any order."""
 
 
 @dataclass(frozen=True)
-class Solved(Recipe):
+class SolverTensor(Recipe):
     """Recipe for a tensor that a solver makes.
 
     Args:
@@ -73,46 +67,39 @@ class Solved(Recipe):
 
 
 @dataclass(frozen=True)
-class Stacked(Recipe):
+class SolverStack(Recipe):
     """Recipe for a tensor whose rows are tensors that solvers make, one below the other.
 
     Args:
         parts: Recipes of the tensors, from the first rows to the last.
     """
 
-    parts: tuple[Solved, ...]
+    parts: tuple[SolverTensor, ...]
 
     def build(self, read: "ReadTensor") -> "torch.Tensor":
         raise AssertionError("tensors of a solver are made together, by the writer")
 
 
-def solved_parts(recipe: Recipe) -> tuple[Solved, ...]:
+def solved_parts(recipe: Recipe) -> tuple[SolverTensor, ...]:
     """Return the recipes of the parts of a tensor that solvers make; nothing if solvers make none."""
-    if isinstance(recipe, Stacked):
+    if isinstance(recipe, SolverStack):
         return recipe.parts
-    return (recipe,) if isinstance(recipe, Solved) else ()
+    return (recipe,) if isinstance(recipe, SolverTensor) else ()
 
 
-def stacked(tensors: Mapping[str, LayerTensor], parts: Iterable[tuple[Projection, Solved]]) -> dict[str, Recipe]:
+def stacked(tensors: Mapping[str, LayerTensor], parts: Iterable[tuple[Projection, SolverTensor]]) -> dict[str, Recipe]:
     """Return the recipes of a layer's tensors, by name, whose projections solvers make; projections of one tensor are stacked."""
-    by_name: dict[str, list[Solved]] = {}
+    by_name: dict[str, list[SolverTensor]] = {}
     for projection, part in parts:
         by_name.setdefault(projection.name, []).append(part)
     return {
-        name: pieces[0] if tensors[name].parts is None else Stacked(tensors[name].shape, tuple(pieces))
+        name: pieces[0] if tensors[name].parts is None else SolverStack(tensors[name].shape, tuple(pieces))
         for name, pieces in by_name.items()
     }
 
 
 def summary_table(measurements: Sequence[Measurement], with_seconds: bool = True) -> list[list[str]]:
-    """Return a table with a header and one row per kind of tensor.
-
-    A cell has the mean of a number and, in brackets, its lowest and highest value.
-
-    Args:
-        measurements: One measurement per tensor that a solver made; at least one.
-        with_seconds: Whether to show seconds, summed. Seconds differ from run to run. Default: True.
-    """
+    """Return a table with a row per kind of tensor: means of numbers with their lowest and highest values, and seconds summed."""
     left_out = ("layer", "tensor") if with_seconds else ("layer", "tensor", "seconds")
     columns = [key for key in measurements[0] if key not in left_out]
     rows = [["tensor", "layers", *(column.replace("_", " ") for column in columns)]]

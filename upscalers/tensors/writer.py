@@ -22,7 +22,7 @@ from upscalers.checkpoint.safetensors_format import (
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
 from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe, RowRange, Rows
-from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace, solved_parts
+from upscalers.tensors.solver import Measurement, Scratch, Solver, SolverTensor, solved_parts
 
 if TYPE_CHECKING:
     import torch
@@ -34,13 +34,7 @@ _SCRATCH = ".scratch"
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """One tensor to write.
-
-    Args:
-        name: Full name of the tensor.
-        recipe: Recipe that makes the tensor.
-        dtype: Dtype that the tensor is written in, as safetensors names it.
-    """
+    """One tensor to write: its full name, the recipe that makes it, and the dtype it is written in, as safetensors names it."""
 
     name: str
     recipe: Recipe
@@ -53,14 +47,8 @@ class OutputTensor:
 
 
 @dataclass(frozen=True)
-class Written:
-    """Summary of what a writer did.
-
-    Args:
-        bytes_read: Bytes read from the base.
-        bytes_written: Bytes written to the output, headers included.
-        measurements: What solvers measured about the tensors they made, sorted by layer.
-    """
+class WriteSummary:
+    """The bytes that a writer read from the base and wrote, headers included, and what solvers measured, sorted by layer."""
 
     bytes_read: int
     bytes_written: int
@@ -94,14 +82,8 @@ class CheckpointWriter:
     """Writer of a checkpoint's tensors that holds in memory at most what one recipe reads.
 
     Tensors that are copied unchanged, or put together from rows, go from file to file inside the kernel. Tensors that solvers
-    make together follow after all others.
-
-    Args:
-        sources: The base's tensors, by full name.
-        scan: Whether to look at every copied value, and refuse values that are not finite.
-        progress: Display that shows every step. Default: none.
-        copied: Function called with the name of each base tensor right after it was copied. Default: does nothing.
-        stored_name: Function that returns the name in the files of a tensor to write, by its full name. Default: the full name.
+    make together follow after all others. With `scan`, every copied value is looked at, and refused if it is not finite. `copied` is
+    called with the name of each base tensor that was copied; `stored_name` gives the name in the files of a tensor.
     """
 
     def __init__(
@@ -119,19 +101,14 @@ class CheckpointWriter:
         self._stored_name = stored_name
         self._bytes_read = 0
 
-    def write(self, folder: Path, shards: dict[str, list[OutputTensor]]) -> Written:
-        """Write all shards, and the index unless a single shard has the name that needs no index.
-
-        Args:
-            folder: An existing folder.
-            shards: Tensors by file name, as `split_shards` returns them.
+    def write(self, folder: Path, shards: dict[str, list[OutputTensor]]) -> WriteSummary:
+        """Write all shards, tensors by file name, into a folder, with an index unless a single shard needs none.
 
         Raises:
             RequestError: If a value is refused as NaN or infinite, or does not fit the output's dtype.
-            OSError: If reading or writing fails.
         """
         bytes_written = 0
-        placed: list[_Placed] = []
+        placed: list[_Placement] = []
         for file_name, tensors in shards.items():
             named = [(self._stored_name(each.name), each.dtype, each.recipe.shape) for each in tensors]
             head, starts = layout(named)
@@ -141,7 +118,7 @@ class CheckpointWriter:
                 os.ftruncate(target, num_bytes)
             bytes_written += num_bytes
             placed += [
-                _Placed(tensor, folder / file_name, starts[self._stored_name(tensor.name)]) for tensor in tensors
+                _Placement(tensor, folder / file_name, starts[self._stored_name(tensor.name)]) for tensor in tensors
             ]
         solved = [part for one in placed for part in one.parts()]
         others = [one for one in placed if not solved_parts(one.tensor.recipe)]
@@ -154,25 +131,25 @@ class CheckpointWriter:
         measurements = self._solve(solved, folder)
         if set(shards) != {SINGLE_FILE}:
             self._write_index(folder, shards)
-        return Written(self._bytes_read, bytes_written, measurements)
+        return WriteSummary(self._bytes_read, bytes_written, measurements)
 
-    def _solve(self, placed: "list[_Placed]", folder: Path) -> list[Measurement]:
+    def _solve(self, placed: "list[_Placement]", folder: Path) -> list[Measurement]:
         if not placed:
             return []
         import torch
 
-        wanted: dict[tuple[Solver, str], list[_Placed]] = {}
+        wanted: dict[tuple[Solver, str], list[_Placement]] = {}
         for one in placed:
-            assert isinstance(one.tensor.recipe, Solved)
+            assert isinstance(one.tensor.recipe, SolverTensor)
             wanted.setdefault((one.tensor.recipe.solver, one.tensor.recipe.key), []).append(one)
         solvers = list(dict.fromkeys(solver for solver, _ in wanted))
-        workplace = Workplace(self._read, folder / _SCRATCH, self._progress)
-        workplace.scratch.mkdir()
+        scratch = Scratch(self._read, folder / _SCRATCH, self._progress)
+        scratch.folder.mkdir()
         threads = torch.get_num_threads()
         try:
             for solver in solvers:
                 torch.set_num_threads(solver.threads or threads)
-                for key, values in solver.solve(workplace):
+                for key, values in solver.solve(scratch):
                     for one in wanted.pop((solver, key)):
                         assert tuple(values.shape) == tuple(one.tensor.recipe.shape), (one.tensor.name, values.shape)
                         _refuse_not_finite(values, one.tensor.name)
@@ -181,7 +158,7 @@ class CheckpointWriter:
         finally:
             torch.set_num_threads(threads)
         assert not wanted, sorted(key for _, key in wanted)
-        shutil.rmtree(workplace.scratch)
+        shutil.rmtree(scratch.folder)
         rows = [row for solver in solvers for row in solver.measurements]
         return sorted(rows, key=lambda row: row["layer"])
 
@@ -290,19 +267,19 @@ class CheckpointWriter:
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _Placement:
     """A tensor that is still to be made, with the file and position that its bytes belong to."""
 
     tensor: OutputTensor
     file: Path
     start: int
 
-    def parts(self) -> "Iterator[_Placed]":
+    def parts(self) -> "Iterator[_Placement]":
         """Yield the parts of the tensor that solvers make, each with its own position."""
         start = self.start
         for recipe in solved_parts(self.tensor.recipe):
             part = OutputTensor(self.tensor.name, recipe, self.tensor.dtype)
-            yield _Placed(part, self.file, start)
+            yield _Placement(part, self.file, start)
             start += part.num_bytes
 
 

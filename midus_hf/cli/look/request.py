@@ -153,7 +153,7 @@ class DriftRequest(TextRequest):
         if self.base != "self":
             check_model_name("base", self.base)
             return
-        from midus_hf.files.ownership import has_config_entry
+        from midus_hf.files.outputs import has_config_entry
         from upscalers.checkpoint.base_model import read_config
         from upscalers.checkpoint.source import resolve_source
         from upscalers.record.provenance import resized_vocabulary

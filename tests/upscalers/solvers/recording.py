@@ -8,7 +8,7 @@ import torch
 from upscalers.architecture.families import family_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.request.progress import Progress
-from upscalers.tensors.solver import Solver, Workplace
+from upscalers.tensors.solver import Scratch, Solver
 
 
 class Recorder(Progress):
@@ -67,6 +67,6 @@ def memory_base(num_layers: int = 2, **config: Any) -> MemoryBase:
 def solved(solver: Solver, scratch: Path, read) -> dict[str, torch.Tensor]:
     """What one solver makes of tensors read by their full name; its progress is in balance."""
     recorder = Recorder()
-    made = dict(solver.solve(Workplace(read, scratch, recorder)))
+    made = dict(solver.solve(Scratch(read, scratch, recorder)))
     assert recorder.balanced and len(recorder.stages) == 1
     return made

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from midus_hf.config.backbone import MEMORY_PREFIX
-from midus_hf.files.ownership import LANGUAGE_KEY, language_entry
+from midus_hf.files.outputs import LANGUAGE_KEY, language_entry
 from upscalers.architecture.family import OF_UPSCALING, Config, Shape
 from upscalers.architecture.inferred import model_on_meta
 from upscalers.request.errors import RequestError, one_line
@@ -27,13 +27,7 @@ _OF_FILE = ("_name_or_path", "transformers_version", "architectures", "auto_map"
 
 @dataclass(frozen=True)
 class Spelling:
-    """One way in which a larger model's checkpoint names tensors.
-
-    Args:
-        stack: Prefix of the names of the language model's stack, such as `"model.language_model."`.
-        head: Prefix of the names of the language model's head, such as `"lm_head."`.
-        others: Shape of each tensor outside the language model, by stored name.
-    """
+    """One way in which a larger model's checkpoint names tensors: prefixes of the language model's stack and head, and all others."""
 
     stack: str
     head: str
@@ -57,7 +51,7 @@ class Spelling:
 
 
 @dataclass(frozen=True)
-class LargerModel:
+class CompositeModel:
     """The model around a language model.
 
     Args:
@@ -77,22 +71,14 @@ class LargerModel:
         """The spelling of the checkpoint."""
         return self.spellings[0]
 
-    def spelled_as(self, stored: Iterable[str]) -> "LargerModel":
-        """Return the model with the spelling of a checkpoint alone: the first under which it stores tensors of the stack.
-
-        Args:
-            stored: Names of the tensors that the checkpoint stores.
-        """
+    def spelled_as(self, stored: Iterable[str]) -> "CompositeModel":
+        """Return the model with the first spelling alone under which a checkpoint stores tensors of the stack, by their names."""
         names = tuple(stored)
         present = (each for each in self.spellings if any(name.startswith(each.stack) for name in names))
         return dataclasses.replace(self, spellings=(next(present, self.spelling),))
 
     def check_hosts(self) -> None:
-        """Check that the language model can host memory within the larger model, and make the classes that it takes.
-
-        Raises:
-            RequestError: If the larger model cannot host memory. The message says why.
-        """
+        """Make the classes with which the language model hosts memory within the larger model, or raise `RequestError`."""
         from midus_hf.models.families import LARGER_FAMILIES
         from midus_hf.models.inference.modules import host_type
 
@@ -108,11 +94,7 @@ class LargerModel:
             ) from None
 
     def wrapped(self, config: Config) -> Config:
-        """Return the config of the larger model around a config of the language model; a host of memories if the latter is.
-
-        Args:
-            config: Config of the language model, with the keys that upscaling adds.
-        """
+        """Return the config of the larger model around a config of the language model; a host of memories if the latter is."""
         inner = {key: value for key, value in config.items() if key not in ("auto_map", "architectures", "dtype")}
         outer = {key: value for key, value in self.config.items() if key not in ("auto_map", "dtype", "torch_dtype")}
         outer["model_type"] = str(outer["model_type"]).removeprefix(MEMORY_PREFIX)
@@ -127,15 +109,8 @@ class LargerModel:
         return {**outer, LANGUAGE_KEY: inner}
 
 
-def larger_model_of(config: Config) -> LargerModel:
-    """Return the larger model that a config describes.
-
-    Args:
-        config: A raw `config.json` that holds the config of a language model under `LANGUAGE_KEY`.
-
-    Raises:
-        RequestError: If transformers cannot build the model, or its language model is none that stands alone.
-    """
+def composite_model_of(config: Config) -> CompositeModel:
+    """Return the larger model that a raw config with a language model's config within describes, or refuse it."""
     native = _native(config)
     built = _built(json.dumps(native, sort_keys=True))
     inner = language_entry(config)
@@ -158,7 +133,7 @@ def _native(config: Config) -> Config:
 
 
 @cache
-def _built(native: str) -> LargerModel:
+def _built(native: str) -> CompositeModel:
     import torch
     from transformers import (
         CONFIG_MAPPING,
@@ -225,7 +200,7 @@ def _built(native: str) -> LargerModel:
     if tied is not None:
         values["tie_word_embeddings"] = tied
     spellings = (written,) if written == direct else (written, direct)
-    return LargerModel(json.loads(native), json.loads(json.dumps(values)), spellings, auto_class)
+    return CompositeModel(json.loads(native), json.loads(json.dumps(values)), spellings, auto_class)
 
 
 def _shapes(tensors: Mapping[str, Any]) -> dict[str, Shape]:

@@ -1,0 +1,194 @@
+"""Output that appears complete or not at all: it is written under a hidden name beside its path, and renamed at the end.
+
+A process locks what it writes. What a killed process left is locked by nobody, and the next one that writes there removes it.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from midus_hf.config.wording import first_few
+from midus_hf.files.checkpoint_files import CONFIG_FILE, OF_UPSCALED, RECORD_FILE, indexed_weights, is_of, named_code
+from midus_hf.files.json_text import parse_json
+
+# Entry of a config that describes how the model was made, and of a record that says that the new parts were removed.
+CONFIG_KEY, STRIPPED_KEY = "upscale", "stripped"
+# Key of the language model's config within the config of a larger model.
+LANGUAGE_KEY = "text_config"
+
+
+def unfinished_path(path: Path, state: str = "partial") -> Path:
+    """Return the path beside `path` at which its content is written, or at which what it replaces (`"replaced"`) stands meanwhile."""
+    return path.with_name(f".{path.name}.midus-{state}")
+
+
+@contextlib.contextmanager
+def _locked(path: Path, refusal: ValueError) -> Iterator[bool]:
+    """Lock what is at a path, or raise `refusal` if another process has it; yield whether the file system has locks."""
+    descriptor, has_locks = os.open(path, os.O_RDONLY), True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise refusal from None
+    except OSError:
+        has_locks = False
+    try:
+        yield has_locks
+    finally:
+        if has_locks:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # forked processes have the descriptor too
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path, refusal: ValueError) -> Iterator[None]:
+    """Create a folder if there is none, and lock it, or raise `refusal` if another run has; without locks a line says so."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder, refusal) as has_locks:
+        if not has_locks:
+            print(
+                f"{folder} is not guarded: its file system has no locks. Let no other run write it.", file=sys.stderr
+            )
+        yield
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield the path of an empty hidden file to write to, which is moved to `path` after the block, and removed after an error."""
+    partial = unfinished_path(path)
+    partial.touch()
+    with _locked(partial, ValueError(f"{path} is being written by another process. Wait for it.")):
+        try:
+            os.truncate(partial, 0)
+            yield partial
+            _sync(partial)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+class OutputFolder:
+    """A checkpoint's folder, which replaces only what our record says is ours; `ValueError` says what else stands in its way.
+
+    Args:
+        path: Path of the output; `~` is expanded, and a link stands for its target.
+        source: The folder it is made from, which must neither contain the output nor lie inside it. Default: none.
+        overwrite: Whether an existing checkpoint may be replaced. Default: False.
+    """
+
+    error: type[ValueError] = ValueError
+
+    def __init__(self, path: str | Path, source: Path | None = None, overwrite: bool = False):
+        if path == "":  # an empty path would stand for the current folder
+            raise self.error("output is ''; expected the folder to make. Pass --output DIR.")
+        self.path = Path(os.path.realpath(Path(path).expanduser()))
+        self.partial = unfinished_path(self.path)
+        self._source = None if source is None else Path(os.path.realpath(source))
+        self._overwrite = overwrite
+        self._check()
+
+    @property
+    def disk(self) -> Path:
+        """The nearest existing folder above the output."""
+        return next(parent for parent in self.path.parents if parent.exists())
+
+    def _check(self) -> None:
+        source, output = self._source, f"output {self.path}"
+        if source is not None and self.path.is_relative_to(source):
+            raise self.error(f"{output} lies inside the base {source}; expected a folder elsewhere.")
+        if source is not None and source.is_relative_to(self.path):
+            raise self.error(
+                f"{output} holds the base {source}, which --overwrite would delete; expected a folder elsewhere."
+            )
+        if not self.disk.is_dir() or not os.access(self.disk, os.W_OK):
+            raise self.error(f"{output} cannot be made: {self.disk} is not a writable folder.")
+        if not os.path.lexists(self.path):
+            return
+        if not self._overwrite:
+            raise self.error(f"{output} exists; pass --overwrite to replace it, or choose another folder.")
+        if not self.path.is_dir():
+            raise self.error(f"{output} is a file, so --overwrite will not delete it. Choose another path.")
+        config, record = _read_object(self.path / CONFIG_FILE), _read_object(self.path / RECORD_FILE)
+        is_recorded = "midus_hf" in record and ("plan" in record or STRIPPED_KEY in record)
+        if any(self.path.iterdir()) and not has_config_entry(config) and not is_recorded:
+            raise self.error(
+                f"{output} was not written by upscale or strip, so --overwrite will not delete it: its {CONFIG_FILE} has no "
+                f"{CONFIG_KEY!r} entry, and it has no {RECORD_FILE} of theirs. Choose another folder, or remove it yourself."
+            )
+        foreign = foreign_files(self.path)
+        if foreign:
+            raise self.error(
+                f"{output} holds what no checkpoint has, and --overwrite would delete it: {first_few(foreign)}; expected nothing but "
+                "weights, config, tokenizer, licence, model card and exported code. Move it, or choose another folder."
+            )
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Path]:
+        """Yield the hidden folder to write to, which is moved to its path after the block, and removed after an error."""
+        busy = f"output {self.path} is being written by another run. Wait for it, or choose another folder."
+        with alone_in(self.partial, self.error(busy)):
+            try:
+                for left in self.partial.iterdir():  # by a killed run
+                    shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+                self._check()
+                yield self.partial
+                self._commit()
+            finally:
+                shutil.rmtree(self.partial, ignore_errors=True)
+
+    def _commit(self) -> None:
+        for file in filter(Path.is_file, self.partial.rglob("*")):
+            _sync(file)
+        self._check()  # once more, since the work may have taken hours
+        replaced = unfinished_path(self.path, "replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        if self.path.exists():
+            self.path.rename(replaced)
+        try:
+            self.partial.rename(self.path)
+        except BaseException:
+            if replaced.exists():
+                replaced.rename(self.path)
+            raise
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _sync(file: Path) -> None:
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def foreign_files(folder: Path) -> list[str]:
+    """Return the paths of files in a folder that no checkpoint has, sorted; notes of the Hub's client are none."""
+    own = {*indexed_weights(folder), *(path.name for path in named_code(folder))}
+    names = [path.relative_to(folder) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    foreign = [
+        name for name in names if not is_of(name, OF_UPSCALED) and Path(".cache/huggingface") not in name.parents
+    ]
+    return sorted({*map(str, foreign)} - own)
+
+
+def language_entry(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a raw config that describes the language model: the config itself, unless the model is a larger one."""
+    inner = config.get(LANGUAGE_KEY)
+    return inner if isinstance(inner, Mapping) else config
+
+
+def has_config_entry(config: Mapping[str, Any]) -> bool:
+    """Return whether a config, or that of the language model within it, has the entry that `upscale` writes."""
+    entry = language_entry(config).get(CONFIG_KEY)
+    return isinstance(entry, dict) and {"method", "plan", "base_config", "new_layers"} <= entry.keys()
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,100 @@
+"""Files that are written whole take their places at once, and nothing is left of what is not; one process writes at a time."""
+
+import contextlib
+import errno
+import os
+import signal
+
+import pytest
+
+from midus_hf.files.outputs import alone_in, whole_file
+
+
+def test_it_is_there_when_it_is_complete(tmp_path):
+    path = tmp_path / "record.json"
+    path.write_text("old")
+    with whole_file(path) as partial:
+        partial.write_text("new")
+        assert path.read_text() == "old" and partial.parent == path.parent
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_after_an_error_the_old_one_stays_alone(tmp_path):
+    path = tmp_path / "record.json"
+    path.write_text("old")
+    with pytest.raises(KeyError), whole_file(path) as partial:
+        partial.write_text("half")
+        raise KeyError
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_half_of_a_file_that_a_killed_process_left_is_no_part_of_the_next_one(tmp_path):
+    child = os.fork()
+    if not child:
+        with whole_file(tmp_path / "record.json") as partial:
+            partial.write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    (left,) = tmp_path.iterdir()
+    assert left.name == ".record.json.midus-partial" and left.read_text() == "half"
+    with whole_file(tmp_path / "record.json") as partial, partial.open("a") as file:
+        file.write("new")
+    assert (tmp_path / "record.json").read_text() == "new" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", [".record.json.partial", ".record.json.midus-mine", ".other.json.midus-partial"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_persons_file_of_a_name_like_those_of_ours_is_left_untouched(name, fails, tmp_path):
+    (tmp_path / name).write_text("mine")
+    with contextlib.suppress(KeyError), whole_file(tmp_path / "record.json") as partial:
+        partial.write_text("new")
+        if fails:
+            raise KeyError
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_what_another_process_writes_for_the_same_place_is_left_to_it(tmp_path):
+    path = tmp_path / "record.json"
+    with whole_file(path) as first:
+        first.write_text("first")
+        with pytest.raises(ValueError, match="is being written by another process"), whole_file(path):
+            pass
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+
+
+def test_who_may_read_a_file_is_as_for_any_other(tmp_path):
+    before = os.umask(0o027)
+    try:
+        with whole_file(tmp_path / "record.json") as partial:
+            partial.write_text("new")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "record.json").stat().st_mode & 0o777 == 0o640
+
+
+def test_one_has_a_folder_at_a_time(tmp_path):
+    folder, busy = tmp_path / "deep" / "out", ValueError("busy")
+    with alone_in(folder, busy):
+        with pytest.raises(ValueError, match="busy"), alone_in(folder, busy):
+            pass
+        child = os.fork()  # which has the lock's descriptor, and outlives the context
+        if not child:
+            signal.pause()
+    try:
+        with alone_in(folder, busy):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_without_locks_in_the_file_system_work_goes_on_and_a_line_says_so(tmp_path, monkeypatch, capsys):
+    def none(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", none)
+    with alone_in(tmp_path, ValueError("busy")), whole_file(tmp_path / "record.json") as partial:
+        partial.write_text("new")
+    assert (tmp_path / "record.json").read_text() == "new"
+    line = f"{tmp_path} is not guarded: its file system has no locks. Let no other run write it.\n"
+    assert capsys.readouterr().err == line
