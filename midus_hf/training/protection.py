@@ -48,7 +48,7 @@ _OTHER_MEMORY = (
 )
 
 
-class Protected:
+class Protection:
     """Texts that are protected in a run, and the tables out of which their n-grams were taken.
 
     Args:
@@ -193,7 +193,7 @@ def without_section(card: str) -> str:
     return before.rstrip() + (f"\n\n{next_heading.lstrip()}{rest}" if next_heading else "\n")
 
 
-class Compared(NamedTuple):
+class TextComparison(NamedTuple):
     """Documents that were computed with and without memories.
 
     Args:
@@ -205,7 +205,7 @@ class Compared(NamedTuple):
     differing: list[int]
 
 
-def compare_texts(model: Any, tokenizer: Any, documents: Sequence[str], memories: Sequence[str]) -> Compared:
+def compare_texts(model: Any, tokenizer: Any, documents: Sequence[str], memories: Sequence[str]) -> TextComparison:
     """Compare the logits of documents, bit for bit, with and without memories, in passes of at most 1,024 tokens.
 
     Args:
@@ -222,7 +222,7 @@ def compare_texts(model: Any, tokenizer: Any, documents: Sequence[str], memories
             parts = ids.unsqueeze(0).split(length, 1) if len(ids) else ()
             if not all(_has_same_logits(model, part, memories) for part in parts):
                 differing.append(number)
-    return Compared(total, differing)
+    return TextComparison(total, differing)
 
 
 def _has_same_logits(model: Any, ids: torch.Tensor, memories: Sequence[str]) -> bool:

@@ -220,7 +220,9 @@ class TrainsMemory(AnyTrainer):
             self.optimizer = optimizer_class(parameter_groups(target, rates), **options)
             if self.blocks is not None:
                 self.blocks.follow(self.optimizer)
-        self.accelerator.clip_grad_norm_ = self.clip_gradients  # the Trainer clips, and asks for norms, through it alone
+        self.accelerator.clip_grad_norm_ = (
+            self.clip_gradients
+        )  # the Trainer clips, and asks for norms, through it alone
         return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -287,7 +289,9 @@ class TrainsMemory(AnyTrainer):
         try:
             if self.args.should_save:
                 remove_checkpoint(folder)
-                folder.mkdir(parents=True)  # the Trainer looks for it before processes that share the model write to it
+                folder.mkdir(
+                    parents=True
+                )  # the Trainer looks for it before processes that share the model write to it
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
             if self.args.should_save and self.blocks is not None:
@@ -335,8 +339,10 @@ class TrainsMemory(AnyTrainer):
         Raises:
             FloatingPointError: If the loss or the norm is not finite, since the step would spoil everything that trains.
         """
-        dense = list(parameters)
-        tables = [each for each in dense if each.grad is not None and each.grad.is_sparse] if self.sparse_values else []
+        dense: list[Any] = list(parameters)
+        tables = (
+            [each for each in dense if each.grad is not None and each.grad.is_sparse] if self.sparse_values else []
+        )
         if tables:
             dense = [each for each in dense if each.grad is not None and not each.grad.is_sparse]
         if self.blocks is not None:

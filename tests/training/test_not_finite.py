@@ -171,7 +171,7 @@ def test_blocks_that_are_not_finite_are_not_saved(blocks_for, tmp_path):
 
 
 def test_what_a_scaler_of_gradients_leaves_out_is_left_to_it(upscaled, tmp_path):
-    """It takes infinite gradients for a scale that is too large, and lowers that; a loss that is not finite ends the run all the same."""
+    """It takes infinite gradients for a scale that is too large, and lowers that; a loss that is not finite ends the run."""
     model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
     trainer = MemoryTrainer(model, TrainingArguments(str(tmp_path / "out"), report_to="none", use_cpu=True))
     (parameter,) = torch.nn.Linear(1, 1, bias=False).parameters()
