@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,14 +65,6 @@ def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
         if not math.isfinite(value):
             return f"{name} holds {value}"
     return None
-
-
-def trained_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and tensor of each parameter that trains, or this process's share of the tensor."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            tensor: Any = getattr(parameter, "ds_tensor", parameter).detach()
-            yield name, tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class TrainsMemory(AnyTrainer):
@@ -220,9 +212,8 @@ class TrainsMemory(AnyTrainer):
             self.optimizer = optimizer_class(parameter_groups(target, rates), **options)
             if self.blocks is not None:
                 self.blocks.follow(self.optimizer)
-        self.accelerator.clip_grad_norm_ = (
-            self.clip_gradients
-        )  # the Trainer clips, and asks for norms, through it alone
+        # The Trainer clips, and asks for norms, through it alone.
+        self.accelerator.clip_grad_norm_ = self.clip_gradients
         return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -255,9 +246,14 @@ class TrainsMemory(AnyTrainer):
             FloatingPointError: If a tensor or block is not finite in any process.
         """
         assert isinstance(self.model, nn.Module)
-        finding = first_not_finite(trained_tensors(self.model))
-        if finding is None and self.blocks is not None:
-            finding = self.blocks.first_not_finite()
+        tensors: list[tuple[str, Any]] = []
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                own = getattr(parameter, "ds_tensor", parameter).detach()  # the share of this process
+                tensors.append((name, own.to_local() if hasattr(own, "to_local") else own))
+        for bank in [] if self.blocks is None else self.blocks.banks:
+            tensors += bank.named_values()
+        finding = first_not_finite(tensors)
         if self.largest(finding is not None):
             raise error_of(finding or "what another process trains is not finite", self.state.global_step)
 
@@ -289,13 +285,12 @@ class TrainsMemory(AnyTrainer):
         try:
             if self.args.should_save:
                 remove_checkpoint(folder)
-                folder.mkdir(
-                    parents=True
-                )  # the Trainer looks for it before processes that share the model write to it
+                # The Trainer looks for it before processes that share the model write to it.
+                folder.mkdir(parents=True)
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
             if self.args.should_save and self.blocks is not None:
-                self.blocks.save_states(str(folder))
+                self.blocks.save(folder)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 finish_checkpoint(folder)
@@ -321,7 +316,7 @@ class TrainsMemory(AnyTrainer):
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self.blocks is not None:
-            self.blocks.load(resume_from_checkpoint)
+            self.blocks.load(Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None
@@ -354,11 +349,11 @@ class TrainsMemory(AnyTrainer):
         step, loss = self.state.global_step + 1, self._tr_loss.item()
         if not math.isfinite(loss):
             raise error_of(f"loss is {loss}", step)
-        # With float16, the gradient scaler itself skips a step whose gradients are not finite.
-        is_scaled = self.accelerator.scaler is not None or dtype_of_deepspeed(self) == "float16"
-        if norm is not None and not is_scaled and not math.isfinite(norm):
-            raise error_of(f"gradient norm is {float(norm)}", step)
-        return norm
+        if norm is None or math.isfinite(norm):
+            return norm
+        if self.accelerator.scaler is not None or dtype_of_deepspeed(self) == "float16":
+            return norm  # with float16, the gradient scaler itself skips a step whose gradients are not finite
+        raise error_of(f"gradient norm is {float(norm)}", step)
 
 
 class MemoryTrainer(TrainsMemory, Trainer):
