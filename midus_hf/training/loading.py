@@ -25,12 +25,7 @@ from midus_hf.saved_models import check_whole, load_tokenizer, refusing
 from midus_hf.saved_models import load_model as load_saved
 from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.output import new_card, readable_card
-
-
-def source_of(arguments: MemoryArguments) -> str:
-    """Return a phrase about where the model of a run came from."""
-    key = "config_name" if arguments.model_name_or_path is None else "model_name_or_path"
-    return f"{key} is {getattr(arguments, key)!r}"
+from midus_hf.training.saving import source_of
 
 
 def load_config(arguments: MemoryArguments) -> PreTrainedConfig:

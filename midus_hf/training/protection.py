@@ -206,11 +206,7 @@ class TextComparison(NamedTuple):
 
 
 def compare_texts(model: Any, tokenizer: Any, documents: Sequence[str], memories: Sequence[str]) -> TextComparison:
-    """Compare the logits of documents, bit for bit, with and without memories, in passes of at most 1,024 tokens.
-
-    Args:
-        memories: Names of the attached memories that layers skip in one of the two passes.
-    """
+    """Compare the logits of documents, bit for bit, with and without the named memories, in passes of at most 1,024 tokens."""
     length = min(
         _TOKENS_PER_PASS, getattr(model.config.get_text_config(), "max_position_embeddings", _TOKENS_PER_PASS)
     )
@@ -253,11 +249,7 @@ def exact_tables(memories: Memories, tensors: Mapping[str, torch.Tensor]) -> lis
 
 
 def _trained_tables(model: Any) -> list[NgramTable]:
-    """Return the tables of the memories that train.
-
-    Raises:
-        ValueError: If anything else trains, or a memory that trains has no exact table.
-    """
+    """Return the tables of the memories that train, or refuse a model in which anything else trains than exact tables."""
     memories: Memories | None = model.config.memories() if hasattr(model.config, "memories") else None
     attached = {} if memories is None else memories.attached
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

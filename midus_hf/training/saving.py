@@ -16,8 +16,8 @@ from midus_hf.files.checkpoint_files import CARD_FILE, CONFIG_FILE, GENERATION_C
 from midus_hf.files.secrets import for_record
 from midus_hf.files.whole_files import move_into_place
 from midus_hf.topics.corpus import say
+from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.checkpoints import latest_whole
-from midus_hf.training.loading import source_of
 from midus_hf.training.optim.freezing import has_adapters, restore_dtypes, whole_numel
 from midus_hf.training.optim.parameter_groups import banks_of
 from midus_hf.training.output import add_training
@@ -27,6 +27,13 @@ from midus_hf.training.protection import without_section
 
 class SavedInPart(RuntimeError):
     """Error of a run at whose end not all could be written; the message says what is on the disk, and where."""
+
+
+def source_of(arguments: MemoryArguments) -> str:
+    """Return a phrase about where the model of a run came from."""
+    if arguments.model_name_or_path is not None:
+        return f"model_name_or_path is {arguments.model_name_or_path!r}"
+    return f"config_name is {arguments.config_name!r}"
 
 
 def try_saving(run: Any) -> None:

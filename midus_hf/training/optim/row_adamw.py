@@ -110,10 +110,8 @@ def _numbered(indices: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def _longer(moment: torch.Tensor, length: int, most: int) -> torch.Tensor:
-    """Return a moment `[U, ...]` extended by zeros to `[length, ...]`, in a larger storage if its own has no room.
-
-    The unused end of a storage is not written, so that a CPU commits no memory to it.
-    """
+    """Return a moment `[U, ...]` extended by zeros to `[length, ...]`, in a larger storage if its own has no room."""
+    # The unused end of a storage is not written, so that a CPU commits no memory to it.
     used, row = len(moment), moment.shape[1:]
     if moment.untyped_storage().nbytes() < length * row.numel() * moment.element_size():
         room = moment.new_empty(min(most, max(length, int(_GROWTH * used))), *row)

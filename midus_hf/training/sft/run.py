@@ -141,12 +141,7 @@ class SftRun(TrainingRun):
 
 
 def has_loss(labels: list[int], lengths: Sequence[int] = ()) -> bool:
-    """Return whether a sequence has a token with a loss. The first token of each text has none, since nothing predicts it.
-
-    Args:
-        labels: Labels of the sequence.
-        lengths: Lengths of the texts that the sequence is packed from. Default: it is one text.
-    """
+    """Return whether a sequence of texts of some lengths, or of one, has a token with a loss; nothing predicts a text's first."""
     learned = np.asarray(labels) != IGNORED_LABEL
     learned[np.cumsum([0, *lengths[:-1]])[: len(learned)]] = False
     return bool(learned.any())
