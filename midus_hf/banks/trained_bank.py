@@ -113,7 +113,8 @@ class TrainedBank(BlockReader):
             if leaf.grad is None:
                 continue
             self._steps[key] = self._steps.get(key, 0) + 1
-            adamw_update(*self._state(key), leaf.grad, self._steps[key], lr, betas, eps, weight_decay)
+            master, mean, square = self._state(key)
+            adamw_update(master, mean, square, leaf.grad, self._steps[key], lr, betas, eps, weight_decay)
         self._leaves.clear()
         self.changed()
 

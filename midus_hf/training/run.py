@@ -118,16 +118,9 @@ class TrainingRun:
                 set_seed(arguments.seed)
                 self.model, self.files = load_model(arguments, self.config)
                 self.uses_cache = self.model.config.use_cache
-                self.model, report = choose_parameters(self.model, arguments)
-                self.dtypes = hold_for_training(self.model, arguments.bf16)
-                if arguments.process_index == 0:
-                    print(report)
-                    if arguments.lacks_bf16:
-                        print(
-                            "this device does not compute bfloat16: the run computes in float32; set bf16 to say which"
-                        )
-                    if self.checkpoint is not None:
-                        print(f"going on from {self.checkpoint}")
+                self.model, self.dtypes = freeze(self.model, arguments)
+                if self.checkpoint is not None and arguments.process_index == 0:
+                    print(f"going on from {self.checkpoint}")
                 self.protection = protect(self) if arguments.protect else None
                 errors = (HfHubHTTPError, OSError) if arguments.push_to_hub else ()
                 with refusing(
@@ -244,9 +237,9 @@ class TrainingRun:
                 failures = save_model(self)
                 if self.protection is not None and arguments.process_index == 0:
                     self.stop.release()  # the model is saved, so that a signal may end this at once
-                    certify(
-                        self.protection, trainer.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False), output
-                    )
+                    # Without the autocast of accelerate, so that texts are computed in the dtype of the saved model.
+                    plain = trainer.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+                    certify(self.protection, plain, output)
                 if failures:
                     raise SavedInPart(
                         f"the trained model is in {output}, but without {' and '.join(failures)}; copy what is missing from "
@@ -270,17 +263,24 @@ class TrainingRun:
         return {name: metrics[f"eval_{name}_loss"] for name in self.arguments.eval_texts}
 
 
-def choose_parameters(model: Any, arguments: Any) -> tuple[Any, str]:
-    """Set what trains in a model, or put adapters on it; return the model, and a sentence on what trains.
+def freeze(model: Any, arguments: Any) -> tuple[Any, dict[str, torch.dtype]]:
+    """Set what trains in a model, or put adapters on it, and print which; return the model, and its dtypes before training.
 
     Raises:
         ValueError: If the model lacks what is to train, or cannot have the adapters.
     """
     if arguments.adapters is None:
-        return model, str(set_trainable(model, arguments.trainable, arguments.frozen))
-    from midus_hf.training.adapters import add_adapters
+        report = str(set_trainable(model, arguments.trainable, arguments.frozen))
+    else:
+        from midus_hf.training.adapters import add_adapters
 
-    return add_adapters(model, arguments.adapters)
+        model, report = add_adapters(model, arguments.adapters)
+    dtypes = hold_for_training(model, arguments.bf16)
+    if arguments.process_index == 0:
+        print(report)
+        if arguments.lacks_bf16:
+            print("this device does not compute bfloat16: the run computes in float32; set bf16 to say which")
+    return model, dtypes
 
 
 def choose_epochs(arguments: Any, num_sequences: int) -> bool:
@@ -311,7 +311,7 @@ def protect(run: TrainingRun) -> Protection:
 
 
 def certify(protection: Protection, model: Any, output: Path) -> None:
-    """Write the certificate of the protected texts, of a model without accelerate's autocast: texts have the saved dtype."""
+    """Compare the protected texts with and without the memory of a model that is saved, and write the certificate."""
     documents = sum(map(len, protection.texts.values()))
     print(f"the model is saved; comparing {documents:,} protected texts with and without the memory", flush=True)
     protection.certify(model, output)
