@@ -12,7 +12,7 @@ from midus_hf.banks.bank_description import growth_of
 from midus_hf.banks.block_reader import GENERIC
 from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.files.checkpoint_files import BLOCK_STATES
-from midus_hf.models.fetching import IDS
+from midus_hf.memories.hierarchical.fetching import IDS
 from midus_hf.models.host import MemoryModel
 from midus_hf.training.optim.parameter_groups import BLOCKS_GROUP, banks_of
 

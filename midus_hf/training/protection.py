@@ -18,8 +18,6 @@ import transformers
 from safetensors import safe_open
 from tqdm import tqdm
 
-from midus_hf.config.memories.ngram import MOST_TOKENS, NgramOptions
-from midus_hf.config.memory_entries import ATTACHED, TABLES, Memories
 from midus_hf.evaluation.text_rows import evaluating
 from midus_hf.files.checkpoint_files import (
     CARD_FILE,
@@ -30,8 +28,10 @@ from midus_hf.files.checkpoint_files import (
     indexed_weights,
 )
 from midus_hf.files.whole_files import whole_file
+from midus_hf.memories.entries import ATTACHED, TABLES, Memories
+from midus_hf.memories.hosting.parts import decoder_of
+from midus_hf.memories.ngram.options import MOST_TOKENS, NgramOptions
 from midus_hf.models.layer import without_memories
-from midus_hf.models.parts import decoder_of
 from midus_hf.training.data.ngrams import TAKEN_OUT, NgramTable, known_ngrams
 
 _TOKENS_PER_PASS = 1024

@@ -11,7 +11,7 @@ from training.steered_runs import executed_with_rates
 from training.tiny_run import refused
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from midus_hf.memory.registry import MemoryModule
+from midus_hf.memories.module import MemoryModule
 from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.optim.freezing import hold_for_training, restore_dtypes, set_trainable
 from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
