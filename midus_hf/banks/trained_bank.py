@@ -3,6 +3,7 @@
 import math
 import os
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,25 @@ from midus_hf.config.fetched_blocks import level_file
 
 # Rows of a block's state: its float32 values, and AdamW's means of gradients and of squared gradients.
 _MASTER, _MEAN, _SQUARE = range(3)
+
+
+@torch.no_grad()
+def adamw_update(
+    values: torch.Tensor,
+    mean: torch.Tensor,
+    square: torch.Tensor,
+    gradient: torch.Tensor,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Take a step of AdamW in place, for values with their moments; the step counts from 1, for the correction of the bias."""
+    mean.lerp_(gradient, 1 - betas[0])
+    square.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+    root = square.div(1 - betas[1] ** step).sqrt_().add_(eps)
+    values.mul_(1 - lr * weight_decay).addcdiv_(mean, root, value=-lr / (1 - betas[0] ** step))
 
 
 class TrainedBank(BlockReader):
@@ -87,19 +107,14 @@ class TrainedBank(BlockReader):
             dist.all_reduce(leaf.grad)
             leaf.grad /= dist.get_world_size()
 
-    @torch.no_grad()
     def step(self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
         """Update each block that has a gradient, as `torch.optim.AdamW` would if it saw only the steps that fetched the block."""
         for key, leaf in self._leaves.items():
             if leaf.grad is None:
                 continue
-            step = self._steps[key] = self._steps.get(key, 0) + 1
+            self._steps[key] = self._steps.get(key, 0) + 1
             master, mean, square = self._state(key)
-            mean.lerp_(leaf.grad, 1 - betas[0])
-            square.mul_(betas[1]).addcmul_(leaf.grad, leaf.grad, value=1 - betas[1])
-            root = square.div(1 - betas[1] ** step).sqrt_().add_(eps)
-            master.mul_(1 - lr * weight_decay)
-            master.addcdiv_(mean, root, value=-lr / (1 - betas[0] ** step))
+            adamw_update(master, mean, square, leaf.grad, self._steps[key], lr, betas, eps, weight_decay)
         self._leaves.clear()
         self.changed()
 
@@ -107,16 +122,10 @@ class TrainedBank(BlockReader):
         """Drop the gradients of all blocks."""
         self._leaves.clear()
 
-    def first_not_finite(self) -> str | None:
-        """Return "block NODE of level LEVEL holds nan" (or inf) for the first block with a number that is not finite, or None.
-
-        Blocks that training never updated are not checked.
-        """
+    def named_values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what messages call a block that was updated, such as "block 5 of level 2", and its values, `[numel]`."""
         for level, index in self.touched():
-            largest = self._values((level, index)).abs().max().item()
-            if not math.isfinite(largest):
-                return f"block {'generic' if index < 0 else index} of level {level} holds {largest}"
-        return None
+            yield f"block {'generic' if index < 0 else index} of level {level}", self._values((level, index))
 
     def touched(self) -> list[BlockKey]:
         """Return the level and node of every block that was updated, ascending."""

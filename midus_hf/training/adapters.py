@@ -110,11 +110,7 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[Pe
 
 
 def _check_merge(adapted: PeftModel) -> None:
-    """Check that adapters can be merged, as a run does at its end, on a copy of one module after the other.
-
-    Raises:
-        ValueError: If they cannot, as with aLoRA, or where DoRA divides by the norm of a row of zeros, which new layers have.
-    """
+    """Check that adapters can be merged at the end, on copies: aLoRA cannot, nor DoRA of rows of zeros, which new layers have."""
     for name, module in adapted.named_modules():
         if isinstance(module, BaseTunerLayer):
             try:

@@ -1,5 +1,6 @@
 """Training of blocks that texts fetch from a bank: blocks are no parameters of the model, and are updated when fetched."""
 
+import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class Blocks:
             Default: 0.
 
     Raises:
-        ValueError: If blocks train while parameters are sharded or gradients are scaled for float16.
+        ValueError: If blocks train while parameters are sharded, gradients are scaled for float16, or no AdamW is there.
     """
 
     def __init__(self, trainer: Any, generic_share: float = 0.0):
@@ -41,6 +42,17 @@ class Blocks:
                 "blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not support; expected processes that hold whole "
                 "models, and bf16 or float32."
             )
+        if banks:
+            optimizer, _ = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(trainer.args)
+            if trainer.optimizer is not None or not {"betas", "eps"} <= inspect.signature(optimizer).parameters.keys():
+                given = (
+                    "a Trainer with an optimizer of its own" if trainer.optimizer is not None else optimizer.__name__
+                )
+                raise ValueError(
+                    f"blocks of a memory bank train, by AdamW with the betas and eps of the run's optimizer, which {given} does not "
+                    "give; expected an optimizer such as optim: adamw_torch. Or freeze the blocks: trainable: [3, 7] trains layers "
+                    "alone."
+                )
         self.banks: list[TrainedBank] = [trained for bank in banks for trained in bank.train_blocks().values()]
         self._are_averaged = False
         if self.banks and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
@@ -93,39 +105,28 @@ class Blocks:
             bank.step(group["lr"], group["betas"], group["eps"], group["weight_decay"])
         self._are_averaged = False
 
-    def save_states(self, checkpoint: str) -> None:
+    def save(self, checkpoint: Path) -> None:
         """Save the blocks and their moments beside the optimizer's state."""
-        if self._trainer.args.should_save:
-            for number, bank in enumerate(self.banks):
-                bank.save_state(Path(checkpoint, BLOCK_STATES, str(number)))
+        for number, bank in enumerate(self.banks):
+            bank.save_state(checkpoint / BLOCK_STATES / str(number))
 
-    def first_not_finite(self) -> str | None:
-        """Return a phrase about the first block that holds a number which is not finite, or None."""
-        return next((finding for bank in self.banks if (finding := bank.first_not_finite()) is not None), None)
-
-    def load(self, checkpoint: str) -> None:
+    def load(self, checkpoint: Path) -> None:
         """Load the blocks of a checkpoint, which belong to the model like its weights."""
         for number, bank in enumerate(self.banks):
-            bank.load_state(Path(checkpoint, BLOCK_STATES, str(number)))
+            bank.load_state(checkpoint / BLOCK_STATES / str(number))
 
 
 def draw_generic(seed: int, first: int, count: int, share: float) -> torch.Tensor:
     """Draw which of several consecutive sequences of a run fetch the generic memory, `[count]`, bool.
 
-    Args:
-        first: Index of the first sequence among all sequences that the run trains on, from 0.
-        share: Probability that a sequence fetches the generic memory.
+    The first of them has the index `first` among all sequences of the run, from 0.
     """
     drawn = [np.random.default_rng([seed, number]).random() < share for number in range(first, first + count)]
     return torch.tensor(drawn, dtype=torch.bool)
 
 
 def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
-    """Check that the banks of a model belong to the tree of a run, and let banks that train be saved with the tree.
-
-    Args:
-        tree: Folder of the tree that the arguments name. None: the texts name one.
-        corpus_tree: Fingerprint of the tree that the texts name. None: the arguments name one.
+    """Check that a model's banks belong to the tree of a run, a folder or what the corpus names, and save trained banks with it.
 
     Raises:
         ValueError: If the two are different trees, the tree cannot be read or has another shape than a bank, or a bank was

@@ -29,11 +29,7 @@ def saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def save_trained(model: nn.Module, folder: Path, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Write what a run may change in a model to a file in a checkpoint's folder.
-
-    Args:
-        state_dict: Whole tensors by name, in place of the model's, which processes share. Default: None, the model's.
-    """
+    """Write what a run may change in a model to a file in a checkpoint's folder, of whole tensors where processes share them."""
     folder.mkdir(parents=True, exist_ok=True)
     whole = state_dict or {}
     tensors = {name: whole.get(name, tensor).contiguous() for name, tensor in saved_tensors(model)}

@@ -48,7 +48,7 @@ _OTHER_MEMORY = (
 )
 
 
-class Protected:
+class Protection:
     """Texts that are protected in a run, and the tables out of which their n-grams were taken.
 
     Args:
@@ -193,7 +193,7 @@ def without_section(card: str) -> str:
     return before.rstrip() + (f"\n\n{next_heading.lstrip()}{rest}" if next_heading else "\n")
 
 
-class Compared(NamedTuple):
+class TextComparison(NamedTuple):
     """Documents that were computed with and without memories.
 
     Args:
@@ -205,12 +205,8 @@ class Compared(NamedTuple):
     differing: list[int]
 
 
-def compare_texts(model: Any, tokenizer: Any, documents: Sequence[str], memories: Sequence[str]) -> Compared:
-    """Compare the logits of documents, bit for bit, with and without memories, in passes of at most 1,024 tokens.
-
-    Args:
-        memories: Names of the attached memories that layers skip in one of the two passes.
-    """
+def compare_texts(model: Any, tokenizer: Any, documents: Sequence[str], memories: Sequence[str]) -> TextComparison:
+    """Compare the logits of documents, bit for bit, with and without the named memories, in passes of at most 1,024 tokens."""
     length = min(
         _TOKENS_PER_PASS, getattr(model.config.get_text_config(), "max_position_embeddings", _TOKENS_PER_PASS)
     )
@@ -222,7 +218,7 @@ def compare_texts(model: Any, tokenizer: Any, documents: Sequence[str], memories
             parts = ids.unsqueeze(0).split(length, 1) if len(ids) else ()
             if not all(_has_same_logits(model, part, memories) for part in parts):
                 differing.append(number)
-    return Compared(total, differing)
+    return TextComparison(total, differing)
 
 
 def _has_same_logits(model: Any, ids: torch.Tensor, memories: Sequence[str]) -> bool:
@@ -253,11 +249,7 @@ def exact_tables(memories: Memories, tensors: Mapping[str, torch.Tensor]) -> lis
 
 
 def _trained_tables(model: Any) -> list[NgramTable]:
-    """Return the tables of the memories that train.
-
-    Raises:
-        ValueError: If anything else trains, or a memory that trains has no exact table.
-    """
+    """Return the tables of the memories that train, or refuse a model in which anything else trains than exact tables."""
     memories: Memories | None = model.config.memories() if hasattr(model.config, "memories") else None
     attached = {} if memories is None else memories.attached
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

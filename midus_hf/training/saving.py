@@ -21,8 +21,9 @@ from midus_hf.files.secrets import for_record
 from midus_hf.topics.corpus import say
 from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.checkpoints import latest_whole
-from midus_hf.training.optim.freezing import whole_numel
+from midus_hf.training.optim.freezing import has_adapters, restore_dtypes, whole_numel
 from midus_hf.training.optim.parameter_groups import banks_of
+from midus_hf.training.parallel import shares_parameters
 from midus_hf.training.protection import without_section
 
 
@@ -38,10 +39,7 @@ def source_of(arguments: MemoryArguments) -> str:
 
 
 def try_saving(run: Any) -> None:
-    """Write once, before training, what will be written beside the weights, and take it away.
-
-    Args:
-        run: A `TrainingRun` whose trainer is made.
+    """Write once, before a `TrainingRun` trains, what will be written beside the weights, and take it away.
 
     Raises:
         ValueError: If something cannot be written, or the disk has no room for the weights.
@@ -78,19 +76,25 @@ def bytes_of_weights(run: Any) -> int:
     return weights + sum(512 * path.stat().st_blocks for folder in folders for path in folder.iterdir())
 
 
-def save_model(run: Any, model: Any) -> list[str]:
-    """Save the trained model whole, and return a phrase about each file beside its weights that could not be written.
+def save_model(run: Any) -> list[str]:
+    """Save the model of a `TrainingRun` whole, in the dtypes that it came with and without adapters; all processes call this.
 
-    All processes call this.
-
-    Args:
-        run: A `TrainingRun` that has trained.
-        model: Its model, in the dtypes of the base, and without adapters.
+    Returns:
+        A phrase about each file beside the weights that could not be written.
 
     Raises:
+        FloatingPointError: If what trains is not finite.
         SavedInPart: If the weights could not be written, or not moved to their place.
     """
-    trainer, is_main = run.trainer, run.arguments.process_index == 0
+    trainer, model, is_main = run.trainer, run.model, run.arguments.process_index == 0
+    trainer.check_finite()
+    if shares_parameters(trainer):
+        trainer.saved_dtypes = run.dtypes
+    else:
+        restore_dtypes(model, run.dtypes)
+    if has_adapters(model):
+        trainer.model = model = model.merge_and_unload()
+    model.config.use_cache = run.uses_cache
     output, partial = Path(run.arguments.output_dir), Path(run.arguments.output_dir, PARTIAL_MODEL)
     pushes, trainer.args.push_to_hub = trainer.args.push_to_hub, False
     settings, is_saved, failures = model.generation_config, False, []
@@ -98,9 +102,7 @@ def save_model(run: Any, model: Any) -> list[str]:
         if is_main:
             shutil.rmtree(partial, ignore_errors=True)
         trainer.accelerator.wait_for_everyone()
-        model.generation_config = (
-            GenerationConfig()
-        )  # Transformers saves no model whose settings contradict one another
+        model.generation_config = GenerationConfig()  # no model is saved whose settings contradict one another
         try:
             trainer.save_model(str(partial))
         finally:
@@ -170,12 +172,11 @@ def _beside_weights(run: Any) -> dict[str, Callable[[Path], object]]:
         GENERATION_CONFIG: lambda folder: model.generation_config.to_json_file(
             folder / GENERATION_CONFIG, keys_to_pop=["compile_config"]
         ),
-        **{name: _writer(name, content) for name, content in files.items()},
+        **{
+            name: lambda folder, name=name, content=content: (folder / name).write_bytes(content)
+            for name, content in files.items()
+        },
     }
-
-
-def _writer(name: str, content: bytes) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_bytes(content)
 
 
 def _written(folder: Path, writers: Mapping[str, Callable[[Path], object]]) -> list[str]:

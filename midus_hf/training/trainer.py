@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from midus_hf.training.optim.freezing import has_adapters
 from midus_hf.training.optim.parameter_groups import banks_of, group_schedules, parameter_groups
 from midus_hf.training.optim.rates import Rates
 from midus_hf.training.optim.row_adamw import RowAdamW
-from midus_hf.training.optim.rows import check_sparse_values, clip_gradients, row_gradients
+from midus_hf.training.optim.rows import check_sparse_values, clip_rows, row_gradients
 from midus_hf.training.parallel import (
     check_checkpoint,
     dtype_of_deepspeed,
@@ -48,11 +48,7 @@ class NotFiniteError(FloatingPointError):
 
 
 def error_of(quantity: str, step: int) -> NotFiniteError:
-    """Return the error with which a run ends.
-
-    Args:
-        quantity: Beginning of the message, which says what is not finite: "loss is nan".
-    """
+    """Return the error with which a run ends, about a quantity such as "loss is nan"."""
     return NotFiniteError(
         f"{quantity} at step {step}; expected a finite number. Lower the learning rates, and resume from a checkpoint before that "
         "step."
@@ -60,12 +56,7 @@ def error_of(quantity: str, step: int) -> NotFiniteError:
 
 
 def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """Return "NAME holds nan" for the first tensor that holds a number which is not finite, or None.
-
-    Args:
-        tensors: Names and tensors, of any shapes and dtypes. Tensors that processes share may be the shares of this
-            process.
-    """
+    """Return "NAME holds nan" for the first named tensor that holds a number which is not finite, or None."""
     named = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     if not named or math.isfinite(nn.utils.get_total_norm([tensor for _, tensor in named], math.inf)):
         return None
@@ -76,16 +67,8 @@ def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     return None
 
 
-def trained_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and tensor of each parameter that trains, or this process's share of the tensor."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            tensor: Any = getattr(parameter, "ds_tensor", parameter).detach()
-            yield name, tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 class TrainsMemory(AnyTrainer):
-    """Mixin for any kind of `Trainer`: memory keys and values keep a constant rate, or values follow a separate course.
+    """Mixin for any kind of `Trainer`: memory keys and values keep a constant rate, or values follow a separate schedule.
 
     Put the mixin before the class that it extends, as in `class MemorySFTTrainer(TrainsMemory, SFTTrainer)`. The keys of
     `MemoryArguments` are read from `args` where it has them. Groups and scheduler are made where the Trainer makes its
@@ -167,9 +150,10 @@ class TrainsMemory(AnyTrainer):
             self.args.dataloader_drop_last = drops
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Measure a held-out text as `Trainer.evaluation_loop` does; the loss of a language model is the mean over its tokens.
+        """Measure a held-out text as `Trainer.evaluation_loop` does, with a perplexity beside each `eval_loss`.
 
-        The Trainer's own is a mean over batches, which depends on their size and on the number of processes.
+        The loss of a language model is the mean over its tokens. The Trainer's own is a mean over batches, which depends on
+        their size and on the number of processes.
         """
         # A model that is not told the number of tokens in all processes returns the mean over its own.
         self._measured, takes_number, self.model_accepts_loss_kwargs = [], self.model_accepts_loss_kwargs, False
@@ -178,14 +162,16 @@ class TrainsMemory(AnyTrainer):
             measured, self._measured = self._measured, []
         finally:
             self.model_accepts_loss_kwargs = takes_number
-        metrics = output.metrics or {}
-        name = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
+        metrics, prefix = output.metrics or {}, kwargs.get("metric_key_prefix", "eval")
+        name = f"{prefix}_loss"
         if measured and name in metrics:
             losses, tokens = (torch.stack(each).cpu().double() for each in zip(*measured, strict=True))
             sums = torch.stack([torch.where(tokens > 0, losses * tokens, 0.0).sum(), tokens.sum()])
             if self.args.world_size > 1:
                 sums = self.accelerator.gather(sums[None].to(self.args.device)).sum(0)
             metrics[name] = (sums[0] / sums[1]).item()
+        if prefix.startswith("eval") and name in metrics:
+            metrics[f"{prefix}_perplexity"] = math.exp(metrics[name]) if metrics[name] < 700 else math.inf
         return output
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,10 +212,12 @@ class TrainsMemory(AnyTrainer):
             self.optimizer = optimizer_class(parameter_groups(target, rates), **options)
             if self.blocks is not None:
                 self.blocks.follow(self.optimizer)
+        # The Trainer clips, and asks for norms, through it alone.
+        self.accelerator.clip_grad_norm_ = self.clip_gradients
         return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Create the scheduler as `Trainer.create_scheduler` does, with one course per group."""
+        """Create the scheduler as `Trainer.create_scheduler` does, with one schedule per group."""
         if self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
             assert optimizer is not None
@@ -243,22 +231,6 @@ class TrainsMemory(AnyTrainer):
             )
             self._created_lr_scheduler = True
         return self.lr_scheduler
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as `Trainer.log` does, with a perplexity beside each `eval_loss`; `learning_rate` is the rate of the first group.
-
-        Raises:
-            FloatingPointError: If the loss is not finite, since further steps would only waste time and spoil
-                checkpoints.
-        """
-        if not math.isfinite(logs.get("loss", 0.0)):
-            raise error_of(f"loss is {logs['loss']}", self.state.global_step)
-        logs |= {
-            f"{name.removesuffix('loss')}perplexity": math.exp(loss) if loss < 700 else math.inf
-            for name, loss in logs.items()
-            if name.startswith("eval_") and name.endswith("_loss")
-        }
-        super().log(logs, start_time)
 
     def largest(self, number: int) -> int:
         """Return the largest of the numbers with which the processes call this method."""
@@ -274,9 +246,14 @@ class TrainsMemory(AnyTrainer):
             FloatingPointError: If a tensor or block is not finite in any process.
         """
         assert isinstance(self.model, nn.Module)
-        finding = first_not_finite(trained_tensors(self.model))
-        if finding is None and self.blocks is not None:
-            finding = self.blocks.first_not_finite()
+        tensors: list[tuple[str, Any]] = []
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                own = getattr(parameter, "ds_tensor", parameter).detach()  # the share of this process
+                tensors.append((name, own.to_local() if hasattr(own, "to_local") else own))
+        for bank in [] if self.blocks is None else self.blocks.banks:
+            tensors += bank.named_values()
+        finding = first_not_finite(tensors)
         if self.largest(finding is not None):
             raise error_of(finding or "what another process trains is not finite", self.state.global_step)
 
@@ -288,19 +265,17 @@ class TrainsMemory(AnyTrainer):
             ValueError: If ZeRO-3 cut the model when it was loaded, and the model has not been trained.
         """
         self.check_finite()
-        if not _internal_call and shares_parameters(self):
+        if self._is_checkpointing and not has_adapters(self.model):
+            assert isinstance(self.model, nn.Module) and output_dir is not None
+            if self.is_fsdp_enabled:  # which writes shares of the model beside those of the optimizer
+                return
+            gathered = self.accelerator.get_state_dict(self.deepspeed) if shares_parameters(self) else None
+            if self.args.should_save:
+                save_trained(self.model, Path(output_dir), gathered)
+        elif not _internal_call and shares_parameters(self):
             save_gathered(self, output_dir)
         else:
             super().save_model(output_dir, _internal_call)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if not self._is_checkpointing or has_adapters(self.model):
-            super()._save(output_dir, state_dict)
-        elif (
-            self.args.should_save and not self.is_fsdp_enabled
-        ):  # FSDP writes shares of the model beside the optimizer's
-            assert isinstance(self.model, nn.Module) and output_dir is not None
-            save_trained(self.model, Path(output_dir), state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         self.check_finite()  # before anything is written, so that no unfinished folder is left
@@ -310,13 +285,12 @@ class TrainsMemory(AnyTrainer):
         try:
             if self.args.should_save:
                 remove_checkpoint(folder)
-                folder.mkdir(
-                    parents=True
-                )  # the Trainer looks for it before processes that share the model write to it
+                # The Trainer looks for it before processes that share the model write to it.
+                folder.mkdir(parents=True)
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
             if self.args.should_save and self.blocks is not None:
-                self.blocks.save_states(str(folder))
+                self.blocks.save(folder)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 finish_checkpoint(folder)
@@ -342,7 +316,7 @@ class TrainsMemory(AnyTrainer):
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self.blocks is not None:
-            self.blocks.load(resume_from_checkpoint)
+            self.blocks.load(Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None
@@ -351,40 +325,39 @@ class TrainsMemory(AnyTrainer):
         else:
             self._load_from_checkpoint(self.state.best_model_checkpoint)
 
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        norm = self._clipped(model, self.args.max_grad_norm)
-        return super()._clip_grad_norm(model) if norm is None else norm  # type: ignore[misc]
+    def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Any:
+        """Clip as `Accelerator.clip_grad_norm_` does, blocks with the parameters, and rows of tables by themselves.
 
-    def _clipped(self, model: nn.Module, max_norm: float) -> torch.Tensor | None:
-        """Clip gradients of which some are of rows or blocks, and return their norm; None if the Trainer can clip them all."""
-        trains_blocks = self.blocks is not None and self.blocks.banks
-        if not trains_blocks and not self.sparse_values:
-            return None
-        self.accelerator.unscale_gradients()
-        return clip_gradients(model, [] if self.blocks is None else self.blocks.leaves(), max_norm)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the norm as `Trainer._get_grad_norm` does, including the gradients of rows and blocks.
+        Returns:
+            The norm of all gradients before, a scalar.
 
         Raises:
-            FloatingPointError: If the norm is not finite, since the step would spoil everything that trains.
+            FloatingPointError: If the loss or the norm is not finite, since the step would spoil everything that trains.
         """
-        if grad_norm is None:
-            grad_norm = self._clipped(model, math.inf)
-        norm: Any = super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
-        if norm is None or math.isfinite(norm):
-            return norm
-        if self.accelerator.scaler is not None or dtype_of_deepspeed(self) == "float16":
-            return norm  # with float16, the gradient scaler itself skips a step whose gradients are not finite
+        dense: list[Any] = list(parameters)
+        tables = (
+            [each for each in dense if each.grad is not None and each.grad.is_sparse] if self.sparse_values else []
+        )
+        if tables:
+            dense = [each for each in dense if each.grad is not None and not each.grad.is_sparse]
+        if self.blocks is not None:
+            dense += self.blocks.leaves()
+        norm: Any = type(self.accelerator).clip_grad_norm_(self.accelerator, dense, max_norm, norm_type)
+        if tables:
+            norm = torch.stack([norm, clip_rows(tables, max_norm).to(norm.device)]).norm()
         # _tr_loss is summed over the steps since the last log event.
         step, loss = self.state.global_step + 1, self._tr_loss.item()
         if not math.isfinite(loss):
             raise error_of(f"loss is {loss}", step)
+        if norm is None or math.isfinite(norm):
+            return norm
+        if self.accelerator.scaler is not None or dtype_of_deepspeed(self) == "float16":
+            return norm  # with float16, the gradient scaler itself skips a step whose gradients are not finite
         raise error_of(f"gradient norm is {float(norm)}", step)
 
 
 class MemoryTrainer(TrainsMemory, Trainer):
-    """A `Trainer` whose memory keys keep a constant rate, and whose memory values keep it or follow a separate course.
+    """A `Trainer` whose memory keys keep a constant rate, and whose memory values keep it or follow a separate schedule.
 
     All else is as in `Trainer`. `TrainsMemory` and `Trainer` document the arguments.
     """

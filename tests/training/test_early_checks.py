@@ -16,7 +16,7 @@ from midus_hf.model_names import small_columns
 from midus_hf.training import early_checks
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.early_checks import check_packages, key_names
-from midus_hf.training.run import load_config
+from midus_hf.training.loading import load_config
 from midus_hf.training.sft.arguments import SftArguments
 
 # Optimizers of torch and Transformers themselves.

@@ -102,7 +102,7 @@ def test_before_training_an_interruption_writes_nothing(words, tmp_path, monkeyp
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("midus_hf.training.run._load_model", interrupt)
+    monkeypatch.setattr("midus_hf.training.run.load_model", interrupt)
     assert main(words) == 130
     assert capsys.readouterr().err == "midus train: interrupted\n" and not (tmp_path / "out").exists()
 

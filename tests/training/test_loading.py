@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 from training.tiny_run import refused, tiny_config
 from transformers import LlamaConfig, MambaConfig
 
-from midus_hf.training.run import check_sequence_length, train
+from midus_hf.training.loading import check_sequence_length
+from midus_hf.training.run import train
 
 
 @pytest.mark.parametrize(

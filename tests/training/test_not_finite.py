@@ -171,11 +171,18 @@ def test_blocks_that_are_not_finite_are_not_saved(blocks_for, tmp_path):
 
 
 def test_what_a_scaler_of_gradients_leaves_out_is_left_to_it(upscaled, tmp_path):
-    """It takes infinite gradients for a scale that is too large, and lowers that."""
+    """It takes infinite gradients for a scale that is too large, and lowers that; a loss that is not finite ends the run."""
     model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
     trainer = MemoryTrainer(model, TrainingArguments(str(tmp_path / "out"), report_to="none", use_cpu=True))
-    trainer._tr_loss, norm = torch.tensor(1.0), torch.tensor(math.inf)
-    with pytest.raises(FloatingPointError):
-        trainer._get_grad_norm(model, norm)
+    (parameter,) = torch.nn.Linear(1, 1, bias=False).parameters()
+
+    def norm(loss: float = 1.0) -> float:
+        parameter.grad, trainer._tr_loss = torch.full((1, 1), math.inf), torch.tensor(loss)
+        return trainer.clip_gradients([parameter], 1.0).item()
+
+    with pytest.raises(FloatingPointError, match="gradient norm is inf at step 1"):
+        norm()
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
-    assert trainer._get_grad_norm(model, norm) is norm
+    assert norm() == math.inf
+    with pytest.raises(FloatingPointError, match="loss is nan at step 1"):
+        norm(math.nan)

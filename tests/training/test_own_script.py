@@ -143,6 +143,17 @@ def test_trl_takes_the_lora_config_of_an_upscaled_model(upscaled, scene, monkeyp
     [
         ("hier-ffn", {"fp16": True}, {}, "blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not support"),
         *(
+            ("hier-ffn", {"optim": optim}, {}, f"optimizer, which {name} does not give; expected an optimizer such as optim")
+            for optim, name in (("sgd", "SGD"), ("adafactor", "Adafactor"))
+        ),
+        *(
+            ("hier-ffn", {}, more, f"which {given} does not give; expected an optimizer such as optim: adamw_torch")
+            for more, given in (
+                ({"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "SGD"),
+                ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "a Trainer with an optimizer of its own"),
+            )
+        ),
+        *(
             ("ultramem-v2", {"optim": optim, "sparse_values": True}, {}, f"optim is '{optim}'; expected adamw_torch or")
             for optim in ("adafactor", "adamw_torch_8bit", "adamw_torch_4bit")
         ),

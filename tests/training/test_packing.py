@@ -10,8 +10,7 @@ hypothesis = pytest.importorskip("hypothesis")
 datasets = pytest.importorskip("datasets")
 
 from midus_hf.training.data import packing  # noqa: E402
-from midus_hf.training.data.packing import Packer, packed_sequences  # noqa: E402
-from midus_hf.training.run import collate  # noqa: E402
+from midus_hf.training.data.packing import Packer, collate, packed_sequences  # noqa: E402
 
 given, st = hypothesis.given, hypothesis.strategies
 

@@ -23,12 +23,12 @@ from tests.memory.building import build
 # Kinds of tensors of a memory, beside which there are weights, and norms and biases.
 KINDS = {"keys": ("row_keys", "column_keys"), "values": ("value_bank",), "transforms": ("value_transform",)}
 
-DECAY = ("decay", "weights", 1e-3, 0.1, "schedule")
-WITH_TRANSFORMS = ("decay", "weights transforms", 1e-3, 0.1, "schedule")
-NO_DECAY = ("no_decay", "norms", 1e-3, 0, "schedule")
+DECAY = ("decay", "weights", 1e-3, 0.1, "fixed")
+WITH_TRANSFORMS = ("decay", "weights transforms", 1e-3, 0.1, "fixed")
+NO_DECAY = ("no_decay", "norms", 1e-3, 0, "fixed")
 KEYS = ("keys", "keys", 1e-3, 0, "constant")
 VALUES = ("values", "values", 1e-3, 0, "constant")
-# Rates beside a rate of 1e-3 and a decay of 0.1, and the groups: name, kinds of tensors, rate, decay and course.
+# Rates beside a rate of 1e-3 and a decay of 0.1, and the groups: name, kinds of tensors, rate, decay and schedule.
 CASES = [
     ({}, [WITH_TRANSFORMS, NO_DECAY, KEYS, VALUES]),
     (
@@ -39,26 +39,26 @@ CASES = [
     *(
         (
             {"key_value_learning_rate": 2e-3, "value_learning_rate": rate, "value_schedule": schedule},
-            [WITH_TRANSFORMS, NO_DECAY, ("keys", "keys", 2e-3, 0, "constant"), ("values", "values", lr, 0, course)],
+            [WITH_TRANSFORMS, NO_DECAY, ("keys", "keys", 2e-3, 0, "constant"), ("values", "values", lr, 0, schedule)],
         )
-        for schedule, rate, lr, course in (
-            ("constant", 1e-2, 1e-2, "constant"),
-            ("fixed", 1e-2, 1e-2, "schedule"),
-            ("fixed", None, 2e-3, "schedule"),
-            ("4x-to-1x", None, 2e-3, "4x-to-1x"),
+        for schedule, rate, lr in (
+            ("constant", 1e-2, 1e-2),
+            ("fixed", 1e-2, 1e-2),
+            ("fixed", None, 2e-3),
+            ("4x-to-1x", None, 2e-3),
         )
     ),
     (
         {"memory_learning_rate": 2e-3},
-        [DECAY, NO_DECAY, ("memory", "transforms", 2e-3, 0.1, "schedule"), KEYS, VALUES],
+        [DECAY, NO_DECAY, ("memory", "transforms", 2e-3, 0.1, "fixed"), KEYS, VALUES],
     ),
     (
         {"memory_keys": "weights"},
-        [("decay", "weights transforms keys", 1e-3, 0.1, "schedule"), NO_DECAY, VALUES],
+        [("decay", "weights transforms keys", 1e-3, 0.1, "fixed"), NO_DECAY, VALUES],
     ),
     (
         {"memory_keys": "weights", "memory_learning_rate": 2e-3},
-        [DECAY, NO_DECAY, ("memory", "keys transforms", 2e-3, 0.1, "schedule"), VALUES],
+        [DECAY, NO_DECAY, ("memory", "keys transforms", 2e-3, 0.1, "fixed"), VALUES],
     ),
     ({"value_weight_decay": 0.1}, [WITH_TRANSFORMS, NO_DECAY, KEYS, ("values", "values", 1e-3, 0.1, "constant")]),
 ]
@@ -92,7 +92,7 @@ def made_groups(model, **rates) -> list[dict]:
 
 
 def of_groups(groups) -> list[tuple]:
-    return [(group["name"], group["lr"], group["weight_decay"], group["course"]) for group in groups]
+    return [(group["name"], group["lr"], group["weight_decay"], group["schedule"]) for group in groups]
 
 
 @pytest.mark.parametrize(("rates", "expected"), CASES, ids=str)
@@ -122,7 +122,7 @@ def test_what_a_memory_has_beside_keys_and_values_can_have_rates_of_its_own(rate
     """Its norms do not decay, though they have a row per head."""
     memory = build("product-key", hidden_size=8, num_heads=2, n=4, k=2, query_norm="batch")
     groups = made_groups(memory, **rates)
-    expected = {name: (*row, "schedule") for name, row in expected.items()}
+    expected = {name: (*row, "fixed") for name, row in expected.items()}
     expected |= {"keys": (KEY_TENSORS, 1e-3, 0, "constant"), "values": ({"value_bank"}, 1e-3, 0, "constant")}
     assert [group["name"] for group in groups] == list(expected)
     for group, (name, *rest) in zip(groups, of_groups(groups), strict=True):
@@ -156,8 +156,8 @@ def test_a_frozen_model_is_refused():
 def test_values_can_fall_from_four_times_the_schedule_to_once(schedule):
     weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     groups = [
-        {"params": weights[:1], "lr": 0.5, "course": "schedule"},
-        {"params": weights[1:], "lr": 3.0, "course": "4x-to-1x"},
+        {"params": weights[:1], "lr": 0.5, "schedule": "fixed"},
+        {"params": weights[1:], "lr": 3.0, "schedule": "4x-to-1x"},
     ]
     optimizer = torch.optim.AdamW(groups)
     scheduler = group_schedules(optimizer, 20, lr_scheduler_type=schedule, warmup_steps=0.2)
@@ -175,9 +175,9 @@ def test_values_can_fall_from_four_times_the_schedule_to_once(schedule):
     assert multipliers[20] == (pytest.approx(end), pytest.approx(end))
 
 
-def course(steps: int, **schedule) -> list[float]:
+def factors_of(steps: int, **schedule) -> list[float]:
     """What the maximum rate is multiplied by at each step, and after the last."""
-    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": 1.0, "course": "schedule"}])
+    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": 1.0, "schedule": "fixed"}])
     scheduler, factors = group_schedules(optimizer, steps, **schedule), []
     for _ in range(steps + 1):
         factors.append(scheduler.get_last_lr()[0])
@@ -204,7 +204,7 @@ def test_a_wrong_value_is_refused_with_what_was_expected(values, message):
 def test_the_schedule_of_mixture_of_chapters_warms_up_stays_and_falls_where_the_paper_has_it():
     """Table 6: 9600 steps, warm-up over 250, decay from step 8160 on, to a tenth."""
     ends = {"num_decay_steps": 1440, "min_lr_ratio": 0.1}
-    factors = course(9600, lr_scheduler_type="warmup_stable_decay", warmup_steps=250, lr_scheduler_kwargs=ends)
+    factors = factors_of(9600, lr_scheduler_type="warmup_stable_decay", warmup_steps=250, lr_scheduler_kwargs=ends)
     assert factors[0] == pytest.approx(0.1) and factors[249] < 1
     assert factors[250] == factors[8159] == factors[8160] == 1 and factors[8161] < 1
     assert factors[8880] == pytest.approx(0.55) and factors[9600] == pytest.approx(0.1)
@@ -220,15 +220,15 @@ def test_values_follow_their_schedule_in_a_run(config_for):
     assert rates["keys"] == [3e-3] * 20
 
 
-def plateau(*courses: str):
-    groups = [{"params": [torch.zeros(1)], "lr": 1.0, "course": course} for course in courses]
+def plateau(*schedules: str):
+    groups = [{"params": [torch.zeros(1)], "lr": 1.0, "schedule": schedule} for schedule in schedules]
     optimizer = torch.optim.SGD(groups)
     options = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5}}
     return optimizer, group_schedules(optimizer, 20, **options)
 
 
 def test_a_plateau_lowers_what_follows_the_schedule_alone():
-    optimizer, scheduler = plateau("schedule", "constant")
+    optimizer, scheduler = plateau("fixed", "constant")
     for loss in (3.0, 3.0, 3.0):
         scheduler.step(loss)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 1.0]
@@ -238,7 +238,7 @@ def test_a_schedule_that_scales_no_rate_is_refused():
     with refused(
         r"lr_scheduler_type is 'reduce_lr_on_plateau', whose rate is no multiple .* or another value_schedule"
     ):
-        plateau("schedule", "4x-to-1x")
+        plateau("fixed", "4x-to-1x")
 
 
 def arguments_of(tmp_path, **options):
@@ -280,9 +280,9 @@ def test_blocks_of_a_bank_follow_the_schedule_unless_told_otherwise(fetching):
     """Hierarchical memories, appendix A.2; values in the model stay constant (MIDUS)."""
     model = AutoModelForCausalLM.from_pretrained(fetching)
     set_trainable(model)
-    for schedule, course in ((None, "schedule"), ("constant", "constant"), ("4x-to-1x", "4x-to-1x")):
+    for schedule, expected in ((None, "fixed"), ("constant", "constant"), ("4x-to-1x", "4x-to-1x")):
         (group,) = parameter_groups(model, Rates(value_schedule=schedule))
-        assert (group["name"], group["course"]) == ("blocks", course)
+        assert (group["name"], group["schedule"]) == ("blocks", expected)
 
 
 def batch_norm_model(family: str):

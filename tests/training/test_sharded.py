@@ -21,6 +21,7 @@ from training.two_processes import (
 from transformers.integrations import deepspeed
 
 from midus_hf.cli.training.train import main
+from midus_hf.training.loading import loaded_whole
 from midus_hf.training.optim.parameter_groups import parameter_groups
 from midus_hf.training.optim.rates import Rates
 from midus_hf.training.parallel import (
@@ -31,7 +32,6 @@ from midus_hf.training.parallel import (
     shares_parameters,
 )
 from midus_hf.training.run import TrainingRun
-from midus_hf.training.run import _loaded_whole as loaded_whole
 
 SHARDING = Path(__file__).with_name("sharding_rank.py")
 ENVIRONMENT = launched_environment("fsdp2")

@@ -10,7 +10,7 @@ from training.tiny_run import document, give_held_out_losses, tiny_config
 from transformers import TrainerState
 
 from midus_hf.files.checkpoint_files import TERMS
-from midus_hf.training import run as runs
+from midus_hf.training import loading
 from midus_hf.training.run import TrainingRun, train
 from midus_hf.training.saving import add_training
 
@@ -125,13 +125,13 @@ def test_of_a_model_on_the_hub_only_what_accompanies_it_is_fetched(tmp_path, mon
         calls.append((repo, allow_patterns))
         return str(tmp_path)
 
-    monkeypatch.setattr(runs, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(loading, "snapshot_download", snapshot_download)
     for name in ("README.md", "LICENSE", "USE_POLICY.md", "config.json"):
         (tmp_path / name).write_text(name)
     accompanying = {name: name.encode() for name in ("README.md", "LICENSE", "USE_POLICY.md")}
-    assert runs._accompanying_files("owner/name") == accompanying
+    assert loading._accompanying_files("owner/name") == accompanying
     assert calls == [("owner/name", ["upscale.json", "README.md", *TERMS])]
 
 
 def test_a_hub_that_cannot_be_reached_accompanies_nothing():
-    assert runs._accompanying_files("no-such-owner/no-such-model") == {}
+    assert loading._accompanying_files("no-such-owner/no-such-model") == {}

@@ -1,6 +1,7 @@
 """What a tiny run needs: a corpus, a tokenizer for it, and upscaled checkpoints of every family."""
 
 import json
+import math
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -154,7 +155,8 @@ def give_held_out_losses(monkeypatch: pytest.MonkeyPatch, curve: Callable[[int],
     def evaluation_loop(trainer: MemoryTrainer, *args: Any, **kwargs: Any) -> Any:
         output = loop(trainer, *args, **kwargs)
         name = next(name for name in output.metrics if name.endswith("_loss"))
-        output.metrics[name] = curve(trainer.state.global_step)
+        loss = output.metrics[name] = curve(trainer.state.global_step)
+        output.metrics[f"{name.removesuffix('loss')}perplexity"] = math.exp(loss)
         return output
 
     monkeypatch.setattr(MemoryTrainer, "evaluation_loop", evaluation_loop)

@@ -9,7 +9,7 @@ import torch
 from midus_hf.banks.block_reader import check_paths
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.topics.corpus import DocumentPaths, read_paths
-from midus_hf.training.data.packing import Packed, Packer, lengths_of, packed_by, tokenised
+from midus_hf.training.data.packing import PackedTexts, Packer, lengths_of, packed_by, tokenised
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -26,7 +26,7 @@ def leaf_sequences(
     documents_apart: bool,
     text_column: str = "text",
     vocab_size: int | None = None,
-) -> Packed:
+) -> PackedTexts:
     """Return the texts of a dataset as sequences within the leaves of a tree (hierarchical memories, appendix A.2).
 
     A leaf is a node of the deepest level that has blocks, so all texts of a leaf fetch the same blocks. Texts of a leaf
@@ -53,7 +53,7 @@ def leaf_sequences(
     rests = np.add.reduceat(lengths, np.append(0, np.flatnonzero(ends)[:-1] + 1)) % sequence_length
     tokens = tokens.add_column("memory_ids", list(paths[order])).add_column("ends_leaf", ends)
     packed = packed_by(tokens, Packer(sequence_length, documents_apart, fill=tokenizer.eos_token_id))
-    return Packed(packed, int(lengths.sum()), int((rests == 1).sum()), bool((rests > 1).any()))
+    return PackedTexts(packed, int(lengths.sum()), int((rests == 1).sum()), bool((rests > 1).any()))
 
 
 def checked_paths(

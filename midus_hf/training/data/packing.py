@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -24,7 +25,7 @@ _TEXTS_A_BATCH = 1000
 _DROPPED_SHARE = 0.01
 
 
-class Packed(NamedTuple):
+class PackedTexts(NamedTuple):
     """Texts as sequences.
 
     Args:
@@ -59,7 +60,7 @@ def packed_sequences(
     key: str = "corpus",
     text_column: str = "text",
     vocab_size: int | None = None,
-) -> Packed:
+) -> PackedTexts:
     """Return the texts of a dataset as sequences of tokens.
 
     Args:
@@ -92,9 +93,9 @@ def packed_sequences(
     dropped = count % sequence_length
     last = _last_sequence(tokens, dropped, documents_apart) if dropped > _DROPPED_SHARE * count else None
     if last is None:
-        return Packed(packed, count, dropped, False)
+        return PackedTexts(packed, count, dropped, False)
     shorter = Dataset.from_dict(last, features=packed.features)
-    return Packed(concatenate_datasets([packed, shorter]), count, 0, True)
+    return PackedTexts(concatenate_datasets([packed, shorter]), count, 0, True)
 
 
 def lengths_of(tokens: "Dataset") -> np.ndarray:
@@ -256,3 +257,25 @@ def features_of(*names: str) -> Any:
     from datasets import Features, LargeList, Value
 
     return Features({name: LargeList(Value("int64" if name == "memory_ids" else "int32")) for name in names})
+
+
+def collate(rows: list[dict[str, Any]], sequence_length: int, fill: int) -> dict[str, torch.Tensor]:
+    """Return the columns of rows as tensors `[B, T]`, int64; tokens are their own labels where rows have none.
+
+    A shorter row is filled up behind its end: with the token `fill`, on which no loss is computed, and to which no other token
+    attends. Only batches with such a row have an attention mask, unless positions keep texts apart.
+    """
+    missing = [sequence_length - len(row["input_ids"]) for row in rows]
+    if any(missing):
+        rows = [_filled_up(row, count, fill) for row, count in zip(rows, missing, strict=True)]
+    batch = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+    return batch if "labels" in batch else {**batch, "labels": batch["input_ids"].clone()}
+
+
+def _filled_up(row: dict[str, Any], count: int, fill: int) -> dict[str, Any]:
+    tokens = row["input_ids"]
+    labels = [*row.get("labels", tokens), *[IGNORED_LABEL] * count]
+    filled = {**row, "input_ids": [*tokens, *[fill] * count], "labels": labels}
+    if "position_ids" in row:  # what fills up is a text of its own
+        return {**filled, "position_ids": [*row["position_ids"], *range(count)]}
+    return {**filled, "attention_mask": [1] * len(tokens) + [0] * count}

@@ -1,4 +1,4 @@
-"""Parameter groups of the optimizer, and the course of each group's learning rate (MIDUS, appendix B.1)."""
+"""Parameter groups of the optimizer, and the schedule of each group's learning rate (MIDUS, appendix B.1)."""
 
 import math
 from collections.abc import Callable
@@ -15,10 +15,8 @@ from midus_hf.memories.tables import DeclaredModule
 from midus_hf.models.host import MemoryModel
 from midus_hf.training.optim.rates import Rates
 
-# Share of the steps in which the course `4x-to-1x` falls (UltraMemV2, appendix E.6).
+# Share of the steps in which the schedule `4x-to-1x` falls (UltraMemV2, appendix E.6).
 _FALLING_SHARE = 0.25
-
-_COURSE_OF_VALUES = {"constant": "constant", "fixed": "schedule", "4x-to-1x": "4x-to-1x"}
 
 # Name of the optimizer's group for blocks: it has no parameters, only the rate and the decay of blocks.
 BLOCKS_GROUP = "blocks"
@@ -37,12 +35,12 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
         rates: Rate and decay of each kind of tensor.
 
     Returns:
-        Groups with `params`, `name`, `lr`, `weight_decay` and `course`. The groups are, in this order, `decay`,
+        Groups with `params`, `name`, `lr`, `weight_decay` and `schedule`. The groups are, in this order, `decay`,
         `no_decay`; `memory`, `memory_no_decay` if other memory tensors have a separate rate; `keys`; `values`. Groups
         without parameters are left out. Blocks of a bank are no parameters: if they train, a last group `blocks` has the
-        rate and decay of values, and follows the schedule unless `rates.value_schedule` says otherwise. `course` is
-        `"schedule"`, `"constant"` or `"4x-to-1x"`. Keys and values come late because a Trainer logs the rate of the
-        first group.
+        rate and decay of values, and follows the schedule unless `rates.value_schedule` says otherwise. `schedule` is
+        `"fixed"` (the run's), `"constant"` or `"4x-to-1x"`. Keys and values come late because a Trainer logs the rate of
+        the first group.
 
     Raises:
         ValueError: If nothing trains.
@@ -57,16 +55,14 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
     memory_rate = rate if rates.memory_learning_rate is None else rates.memory_learning_rate
     key_rate = rate if rates.key_value_learning_rate is None else rates.key_value_learning_rate
     value_rate = key_rate if rates.value_learning_rate is None else rates.value_learning_rate
-    value_course = _COURSE_OF_VALUES[rates.value_schedule or "constant"]
-    block_course = _COURSE_OF_VALUES[rates.value_schedule or "fixed"]
     settings = {
-        "decay": (rate, rates.weight_decay, "schedule"),
-        "no_decay": (rate, 0.0, "schedule"),
-        "memory": (memory_rate, rates.weight_decay, "schedule"),
-        "memory_no_decay": (memory_rate, 0.0, "schedule"),
+        "decay": (rate, rates.weight_decay, "fixed"),
+        "no_decay": (rate, 0.0, "fixed"),
+        "memory": (memory_rate, rates.weight_decay, "fixed"),
+        "memory_no_decay": (memory_rate, 0.0, "fixed"),
         "keys": (key_rate, 0.0, "constant"),
-        "values": (value_rate, rates.value_weight_decay, value_course),
-        BLOCKS_GROUP: (value_rate, rates.value_weight_decay, block_course),
+        "values": (value_rate, rates.value_weight_decay, rates.value_schedule or "constant"),
+        BLOCKS_GROUP: (value_rate, rates.value_weight_decay, rates.value_schedule or "fixed"),
     }
     members: dict[str, list[nn.Parameter]] = {name: [] for name in settings}
     for parameter in model.parameters():
@@ -86,8 +82,8 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
                 kind = "memory" if kind == "decay" else "memory_no_decay"
             members[kind].append(parameter)
     groups = [
-        {"params": members[name], "name": name, "lr": lr, "weight_decay": weight_decay, "course": course}
-        for name, (lr, weight_decay, course) in settings.items()
+        {"params": members[name], "name": name, "lr": lr, "weight_decay": weight_decay, "schedule": schedule}
+        for name, (lr, weight_decay, schedule) in settings.items()
         if members[name] or (name == BLOCKS_GROUP and any(bank.trainable for bank in banks_of(model)))
     ]
     if not groups:
@@ -103,7 +99,7 @@ def group_schedules(
     warmup_steps: float = 0.1,
     lr_scheduler_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Return a scheduler under which each group takes its `course`: the schedule, a constant rate, or `"4x-to-1x"`.
+    """Return a scheduler under which each group takes its own: the run's schedule, a constant rate, or `"4x-to-1x"`.
 
     `"4x-to-1x"` is the schedule times a factor that falls linearly from 4 to 1 in the first quarter of the steps.
     `"reduce_lr_on_plateau"` leaves groups of a constant rate at their rate.
@@ -120,9 +116,9 @@ def group_schedules(
         ValueError: If the schedule does not scale the maximum rate.
     """
     kind = SchedulerType(lr_scheduler_type)
-    courses = [group["course"] for group in optimizer.param_groups]
-    if kind is SchedulerType.REDUCE_ON_PLATEAU and "4x-to-1x" not in courses:
-        floors = [group["lr"] if group["course"] == "constant" else 0.0 for group in optimizer.param_groups]
+    schedules = [group["schedule"] for group in optimizer.param_groups]
+    if kind is SchedulerType.REDUCE_ON_PLATEAU and "4x-to-1x" not in schedules:
+        floors = [group["lr"] if group["schedule"] == "constant" else 0.0 for group in optimizer.param_groups]
         return get_scheduler(
             kind, optimizer, scheduler_specific_kwargs={"min_lr": floors, **(lr_scheduler_kwargs or {})}
         )
@@ -136,11 +132,11 @@ def group_schedules(
         )
     factor, falling_steps = scheduler.lr_lambdas[0], _FALLING_SHARE * total_steps
     factors: dict[str, Callable[[int], float]] = {
-        "schedule": factor,
+        "fixed": factor,
         "constant": lambda step: 1.0,
         "4x-to-1x": lambda step: factor(step) * (4 - 3 * min(step / falling_steps, 1)),
     }
-    return LambdaLR(optimizer, [factors[course] for course in courses])
+    return LambdaLR(optimizer, [factors[schedule] for schedule in schedules])
 
 
 def banks_of(model: torch.nn.Module) -> list[Banks]:

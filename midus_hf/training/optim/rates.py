@@ -1,10 +1,10 @@
-"""Learning rates and weight decays of each kind of tensor, and the courses that rates of memories can take."""
+"""Learning rates and weight decays of each kind of tensor, and the schedules that rates of memories can take."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-# Courses that the rate of memory values can take: see `Rates`.
+# Schedules that the rate of memory values can take: see `Rates`.
 ValueSchedule = Literal["constant", "fixed", "4x-to-1x"]
 
 # Kinds of tensor that memory keys can be trained as: see `Rates`.
@@ -46,7 +46,7 @@ class Rates:
             schedule. Default: `learning_rate`.
         key_value_learning_rate: Rate of memory keys and values, constant. Default: `learning_rate`.
         value_learning_rate: Rate of memory values alone. Default: `key_value_learning_rate`.
-        value_schedule: Course of the rate of values. `"constant"`: as for keys (MIDUS). `"fixed"`: with warm-up and
+        value_schedule: Schedule of the rate of values. `"constant"`: as for keys (MIDUS). `"fixed"`: with warm-up and
             schedule (Memory Layers at Scale, Mixture of Chapters). `"4x-to-1x"`: `"fixed"` times a factor that falls
             linearly from 4 to 1 in the first quarter of the steps (UltraMemV2, appendix E.6: 350 billion of 1.4 trillion
             tokens). Default: `"constant"` for values in the model, `"fixed"` for blocks of a bank (hierarchical

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from midus_hf.banks.trained_bank import adamw_update
+
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Factor by which the room for moments grows when it is used up, so that growth copies each row only a few times.
 _GROWTH = 1.5
@@ -71,16 +73,14 @@ class RowAdamW(torch.optim.AdamW):
             state["rows"] = rows.new_empty(0)
             state |= {key: flat.new_empty(0, *flat.shape[1:]) for key in _MOMENTS}
         state["step"] += 1
-        step, (beta1, beta2) = state["step"].item(), group["betas"]
         places = self._places(table, rows, len(flat))
         means, squares = (state[key].view(-1, *flat.shape[1:]) for key in _MOMENTS)
-        mean = means[places].lerp_(row_gradients, 1 - beta1)
-        square = squares[places].mul_(beta2).addcmul_(row_gradients, row_gradients, value=1 - beta2)
+        updated, mean, square = flat[rows], means[places], squares[places]
+        settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        adamw_update(updated, mean, square, row_gradients, state["step"].item(), **settings)
         means.index_copy_(0, places, mean)
         squares.index_copy_(0, places, square)
-        root = square.div_(1 - beta2**step).sqrt_().add_(group["eps"])
-        updated = flat[rows].mul_(1 - group["lr"] * group["weight_decay"])
-        flat.index_copy_(0, rows, updated.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**step)))
+        flat.index_copy_(0, rows, updated)
 
     def _places(self, table: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
         """Return the positions, int64, of the moments of rows; give new rows a position and zero moments."""
@@ -110,10 +110,8 @@ def _numbered(indices: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def _longer(moment: torch.Tensor, length: int, most: int) -> torch.Tensor:
-    """Return a moment `[U, ...]` extended by zeros to `[length, ...]`, in a larger storage if its own has no room.
-
-    The unused end of a storage is not written, so that a CPU commits no memory to it.
-    """
+    """Return a moment `[U, ...]` extended by zeros to `[length, ...]`, in a larger storage if its own has no room."""
+    # The unused end of a storage is not written, so that a CPU commits no memory to it.
     used, row = len(moment), moment.shape[1:]
     if moment.untyped_storage().nbytes() < length * row.numel() * moment.element_size():
         room = moment.new_empty(min(most, max(length, int(_GROWTH * used))), *row)

@@ -49,33 +49,8 @@ def row_gradients(model: nn.Module) -> Iterator[None]:
             reader.sparse_gradient = False
 
 
-def tables_with_rows(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters whose gradients are sparse tensors of rows."""
-    return [parameter for parameter in model.parameters() if parameter.grad is not None and parameter.grad.is_sparse]
-
-
-def clip_gradients(model: nn.Module, leaves: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Clip the gradients of rows together, and all other gradients together; return the joint norm before, a scalar.
-
-    Args:
-        leaves: Tensors beside the model's parameters whose gradients belong to the others, such as fetched blocks.
-    """
-    tables = tables_with_rows(model)
-    ids = {id(table) for table in tables}
-    dense: list[torch.Tensor] = [each for each in model.parameters() if each.grad is not None and id(each) not in ids]
-    dense += [leaf for leaf in leaves if leaf.grad is not None]
-    device = next(model.parameters()).device
-    norm = nn.utils.get_total_norm([each.grad for each in dense if each.grad is not None]).to(device)
-    nn.utils.clip_grads_with_norm_(dense, max_norm, norm)
-    return torch.stack([norm, clip_rows(tables, max_norm).to(device)]).norm() if tables else norm
-
-
 def clip_rows(tables: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Scale the sparse gradients of tables down so that their joint norm is at most `max_norm`; return the norm before.
-
-    Args:
-        tables: Tables with sparse gradients, which are replaced by coalesced ones.
-    """
+    """Coalesce the sparse gradients of tables, and scale them down to a joint norm of `max_norm`; return the norm before."""
     gradients = []
     for table in tables:
         assert table.grad is not None

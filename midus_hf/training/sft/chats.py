@@ -33,10 +33,7 @@ def as_texts(row: Row) -> dict[str, str]:
 
 
 def as_chat(row: Row, columns: tuple[str, ...]) -> dict[str, Any]:
-    """Return lists of messages, with `tools` and `chat_template_kwargs` where the row has these columns.
-
-    Args:
-        columns: The columns of the row's format.
+    """Return lists of messages, with `tools` and `chat_template_kwargs` where the row has these columns beside its format's.
 
     Raises:
         ValueError: If the row holds what a template would not get or TRL would not follow; the message is about the row.

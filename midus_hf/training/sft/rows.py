@@ -61,24 +61,13 @@ def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset
 def _converted(
     rows: "Dataset", columns: tuple[str, ...], template: str | None, source: str
 ) -> tuple["Dataset", list[str]]:
-    """Return rows as TRL reads them, and the keys of messages that nothing reads.
-
-    Chats are stored as JSON, to which a table adds no keys of other rows.
-
-    Args:
-        columns: The columns of the rows' format.
-        template: Template of chats, without comments; None if the rows are texts.
-        source: Name of the data, for messages.
-
-    Raises:
-        ValueError: If a row cannot be learned whole.
-    """
+    """Return rows of a format's columns as TRL reads them, and the keys of messages that nothing reads; texts have no template."""
     from datasets import Features, Value
 
     from midus_hf.topics.readers import JsonText
 
     unread: set[str] = set()
-    # A table has every key in each row of a column of objects, null where the row has none.
+    # A table has every key in each row of a column of objects, null where the row has none. So chats are stored as JSON.
     filled = {column.name for column in rows.data.schema if "struct<" in str(column.type)}
 
     def convert(row: Mapping[str, Any], index: int) -> dict[str, Any]:

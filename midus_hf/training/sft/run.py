@@ -10,7 +10,7 @@ from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import check_ids
 from midus_hf.topics.corpus import read_corpus, say
 from midus_hf.training.data.packing import IGNORED_LABEL, packed_sequences
-from midus_hf.training.run import TrainingRun, TrainResult, held_out_sequences
+from midus_hf.training.run import RunTexts, TrainingRun, TrainResult
 from midus_hf.training.sft.arguments import SftArguments
 from midus_hf.training.sft.rows import read_chats
 from midus_hf.training.sft.trainer import SftTrainer
@@ -43,15 +43,11 @@ class SftRun(TrainingRun):
     length_key = "max_length"
 
     def read_texts(self) -> Any:
-        """Return the chats, or prompts with their completions.
-
-        Raises:
-            ValueError: If they cannot be read.
-        """
+        """Return the chats, or prompts with their completions, or raise a `ValueError`."""
         return read_chats(self.arguments, self.tokenizer)
 
-    def read_data(self) -> None:
-        """Read the chats, and held-out texts as packed sequences.
+    def read_data(self) -> RunTexts:
+        """Return the chats, and held-out texts as packed sequences.
 
         Raises:
             ValueError: If they cannot be read, or have no completions and the loss is asked for on completions alone.
@@ -63,18 +59,19 @@ class SftRun(TrainingRun):
                 raise ValueError(
                     f"{key} is {token!r}, which is no token of the model's tokenizer; expected one of its tokens."
                 )
-        self.dataset = self.read_texts()
-        if arguments.completion_only_loss and "completion" not in self.dataset.column_names:
+        chats = self.read_texts()
+        if arguments.completion_only_loss and "completion" not in chats.column_names:
             raise ValueError(
                 f"completion_only_loss is true, and dataset_name is {arguments.dataset_name!r}, whose rows have no completion; "
                 "expected the columns prompt and completion. Leave completion_only_loss out."
             )
-        self.held_out = {}
+        held_out = {}
         for name, path in arguments.eval_texts.items():
             key = f"eval_text {name}".rstrip()
             rows = read_corpus(path, key=key)
             packed = packed_sequences(rows, self.tokenizer, arguments.max_length, key=key, documents_apart=False)
-            self.held_out[name] = held_out_sequences(key, packed, arguments.max_length)
+            held_out[name] = self.held_out_sequences(key, packed)
+        return RunTexts(chats, held_out, "")  # what is read of them, the Trainer knows
 
     def make_trainer(self) -> SftTrainer:
         """Make TRL's Trainer, and leave out sequences without an answer.
@@ -84,8 +81,9 @@ class SftRun(TrainingRun):
         """
         arguments, tokenizer, source = self.arguments, self.tokenizer, self.arguments.dataset_name
         self._check_banks()
-        columns = self.dataset.column_names
-        is_chat = "messages" in columns or isinstance(self.dataset[0]["prompt"], list)
+        chats, held_out = self.texts.train, self.texts.held_out
+        columns = chats.column_names
+        is_chat = "messages" in columns or isinstance(chats[0]["prompt"], list)
         options = copy.copy(arguments)  # TRL has other words for what the arguments say, which are recorded
         options.chat_template_path = None  # the tokenizer has it already
         options.assistant_only_loss = arguments.assistant_only_loss and is_chat
@@ -94,8 +92,8 @@ class SftRun(TrainingRun):
         trainer = SftTrainer(
             self.model,
             options,
-            train_dataset=self.dataset,
-            eval_dataset=self.held_out.get("", self.held_out) or None,
+            train_dataset=chats,
+            eval_dataset=held_out.get("", held_out) or None,
             processing_class=tokenizer,
         )
         if options.assistant_only_loss:
@@ -109,13 +107,13 @@ class SftRun(TrainingRun):
                 "raise max_length."
             )
         check_ids(max(max(ids) for ids in sequences["input_ids"]), self.config.vocab_size)
-        left_out = (len(prepared) if arguments.packing else len(self.dataset)) - len(sequences)
+        left_out = (len(prepared) if arguments.packing else len(chats)) - len(sequences)
         if left_out:
             unit = "packed sequences" if arguments.packing else "rows"
             say(f"{left_out:,} {unit} are left out: no answer in the part of them that is kept")
         tokens = sum(map(len, sequences["input_ids"]))
         labels = sum(label != IGNORED_LABEL for row in sequences["labels"] for label in row)
-        self.reads = f"dataset_name: {len(sequences):,} sequences"
+        self.texts = self.texts._replace(reads=f"dataset_name: {len(sequences):,} sequences")
         if arguments.process_index == 0:
             print(
                 f"{len(sequences):,} sequences, {tokens:,} tokens, {labels:,} of them with a loss ({labels / tokens:.1%})"
@@ -143,23 +141,14 @@ class SftRun(TrainingRun):
 
 
 def has_loss(labels: list[int], lengths: Sequence[int] = ()) -> bool:
-    """Return whether a sequence has a token with a loss. The first token of each text has none, since nothing predicts it.
-
-    Args:
-        labels: Labels of the sequence.
-        lengths: Lengths of the texts that the sequence is packed from. Default: it is one text.
-    """
+    """Return whether a sequence of texts of some lengths, or of one, has a token with a loss; nothing predicts a text's first."""
     learned = np.asarray(labels) != IGNORED_LABEL
     learned[np.cumsum([0, *lengths[:-1]])[: len(learned)]] = False
     return bool(learned.any())
 
 
 def _stop_behind_answers(model: Any, tokenizer: "PreTrainedTokenizerBase", answer: Sequence[int]) -> None:
-    """Let generation stop at the special token that ends answers; say so if text ends them.
-
-    Args:
-        answer: Tokens of answers, uncut.
-    """
+    """Let generation stop at the special token that ends answers, of which some are given uncut; say so if text ends them."""
     # Some templates also mark the line break behind the token that ends an answer.
     last = next((token for token in reversed(answer) if str(tokenizer.decode([token])).strip()), None)
     added = tokenizer.added_tokens_decoder

@@ -27,10 +27,7 @@ CHATML = (
 
 
 def set_template(tokenizer: "PreTrainedTokenizerBase", named: str | None) -> None:
-    """Give a tokenizer the template that a person names.
-
-    Args:
-        named: `"chatml"`, or the path of a file with a Jinja template. None: the tokenizer keeps its own.
+    """Give a tokenizer the template that a person names: "chatml", or a file with a Jinja template; None keeps its own.
 
     Raises:
         ValueError: If the template cannot be read, the tokenizer lacks its tokens, or has no template at all.
@@ -58,14 +55,7 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", named: str | None) -> Non
 
 
 def check_written(chat: Mapping[str, Any], template: str) -> None:
-    """Check that a template writes what a chat holds beside its texts.
-
-    Args:
-        chat: Lists of messages, with `tools` and `chat_template_kwargs` where it has them.
-
-    Raises:
-        ValueError: If the template does not name a variable or a key of a message that the chat has.
-    """
+    """Raise a `ValueError` if a template does not name a variable or a key of a message that a chat has beside its texts."""
     variables = [*(["tools"] if chat.get("tools") else []), *(chat.get("chat_template_kwargs") or {})]
     messages = [message for column in ("messages", "prompt", "completion") for message in chat.get(column, ())]
     keys = [key for key in WRITTEN if any(message.get(key) for message in messages)]

@@ -89,15 +89,7 @@ def _refuse_row(dataset: Any, tokenizer: "PreTrainedTokenizerBase", template: st
 
 
 def _check_encoded(encoded: Any, tokenizer: "PreTrainedTokenizerBase", arguments: Any) -> list[int]:
-    """Say how many rows are longer than what is kept of them, and return the labels of the first row that has some.
-
-    Args:
-        encoded: Rows with `input_ids` and `labels`, not cut yet, beside their chats.
-
-    Raises:
-        ValueError: If a template reads a call and leaves it out of what is learned, as templates do that write the calls of
-            the last turn alone, or outside of their marks of answers.
-    """
+    """Say how many rows, not cut yet, are longer than what is kept of them; return the labels of the first row that has some."""
     source, limit = arguments.dataset_name, arguments.max_length
     long = sum(len(ids) > limit for ids in encoded["input_ids"])
     if long:
@@ -111,7 +103,7 @@ def _check_encoded(encoded: Any, tokenizer: "PreTrainedTokenizerBase", arguments
             break
         calls = [call for message in answers for call in message.get("tool_calls") or ()]
         learned = tokenizer.decode(_learned(row["labels"])) if calls else ""
-        for call in calls:
+        for call in calls:  # templates may write those of the last turn alone, or outside of their marks of answers
             name = call.get("function", call)["name"]
             if name not in learned:
                 raise ValueError(

@@ -1,0 +1,141 @@
+"""What a run starts from: config, tokenizer and model, with the files that accompany them."""
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
+
+from midus_hf.config.wording import install_extra
+from midus_hf.files.checkpoint_files import ACCOMPANYING, CARD_FILE, CONFIG, refuse_lfs_pointers
+from midus_hf.models.host import MemoryConfig
+from midus_hf.saved_models import check_whole, load_tokenizer, refusing
+from midus_hf.saved_models import load_model as load_saved
+from midus_hf.training.arguments import MemoryArguments
+from midus_hf.training.saving import new_card, readable_card, source_of
+
+
+def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
+    """Load the config of a run's model, and check what can be checked without weights.
+
+    Raises:
+        ValueError: If the config cannot be read, or lacks what a key needs.
+    """
+    source = arguments.model_name_or_path or arguments.config_name
+    if source is None:
+        raise ValueError("model_name_or_path is None; expected the folder or Hub id of the model to train.")
+    path = Path(source).expanduser()
+    with refusing(_expected(arguments), OSError, ValueError):
+        made_from = path if arguments.config_name is not None and path.exists() else source
+        refuse_lfs_pointers(Path(made_from), CONFIG)
+        config = AutoConfig.from_pretrained(made_from, trust_remote_code=False)
+    if arguments.config_name is not None and hasattr(config, "upscale"):
+        del config.upscale  # it describes a base whose weights this model does not have
+    hosts_memory = isinstance(config, MemoryConfig)
+    if hosts_memory and getattr(arguments, "use_liger_kernel", False):
+        raise ValueError(
+            f"use_liger_kernel is true, and Liger has no kernels for {config.model_type}; expected a model without memory. "
+            "Leave it out."
+        )
+    if arguments.adapters is None:
+        return config
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError(
+            f"adapters need peft, which is not installed; {install_extra('train')}, or leave adapters out."
+        )
+    from midus_hf.training.adapters import read_adapters
+
+    read_adapters(arguments.adapters)
+    if is_deepspeed_zero3_enabled():
+        raise ValueError(
+            "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 cuts; expected processes that hold whole "
+            "models. Start the run with configs/accelerate/ddp.yaml."
+        )
+    return config
+
+
+def check_sequence_length(key: str, sequence_length: int, config: PreTrainedConfig) -> None:
+    """Raise a `ValueError` about a key such as `sequence_length` if the model has too few positions for it."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and sequence_length > limit:
+        raise ValueError(
+            f"{key} is {sequence_length}, but the model has positions for {limit} tokens. Lower {key}, or first raise "
+            "max_position_embeddings in the model's config.json, with the rope scaling that it then needs."
+        )
+
+
+def tokenizer_of(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that is saved with the model, or that the arguments name, or raise `ValueError`."""
+    source = arguments.model_name_or_path or arguments.tokenizer_name
+    assert source is not None, "a config is named with a tokenizer"
+    message = (
+        f"tokenizer_name is {source!r}; expected the folder or Hub id of a tokenizer"
+        if arguments.model_name_or_path is None
+        else f"model_name_or_path is {source!r}, which has no tokenizer that loads"
+    )
+    with refusing(message, OSError, ValueError):
+        return load_tokenizer(source)
+
+
+def load_model(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, bytes]]:
+    """Load or make the model, and return it with the contents, by name, of the files that accompany it.
+
+    A saved model has the dtype of its checkpoint, of which only safetensors are read. A new model draws its weights
+    from torch's random generator, and comes with a card that says so.
+    """
+    attention, source = arguments.attn_implementation, arguments.model_name_or_path
+    with loaded_whole(), refusing(_expected(arguments), OSError, ValueError, ImportError, SafetensorError):
+        if source is None:
+            made = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
+            return made, {CARD_FILE: new_card(arguments, config.model_type)}
+        options = {"config": config, "attn_implementation": attention, "use_safetensors": True}
+        model, missing = load_saved(source, **options)
+    check_whole(source, missing)
+    return model, _accompanying_files(source)
+
+
+def _accompanying_files(model: str) -> dict[str, bytes]:
+    """Return the contents, by name, of files beside the model that match `ACCOMPANYING`; `{}` if the download fails."""
+    folder = Path(model)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(model, allow_patterns=list(ACCOMPANYING)))
+        except (HfHubHTTPError, OSError):
+            return {}
+    paths = sorted(path for pattern in ACCOMPANYING for path in folder.glob(pattern) if path.is_file())
+    files = {path.name: path.read_bytes() for path in paths}
+    return files if CARD_FILE not in files else {**files, CARD_FILE: readable_card(files[CARD_FILE])}
+
+
+def _expected(arguments: MemoryArguments) -> str:
+    """Return the beginning of messages about a model that cannot be loaded or made."""
+    is_made = arguments.model_name_or_path is None
+    what = "file, folder or Hub id of a language model's config" if is_made else "folder or Hub id of a language model"
+    return f"{source_of(arguments)}; expected the {what}"
+
+
+@contextlib.contextmanager
+def loaded_whole() -> Iterator[None]:
+    """Load or make models whole in each process inside the context; DeepSpeed cuts them for training.
+
+    Otherwise, once `TrainingArguments` exist, transformers lets ZeRO-3 cut parameters while a model is loaded. Checks
+    before training would then read the dtypes and sizes of empty tensors.
+    """
+    config_before = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = config_before
