@@ -4,7 +4,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import SchedulerType, TrainingArguments
@@ -17,11 +17,15 @@ from midus_hf.files.secrets import for_record
 from midus_hf.training.early_checks import check_data, check_packages, sources_of
 from midus_hf.training.optim.rates import Rates
 
-# Type of the key `trainable`.
-Trainable = Literal["auto", "new", "all"] | list[int | TrainedRole]
+# Type of the key `trainable`: `"auto"`, `"new"`, `"all"`, or a list. `HfArgumentParser` reads a key of several types as text if
+# `str` stands second among them, and None is one of them.
+Trainable = list[int | TrainedRole] | str | None
 
 # Value of `resume_from_checkpoint` that resumes a run if there is a whole checkpoint, and otherwise starts it.
 AUTO = "auto"
+
+# How `HfArgumentParser` reads a flag that may stand without a value.
+_FLAG = {"nargs": "?", "const": True}
 
 
 @dataclasses.dataclass
@@ -71,16 +75,16 @@ class MemoryArguments(Rates):
     tokenizer_name: str | None = None
     attn_implementation: str | None = None
     trainable: Trainable = "auto"
-    frozen: list[TrainedRole] = dataclasses.field(default_factory=list)
-    adapters: dict[str, Any] | None = None
+    frozen: list[str] = dataclasses.field(default_factory=list)
+    adapters: dict[str, Any] | str | None = None
     sparse_values: bool = False
     generic_share: float = 1 / 17
-    protect: str | list[str] | None = None
-    eval_text: str | dict[str, str] | None = None
-    bf16: bool | None = None
-    activation_checkpointing: bool | None = None
+    protect: list[str] | str | None = dataclasses.field(default=None, metadata={"nargs": "+"})
+    eval_text: dict[str, str] | str | None = None
+    bf16: bool | None = dataclasses.field(default=None, metadata=_FLAG)
+    activation_checkpointing: bool | None = dataclasses.field(default=None, metadata=_FLAG)
     activation_checkpointing_kwargs: dict[str, Any] | str | None = None
-    resume_from_checkpoint: bool | str | None = None
+    resume_from_checkpoint: Literal[True, False] | str | None = None
     lr_scheduler_type: str = "cosine"
     warmup_steps: float = 0.1
     num_train_epochs: float = 1.0
@@ -91,7 +95,7 @@ class MemoryArguments(Rates):
     eval_strategy: str | None = None
     eval_steps: float | None = None
     hub_strategy: str = "end"
-    report_to: str | list[str] | None = "none"
+    report_to: list[str] | str | None = "none"
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -152,6 +156,16 @@ class MemoryArguments(Rates):
             )
         if not 0 <= self.generic_share <= 1:
             raise ValueError(f"generic_share is {self.generic_share}; expected a share from 0 to 1.")
+        roles = get_args(TrainedRole)
+        for part in self.frozen:
+            if part not in roles:
+                raise ValueError(f"frozen is {self.frozen}; expected roles of memory tensors: {', '.join(roles)}.")
+        if isinstance(self.trainable, str) and self.trainable not in ("auto", "new", "all"):
+            raise ValueError(
+                f"trainable is {self.trainable!r}; expected 'auto', 'new', 'all', or a list such as [3, 7]."
+            )
+        if isinstance(self.adapters, str):
+            raise ValueError(f'adapters is {self.adapters!r}; expected a mapping, such as {{"r": 16}}.')
         if self.adapters is not None:
             for other, free in (("trainable", "auto"), ("frozen", []), ("protect", None)):
                 if getattr(self, other) != free:
@@ -277,7 +291,7 @@ class TrainArguments(MemoryArguments, TrainingArguments):
         ValueError: If a value lies outside its range or contradicts another.
     """
 
-    corpus: str | list[str] | None = None
+    corpus: list[str] | str | None = dataclasses.field(default=None, metadata={"nargs": "+"})
     corpus_name: str | None = None
     corpus_split: str | None = None
     text_column: str = "text"

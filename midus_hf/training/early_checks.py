@@ -21,7 +21,7 @@ FORMATS = (
 )
 
 # Keys that name what a run reads.
-_SOURCES = (
+SOURCES = (
     *("corpus", "tree", "dataset_name", "model_name_or_path", "config_name", "tokenizer_name"),
     *("eval_text", "protect"),
 )
@@ -126,10 +126,12 @@ def check_early(command: str, keys: Mapping[str, Any]) -> None:
         keys: Values by key, as YAML has them, whose types nobody has checked; keys that are not given are None.
 
     Raises:
-        ValueError: If the data is not named or lacks a column, a source does not exist, a package is absent, or the output cannot be
-            written.
+        ValueError: If model or data are not named, the data lacks a column, a source does not exist, a package is absent, or the
+            output cannot be written.
     """
     check_data(_DATA[command], keys.get(_DATA[command]))
+    if keys.get("model_name_or_path") is None and keys.get("config_name") is None:
+        raise ValueError("config has no 'model_name_or_path'; set it in the recipe, or by --model.")
     sources = sources_of(keys)
     check_sources(sources)
     check_packages(keys)
@@ -156,13 +158,13 @@ def check_data(key: str, value: Any) -> None:
         ValueError: If it is not.
     """
     if not value:
-        raise ValueError(f"config has no {key!r}; set it in the file, or as {key}=... after it.")
+        raise ValueError(f"config has no {key!r}; set it in the recipe, or by --{key}.")
 
 
 def sources_of(keys: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return all that a run reads: the name of each key, with its path or id of a model or dataset."""
     sources: list[tuple[str, Any]] = []
-    for key in _SOURCES:
+    for key in SOURCES:
         value = keys.get(key)
         if isinstance(value, Mapping):
             sources += [(f"{key}.{name}", path) for name, path in value.items()]

@@ -226,7 +226,7 @@ def get_method(name: str) -> type[Method]:
         hint = near_matches(name, sorted(METHODS))
         if "lora" in name.lower().split("-") and name.partition("-")[0] != "hier":
             hint = (
-                "Adapters are trained on the base itself: 'midus train TEXTS --model BASE --output DIR adapters={}'."
+                "Adapters are trained on the base itself: 'midus train TEXTS --model BASE --output DIR --adapters {}'."
             )
         raise RequestError(f"method {name!r} is unknown. {hint}")
     return METHODS[name]
