@@ -64,7 +64,7 @@ if len(sys.argv) > 1:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w2").save_pretrained("upscaled")
     Path("texts.txt").write_text(" ".join(f"w{3 + number * number % 61}" for number in range(2000)))
-    run("midus", "train", "texts.txt", "--model", "upscaled", "--output", "trained", "max_steps=2", "sequence_length=16")
+    run("midus", "train", "texts.txt", "--model", "upscaled", "--output", "trained", "--max_steps=2", "--sequence_length=16")
     assert "perplexity" in run("midus", "eval", "upscaled", "trained", "--text", "texts.txt", "--sequence-length", "16")
     trained = "trained"
 run("upscale", "strip", trained, "--output", "again")

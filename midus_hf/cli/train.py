@@ -144,7 +144,7 @@ def _words_by_key(words: Sequence[str], hints: Mapping[str, Any]) -> tuple[dict[
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
-            key = _SHORT_NAMES.get(name, name[2:].replace("-", "_"))
+            key = _key_of(name)
             values = given[key] = [value] if equals else []
             if key not in hints and key.removeprefix("no_") not in hints:
                 unknown.append(word)
@@ -257,14 +257,16 @@ def _keys(
     if first and (Path(first) / "config.json").is_file():
         raise ValueError(f"{first!r} is a model, and texts are expected; run 'midus {command} TEXTS --model {first}'.")
     values = read_mapping(first) if is_recipe else {_TEXTS[command]: first} if first else {}
+    flags, left_out = _without_nulls(flags)
     given, unknown = parse(flags, hints)
+    unknown += [f"--{key}" for key in left_out if key not in hints]
     listed = f"'midus {command} --help' lists the keys."
     for word in unknown:
         raise ValueError(f"{word.partition('=')[0]!r} is no key; expected --KEY VALUE. {listed}")
     for key in values:
         if key not in hints:
             raise ValueError(f"{first} has the key {key!r}, which midus {command} does not have. {listed}")
-    given = {key: _said(key, hints.get(key, str), value) for key, value in given.items()}
+    given = {key: _said(key, hints.get(key, str), value) for key, value in given.items()} | dict.fromkeys(left_out)
     if not is_recipe:
         for key in given.keys() & values.keys():
             raise ValueError(f"{key} is given twice, by {first!r} and by --{key}; expected it once. Leave one out.")
@@ -274,6 +276,24 @@ def _keys(
             f"--output is missing; run 'midus {command} TEXTS --model MODEL --output DIR', or give a recipe, a .yaml file."
         )
     return keys, is_recipe
+
+
+def _without_nulls(flags: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return flags without those of the value null, which `HfArgumentParser` does not know, and the keys of these."""
+    kept: list[str] = []
+    nulls = []
+    for word in flags:
+        if word == "null" and kept and kept[-1].startswith("--"):
+            nulls.append(kept.pop())
+        elif word.startswith("--") and word.endswith("=null"):
+            nulls.append(word.partition("=")[0])
+        else:
+            kept.append(word)
+    return kept, [_key_of(flag) for flag in nulls]
+
+
+def _key_of(flag: str) -> str:
+    return _SHORT_NAMES.get(flag, flag[2:].replace("-", "_"))
 
 
 def _said(key: str, hint: Any, value: Any) -> Any:

@@ -21,7 +21,7 @@ from midus_hf.config.declarations import sample_tensors
 from midus_hf.config.memories.hierarchical import HierarchicalOptions
 from midus_hf.config.memory_entries import read_memories
 from midus_hf.config.memory_types import MEMORY_TYPES
-from midus_hf.config.wording import near_matches
+from midus_hf.config.wording import one_of
 from midus_hf.config.yaml_options import read_mapping
 from midus_hf.model_names import saved_config
 from midus_hf.training.optim.rates import short_run_rates, trains_new_parts
@@ -210,7 +210,7 @@ def _check_upscaling(name: str, keys: Mapping[str, Any]) -> None:
     known = "method num_new_layers placement options dtype max_shard_size verify".split()
     for key in keys:
         if key not in known:
-            raise ValueError(f"variants.{name}.upscale has no option {key!r}. {near_matches(str(key), known)}")
+            raise ValueError(f"variants.{name}.upscale has no option {key!r}. {one_of(known)}")
     if "method" not in keys:
         raise ValueError(f"variants.{name}.upscale has no 'method'; name one, as 'upscale methods' lists them.")
     if not isinstance(keys.get("options"), dict | None):

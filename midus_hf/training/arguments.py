@@ -12,7 +12,7 @@ from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrate
 from transformers.training_args import OptimizerNames
 
 from midus_hf.config.declared_tensors import TrainedRole
-from midus_hf.config.wording import near_matches
+from midus_hf.config.wording import one_of
 from midus_hf.files.secrets import for_record
 from midus_hf.training.early_checks import check_data, check_packages, sources_of
 from midus_hf.training.optim.rates import Rates
@@ -142,9 +142,7 @@ class MemoryArguments(Rates):
         for name, kind in _NAMED.items():
             value, names = getattr(self, name, None), [each.value for each in kind]
             if value is not None and getattr(value, "value", value) not in names:
-                raise ValueError(
-                    f"{name} is {value!r}. {near_matches(str(value), names)} Correct it, or leave it out."
-                )
+                raise ValueError(f"{name} is {value!r}. {one_of(names)} Correct it, or leave it out.")
         for name in _BATCH_KEYS:
             value = getattr(self, name, None)
             if value is not None and value < 1:

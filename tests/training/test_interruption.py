@@ -16,7 +16,7 @@ from training.steered_runs import AtStep, interrupted, signal_at
 from training.tiny_run import write_corpus
 from training.two_processes import SCRIPT
 
-from midus_hf.cli.training.train import main
+from midus_hf.cli.train import main
 from midus_hf.training.checkpoints import latest_whole as last_checkpoint
 from midus_hf.training.run import TrainingRun, train
 
@@ -69,7 +69,7 @@ def test_the_command_tells_how_to_go_on_and_has_no_traceback(number, status, wor
     sender = threading.Thread(target=signal_in_training)
     sender.start()
     try:
-        assert main([*words, "save_steps=1"]) == status
+        assert main([*words, "--save_steps=1"]) == status
     finally:
         ended.set()
         sender.join()
@@ -130,7 +130,7 @@ def test_processes_of_a_launcher_stop_at_the_same_step(words, tmp_path):
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-            *("-m", "midus_hf", "train", *words, "save_steps=1"),
+            *("-m", "midus_hf", "train", *words, "--save_steps=1"),
         ],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
