@@ -10,7 +10,6 @@ from midus_hf.config.memories.headwise import HeadwiseOptions
 from midus_hf.config.memories.hierarchical import HierFFNOptions
 from midus_hf.config.memory_types import MemoryOptions
 from midus_hf.config.options import describe_options, option
-from midus_hf.config.wording import near_matches
 from tests.upscalers.checkpoints import SMALL_MEMORY, save_base
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
 from upscalers.methods.contract import METHODS, get_method, register_method
@@ -245,11 +244,6 @@ def test_options_are_described_for_people():
     assert (described["kind"]["type"], described["name"]["type"]) == ("a | b", "a string | null")
     assert described["preset"]["help"] == "several options at once (fast: steps=1, rate=0.5)"
     assert (described["scale"]["type"], described["scale"]["default"]) == ("a mapping", {"down": 0.5})
-
-
-def test_at_most_three_near_matches_are_named_the_nearest_first():
-    known = ["abcd--", "abcde-", "abcdef", "abcdex", "xyz"]
-    assert near_matches("abcdef", known) == "Did you mean 'abcdef' or 'abcdex' or 'abcde-'?"
 
 
 def test_each_memory_type_is_given_by_a_method():
