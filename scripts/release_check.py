@@ -36,7 +36,7 @@ def run(*words):
     return done.stdout
 
 run("upscale", "--base", "base", "--method", "midus-hml", "--num-new-layers", "2", "--output", "upscaled")
-assert "model_name_or_path" in run("midus", "train", "--print-config", "midus-hml")
+assert "--model_name_or_path" in run("midus", "train", "--help")
 assert "midus-hml" in run("upscale", "methods")
 tokens = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
 expected = LlamaForCausalLM.from_pretrained("base").generate(tokens, max_new_tokens=8, do_sample=False)

@@ -1,11 +1,8 @@
 """The `midus eval` command."""
 
-import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
-
-import typer
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Device, Json, flag, model_argument, needing_harness, option, show
@@ -18,7 +15,6 @@ app = command_line()
 
 @app.command()
 def midus_eval(
-    context: typer.Context,
     models: Annotated[list[str], model_argument("Folders or Hub ids, compared side by side.", "MODEL...")],
     text: Annotated[str | None, option("File, folder or dataset id to measure perplexity on.", "PATH")] = None,
     column: Annotated[str | None, option("Column that holds the text.  [default: text]", "NAME")] = None,
@@ -49,8 +45,9 @@ def midus_eval(
     With --data, the tasks atomic_numbers, boolq, commonsenseqa, facts, logiqa, mmlu,
     openbookqa and piqa take their questions from that folder. Others are lm-eval's own.
     """
-    names = {field.name for field in dataclasses.fields(EvaluationSettings)}
-    options = {key: value for key, value in context.params.items() if key in names and value is not None}
+    options = {key: value for key, value in locals().items() if value is not None}
+    for name in ("models", "config", "json_"):
+        options.pop(name, None)
     if tasks is not None:
         options["tasks"] = [name.strip() for name in ",".join(tasks).split(",") if name.strip()]
     settings = from_mapping(EvaluationSettings, {**({} if config is None else read_mapping(config)), **options})

@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.look.request import (
     DepthRequest,
@@ -35,7 +33,6 @@ Output = Annotated[list[Path] | None, option("Write .html, .png, .pdf, .csv or .
 
 @app.command()
 def usage(
-    context: typer.Context,
     model: Model,
     text: Text,
     column: Column = "text",
@@ -49,12 +46,11 @@ def usage(
     json_: Json = False,
 ) -> None:
     """Show slots, chapters and blocks that texts use, and how evenly."""
-    _answer(context, TextRequest)
+    _answer("usage", TextRequest, **locals())
 
 
 @app.command()
 def ablation(
-    context: typer.Context,
     model: Model,
     text: Text,
     column: Column = "text",
@@ -68,12 +64,11 @@ def ablation(
     json_: Json = False,
 ) -> None:
     """Show the loss of texts without each part."""
-    _answer(context, TextRequest)
+    _answer("ablation", TextRequest, **locals())
 
 
 @app.command()
 def drift(
-    context: typer.Context,
     model: Model,
     text: Text,
     base: Base = "self",
@@ -88,12 +83,11 @@ def drift(
     json_: Json = False,
 ) -> None:
     """Show how far predictions moved from the base's."""
-    _answer(context, DriftRequest)
+    _answer("drift", DriftRequest, **locals())
 
 
 @app.command()
 def heads(
-    context: typer.Context,
     models: Annotated[list[str], model_argument("Models, compared side by side.", "MODEL...")],
     tasks: Annotated[str, option("Tasks of lm-eval, separated by commas.", "NAMES")],
     data: Annotated[str | None, option("Folder with the questions of local tasks.", "DIR")] = None,
@@ -104,12 +98,11 @@ def heads(
     json_: Json = False,
 ) -> None:
     """Show how much each head matters for answers of tasks."""
-    _answer(context, HeadsRequest)
+    _answer("heads", HeadsRequest, **locals())
 
 
 @app.command()
 def depth(
-    context: typer.Context,
     model: Model,
     text: Text,
     layer: Annotated[int | None, option("Draw what a head of this layer reads.", "N")] = None,
@@ -125,12 +118,11 @@ def depth(
     json_: Json = False,
 ) -> None:
     """Show what heads read of earlier layers (moda)."""
-    _answer(context, DepthRequest)
+    _answer("depth", DepthRequest, **locals())
 
 
 @app.command()
 def touched(
-    context: typer.Context,
     model: Model,
     text: Text,
     prove: Annotated[bool, flag("--prove", "Also compute untouched documents with and without the memory.")] = False,
@@ -141,12 +133,11 @@ def touched(
     json_: Json = False,
 ) -> None:
     """Show where texts read a memory of known n-grams (engram)."""
-    _answer(context, TouchedRequest)
+    _answer("touched", TouchedRequest, **locals())
 
 
 @app.command()
 def page(
-    context: typer.Context,
     model: Model,
     text: Text,
     output: Annotated[list[Path], option("Write .html, .png, .pdf, .csv or .json.", "FILE")],
@@ -161,22 +152,23 @@ def page(
     json_: Json = False,
 ) -> None:
     """Write usage, depth, ablation and drift on one page, into --output."""
-    _answer(context, DriftRequest)
+    _answer("page", DriftRequest, **locals())
 
 
-def _answer(context: typer.Context, request_class: type[ModelRequest]) -> None:
-    """Answer the question that the command is named after: print tables or JSON, and write the files of --output."""
+def _answer(
+    question: str, request_class: type[ModelRequest], *, output: list[Path] | None, json_: bool, **options: Any
+) -> None:
+    """Answer a question: print tables or JSON, and write the files of --output."""
     from midus_hf.look.page import DRAWN_SUFFIXES, FILE_SUFFIXES
 
-    values: dict[str, Any] = dict(context.params)
-    files, json_ = values.pop("output") or [], values.pop("json_")
+    files = output or []
     with contextlib.redirect_stdout(sys.stderr):
         for path in files:  # before the model is loaded
             check_file("output", path, FILE_SUFFIXES, DRAWN_SUFFIXES)
-        request = request_class(**values)
+        request = request_class(**options)
         request.check()
         questions = importlib.import_module("midus_hf.cli.look.questions")  # which imports torch
-        answer = getattr(questions, str(context.command.name))(request)
+        answer = getattr(questions, question)(request)
     show(answer.report, json_, lambda report: show_tables(answer.tables), indent=2)
     if not json_:
         print("\n".join(filter(None, [answer.summary, answer.finding])))
