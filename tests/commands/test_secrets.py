@@ -97,8 +97,8 @@ def test_a_message_hides_secrets(tmp_path, monkeypatch, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("max_steps: 2")
     for words in (
-        ("train", recipe, "--model", "m", "--corpus", f"https://jane:{NAMED}@host/texts"),
-        ("train", BY_ITSELF, "--model", "m", "--output", "o"),
+        ("train", recipe, "--model", f"https://jane:{NAMED}@host/m", "--corpus", recipe),
+        ("train", recipe, "--model", BY_ITSELF, "--corpus", recipe),
         ("eval", f"https://jane:{NAMED}@host/model"),
         ("eval", BY_ITSELF),
     ):

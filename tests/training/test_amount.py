@@ -51,7 +51,7 @@ def test_every_fact_of_a_glossary_is_read_in_a_hundred_steps(lettered, tmp_path,
         "--output",
         str(tmp_path / "out"),
         "--sequence_length=60",
-        "bf16=false",
+        "--bf16=false",
     ]
     assert main(words) == 0
     out, err = capsys.readouterr()
@@ -77,7 +77,7 @@ def test_a_run_whose_epochs_are_chosen_is_resumed_by_the_same_words(lettered, tm
         "--output",
         str(tmp_path / "out"),
         "--sequence_length=60",
-        "bf16=false",
+        "--bf16=false",
     ]
     monkeypatch.setattr("midus_hf.cli.train._LEAST_STEPS", 20)
     words += ["--save_steps=18"]
