@@ -25,25 +25,21 @@ SOURCES = (
     *("corpus", "tree", "dataset_name", "model_name_or_path", "config_name", "tokenizer_name"),
     *("eval_text", "protect"),
 )
-# The key of the data, by command, and the files whose classes have the keys of arguments.
+# The key of the data, by command, and the classes that have the keys of arguments: package, file and name.
 _DATA = {"train": "corpus", "sft": "dataset_name"}
 _SHARED = (
-    ("midus_hf", "training/optim/rates.py"),
-    ("midus_hf", "training/arguments.py"),
-    ("transformers", "training_args.py"),
+    ("midus_hf", "training/optim/rates.py", "Rates"),
+    ("midus_hf", "training/arguments.py", "MemoryArguments"),
+    ("transformers", "training_args.py", "TrainingArguments"),
 )
-_FILES = {
-    "train": _SHARED,
+_CLASSES = {
+    "train": (*_SHARED, ("midus_hf", "training/arguments.py", "TrainArguments")),
     "sft": (
         *_SHARED,
-        ("midus_hf", "training/sft/arguments.py"),
-        ("trl", "trainer/base_config.py"),
-        ("trl", "trainer/sft_config.py"),
+        ("midus_hf", "training/sft/arguments.py", "SftArguments"),
+        ("trl", "trainer/base_config.py", "_BaseConfig"),
+        ("trl", "trainer/sft_config.py", "SFTConfig"),
     ),
-}
-_CLASSES = {
-    "train": {"Rates", "MemoryArguments", "TrainingArguments", "TrainArguments"},
-    "sft": {"Rates", "MemoryArguments", "TrainingArguments", "_BaseConfig", "SFTConfig", "SftArguments"},
 }
 
 # Packages, any of which serves a value of `report_to`, of `optim` or of `attn_implementation`; by the names of imports.
@@ -99,19 +95,18 @@ def key_names(command: str) -> list[str] | None:
     None if a class is not where the versions that were tried have it; its keys are then known when it is imported.
     """
     names: dict[str, None] = {}
-    found = set()
-    for package, file in _FILES[command]:
+    for package, file, name in _CLASSES[command]:
         specification = importlib.util.find_spec(package)
         folders = specification.submodule_search_locations if specification is not None else None
         path = Path(folders[0], file) if folders else None
         if path is None or not path.is_file():
             return None
-        for node in ast.parse(path.read_bytes()).body:
-            if isinstance(node, ast.ClassDef) and node.name in _CLASSES[command]:
-                found.add(node.name)
-                fields = [each.target.id for each in node.body if _is_field(each)]  # type: ignore[attr-defined]
-                names.update(dict.fromkeys(fields))
-    return list(names) if found == _CLASSES[command] else None
+        classes = [node for node in ast.parse(path.read_bytes()).body if isinstance(node, ast.ClassDef)]
+        found = next((node for node in classes if node.name == name), None)
+        if found is None:
+            return None
+        names.update(dict.fromkeys(each.target.id for each in found.body if _is_field(each)))  # type: ignore[attr-defined]
+    return list(names)
 
 
 def _is_field(node: ast.stmt) -> bool:

@@ -52,7 +52,10 @@ def test_the_default_of_activation_checkpointing_is_that_of_trl(tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--packing=true", "--packing_strategy=bf"], "argument --packing_strategy/--packing-strategy: invalid choice: 'bf'"),
+        (
+            ["--packing=true", "--packing_strategy=bf"],
+            "argument --packing_strategy/--packing-strategy: invalid choice: 'bf'",
+        ),
         (
             ["--packing=true", "--truncation_mode=keep_end"],
             "truncation_mode is 'keep_end', and packing keeps the first tokens",

@@ -30,10 +30,9 @@ def test_the_names_of_keys_are_those_of_the_classes(command, kind):
 
 
 def test_no_names_are_known_where_a_class_is_not_where_it_was(monkeypatch):
-    monkeypatch.setitem(early_checks._CLASSES, "train", {"Rates", "Renamed"})
-    assert key_names("train") is None
-    monkeypatch.setitem(early_checks._FILES, "train", (("no_such_package", "a.py"),))
-    assert key_names("train") is None
+    for moved in (("midus_hf", "training/optim/rates.py", "Renamed"), ("no_such_package", "a.py", "Rates")):
+        monkeypatch.setitem(early_checks._CLASSES, "train", (moved,))
+        assert key_names("train") is None
 
 
 def test_every_optimizer_and_reporter_of_transformers_is_known():
