@@ -17,9 +17,8 @@ from midus_hf.files.secrets import for_record
 from midus_hf.training.early_checks import check_data, check_packages, sources_of
 from midus_hf.training.optim.rates import Rates
 
-# Type of the key `trainable`: `"auto"`, `"new"`, `"all"`, or a list. `HfArgumentParser` reads a key of several types as text if
-# `str` stands second among them, and None is one of them.
-Trainable = list[int | TrainedRole] | str | None
+# Type of the key `trainable`.
+Trainable = Literal["auto", "new", "all"] | list[int | TrainedRole]
 
 # Value of `resume_from_checkpoint` that resumes a run if there is a whole checkpoint, and otherwise starts it.
 AUTO = "auto"
@@ -63,6 +62,8 @@ class MemoryArguments(Rates):
             packed sequences: `eval_loss` in nats per token, and `eval_perplexity`. Default: none.
         bf16: Compute in bfloat16, with float32 masters of what trains; otherwise in float32. Default: true if the device
             computes bfloat16; if not, one line says so.
+        activation_checkpointing: Compute activations again in the backward pass, in place of keeping them. Default: false.
+        activation_checkpointing_kwargs: Arguments of `torch.utils.checkpoint`. Default: Transformers' choice.
         resume_from_checkpoint: True resumes from the latest whole checkpoint in `output_dir`, a path resumes from that
             checkpoint. `"auto"` resumes if there is a whole checkpoint, and otherwise starts. Default: false.
 
@@ -74,7 +75,8 @@ class MemoryArguments(Rates):
     config_name: str | None = None
     tokenizer_name: str | None = None
     attn_implementation: str | None = None
-    trainable: Trainable = "auto"
+    # Of a key of several types `HfArgumentParser` reads text if `str` stands second, and None is one of them.
+    trainable: list[int | TrainedRole] | str | None = "auto"
     frozen: list[str] = dataclasses.field(default_factory=list)
     adapters: dict[str, Any] | str | None = None
     sparse_values: bool = False
@@ -158,7 +160,7 @@ class MemoryArguments(Rates):
         for part in self.frozen:
             if part not in roles:
                 raise ValueError(f"frozen is {self.frozen}; expected roles of memory tensors: {', '.join(roles)}.")
-        if isinstance(self.trainable, str) and self.trainable not in ("auto", "new", "all"):
+        if not isinstance(self.trainable, list) and self.trainable not in ("auto", "new", "all"):
             raise ValueError(
                 f"trainable is {self.trainable!r}; expected 'auto', 'new', 'all', or a list such as [3, 7]."
             )

@@ -129,6 +129,7 @@ def test_a_flag_gives_a_value_of_the_type_of_its_key(flags, key, expected, recip
         (["--max_step", "9"], "'--max_step' is no key; expected --KEY VALUE. 'midus train --help' lists the keys."),
         (["--lr", "null"], "'--lr' is no key"),
         (["--seed", "null"], "seed is None; expected a whole number."),
+        (["--trainable", "null"], "trainable is None; expected 'auto', 'new', 'all', or a list such as [3, 7]."),
         (["more.yaml"], "'more.yaml' is no key"),
     ],
     ids=str,
