@@ -69,15 +69,11 @@ def midus_train(
 
 
 def train_in_group(command: str, words: Sequence[str]) -> None:
-    """Read the arguments of a run, train, and print one line about the result.
+    """Read the arguments of a run, `"train"` or `"sft"`, train, and print one line about the result.
 
     At the end the process leaves the launcher's process group: at exit, a thread of the group that is still alive may
     abort the process (gloo). A process that a second signal ends at once does not leave, since the others may be waiting
     for it.
-
-    Args:
-        command: `"train"` or `"sft"`.
-        words: Words of the command line: texts or a recipe, then flags.
 
     Raises:
         Ending: If the request is wrong, or the run failed or was interrupted.
@@ -131,28 +127,11 @@ def _train(command: str, words: Sequence[str]) -> Ending | None:
 def _check_before_imports(command: str, words: Sequence[str]) -> None:
     """Check what can be told of a request before torch and transformers are imported, or raise `ValueError`."""
     names = key_names(command)
-    if names is None:
-        return
-    hints: dict[str, Any] = {**dict.fromkeys(names, str), **dict.fromkeys(SOURCES, list[str] | dict[str, str] | str)}
-    check_early(command, _keys(command, words, _words_by_key, hints)[0])
-
-
-def _words_by_key(words: Sequence[str], hints: Mapping[str, Any]) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the words behind each flag by its key, and words of no key."""
-    given: dict[str, list[str]] = {}
-    unknown, values = [], None
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            key = _key_of(name)
-            values = given[key] = [value] if equals else []
-            if key not in hints and key.removeprefix("no_") not in hints:
-                unknown.append(word)
-        elif values is None:
-            unknown.append(word)
-        else:
-            values.append(word)
-    return given, unknown
+    if names is not None:
+        several: Any = list[str] | dict[str, str] | str
+        check_early(
+            command, _keys(command, words, {**dict.fromkeys(names, str), **dict.fromkeys(SOURCES, several)})[0]
+        )
 
 
 def flag_parser(command: str) -> Any:
@@ -202,98 +181,82 @@ def _imported(name: tuple[str, str]) -> Any:
 
 
 def read_arguments(command: str, words: Sequence[str]) -> Any:
-    """Return the arguments of a run: the keys of a recipe with flags over them, or texts with keys for a short run.
-
-    Args:
-        command: `"train"` or `"sft"`.
-        words: Words of the command line: texts or a recipe, then flags.
+    """Return the arguments of a run, `"train"` or `"sft"`: a recipe with flags over it, or texts with keys for a short run.
 
     Raises:
-        ValueError: If the words are no request.
+        ValueError: If the words of the command line are no request.
     """
     quiet = not is_main_process()
     arguments_class = _imported(_ARGUMENTS[command])
-    keys, is_recipe = _keys(command, words, partial(_parsed, command), typing.get_type_hints(arguments_class))
+    keys, is_recipe = _keys(command, words, typing.get_type_hints(arguments_class), flag_parser)
     chosen = {} if is_recipe else _short_run(command, keys, quiet)
     arguments = from_mapping(arguments_class, chosen | keys)
     if command == "train" and "num_train_epochs" in chosen and "num_train_epochs" not in keys:
         arguments.least_steps = _LEAST_STEPS
     if not quiet and "num_train_epochs" in keys and arguments.max_steps > 0:
-        print(
-            f"max_steps={arguments.max_steps} counts, and not num_train_epochs; --max_steps -1 lets epochs count",
-            file=sys.stderr,
-        )
+        steps = f"max_steps={arguments.max_steps} counts, and not num_train_epochs"
+        print(f"{steps}; --max_steps -1 lets epochs count", file=sys.stderr)
     return arguments
 
 
-def _parsed(command: str, words: Sequence[str], hints: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of flags by their keys, without defaults, and words of no key."""
-    # Flags that are not given stay None, and so differ from those that say what is the default.
-    unsaid = argparse.Namespace(**dict.fromkeys(hints))
-    try:
-        namespace, unknown = flag_parser(command).parse_known_args(list(words), unsaid)
-    except argparse.ArgumentError as error:
-        raise ValueError(f"{error}.") from None
-    return {key: value for key, value in vars(namespace).items() if value is not None}, unknown
-
-
 def _keys(
-    command: str,
-    words: Sequence[str],
-    parse: Callable[..., tuple[dict[str, Any], list[str]]],
-    hints: Mapping[str, Any],
+    command: str, words: Sequence[str], hints: Mapping[str, Any], parser_of: Callable[[str], Any] | None = None
 ) -> tuple[dict[str, Any], bool]:
-    """Return the keys that the words of a command line give, of which flags count before a recipe, and whether there is a recipe.
-
-    Args:
-        parse: Returns the values of flags by their keys, and words of no key, from words and `hints`.
-        hints: Types of the keys.
-
-    Raises:
-        ValueError: If a key is unknown, given by flag and by position, or missing.
-    """
+    """Return the keys that a command line gives, with values of their types if there is a parser, and whether there is a recipe."""
     first, flags = ("", words) if not words or words[0].startswith("-") else (words[0], words[1:])
     is_recipe = first.endswith((".yaml", ".yml"))
     if first and (Path(first) / "config.json").is_file():
         raise ValueError(f"{first!r} is a model, and texts are expected; run 'midus {command} TEXTS --model {first}'.")
     values = read_mapping(first) if is_recipe else {_TEXTS[command]: first} if first else {}
-    flags, left_out = _without_nulls(flags)
-    given, unknown = parse(flags, hints)
-    unknown += [f"--{key}" for key in left_out if key not in hints]
-    listed = f"'midus {command} --help' lists the keys."
-    for word in unknown:
-        raise ValueError(f"{word.partition('=')[0]!r} is no key; expected --KEY VALUE. {listed}")
-    for key in values:
-        if key not in hints:
-            raise ValueError(f"{first} has the key {key!r}, which midus {command} does not have. {listed}")
-    given = {key: _said(key, hints.get(key, str), value) for key, value in given.items()} | dict.fromkeys(left_out)
-    if not is_recipe:
-        for key in given.keys() & values.keys():
-            raise ValueError(f"{key} is given twice, by {first!r} and by --{key}; expected it once. Leave one out.")
+    said = _words_by_key(flags, values, hints, f"See 'midus {command} --help'.")
+    given: dict[str, Any] = {key: words for key, words in said.items() if words != ["null"]}
+    if parser_of is not None:
+        # Flags that are not given stay None, and so differ from those that say what is the default.
+        unsaid = argparse.Namespace(**dict.fromkeys(hints))
+        try:
+            line = [word for key, words in given.items() for word in _flag(key, words)]
+            parsed, unknown = parser_of(command).parse_known_args(line, unsaid)
+        except argparse.ArgumentError as error:
+            raise ValueError(f"{error}.") from None
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is no value of a key; expected --KEY VALUE.")
+        given = {key: value for key, value in vars(parsed).items() if value is not None}
+    given = {key: _said(key, hints.get(key, str), value) for key, value in given.items()}
+    given |= {key: None for key, words in said.items() if words == ["null"]}  # which the parser does not know
+    for key in given.keys() & values.keys() if not is_recipe else ():
+        raise ValueError(f"{key} is given twice, by {first!r} and by --{key}; expected it once. Leave one out.")
     keys = values | given
     if not is_recipe and "output_dir" not in keys:
-        raise ValueError(
-            f"--output is missing; run 'midus {command} TEXTS --model MODEL --output DIR', or give a recipe, a .yaml file."
-        )
+        usage = f"midus {command} TEXTS --model MODEL --output DIR"
+        raise ValueError(f"--output is missing; run '{usage}', or give a recipe, a .yaml file.")
     return keys, is_recipe
 
 
-def _without_nulls(flags: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return flags without those of the value null, which `HfArgumentParser` does not know, and the keys of these."""
-    kept: list[str] = []
-    nulls = []
+def _flag(key: str, words: list[str]) -> list[str]:
+    return [f"--{key}={words[0]}"] if len(words) == 1 else [f"--{key}", *words]  # one word may begin with a dash
+
+
+def _words_by_key(
+    flags: Sequence[str], recipe: Mapping[str, Any], hints: Mapping[str, Any], see: str
+) -> dict[str, list[str]]:
+    """Return the words behind each flag by its key, and refuse what is no key, of the recipe too."""
+    said: dict[str, list[str]] = {}
+    names = {name: name for name in recipe}
+    words: list[str] | None = None
     for word in flags:
-        if word == "null" and kept and kept[-1].startswith("--"):
-            nulls.append(kept.pop())
-        elif word.startswith("--") and word.endswith("=null"):
-            nulls.append(word.partition("=")[0])
+        name, equals, value = word.partition("=")
+        if word.startswith("--"):
+            key = _SHORT_NAMES.get(name, name[2:].replace("-", "_"))
+            words = said[key] = [value] if equals else []
+            names[name] = key if key in hints else key.removeprefix("no_")
+        elif words is None:
+            names[name] = ""
         else:
-            kept.append(word)
-    return kept, [_key_of(flag) for flag in nulls]
-
-
-def _key_of(flag: str) -> str:
-    return _SHORT_NAMES.get(flag, flag[2:].replace("-", "_"))
+            words.append(word)
+    for name, key in names.items():
+        if key not in hints:
+            raise ValueError(f"{name!r} is no key; expected --KEY VALUE (KEY: VALUE in a recipe). {see}")
+    return said
 
 
 def _said(key: str, hint: Any, value: Any) -> Any:

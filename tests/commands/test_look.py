@@ -364,7 +364,7 @@ REFUSALS = [
     ("usage TRAINED", "Missing option '--text'. See 'midus look usage --help'."),
     ("drift TRAINED BASE TEXT", "Got unexpected extra argument(s) (BASE)"),
     ("drift BASE TEXT", "base was not made by upscale: its config.json has no 'upscale' entry. Give an upscaled"),
-    ("page TRAINED TEXT", "Missing option '--output'. See 'midus look page --help'."),
+    ("page TRAINED TEXT", "--output is missing; page needs it, such as --output page.html."),
     ("ablation BASE TEXT", "this llama model has no layer and no memory that was added to a base; expected"),
     ("ablation CHAPTERS TEXT --layer 1 --head 1", "No such option: --layer"),
     ("depth DEPTH TEXT --layer 1", "layer and head name one head together; expected both or neither. Give the other"),

@@ -103,7 +103,10 @@ def test_a_folder_of_texts_trains_a_model(tmp_path, monkeypatch, capsys):
         (["notes", "--output", "o"], "config has no 'model_name_or_path'; set it in the recipe, or by --model."),
         (["{model}"], "model' is a model, and texts are expected; run 'midus train TEXTS --model"),
         (["corpus=notes", "--model", "{model}", "--output", "o"], "corpus is 'corpus=notes', which does not exist"),
-        (["notes", "--lr", "1e-4", "--model", "m", "--output", "o"], "'--lr' is no key; expected --KEY VALUE. 'midus"),
+        (
+            ["notes", "--lr", "1e-4", "--model", "m", "--output", "o"],
+            "'--lr' is no key; expected --KEY VALUE (KEY: VALUE",
+        ),
         (["notes", "--corpus", "other"], "corpus is given twice, by 'notes' and by --corpus; expected it once. Leave"),
         (["absent.yaml"], "config is 'absent.yaml', which cannot be read"),
         (["nowhere/x.txt", "--model", "{model}", "--output", "o"], "corpus is 'nowhere/x.txt', which does not exist"),

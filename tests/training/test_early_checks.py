@@ -116,9 +116,9 @@ MODEL, CORPUS, CHATS = "--model_name_or_path=model", "--corpus=texts.jsonl", "--
 @pytest.mark.parametrize(
     ("command", "words", "message"),
     [
-        ("train", ["recipe.yaml", MODEL, CORPUS, "--max_step=1"], "'--max_step' is no key; expected --KEY VALUE. 'midus train --h"),
-        ("train", ["recipe.yaml", "max_steps=1", MODEL, CORPUS], "'max_steps' is no key; expected --KEY VALUE."),
-        ("train", ["misspelt.yaml", MODEL, CORPUS], "misspelt.yaml has the key 'max_step', which midus train does not have. 'm"),
+        ("train", ["recipe.yaml", MODEL, CORPUS, "--max_step=1"], "'--max_step' is no key; expected --KEY VALUE (KEY: VALUE in a "),
+        ("train", ["recipe.yaml", "max_steps=1", MODEL, CORPUS], "'max_steps' is no key; expected --KEY VALUE (KEY: VALUE in a recipe)"),
+        ("train", ["misspelt.yaml", MODEL, CORPUS], "'max_step' is no key; expected --KEY VALUE (KEY: VALUE in a recipe)"),
         ("train", ["recipe.yaml", CORPUS], "config has no 'model_name_or_path'; set it in the recipe, or by --model."),
         ("train", ["recipe.yaml", MODEL], "config has no 'corpus'; set it in the recipe, or by --corpus."),
         ("train", ["recipe.yaml", MODEL, "--corpus=no.txt"], "corpus is 'no.txt', which does not exist; expected a file"),
@@ -127,7 +127,7 @@ MODEL, CORPUS, CHATS = "--model_name_or_path=model", "--corpus=texts.jsonl", "--
         ("train", ["recipe.yaml", MODEL, CORPUS, "--output_dir=model/x"], "output_dir is 'model/x', which lies in the model_na"),
         ("train", ["recipe.yaml", MODEL, "--corpus=wrong.jsonl"], "corpus 'wrong.jsonl' has no column 'text', only txt; set te"),
         ("train", ["recipe.yaml", MODEL, CORPUS, "--report_to=dvclive"], "report_to is 'dvclive', which needs the package dvcl"),
-        ("sft", ["recipe.yaml", MODEL, CHATS, "--max_lenght=1"], "'--max_lenght' is no key; expected --KEY VALUE. 'midus sft --he"),
+        ("sft", ["recipe.yaml", MODEL, CHATS, "--max_lenght=1"], "'--max_lenght' is no key; expected --KEY VALUE (KEY: VALUE in a "),
         ("sft", ["recipe.yaml", MODEL, CHATS], "dataset_name is 'texts.jsonl', whose rows have text; expected the columns o"),
         ("sft", ["recipe.yaml", MODEL], "config has no 'dataset_name'; set it in the recipe, or by --dataset_name."),
         ("eval", ["model", "--text", "no.txt"], "text is 'no.txt', which does not exist; expected a file, a folder or a da"),

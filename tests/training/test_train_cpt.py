@@ -79,7 +79,7 @@ def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_p
         ),
         (
             "--learning_rte=1",
-            "midus train: '--learning_rte' is no key; expected --KEY VALUE. 'midus train --help' lists the keys.",
+            "midus train: '--learning_rte' is no key; expected --KEY VALUE (KEY: VALUE in a recipe). See 'midus train --help'.",
         ),
         pytest.param(
             "--attn_implementation=flash_attention_2",

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
+
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.look.request import (
     DepthRequest,
@@ -27,12 +29,11 @@ MaxTokens = Annotated[int | None, option("Tokens of each text to read.  [default
 BatchSize = Annotated[int, option("Rows per forward pass.", "N")]
 Retriever = Annotated[str | None, option("Tree of topics by which texts fetch blocks.", "TREE")]
 Dtype = Annotated[str, option("auto, float32, bfloat16 or float16.", "NAME")]
-Base = Annotated[str, option("Base to compare with; self: MODEL without added parts.", "MODEL")]
 Output = Annotated[list[Path] | None, option("Write .html, .png, .pdf, .csv or .json.", "FILE")]
 
 
-@app.command()
-def usage(
+def of_texts(
+    context: typer.Context,
     model: Model,
     text: Text,
     column: Column = "text",
@@ -45,14 +46,15 @@ def usage(
     output: Output = None,
     json_: Json = False,
 ) -> None:
-    """Show slots, chapters and blocks that texts use, and how evenly."""
-    _answer("usage", TextRequest, **locals())
+    """Answer a question about a model and texts."""
+    _answer(TextRequest, **locals())
 
 
-@app.command()
-def ablation(
+def of_base(
+    context: typer.Context,
     model: Model,
     text: Text,
+    base: Annotated[str, option("Base to compare with; self: MODEL without added parts.", "MODEL")] = "self",
     column: Column = "text",
     sequence_length: Length = None,
     max_tokens: MaxTokens = None,
@@ -63,31 +65,18 @@ def ablation(
     output: Output = None,
     json_: Json = False,
 ) -> None:
-    """Show the loss of texts without each part."""
-    _answer("ablation", TextRequest, **locals())
+    """Answer a question about a model, its base and texts."""
+    _answer(DriftRequest, **locals())
 
 
-@app.command()
-def drift(
-    model: Model,
-    text: Text,
-    base: Base = "self",
-    column: Column = "text",
-    sequence_length: Length = None,
-    max_tokens: MaxTokens = None,
-    batch_size: BatchSize = 4,
-    retriever: Retriever = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    output: Output = None,
-    json_: Json = False,
-) -> None:
-    """Show how far predictions moved from the base's."""
-    _answer("drift", DriftRequest, **locals())
+app.command("usage", help="Show slots, chapters and blocks that texts use, and how evenly.")(of_texts)
+app.command("ablation", help="Show the loss of texts without each part.")(of_texts)
+app.command("drift", help="Show how far predictions moved from the base's.")(of_base)
 
 
 @app.command()
 def heads(
+    context: typer.Context,
     models: Annotated[list[str], model_argument("Models, compared side by side.", "MODEL...")],
     tasks: Annotated[str, option("Tasks of lm-eval, separated by commas.", "NAMES")],
     data: Annotated[str | None, option("Folder with the questions of local tasks.", "DIR")] = None,
@@ -98,11 +87,12 @@ def heads(
     json_: Json = False,
 ) -> None:
     """Show how much each head matters for answers of tasks."""
-    _answer("heads", HeadsRequest, **locals())
+    _answer(HeadsRequest, **locals())
 
 
 @app.command()
 def depth(
+    context: typer.Context,
     model: Model,
     text: Text,
     layer: Annotated[int | None, option("Draw what a head of this layer reads.", "N")] = None,
@@ -118,11 +108,12 @@ def depth(
     json_: Json = False,
 ) -> None:
     """Show what heads read of earlier layers (moda)."""
-    _answer("depth", DepthRequest, **locals())
+    _answer(DepthRequest, **locals())
 
 
 @app.command()
 def touched(
+    context: typer.Context,
     model: Model,
     text: Text,
     prove: Annotated[bool, flag("--prove", "Also compute untouched documents with and without the memory.")] = False,
@@ -133,36 +124,27 @@ def touched(
     json_: Json = False,
 ) -> None:
     """Show where texts read a memory of known n-grams (engram)."""
-    _answer("touched", TouchedRequest, **locals())
+    _answer(TouchedRequest, **locals())
 
 
-@app.command()
-def page(
-    model: Model,
-    text: Text,
-    output: Annotated[list[Path], option("Write .html, .png, .pdf, .csv or .json.", "FILE")],
-    base: Base = "self",
-    column: Column = "text",
-    sequence_length: Length = None,
-    max_tokens: MaxTokens = None,
-    batch_size: BatchSize = 4,
-    retriever: Retriever = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    json_: Json = False,
-) -> None:
-    """Write usage, depth, ablation and drift on one page, into --output."""
-    _answer("page", DriftRequest, **locals())
+app.command("page", help="Write usage, depth, ablation and drift on one page, into --output.")(of_base)
 
 
 def _answer(
-    question: str, request_class: type[ModelRequest], *, output: list[Path] | None, json_: bool, **options: Any
+    request_class: type[ModelRequest],
+    *,
+    context: typer.Context,
+    output: list[Path] | None,
+    json_: bool,
+    **options: Any,
 ) -> None:
-    """Answer a question: print tables or JSON, and write the files of --output."""
+    """Answer the question that the command is named after: print tables or JSON, and write the files of --output."""
     from midus_hf.look.page import DRAWN_SUFFIXES, FILE_SUFFIXES
 
-    files = output or []
+    question, files = str(context.command.name), output or []
     with contextlib.redirect_stdout(sys.stderr):
+        if question == "page" and not files:
+            raise ValueError("--output is missing; page needs it, such as --output page.html.")
         for path in files:  # before the model is loaded
             check_file("output", path, FILE_SUFFIXES, DRAWN_SUFFIXES)
         request = request_class(**options)
