@@ -117,7 +117,7 @@ MODEL, CORPUS, CHATS = "--model_name_or_path=model", "--corpus=texts.jsonl", "--
     ("command", "words", "message"),
     [
         ("train", ["recipe.yaml", MODEL, CORPUS, "--max_step=1"], "'--max_step' is no key; expected --KEY VALUE (KEY: VALUE in a "),
-        ("train", ["recipe.yaml", "max_steps=1", MODEL, CORPUS], "'max_steps' is no key; expected --KEY VALUE (KEY: VALUE in a recipe)"),
+        ("train", ["recipe.yaml", "max_steps=1", MODEL, CORPUS], "'max_steps' is no key; expected --KEY VALUE (KEY: VALUE in a rec"),
         ("train", ["misspelt.yaml", MODEL, CORPUS], "'max_step' is no key; expected --KEY VALUE (KEY: VALUE in a recipe)"),
         ("train", ["recipe.yaml", CORPUS], "config has no 'model_name_or_path'; set it in the recipe, or by --model."),
         ("train", ["recipe.yaml", MODEL], "config has no 'corpus'; set it in the recipe, or by --corpus."),
