@@ -7,9 +7,9 @@ import torch
 from config.reading import SIZES, read_entry
 from tiny import FAMILIES, save_tiny_model
 
-from midus_hf.config.memories import MEMORY_TYPES
-from midus_hf.config.memories.headwise import HeadwiseOptions
-from midus_hf.config.memory_entries import read_memories
+from midus_hf.memories.entries import read_memories
+from midus_hf.memories.headwise.options import HeadwiseOptions
+from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.models import FAMILIES as HOSTS
 from upscalers.checkpoint.base_model import open_base
 from upscalers.request.errors import RequestError

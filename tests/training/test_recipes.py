@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from midus_hf import models  # noqa: F401 - registers the families that host memory
 from midus_hf.cli.flops import count_parameters
 from midus_hf.cli.train import read_arguments
-from midus_hf.config.memories.chapters import PAPER, ChaptersOptions
-from midus_hf.config.memories.ultramem import UltraMemOptions
-from midus_hf.config.memory_entries import read_memories
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.yaml_options import read_mapping
+from midus_hf.memories.chapters.options import PAPER, ChaptersOptions
+from midus_hf.memories.entries import read_memories
+from midus_hf.memories.ultramem.options import UltraMemOptions
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.run import train

@@ -5,11 +5,11 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from midus_hf.config.memories import MEMORY_TYPES
-from midus_hf.config.memories.headwise import HeadwiseOptions
-from midus_hf.config.memories.hierarchical import HierFFNOptions
-from midus_hf.config.memory_types import MemoryOptions
 from midus_hf.config.options import describe_options, option
+from midus_hf.memories.headwise.options import HeadwiseOptions
+from midus_hf.memories.hierarchical.options import HierFFNOptions
+from midus_hf.memories.options import MemoryOptions
+from midus_hf.memories.registry import MEMORY_TYPES
 from tests.upscalers.checkpoints import SMALL_MEMORY, save_base
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
 from upscalers.methods.contract import METHODS, get_method, register_method
