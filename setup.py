@@ -7,12 +7,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
-from setuptools.command.build_py import build_py
 
-ROOT = Path(__file__).parent
-RECIPES = [
-    path.relative_to(ROOT) for kind in ("train", "sft") for path in sorted((ROOT / "configs" / kind).glob("*.yaml"))
-]
 NATIVE = runpy.run_path(str(Path(__file__).parent / "midus_hf" / "ops" / "dispatch" / "native" / "build.py"))
 
 
@@ -21,24 +16,6 @@ class WheelOfEveryPython(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         return ("py3", "none", super().get_tag()[2])
-
-
-class BuildWithRecipes(build_py):
-    """The packages, with the recipes of `configs` beside them, which `midus train --print-config` prints."""
-
-    def run(self) -> None:
-        super().run()
-        if not self.editable_mode:
-            for recipe in RECIPES:
-                self.copy_file(str(ROOT / recipe), self._target(recipe))
-
-    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        return [*super().get_outputs(include_bytecode), *map(self._target, RECIPES)]
-
-    def _target(self, recipe: Path) -> str:
-        target = Path(self.build_lib, "midus_hf", recipe)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        return str(target)
 
 
 class BuildLibraries(build_ext):
@@ -68,5 +45,5 @@ setup(
     ext_modules=[
         Extension(f"midus_hf.ops.dispatch.native.native_{name}", sources=[], optional=True) for name in variants
     ],
-    cmdclass={"bdist_wheel": WheelOfEveryPython, "build_ext": BuildLibraries, "build_py": BuildWithRecipes},
+    cmdclass={"bdist_wheel": WheelOfEveryPython, "build_ext": BuildLibraries},
 )

@@ -66,8 +66,11 @@ def main() -> None:
         return measured["models"]
 
     before = evaluate("before", "base and upscaled model", 60, base, upscaled)
-    train = [BIN / "midus", "train", recipe, f"model_name_or_path={upscaled}", f"output_dir={trained}"]
-    train += [f"corpus={corpus.train}", f"eval_text={json.dumps({name: str(path) for name, path in texts.items()})}"]
+    train = [BIN / "midus", "train", recipe, f"--model_name_or_path={upscaled}", f"--output_dir={trained}"]
+    train += [
+        f"--corpus={corpus.train}",
+        f"--eval_text={json.dumps({name: str(path) for name, path in texts.items()})}",
+    ]
     train += schedule(steps, 5, trained)
     phases.run(
         "training", f"training the new layers for {steps} steps", 12 * steps, *train, makes=trained, steps=steps

@@ -41,7 +41,7 @@ def main() -> None:
     upscaled, tuned = output / "upscaled", output / "tuned"
     upscale = [BIN / "upscale", "--config", CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled]
     phases.run("upscale", "upscaling SmolLM2-135M with midus-hml", 30, *upscale, makes=upscaled)
-    settings = [f"model_name_or_path={upscaled}", f"output_dir={tuned}", f"dataset_name={data.train}"]
+    settings = [f"--model_name_or_path={upscaled}", f"--output_dir={tuned}", f"--dataset_name={data.train}"]
     settings += schedule(steps, None, tuned)
     sft = [BIN / "midus", "sft", recipe, *settings]
     phases.run("training", f"fine-tuning the new layers for {steps} steps", 10 * steps, *sft, makes=tuned, steps=steps)

@@ -55,8 +55,8 @@ def main() -> None:
     upscale = [BIN / "upscale", "--config", CONFIGS / "upscale" / "demo.yaml", "--base", arguments.base]
     upscale += ["--output", upscaled]
     phases.run("upscale", f"upscaling {arguments.base} with midus-hml", 30, *upscale, makes=upscaled)
-    train = [BIN / "midus", "train", recipe, f"model_name_or_path={upscaled}", f"output_dir={model}"]
-    train += [f"corpus={corpus.train}", f"eval_text={json.dumps(texts)}", *schedule(steps, 2, model)]
+    train = [BIN / "midus", "train", recipe, f"--model_name_or_path={upscaled}", f"--output_dir={model}"]
+    train += [f"--corpus={corpus.train}", f"--eval_text={json.dumps(texts)}", *schedule(steps, 2, model)]
     phases.run("training", f"training the new layers for {steps} steps", 10 * steps, *train, makes=model, steps=steps)
     phases.run("load", "loading the checkpoint without the package", 30, sys.executable, "-c", LOADS, model)
     strip = [BIN / "upscale", "strip", model, "--output", stripped]

@@ -206,15 +206,15 @@ def schedule(steps: int, times: int | None, output: Path) -> list[str]:
     A run that goes on from a checkpoint in `output` has measured its start.
     """
     keys = [
-        f"max_steps={steps}",
-        f"save_steps={math.ceil(steps / 5)}",
-        "save_total_limit=1",
-        "resume_from_checkpoint=auto",
+        f"--max_steps={steps}",
+        f"--save_steps={math.ceil(steps / 5)}",
+        "--save_total_limit=1",
+        "--resume_from_checkpoint=auto",
     ]
     if times is not None:
         starts = not output.is_dir() or latest_whole(output) is None
-        keys += [f"eval_steps={math.ceil(steps / times)}", f"eval_on_start={str(starts).lower()}"]
-    return [*keys, "disable_tqdm=true"]
+        keys += [f"--eval_steps={math.ceil(steps / times)}", f"--eval_on_start={str(starts).lower()}"]
+    return [*keys, "--disable_tqdm=true"]
 
 
 def duration(seconds: float) -> str:

@@ -36,7 +36,7 @@ def run(*words):
     return done.stdout
 
 run("upscale", "--base", "base", "--method", "midus-hml", "--num-new-layers", "2", "--output", "upscaled")
-assert "model_name_or_path" in run("midus", "train", "--print-config", "midus-hml")
+assert "--model_name_or_path" in run("midus", "train", "--help")
 assert "midus-hml" in run("upscale", "methods")
 tokens = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
 expected = LlamaForCausalLM.from_pretrained("base").generate(tokens, max_new_tokens=8, do_sample=False)
@@ -64,7 +64,7 @@ if len(sys.argv) > 1:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w2").save_pretrained("upscaled")
     Path("texts.txt").write_text(" ".join(f"w{3 + number * number % 61}" for number in range(2000)))
-    run("midus", "train", "texts.txt", "--model", "upscaled", "--output", "trained", "max_steps=2", "sequence_length=16")
+    run("midus", "train", "texts.txt", "--model", "upscaled", "--output", "trained", "--max_steps=2", "--sequence_length=16")
     assert "perplexity" in run("midus", "eval", "upscaled", "trained", "--text", "texts.txt", "--sequence-length", "16")
     trained = "trained"
 run("upscale", "strip", trained, "--output", "again")

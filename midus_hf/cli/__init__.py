@@ -1,1 +1,1 @@
-"""The command lines. No module imports torch or transformers before it has read its command line, so that help comes at once."""
+"""The command lines. No module imports torch or transformers before it needs them, so that mistakes are told at once."""

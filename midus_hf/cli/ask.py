@@ -93,7 +93,7 @@ def _fetched(loaded: "PreTrainedModel", name: str, question: str) -> dict[str, A
     tree = next((folder for folder in folders if all((folder / file).is_file() for file in TREE_FILES)), None)
     if tree is None:
         print(
-            f"no block is read: {name} has no tree of topics beside its bank; midus train saves the one of tree=TREE",
+            f"no block is read: {name} has no tree of topics beside its bank; midus train saves the one of --tree",
             file=sys.stderr,
         )
         return {}

@@ -12,11 +12,10 @@ A command ends with an exit status. If the status is not 0, one line on standard
 
 import contextlib
 import os
-import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, TextIO
 
@@ -27,21 +26,6 @@ from midus_hf.version import __version__
 
 FAILED, WRONG_REQUEST = 1, 2
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
-
-# What follows a message about a word that a command does not know, by the command and the word, or the kind of word.
-_HINTS = {
-    ("upscale", "--model"): "The base is given by --base.",
-    ("upscale", "option"): "Options of a method are given by --set, such as --set k=8.",
-    ("upscale", "command"): "Run 'upscale --base BASE --method NAME --output DIR'.",
-    ("midus", "methods"): "Run 'upscale methods'.",
-    ("midus", "bank"): "Run 'midus edit blocks MODEL', or 'midus edit delete MODEL --node LEVEL:NODE --output DIR'.",
-    ("midus train", "--corpus"): "Texts stand first: 'midus train TEXTS --model MODEL --output DIR'.",
-    ("midus sft", "--dataset_name"): "Chats stand first: 'midus sft CHATS --model MODEL --output DIR'.",
-    ("midus ask", "argument"): "Put the question in quotes.",
-    ("midus look", "command"): "A question comes first, such as 'midus look usage MODEL --text TEXTS'.",
-    ("midus edit", "command"): "An edit comes first, such as 'midus edit list MODEL'.",
-}
-_UNKNOWN = re.compile(r"(?:No such|Got unexpected extra) (option|command|argument)s?[ :('\"]+([^\s'\")]+)")
 
 
 def command_line(help: str | None = None, **settings: Any) -> typer.Typer:
@@ -71,7 +55,6 @@ def run_command(
     *,
     name: str,
     raises: bool = False,
-    keys: Callable[[], set[str]] | None = None,
 ) -> int:
     """Run a command line, and print one line that opens with the command's name if the work is not done.
 
@@ -85,7 +68,6 @@ def run_command(
         name: The program's name, as the help shows it.
         raises: Whether unexpected errors are raised, for a traceback. Default: false, and then unexpected errors end with status
             1, but a `ValueError`, which means that the request is wrong, with status 2.
-        keys: Function that returns the keys that words `KEY=VALUE` of the command may have. Default: the command takes no keys.
 
     Returns:
         The exit status.
@@ -121,8 +103,7 @@ def run_command(
                     return 0
                 message = error.format_message()
                 stop = "" if message.endswith((".", "?")) else "."
-                hint = _hint(path, message, keys)
-                status, line = WRONG_REQUEST, f"{message}{stop} {hint} See '{path} --help'."
+                status, line = WRONG_REQUEST, f"{message}{stop} See '{path} --help'."
             elif raises:
                 raise
             elif isinstance(error, ValueError):
@@ -134,21 +115,6 @@ def run_command(
     if line is not None and is_main_process():
         print(f"{path}: {' '.join(without_secrets(line).split())}", file=sys.stderr)
     return status
-
-
-def _hint(path: str, message: str, keys: Callable[[], set[str]] | None) -> str:
-    """Return what follows a message about a word that a command does not know, or nothing. Arguments are as in `run_command`."""
-    unknown = _UNKNOWN.match(message)
-    if unknown is None:
-        return ""
-    kind, word = unknown.groups()
-    key = word.removeprefix("--").replace("-", "_")
-    for known in (word, f"--{key}"):
-        if (path, known) in _HINTS:
-            return _HINTS[path, known]
-    if kind == "option" and keys is not None and key in keys():
-        return f"It is a key: {key}=VALUE, without dashes, behind the first word."
-    return "" if "Did you mean" in message else _HINTS.get((path, kind), "")
 
 
 def is_main_process() -> bool:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from midus_hf.cli.command_line import FAILED, Ending, command_line, run_command
-from midus_hf.cli.options import Json, argument, flag, needing_harness, option, read_recipe, show, show_tables
-from midus_hf.cli.training.command import Overrides
+from midus_hf.cli.options import Json, argument, flag, needing_harness, option, show, show_tables
+from midus_hf.config.yaml_options import read_config
 
 if TYPE_CHECKING:
     from midus_hf.compare.options import Comparison
@@ -20,8 +20,14 @@ app = command_line()
 
 @app.command()
 def midus_compare(
-    config: Annotated[str, argument("YAML file of a comparison; some are in configs/compare.", "CONFIG")],
-    overrides: Overrides = None,
+    config: Annotated[
+        list[Path],
+        argument("YAML file of a comparison, as in configs/compare; later files replace keys.", "CONFIG..."),
+    ],
+    set_: Annotated[
+        list[str] | None,
+        option("A key in place of the files', such as train.max_steps=9; repeat for more.", "KEY=VALUE", "--set"),
+    ] = None,
     jobs: Annotated[int, option("Runs at a time; they share the processor's cores.", "N")] = 1,
     devices: Annotated[
         str | None, option("GPUs such as 0,1, with one run at a time on each.  [default: all, for one run]", "LIST")
@@ -44,7 +50,7 @@ def midus_compare(
         from midus_hf.compare.runs import check
         from midus_hf.compare.variants import plan
 
-        comparison, variants = plan(read_recipe(Comparison, config, overrides or []))
+        comparison, variants = plan(read_config(Comparison, config, set_ or []))
         if not report_only:
             with needing_harness():
                 check(comparison, variants)

@@ -1,30 +1,20 @@
 """`midus edit`: change what the memories of a checkpoint hold: chapters, or blocks of a bank."""
 
-import dataclasses
 from functools import partial
 from typing import Annotated, Any
 
-import typer
-
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Json, argument, flag, option, options_of, show, show_tables
+from midus_hf.cli.options import Json, argument, flag, option, show, show_tables
 from midus_hf.config.wording import first_few
 
 Model = Annotated[str, argument("A checkpoint that upscale made; it stays as it is.", "DIR")]
 Chapters = Annotated[str, option("Chapters by number, such as 3,7-9.", "LIST")]
 Memory = Annotated[str | None, option("One of several memories.  [default: all, or the only one]", "NAME")]
 
+Output = Annotated[str, option("Folder to make.", "PATH")]
+Overwrite = Annotated[bool, flag("--overwrite", "Replace what upscale or this command wrote.")]
+
 app = command_line("Change what the memories of a checkpoint hold: chapters, or blocks of a bank.")
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Edit:
-    """Options of every edit."""
-
-    model: Model
-    output: Annotated[str, option("Folder to make.", "PATH")]
-    memory: Memory = None
-    overwrite: Annotated[bool, flag("--overwrite", "Replace what upscale or this command wrote.")] = False
 
 
 @app.command("list")
@@ -45,45 +35,57 @@ def blocks(model: Model, memory: Memory = None, json_: Json = False) -> None:
 
 
 @app.command()
-@options_of(_Edit)
-def zero(context: typer.Context, *, options: dict[str, Any], chapters: Chapters, json_: Json = False) -> None:
+def zero(
+    model: Model,
+    output: Output,
+    chapters: Chapters,
+    memory: Memory = None,
+    overwrite: Overwrite = False,
+    json_: Json = False,
+) -> None:
     """Set rows of chapters to zero; routers still open them."""
     from upscalers.edits import chapters as edits
 
-    _show_edit(edits.zero(_request(options), chapters), json_)
+    _show_edit(edits.zero(_request(model, output, memory, overwrite), chapters), json_)
 
 
 @app.command()
-@options_of(_Edit)
-def prune(context: typer.Context, *, options: dict[str, Any], chapters: Chapters, json_: Json = False) -> None:
+def prune(
+    model: Model,
+    output: Output,
+    chapters: Chapters,
+    memory: Memory = None,
+    overwrite: Overwrite = False,
+    json_: Json = False,
+) -> None:
     """Take chapters out; later chapters move up."""
     from upscalers.edits import chapters as edits
 
-    _show_edit(edits.prune(_request(options), chapters), json_)
+    _show_edit(edits.prune(_request(model, output, memory, overwrite), chapters), json_)
 
 
 @app.command()
-@options_of(_Edit)
 def quantise(
-    context: typer.Context,
-    *,
-    options: dict[str, Any],
+    model: Model,
+    output: Output,
+    memory: Memory = None,
+    overwrite: Overwrite = False,
     bits: Annotated[int, option("Bits of quantised rows: 8 or 4.", "N")] = 8,
     json_: Json = False,
 ) -> None:
     """Round banks of chapters to integers with a scale per row. Quantised banks need less room, and do not train."""
     from upscalers.edits import chapters as edits
 
-    _show_edit(edits.quantise(_request(options), bits), json_)
+    _show_edit(edits.quantise(_request(model, output, memory, overwrite), bits), json_)
 
 
 @app.command()
-@options_of(_Edit)
 def delete(
-    context: typer.Context,
-    *,
-    options: dict[str, Any],
+    model: Model,
+    output: Output,
     node: Annotated[list[str], option("Block, LEVEL:NODE or LEVEL:generic; may be repeated.", "NODE")],
+    memory: Memory = None,
+    overwrite: Overwrite = False,
     subtree: Annotated[bool, flag("--subtree", "Blocks of all nodes below as well.")] = False,
     json_: Json = False,
 ) -> None:
@@ -93,7 +95,7 @@ def delete(
     """
     from upscalers.edits import banks
 
-    result = banks.delete(_request(options), node, subtree)
+    result = banks.delete(_request(model, output, memory, overwrite), node, subtree)
     deleted = [f"{len(blocks):,} blocks of {name}" for name, blocks in result["banks"].items()]
     centroids = result["centroids"] or {}
     lines = [f"{result['output']}: deleted {' and '.join(deleted)}"]
@@ -106,12 +108,12 @@ def delete(
     show(result, json_, lambda _: print("\n".join(lines)))
 
 
-def _request(options: dict[str, Any]) -> Any:
+def _request(model: str, output: str, memory: str | None, overwrite: bool) -> Any:
     """Return the request of an edit, whose progress is shown on a terminal."""
     from upscalers.console import Console
     from upscalers.edits.checkpoint_edit import EditRequest
 
-    return EditRequest(**options, progress=Console("midus edit"))
+    return EditRequest(model=model, output=output, memory=memory, overwrite=overwrite, progress=Console("midus edit"))
 
 
 def _print_blocks(listed: dict[str, Any]) -> None:

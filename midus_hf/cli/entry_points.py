@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 # The commands of `midus`, in the order of its help, and the module of each in this package.
 COMMANDS = {
-    "train": "training.train",
-    "sft": "training.sft",
+    "train": "train",
+    "sft": "sft",
     "eval": "evaluate",
     "ask": "ask",
     "compare": "compare",

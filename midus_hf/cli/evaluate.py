@@ -4,18 +4,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import (
-    Json,
-    model_argument,
-    needing_harness,
-    option,
-    options_of,
-    refuse_other_command,
-    show,
-)
+from midus_hf.cli.options import Device, Json, flag, model_argument, needing_harness, option, show
 from midus_hf.config.yaml_options import from_mapping, read_mapping
 from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.model_names import check_column, check_sources
@@ -24,12 +14,29 @@ app = command_line()
 
 
 @app.command()
-@options_of(EvaluationSettings)
 def midus_eval(
-    context: typer.Context,
     models: Annotated[list[str], model_argument("Folders or Hub ids, compared side by side.", "MODEL...")],
-    *,
-    options: dict[str, Any],
+    text: Annotated[str | None, option("File, folder or dataset id to measure perplexity on.", "PATH")] = None,
+    column: Annotated[str | None, option("Column that holds the text.  [default: text]", "NAME")] = None,
+    sequence_length: Annotated[int | None, option("Tokens per window of the text.  [default: 1024]", "N")] = None,
+    max_tokens: Annotated[
+        int | None, option("Tokens of the text to predict, spread evenly over it.  [default: all]", "N")
+    ] = None,
+    retriever: Annotated[str | None, option("Tree of topics by which models fetch blocks.", "TREE")] = None,
+    path_column: Annotated[str | None, option("Column with the path to fetch blocks by.", "NAME")] = None,
+    tasks: Annotated[list[str] | None, option("Tasks of lm-eval, separated by commas.", "NAMES")] = None,
+    data: Annotated[str | None, option("Folder with the questions of local tasks.", "DIR")] = None,
+    include_path: Annotated[str | None, option("Folder with more task files.", "DIR")] = None,
+    num_fewshot: Annotated[
+        int | None, option("Worked examples before a question.  [default: the task's]", "N")
+    ] = None,
+    limit: Annotated[int | None, option("Questions per task, from the first on.  [default: all]", "N")] = None,
+    batch_size: Annotated[int | None, option("Windows or requests per forward pass.  [default: 4]", "N")] = None,
+    dtype: Annotated[str | None, option("auto, float32, bfloat16 or float16.  [default: auto]", "NAME")] = None,
+    device: Device = None,
+    trust_remote_code: Annotated[
+        bool | None, flag("--trust-remote-code", "Run code that comes with a checkpoint.")
+    ] = None,
     config: Annotated[Path | None, option("YAML file of these keys; options win.", "FILE")] = None,
     json_: Json = False,
 ) -> None:
@@ -38,13 +45,12 @@ def midus_eval(
     With --data, the tasks atomic_numbers, boolq, commonsenseqa, facts, logiqa, mmlu,
     openbookqa and piqa take their questions from that folder. Others are lm-eval's own.
     """
-    if "tasks" in options:
-        names = ",".join(options["tasks"]).split(",")
-        options["tasks"] = [name.strip() for name in names if name.strip()]
-    keys = {} if config is None else read_mapping(config)
-    if config is not None:
-        refuse_other_command(EvaluationSettings, config)
-    settings = from_mapping(EvaluationSettings, {**keys, **options})
+    options = {key: value for key, value in locals().items() if value is not None}
+    for name in ("models", "config", "json_"):
+        options.pop(name, None)
+    if tasks is not None:
+        options["tasks"] = [name.strip() for name in ",".join(tasks).split(",") if name.strip()]
+    settings = from_mapping(EvaluationSettings, {**({} if config is None else read_mapping(config)), **options})
     if settings.text is not None:
         check_sources([("text", settings.text)])
         check_column("text", settings.text, settings.column)

@@ -1,25 +1,20 @@
 """Parts that commands share: options, checks of files, and how results are printed."""
 
 import contextlib
-import dataclasses
 import importlib.util
-import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from midus_hf.cli.command_line import WRONG_REQUEST, Ending
 from midus_hf.config.wording import install_extra
-from midus_hf.config.yaml_options import read_config, read_mapping
 from midus_hf.model_names import check_model_name
 
 if TYPE_CHECKING:
     from midus_hf.look.page import TableOfWords
-
-Options = TypeVar("Options")
 
 
 def option(help: str, metavar: str, *names: str, **settings: Any) -> Any:
@@ -52,71 +47,6 @@ def _checked_models(context: typer.Context, names: str | list[str] | None) -> st
 Column = Annotated[str, option("Column that holds the text.", "NAME")]
 Device = Annotated[str | None, option("Such as cpu or cuda:0.  [default: GPU, else cpu]", "NAME")]
 Json = Annotated[bool, flag("--json", "Print one JSON object on standard output.")]
-
-
-def options_of(settings: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that gives a command an option per field of a dataclass, in place of the parameter `options`.
-
-    `options` becomes the values that the command line has, by the names of their fields, without defaults. The command's first
-    parameter is its context.
-    """
-    fields = inspect.signature(settings).parameters
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        def run(context: typer.Context, **values: Any) -> None:
-            sources = {name: context.get_parameter_source(name) for name in fields}
-            of_fields = {name: values.pop(name) for name in fields}
-            written = [name for name, source in sources.items() if source and source.name != "DEFAULT"]
-            command(context, **values, options={name: of_fields[name] for name in written})
-
-        context, *own = (each for name, each in inspect.signature(command).parameters.items() if name != "options")
-        parameters = [
-            context,
-            *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*fields.values(), *own)),
-        ]
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
-        return run
-
-    return decorate
-
-
-# Command that a key points to, if the file is not for the command at hand. Of several keys, the first one here decides.
-_COMMAND_BY_KEY = {
-    "variants": "midus compare",
-    "corpus": "midus train",
-    "dataset_name": "midus sft",
-    "method": "upscale --config",
-    "tasks": "midus eval MODEL --config",
-}
-
-
-def read_recipe(options_class: type[Options], path: str | Path, overrides: Sequence[str]) -> Options:
-    """Return the options of a YAML file as a dataclass, as `midus_hf.config.yaml_options.read_config` does.
-
-    Raises:
-        ValueError: As `read_config`. If the file is for another command, the message names that command.
-    """
-    try:
-        return read_config(options_class, path, overrides)
-    except ValueError:
-        refuse_other_command(options_class, path, [word.partition("=")[0] for word in overrides])
-        raise
-
-
-def refuse_other_command(options_class: type, path: str | Path, keys: Iterable[str] = ()) -> None:
-    """Refuse a file that holds a key of another command, or is read with one, unless `options_class` has the key as well.
-
-    Raises:
-        ValueError: If it does. The message names that command.
-    """
-    present = {*read_mapping(path), *keys}
-    foreign_keys = [key for key in _COMMAND_BY_KEY if key in present]
-    fields: Any = dataclasses.fields(options_class)  # type: ignore[arg-type]
-    if foreign_keys and not any(field.name in foreign_keys for field in fields):
-        command = _COMMAND_BY_KEY[foreign_keys[0]]
-        raise ValueError(f"{path} has {foreign_keys[0]!r}, a key of another command; run '{command} {path}'.")
 
 
 def check_file(option: str, path: Path, suffixes: Sequence[str], drawn: Sequence[str] = ()) -> None:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from midus_hf.cli.command_line import FAILED, INTERRUPTED, Ending, command_line, run_command
-from midus_hf.cli.options import Json, argument, flag, option, options_of, refuse_other_command, show
-from midus_hf.config.yaml_options import read_mapping, read_yaml
+from midus_hf.cli.options import Json, argument, flag, option, show
+from midus_hf.config.yaml_options import read_mapping, read_settings
 from upscalers.record.report import PushError
 from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.request.options import parse_options
@@ -23,55 +23,57 @@ Overwrite = Annotated[bool, _OVERWRITE]
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Options:
-    """Options that a YAML file may hold as well. `placement` may be a list there."""
+class RunRequest:
+    """Keys of a YAML file, with the names and meanings of the arguments of `upscalers.upscale`. `placement` may be a list there."""
 
-    base: Annotated[str | None, option("Folder or hub id (owner/name, owner/name@revision).", "DIR_OR_HUB_ID")] = None
-    method: Annotated[str | None, option("See 'upscale methods'.", "NAME")] = None
-    output: Annotated[str | None, option("Folder to make; needed unless --dry-run.", "DIR")] = None
-    num_new_layers: Annotated[int | None, option("New layers.  [default: half the base's or so]", "K")] = None
+    base: str | None = None
+    method: str | None = None
+    output: str | None = None
+    num_new_layers: int | None = None
+    placement: Any = None
+    seed: int | None = None
+    dtype: str | None = None
+    max_shard_size: Any = None
+    dry_run: bool | None = None
+    verify: bool | None = None
+    overwrite: bool | None = None
+    push_to_hub: str | None = None
+    private: bool | None = None
+    adapter: str | None = None
+    options: dict | None = None
+
+
+@app.callback(invoke_without_command=True)
+def run(
+    context: typer.Context,
+    base: Annotated[str | None, option("Folder or hub id (owner/name, owner/name@revision).", "DIR_OR_HUB_ID")] = None,
+    method: Annotated[str | None, option("See 'upscale methods'.", "NAME")] = None,
+    output: Annotated[str | None, option("Folder to make; needed unless --dry-run.", "DIR")] = None,
+    num_new_layers: Annotated[int | None, option("New layers.  [default: half the base's or so]", "K")] = None,
     placement: Annotated[
-        Any,
+        str | None,
         option(
             "distributed, top-heavy, bottom-heavy, llama-pro, or indices in the result.  [default: the method's]",
             "POLICY|I,J,K",
-            parser=str,
         ),
-    ] = None
-    seed: Annotated[int | None, option("Seed of everything random.  [default: 0]", "N")] = None
-    dtype: Annotated[str | None, option("auto, float32, bfloat16 or float16.  [default: auto]", "DTYPE")] = None
-    max_shard_size: Annotated[Any, option("Largest size of an output file.  [default: 5GB]", "SIZE", parser=str)] = (
-        None
-    )
-    dry_run: Annotated[bool | None, flag("--dry-run", "Say what would be done; config.json suffices.")] = None
+    ] = None,
+    seed: Annotated[int | None, option("Seed of everything random.  [default: 0]", "N")] = None,
+    dtype: Annotated[str | None, option("auto, float32, bfloat16 or float16.  [default: auto]", "DTYPE")] = None,
+    max_shard_size: Annotated[str | None, option("Largest size of an output file.  [default: 5GB]", "SIZE")] = None,
+    dry_run: Annotated[bool | None, flag("--dry-run", "Say what would be done; config.json suffices.")] = None,
     verify: Annotated[
         bool | None,
         flag(
             "--verify/--no-verify",
             "Scan the base for NaN, and compare both models' logits, layer by layer in little memory.  [default: verify]",
         ),
-    ] = None
-    overwrite: Annotated[bool | None, _OVERWRITE] = None
-    push_to_hub: Annotated[str | None, option("Upload the result.", "REPO")] = None
-    private: Annotated[bool | None, flag("--private", "Upload to a private repository.")] = None
+    ] = None,
+    overwrite: Annotated[bool | None, _OVERWRITE] = None,
+    push_to_hub: Annotated[str | None, option("Upload the result.", "REPO")] = None,
+    private: Annotated[bool | None, flag("--private", "Upload to a private repository.")] = None,
     adapter: Annotated[
         str | None, option("Folder or hub id of a LoRA to merge into the base while it is read.", "DIR_OR_HUB_ID")
-    ] = None
-
-
-@dataclasses.dataclass(kw_only=True)
-class RunRequest(_Options):
-    """Keys of a YAML file, with the names and meanings of the arguments of `upscalers.upscale`."""
-
-    options: dict | None = None
-
-
-@app.callback(invoke_without_command=True)
-@options_of(_Options)
-def run(
-    context: typer.Context,
-    *,
-    options: dict[str, Any],
+    ] = None,
     config: Annotated[
         Path | None, option("YAML file with these options; the command line wins.", "FILE", "--config")
     ] = None,
@@ -91,9 +93,11 @@ def run(
     if not any(context.params.values()):
         print(context.get_help())
         return
+    keys = {field.name for field in dataclasses.fields(RunRequest)}
+    options = {key: value for key, value in context.params.items() if key in keys and value is not None}
     with refusing_requests():
         arguments = {**({} if config is None else _read_config_file(config)), **options}
-        arguments["options"] = {**(arguments.get("options") or {}), **_parse_settings(set_ or [])}
+        arguments["options"] = {**(arguments.get("options") or {}), **read_settings(set_ or [])}
     if isinstance(arguments.get("placement"), int):
         arguments["placement"] = [arguments["placement"]]
     for needed in ("base", "method"):
@@ -221,23 +225,8 @@ def shuffle(
     show(result, json_, print_edit)
 
 
-def _parse_settings(settings: list[str]) -> dict[str, Any]:
-    parsed: dict[str, Any] = {}
-    for setting in settings:
-        key, separator, value = setting.partition("=")
-        key = key.strip().replace("-", "_")
-        if not separator or not key:
-            raise RequestError(f"--set is {setting!r}; expected key=value.")
-        if key in parsed:
-            raise RequestError(f"--set {key} is given twice; expected each key once. Leave one out.")
-        parsed[key] = read_yaml(value, f"--set {setting!r}")
-    return parsed
-
-
 def _read_config_file(path: Path) -> dict[str, Any]:
-    content = read_mapping(path)
-    refuse_other_command(RunRequest, path)
-    options = vars(parse_options(RunRequest, content, f"--config {path}"))
+    options = vars(parse_options(RunRequest, read_mapping(path), f"--config {path}"))
     return {key: value for key, value in options.items() if value is not None}
 
 

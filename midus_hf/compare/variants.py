@@ -16,7 +16,7 @@ from midus_hf.compare.options import (
     rate_name,
 )
 from midus_hf.config.backbone import read_backbone
-from midus_hf.config.wording import near_matches
+from midus_hf.config.wording import one_of
 from midus_hf.config.yaml_options import read_mapping
 from midus_hf.memories.controls import controls_of
 from midus_hf.memories.entries import read_memories
@@ -209,7 +209,7 @@ def _check_upscaling(name: str, keys: Mapping[str, Any]) -> None:
     known = "method num_new_layers placement options dtype max_shard_size verify".split()
     for key in keys:
         if key not in known:
-            raise ValueError(f"variants.{name}.upscale has no option {key!r}. {near_matches(str(key), known)}")
+            raise ValueError(f"variants.{name}.upscale has no option {key!r}. {one_of(known)}")
     if "method" not in keys:
         raise ValueError(f"variants.{name}.upscale has no 'method'; name one, as 'upscale methods' lists them.")
     if not isinstance(keys.get("options"), dict | None):

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from midus_hf.config.wording import near_matches
+from midus_hf.config.wording import one_of
 
 Options = TypeVar("Options")
 
@@ -61,7 +61,7 @@ def read_options(
         values = {**chosen, **{key: value for key, value in values.items() if key != "preset"}}
     for key in values:
         if key not in fields:
-            known = near_matches(str(key), [*fields, *(["preset"] if presets else [])]) if fields else "It has none."
+            known = one_of([*fields, *(["preset"] if presets else [])]) if fields else "It has none."
             raise ValueError(f"{subject} has no option {prefix + str(key)!r}. {known}")
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

@@ -1,32 +1,14 @@
 """Phrases that several error messages share."""
 
-import difflib
-import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
 _LONGEST_LINE = 400
 
 
-def near_matches(word: str, known: Iterable[str]) -> str:
-    """Return a sentence that names up to three known words similar to `word`, or known words if none is similar.
-
-    Similar are words that differ in few letters, words of which `word` is a part (a part between hyphens, if it has three
-    letters), and words whose initials it is, as `lr` is of `learning_rate`. If none is similar, the first twenty are named.
-    """
-    known = list(known)
-    initials = [
-        name for name in known if len(word) > 1 and "".join(part[:1] for part in re.split("[_-]", name)) == word
-    ]
-    near = initials or difflib.get_close_matches(word, known, n=3, cutoff=0.6)
-    near = near or [name for name in known if _is_part(word, name)][:3]
-    if near:
-        return f"Did you mean {' or '.join(repr(match) for match in near)}?"
-    return f"Expected one of: {first_few(known, 20)}."
-
-
-def _is_part(word: str, name: str) -> bool:
-    return word in name if len(word) > 3 else len(word) == 3 and word in name.split("-")
+def one_of(known: Iterable[str]) -> str:
+    """Return a sentence that lists what is known: the first 40 of it, and the number of others."""
+    return f"Expected one of: {first_few(list(known), 40)}."
 
 
 def install_extra(extra: str) -> str:

@@ -1,50 +1,63 @@
-"""Read a dataclass of options from YAML and from `key=value` overrides, and refuse unknown keys and wrong types."""
+"""Read a dataclass of options from YAML files and from settings `key=value`, and refuse unknown keys and wrong types."""
 
-import dataclasses
-import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from midus_hf.config.options import alternatives_of, read_options
+from midus_hf.config.options import read_options
 
 Options = TypeVar("Options")
 
 
-def read_config(cls: type[Options], path: str | Path, overrides: Iterable[str] = ()) -> Options:
-    """Read `cls` from a YAML file.
+def read_config(cls: type[Options], paths: Iterable[str | Path], settings: Iterable[str] = ()) -> Options:
+    """Read `cls` from YAML files and settings. Later files change keys within mappings; settings replace values.
 
     Args:
         cls: A dataclass. A field may itself be a dataclass; its value may then be a scalar for its first field.
-        path: The YAML file, which holds one mapping.
-        overrides: Words that change the file's values, as `apply_words` applies them. Default: none.
+        paths: YAML files, each with one mapping.
+        settings: Texts `key=value` or `outer.inner=value`, whose value is YAML. Default: none.
 
     Raises:
-        ValueError: If a file is missing or not a mapping; if a key is unknown, missing or present twice; if a value has the wrong
-            type; or if an override cannot be applied.
+        ValueError: If a file is missing or not a mapping; if a key is unknown, missing or given twice; if a value has the wrong
+            type; or if a setting is no `key=value`.
     """
-    return from_mapping(cls, apply_words(cls, read_mapping(path), overrides))
+    values: dict[str, Any] = {}
+    for path in paths:
+        values = _merged(values, read_mapping(path))
+    for key, value in read_settings(settings).items():
+        *outer, last = key.split(".")
+        inner = values
+        for part in outer:
+            if inner.get(part) is None:
+                inner[part] = {}
+            inner = inner[part]
+            if not isinstance(inner, dict):
+                raise ValueError(
+                    f"--set {key} is given, but {part!r} is {inner!r}, which has no keys; expected a mapping. Give all of it."
+                )
+        inner[last] = value
+    return from_mapping(cls, values)
 
 
-def apply_words(cls: type, values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return the values of a mapping as words of a command line change them, in order.
-
-    Args:
-        cls: The dataclass that the mapping will fill.
-        values: Values of the dataclass's fields by name.
-        overrides: `key=value` or `outer.inner=value`, whose value is YAML, replaces a value, or adds a key to a mapping. The path of
-            another YAML file merges its mappings with those before.
+def read_settings(settings: Iterable[str]) -> dict[str, Any]:
+    """Return the values of texts `key=value`, as `--set` takes them, by their keys. Values are YAML.
 
     Raises:
-        ValueError: If a file is missing or not a mapping, or an override cannot be applied.
+        ValueError: If a text has no `=` or no key, a key is given twice, or a value is not YAML.
     """
-    for word in overrides:
-        if word.endswith((".yaml", ".yml")) and "=" not in word:
-            values = _merged(values, read_mapping(word))
-        else:
-            _apply_override(cls, values, word)
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        key = (
+            key.strip() if "." in key else key.strip().replace("-", "_")
+        )  # names that a person chose stand before a dot
+        if not equals or not all(key.split(".")):
+            raise ValueError(f"--set is {setting!r}; expected key=value.")
+        if key in values:
+            raise ValueError(f"--set {key} is given twice; expected each key once. Leave one out.")
+        values[key] = read_yaml(value, f"--set {setting!r}")
     return values
 
 
@@ -87,63 +100,7 @@ def from_mapping(cls: type[Options], values: Mapping[str, Any]) -> Options:
     Raises:
         ValueError: If a key is unknown or missing, or a value has the wrong type.
     """
-    return read_options(cls, values, "config", how_to_set="set it in the file, or as {key}=... after it")
-
-
-def _apply_override(cls: type, values: dict[str, Any], override: str) -> None:
-    """Change one value of a mapping.
-
-    Args:
-        cls: The dataclass that the mapping will fill.
-        values: Values of the dataclass's fields by name; changed in place.
-        override: Text `key=value`, see `apply_words`.
-
-    Raises:
-        ValueError: If the override has no `=` or no key, is not YAML, or names a key of a value that has no keys.
-    """
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ValueError(f"override is {override!r}; expected key=value.")
-    kind: Any = cls
-    path, (name, rest) = "", _first_key(values, key)
-    while rest:
-        path = f"{path}.{name}" if path else name
-        alternatives = alternatives_of(_hint_within(kind, name))
-        inner_class = next(filter(dataclasses.is_dataclass, alternatives), None)
-        mapping_hint = next((each for each in alternatives if each is Any or typing.get_origin(each) is dict), None)
-        inner = values.get(name, {})
-        if inner_class is None and mapping_hint is None:
-            raise ValueError(f"override is {override!r}, but {name!r} has no keys of its own.")
-        if isinstance(inner, list):
-            raise ValueError(f"override is {override!r}, but {name!r} is a list; give all of it, as {path}=[...].")
-        if inner_class is not None:
-            values[name] = inner if isinstance(inner, dict) else {dataclasses.fields(inner_class)[0].name: inner}
-        else:
-            if not isinstance(inner, dict | None):
-                raise ValueError(
-                    f"override is {override!r}, but {name!r} is {inner!r}, which has no name; give all of it, as {path}={{...}}."
-                )
-            values[name] = inner or {}
-        kind, values = inner_class or mapping_hint, values[name]
-        name, rest = _first_key(values, rest)
-    values[name] = read_yaml(text, f"override {override!r}")
-
-
-def _first_key(values: Mapping[str, Any], path: str) -> tuple[str, str]:
-    """Split a path into its first key and the rest."""
-    parts = path.split(
-        "."
-    )  # names may have dots: the longest key that `values` has is taken, else what stands before the first
-    known = [size for size in range(1, len(parts) + 1) if ".".join(parts[:size]) in values]
-    size = max(known, default=1)
-    return ".".join(parts[:size]), ".".join(parts[size:])
-
-
-def _hint_within(kind: Any, name: str) -> Any:
-    """Return the type hint of a key in a dataclass, a mapping or `Any`; None if a dataclass does not have the key."""
-    if dataclasses.is_dataclass(kind):
-        return typing.get_type_hints(kind).get(name)
-    return typing.get_args(kind)[1] if typing.get_origin(kind) is dict else kind
+    return read_options(cls, values, "config", how_to_set="give it")
 
 
 def read_yaml(text: str, subject: str) -> Any:

@@ -1,13 +1,6 @@
 """Settings of an evaluation: the options of `midus eval`, and the keys of its YAML file."""
 
 import dataclasses
-from typing import Annotated, Any
-
-import typer
-
-
-def _option(help: str, metavar: str) -> Any:
-    return typer.Option(help=help, metavar=metavar)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,27 +14,21 @@ class EvaluationSettings:
         ValueError: If there is nothing to measure, if an option is out of range, or if another option that it needs is missing.
     """
 
-    text: Annotated[str | None, _option("File, folder or dataset id to measure perplexity on.", "PATH")] = None
-    column: Annotated[str, _option("Column that holds the text.", "NAME")] = "text"
-    sequence_length: Annotated[int | None, _option("Tokens per window of the text.  [default: 1024]", "N")] = None
-    max_tokens: Annotated[
-        int | None, _option("Tokens of the text to predict, spread evenly over it.  [default: all]", "N")
-    ] = None
-    retriever: Annotated[str | None, _option("Tree of topics by which models fetch blocks.", "TREE")] = None
-    path_column: Annotated[str | None, _option("Column with the path to fetch blocks by.", "NAME")] = None
-    tasks: Annotated[list[str] | None, _option("Tasks of lm-eval, separated by commas.", "NAMES")] = None
-    data: Annotated[str | None, _option("Folder with the questions of local tasks.", "DIR")] = None
-    include_path: Annotated[str | None, _option("Folder with more task files.", "DIR")] = None
-    num_fewshot: Annotated[int | None, _option("Worked examples before a question.  [default: the task's]", "N")] = (
-        None
-    )
-    limit: Annotated[int | None, _option("Questions per task, from the first on.  [default: all]", "N")] = None
-    batch_size: Annotated[int, _option("Windows or requests per forward pass.", "N")] = 4
-    dtype: Annotated[str, _option("auto, float32, bfloat16 or float16.", "NAME")] = "auto"
-    device: Annotated[str | None, _option("Such as cpu or cuda:0.  [default: GPU, else cpu]", "NAME")] = None
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")
-    ] = False
+    text: str | None = None
+    column: str = "text"
+    sequence_length: int | None = None
+    max_tokens: int | None = None
+    retriever: str | None = None
+    path_column: str | None = None
+    tasks: list[str] | None = None
+    data: str | None = None
+    include_path: str | None = None
+    num_fewshot: int | None = None
+    limit: int | None = None
+    batch_size: int = 4
+    dtype: str = "auto"
+    device: str | None = None
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         if self.text is None and not self.tasks:

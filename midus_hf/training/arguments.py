@@ -4,7 +4,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import SchedulerType, TrainingArguments
@@ -12,7 +12,7 @@ from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrate
 from transformers.training_args import OptimizerNames
 
 from midus_hf.config.declared_tensors import TrainedRole
-from midus_hf.config.wording import near_matches
+from midus_hf.config.wording import one_of
 from midus_hf.files.secrets import for_record
 from midus_hf.training.early_checks import check_data, check_packages, sources_of
 from midus_hf.training.optim.rates import Rates
@@ -22,6 +22,9 @@ Trainable = Literal["auto", "new", "all"] | list[int | TrainedRole]
 
 # Value of `resume_from_checkpoint` that resumes a run if there is a whole checkpoint, and otherwise starts it.
 AUTO = "auto"
+
+# How `HfArgumentParser` reads a flag that may stand without a value.
+_FLAG = {"nargs": "?", "const": True}
 
 
 @dataclasses.dataclass
@@ -59,6 +62,8 @@ class MemoryArguments(Rates):
             packed sequences: `eval_loss` in nats per token, and `eval_perplexity`. Default: none.
         bf16: Compute in bfloat16, with float32 masters of what trains; otherwise in float32. Default: true if the device
             computes bfloat16; if not, one line says so.
+        activation_checkpointing: Compute activations again in the backward pass, in place of keeping them. Default: false.
+        activation_checkpointing_kwargs: Arguments of `torch.utils.checkpoint`. Default: Transformers' choice.
         resume_from_checkpoint: True resumes from the latest whole checkpoint in `output_dir`, a path resumes from that
             checkpoint. `"auto"` resumes if there is a whole checkpoint, and otherwise starts. Default: false.
 
@@ -70,17 +75,18 @@ class MemoryArguments(Rates):
     config_name: str | None = None
     tokenizer_name: str | None = None
     attn_implementation: str | None = None
-    trainable: Trainable = "auto"
-    frozen: list[TrainedRole] = dataclasses.field(default_factory=list)
-    adapters: dict[str, Any] | None = None
+    # Of a key of several types `HfArgumentParser` reads text if `str` stands second, and None is one of them.
+    trainable: list[int | TrainedRole] | str | None = "auto"
+    frozen: list[str] = dataclasses.field(default_factory=list)
+    adapters: dict[str, Any] | str | None = None
     sparse_values: bool = False
     generic_share: float = 1 / 17
-    protect: str | list[str] | None = None
-    eval_text: str | dict[str, str] | None = None
-    bf16: bool | None = None
-    activation_checkpointing: bool | None = None
+    protect: list[str] | str | None = dataclasses.field(default=None, metadata={"nargs": "+"})
+    eval_text: dict[str, str] | str | None = None
+    bf16: bool | None = dataclasses.field(default=None, metadata=_FLAG)
+    activation_checkpointing: bool | None = dataclasses.field(default=None, metadata=_FLAG)
     activation_checkpointing_kwargs: dict[str, Any] | str | None = None
-    resume_from_checkpoint: bool | str | None = None
+    resume_from_checkpoint: Literal[True, False] | str | None = None
     lr_scheduler_type: str = "cosine"
     warmup_steps: float = 0.1
     num_train_epochs: float = 1.0
@@ -91,7 +97,7 @@ class MemoryArguments(Rates):
     eval_strategy: str | None = None
     eval_steps: float | None = None
     hub_strategy: str = "end"
-    report_to: str | list[str] | None = "none"
+    report_to: list[str] | str | None = "none"
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -138,9 +144,7 @@ class MemoryArguments(Rates):
         for name, kind in _NAMED.items():
             value, names = getattr(self, name, None), [each.value for each in kind]
             if value is not None and getattr(value, "value", value) not in names:
-                raise ValueError(
-                    f"{name} is {value!r}. {near_matches(str(value), names)} Correct it, or leave it out."
-                )
+                raise ValueError(f"{name} is {value!r}. {one_of(names)} Correct it, or leave it out.")
         for name in _BATCH_KEYS:
             value = getattr(self, name, None)
             if value is not None and value < 1:
@@ -152,6 +156,16 @@ class MemoryArguments(Rates):
             )
         if not 0 <= self.generic_share <= 1:
             raise ValueError(f"generic_share is {self.generic_share}; expected a share from 0 to 1.")
+        roles = get_args(TrainedRole)
+        for part in self.frozen:
+            if part not in roles:
+                raise ValueError(f"frozen is {self.frozen}; expected roles of memory tensors: {', '.join(roles)}.")
+        if not isinstance(self.trainable, list) and self.trainable not in ("auto", "new", "all"):
+            raise ValueError(
+                f"trainable is {self.trainable!r}; expected 'auto', 'new', 'all', or a list such as [3, 7]."
+            )
+        if isinstance(self.adapters, str):
+            raise ValueError(f'adapters is {self.adapters!r}; expected a mapping, such as {{"r": 16}}.')
         if self.adapters is not None:
             for other, free in (("trainable", "auto"), ("frozen", []), ("protect", None)):
                 if getattr(self, other) != free:
@@ -277,7 +291,7 @@ class TrainArguments(MemoryArguments, TrainingArguments):
         ValueError: If a value lies outside its range or contradicts another.
     """
 
-    corpus: str | list[str] | None = None
+    corpus: list[str] | str | None = dataclasses.field(default=None, metadata={"nargs": "+"})
     corpus_name: str | None = None
     corpus_split: str | None = None
     text_column: str = "text"

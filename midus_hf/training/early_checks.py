@@ -21,29 +21,25 @@ FORMATS = (
 )
 
 # Keys that name what a run reads.
-_SOURCES = (
+SOURCES = (
     *("corpus", "tree", "dataset_name", "model_name_or_path", "config_name", "tokenizer_name"),
     *("eval_text", "protect"),
 )
-# The key of the data, by command, and the files whose classes have the keys of arguments.
+# The key of the data, by command, and the classes that have the keys of arguments: package, file and name.
 _DATA = {"train": "corpus", "sft": "dataset_name"}
 _SHARED = (
-    ("midus_hf", "training/optim/rates.py"),
-    ("midus_hf", "training/arguments.py"),
-    ("transformers", "training_args.py"),
+    ("midus_hf", "training/optim/rates.py", "Rates"),
+    ("midus_hf", "training/arguments.py", "MemoryArguments"),
+    ("transformers", "training_args.py", "TrainingArguments"),
 )
-_FILES = {
-    "train": _SHARED,
+_CLASSES = {
+    "train": (*_SHARED, ("midus_hf", "training/arguments.py", "TrainArguments")),
     "sft": (
         *_SHARED,
-        ("midus_hf", "training/sft/arguments.py"),
-        ("trl", "trainer/base_config.py"),
-        ("trl", "trainer/sft_config.py"),
+        ("midus_hf", "training/sft/arguments.py", "SftArguments"),
+        ("trl", "trainer/base_config.py", "_BaseConfig"),
+        ("trl", "trainer/sft_config.py", "SFTConfig"),
     ),
-}
-_CLASSES = {
-    "train": {"Rates", "MemoryArguments", "TrainingArguments", "TrainArguments"},
-    "sft": {"Rates", "MemoryArguments", "TrainingArguments", "_BaseConfig", "SFTConfig", "SftArguments"},
 }
 
 # Packages, any of which serves a value of `report_to`, of `optim` or of `attn_implementation`; by the names of imports.
@@ -99,19 +95,18 @@ def key_names(command: str) -> list[str] | None:
     None if a class is not where the versions that were tried have it; its keys are then known when it is imported.
     """
     names: dict[str, None] = {}
-    found = set()
-    for package, file in _FILES[command]:
+    for package, file, name in _CLASSES[command]:
         specification = importlib.util.find_spec(package)
         folders = specification.submodule_search_locations if specification is not None else None
         path = Path(folders[0], file) if folders else None
         if path is None or not path.is_file():
             return None
-        for node in ast.parse(path.read_bytes()).body:
-            if isinstance(node, ast.ClassDef) and node.name in _CLASSES[command]:
-                found.add(node.name)
-                fields = [each.target.id for each in node.body if _is_field(each)]  # type: ignore[attr-defined]
-                names.update(dict.fromkeys(fields))
-    return list(names) if found == _CLASSES[command] else None
+        classes = [node for node in ast.parse(path.read_bytes()).body if isinstance(node, ast.ClassDef)]
+        found = next((node for node in classes if node.name == name), None)
+        if found is None:
+            return None
+        names.update(dict.fromkeys(each.target.id for each in found.body if _is_field(each)))  # type: ignore[attr-defined]
+    return list(names)
 
 
 def _is_field(node: ast.stmt) -> bool:
@@ -126,10 +121,12 @@ def check_early(command: str, keys: Mapping[str, Any]) -> None:
         keys: Values by key, as YAML has them, whose types nobody has checked; keys that are not given are None.
 
     Raises:
-        ValueError: If the data is not named or lacks a column, a source does not exist, a package is absent, or the output cannot be
-            written.
+        ValueError: If model or data are not named, the data lacks a column, a source does not exist, a package is absent, or the
+            output cannot be written.
     """
     check_data(_DATA[command], keys.get(_DATA[command]))
+    if keys.get("model_name_or_path") is None and keys.get("config_name") is None:
+        raise ValueError("config has no 'model_name_or_path'; set it in the recipe, or by --model.")
     sources = sources_of(keys)
     check_sources(sources)
     check_packages(keys)
@@ -156,13 +153,13 @@ def check_data(key: str, value: Any) -> None:
         ValueError: If it is not.
     """
     if not value:
-        raise ValueError(f"config has no {key!r}; set it in the file, or as {key}=... after it.")
+        raise ValueError(f"config has no {key!r}; set it in the recipe, or by --{key}.")
 
 
 def sources_of(keys: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return all that a run reads: the name of each key, with its path or id of a model or dataset."""
     sources: list[tuple[str, Any]] = []
-    for key in _SOURCES:
+    for key in SOURCES:
         value = keys.get(key)
         if isinstance(value, Mapping):
             sources += [(f"{key}.{name}", path) for name, path in value.items()]

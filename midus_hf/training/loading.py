@@ -57,6 +57,7 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
         )
     from midus_hf.training.adapters import read_adapters
 
+    assert isinstance(arguments.adapters, dict), "checked by the arguments"
     read_adapters(arguments.adapters)
     if is_deepspeed_zero3_enabled():
         raise ValueError(

@@ -229,7 +229,7 @@ class TrainingRun:
                 state, output = trainer.state, Path(arguments.output_dir)
                 if self.stop.signal_number:
                     raise RunInterrupted(
-                        f"interrupted after step {state.global_step:,}; resume_from_checkpoint=true goes on from "
+                        f"interrupted after step {state.global_step:,}; --resume_from_checkpoint true goes on from "
                         f"{output / f'checkpoint-{state.global_step}'}",
                         self.stop.signal_number,
                     )

@@ -138,7 +138,7 @@ def test_defaults_are_those_of_the_commands():
 @pytest.mark.parametrize(
     ("adapters", "message"),
     [
-        ({"rank": 4}, "config has no option 'adapters.rank'. Did you mean "),
+        ({"rank": 4}, "config has no option 'adapters.rank'. Expected one of: "),
         ({"r": "many"}, "adapters.r is 'many'; expected a whole number."),
         ({"layers": "old"}, "adapters.layers is 'old'; expected base or all."),
         ({"target_modules": ["nothing"]}, "adapters cannot be put on this model: Target modules "),

@@ -113,9 +113,7 @@ def test_a_question_fetches_the_blocks_of_its_topic(path, line, banked, ask, mon
 def test_a_bank_without_a_tree_is_not_read_which_a_line_says(banked, ask, tmp_path):
     folder = shutil.copytree(banked, tmp_path / "model")
     (folder / "memory_bank" / "hier-ffn" / "tree.json").unlink()
-    line = (
-        f"no block is read: {folder} has no tree of topics beside its bank; midus train saves the one of tree=TREE\n"
-    )
+    line = f"no block is read: {folder} has no tree of topics beside its bank; midus train saves the one of --tree\n"
     assert ask(folder, QUESTION) == (0, answer_of(folder, QUESTION) + "\n", AS_TEXT + line)
 
 
@@ -140,4 +138,4 @@ def test_a_model_behind_the_question_is_told_to_stand_first(model, ask):
 
 def test_a_question_of_several_words_needs_quotes(model, ask):
     status, _, err = ask(model, "What", "is", "iron?")
-    assert status == 2 and "(is iron?). Put the question in quotes. See" in err
+    assert status == 2 and "Got unexpected extra argument(s) (is iron?). See 'midus ask --help'." in err

@@ -95,12 +95,13 @@ def test_a_dry_run_refuses_results_of_other_texts(run, config, measured, room, m
 
 def test_a_dry_run_says_that_null_controls_follow(run, config):
     assert "then null controls, which are not counted here" in " ".join(
-        run(config, "controls=true", "--dry-run").out.split()
+        run(config, "--set", "controls=true", "--dry-run").out.split()
     )
 
 
-def test_words_after_the_file_win(run, config):
-    words = ["seeds=[7]", "variants.full.rates=[1,2,3]", "variants.full.train.adapters.r=2"]
+def test_settings_win(run, config):
+    settings = ["seeds=[7]", "variants.full.rates=[1,2,3]", "variants.full.train.adapters.r=2"]
+    words = [word for setting in settings for word in ("--set", setting)]
     report = json.loads(run(config, *words, "--dry-run", "--json").out)
     assert report["variants"][2]["method"] == "LoRA"
     assert report["seeds"] == [7] and [variant["runs"] for variant in report["variants"]] == [2, 1, 3]
@@ -114,10 +115,11 @@ def test_words_after_the_file_win(run, config):
         (["--devices", "0,"], "devices is '0,'; expected numbers of GPUs, such as 0,1."),
         (["--devices", ""], "--devices is ''; expected a value. Fill it in"),
         (["--devices", "0,1", "--jobs", "3"], "jobs is 3, and devices names 2; expected one run per device. Leave jobs out."),
-        (["seeds=[]"], "seeds is empty; expected one or more."),
-        (["variants.hml.upscale.method=hml"], "variants.hml.upscale: method 'hml' is unknown."),
+        (["--set", "seeds=[]"], "seeds is empty; expected one or more."),
+        (["--set", "seed=1"], "config has no option 'seed'. Expected one of: base, "),
+        (["--set", "variants.hml.upscale.method=hml"], "variants.hml.upscale: method 'hml' is unknown."),
     ],
-    ids=["no jobs", "a device", "a list that ends", "no device", "jobs and devices", "seeds", "a method"],
+    ids=["no jobs", "a device", "a list that ends", "no device", "jobs and devices", "seeds", "a key", "a method"],
 )  # fmt: skip
 @pytest.mark.parametrize("how", [[], ["--dry-run"], ["--report"]], ids=["run", "dry run", "report"])
 def test_a_wrong_request_is_told_in_one_line(run, config, tmp_path, how, words, message):
@@ -129,7 +131,7 @@ def test_a_wrong_request_is_told_in_one_line(run, config, tmp_path, how, words, 
 
 @pytest.mark.parametrize("how", [[], ["--dry-run"]], ids=["run", "dry run"])
 def test_windows_that_are_longer_than_the_base_reads_are_refused_before_anything_runs(run, config, tmp_path, how):
-    done = run(config, *how, "train.sequence_length=65")
+    done = run(config, *how, "--set", "train.sequence_length=65")
     message = "sequence_length is 65, but the model has positions for 64 tokens."
     assert (done.status, done.out) == (2, "") and message in done.err.splitlines()[-1]
     assert not (tmp_path / "out").exists()

@@ -49,17 +49,17 @@ def test_upscaled_and_trained_models_hold_no_secrets(home, hub, left):  # noqa: 
     left("upscale", "up", "--base", home / "base", "--method", "midus-hml", "--output", home / "up", *small)
     recipe = home / "recipe.yaml"
     recipe.write_text("max_steps: 2\nper_device_train_batch_size: 2\nbf16: false\nlogging_steps: 1\n")
-    planted = (f"fsdp_config={{api_key: {NAMED}}}", f"run_name={BY_ITSELF}", f"model_name_or_path={home / 'up'}")
-    pushes = ("push_to_hub=true", f"hub_token={TOKEN}", "hub_strategy=every_save", "save_steps=1")
+    planted = (f"--fsdp_config={{api_key: {NAMED}}}", f"--run_name={BY_ITSELF}", f"--model_name_or_path={home / 'up'}")
+    pushes = ("--push_to_hub=true", f"--hub_token={TOKEN}", "--hub_strategy=every_save", "--save_steps=1")
     held = write_corpus(home / "held", 2)
     best = (
-        f"eval_text={{held: {held}}}",
-        "eval_steps=1",
-        "load_best_model_at_end=true",
-        "metric_for_best_model=held_loss",
+        f"--eval_text={{held: {held}}}",
+        "--eval_steps=1",
+        "--load_best_model_at_end=true",
+        "--metric_for_best_model=held_loss",
     )
-    words = [recipe, *planted, *pushes, *best, "report_to=tensorboard", "hub_always_push=true"]
-    trained = (f"corpus={corpus}", "sequence_length=16", f"output_dir={home / 'tr'}", "hub_model_id=me/tr")
+    words = [recipe, *planted, *pushes, *best, "--report_to=tensorboard", "--hub_always_push=true"]
+    trained = (f"--corpus={corpus}", "--sequence_length=16", f"--output_dir={home / 'tr'}", "--hub_model_id=me/tr")
     output = left("midus", "tr", "train", *words, *trained)
     assert (
         "train_config.yaml" in hub.repositories["me/tr"].files
@@ -68,8 +68,15 @@ def test_upscaled_and_trained_models_hold_no_secrets(home, hub, left):  # noqa: 
     assert "model_name_or_path: ~/up\n" in (output / "train_config.yaml").read_text()
     assert "corpus: corpus\n" in (output / "README.md").read_text()
     assert [path for path in output.rglob("*") if "tfevents" in path.name]
-    tuned = (f"dataset_name={chats}", "chat_template_path=chatml", "max_length=64", f"output_dir={home / 'sft'}")
-    left("midus", "sft", "sft", recipe, *planted, f"hub_token={NAMED}", "adapters={r: 2}", "save_steps=1", *tuned)
+    tuned = (
+        f"--dataset_name={chats}",
+        "--chat_template_path=chatml",
+        "--max_length=64",
+        f"--output_dir={home / 'sft'}",
+    )
+    left(
+        "midus", "sft", "sft", recipe, *planted, f"--hub_token={NAMED}", "--adapters={r: 2}", "--save_steps=1", *tuned
+    )
 
 
 def test_comparisons_hold_no_secrets(home, left, monkeypatch):
@@ -90,8 +97,8 @@ def test_a_message_hides_secrets(tmp_path, monkeypatch, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("max_steps: 2")
     for words in (
-        ("train", recipe, f"hub_token=[{NAMED}"),
-        ("train", f"hub_token={NAMED}"),
+        ("train", recipe, "--model", f"https://jane:{NAMED}@host/m", "--corpus", recipe),
+        ("train", recipe, "--model", BY_ITSELF, "--corpus", recipe),
         ("eval", f"https://jane:{NAMED}@host/model"),
         ("eval", BY_ITSELF),
     ):

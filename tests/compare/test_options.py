@@ -136,7 +136,7 @@ def test_a_comparison_that_ships_is_planned_on_its_base(recipe, tmp_path):
             for part in PARTS
         ]
         words.append(f"embedding_model={room / 'base'}")
-    comparison, variants = plan(read_config(Comparison, recipe, words))
+    comparison, variants = plan(read_config(Comparison, [recipe], words))
     check(comparison, variants)
     assert comparison.seeds and [variant.name for variant in variants] == list(comparison.variants)
     for variant in variants:

@@ -32,9 +32,9 @@ TABLES = {
 LLAMAS = {"meta-llama/Llama-3.2-1B": LLAMA_3_2_1B, "meta-llama/Llama-3.1-8B": LLAMA_3_1_8B}
 
 
-def read(table: str, *words: str) -> Comparison:
-    first, *others = [str(FOLDER / f"{name}.yaml") for name in TABLES[table]]
-    return read_config(Comparison, first, [*others, *words])
+def read(table: str, *settings: str, small: bool = False) -> Comparison:
+    names = [*TABLES[table], *(["small"] if small else [])]
+    return read_config(Comparison, [FOLDER / f"{name}.yaml" for name in names], settings)
 
 
 def test_every_file_belongs_to_a_table():
@@ -67,7 +67,7 @@ def test_a_table_is_planned_small_by_a_file_behind_it(tmp_path, monkeypatch):
     monkeypatch.setattr("midus_hf.evaluation.harness.Tasks", lambda names, data: None)
     words = [f"base={room / 'base'}", f"train.corpus={room / 'corpus'}", "train.sequence_length=64"]
     words += [f"domain.articles={room / 'stars.txt'}", "fine_tune.dataset_name=chats", "tasks.data=questions"]
-    arguments = read("1", str(FOLDER / "small.yaml"), *words)
+    arguments = read("1", *words, small=True)
     few = {
         name: arguments.variants[name] for name in ("LESA", "MIDUS-HML")
     }  # others need more layers than the tiny base has

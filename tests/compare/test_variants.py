@@ -184,7 +184,7 @@ def test_numbers_of_parameters_are_those_of_the_method(room, planned):
 REFUSED = {
     "an option of upscale": (
         {"upscale": {**HEADWISE, "num_new_layer": 2}},
-        "variants.a.upscale has no option 'num_new_layer'. Did you mean 'num_new_layers'?",
+        "variants.a.upscale has no option 'num_new_layer'. Expected one of: method, num_new_layers, ",
     ),
     "no method": (
         {"upscale": {"num_new_layers": 2}}, "variants.a.upscale has no 'method'; name one, as 'upscale methods' lists them."

@@ -45,7 +45,7 @@ WRONG = [
         [{"type": "headwise", "layers": [1], "sub_keys": 4}],
         r"memory entry of type 'headwise' has no option 'sub_keys'\. Expected one of: k, query_norm",
     ),
-    ([{"type": "linear", "layers": [1], "slotz": 9}], r"no option 'slotz'\. Did you mean 'slots'"),
+    ([{"type": "linear", "layers": [1], "slotz": 9}], r"no option 'slotz'\. Expected one of: "),
     ([{"type": "headwise", "layers": [1], "site": "beside"}], "'headwise' has site = 'beside'; expected one of: inserted"),
     ([{"type": "headwise", "layers": 1}], "layers is 1; expected a list of layer indices"),
     ([{"type": "headwise", "layers": ["1"]}], r"layers is \['1'\]; expected a list of layer indices"),

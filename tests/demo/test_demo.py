@@ -27,7 +27,7 @@ def test_the_demo_runs_to_its_end_and_gives_the_base_back(tmp_path, monkeypatch,
     monkeypatch.setattr(sys, "argv", ["demo", "--output", str(output)])
     demo.main()
     shown = capsys.readouterr().out
-    assert all(f"[{number}/7] " in shown for number in range(1, 8)) and "{" not in shown.replace("eval_text={", "")
+    assert all(f"[{number}/7] " in shown for number in range(1, 8)) and "{" not in shown.replace("--eval_text={", "")
     report = json.loads((output / "report.json").read_text())
     assert list(report["seconds"]) == ["upscale", "before", "training", "after", "samples", "strip"]
     assert report["weights"]["base"] == report["weights"]["strip's"]

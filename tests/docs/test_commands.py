@@ -23,7 +23,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "configs").rglob("*.yaml")),
 ]
-KEYS = {"train": TrainArguments, "sft": SftArguments, "compare": Comparison}
+KEYS: dict[str, Any] = {"train": TrainArguments, "sft": SftArguments}
 COMMAND = re.compile(r"(?<![\w/.-])(?:midus|upscale) [^`\n]*")
 
 
@@ -67,17 +67,16 @@ def mistakes(line: str) -> list[str]:
     if getattr(command, "commands", None) and rest and re.match(r"[a-z]", rest[0]):
         return [f"no command {rest[0]!r}"]
     options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    if words[:2] in (["midus", "train"], ["midus", "sft"]):
+        options |= {"--KEY", "--model", "--output", *(f"--{key.name}" for key in dataclasses.fields(KEYS[words[1]]))}
     results = []
     for word in rest:
         name = word.partition("=")[0]
         if word.startswith("--") and name not in {*options, "--help", "--version", "--"}:
             results += [part for part in name.split("|") if part not in options]
-    key_class = KEYS.get(words[1]) if words[0] == "midus" else None
-    for word in rest if key_class is not None else ():
-        key, equals, _ = word.partition("=")
-        known = {field.name for field in dataclasses.fields(key_class)}
-        if equals and re.fullmatch(r"[a-z_.]+", key) and key.partition(".")[0] not in known:
-            results.append(f"no key {key!r}")
+    for setting in re.findall(r"--set (\w+)", line) if words[:2] == ["midus", "compare"] else ():
+        if setting not in {key.name for key in dataclasses.fields(Comparison)}:
+            results.append(f"no key {setting!r}")
     return results
 
 
@@ -100,7 +99,8 @@ def test_commands_are_found_at_all():
         ("upscale stripe DIR --output DIR2", "no command 'stripe'"),
         ("midus look usage MODEL --signed", "--signed"),
         ("midus eval MODEL --stride 3", "--stride"),
-        ("midus train recipe.yaml model=DIR", "no key 'model'"),
+        ("midus train recipe.yaml --models DIR", "--models"),
+        ("midus compare compare.yaml --set bases=DIR", "no key 'bases'"),
         ("upscale --base DIR --methode moc", "--methode"),
     ],
 )

@@ -38,10 +38,10 @@ SMALL_LLAMA = {"meta-llama/Llama-3.2-1B": "small-base"}
 # Commands whose results no later block reads are planned: tests/upscalers has tests that run their options.
 PLANNED = {"upscale --base": "upscale --dry-run --base"}
 # A page's recipe with keys behind it, and a page's options with smaller numbers, so that a run takes a second.
-SHORT = "max_steps=2 sequence_length=32 per_device_train_batch_size=2"
+SHORT = "--max_steps 2 --sequence_length 32 --per_device_train_batch_size 2"
 SHORT_RUNS = {
     "configs/train/demo.yaml": f"configs/train/demo.yaml {SHORT}",
-    "configs/sft/demo.yaml": "configs/sft/demo.yaml max_steps=2 max_length=64 per_device_train_batch_size=2",
+    "configs/sft/demo.yaml": "configs/sft/demo.yaml --max_steps 2 --max_length 64 --per_device_train_batch_size 2",
 }
 # Keys that every recipe of `midus train` needs, behind which a page shows some other keys.
 EVERY_RUN = {"model_name_or_path": "base", "output_dir": "out", "corpus": "texts"}
@@ -143,8 +143,8 @@ SESSIONS = {
     ),
     "docs/peft.md": Session(
         replace={
-            "midus-hml.yaml": f"midus-hml.yaml model_name_or_path=upscaled output_dir=merged bf16=false {SHORT} "
-            "corpus=texts corpus_name=null corpus_split=null",
+            "midus-hml.yaml": f"midus-hml.yaml --model upscaled --output merged --bf16 false {SHORT} "
+            "--corpus texts --corpus_name null --corpus_split null",
         },
         models={"upscaled": "midus-hml"},
         files=("",),
@@ -191,7 +191,7 @@ SESSIONS = {
             **BASE,
             "--num-new-layers 10": "--num-new-layers 2",
             "notes/": "texts",
-            "num_train_epochs=1\n": f"{SHORT}\n",
+            "--num_train_epochs 1\n": f"{SHORT}\n",
             "--sequence-length 256": "--sequence-length 32",
             '"Which command gives the base back?"': '"Which command gives the base back?" --plain --max-new-tokens 2',
         },
@@ -219,7 +219,7 @@ SESSIONS = {
             "trainable: [10, 20]": "trainable: [1, 2]",
             "[1.0e-4, 3.0e-5, 1.0e-5]": "[1.0e-4]",
             # The notebook on comparisons runs other variants.
-            "--jobs 2": "--jobs 2 'variants={lora: {train: {adapters: {r: 32, lora_alpha: 64}}}}'",
+            "--jobs 2": "--jobs 2 --set 'variants={lora: {train: {adapters: {r: 32, lora_alpha: 64}}}}'",
         },
         files=("compare.yaml", "stages.yaml"),
     ),
@@ -260,13 +260,13 @@ SESSIONS = {
             "upscale --base meta-llama/Llama-3.2-1B": "upscale --dry-run --base small-base",
             "--base BASE": "--base base",
             "TEXTS": "texts",
-            "[NOTES,ARTICLES]": "[held-out.txt,questions/train/001.txt]",
+            "NOTES ARTICLES": "held-out.txt questions/train/001.txt",
             "ARTICLES": "held-out.txt",
             "OTHERS": "texts",
-            "max_steps=200": SHORT,
+            "--max_steps 200": SHORT,
             "NAMES": "texts",
             "layers=[4,8,12]": "layers=[0,1]",
-            "value_learning_rate=0.1": f"value_learning_rate=0.1 {SHORT}",
+            "--value_learning_rate 0.1": f"--value_learning_rate 0.1 {SHORT}",
         },
     ),
     "docs/methods/deus.md": Session(replace={**PLANNED, **LLAMA_CONFIG, "google/gemma-2-2b": "tiny-gemma-2"}),

@@ -19,7 +19,7 @@ def test_every_recipe_is_read(recipe):
 
 @pytest.mark.parametrize("recipe", ["general", "local"])
 def test_suites_are_zero_shot(recipe):
-    settings = read_config(EvaluationSettings, next(path for path in RECIPES if path.stem == recipe))
+    settings = read_config(EvaluationSettings, [path for path in RECIPES if path.stem == recipe])
     assert settings.num_fewshot == 0
 
 

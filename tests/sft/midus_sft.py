@@ -2,7 +2,7 @@
 
 import sys
 
-from midus_hf.cli.training.sft import main
+from midus_hf.cli.sft import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -46,7 +46,7 @@ def test_each_key_that_trl_adds_works_or_is_refused():
         ({"eval_packing": False}, "eval_packing is False; expected None: held-out texts are always packed sequences. Leave it out."),
         ({"padding_free": True}, "padding_free is true and packing is not, with which TRL keeps no max_length; expected packing"),
         ({"activation_offloading": True, "use_cpu": True}, "activation_offloading is true, and the run computes on the CPU"),
-        ({"optim": "adamw_touch"}, "optim is 'adamw_touch'. Did you mean 'adamw_torch'"),
+        ({"optim": "adamw_touch"}, "optim is 'adamw_touch'. Expected one of: adamw_torch, "),
     ],
     ids=str,
 )  # fmt: skip

@@ -8,8 +8,8 @@ import pytest
 from sft.tiny_chats import chat, write_rows
 from transformers import AutoModelForCausalLM
 
-from midus_hf.cli.training import sft as command
-from midus_hf.cli.training.sft import main
+from midus_hf.cli import sft as command
+from midus_hf.cli.sft import main
 from midus_hf.config.wording import install_extra
 from midus_hf.training.sft.arguments import SftArguments
 
@@ -22,11 +22,11 @@ def words(base, chats, tmp_path) -> list[str]:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("max_steps: 3\nlearning_rate: 1e-2\nchat_template_path: chatml\nbf16: false\nlogging_steps: 1\n")
     arguments = [
-        f"model_name_or_path={base('llama', True)}",
-        f"dataset_name={chats}",
-        f"output_dir={tmp_path / 'out'}",
+        f"--model_name_or_path={base('llama', True)}",
+        f"--dataset_name={chats}",
+        f"--output_dir={tmp_path / 'out'}",
     ]
-    return [str(recipe), *arguments, "max_length=96", "per_device_train_batch_size=2"]
+    return [str(recipe), *arguments, "--max_length=96", "--per_device_train_batch_size=2"]
 
 
 def test_it_trains_and_leaves_a_model(words, tmp_path, monkeypatch, capsys):
@@ -52,14 +52,17 @@ def test_the_default_of_activation_checkpointing_is_that_of_trl(tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["packing=true", "packing_strategy=bf"], "Invalid packing strategy"),
         (
-            ["packing=true", "truncation_mode=keep_end"],
+            ["--packing=true", "--packing_strategy=bf"],
+            "argument --packing_strategy/--packing-strategy: invalid choice: 'bf'",
+        ),
+        (
+            ["--packing=true", "--truncation_mode=keep_end"],
             "truncation_mode is 'keep_end', and packing keeps the first tokens",
         ),
-        (["padding_free=true"], "padding_free is true and packing is not, with which TRL keeps no max_length"),
-        (["dataset_name=texts.jsonl"], "dataset_name is 'texts.jsonl', whose rows have text; expected"),
-        (["dataset_name=nothing.jsonl"], "dataset_name is "),
+        (["--padding_free=true"], "padding_free is true and packing is not, with which TRL keeps no max_length"),
+        (["--dataset_name=texts.jsonl"], "dataset_name is 'texts.jsonl', whose rows have text; expected"),
+        (["--dataset_name=nothing.jsonl"], "dataset_name is "),
     ],
     ids=str,
 )
@@ -79,7 +82,7 @@ def test_one_chat_that_cannot_be_is_named_by_its_file_and_line_among_those_that_
     for number, wrong in enumerate(([{"role": "usr", "content": "q"}, chat(1)[1]], None)):
         rows = [{"messages": chat(2)}, {"messages": begun}, *([{"messages": wrong}] if wrong else [])]
         data = write_rows(tmp_path / f"chats-{number}.jsonl", rows)
-        assert main([*words, f"dataset_name={data}"]) == (2 if wrong else 0)
+        assert main([*words, f"--dataset_name={data}"]) == (2 if wrong else 0)
         out, err = capsys.readouterr()
         if wrong:
             assert f"row 3 of '{data}' has the role 'usr', which no template knows; expected one of" in err

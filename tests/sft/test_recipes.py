@@ -11,8 +11,8 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from midus_hf.cli.training.sft import main
-from midus_hf.config.yaml_options import read_config
+from midus_hf.cli.sft import main
+from midus_hf.cli.train import read_arguments
 from midus_hf.training.sft.arguments import SftArguments
 from midus_hf.training.sft.template import CHATML
 
@@ -24,12 +24,8 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 def recipe(name: str, changes: Sequence[str] = ()) -> SftArguments:
     path = RECIPES / f"{name}.yaml"
     stated = {line.partition(":")[0] for line in path.read_text(encoding="utf-8").splitlines()}
-    return read_config(
-        SftArguments,
-        path,
-        [f"{key}=x" for key in ("model_name_or_path", "output_dir", "dataset_name") if key not in stated]
-        + list(changes),
-    )
+    given = [f"--{key}=x" for key in ("model_name_or_path", "output_dir", "dataset_name") if key not in stated]
+    return read_arguments("sft", [str(path), *given, *changes])
 
 
 def test_there_is_a_recipe_of_each_run():
@@ -37,7 +33,7 @@ def test_there_is_a_recipe_of_each_run():
 
 
 @pytest.mark.parametrize(
-    "words", ["", "learning_rate=1.0e-6 per_device_train_batch_size=2 gradient_accumulation_steps=32"]
+    "words", ["", "--learning_rate 1.0e-6 --per_device_train_batch_size 2 --gradient_accumulation_steps 32"]
 )
 def test_the_recipe_of_midus_has_its_hyperparameters_and_starts_from_what_its_pretraining_makes(words):
     """Appendix B.1: at 8B the lower of the two rates that are searched."""

@@ -92,7 +92,7 @@ def words(upscaled, corpus, tmp_path) -> list[str]:
     )
     return [
         str(recipe),
-        f"model_name_or_path={upscaled('llama')}",
-        f"corpus={corpus}",
-        f"output_dir={tmp_path / 'out'}",
+        f"--model_name_or_path={upscaled('llama')}",
+        f"--corpus={corpus}",
+        f"--output_dir={tmp_path / 'out'}",
     ]

@@ -23,7 +23,7 @@ import torch
 
 import midus_hf.training.run  # noqa: F401 - so that each run begins at once
 from midus_hf.banks import trained_bank
-from midus_hf.cli.training.train import main
+from midus_hf.cli.train import main
 
 
 def die_at(kind: str, path: str, times: int, output: Path) -> None:

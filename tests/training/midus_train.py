@@ -2,7 +2,7 @@
 
 import sys
 
-from midus_hf.cli.training.train import main
+from midus_hf.cli.train import main
 
 if __name__ == "__main__":
     sys.exit(main())

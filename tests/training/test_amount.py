@@ -9,7 +9,7 @@ from training.outcomes import logged
 from training.tiny_run import document, letter_tokenizer, save_upscaled
 from transformers import AutoModelForCausalLM
 
-from midus_hf.cli.training.train import main
+from midus_hf.cli.train import main
 from midus_hf.training.run import TrainingRun, train
 from midus_hf.training.trainer import MemoryTrainer
 
@@ -50,8 +50,8 @@ def test_every_fact_of_a_glossary_is_read_in_a_hundred_steps(lettered, tmp_path,
         str(lettered),
         "--output",
         str(tmp_path / "out"),
-        "sequence_length=60",
-        "bf16=false",
+        "--sequence_length=60",
+        "--bf16=false",
     ]
     assert main(words) == 0
     out, err = capsys.readouterr()
@@ -76,15 +76,15 @@ def test_a_run_whose_epochs_are_chosen_is_resumed_by_the_same_words(lettered, tm
         str(lettered),
         "--output",
         str(tmp_path / "out"),
-        "sequence_length=60",
-        "bf16=false",
+        "--sequence_length=60",
+        "--bf16=false",
     ]
-    monkeypatch.setattr("midus_hf.cli.training.command._LEAST_STEPS", 20)
-    words += ["save_steps=18"]
+    monkeypatch.setattr("midus_hf.cli.train._LEAST_STEPS", 20)
+    words += ["--save_steps=18"]
     assert main(words) == 0
     first = logged(tmp_path / "out")
     assert len(first) == 20
-    assert main([*words, f"resume_from_checkpoint={tmp_path / 'out' / 'checkpoint-18'}"]) == 0
+    assert main([*words, f"--resume_from_checkpoint={tmp_path / 'out' / 'checkpoint-18'}"]) == 0
     assert logged(tmp_path / "out") == first
 
 

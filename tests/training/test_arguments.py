@@ -11,7 +11,8 @@ import torch
 from training.tiny_run import refused
 from transformers import TrainingArguments
 
-from midus_hf.config.yaml_options import from_mapping, read_config
+from midus_hf.cli.train import flag_parser, main, read_arguments
+from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training import arguments
 from midus_hf.training.arguments import TrainArguments, computes_bfloat16
 from midus_hf.training.run import TrainingRun
@@ -29,15 +30,9 @@ def recipe(tmp_path) -> Path:
     return path
 
 
-def test_a_file_and_words_after_it_make_one_set_of_arguments_and_words_win(recipe):
-    words = [
-        "max_steps=9",
-        "warmup_steps=0",
-        "resume_from_checkpoint=true",
-        "trainable=[3, 7]",
-        "save_total_limit=null",
-    ]
-    read = read_config(TrainArguments, recipe, words)
+def test_a_recipe_and_flags_make_one_set_of_arguments_and_flags_win(recipe):
+    words = ["--max_steps=9", "--warmup-steps", "0", "--resume_from_checkpoint", "true", "--trainable", "[3, 7]"]
+    read = read_arguments("train", [str(recipe), *words, "--save_total_limit", "null"])
     expected = {"learning_rate": 1e-4, "max_steps": 9, "warmup_steps": 0, "resume_from_checkpoint": True}
     expected |= {"trainable": [3, 7], "save_total_limit": None, "save_strategy": "no", "eval_strategy": "no"}
     assert {name: getattr(read, name) for name in expected} == expected
@@ -92,10 +87,70 @@ def test_no_form_of_arguments_shows_a_secret_and_a_copy_keeps_it():
     assert copy.copy(read).hub_token == "opensesame"
 
 
-def test_words_name_keys_of_adapters(recipe):
-    recipe.write_text("model_name_or_path: m\noutput_dir: o\ncorpus: c\nbf16: false\nadapters: {r: 8}\n")
-    read = read_config(TrainArguments, recipe, ["adapters.lora_dropout=0.5", "adapters.layers=all"])
-    assert read.adapters == {"r": 8, "lora_dropout": 0.5, "layers": "all"}
+@pytest.mark.parametrize(
+    ("flags", "key", "expected"),
+    [
+        (["--adapters", '{"r": 8, "layers": "all"}'], "adapters", {"r": 8, "layers": "all"}),
+        (["--lr_scheduler_kwargs", '{"min_lr_rate": 0.1}'], "lr_scheduler_kwargs", {"min_lr_rate": 0.1}),
+        (["--learning_rate", "1e-3"], "learning_rate", 1e-3),
+        (["--corpus", "a"], "corpus", "a"),
+        (["--corpus", "a", "b"], "corpus", ["a", "b"]),
+        (["--protect", "a"], "protect", ["a"]),
+        (["--protect=[a, b]"], "protect", ["a", "b"]),
+        (["--eval_text", "a"], "eval_text", "a"),
+        (["--eval_text", "{x: a}"], "eval_text", {"x": "a"}),
+        (["--frozen", "value", "key"], "frozen", ["value", "key"]),
+        (["--trainable", "[value]"], "trainable", ["value"]),
+        (["--trainable", "all"], "trainable", "all"),
+        (["--resume_from_checkpoint", "checkpoint-3"], "resume_from_checkpoint", "checkpoint-3"),
+        (["--resume_from_checkpoint=false"], "resume_from_checkpoint", False),
+        (["--push_to_hub"], "push_to_hub", True),
+        (["--bf16"], "bf16", True),
+        (["--no_average_tokens_across_devices"], "average_tokens_across_devices", False),
+        (["--run_name", "[a] b"], "run_name", "[a] b"),
+        (["--run_name=-a"], "run_name", "-a"),
+        (["--model", "n"], "model_name_or_path", "n"),
+        (["--seed", "1", "--seed", "2"], "seed", 2),
+    ],
+    ids=str,
+)
+def test_a_flag_gives_a_value_of_the_type_of_its_key(flags, key, expected, recipe):
+    value = getattr(read_arguments("train", [str(recipe), *flags]), key)
+    assert value == expected and type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'."),
+        (["--max_steps"], "argument --max_steps/--max-steps: expected one argument."),
+        (["--value_schedule", "4x"], "argument --value_schedule/--value-schedule: invalid choice: '4x'"),
+        (["--trainable", "[buffer]"], "trainable[0] is 'buffer'; expected a whole number or 'key' or"),
+        (["--adapters", "{r: 1, r: 2}"], "--adapters has 'r' twice, in lines 1 and 1"),
+        (
+            ["--max_step", "9"],
+            "'--max_step' is no key; expected --KEY VALUE (KEY: VALUE in a recipe). See 'midus train --help'.",
+        ),
+        (["--lr", "null"], "'--lr' is no key"),
+        (["--seed", "null"], "seed is None; expected a whole number."),
+        (["--trainable", "null"], "trainable is None; expected 'auto', 'new', 'all', or a list such as [3, 7]."),
+        (["more.yaml"], "'more.yaml' is no key"),
+        (["--seed", "1", "2"], "'2' is no value of a key; expected --KEY VALUE."),
+    ],
+    ids=str,
+)
+def test_a_flag_that_says_nothing_is_refused(flags, message, recipe):
+    with refused(re.escape(message)):
+        read_arguments("train", [str(recipe), *flags])
+
+
+def test_every_key_is_described_in_the_help(capsys):
+    assert main(["--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("usage: midus train TEXTS|RECIPE [--KEY VALUE ...] Train a model on text")
+    assert all(f" --{field.name}" in shown for field in dataclasses.fields(TrainArguments) if field.init)
+    assert "--sequence_length SEQUENCE_LENGTH, --sequence-length SEQUENCE_LENGTH T, tokens per sequence." in shown
+    assert all(action.help for action in flag_parser("sft")._actions)
 
 
 @pytest.mark.parametrize("able", [True, False])
@@ -130,11 +185,13 @@ BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"warmup_ratio": 0.1}, "config has no option 'warmup_ratio'. Did you mean 'warmup_steps'"),
-        ({"trainable": "nwe"}, "trainable is 'nwe'; expected 'auto' or 'new' or 'all' or a list, each item of it a "),
+        ({"warmup_ratio": 0.1}, "config has no option 'warmup_ratio'. Expected one of: output_dir, "),
+        ({"trainable": "nwe"}, "trainable is 'nwe'; expected 'auto', 'new', 'all', or a list such as [3, 7]."),
         ({"trainable": ["buffer"]}, "trainable[0] is 'buffer'; expected a whole number or 'key' or"),
-        ({"corpus": []}, "config has no 'corpus'; set it in the file, or as corpus=... after it."),
-        ({"corpus": None}, "config has no 'corpus'; set it in the file, or as corpus=... after it."),
+        ({"frozen": ["vale"]}, "frozen is ['vale']; expected roles of memory tensors: key, value, "),
+        ({"adapters": "lora"}, "adapters is 'lora'; expected a mapping, such as"),
+        ({"corpus": []}, "config has no 'corpus'; set it in the recipe, or by --corpus."),
+        ({"corpus": None}, "config has no 'corpus'; set it in the recipe, or by --corpus."),
         ({"sequence_length": 1}, "sequence_length is 1; expected at least 2 tokens."),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size is 0; expected at least 1."),
         ({"per_device_eval_batch_size": -1}, "per_device_eval_batch_size is -1; expected at least 1."),
@@ -143,7 +200,7 @@ BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
         ({"num_train_epochs": 0}, "num_train_epochs is 0.0, with which nothing trains; expected more than 0."),
         ({"learning_rate": 0}, "learning_rate is 0.0; expected a number above 0."),
         ({"value_schedule": "4x"}, "value_schedule is '4x'; expected 'constant' or 'fixed' or '4x-to-1x' or null."),
-        ({"lr_scheduler_type": "cosin"}, "lr_scheduler_type is 'cosin'. Did you mean 'cosine'"),
+        ({"lr_scheduler_type": "cosin"}, "lr_scheduler_type is 'cosin'. Expected one of: linear, cosine, "),
         ({"save_strategy": "sometimes"}, "save_strategy is 'sometimes'. Expected one of: no, steps, epoch, best. Correct it, or"),
         ({"eval_steps": 5}, "eval_steps is 5.0, which needs eval_text; set both or neither."),
         ({"eval_strategy": "epoch"}, "eval_strategy is 'epoch', which needs eval_text; set both or neither."),

@@ -19,8 +19,8 @@ from training.two_processes import (
     write_recipe,
 )
 
-from midus_hf.cli.training.sft import main as sft
-from midus_hf.cli.training.train import main
+from midus_hf.cli.sft import main as sft
+from midus_hf.cli.train import main
 
 ROOT = SCRIPT.parents[2]
 CONFIG = ROOT / "configs" / "accelerate" / "zero3.yaml"
@@ -68,9 +68,9 @@ SETTINGS = {
 
 def test_what_trains_is_counted_where_every_parameter_is_cut(corpus, tmp_path):
     recipe = write_recipe(tmp_path, save_upscaled("llama", tmp_path), corpus)
-    assert main([str(recipe), "per_device_train_batch_size=4", f"output_dir={tmp_path / 'one'}"]) == 0
+    assert main([str(recipe), "--per_device_train_batch_size=4", f"--output_dir={tmp_path / 'one'}"]) == 0
     (tmp_path / "deepspeed.json").write_text(json.dumps(SETTINGS))
-    trained(recipe, f"output_dir={tmp_path / 'two'}", settings=tmp_path / "deepspeed.json")
+    trained(recipe, f"--output_dir={tmp_path / 'two'}", settings=tmp_path / "deepspeed.json")
     one, two = tmp_path / "one", tmp_path / "two"
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
     assert logged(two, "trained_parameters") == logged(one, "trained_parameters") != []
@@ -87,14 +87,14 @@ def whole(stage, corpus, tmp_path_factory) -> Path:
     """A run with all of its checkpoints; its recipe lies beside it."""
     folder = tmp_path_factory.mktemp("deepspeed")
     recipe = write_recipe(folder, save_upscaled("llama", folder), corpus, save_steps=2, save_total_limit="null")
-    trained(recipe, f"output_dir={folder / 'whole'}", stage=stage)
+    trained(recipe, f"--output_dir={folder / 'whole'}", stage=stage)
     return folder / "whole"
 
 
 @pytest.mark.parametrize("step", [2, 6])
 def test_a_run_goes_on_exactly(step, whole, stage, tmp_path):
     output = as_it_was_at(step, whole, tmp_path / "out")
-    trained(whole.with_name("recipe.yaml"), "resume_from_checkpoint=true", f"output_dir={output}", stage=stage)
+    trained(whole.with_name("recipe.yaml"), "--resume_from_checkpoint=true", f"--output_dir={output}", stage=stage)
     for name in ("loss", "grad_norm"):
         assert logged(output, name) == logged(whole, name) and logged(output, name)
     assert moved(output, whole) == set()
@@ -109,8 +109,8 @@ def test_chats_are_trained_on_as_by_one_process(tmp_path):
         "per_device_train_batch_size: 2\nmax_steps: 4\n"
         "learning_rate: 1.0e-3\nbf16: false\nlogging_steps: 1\ntrainable: all\n"
     )
-    assert sft([str(recipe), "per_device_train_batch_size=4", f"output_dir={tmp_path / 'one'}"]) == 0
-    run = launched(ROOT / "tests" / "sft" / "midus_sft.py", recipe, f"output_dir={tmp_path / 'two'}")
+    assert sft([str(recipe), "--per_device_train_batch_size=4", f"--output_dir={tmp_path / 'one'}"]) == 0
+    run = launched(ROOT / "tests" / "sft" / "midus_sft.py", recipe, f"--output_dir={tmp_path / 'two'}")
     assert run.returncode == 0, run.stderr[-4000:]
     one, two = (logged(tmp_path / folder, "loss") for folder in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-5) and len(one) == 4

@@ -10,7 +10,7 @@ from training.tiny_run import refused
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.training_args import OptimizerNames
 
-from midus_hf.cli.training.train import main
+from midus_hf.cli.train import main
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.model_names import small_columns
 from midus_hf.training import early_checks
@@ -30,10 +30,9 @@ def test_the_names_of_keys_are_those_of_the_classes(command, kind):
 
 
 def test_no_names_are_known_where_a_class_is_not_where_it_was(monkeypatch):
-    monkeypatch.setitem(early_checks._CLASSES, "train", {"Rates", "Renamed"})
-    assert key_names("train") is None
-    monkeypatch.setitem(early_checks._FILES, "train", (("no_such_package", "a.py"),))
-    assert key_names("train") is None
+    for moved in (("midus_hf", "training/optim/rates.py", "Renamed"), ("no_such_package", "a.py", "Rates")):
+        monkeypatch.setitem(early_checks._CLASSES, "train", (moved,))
+        assert key_names("train") is None
 
 
 def test_every_optimizer_and_reporter_of_transformers_is_known():
@@ -105,28 +104,32 @@ def room(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").touch()
     (tmp_path / "recipe.yaml").write_text("max_steps: 2\n")
+    (tmp_path / "misspelt.yaml").write_text("max_step: 2\n")
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "a"}))
     (tmp_path / "wrong.jsonl").write_text(json.dumps({"txt": "a"}))
     return tmp_path
 
 
-MODEL, CORPUS, CHATS = "model_name_or_path=model", "corpus=texts.jsonl", "dataset_name=texts.jsonl"
+MODEL, CORPUS, CHATS = "--model_name_or_path=model", "--corpus=texts.jsonl", "--dataset_name=texts.jsonl"
 
 
 @pytest.mark.parametrize(
     ("command", "words", "message"),
     [
-        ("train", ["recipe.yaml", MODEL, CORPUS, "max_step=1"], "config has no option 'max_step'. Did you mean 'max_steps'"),
-        ("train", ["recipe.yaml", MODEL], "config has no 'corpus'; set it in the file, or as corpus=... after it."),
-        ("train", ["recipe.yaml", MODEL, "corpus=no.txt"], "corpus is 'no.txt', which does not exist; expected a file"),
+        ("train", ["recipe.yaml", MODEL, CORPUS, "--max_step=1"], "'--max_step' is no key; expected --KEY VALUE (KEY: VALUE in a "),
+        ("train", ["recipe.yaml", "max_steps=1", MODEL, CORPUS], "'max_steps' is no key; expected --KEY VALUE (KEY: VALUE in a rec"),
+        ("train", ["misspelt.yaml", MODEL, CORPUS], "'max_step' is no key; expected --KEY VALUE (KEY: VALUE in a recipe)"),
+        ("train", ["recipe.yaml", CORPUS], "config has no 'model_name_or_path'; set it in the recipe, or by --model."),
+        ("train", ["recipe.yaml", MODEL], "config has no 'corpus'; set it in the recipe, or by --corpus."),
+        ("train", ["recipe.yaml", MODEL, "--corpus=no.txt"], "corpus is 'no.txt', which does not exist; expected a file"),
         ("train", ["texts.jsonl", "--model", "./no", "--output", "o"], "model_name_or_path is './no', which does not exist"),
-        ("train", ["recipe.yaml", MODEL, CORPUS, "output_dir=full"], "output_dir is 'full', which holds notes.txt; choose an"),
-        ("train", ["recipe.yaml", MODEL, CORPUS, "output_dir=model/x"], "output_dir is 'model/x', which lies in the model_na"),
-        ("train", ["recipe.yaml", MODEL, "corpus=wrong.jsonl"], "corpus 'wrong.jsonl' has no column 'text', only txt; set te"),
-        ("train", ["recipe.yaml", MODEL, CORPUS, "report_to=dvclive"], "report_to is 'dvclive', which needs the package dvcl"),
-        ("sft", ["recipe.yaml", MODEL, CHATS, "max_lenght=1"], "config has no option 'max_lenght'. Did you mean 'max_length'"),
+        ("train", ["recipe.yaml", MODEL, CORPUS, "--output_dir=full"], "output_dir is 'full', which holds notes.txt; choose an"),
+        ("train", ["recipe.yaml", MODEL, CORPUS, "--output_dir=model/x"], "output_dir is 'model/x', which lies in the model_na"),
+        ("train", ["recipe.yaml", MODEL, "--corpus=wrong.jsonl"], "corpus 'wrong.jsonl' has no column 'text', only txt; set te"),
+        ("train", ["recipe.yaml", MODEL, CORPUS, "--report_to=dvclive"], "report_to is 'dvclive', which needs the package dvcl"),
+        ("sft", ["recipe.yaml", MODEL, CHATS, "--max_lenght=1"], "'--max_lenght' is no key; expected --KEY VALUE (KEY: VALUE in a "),
         ("sft", ["recipe.yaml", MODEL, CHATS], "dataset_name is 'texts.jsonl', whose rows have text; expected the columns o"),
-        ("sft", ["recipe.yaml", MODEL], "config has no 'dataset_name'; set it in the file, or as dataset_name=... after it."),
+        ("sft", ["recipe.yaml", MODEL], "config has no 'dataset_name'; set it in the recipe, or by --dataset_name."),
         ("eval", ["model", "--text", "no.txt"], "text is 'no.txt', which does not exist; expected a file, a folder or a da"),
         ("eval", ["model", "--text", "wrong.jsonl"], "text 'wrong.jsonl' has no column 'text', only txt; set text_column"),
         ("cluster build", ["--output", "t", "--corpus", "wrong.jsonl", "--embedding-model", "model", "--tokenizer", "model"],
@@ -153,7 +156,7 @@ def test_kernels_that_do_nothing_for_a_model_are_refused(config_for):
 
 
 def test_a_hub_that_cannot_be_asked_for_a_repository_is_told_in_one_line(words, tmp_path, capsys):
-    assert main([*words, "push_to_hub=true", "hub_model_id=me/model"]) == 2
+    assert main([*words, "--push_to_hub=true", "--hub_model_id=me/model"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert (
         line.startswith(

@@ -10,7 +10,7 @@ from training.outcomes import weights
 from training.tiny_run import refused, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainerState
 
-from midus_hf.cli.training.train import main
+from midus_hf.cli.train import main
 from midus_hf.training import saving
 from midus_hf.training.run import TrainingRun, train
 from midus_hf.training.saving import SavedInPart, bytes_of_weights, readable_card
@@ -114,7 +114,7 @@ def test_files_that_fail_at_the_end_leave_a_model_that_loads_and_are_named(
 
     monkeypatch.setattr(TrainingRun, "execute", execute)
     (model / "README.md").write_text(CARD, encoding="utf-8")
-    assert main([*words, f"model_name_or_path={model}", "max_steps=1"]) == 1
+    assert main([*words, f"--model_name_or_path={model}", "--max_steps=1"]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"midus train: the trained model is in {tmp_path / 'out'}, but without the tokenizer (OSError: [Errno 28] No space left on "
         f"device); copy what is missing from {model}."

@@ -16,7 +16,7 @@ from training.steered_runs import AtStep, interrupted, signal_at
 from training.tiny_run import write_corpus
 from training.two_processes import SCRIPT
 
-from midus_hf.cli.training.train import main
+from midus_hf.cli.train import main
 from midus_hf.training.checkpoints import latest_whole as last_checkpoint
 from midus_hf.training.run import TrainingRun, train
 
@@ -34,7 +34,7 @@ def test_an_interrupted_run_resumes_exactly(config_for, tmp_path):
     train(config_for("whole", **options))
     stopped = interrupted(TrainingRun(config_for("parts", **options)), 7, signal.SIGTERM)
     saved = tmp_path / "parts" / "checkpoint-7"
-    assert str(stopped) == f"interrupted after step 7; resume_from_checkpoint=true goes on from {saved}"
+    assert str(stopped) == f"interrupted after step 7; --resume_from_checkpoint true goes on from {saved}"
     assert stopped.signal_number == signal.SIGTERM
     assert last_checkpoint(tmp_path / "parts") == saved and not (tmp_path / "parts" / "config.json").exists()
     train(config_for("parts", resume_from_checkpoint=True, **options))
@@ -69,7 +69,7 @@ def test_the_command_tells_how_to_go_on_and_has_no_traceback(number, status, wor
     sender = threading.Thread(target=signal_in_training)
     sender.start()
     try:
-        assert main([*words, "save_steps=1"]) == status
+        assert main([*words, "--save_steps=1"]) == status
     finally:
         ended.set()
         sender.join()
@@ -78,7 +78,7 @@ def test_the_command_tells_how_to_go_on_and_has_no_traceback(number, status, wor
     err = capfd.readouterr().err
     assert (
         err.splitlines()[-1]
-        == f"midus train: interrupted after step {step:,}; resume_from_checkpoint=true goes on from {saved}"
+        == f"midus train: interrupted after step {step:,}; --resume_from_checkpoint true goes on from {saved}"
     )
     assert HINT in err and "Traceback" not in err
 
@@ -111,7 +111,7 @@ def assert_stopped_together(output: Path, err: str) -> int:
     """The step at which all processes stopped; the first one alone has said so."""
     saved = last_checkpoint(output)
     step = int(saved.name.rpartition("-")[2])
-    assert err.count(f"interrupted after step {step:,}; resume_from_checkpoint=true goes on from {saved}") == 1
+    assert err.count(f"interrupted after step {step:,}; --resume_from_checkpoint true goes on from {saved}") == 1
     assert {path.name for path in saved.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
     return step
 
@@ -130,7 +130,7 @@ def test_processes_of_a_launcher_stop_at_the_same_step(words, tmp_path):
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-            *("-m", "midus_hf", "train", *words, "save_steps=1"),
+            *("-m", "midus_hf", "train", *words, "--save_steps=1"),
         ],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

@@ -47,18 +47,21 @@ def runs(fetching, assigned, tmp_path_factory):
     )
 
     def asked(output, *words, kill=None, copy=None):
-        words = [str(folder / "recipe.yaml"), f"output_dir={folder / output}", *words]
+        words = [str(folder / "recipe.yaml"), f"--output_dir={folder / output}", *words]
         return {"words": words, "output": str(folder / output), "kill": kill, "copy": copy and str(folder / copy)}
 
-    list_ = [asked("whole", "save_total_limit=null")]
+    list_ = [asked("whole", "--save_total_limit=null")]
     for name, kills in KILLS.items():
         for number, kill in enumerate(kills):
             list_.append(
                 asked(
-                    name, f"resume_from_checkpoint={'true' if number else 'false'}", kill=kill, copy=f"{name}-{number}"
+                    name,
+                    f"--resume_from_checkpoint={'true' if number else 'false'}",
+                    kill=kill,
+                    copy=f"{name}-{number}",
                 )
             )
-        list_.append(asked(name, "resume_from_checkpoint=true"))
+        list_.append(asked(name, "--resume_from_checkpoint=true"))
     roots = os.pathsep.join(map(str, HELPER.parents[1:3]))
     process = run_warm(HELPER.read_text(encoding="utf-8"), json.dumps(list_), PYTHONPATH=roots)
     assert process.returncode == 0, process.stderr

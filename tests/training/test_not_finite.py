@@ -9,7 +9,7 @@ from training.outcomes import weights
 from training.steered_runs import AFTER, AtStep
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from midus_hf.cli.training.train import main
+from midus_hf.cli.train import main
 from midus_hf.training.checkpoints import latest_whole as last_checkpoint
 from midus_hf.training.run import TrainingRun
 from midus_hf.training.trainer import MemoryTrainer, first_not_finite
@@ -72,7 +72,7 @@ def test_the_largest_finite_number_is_finite(dtype):
 
 
 def test_the_command_ends_with_status_1_and_publishes_nothing(words, tmp_path, monkeypatch, capsys):
-    words, output = [*words, "max_steps=4", "save_steps=2", "logging_steps=3"], tmp_path / "out"
+    words, output = [*words, "--max_steps=4", "--save_steps=2", "--logging_steps=3"], tmp_path / "out"
     training_step = Trainer.training_step
 
     def poisoned(self, model, *args, **kwargs):
@@ -87,7 +87,7 @@ def test_the_command_ends_with_status_1_and_publishes_nothing(words, tmp_path, m
     assert line.startswith("midus train: gradient norm is inf at step 4; expected a finite number.")
     assert last_checkpoint(output) == output / "checkpoint-2" and not (output / "config.json").exists()
     monkeypatch.setattr(Trainer, "training_step", training_step)
-    assert main([*words, "resume_from_checkpoint=auto"]) == 0
+    assert main([*words, "--resume_from_checkpoint=auto"]) == 0
     assert all(tensor.isfinite().all() for tensor in weights(output).values())
 
 

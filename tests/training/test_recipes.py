@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from midus_hf import models  # noqa: F401 - registers the families that host memory
 from midus_hf.cli.flops import count_parameters
+from midus_hf.cli.train import read_arguments
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.config.yaml_options import read_config, read_mapping
+from midus_hf.config.yaml_options import read_mapping
 from midus_hf.memories.chapters.options import PAPER, ChaptersOptions
 from midus_hf.memories.entries import read_memories
 from midus_hf.memories.ultramem.options import UltraMemOptions
@@ -30,28 +31,32 @@ REPOSITORY = Path(__file__).parents[2]
 RECIPES, UPSCALING = REPOSITORY / "configs" / "train", REPOSITORY / "configs" / "upscale"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 # What a recipe may leave to the command line.
-GIVEN = {"model_name_or_path": "model_name_or_path=m", "output_dir": "output_dir=o", "corpus": "corpus=c"}
+GIVEN = {"model_name_or_path": "m", "output_dir": "o", "corpus": "c"}
 
 # Models and runs, the recipe of each, and the words behind it, which its comments name.
-_WITHOUT_MEMORY = "memory_learning_rate=null value_learning_rate=null value_schedule=null value_weight_decay=0"
-_OF_TABLE_6 = "tokenizer_name=openai-community/gpt2 corpus=HuggingFaceFW/fineweb-edu corpus_name=sample-100BT sequence_length=1024"
+_WITHOUT_MEMORY = "--memory_learning_rate null --value_learning_rate null --value_schedule null --value_weight_decay 0"
+_OF_TABLE_6 = (
+    "--tokenizer_name openai-community/gpt2 --corpus HuggingFaceFW/fineweb-edu --corpus_name sample-100BT "
+    "--sequence_length 1024"
+)
 RUNS = {
     "midus-hml": ("midus-hml", ""),
     "midus-hml-8b": (
         "midus-hml",
-        "learning_rate=5.0e-5 per_device_train_batch_size=2 gradient_accumulation_steps=32 activation_checkpointing=true",
+        "--learning_rate 5.0e-5 --per_device_train_batch_size 2 --gradient_accumulation_steps 32 --activation_checkpointing true",
     ),
     "moc-371m": ("moc-371m", ""),
-    "vanilla-148m": ("moc-371m", f"config_name=configs/models/vanilla-148m.json {_WITHOUT_MEMORY}"),
-    "vanilla-203m": ("moc-371m", f"config_name=configs/models/vanilla-203m.json {_WITHOUT_MEMORY}"),
+    "vanilla-148m": ("moc-371m", f"--config_name configs/models/vanilla-148m.json {_WITHOUT_MEMORY}"),
+    "vanilla-203m": ("moc-371m", f"--config_name configs/models/vanilla-203m.json {_WITHOUT_MEMORY}"),
     "moda-706m": ("moda-706m", ""),
-    "olmo2-669m": ("moda-706m", "config_name=configs/models/olmo2-669m.json"),
-    "moda-74m": ("moda-706m", f"config_name=configs/models/moda-74m.json {_OF_TABLE_6}"),
-    "moda-128m": ("moda-706m", f"config_name=configs/models/moda-128m.json {_OF_TABLE_6}"),
+    "olmo2-669m": ("moda-706m", "--config_name configs/models/olmo2-669m.json"),
+    "moda-74m": ("moda-706m", f"--config_name configs/models/moda-74m.json {_OF_TABLE_6}"),
+    "moda-128m": ("moda-706m", f"--config_name configs/models/moda-128m.json {_OF_TABLE_6}"),
     "ultramem-v2-1b-7b": ("ultramem-v2-1b-7b", ""),
     "ultramem-v2-227m-1.2b": (
         "ultramem-v2-1b-7b",
-        "config_name=configs/models/ultramem-v2-227m-1.2b.json per_device_train_batch_size=3 max_steps=158945 warmup_steps=0.02",
+        "--config_name configs/models/ultramem-v2-227m-1.2b.json --per_device_train_batch_size 3 --max_steps 158945 "
+        "--warmup_steps 0.02",
     ),
 }
 
@@ -60,7 +65,8 @@ def recipe(name: str, *words: str) -> TrainArguments:
     path = RECIPES / f"{name}.yaml"
     stated = {line.partition(":")[0] for line in path.read_text(encoding="utf-8").splitlines()}
     stated |= {"model_name_or_path"} if "config_name" in stated else set()
-    return read_config(TrainArguments, path, [*(word for key, word in GIVEN.items() if key not in stated), *words])
+    given = [f"--{key}={value}" for key, value in GIVEN.items() if key not in stated]
+    return read_arguments("train", [str(path), *given, *words])
 
 
 def of_run(name: str, *words: str) -> TrainArguments:
@@ -73,9 +79,9 @@ def of_run(name: str, *words: str) -> TrainArguments:
 def test_a_recipe_names_the_words_of_its_other_runs(name):
     file, changes = RUNS[name]
     text = (RECIPES / f"{file}.yaml").read_text(encoding="utf-8")
-    for word in changes.split():
+    for key, value in zip(*[iter(changes.split())] * 2, strict=True):
         # The comments name several configs after one key.
-        assert (word.rpartition("/")[2] if word.startswith("config_name") else word) in text, word
+        assert (value.rpartition("/")[2] if key == "--config_name" else f"{key} {value}") in text, key
 
 
 def test_no_recipe_goes_unchecked():
@@ -144,7 +150,7 @@ def test_the_matched_baseline_trains_the_layers_that_llama_pro_copies_and_as_man
     new_layers = place("llama-pro", layers, added)
     # In the numbering of the base: each new layer follows the one that it is a copy of.
     matched = [index - 1 - earlier for earlier, index in enumerate(new_layers)]
-    assert f"trainable={str(matched).replace(' ', '')}" in (RECIPES / "midus-hml.yaml").read_text()
+    assert f"--trainable {str(matched).replace(' ', '')}" in (RECIPES / "midus-hml.yaml").read_text()
 
     def empty_model(num_layers: int, **record):
         with torch.device("meta"):
@@ -298,7 +304,7 @@ def test_a_small_copy_trains(name, corpus, tmp_path):
     }
     words |= {"max_steps": 3, "logging_steps": 1, "warmup_steps": 0.1, "bf16": "false", "corpus_split": "null"}
     words["lr_scheduler_type"], words["lr_scheduler_kwargs"] = "cosine", "null"
-    overrides = [f"{key}={value}" for key, value in words.items()]
+    overrides = [f"--{key}={value}" for key, value in words.items()]
     assert train(of_run(name, *overrides)).steps == 3
     assert len(logged(tmp_path / "out")) == 3
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()

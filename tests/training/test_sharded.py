@@ -20,7 +20,7 @@ from training.two_processes import (
 )
 from transformers.integrations import deepspeed
 
-from midus_hf.cli.training.train import main
+from midus_hf.cli.train import main
 from midus_hf.training.loading import loaded_whole
 from midus_hf.training.optim.parameter_groups import parameter_groups
 from midus_hf.training.optim.rates import Rates
@@ -48,7 +48,7 @@ def sharded(recipe: Path, *words: str) -> None:
 )
 def test_sharded_processes_train_as_one(method, corpus, tmp_path):
     def shared(*words: str) -> None:
-        sharded(*words, "activation_checkpointing=true")
+        sharded(*words, "--activation_checkpointing=true")
 
     options = {"bf16": True, "tolerance": 3e-3} if method == "llama-pro" else {}
     assert_shared_run_is_that_of_one(method, shared, corpus, tmp_path, **options)
@@ -64,7 +64,7 @@ def whole(corpus, tmp_path_factory) -> Path:
     """A sharded run with all of its checkpoints; its recipe lies beside it."""
     folder = tmp_path_factory.mktemp("sharded")
     recipe = write_recipe(folder, save_upscaled("llama", folder), corpus, save_steps=2, save_total_limit="null")
-    sharded(recipe, f"output_dir={folder / 'whole'}")
+    sharded(recipe, f"--output_dir={folder / 'whole'}")
     return folder / "whole"
 
 
@@ -72,7 +72,7 @@ def whole(corpus, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("step", [2, 6])
 def test_a_sharded_run_goes_on_exactly(step, whole, tmp_path):
     output = as_it_was_at(step, whole, tmp_path / "out")
-    sharded(whole.with_name("recipe.yaml"), "resume_from_checkpoint=true", f"output_dir={output}")
+    sharded(whole.with_name("recipe.yaml"), "--resume_from_checkpoint=true", f"--output_dir={output}")
     for name in ("loss", "grad_norm"):
         assert logged(output, name) == logged(whole, name) and logged(output, name)
     assert moved(output, whole) == set()
@@ -83,9 +83,9 @@ def test_more_processes_share_what_two_have_saved(whole, tmp_path):
     output = as_it_was_at(2, whole, tmp_path / "out")
     words = [
         whole.with_name("recipe.yaml"),
-        "per_device_train_batch_size=1",
-        "resume_from_checkpoint=true",
-        f"output_dir={output}",
+        "--per_device_train_batch_size=1",
+        "--resume_from_checkpoint=true",
+        f"--output_dir={output}",
     ]
     run = run_ranks(SHARDING, SCRIPT, *words, processes=4, **ENVIRONMENT)
     assert run.returncode == 0, run.stderr
@@ -96,15 +96,15 @@ def test_more_processes_share_what_two_have_saved(whole, tmp_path):
 @pytest.mark.product
 def test_a_sharded_checkpoint_is_for_sharded_runs_and_a_whole_one_for_others(whole, tmp_path, capsys):
     recipe = whole.with_name("recipe.yaml")
-    words = [str(recipe), "per_device_train_batch_size=4"]
-    assert main([*words, "resume_from_checkpoint=true", f"output_dir={whole}"]) == 2
+    words = [str(recipe), "--per_device_train_batch_size=4"]
+    assert main([*words, "--resume_from_checkpoint=true", f"--output_dir={whole}"]) == 2
     assert (
         "checkpoint-6 was saved by processes that share parameters by FSDP, and these hold whole models"
         in capsys.readouterr().err
     )
-    assert main([*words, f"output_dir={tmp_path / 'one'}"]) == 0
+    assert main([*words, f"--output_dir={tmp_path / 'one'}"]) == 0
     refused = run_ranks(
-        SHARDING, SCRIPT, recipe, "resume_from_checkpoint=true", f"output_dir={tmp_path / 'one'}", **ENVIRONMENT
+        SHARDING, SCRIPT, recipe, "--resume_from_checkpoint=true", f"--output_dir={tmp_path / 'one'}", **ENVIRONMENT
     )
     assert refused.returncode == 2 and refused.stderr.count("checkpoint-6 was saved by processes that hold whole") == 1
 
@@ -263,7 +263,7 @@ def test_models_are_loaded_whole_and_what_transformers_was_told_stays(zero_three
 
 
 def test_adapters_are_refused_where_weights_are_cut(words, zero_three, capsys):
-    assert main([*words, "adapters={r: 2}"]) == 2
+    assert main([*words, "--adapters={r: 2}"]) == 2
     assert (
         "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 cuts; expected processes that hold whole models. "
         "Start the run with configs/accelerate/ddp.yaml." in capsys.readouterr().err

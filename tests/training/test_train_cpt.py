@@ -9,7 +9,7 @@ from training.tiny_run import refused
 from training.two_processes import SCRIPT
 from transformers import AutoModelForCausalLM
 
-from midus_hf.cli.training.train import main
+from midus_hf.cli.train import main
 
 FAILS_IF_THE_GROUP_IS_NOT_LEFT = """
 import atexit, os, pathlib, runpy, sys, torch.distributed
@@ -27,12 +27,12 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 @pytest.fixture
 def words(words) -> list[str]:
     """A recipe and what it needs: config, model, corpus, output."""
-    return [*words, "max_steps=5", "learning_rate=1e-2"]
+    return [*words, "--max_steps=5", "--learning_rate=1e-2"]
 
 
 def test_it_trains_resumes_and_leaves_a_model(words, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "120")
-    assert main([*words, "save_steps=3"]) == 0
+    assert main([*words, "--save_steps=3"]) == 0
     printed = capsys.readouterr().out
     assert "Training new: " in printed and "layers 1, 4" in printed
     assert printed.splitlines()[-1].startswith(f"{tmp_path / 'out'}: 5 steps, 160 tokens, loss ")
@@ -40,22 +40,22 @@ def test_it_trains_resumes_and_leaves_a_model(words, tmp_path, monkeypatch, caps
     assert list(by_step(tmp_path / "out", "loss")) == [1, 2, 3, 4, 5]
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
-    assert main([*words, "save_steps=3", f"resume_from_checkpoint={tmp_path / 'out' / 'checkpoint-3'}"]) == 0
+    assert main([*words, "--save_steps=3", f"--resume_from_checkpoint={tmp_path / 'out' / 'checkpoint-3'}"]) == 0
     assert logged(tmp_path / "out") == losses
 
 
 def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_path):
     words += [
-        f"eval_text={corpus}",
-        "eval_steps=2",
-        "save_steps=2",
-        "load_best_model_at_end=true",
+        f"--eval_text={corpus}",
+        "--eval_steps=2",
+        "--save_steps=2",
+        "--load_best_model_at_end=true",
     ]
     # Gloo's threads abort, now and then, a process that still has them at its exit: here it always fails.
     spy = tmp_path / "spy.py"
     spy.write_text(FAILS_IF_THE_GROUP_IS_NOT_LEFT)
     shared = run_ranks(
-        spy, SCRIPT, *words, "per_device_train_batch_size=1", f"output_dir={tmp_path / 'shared'}", COLUMNS="120"
+        spy, SCRIPT, *words, "--per_device_train_batch_size=1", f"--output_dir={tmp_path / 'shared'}", COLUMNS="120"
     )
     assert shared.returncode == 0, shared.stderr
     assert shared.stdout.count("Training new: ") == shared.stdout.count(": 5 steps, 160 tokens") == 1
@@ -74,17 +74,20 @@ def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_p
     ("word", "message"),
     [
         (
-            "corpus=short.txt",
+            "--corpus=short.txt",
             "midus train: corpus has 2 tokens; expected at least one sequence of 16 tokens. Add text, or lower sequence_length",
         ),
-        ("learning_rte=1", "midus train: config has no option 'learning_rte'. Did you mean 'learning_rate'"),
+        (
+            "--learning_rte=1",
+            "midus train: '--learning_rte' is no key; expected --KEY VALUE (KEY: VALUE in a recipe). See 'midus train --help'.",
+        ),
         pytest.param(
-            "attn_implementation=flash_attention_2",
+            "--attn_implementation=flash_attention_2",
             "midus train: attn_implementation is 'flash_attention_2', which needs the package flash-attn or kernels, not",
             marks=pytest.mark.skipif(any(map(find_spec, ("flash_attn", "kernels"))), reason="it may be had here"),
         ),
         (
-            "model_name_or_path=absent/model",
+            "--model_name_or_path=absent/model",
             "midus train: model_name_or_path is 'absent/model', which is no folder here, and the Hub cannot be reached",
         ),
     ],

@@ -11,7 +11,7 @@ import torch
 from training.outcomes import as_it_was_at, assert_same_run, exact_log, flip, forget_the_model, moved
 from training.tiny_run import refused, tiny_config
 
-from midus_hf.cli.training.train import main
+from midus_hf.cli.train import main
 from midus_hf.training import checkpoints
 from midus_hf.training.checkpoints import damage_of, latest_whole, remove_checkpoint
 from midus_hf.training.run import TrainingRun, train
@@ -210,12 +210,12 @@ def full_disk(monkeypatch, ending: str) -> None:
 def test_a_run_that_a_full_disk_ended_goes_on_from_the_checkpoint_before(
     words, config_for, tmp_path, monkeypatch, capsys
 ):
-    arguments, output = [*words, "max_steps=6", "save_steps=2", "learning_rate=1e-2"], tmp_path / "out"
+    arguments, output = [*words, "--max_steps=6", "--save_steps=2", "--learning_rate=1e-2"], tmp_path / "out"
     with monkeypatch.context() as patch:
         full_disk(patch, "checkpoint-4/scheduler.pt")
         with pytest.raises(OSError, match="No space left on device"):
             main(arguments)
-    assert main([*arguments, "resume_from_checkpoint=auto"]) == 0
+    assert main([*arguments, "--resume_from_checkpoint=auto"]) == 0
     assert "checkpoint-4 is passed over: it was not written to its end" in capsys.readouterr().err
     train(config_for("whole", **OPTIONS))
     assert_same_run(output, tmp_path / "whole")

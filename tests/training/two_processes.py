@@ -10,7 +10,7 @@ from training.outcomes import largest_difference, logged, moved, weights
 from training.tiny_run import save_upscaled
 from transformers import AutoModelForCausalLM
 
-from midus_hf.cli.training.train import main
+from midus_hf.cli.train import main
 
 SCRIPT = Path(__file__).with_name("midus_train.py")
 # Of new layers that are dense, of head-wise memory, of memory beside layers of the base that shares a table.
@@ -53,10 +53,10 @@ def assert_shared_run_is_that_of_one(
     if method == "midus-hml":
         options |= {"value_learning_rate": 3e-2, "memory_learning_rate": 2e-3}
     recipe = write_recipe(folder, save_upscaled("llama", folder, method), corpus, **options)
-    words = [str(recipe), f"eval_text={corpus}", "eval_steps=2", "save_steps=2", "load_best_model_at_end=true"]
+    words = [str(recipe), f"--eval_text={corpus}", "--eval_steps=2", "--save_steps=2", "--load_best_model_at_end=true"]
     one, two = folder / "one", folder / "two"
-    assert main([*words, "per_device_train_batch_size=4", f"output_dir={one}"]) == 0
-    shared(*words, f"output_dir={two}")
+    assert main([*words, "--per_device_train_batch_size=4", f"--output_dir={one}"]) == 0
+    shared(*words, f"--output_dir={two}")
     for name in ("loss", "eval_loss"):
         assert logged(two, name) == pytest.approx(logged(one, name), rel=tolerance) and logged(one, name), name
     AutoModelForCausalLM.from_pretrained(two)
@@ -69,7 +69,7 @@ def assert_shared_run_is_that_of_one(
 def assert_tied_tensors_are_saved_once(shared: Callable[..., Any], corpus: Path, folder: Path) -> None:
     """Train a model in bfloat16 whose output projection is its embedding, and look at what is saved."""
     model = save_upscaled("qwen2", folder, dtype=torch.bfloat16)
-    shared(write_recipe(folder, model, corpus, trainable="all"), f"output_dir={folder / 'out'}")
+    shared(write_recipe(folder, model, corpus, trainable="all"), f"--output_dir={folder / 'out'}")
     assert {tensor.dtype for tensor in weights(folder / "out").values()} == {torch.bfloat16}
     assert moved(model, folder / "out") and largest_difference(folder / "out", model) > 1e-2
     trained = AutoModelForCausalLM.from_pretrained(folder / "out")

@@ -69,7 +69,7 @@ def nan(tensor: torch.Tensor) -> torch.Tensor:
 
 
 REQUESTS = [
-    (["--method", "midus-hmm"], r"method 'midus-hmm' is unknown. Did you mean 'midus-hml'"),
+    (["--method", "midus-hmm"], r"method 'midus-hmm' is unknown. Expected one of: .*midus-hml"),
     (["--method", "x"], "method 'x' is unknown. Expected one of: .*llama-pro, midus-hml"),
     (["--set", "m=8"], r"method midus-hml has no option 'm'\. Expected one of: k, query_norm, .*, n, output_projection"),
     (["--set", "n=8.5"], r"n is 8\.5; expected a whole number"),

@@ -123,7 +123,7 @@ def test_an_explicit_list_is_taken_as_it_stands_and_needs_no_divisor(text):
         ("1,,4", 16, None, "placement is '1,,4'; expected indices joined by commas, such as 1,4,7"),
         ("1,4-5", 16, None, "placement is '1,4-5'; expected indices joined by commas"),
         ("²", 16, None, "placement is '²'; expected indices joined by commas"),
-        ("distributd", 16, None, "placement 'distributd' is unknown. Did you mean 'distributed'"),
+        ("distributd", 16, None, "placement 'distributd' is unknown. Expected one of: "),
         ("zzz", 16, None, "placement 'zzz' is unknown. Expected one of: .* bottom-heavy, indices such as 3,7,11"),
         ("-", 16, None, "placement '-' is unknown"),
     ],

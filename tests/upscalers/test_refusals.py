@@ -6,7 +6,6 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from midus_hf.config.options import describe_options, option
-from midus_hf.config.wording import near_matches
 from midus_hf.memories.headwise.options import HeadwiseOptions
 from midus_hf.memories.hierarchical.options import HierFFNOptions
 from midus_hf.memories.options import MemoryOptions
@@ -245,11 +244,6 @@ def test_options_are_described_for_people():
     assert (described["kind"]["type"], described["name"]["type"]) == ("a | b", "a string | null")
     assert described["preset"]["help"] == "several options at once (fast: steps=1, rate=0.5)"
     assert (described["scale"]["type"], described["scale"]["default"]) == ("a mapping", {"down": 0.5})
-
-
-def test_at_most_three_near_matches_are_named_the_nearest_first():
-    known = ["abcd--", "abcde-", "abcdef", "abcdex", "xyz"]
-    assert near_matches("abcdef", known) == "Did you mean 'abcdef' or 'abcdex' or 'abcde-'?"
 
 
 def test_each_memory_type_is_given_by_a_method():

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from midus_hf.config.plugins import load_offered
-from midus_hf.config.wording import near_matches
+from midus_hf.config.wording import one_of
 from upscalers.architecture.family import Config
 from upscalers.architecture.inferred import InferredFamily
 from upscalers.checkpoint.base_model import BaseModel
@@ -224,10 +224,10 @@ def get_method(name: str) -> type[Method]:
     if name not in METHODS:
         load_offered_methods()
     if name not in METHODS:
-        hint = near_matches(name, sorted(METHODS))
+        hint = one_of(sorted(METHODS))
         if "lora" in name.lower().split("-") and name.partition("-")[0] != "hier":
             hint = (
-                "Adapters are trained on the base itself: 'midus train TEXTS --model BASE --output DIR adapters={}'."
+                "Adapters are trained on the base itself: 'midus train TEXTS --model BASE --output DIR --adapters {}'."
             )
         raise RequestError(f"method {name!r} is unknown. {hint}")
     return METHODS[name]

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable
 
-from midus_hf.config.wording import near_matches
+from midus_hf.config.wording import one_of
 from upscalers.request.errors import RequestError
 
 
@@ -28,9 +28,7 @@ def place(placement: str, num_layers: int, num_new_layers: int | None) -> list[i
             )
         return indices
     if placement not in PLACEMENTS:
-        raise RequestError(
-            f"placement {placement!r} is unknown. {near_matches(placement, [*PLACEMENTS, 'indices such as 3,7,11'])}"
-        )
+        raise RequestError(f"placement {placement!r} is unknown. {one_of([*PLACEMENTS, 'indices such as 3,7,11'])}")
     policy = PLACEMENTS[placement]
     if num_new_layers is not None:
         if num_new_layers < 1:

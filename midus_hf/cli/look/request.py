@@ -4,9 +4,8 @@ import dataclasses
 import sys
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from midus_hf.cli.options import Column, Device, flag, model_argument, option
 from midus_hf.model_names import check_model_name
 
 if TYPE_CHECKING:
@@ -14,15 +13,13 @@ if TYPE_CHECKING:
 
     from midus_hf.evaluation.text_rows import TextRows
 
-Model = Annotated[str, model_argument("A model that upscale made.", "MODEL")]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelRequest:
     """Options of every question."""
 
-    dtype: Annotated[str, option("auto, float32, bfloat16 or float16.", "NAME")] = "auto"
-    device: Device = None
+    dtype: str = "auto"
+    device: str | None = None
 
     def check(self) -> None:
         """Check what the command line did not, before a model is loaded: nothing, for options that every question has."""
@@ -57,19 +54,19 @@ def named_paths(texts: list[str]) -> dict[str, str]:
 class HeadsRequest(ModelRequest):
     """Options of the question about heads."""
 
-    models: Annotated[list[str], model_argument("Models, compared side by side.", "MODEL...")]
-    tasks: Annotated[str, option("Tasks of lm-eval, separated by commas.", "NAMES")]
-    data: Annotated[str | None, option("Folder with the questions of local tasks.", "DIR")] = None
-    limit: Annotated[int | None, option("Questions per task.  [default: all]", "N", min=1)] = None
+    models: list[str]
+    tasks: str
+    data: str | None = None
+    limit: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DocumentsRequest(ModelRequest):
     """Options of questions about texts."""
 
-    model: Model
-    text: Annotated[list[str], option("File, folder or dataset id; may be repeated.", "[NAME=]PATH")]
-    column: Column = "text"
+    model: str
+    text: list[str]
+    column: str = "text"
 
     @cached_property
     def documents(self) -> dict[str, list[str]]:
@@ -84,10 +81,10 @@ class DocumentsRequest(ModelRequest):
 class TextRequest(DocumentsRequest):
     """Options of questions about what a model does with texts."""
 
-    sequence_length: Annotated[int | None, option("Tokens per row of a text.  [default: 1024]", "N")] = None
-    max_tokens: Annotated[int | None, option("Tokens of each text to read.  [default: all]", "N")] = None
-    batch_size: Annotated[int, option("Rows per forward pass.", "N")] = 4
-    retriever: Annotated[str | None, option("Tree of topics by which texts fetch blocks.", "TREE")] = None
+    sequence_length: int | None = None
+    max_tokens: int | None = None
+    batch_size: int = 4
+    retriever: str | None = None
 
     def check(self) -> None:
         """Read the texts, before anything large is imported.
@@ -130,7 +127,7 @@ class TextRequest(DocumentsRequest):
 class TouchedRequest(DocumentsRequest):
     """Options of the question where texts read a memory of known n-grams."""
 
-    prove: Annotated[bool, flag("--prove", "Also compute untouched documents with and without the memory.")] = False
+    prove: bool = False
 
     @cached_property
     def folder(self) -> Path:
@@ -145,7 +142,7 @@ class TouchedRequest(DocumentsRequest):
 class DriftRequest(TextRequest):
     """Options of questions that compare the model with its base."""
 
-    base: Annotated[str, option("Base to compare with; self: MODEL without added parts.", "MODEL")] = "self"
+    base: str = "self"
 
     def check(self) -> None:
         """Check what `TextRequest.check` checks, and that `base` names a model, or the model without added parts is its base."""
@@ -181,8 +178,8 @@ class DriftRequest(TextRequest):
 class DepthRequest(TextRequest):
     """Options of the question about what heads read of the depth."""
 
-    layer: Annotated[int | None, option("Draw what a head of this layer reads.", "N")] = None
-    head: Annotated[int | None, option("Draw what this head of --layer reads.", "N")] = None
+    layer: int | None = None
+    head: int | None = None
 
     def check(self) -> None:
         """Check what `TextRequest.check` checks, and that layer and head name one head together."""

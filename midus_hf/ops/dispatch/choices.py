@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from midus_hf.config.wording import near_matches
+from midus_hf.config.wording import one_of
 from midus_hf.ops.dispatch.native.library import NATIVE_DTYPES, native_library, why_missing
 from midus_hf.ops.dispatch.triton import HAS_TRITON, interprets_kernels
 
@@ -59,7 +59,7 @@ def op_choices(**changes: Any) -> Iterator[None]:
     fields = [field.name for field in dataclasses.fields(OpChoices)]
     for name in changes:
         if name not in fields:
-            raise ValueError(f"op_choices has no option {name!r}. {near_matches(name, fields)}")
+            raise ValueError(f"op_choices has no option {name!r}. {one_of(fields)}")
     _standing = dataclasses.replace(before, **changes)
     RESOLVED.clear()
     try:

@@ -1,7 +1,7 @@
 """Arguments of a run of supervised fine-tuning."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from trl import SFTConfig
 
@@ -56,7 +56,7 @@ class SftArguments(MemoryArguments, SFTConfig):
     assistant_only_loss: bool = True
     packing: bool = False
     gradient_checkpointing: bool | None = None  # type: ignore[assignment]  # an older name, of Transformers and TRL
-    include_num_input_tokens_seen: str | bool | None = None  # type: ignore[assignment]
+    include_num_input_tokens_seen: Literal[True, False] | str | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         check_data("dataset_name", self.dataset_name)

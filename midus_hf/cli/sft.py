@@ -1,0 +1,36 @@
+"""The `midus sft` command."""
+
+import importlib.util
+from functools import partial
+from typing import Annotated
+
+from midus_hf.cli.command_line import WRONG_REQUEST, Ending, command_line, run_command
+from midus_hf.cli.options import argument
+from midus_hf.cli.train import WITH_FLAGS, train_in_group
+from midus_hf.config.wording import install_extra
+
+_NEEDED = ("datasets", "peft", "trl")
+
+app = command_line()
+
+
+@app.command(**WITH_FLAGS)
+def midus_sft(
+    words: Annotated[list[str], argument("Chats or a recipe (.yaml), then keys.", "CHATS|RECIPE [--KEY VALUE ...]")],
+) -> None:
+    """Fine-tune a model on chats, with the loss of answers alone.
+
+    Recipes are in configs/sft; a flag replaces the key of a recipe. A key that transformers.TrainingArguments or
+    TRL's sft has as well is named as there: midus sft --help lists all.
+
+    \b
+    midus sft CHATS.jsonl --model MODEL --output TUNED
+    midus sft recipe.yaml --learning_rate 1e-4 --model MODEL --dataset_name CHATS.jsonl
+    """
+    absent = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
+    if absent:
+        raise Ending(WRONG_REQUEST, f"midus sft needs {', '.join(absent)}, not installed; {install_extra('train')}.")
+    train_in_group("sft", words)
+
+
+main = partial(run_command, app, name="midus sft", raises=True)
