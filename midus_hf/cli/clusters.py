@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Column, Device, argument, check_file, flag, option
+from midus_hf.cli.options import Column, Device, argument, check_file, flag, option, show_tables
 
 app = command_line(
     "Cluster a corpus into a tree of topics, find the paths of documents in the tree, and report what its nodes hold."
@@ -180,24 +180,26 @@ def assign(
 @app.command()
 def report(
     tree: Tree,
-    level: Annotated[int, option("Level whose nodes are shown one by one.", "N")] = 1,
-    nodes: Annotated[int, option("How many nodes are shown, the largest first.", "N")] = 16,
-    samples: Annotated[int, option("Documents that are quoted per node.", "N")] = 3,
+    level: Annotated[int, option("Level whose nodes are shown.", "N")] = 1,
+    nodes: Annotated[int, option("How many nodes are shown, the largest.", "N")] = 16,
     corpus: Annotated[str | None, option("Where the corpus is now.  [default: where build read it]", "PATH")] = None,
 ) -> None:
-    """Report how large the nodes of a tree are, and which words and texts they hold."""
-    from rich.console import Console
-
-    from midus_hf.topics.report import level_reports, level_table, node_reports, node_table, sample_texts
+    """Report how many windows the nodes of a level have, and which words set them apart."""
+    from midus_hf.look.page import TableOfWords
+    from midus_hf.topics.corpus import read_corpus
+    from midus_hf.topics.report import nodes_with_words
     from midus_hf.topics.run import open_build
 
     built, stored, leaves = open_build(tree)
-    largest = node_reports(built, leaves, stored.documents, level=level, most=nodes, samples=samples)
-    numbers = [number for node in largest for number in [*node.samples, *node.read] if samples]
-    texts = sample_texts(corpus or stored.corpus, stored.column, numbers) if samples else {}
-    console = Console()
-    console.print(level_table(level_reports(built, leaves)))
-    console.print(node_table(largest, level, texts))
+    path = corpus or stored.corpus
+    texts = read_corpus(path, text_column=stored.column)[stored.column]
+    if len(texts) <= (last := int(stored.documents.max())):
+        raise ValueError(
+            f"{path} has no document {last}; expected the corpus that the tree was built from. Give it by --corpus."
+        )
+    found = nodes_with_words(built, leaves, stored.documents, texts, level, nodes)
+    rows = [[str(node), f"{windows:,}", " ".join(words)] for node, (windows, words) in found.items()]
+    show_tables([TableOfWords(f"Nodes of level {level}", ["node", "windows", "words"], rows)])
 
 
 @contextlib.contextmanager
