@@ -52,10 +52,10 @@ def midus_compare(
 
     if dry_run:
         from midus_hf.compare.origins import Inputs
-        from midus_hf.compare.report import plan_table, planned
+        from midus_hf.compare.report import plan_records, plan_table
 
         check_finished(comparison, variants, Inputs(comparison))
-        records = planned(comparison, variants)
+        records = plan_records(comparison, variants)
         table = plan_table(records, comparison.controls)
         show({"variants": records, "seeds": comparison.seeds}, json_, lambda _: show_tables([table]), indent=2)
         return
