@@ -1,4 +1,4 @@
-"""Learn several texts one after the other, and measure after each stage what it taught, and what it cost of earlier ones.
+"""Learn several texts one after the other, and measure after each stage what was learned, and what of earlier ones it cost.
 
     STAGES=$(python -m material stages)
     python -m experiments.stages SMOLLM2 $STAGES/addresses $STAGES/factbook $STAGES/glosses $STAGES/elements --output DIR \

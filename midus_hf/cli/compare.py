@@ -32,7 +32,7 @@ def midus_compare(
     report_only: Annotated[bool, flag("--report", "Run nothing; write the report of what is done.")] = False,
     json_: Json = False,
 ) -> None:
-    """Train methods on the same text from the same base, and report what each learned and what it forgot.
+    """Train methods and baselines on the same text from the same base, and report what each learned and what it forgot.
 
     Each rate is tried with the first seed, and the one that ends best on validation texts gets the other seeds. Every run is a
     separate process. Runs whose results are in the output are not repeated, so that the same command goes on after an interruption,

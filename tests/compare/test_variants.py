@@ -25,24 +25,24 @@ def room(tmp_path_factory) -> Path:
 def planned(room, tmp_path):
     """Return a function that plans and checks the variants of a file, and returns the comparison and the variants."""
 
-    def of(variants, **changes) -> tuple[Comparison, list[Variant]]:
+    def plan_and_check(variants, **changes) -> tuple[Comparison, list[Variant]]:
         comparison, result = plan(from_mapping(Comparison, keys(room, tmp_path / "out", variants, **changes)))
         check(comparison, result)
         return comparison, result
 
-    return of
+    return plan_and_check
 
 
 @pytest.fixture
 def file(tmp_path):
     """Write YAML, and give its path as a person would."""
 
-    def of(content) -> str:
+    def write(content) -> str:
         path = tmp_path / "file.yaml"
         path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
         return str(path)
 
-    return of
+    return write
 
 
 def test_files_stand_in_place_of_mappings_and_what_a_comparison_sets_is_left_out_of_them(room, planned, file):
