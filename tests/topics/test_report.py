@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from topics.trees import random_tree
 
-from midus_hf.topics.report import nodes_with_words
+from midus_hf.cli.clusters import nodes_with_words
 
 LEAVES = np.array([0, 0, 0, 1, 4, 4, 5, 5, 5, 5])
 DOCUMENTS = np.array([0, 0, 1, 2, 3, 4, 5, 5, 6, 7])
