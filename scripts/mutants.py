@@ -35,7 +35,7 @@ ENGINE_ROOMS = [
 ]
 FOLDERS = [
     "midus_hf/ops",
-    "midus_hf/memory",
+    "midus_hf/memories",
     *(f"upscalers/{room}" for room in ENGINE_ROOMS),
     "upscalers/methods/contract.py",
     "midus_hf/files",
@@ -53,10 +53,10 @@ NEAREST = {
     "midus_hf/ops/gather/triton.py": f"{OPS} -k triton",
     "midus_hf/ops/headwise/triton.py": f"{OPS} -k triton",
     "midus_hf/ops/product_key/triton": f"{OPS} -k triton",
-    "midus_hf/memory": "tests/memory tests/models/test_training.py tests/models/test_routing_causality.py",
-    "midus_hf/memory/registry.py": "tests/memory tests/models/test_config.py tests/sites/test_lora.py",
-    "midus_hf/memory/sequence_heads.py": "tests/models/test_depth.py tests/look/test_depth.py",
-    "midus_hf/memory/depth_attention.py": "tests/models/test_depth.py",
+    "midus_hf/memories": "tests/memory tests/models/test_training.py tests/models/test_routing_causality.py",
+    "midus_hf/memories/module.py": "tests/memory tests/models/test_config.py tests/sites/test_lora.py",
+    "midus_hf/memories/depth_attention/sequence_heads.py": "tests/models/test_depth.py tests/look/test_depth.py",
+    "midus_hf/memories/depth_attention/layer.py": "tests/models/test_depth.py",
     "midus_hf/config": "tests/config tests/memory/test_registry.py tests/upscalers/test_families.py tests/upscalers/test_refusals.py",
     "midus_hf/files": "tests/files",
     "midus_hf/files/checkpoint_files.py": "tests/files tests/upscalers/test_ownership.py",
