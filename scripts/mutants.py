@@ -63,7 +63,7 @@ NEAREST = {
     "midus_hf/files/outputs.py": "tests/files tests/upscalers/test_ownership.py tests/upscalers/test_output_folder.py",
     "midus_hf/compare": "tests/compare --ignore=tests/compare/test_killed_comparisons.py",
     "midus_hf/compare/findings.py": "tests/compare/test_findings.py tests/compare/test_report.py",
-    "midus_hf/compare/report.py": "tests/compare/test_report.py tests/compare/test_papers.py",
+    "midus_hf/compare/report.py": "tests/compare/test_report.py",
     "upscalers/edits": "tests/upscalers/edits",
     "upscalers": "tests/upscalers --ignore=tests/upscalers/test_interruption.py --ignore=tests/upscalers/dense",
 }

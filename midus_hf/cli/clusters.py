@@ -2,14 +2,22 @@
 
 import contextlib
 import json
+import math
+import re
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Column, Device, argument, check_file, flag, option
+from midus_hf.cli.options import Column, Device, argument, check_file, flag, option, show_tables
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from midus_hf.topics.tree import ClusterTree
 
 app = command_line(
     "Cluster a corpus into a tree of topics, find the paths of documents in the tree, and report what its nodes hold."
@@ -18,6 +26,10 @@ app = command_line(
 CorpusPath = Annotated[str, option("A file, folder or dataset id.", "PATH", "--corpus")]
 Tree = Annotated[Path, option("Tree that build made.", "TREE")]
 BatchSize = Annotated[int, option("Windows per forward pass.", "N")]
+
+# Of a report: documents of a node that are read, characters of each, words that are named; and what a word is.
+_READ, _TEXT, _WORDS = 100, 2000, 8
+_WORD = re.compile(r"[^\W\d_]{3,}")
 
 
 @app.command()
@@ -180,24 +192,57 @@ def assign(
 @app.command()
 def report(
     tree: Tree,
-    level: Annotated[int, option("Level whose nodes are shown one by one.", "N")] = 1,
-    nodes: Annotated[int, option("How many nodes are shown, the largest first.", "N")] = 16,
-    samples: Annotated[int, option("Documents that are quoted per node.", "N")] = 3,
+    level: Annotated[int, option("Level whose nodes are shown.", "N")] = 1,
+    nodes: Annotated[int, option("How many nodes are shown, the largest.", "N")] = 16,
     corpus: Annotated[str | None, option("Where the corpus is now.  [default: where build read it]", "PATH")] = None,
 ) -> None:
-    """Report how large the nodes of a tree are, and which words and texts they hold."""
-    from rich.console import Console
-
-    from midus_hf.topics.report import level_reports, level_table, node_reports, node_table, sample_texts
+    """Report how many windows the nodes of a level have, and which words set them apart."""
+    from midus_hf.look.page import TableOfWords
+    from midus_hf.topics.corpus import read_corpus
     from midus_hf.topics.run import open_build
 
     built, stored, leaves = open_build(tree)
-    largest = node_reports(built, leaves, stored.documents, level=level, most=nodes, samples=samples)
-    numbers = [number for node in largest for number in [*node.samples, *node.read] if samples]
-    texts = sample_texts(corpus or stored.corpus, stored.column, numbers) if samples else {}
-    console = Console()
-    console.print(level_table(level_reports(built, leaves)))
-    console.print(node_table(largest, level, texts))
+    path = corpus or stored.corpus
+    texts = read_corpus(path, text_column=stored.column)[stored.column]
+    if len(texts) <= (last := int(stored.documents.max())):
+        raise ValueError(
+            f"{path} has no document {last}; expected the corpus that the tree was built from. Give it by --corpus."
+        )
+    found = nodes_with_words(built, leaves, stored.documents, texts, level, nodes)
+    rows = [[str(node), f"{windows:,}", " ".join(words)] for node, (windows, words) in found.items()]
+    show_tables([TableOfWords(f"Nodes of level {level}", ["node", "windows", "words"], rows)])
+
+
+def nodes_with_words(
+    tree: "ClusterTree", leaves: "np.ndarray", documents: "np.ndarray", texts: Sequence[str], level: int, most: int
+) -> dict[int, tuple[int, list[str]]]:
+    """Return the largest nodes of a level, from 1, by number: how many windows each has, and words that others' texts have less of.
+
+    `leaves` and `documents` are those of the windows, `[N]`. Raises a ValueError if the tree lacks the level, or `most` is below 1.
+    """
+    import numpy as np
+
+    if not 1 <= level <= tree.levels:
+        raise ValueError(f"level is {level}; expected a number from 1 to {tree.levels}, the levels of the tree.")
+    if most < 1:
+        raise ValueError(f"nodes is {most}; expected at least 1.")
+    nodes = np.asarray(leaves, np.int64) // tree.branching ** (tree.levels - level)
+    numbers, sizes = np.unique(nodes, return_counts=True)
+    read, largest = {}, {}
+    for index in sorted(np.argsort(-sizes, kind="stable")[:most].tolist()):
+        node, members = int(numbers[index]), np.unique(documents[nodes == numbers[index]])
+        drawn = np.random.default_rng([level, node]).permutation(members)[:_READ].tolist()
+        read[node] = [set(_WORD.findall(texts[number][:_TEXT].lower())) for number in drawn]
+    everywhere = Counter(word for of_node in read.values() for words in of_node for word in words)
+    total = sum(map(len, read.values()))
+    for node, of_node in read.items():
+        shares = {word: count / len(of_node) for word, count in Counter(w for words in of_node for w in words).items()}
+        ratios = {word: share * total / everywhere[word] for word, share in shares.items()}
+        # Squared, so that words of every text, which chance puts into some topics more than into others, weigh little.
+        weights = {word: shares[word] * math.log(ratio) ** 2 for word, ratio in ratios.items() if ratio > 1}
+        words = sorted(weights, key=lambda word: (-weights[word], word))[:_WORDS]
+        largest[node] = (int(sizes[numbers == node][0]), words)
+    return largest
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ def midus_compare(
     report_only: Annotated[bool, flag("--report", "Run nothing; write the report of what is done.")] = False,
     json_: Json = False,
 ) -> None:
-    """Train methods on the same text from the same base, and report what each learned and what it forgot.
+    """Train methods and baselines on the same text from the same base, and report what each learned and what it forgot.
 
     Each rate is tried with the first seed, and the one that ends best on validation texts gets the other seeds. Every run is a
     separate process. Runs whose results are in the output are not repeated, so that the same command goes on after an interruption,
@@ -58,10 +58,10 @@ def midus_compare(
 
     if dry_run:
         from midus_hf.compare.origins import Inputs
-        from midus_hf.compare.report import plan_table, planned
+        from midus_hf.compare.report import plan_records, plan_table
 
         check_finished(comparison, variants, Inputs(comparison))
-        records = planned(comparison, variants)
+        records = plan_records(comparison, variants)
         table = plan_table(records, comparison.controls)
         show({"variants": records, "seeds": comparison.seeds}, json_, lambda _: show_tables([table]), indent=2)
         return

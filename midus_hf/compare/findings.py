@@ -8,13 +8,9 @@ from typing import Any
 
 from midus_hf.compare.options import Comparison, Rate, rate_name
 from midus_hf.compare.origins import KINDS, short
-from midus_hf.compare.results import Result
+from midus_hf.compare.runs import Result
 from midus_hf.compare.variants import SHUFFLED
 
-# Seeds below which a spread says little.
-_ENOUGH_SEEDS = 3
-# Share of the median by which numbers of trained parameters may differ from it.
-_SHARE = 0.1
 # Keys of `midus train` that change what the loss of a text is, with their defaults; None of `bf16` is what the device can.
 _READING = {"document_mask": False, "path_column": None, "text_column": "text", "bf16": None, "fp16": False}
 # Student's t at 0.975 for 1 to 10 degrees of freedom; more take the last, which makes intervals wider.
@@ -50,10 +46,7 @@ def paired(lower: Mapping[int, float], higher: Mapping[int, float]) -> Spread | 
 
 
 def verdict(advantage: Spread) -> str:
-    """Return in words whether a variant beats a null control, over whose loss it has this advantage.
-
-    It does where the 95 % interval of the mean lies above 0, and does not where the mean is 0 or below.
-    """
+    """Return in words whether a variant beats a null control: its advantage over the loss of this has a 95 % interval above 0."""
     if advantage.mean <= 0:
         return "does not beat it"
     if advantage.half_interval is None:
@@ -67,33 +60,25 @@ def mean_loss(losses: Mapping[str, float], texts: Sequence[str]) -> float:
 
 
 def chosen_rate(searches: Sequence[Result], validation: Sequence[str]) -> Rate | None:
-    """Return the rate at which the mean loss of the validation texts ended lowest; of equal rates, the first.
+    """Return the rate of the result, one per rate, whose mean loss of the validation texts ended lowest; of equal ones, the first.
 
-    A rate whose loss ended at no finite number is not chosen. A single rate needs no validation texts.
-
-    Args:
-        searches: Results of a variant's runs with the first seed, one per rate.
-        validation: Names of the validation texts.
-
-    Returns:
-        The rate; None if no run ended at a finite number.
+    A loss that is no finite number does not count; None if there is no other. A single rate needs no validation texts.
     """
     if len(searches) == 1 and not validation:
         return searches[0].rate
-    losses = [(mean_loss(result.losses, validation), result.rate) for result in searches]
-    finite = [(loss, rate) for loss, rate in losses if math.isfinite(loss)]
-    return min(finite, key=lambda each: each[0])[1] if finite else None
+    finite = [(loss, one.rate) for one in searches if math.isfinite(loss := mean_loss(one.losses, validation))]
+    return min(finite, key=lambda each: each[0], default=(0.0, None))[1]
 
 
 @dataclasses.dataclass(frozen=True)
 class VariantFindings:
     """Findings about one variant, at the rate that the validation texts chose, in nats per token.
 
-    `results` are its results at this rate, one per seed, `controls` the results of its null controls, and `rates` names the
-    rates with results. `ends` are mean final losses of the domain by seed. `learned_by_seed` is what the loss of the domain fell
-    by, `forgotten_by_seed` what the loss of the retention texts rose by; they are empty without these texts. `advantages` say how far
-    the loss of the domain ended below that of each null control, over the seeds that both have; for `shuffled-addresses`, by how much
-    it rises when the variant's values are permuted. `domain_loss`, `learned` and `forgotten` are their spreads; None without texts.
+    `results` are its results at this rate, one per seed, `controls` those of its null controls, and `rates` names the rates with
+    results. `ends` are mean final losses of the domain by seed, `learned_by_seed` what this loss fell by, `forgotten_by_seed` what
+    that of the retention texts rose by. `advantages` say how far the loss of the domain ended below that of each null control, over
+    the seeds that both have; for `shuffled-addresses`, by how much it rises when the variant's values are permuted. `domain_loss`,
+    `learned` and `forgotten` are spreads; None without texts.
     """
 
     name: str
@@ -134,8 +119,8 @@ class Findings:
     @property
     def reference(self) -> VariantFindings | None:
         """Return the variant that others are subtracted from, the one that learned most; None without domain texts or results."""
-        able = [one for one in self.variants if one.learned is not None]
-        return max(able, key=lambda one: 0.0 if one.learned is None else one.learned.mean) if able else None
+        able = [(one.learned.mean, one) for one in self.variants if one.learned is not None]
+        return max(able, key=lambda each: each[0])[1] if able else None
 
     def falls(self, result: Result, texts: Sequence[str]) -> list[float]:
         """Return how far the mean loss of some texts has fallen at each point of a run's curve, in nats per token.
@@ -150,10 +135,7 @@ class Findings:
 def findings(
     comparison: Comparison, base: Result, results: Sequence[Result], failures: Mapping[str, str], missing: int = 0
 ) -> Findings:
-    """Return the findings of a comparison from its results.
-
-    Results of null controls count only at the chosen rate of their variant.
-    """
+    """Return the findings of a comparison from its results; those of null controls count only at the chosen rate of their variant."""
     # A run that starts at the base and reads texts as all do measured the base, in the precision of training and with paths of texts.
     reading = _reading(comparison.train)
     starts = [
@@ -161,8 +143,7 @@ def findings(
         for one in results
         if one.curve and not one.starts_elsewhere and _reading(one.request.get("train")) == reading
     ]
-    base_losses = base.losses if comparison.stages or not starts else starts[0]
-    without_variants = Findings(comparison, base, base_losses, [], failures, missing)
+    without_variants = Findings(comparison, base, (starts or [base.losses])[0], [], failures, missing)
     variants = [_variant_findings(name, without_variants, results) for name in comparison.variants]
     able = [variant for variant in variants if variant is not None]
     able.sort(key=lambda variant: 0.0 if variant.domain_loss is None else variant.domain_loss.mean)
@@ -178,75 +159,49 @@ def _variant_findings(name: str, findings: Findings, results: Sequence[Result]) 
     chosen = chosen_rate(searches, list(comparison.validation))
     if chosen is None:
         return None
-    best = [result for result in own if rate_name(result.rate) == rate_name(chosen)]
-    ends = {result.seed: mean_loss(result.losses, domain) for result in best} if domain else {}
-    controls = [
-        result for result in results if result.control_of == name and rate_name(result.rate) == rate_name(chosen)
-    ]
-    learned = {result.seed: findings.falls(result, domain)[-1] for result in best} if domain else {}
-    forgotten = {result.seed: -findings.falls(result, retention)[-1] for result in best} if retention else {}
-    return VariantFindings(
-        name=name,
-        rate=rate_name(chosen),
-        rates=list(dict.fromkeys(rate_name(result.rate) for result in own)),
-        results=best,
-        controls=controls,
-        ends=ends,
-        learned_by_seed=learned,
-        forgotten_by_seed=forgotten,
-        advantages=_advantages(best, ends, controls, domain) if domain else {},
-        domain_loss=spread(list(ends.values())),
-        learned=spread(list(learned.values())),
-        forgotten=spread(list(forgotten.values())),
-    )
-
-
-def _advantages(
-    results: Sequence[Result], ends: Mapping[int, float], controls: Sequence[Result], domain: Sequence[str]
-) -> dict[str, Spread]:
-    """Return the advantage of a variant over each null control that shares a seed with it: trained ones first, then shuffled."""
+    rate = rate_name(chosen)
+    best = [result for result in own if rate_name(result.rate) == rate]
+    controls = [result for result in results if result.control_of == name and rate_name(result.rate) == rate]
+    ends = {result.seed: mean_loss(result.losses, domain) for result in best if domain}
+    learned = {result.seed: findings.falls(result, domain)[-1] for result in best if domain}
+    forgotten = {result.seed: -findings.falls(result, retention)[-1] for result in best if retention}
+    rates = list(dict.fromkeys(rate_name(result.rate) for result in own))
     losses: dict[str, dict[int, float]] = {}
-    for result in controls:
-        assert result.control is not None
-        losses.setdefault(result.control, {})[result.seed] = mean_loss(result.losses, domain)
-    advantages = {control: paired(ends, by_seed) for control, by_seed in losses.items()}
-    saved = {result.seed: mean_loss(result.saved, domain) for result in results if result.saved is not None}
-    shuffled = {result.seed: mean_loss(result.shuffled, domain) for result in results if result.shuffled is not None}
-    advantages[SHUFFLED] = paired(saved, shuffled)
-    return {control: advantage for control, advantage in advantages.items() if advantage is not None}
+    for result in controls if domain else ():
+        losses.setdefault(str(result.control), {})[result.seed] = mean_loss(result.losses, domain)
+    lower = {control: paired(ends, by_seed) for control, by_seed in losses.items()}
+    saved = {result.seed: mean_loss(result.saved, domain) for result in best if domain and result.saved}
+    shuffled = {result.seed: mean_loss(result.shuffled, domain) for result in best if domain and result.shuffled}
+    lower[SHUFFLED] = paired(saved, shuffled)
+    advantages = {control: advantage for control, advantage in lower.items() if advantage is not None}
+    spreads = [spread(list(by_seed.values())) for by_seed in (ends, learned, forgotten)]
+    return VariantFindings(name, rate, rates, best, controls, ends, learned, forgotten, advantages, *spreads)
 
 
 def cautions(findings: Findings) -> list[str]:
     """Return sentences on what variants differ in beside their methods, and on runs that are not done."""
-    variants = findings.variants
-    reasons = {
-        "Fewer than three seeds": {
-            variant.name: f"{len(variant.results)}" for variant in variants if len(variant.results) < _ENOUGH_SEEDS
-        },
-        "Best rate at an end of its list": {
-            variant.name: variant.rate for variant in variants if _is_at_an_end(findings, variant)
-        },
+    variants, comparison = findings.variants, findings.comparison
+    listed = {one.name: [rate_name(rate) for rate in comparison.rates_of(one.name)] for one in variants}
+    lacking = {one.name: [rate for rate in listed[one.name] if rate not in one.rates] for one in variants}
+    tokens = {one.name: f"{max(result.tokens for result in one.results):,}" for one in variants}
+    trained = {one.name: one.results[0].request.get("train") or {} for one in variants}
+    readings = {name: _reading(keys) for name, keys in trained.items()}
+    whole = [name for name, keys in trained.items() if keys.get("trainable") == "all" and not keys.get("adapters")]
+    sizes = {one.name: one.results[0].trained_parameters for one in variants if one.name not in whole}
+    median = statistics.median(sizes.values() or [0])
+    far = {name: size for name, size in sizes.items() if abs(size - median) > 0.1 * median}
+    apart = "Trained parameters more than 10 % off the median of variants that do not train all"
+    reasons: dict[str, Mapping[str, str]] = {
+        "Fewer than three seeds": {one.name: f"{len(one.results)}" for one in variants if len(one.results) < 3},
+        "Best rate at an end of its list": {one.name: one.rate for one in variants if _is_at_an_end(findings, one)},
         "Not causal, so that losses cannot be compared": {
-            variant.name: "" for variant in variants if not all(result.is_causal for result in variant.results)
+            one.name: "" for one in variants if not all(result.is_causal for result in one.results)
         },
-        "Texts read in different ways": _differing(
-            {
-                "base": _reading(findings.comparison.train),
-                **{variant.name: _reading(variant.results[0].request.get("train")) for variant in variants},
-            }
-        ),
-        "Rates without a result": {
-            variant.name: " and ".join(lacking)
-            for variant in variants
-            if (lacking := _rates_without(findings, variant))
-        },
-        "Unequal numbers of rates": _differing({variant.name: str(len(variant.rates)) for variant in variants}),
-        "Unequal numbers of tokens": _differing(
-            {variant.name: f"{max(result.tokens for result in variant.results):,}" for variant in variants}
-        ),
-        "Trained parameters more than 10 % off the median of variants that do not train all": _unlike_the_median(
-            variants
-        ),
+        "Texts read in different ways": _differing({"base": _reading(comparison.train), **readings}),
+        "Rates without a result": {name: " and ".join(missing) for name, missing in lacking.items() if missing},
+        "Unequal numbers of rates": _differing({one.name: str(len(one.rates)) for one in variants}),
+        "Unequal numbers of tokens": _differing(tokens),
+        apart: {name: f"{size:,} of {median:,.0f}" for name, size in far.items()},
         **{f"Different {kind}": _differing(_origins(findings, kind)) for kind in KINDS},
     }
     sentences = [
@@ -256,16 +211,11 @@ def cautions(findings: Findings) -> list[str]:
     ]
     if findings.missing:
         failed = f", of which {len(findings.failures)} failed" if findings.failures else ""
-        sentences.append(f"Runs that are not done: {findings.missing}{failed}{_uncounted(findings)}.")
+        upscaled = {name for name, options in comparison.variants.items() if options.upscale is not None}
+        if comparison.controls and not upscaled <= listed.keys():
+            failed += "; null controls of variants without a rate are not counted yet"
+        sentences.append(f"Runs that are not done: {findings.missing}{failed}.")
     return sentences
-
-
-def _uncounted(findings: Findings) -> str:
-    """Return what is not counted among runs that are not done: null controls of upscaled variants whose rate is not chosen yet."""
-    have_rates = {variant.name for variant in findings.variants}
-    upscaled = {name for name, options in findings.comparison.variants.items() if options.upscale is not None}
-    is_complete = upscaled <= have_rates or not findings.comparison.controls
-    return "" if is_complete else "; null controls of variants without a rate are not counted yet"
 
 
 def shared_origin(findings: Findings) -> str:
@@ -287,34 +237,10 @@ def _reading(train: Any) -> str:
     return ", ".join(set_ones) or "by default"
 
 
-def _rates_without(findings: Findings, variant: VariantFindings) -> list[str]:
-    """Return the names of a variant's rates that have no result."""
-    return [name for name in map(rate_name, findings.comparison.rates_of(variant.name)) if name not in variant.rates]
-
-
-def _unlike_the_median(variants: Sequence[VariantFindings]) -> dict[str, str]:
-    """Return the trained parameters of variants that are far from the median of the variants that do not train all."""
-    counts = {
-        variant.name: variant.results[0].trained_parameters
-        for variant in variants
-        if not variant.results[0].trains_all
-    }
-    median = statistics.median(counts.values() or [0])
-    return {
-        name: f"{count:,} of {median:,.0f}" for name, count in counts.items() if abs(count - median) > _SHARE * median
-    }
-
-
 def _origins(findings: Findings, kind: str) -> dict[str, str]:
     """Return what the base, and the runs of each variant and its null controls, were made with."""
-    rows = {
-        "base": [findings.base],
-        **{variant.name: [*variant.results, *variant.controls] for variant in findings.variants},
-    }
-    return {
-        name: " and ".join(dict.fromkeys(short(kind, result.origin) for result in results))
-        for name, results in rows.items()
-    }
+    rows = {"base": [findings.base], **{one.name: [*one.results, *one.controls] for one in findings.variants}}
+    return {name: " and ".join(dict.fromkeys(short(kind, one.origin) for one in of)) for name, of in rows.items()}
 
 
 def _is_at_an_end(findings: Findings, variant: VariantFindings) -> bool:

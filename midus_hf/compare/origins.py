@@ -15,48 +15,37 @@ from midus_hf.version import __version__
 
 # What an origin names, in the order of reports.
 KINDS = ("data", "base", "code", "machine")
-# A result with another digest of these is a result of something else, with which a comparison does not go on. The values are
-# words of messages.
+# With a result that has another digest of these, a comparison does not go on. The values are words of messages.
 FIXED = {"data": "content of the corpus or of a text", "base": "content of the base"}
 
 # Folder that holds the packages whose code computes results.
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = ("midus_hf", "upscalers")
-_WEIGHTS = (".safetensors",)
-_CHUNK_BYTES = 1 << 20
 
 
 class Inputs:
-    """Digests of the texts and the base of a comparison, each of which is read once.
-
-    Args:
-        comparison: The comparison, resolved by `plan`.
-    """
+    """Digests of the texts and the base of a comparison that `plan` has resolved, each of which is read once."""
 
     def __init__(self, comparison: Comparison):
         self._comparison = comparison
         self._digests: dict[str, str] = {}
         self._base: str | None = None
 
-    def of(self, variant: Variant) -> dict[str, str]:
+    def digests_for(self, variant: Variant) -> dict[str, str]:
         """Return the digests `data` and `base` of the runs of a variant, 64 hexadecimal digits each.
 
-        `data` covers the variant's corpus, all measured texts, questions of tasks, chats, and the model that embeds texts. What is on
-        the Hub counts by its name alone.
+        `data` covers the variant's corpus, all measured texts and questions of tasks. What is on the Hub counts by its name alone.
         """
         if self._base is None:
             self._base = base_digest(self._comparison.base)
-        tasks, tuning = self._comparison.tasks, variant.fine_tune or {}
-        others = [] if tasks is None else [tasks.data]
-        others += [tuning.get("dataset_name"), self._comparison.embedding_model if variant.one_per_stage else None]
-        paths = [*corpora_of(variant, self._comparison), *self._comparison.texts.values(), *filter(None, others)]
-        data = hashlib.sha256("\n".join(map(self._digest, paths)).encode())
+        tasks = self._comparison.tasks
+        questions = [] if tasks is None or not tasks.data else [tasks.data]
+        paths = [*corpora_of(variant), *self._comparison.texts.values(), *questions]
+        for path in paths:
+            if path not in self._digests:
+                self._digests[path] = text_digest(path)
+        data = hashlib.sha256("\n".join(self._digests[path] for path in paths).encode())
         return {"data": data.hexdigest(), "base": self._base}
-
-    def _digest(self, path: str) -> str:
-        if path not in self._digests:
-            self._digests[path] = text_digest(path)
-        return self._digests[path]
 
 
 def text_digest(path: str) -> str:
@@ -78,7 +67,7 @@ def base_digest(base: str) -> str:
         files = [
             file
             for file in source.folder.iterdir()
-            if file.suffix in _WEIGHTS or file.name == "config.json" or is_of(file.name, TOKENIZER)
+            if file.suffix == ".safetensors" or file.name == "config.json" or is_of(file.name, TOKENIZER)
         ]
         return _files_digest(source.folder, files)
 
@@ -86,29 +75,30 @@ def base_digest(base: str) -> str:
 def _files_digest(root: Path, files: Iterable[Path]) -> str:
     """Return the SHA-256 of files and their names below a root, in sorted order. Other things than files are left out."""
     digest = hashlib.sha256()
-    for file in sorted(files):
-        if not file.is_file():
-            continue
+    for file in sorted(file for file in files if file.is_file()):
         name = file.relative_to(root).as_posix() if file != root else ""
         digest.update(f"{name}:{file.stat().st_size}\n".encode())
         with file.open("rb") as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                digest.update(chunk)
+            hashlib.file_digest(stream, lambda: digest)
     return digest.hexdigest()
 
 
 def code() -> dict[str, Any]:
-    """Return which code runs: its version, the SHA-256 of its sources, and the commit in a clone.
-
-    `changed` says whether sources differ from that commit.
-    """
+    """Return which code runs: `version`, the SHA-256 of `sources`, and in a clone the `commit`, and whether sources are `changed`."""
     sources = [file for package in _PACKAGES for file in (_ROOT / package).rglob("*") if file.suffix in (".py", ".c")]
     named: dict[str, Any] = {"version": __version__, "sources": _files_digest(_ROOT, sources)}
-    commit = _git("rev-parse", "HEAD") if (_ROOT / ".git").exists() else ""
-    if commit:
-        named["commit"] = commit
-        named["changed"] = bool(_git("status", "--porcelain", "--", *_PACKAGES))
+    if (_ROOT / ".git").exists() and (commit := _git("rev-parse", "HEAD")):
+        named |= {"commit": commit, "changed": bool(_git("status", "--porcelain", "--", *_PACKAGES))}
     return named
+
+
+def _git(*arguments: str) -> str:
+    """Return what a command of git prints; nothing where git is not installed, or the command fails."""
+    try:
+        done = subprocess.run(["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def machine() -> dict[str, Any]:
@@ -116,8 +106,11 @@ def machine() -> dict[str, Any]:
     import torch
     import transformers
 
+    listed = Path("/proc/cpuinfo")
+    lines = listed.read_text(encoding="utf-8", errors="replace").splitlines() if listed.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
-        "processor": _processor(),
+        "processor": next(names, platform.processor() or platform.machine()),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -136,22 +129,3 @@ def short(kind: str, origin: Mapping[str, Any]) -> str:
         versions = f"torch {value['torch']}, transformers {value['transformers']}"
         return f"{value['processor']}, {value['threads']} threads, {value['device']}, {versions}"
     return str(value)[:8]
-
-
-def _git(*arguments: str) -> str:
-    """Return what a command of git prints; nothing where git is not installed, or the command fails."""
-    try:
-        done = subprocess.run(["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _processor() -> str:
-    """Return the name of the processor, where the system tells it."""
-    listed = Path("/proc/cpuinfo")
-    if listed.is_file():
-        for line in listed.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

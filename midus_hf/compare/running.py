@@ -1,6 +1,7 @@
 """The runs of a comparison and their processes, several at a time: finished runs are skipped, failures are reported."""
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -14,10 +15,9 @@ from tqdm import tqdm
 
 from midus_hf.compare.findings import chosen_rate
 from midus_hf.compare.one_run import specification
-from midus_hf.compare.options import Comparison, Rate
+from midus_hf.compare.options import Comparison
 from midus_hf.compare.origins import FIXED, Inputs
-from midus_hf.compare.results import Result, log_file, read_result
-from midus_hf.compare.runs import Run, base_run, changed_keys, runs_at, searches_of
+from midus_hf.compare.runs import Result, Run, base_run, changed_keys, read_result, runs_at, searches_of
 from midus_hf.compare.variants import Variant, control_variants
 from midus_hf.files.outputs import alone_in
 from midus_hf.files.secrets import for_record, without_secrets
@@ -31,16 +31,9 @@ def run_all(
     """Do all runs that have no result yet, and return why runs failed, by name.
 
     The base comes first. Then every variant is trained at each of its rates with the first seed, then at the rate that these runs
-    choose with the second seed, the third, and so on. Null controls come last, each at the rate of its variant.
-
-    Args:
-        comparison: The comparison, resolved by `plan`.
-        variants: Variants that `plan` returned.
-        jobs: Number of runs at a time, if there are no `devices`. Default: 1.
-        devices: Numbers of GPUs. Each run gets one GPU, and one run per GPU works at a time. Default: empty, every run sees all GPUs.
-
-    Raises:
-        ValueError: If the folder has a result of another request, or another comparison runs in the same folder.
+    choose with the second seed, the third, and so on. Null controls come last, each at the rate of its variant. `jobs` runs work
+    at a time and see all GPUs, or one on each of `devices`, numbers of GPUs. Raises a ValueError if the folder has a result of
+    another request, or another comparison runs in the same folder.
     """
     places = list(devices) if devices else [None] * jobs
     output = Path(comparison.output_dir)
@@ -51,67 +44,47 @@ def run_all(
     with alone_in(output, refusal):
         inputs = Inputs(comparison)
         check_finished(comparison, variants, inputs)
-        base = base_run(comparison)
-        searches = [run for variant in variants for run in searches_of(variant, comparison)]
-        failures = _do([base], comparison, inputs, places)
+        failures = _do([base_run(comparison)], comparison, inputs, places)
         if failures:
             return failures
-        failures = _do(searches, comparison, inputs, places)
-        repeats = [run for variant in variants for run in repeats_of(variant, comparison)]
+        failures = _do(runs_of(variants, comparison)[0], comparison, inputs, places)
+        _, repeats, _ = runs_of(variants, comparison)
         repeats.sort(key=lambda run: comparison.seeds.index(run.seed))
         _check_same(repeats, comparison, inputs)
         failures |= _do(repeats, comparison, inputs, places)
-        controls = [run for variant in variants for run in control_runs(variant, comparison)]
+        _, _, controls = runs_of(variants, comparison)
         _check_same(controls, comparison, inputs)
         return failures | _do(controls, comparison, inputs, places)
 
 
 def check_finished(comparison: Comparison, variants: Sequence[Variant], inputs: Inputs | None) -> None:
-    """Check that results in the output belong to these runs and, if `inputs` are given, to the same texts and base.
-
-    Raises:
-        ValueError: If the folder has a result of another request.
-    """
-    searches = [run for variant in variants for run in searches_of(variant, comparison)]
-    _check_same([base_run(comparison), *searches, *_later_runs(variants, comparison)], comparison, inputs)
+    """Raise a ValueError unless results in the output belong to these runs and, if `inputs` are given, to the same texts and base."""
+    _check_same([base_run(comparison), *itertools.chain(*runs_of(variants, comparison))], comparison, inputs)
 
 
-def rate_of(variant: Variant, comparison: Comparison) -> Rate | None:
-    """Return the rate that the finished searches of a variant choose; None before one ended at a finite number."""
-    return chosen_rate(_results(searches_of(variant, comparison), comparison), list(comparison.validation))
-
-
-def repeats_of(variant: Variant, comparison: Comparison) -> list[Run]:
-    """Return the runs of a variant with all seeds but the first, at its chosen rate; none before there is one."""
-    rate = rate_of(variant, comparison)
-    return [] if rate is None else runs_at(rate, variant, comparison)[1:]
-
-
-def control_runs(variant: Variant, comparison: Comparison) -> list[Run]:
-    """Return the runs of a variant's null controls, at its chosen rate; none before there is one."""
-    rate = rate_of(variant, comparison)
-    if rate is None or not comparison.controls or variant.upscale is None:
-        return []
-    (searched, *_) = _results(runs_at(rate, variant, comparison), comparison)
-    controls = control_variants(variant, searched.controls, rate)
-    return [run for control in controls for run in runs_at(rate, control, comparison)]
-
-
-def _later_runs(variants: Sequence[Variant], comparison: Comparison) -> list[Run]:
-    """Return the runs that follow from the finished searches: other seeds at the chosen rates, and null controls."""
-    runs = [[*repeats_of(variant, comparison), *control_runs(variant, comparison)] for variant in variants]
-    return [run for of_variant in runs for run in of_variant]
+def runs_of(variants: Sequence[Variant], comparison: Comparison) -> tuple[list[Run], list[Run], list[Run]]:
+    """Return the searches of rates, and what follows from finished ones: other seeds, and null controls, at the chosen rates."""
+    searches, repeats, controls = list[Run](), list[Run](), list[Run]()
+    for variant in variants:
+        own = searches_of(variant, comparison)
+        searches += own
+        rate = chosen_rate(_results(own, comparison), list(comparison.validation))
+        if rate is None:
+            continue
+        (first, *others) = runs_at(rate, variant, comparison)
+        repeats += others
+        if comparison.controls and variant.upscale is not None:
+            (searched,) = _results([first], comparison)
+            for control in control_variants(variant, searched.controls, rate):
+                controls += runs_at(rate, control, comparison)
+    return searches, repeats, controls
 
 
 def collect(comparison: Comparison, variants: Sequence[Variant]) -> tuple[Result | None, list[Result], int]:
-    """Return the result of the base, if there is one, the results of all runs that count, and the number of runs to do.
-
-    What counts are the searches, and at each chosen rate the other seeds and the null controls.
-    """
-    searches = [run for variant in variants for run in searches_of(variant, comparison)]
-    results = _results([*searches, *_later_runs(variants, comparison)], comparison)
-    controls = sum(len(control_runs(variant, comparison)) for variant in variants)
-    planned = len(searches) + len(variants) * (len(comparison.seeds) - 1) + controls
+    """Return the result of the base, if there is one, those of searches, repeats and null controls, and the number of runs to do."""
+    searches, repeats, controls = runs_of(variants, comparison)
+    results = _results([*searches, *repeats, *controls], comparison)
+    planned = len(searches) + len(variants) * (len(comparison.seeds) - 1) + len(controls)
     return read_result(base_run(comparison).folder(comparison)), results, planned - len(results)
 
 
@@ -135,7 +108,7 @@ def _do(runs: Sequence[Run], comparison: Comparison, inputs: Inputs, places: Seq
             while waiting or working:
                 while waiting and free:
                     run, device = waiting.popleft(), free.popleft()
-                    text = specification(run, comparison, inputs.of(run.variant))
+                    text = specification(run, comparison, inputs.digests_for(run.variant))
                     working[_start(run, comparison, text, device, len(places))] = (run, device, time.monotonic())
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
                 for process in [process for process in working if process.poll() is not None]:
@@ -159,7 +132,7 @@ def _start(
     run: Run, comparison: Comparison, text: str, device: str | None, num_places: int
 ) -> "subprocess.Popen[str]":
     """Start the process of a run, which reads a specification, on one of several places; what it prints goes to the run's log."""
-    log = log_file(run.folder(comparison))
+    log = run.log(comparison)
     log.parent.mkdir(parents=True, exist_ok=True)
     threads = str(max(1, (os.cpu_count() or 1) // num_places))
     environment: Mapping[str, str] = {"OMP_NUM_THREADS": threads, **os.environ}
@@ -183,10 +156,9 @@ def _start(
 
 def _last_words(run: Run, comparison: Comparison, status: int) -> str:
     """Return the last line of a run's log, with its exit status."""
-    log = log_file(run.folder(comparison))
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    printed = [without_secrets(line.strip()) for line in lines if line.strip()]
-    return f"{printed[-1] if printed else 'it said nothing'} (status {status}; see {log})"
+    log = run.log(comparison)
+    printed = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
+    return f"{without_secrets(printed[-1]) if printed else 'it said nothing'} (status {status}; see {log})"
 
 
 def _check_same(runs: Sequence[Run], comparison: Comparison, inputs: Inputs | None) -> None:
@@ -197,7 +169,7 @@ def _check_same(runs: Sequence[Run], comparison: Comparison, inputs: Inputs | No
             continue
         changed = changed_keys(for_record(before.request), run.request(comparison))
         if not changed and inputs is not None:
-            now = inputs.of(run.variant)
+            now = inputs.digests_for(run.variant)
             changed = [name for kind, name in FIXED.items() if before.origin.get(kind) != now[kind]]
         if changed:
             raise ValueError(

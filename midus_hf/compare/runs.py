@@ -1,25 +1,28 @@
-"""One run of a comparison, a variant at one rate with one seed: its name, its keys, and what is checked before it begins."""
+"""One run of a comparison, a variant at one rate with one seed: its name, keys and result, and what is checked before it begins."""
 
 import dataclasses
 import filecmp
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_hf.compare.options import Comparison, Rate, rate_name, split_function
-from midus_hf.compare.variants import BASE, Variant, with_corpora
+from midus_hf.compare.options import Comparison, Rate, rate_name
+from midus_hf.compare.variants import BASE, Variant
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
+from midus_hf.files.outputs import whole_file
 from midus_hf.files.secrets import for_record
 from midus_hf.model_names import check_model_name
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.optim.rates import Rates
 
-# Every step trains on as many sequences: the smaller batch at the end of a corpus is left out.
-_WHOLE_BATCHES = {"dataloader_drop_last": True}
+# Keys of `midus train` whose product is a run's number of sequences, with their defaults.
+_SIZES = {"max_steps": -1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
+
+# Keys of `midus train` that hold a learning rate: the numeric fields of `Rates`.
+_RATES = [field.name for field in dataclasses.fields(Rates) if isinstance(field.default, float | None)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +43,14 @@ class Run:
         """Return the folder of the run's models; its result and its log are beside it, as `FOLDER.json` and `FOLDER.log`."""
         return Path(comparison.output_dir) / "runs" / self.name
 
-    def training_keys(self, comparison: Comparison, model: Path | str, output: Path) -> dict[str, Any]:
-        """Return the keys of `midus train` for this run.
+    def log(self, comparison: Comparison) -> Path:
+        """Return the file of what the process of the run prints."""
+        return self.folder(comparison).with_name(f"{self.folder(comparison).name}.log")
 
-        Texts are measured at the start and at the end, or every `eval_steps` of the recipe.
-        """
+    def training_keys(self, comparison: Comparison, model: Path | str, output: Path) -> dict[str, Any]:
+        """Return the keys of `midus train` for this run, which measure texts at the start and the end, or every `eval_steps`."""
         keys = {
-            **_WHOLE_BATCHES,
+            "dataloader_drop_last": True,  # or a smaller batch at the end of a corpus would count as a step
             **self.variant.train,
             **self.rate,
             "model_name_or_path": str(model),
@@ -66,59 +70,101 @@ class Run:
             keys["eval_steps"] = 1 if steps is None else int(steps)
         return {**keys, "eval_text": comparison.texts, "eval_on_start": True}
 
-    def stage_keys(self, comparison: Comparison, stage: int, model: Path | str, output: Path) -> dict[str, Any]:
-        """Return the keys of `midus train` for one stage of this run, numbered from 0, with the stage's corpus."""
-        corpora = [one.corpus for one in comparison.stages.values()]
-        keys = with_corpora({**_WHOLE_BATCHES, **self.variant.train, **self.rate}, corpora[stage], corpora[:stage])
-        own = {
-            "corpus": corpora[stage],
-            "model_name_or_path": str(model),
-            "output_dir": str(output),
-            "seed": self.seed,
-        }
-        return {**keys, **own}
-
-    def fine_tuning_keys(self, model: Path | str, output: Path) -> dict[str, Any]:
-        """Return the keys of `midus sft` for this run, whose variant must be one that is fine-tuned."""
-        assert self.variant.fine_tune is not None
-        own = {"model_name_or_path": str(model), "output_dir": str(output), "seed": self.seed}
-        return {**self.variant.fine_tune, **own}
-
     def request(self, comparison: Comparison) -> dict[str, Any]:
         """Return everything that the result of the run depends on, as JSON holds it and `for_record` shows it."""
-        tuned, function = self.variant.fine_tune is not None, self.variant.function
-        if self.variant.is_base:
-            train = None
-        elif comparison.stages:
-            own = {name: getattr(self.variant, name) for name in ("replay", "one_per_stage", "upscale_each")}
-            train = {**self.variant.train, **self.rate, "seed": self.seed, **own}
-        else:
-            train = self.training_keys(comparison, "", Path())
         values = {
             "base": comparison.base,
             "upscale": self.variant.upscale,
-            "function": None if function is None else _function_record(function),
-            "train": train,
-            "stages": {name: stage.corpus for name, stage in comparison.stages.items()},
-            "embedding_model": comparison.embedding_model if self.variant.one_per_stage else None,
-            "fine_tune": self.fine_tuning_keys("", Path()) if tuned else None,
+            "train": None if self.variant.is_base else self.training_keys(comparison, "", Path()),
             "texts": comparison.texts,
-            "windows": window_keys(self.variant.train),
+            "windows": _window_keys(self.variant.train),
             "tasks": None if comparison.tasks is None else dataclasses.asdict(comparison.tasks),
         }
         return for_record(json.loads(json.dumps(values)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """Losses of the texts, in nats per token by name, after `step` steps of training."""
+
+    step: int
+    losses: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Result of a run, or of the base, whose curve is a single point.
+
+    All losses are of packed sequences, in the precision of training. `tasks` are metrics of the trained model by task and name.
+    `shuffled` are losses after the rows of the trained model's value tables were permuted, and `saved` the losses of this model
+    before, with its weights as they are saved. `controls` are the null controls that the memory has, with what each changes; a run
+    that is itself a null control has `control` and `control_of`, its name and its variant. `starts_at_base` says whether the upscaled
+    model was verified to compute bit for bit what the base computes; None where nothing was upscaled or verified. `is_causal` says
+    whether every token is computed without later tokens, `is_certified` whether the trained model came with a certificate of
+    protected texts. `tokens` and `seconds` count training alone. `peak_memory_bytes` is what PyTorch allocated on a GPU, else the
+    resident memory of the process, up to the end of training. `request` has all keys that the result depends on, and `origin` what
+    they led to: digests of `data` and `base`, the `code` and the `machine`.
+    """
+
+    variant: str
+    rate: Mapping[str, float]
+    seed: int
+    curve: list[Point]
+    tasks: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    shuffled: Mapping[str, float] | None = None
+    saved: Mapping[str, float] | None = None
+    controls: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    control: str | None = None
+    control_of: str | None = None
+    new_parameters: int = 0
+    trained_parameters: int = 0
+    tokens: int = 0
+    starts_at_base: bool | None = None
+    is_causal: bool = True
+    is_certified: bool = False
+    seconds: float = 0.0
+    peak_memory_bytes: int = 0
+    request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    origin: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def starts_elsewhere(self) -> bool:
+        """True if the run upscaled, and the upscaled model was not verified to start from what the base computes."""
+        return self.request.get("upscale") is not None and not self.starts_at_base
+
+    @property
+    def start(self) -> Point:
+        """Losses of the model that training began with."""
+        return self.curve[0]
+
+    @property
+    def losses(self) -> Mapping[str, float]:
+        """Losses of the trained model; empty if the comparison has no texts."""
+        return self.curve[-1].losses if self.curve else {}
+
+
+def read_result(folder: Path) -> Result | None:
+    """Return the result of the run with a folder; None if there is no result yet."""
+    path = folder.with_name(f"{folder.name}.json")
+    if not path.is_file():
+        return None
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values["curve"] = [Point(point["step"], point["losses"]) for point in values["curve"]]
+    known = {field.name for field in dataclasses.fields(Result)}  # older results, and their points, have more
+    return Result(**{name: value for name, value in values.items() if name in known})
+
+
+def write_result(folder: Path, result: Result) -> None:
+    """Write the result of the run with a folder beside the folder, whole or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(folder.with_name(f"{folder.name}.json")) as partial:
+        partial.write_text(json.dumps(dataclasses.asdict(result), indent=1), encoding="utf-8")
 
 
 def base_run(comparison: Comparison) -> Run:
     """Return the run that measures the base, as all variants read their texts."""
     assert isinstance(comparison.train, Mapping), "files have been read"
     return Run(Variant(BASE, None, comparison.train, []))
-
-
-def _function_record(function: str) -> dict[str, str]:
-    """Return the name of a function and the SHA-256 of its file, by which a changed function is noticed."""
-    file, name = split_function(function)
-    return {"name": name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
 
 
 def searches_of(variant: Variant, comparison: Comparison) -> list[Run]:
@@ -131,25 +177,20 @@ def runs_at(rate: Rate, variant: Variant, comparison: Comparison) -> list[Run]:
     return [Run(variant, rate, seed) for seed in comparison.seeds]
 
 
-def tokens_of(variant: Variant, num_stages: int = 1) -> int | None:
-    """Return how many tokens a run of a variant trains on in all stages; None where its keys give no number of steps."""
-    keys = {"max_steps": -1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8, **variant.train}
-    sizes = [finite_number(keys[name]) for name in keys if name in _SIZES]
-    sizes.append(window_keys(variant.train)["sequence_length"])
-    if None in sizes or min(size for size in sizes if size is not None) < 0:
-        return None
-    return int(math.prod(size for size in sizes if size is not None)) * num_stages
+def tokens_of(variant: Variant) -> int | None:
+    """Return how many tokens a run of a variant trains on; None where its keys give no number of steps."""
+    sizes = [finite_number(variant.train.get(name, default)) for name, default in _SIZES.items()]
+    known = [size for size in sizes if size is not None and size >= 0]
+    return None if len(known) < len(sizes) else int(math.prod(known)) * _window_keys(variant.train)["sequence_length"]
 
 
-def corpora_of(variant: Variant, comparison: Comparison) -> list[str]:
+def corpora_of(variant: Variant) -> list[str]:
     """Return the corpora that a variant trains on: paths, or ids on the Hub."""
-    if comparison.stages:
-        return [stage.corpus for stage in comparison.stages.values()]
     corpus = variant.train.get("corpus") or []
     return [corpus] if isinstance(corpus, str) else list(corpus)
 
 
-def window_keys(train: Mapping[str, Any]) -> dict[str, Any]:
+def _window_keys(train: Mapping[str, Any]) -> dict[str, Any]:
     """Return how a run with these keys of `midus train` reads texts: tokens per window, and the columns of text and path."""
     length = finite_number(train.get("sequence_length", TrainArguments.sequence_length))
     return {
@@ -160,42 +201,25 @@ def window_keys(train: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_keys(before: Any, now: Any, prefix: str = "") -> list[str]:
-    """Return the dotted names of the keys that differ between two requests; `all` where the requests are no mappings."""
+    """Return the dotted names of keys that differ between two requests; no key, no value and an empty mapping are alike."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
-        return [] if before == now else [prefix or "all"]
-    missing = object()
+        return [] if before == now or (before in (None, {}) and now in (None, {})) else [prefix or "all"]
     return [
         name
         for key in {**before, **now}
-        for name in changed_keys(
-            before.get(key, missing), now.get(key, missing), f"{prefix}.{key}" if prefix else str(key)
-        )
+        for name in changed_keys(before.get(key), now.get(key), f"{prefix}.{key}" if prefix else str(key))
     ]
-
-
-# Keys of `midus train` whose product is a run's number of sequences.
-_SIZES = ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps")
-
-# Keys of `midus train` that hold a learning rate: the numeric fields of `Rates`.
-_RATES = [field.name for field in dataclasses.fields(Rates) if isinstance(field.default, float | None)]
 
 
 def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
     """Check what a run would refuse too late: keys of runs, corpora, texts, tasks, and the base's tokenizer and positions.
 
-    Nothing is written but the texts as tokens, to the cache of `datasets`.
-
-    Raises:
-        ValueError: If a command would refuse keys or a corpus, a text is missing, named twice, trained on or shorter than a sequence,
-            variants have sequences of several lengths, a task is unknown, or the base has no tokenizer or too few positions.
-        ModuleNotFoundError: If there are tasks, and lm-eval, which is an extra, is not installed.
+    Raises a ValueError, or a ModuleNotFoundError if lm-eval, an extra that tasks need, is not installed. Texts are cached as tokens.
     """
     output = Path(comparison.output_dir)
     if output.exists() and not output.is_dir():
         raise ValueError(f"output_dir is {comparison.output_dir!r}, a file; expected a folder.")
     _check_texts(comparison, variants)
-    if comparison.embedding_model is not None:
-        check_model_name("embedding_model", comparison.embedding_model)
     for variant in variants:
         _check_keys(variant, comparison)
     _check_corpora(comparison, variants)
@@ -221,14 +245,14 @@ def _check_texts(comparison: Comparison, variants: Sequence[Variant]) -> None:
                     f"{label} is {path!r}, which shares text with {other}, {str(before)!r}; expected texts that differ."
                 )
         texts[label] = text
-    for variant in variants:
-        for corpus in corpora_of(variant, comparison):
-            for label, text in texts.items():
-                if Path(corpus).expanduser().exists() and _overlap(text, Path(corpus).expanduser()):
-                    raise ValueError(
-                        f"{label} is {str(text)!r}, which {variant.name} trains on, since its corpus is {corpus!r}; expected text "
-                        "that no variant trains on."
-                    )
+    corpora = [(one.name, corpus, Path(corpus).expanduser()) for one in variants for corpus in corpora_of(one)]
+    for name, corpus, place in corpora:
+        for label, text in texts.items():
+            if place.exists() and _overlap(text, place):
+                raise ValueError(
+                    f"{label} is {str(text)!r}, which {name} trains on, since its corpus is {corpus!r}; expected text that no "
+                    "variant trains on."
+                )
 
 
 def _overlap(first: Path, second: Path) -> bool:
@@ -240,62 +264,36 @@ def _overlap(first: Path, second: Path) -> bool:
 
 
 def _check_corpora(comparison: Comparison, variants: Sequence[Variant]) -> None:
-    """Check that `midus train` can read the corpora of all variants that lie here; what a function reads is its own.
-
-    A dataset of the Hub would be downloaded whole.
-    """
+    """Check that `midus train` can read the corpora of all variants that lie here; a dataset of the Hub would be downloaded whole."""
     from midus_hf.topics.corpus import may_be_dataset_id, read_corpus
 
     assert isinstance(comparison.train, Mapping), "files have been read"
     read: set[str] = set()
     for variant in variants:
-        train = variant.train
-        is_own = train.get("corpus") != comparison.train.get("corpus")
-        corpora: dict[str, Any] = {
-            f"variants.{variant.name}.train.corpus" if is_own else "train.corpus": train.get("corpus")
-        }
-        if comparison.stages:
-            corpora = {f"stages.{name}.corpus": stage.corpus for name, stage in comparison.stages.items()}
-        named: dict[str, Any] = {"split": train.get("corpus_split"), "name": train.get("corpus_name")}
-        named["text_column"] = train.get("text_column") or "text"
-        for key, corpus in corpora.items():
-            source = json.dumps([corpus, named])
-            names = [corpus] if isinstance(corpus, str) else list(corpus or ())
-            may_be_ids = all(may_be_dataset_id(name) and not Path(name).expanduser().exists() for name in names)
-            if variant.function is None and source not in read and not (names and may_be_ids):
-                read_corpus(corpus, key=key, **named)
-                read.add(source)
+        train, corpora, corpus = variant.train, corpora_of(variant), variant.train.get("corpus") or ""
+        named = {"split": train.get("corpus_split"), "name": train.get("corpus_name")}
+        source = json.dumps([corpora, named, column := train.get("text_column") or "text"])
+        may_be_ids = all(may_be_dataset_id(name) and not Path(name).expanduser().exists() for name in corpora)
+        if source not in read and not (corpora and may_be_ids):
+            is_shared = corpus == comparison.train.get("corpus")
+            key = "train.corpus" if is_shared else f"variants.{variant.name}.train.corpus"
+            read_corpus(corpus, key=key, text_column=column, **named)
+            read.add(source)
 
 
 def _check_keys(variant: Variant, comparison: Comparison) -> None:
-    """Check that `midus train`, and `midus sft` after it, accept the keys of every run of a variant."""
+    """Check that `midus train` accepts the keys of every run of a variant."""
     for key in {key for rate in variant.rates for key in rate}:
         if key not in _RATES:
             raise ValueError(f"variants.{variant.name} has a rate {key!r}; expected one of: {', '.join(_RATES)}.")
-    if comparison.stages and (variant.train.get("path_column") is not None or tokens_of(variant) is None):
-        raise ValueError(
-            f"variants.{variant.name} has path_column, or no max_steps; expected max_steps, by which the tokens of a stage are "
-            "counted, and no path_column, since stages are measured without paths."
-        )
     for run in searches_of(variant, comparison):
-        trainings = [
-            run.stage_keys(comparison, stage, "model", Path("trained")) for stage in range(len(comparison.stages))
-        ]
-        trainings = trainings or [run.training_keys(comparison, "model", Path("trained"))]
-        commands: list[tuple[str, type[Any], dict[str, Any]]] = [
-            ("midus train", TrainArguments, keys) for keys in trainings
-        ]
-        if variant.fine_tune is not None:
-            from midus_hf.training.sft.arguments import SftArguments  # needs trl, which is an extra
-
-            commands.append(("midus sft", SftArguments, run.fine_tuning_keys("model", Path("tuned"))))
-        for command, options, keys in commands:
-            try:
-                from_mapping(options, keys)
-            except ValueError as error:
-                raise ValueError(f"variants.{variant.name}, as a run of {command}: {error}") from error
+        keys = run.training_keys(comparison, "model", Path("trained"))
+        try:
+            from_mapping(TrainArguments, keys)
+        except ValueError as error:
+            raise ValueError(f"variants.{variant.name}, as a run of midus train: {error}") from error
     assert isinstance(comparison.train, Mapping), "files have been read"
-    length, shared = (window_keys(train)["sequence_length"] for train in (variant.train, comparison.train))
+    length, shared = (_window_keys(train)["sequence_length"] for train in (variant.train, comparison.train))
     if length != shared:
         raise ValueError(
             f"variants.{variant.name}.train.sequence_length is {length}, and that of train is {shared}; expected the same, since "
@@ -304,10 +302,7 @@ def _check_keys(variant: Variant, comparison: Comparison) -> None:
 
 
 def _check_base(comparison: Comparison) -> None:
-    """Check that the base has a tokenizer and positions for a sequence, and that each text has a sequence of its tokens.
-
-    With stages, documents of any length are measured.
-    """
+    """Check that the base has a tokenizer and positions for a sequence, and that each text has a sequence of its tokens."""
     from transformers import AutoConfig
 
     from midus_hf.library_bars import data_bars_on_terminals
@@ -316,20 +311,16 @@ def _check_base(comparison: Comparison) -> None:
     from midus_hf.training.data.packing import packed_sequences
     from midus_hf.training.run import check_sequence_length
 
-    train = base_run(comparison).variant.train
-    keys = window_keys(train)
+    assert isinstance(comparison.train, Mapping), "files have been read"
+    apart, keys = bool(comparison.train.get("document_mask")), _window_keys(comparison.train)
     length, column = keys["sequence_length"], keys["column"]
     check_model_name("base", comparison.base)
     with refusing(f"base is {comparison.base!r}, whose config or tokenizer cannot be loaded", OSError, ValueError):
         config = AutoConfig.from_pretrained(comparison.base, trust_remote_code=False)
         tokenizer = load_tokenizer(comparison.base)
     check_sequence_length("train.sequence_length", length, config)
-    options: dict[str, Any] = {
-        "documents_apart": bool(train.get("document_mask")),
-        "vocab_size": config.get_text_config().vocab_size,
-    }
-    for name, path in {} if comparison.stages else comparison.texts.items():
-        label = comparison.label(name)
+    options: dict[str, Any] = {"documents_apart": apart, "vocab_size": config.get_text_config().vocab_size}
+    for name, path in comparison.texts.items():
+        named = {"key": comparison.label(name), "text_column": column}
         with data_bars_on_terminals():
-            rows = read_corpus(path, key=label, text_column=column)
-            packed_sequences(rows, tokenizer, length, key=label, text_column=column, **options)
+            packed_sequences(read_corpus(path, **named), tokenizer, length, **named, **options)

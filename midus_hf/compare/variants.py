@@ -1,4 +1,4 @@
-"""Variants of a comparison, ready to run: their files are read and their parameters counted."""
+"""Variants of a comparison, ready to run: their files are read, their parameters counted; and the null controls beside them."""
 
 import copy
 import dataclasses
@@ -6,15 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_hf.compare.options import (
-    OWN_FINE_TUNING_KEYS,
-    OWN_TRAINING_KEYS,
-    OWN_UPSCALING_KEYS,
-    Comparison,
-    Rate,
-    as_keys,
-    rate_name,
-)
+from midus_hf.compare.options import Comparison, Rate, as_keys, rate_name
 from midus_hf.config.backbone import read_backbone
 from midus_hf.config.wording import one_of
 from midus_hf.config.yaml_options import read_mapping
@@ -25,11 +17,12 @@ from midus_hf.memories.registry import MEMORY_TYPES, sample_tensors
 from midus_hf.model_names import saved_config
 from midus_hf.training.optim.rates import short_run_rates, trains_new_parts
 
-# Name of the base among runs: it is measured, and not trained.
-BASE = "base"
+BASE = "base"  # its name among runs: it is measured, and not trained
 
-# What stands for the corpus of a stage, and for the list of corpora of earlier stages, in keys of a variant.
-_CORPUS, _EARLIER = "{corpus}", "{earlier}"
+# Keys of `midus train` and of `upscale` that the comparison sets itself: they are dropped from recipes, and refused in mappings.
+_OWN_TRAINING_KEYS = ("model_name_or_path", "output_dir", "seed", "eval_text", "resume_from_checkpoint")
+_OWN_UPSCALING_KEYS = ("base", "output", "seed", "dry_run", "json", "overwrite", "push_to_hub", "private")
+_KEYS = ["method", "num_new_layers", "placement", "options", "dtype", "max_shard_size", "verify"]  # of `upscale`
 
 # Keys of `midus train` with the rate of values, in the order in which they count.
 _RATES_OF_VALUES = ("value_learning_rate", "key_value_learning_rate")
@@ -40,24 +33,17 @@ class Variant:
     """A variant of a comparison: keys of `upscale --config`, None where the base itself is trained, and keys of `midus train`.
 
     The variant named `base` stands for the base itself, which is measured alone. A null control is called `VARIANT+CONTROL`;
-    `control` and `control_of` are its two names. `trained_parameters` is None where only training knows. `fine_tune` are keys of
-    `midus sft`, None where trained models are not fine-tuned. `function` is the file and name of the function that makes the
-    trained model in place of `midus train`. `replay`, `one_per_stage` and `upscale_each` say how the variant learns stages.
+    `control` and `control_of` are its two names. `trained_parameters` is None where only training knows.
     """
 
     name: str
     upscale: Mapping[str, Any] | None
     train: Mapping[str, Any]
     rates: Sequence[Rate]
-    function: str | None = None
     new_parameters: int = 0
     trained_parameters: int | None = None
-    fine_tune: Mapping[str, Any] | None = None
     control: str | None = None
     control_of: str | None = None
-    replay: float | None = None
-    one_per_stage: bool = False
-    upscale_each: bool = False
 
     @property
     def is_base(self) -> bool:
@@ -66,18 +52,12 @@ class Variant:
 
 
 def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
-    """Read the files that a comparison names, and count the parameters of its variants; write nothing.
-
-    Returns:
-        The comparison with the contents of files in place of their names, and its variants in order.
+    """Return a comparison with the contents of files in place of their names, and its variants, whose parameters are counted.
 
     Raises:
         ValueError: If a key is unknown or set by the comparison itself, a file cannot be read, or a method refuses the base.
     """
-    shared = _keys("train", comparison.train, _own_training_keys(comparison))
-    if comparison.fine_tune is not None:
-        tuning = _keys("fine_tune", comparison.fine_tune, OWN_FINE_TUNING_KEYS)
-        comparison = dataclasses.replace(comparison, fine_tune=tuning)
+    shared = _keys("train", comparison.train, _OWN_TRAINING_KEYS)
     comparison = dataclasses.replace(comparison, train=shared)
     variants = [_planned(name, comparison, shared) for name in comparison.variants]
     read = {
@@ -88,16 +68,55 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
     return dataclasses.replace(comparison, variants={**comparison.variants, **read}), variants
 
 
+def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Variant:
+    """Return a variant, sized by a dry run; `shared` are the keys that all variants train with."""
+    from upscalers.methods.contract import get_method
+    from upscalers.runs.upscale import upscale
+
+    options = comparison.variants[name]
+    train: dict[str, Any] = {**shared, **_keys(f"variants.{name}.train", options.train, _OWN_TRAINING_KEYS)}
+    listed = options.rates or comparison.rates or [{}]
+    if options.upscale is None:
+        # A plain base does not record which of its parameters train: all do, unless the recipe says otherwise or trains adapters.
+        train = train if train.get("adapters") else {"trainable": "all", **train}
+        base = saved_config(comparison.base)
+        types = [entry.get("type") for entry in base.get("memory") or []]
+        rates = _rates(train, base.get("upscale", {}).get("trainable"), types, listed)
+        return Variant(name, None, train, rates)
+    keys = _keys(f"variants.{name}.upscale", options.upscale, _OWN_UPSCALING_KEYS)
+    for key in keys:
+        if key not in _KEYS:
+            raise ValueError(f"variants.{name}.upscale has no option {key!r}. {one_of(_KEYS)}")
+    if "method" not in keys:
+        raise ValueError(f"variants.{name}.upscale has no 'method'; name one, as 'upscale methods' lists them.")
+    if not isinstance(keys.get("options"), dict | None):
+        raise ValueError(f"variants.{name}.upscale.options is {keys['options']!r}; expected a mapping.")
+    try:
+        sizes = upscale(base=comparison.base, dry_run=True, **keys).parameters
+    except ValueError as error:
+        raise ValueError(f"variants.{name}.upscale: {error}") from error
+    rates = _rates(train, get_method(keys["method"]).trainable, _memory_types(keys), listed)
+    return Variant(name, keys, train, rates, sizes.new, sizes.trainable)
+
+
+def _keys(where: str, keys: Mapping[str, Any] | str | None, own: Sequence[str]) -> dict[str, Any]:
+    """Return the keys of a mapping or a recipe. Of a recipe, keys that the comparison sets are dropped; in a mapping, they raise."""
+    if isinstance(keys, str):
+        try:
+            return {key: value for key, value in read_mapping(Path(keys)).items() if key not in own}
+        except ValueError as error:
+            raise ValueError(f"{where} names a file: {error}") from None
+    for key in keys or {}:
+        if key in own:
+            raise ValueError(f"{where} has {key!r}, which the comparison sets for each run; leave it out.")
+    return dict(keys or {})
+
+
 def _rates(train: Mapping[str, Any], trainable: str | None, types: Sequence[str], rates: Sequence[Any]) -> list[Rate]:
     """Return rates as keys of `midus train`. A plain number is a rate of new parts, of which values of memories learn faster.
 
-    It is the rate of everything where no values train, their rate is among the keys, or more than new parts trains.
-
-    Args:
-        train: Keys that the variant trains with.
-        trainable: What the upscaling of the model records as what trains; None for a plain model.
-        types: Types of memory in what trains.
-        rates: Rates of the variant, numbers or mappings.
+    It is the rate of everything where no values train, their rate is among the keys, or more than new parts trains, by what the
+    upscaling of the model recorded as `trainable`, None for a plain model.
     """
     has_own = any(train.get(key) is not None for key in _RATES_OF_VALUES)
     apart = _learn_values(types) and trains_new_parts(train, trainable) and not has_own
@@ -107,9 +126,9 @@ def _rates(train: Mapping[str, Any], trainable: str | None, types: Sequence[str]
 def _learn_values(types: Sequence[str]) -> bool:
     """Return whether one of some types of memory has values, or blocks that texts fetch, which learn at the rate of values."""
     known = [MEMORY_TYPES[each] for each in types if each in MEMORY_TYPES]
-    return any(
-        issubclass(each, HierarchicalOptions) or any(tensor.role == "value" for _, tensor in sample_tensors(each))
-        for each in known
+    tensors = [tensor for each in known for _, tensor in sample_tensors(each)]
+    return any(tensor.role == "value" for tensor in tensors) or any(
+        issubclass(each, HierarchicalOptions) for each in known
     )
 
 
@@ -130,123 +149,30 @@ def rate_words(rate: Rate, train: Mapping[str, Any], upscale: Mapping[str, Any] 
     return rate_name(rate) if values is None else f"{rate_name(rate)} (values {float(values):g})"
 
 
-def with_corpora(value: Any, corpus: str, earlier: Sequence[str]) -> Any:
-    """Return keys in which `{corpus}` stands for the corpus of a stage, and `{earlier}` for the list of corpora of earlier stages.
-
-    A key whose value is `{earlier}` is left out where there are none. In a list, earlier corpora stand in the place of `{earlier}`.
-    """
-    if isinstance(value, Mapping):
-        kept = {key: one for key, one in value.items() if earlier or one != _EARLIER}
-        return {key: with_corpora(one, corpus, earlier) for key, one in kept.items()}
-    if isinstance(value, list):
-        parts = [earlier if one == _EARLIER else [with_corpora(one, corpus, earlier)] for one in value]
-        return [one for part in parts for one in part]
-    if value == _EARLIER:
-        return list(earlier)
-    return value.replace(_CORPUS, corpus) if isinstance(value, str) else value
-
-
-def _own_training_keys(comparison: Comparison) -> tuple[str, ...]:
-    """Return the keys of `midus train` that the comparison sets; stages set the corpus."""
-    return (*OWN_TRAINING_KEYS, *(("corpus",) if comparison.stages else ()))
-
-
-def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Variant:
-    """Return a variant, sized by a dry run; `shared` are the keys that all variants train with."""
-    from upscalers.methods.contract import get_method
-    from upscalers.runs.upscale import upscale
-
-    options = comparison.variants[name]
-    own = _keys(f"variants.{name}.train", options.train, _own_training_keys(comparison))
-    train: dict[str, Any] = {**shared, **own}
-    assert not isinstance(comparison.fine_tune, str), "files have been read"
-    variant = Variant(
-        name=name,
-        upscale=None,
-        train=train,
-        fine_tune=comparison.fine_tune,
-        rates=[{}],
-        replay=options.replay,
-        one_per_stage=options.one_per_stage,
-        upscale_each=options.upscale_each,
-    )
-    listed = options.rates or comparison.rates or [{}]
-    if options.function is not None:
-        return dataclasses.replace(variant, function=options.function, rates=[*map(as_keys, listed)])
-    if options.upscale is None:
-        # A plain base does not record which of its parameters train: all do, unless the recipe says otherwise or trains adapters.
-        train = train if train.get("adapters") else {"trainable": "all", **train}
-        base = saved_config(comparison.base)
-        types = [entry.get("type") for entry in base.get("memory") or []]
-        rates = _rates(train, base.get("upscale", {}).get("trainable"), types, listed)
-        return dataclasses.replace(variant, train=train, rates=rates)
-    keys = _keys(f"variants.{name}.upscale", options.upscale, OWN_UPSCALING_KEYS)
-    _check_upscaling(name, keys)
-    try:
-        first = next(iter(comparison.stages.values())).corpus if variant.upscale_each else ""
-        sizes = upscale(base=comparison.base, dry_run=True, **with_corpora(keys, first, [])).parameters
-    except ValueError as error:
-        raise ValueError(f"variants.{name}.upscale: {error}") from error
-    rates = _rates(train, get_method(keys["method"]).trainable, _memory_types(keys), listed)
-    variant = dataclasses.replace(variant, upscale=keys, rates=rates)
-    return dataclasses.replace(variant, new_parameters=sizes.new, trained_parameters=sizes.trainable)
-
-
-def _keys(where: str, keys: Mapping[str, Any] | str | None, own: Sequence[str]) -> dict[str, Any]:
-    """Return the keys of a mapping or a recipe. Of a recipe, keys that the comparison sets are dropped; in a mapping, they raise."""
-    if isinstance(keys, str):
-        try:
-            return {key: value for key, value in read_mapping(Path(keys)).items() if key not in own}
-        except ValueError as error:
-            raise ValueError(f"{where} names a file: {error}") from None
-    for key in keys or {}:
-        if key in own:
-            raise ValueError(f"{where} has {key!r}, which the comparison sets for each run; leave it out.")
-    return dict(keys or {})
-
-
-def _check_upscaling(name: str, keys: Mapping[str, Any]) -> None:
-    known = "method num_new_layers placement options dtype max_shard_size verify".split()
-    for key in keys:
-        if key not in known:
-            raise ValueError(f"variants.{name}.upscale has no option {key!r}. {one_of(known)}")
-    if "method" not in keys:
-        raise ValueError(f"variants.{name}.upscale has no 'method'; name one, as 'upscale methods' lists them.")
-    if not isinstance(keys.get("options"), dict | None):
-        raise ValueError(f"variants.{name}.upscale.options is {keys['options']!r}; expected a mapping.")
-
-
 # The null control that is not trained: it is measured on the trained model of the variant itself.
 SHUFFLED = "shuffled-addresses"
 
-# Changes by name of the null control: `options` of the memory, or roles that are `trainable`; both empty for shuffled
-# addresses.
+# Changes by name of the null control: `options` of the memory, or roles that are `trainable`; both empty for shuffled addresses.
 Controls = Mapping[str, Mapping[str, Any]]
 
 
 def available_controls(config: Mapping[str, Any]) -> Controls:
-    """Return the null controls of the memory that an upscaling added; none if the upscaling added no memory.
-
-    Of several added memories, the first counts.
-    """
+    """Return the null controls of the memory that an upscaling added, the first of several; none if the upscaling added no memory."""
     record = config.get("upscale", {})
     memories = read_memories(config.get("memory", []), read_backbone(config).sizes)
     new = set(record.get("new_layers") or ())
-    brought = [
-        entry
-        for entry in memories.entries
-        if entry.name in (record.get("new_memories") or ()) or (not entry.is_attached and new.issuperset(entry.layers))
-    ]
-    if not brought:
-        return {}
-    entry = brought[0]
-    return {
-        name: {"options": dict(change.options), "trainable": list(change.trainable)}
-        for name, change in controls_of(entry.options, memories.sizes, entry.layers).items()
-    }
+    for entry in memories.entries:
+        if entry.name in (record.get("new_memories") or ()) or (
+            not entry.is_attached and new.issuperset(entry.layers)
+        ):
+            return {
+                name: {"options": dict(change.options), "trainable": list(change.trainable)}
+                for name, change in controls_of(entry.options, memories.sizes, entry.layers).items()
+            }
+    return {}
 
 
-def wanted(variant: Variant, available: Controls) -> list[str]:
+def allowed_controls(variant: Variant, available: Controls) -> list[str]:
     """Return the names of the null controls that a variant's memory has and its training allows."""
     # A null control that trains only certain roles would, beside a variant that trains the base as well, lack more than addressing.
     trains_more = variant.train.get("trainable", "auto") not in ("auto", "new")
@@ -254,23 +180,16 @@ def wanted(variant: Variant, available: Controls) -> list[str]:
 
 
 def control_variants(variant: Variant, available: Controls, rate: Rate) -> list[Variant]:
-    """Return the variants to train as null controls of a variant."""
-    return [_control(variant, name, available[name], rate) for name in wanted(variant, available) if name != SHUFFLED]
-
-
-def _control(variant: Variant, name: str, change: Mapping[str, Any], rate: Rate) -> Variant:
-    """Return the null control `name` of a variant, which differs from the variant by `change` alone."""
-    assert variant.upscale is not None, "a variant without an upscaling has no memory"
-    keys: dict[str, Any] = copy.deepcopy(dict(variant.upscale))
-    if change["options"]:
-        keys["options"] = {**(keys.get("options") or {}), **change["options"]}
-    train = {**variant.train, "trainable": change["trainable"]} if change["trainable"] else variant.train
-    return dataclasses.replace(
-        variant,
-        name=f"{variant.name}+{name}",
-        upscale=keys,
-        train=train,
-        rates=[rate],
-        control=name,
-        control_of=variant.name,
-    )
+    """Return the variants to train as null controls of a variant, each of which differs from it by one change alone."""
+    assert variant.upscale is not None or not available, "a variant without an upscaling has no memory"
+    controls = []
+    for name in allowed_controls(variant, available):
+        if name == SHUFFLED:
+            continue
+        change, keys = available[name], copy.deepcopy(dict(variant.upscale or {}))
+        if change["options"]:
+            keys["options"] = {**(keys.get("options") or {}), **change["options"]}
+        train = {**variant.train, "trainable": change["trainable"]} if change["trainable"] else variant.train
+        made = dataclasses.replace(variant, name=f"{variant.name}+{name}", control=name, control_of=variant.name)
+        controls.append(dataclasses.replace(made, upscale=keys, train=train, rates=[rate]))
+    return controls

@@ -4,12 +4,13 @@ A task file names its data as `${DATA}/piqa.jsonl`; the folder replaces `${DATA}
 """
 
 import re
+import string
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from midus_hf.evaluation.knowledge_edits import EDIT_TASKS, compared_answer, edit_task, is_question
 from midus_hf.files.json_text import parse_json
 from midus_hf.topics.corpus import read_rows, refuse_pointers
 
@@ -21,7 +22,7 @@ _FACTS = "facts"
 
 def local_task_names() -> list[str]:
     """Return the short names of the local tasks, such as `boolq`. lm-eval knows this task as `midus_boolq`."""
-    return sorted([*(path.stem for path in _FOLDER.glob("*.yaml")), *EDIT_TASKS])
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 
 def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
@@ -31,17 +32,15 @@ def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
         name: Short name of the task.
         data: Folder that holds `NAME.jsonl`, with a row per question: `question`, `choices` and `gold`. A row of atomic numbers
             has the `name` and `number` of an element; a row of facts has a `question` and its `answers`, a list of texts, each
-            of which is right. Tasks of edited knowledge read the files that `midus_hf.evaluation.knowledge_edits` names.
+            of which is right.
 
     Returns:
         A task configuration that lm-eval accepts.
 
     Raises:
-        ValueError: If the folder does not hold the questions, or if a row of facts or an edit has no usable question and answers.
+        ValueError: If the folder does not hold the questions, or if a row of facts has no usable question and answers.
     """
     data = Path(data).resolve()
-    if name in EDIT_TASKS:
-        return edit_task(name, data, yaml.safe_load((_FOLDER / f"{_FACTS}.yaml").read_text(encoding="utf-8")))
     if not (data / f"{name}.jsonl").is_file():
         raise ValueError(
             f"{data} holds no {name}.jsonl; expected a row of JSON per question: question, choices, gold "
@@ -67,15 +66,15 @@ def _check_facts(path: Path, config: dict[str, Any]) -> None:
             if not line.strip():
                 continue
             row = _row(line) or {}
-            if not is_question(row):
+            if not _is_question(row):
                 raise ValueError(
                     f"line {number} of {path} is {line.strip()[:80]!r}; expected an object of JSON with question, a text, and "
                     "answers, a list of texts each of which is right."
                 )
             for answer in row["answers"]:
                 (clause, *_) = re.findall(first_clause["regex_pattern"], answer)
-                compared = compared_answer(config, answer)
-                if not compared or compared_answer(config, clause) != compared:
+                compared = _compared_part(config, answer)
+                if not compared or _compared_part(config, clause) != compared:
                     raise ValueError(
                         f"line {number} of {path} has the answer {answer!r}; expected more than articles and punctuation, and no "
                         "commas, semicolons, brackets or full stops, after which no text counts. Give the text before them."
@@ -88,3 +87,16 @@ def _row(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
+
+
+def _is_question(row: Mapping[str, Any]) -> bool:
+    """Return whether a row has a `question`, a text, and `answers`, a list of texts."""
+    question, answers = row.get("question"), row.get("answers")
+    texts = answers if isinstance(answers, list) else []
+    return isinstance(question, str) and bool(question.strip() and texts) and all(type(text) is str for text in texts)
+
+
+def _compared_part(config: Mapping[str, Any], answer: str) -> str:
+    """Return what of an answer is compared, without what the configuration of its task ignores."""
+    ignored = "|".join(config["metric_list"][0]["regexes_to_ignore"])
+    return re.sub(ignored, "", answer, flags=re.IGNORECASE).strip(string.punctuation)

@@ -120,7 +120,7 @@ def save_model(run: Any) -> list[str]:
             ) from error
         shutil.rmtree(partial, ignore_errors=True)
         whole = latest_whole(output) if is_main else None
-        remedy = "start the run again" if whole is None else f"resume_from_checkpoint=true goes on from {whole}"
+        remedy = "start the run again" if whole is None else f"--resume_from_checkpoint true goes on from {whole}"
         raise SavedInPart(
             f"the trained model could not be saved in {output}: {first_line(error)}. Make room there, and {remedy}."
         ) from error

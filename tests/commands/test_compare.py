@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from compare.small_comparison import HEADWISE, Comparing, keys, write_room
+from compare.small_comparison import HEADWISE, SmallComparison, keys, write_room
 from pairs import by_default
 
 VARIANTS = {
@@ -39,7 +39,7 @@ def run(as_command):
 def results(room, tmp_path_factory) -> Path:
     """Measure the base and the first run of `hml`; return the folder that they leave."""
     output = tmp_path_factory.mktemp("results") / "out"
-    comparing = Comparing(room, output, VARIANTS, seeds=[0, 1], controls=False)
+    comparing = SmallComparison(room, output, VARIANTS, seeds=[0, 1], controls=False)
     comparing.measure_base()
     comparing.measure(comparing.runs()[0])
     return output

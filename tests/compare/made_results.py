@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from midus_hf.compare.findings import Findings, findings
 from midus_hf.compare.options import Comparison, VariantOptions
-from midus_hf.compare.results import Point, Result
+from midus_hf.compare.runs import Point, Result
 
 DOMAIN, RETENTION, VALIDATION = "plants", "stars", "herbs"
 

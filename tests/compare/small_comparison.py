@@ -11,8 +11,7 @@ from evaluation.byte_models import save_byte_model
 from midus_hf.compare.one_run import do, measure
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.origins import Inputs
-from midus_hf.compare.results import Result, write_result
-from midus_hf.compare.runs import Run, base_run, searches_of
+from midus_hf.compare.runs import Result, Run, base_run, searches_of, write_result
 from midus_hf.compare.variants import plan
 from midus_hf.config.yaml_options import from_mapping
 
@@ -47,20 +46,16 @@ def training(room: Path, **changes: Any) -> dict[str, Any]:
 
 def keys(room: Path, output: Path, variants: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """Return what a file would say of a comparison of one seed."""
-    given = changes.pop("train", {})
-    train = training(room, **given)
+    train = training(room, **changes.pop("train", {}))
     texts = {"domain": {"plants": str(room / "plants.txt")}, "retention": {"stars": str(room / "stars.txt")}}
     texts |= {"validation": {"herbs": str(room / "herbs.txt")}}
-    if "stages" not in changes and changes.get("domain", True):
+    if changes.get("domain", True):
         train.setdefault("eval_steps", train["max_steps"] // 2 or 1)
-    if "stages" in changes:  # which have corpora and texts of their own
-        train = {key: value for key, value in train.items() if key != "corpus" or key in given}
-        del texts["domain"], texts["validation"]
     arguments = {"base": str(room / "base"), "output_dir": str(output), "variants": variants, "train": train, **texts}
     return {**arguments, "seeds": [0], **changes}
 
 
-class Comparing:
+class SmallComparison:
     """A comparison whose runs are done in this process.
 
     Args:
@@ -84,11 +79,11 @@ class Comparing:
 
     def measure(self, run: Run) -> Result:
         """Do a run from its beginning."""
-        return do(run, self.comparison, self.inputs.of(run.variant))
+        return do(run, self.comparison, self.inputs.digests_for(run.variant))
 
     def measure_and_keep(self, run: Run) -> Result:
         """Do a run from its beginning, and keep its models beside its result."""
-        result = measure(run, self.comparison, self.inputs.of(run.variant))
+        result = measure(run, self.comparison, self.inputs.digests_for(run.variant))
         write_result(self.folder(run), result)
         return result
 
@@ -100,7 +95,7 @@ class Comparing:
 def compare_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `midus compare` do its runs in this process, one behind the other, until the test ends."""
 
-    class Ended:
+    class EndedProcess:
         """What is looked at of a process that has ended."""
 
         returncode = 0
@@ -108,8 +103,8 @@ def compare_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         def poll(self) -> int:
             return self.returncode
 
-    def start(run: Run, comparison: Comparison, text: str, device: str | None, num_places: int) -> Ended:
+    def start(run: Run, comparison: Comparison, text: str, device: str | None, num_places: int) -> EndedProcess:
         do(run, comparison, json.loads(text)["inputs"])
-        return Ended()
+        return EndedProcess()
 
     monkeypatch.setattr("midus_hf.compare.running._start", start)

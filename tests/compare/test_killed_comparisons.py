@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from compare.small_comparison import HEADWISE, Comparing, keys, write_room
+from compare.small_comparison import HEADWISE, SmallComparison, keys, write_room
 from processes.forks import end_with
 
 from midus_hf.cli.compare import main
@@ -41,7 +41,7 @@ def test_a_killed_comparison_leaves_nothing_running_and_the_same_command_goes_on
     (tmp_path / "compare.yaml").write_text(yaml.safe_dump(recipe))
     words = [str(tmp_path / "compare.yaml")]
     for folder in ("killed", "whole"):  # here, since a process takes seconds to import what it needs
-        Comparing(room, tmp_path / folder, variants, controls=False).measure_base()
+        SmallComparison(room, tmp_path / folder, variants, controls=False).measure_base()
     killed, began = os.fork(), time.monotonic()
     if not killed:
         end_with(main, words)
@@ -58,7 +58,7 @@ def test_a_killed_comparison_leaves_nothing_running_and_the_same_command_goes_on
     capsys.readouterr()
     assert main(words) == 0
     assert capsys.readouterr().err.startswith("hml/0.01/seed-0: done (")
-    undisturbed = Comparing(room, tmp_path / "whole", variants, controls=False)
+    undisturbed = SmallComparison(room, tmp_path / "whole", variants, controls=False)
     undisturbed.measure(undisturbed.runs()[0])
     assert results(tmp_path / "killed") == results(tmp_path / "whole")
     names = {"runs", "report.html", "frontier.png"}

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from compare.small_comparison import HEADWISE, STEPS, TOKENS_PER_STEP, Comparing, write_room
+from compare.small_comparison import HEADWISE, STEPS, TOKENS_PER_STEP, SmallComparison, write_room
 from evaluation.questions import write_questions
 from pairs import by_default
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midus_hf.compare.options import Comparison
-from midus_hf.compare.results import read_result, write_result
-from midus_hf.compare.runs import base_run, runs_at
+from midus_hf.compare.runs import base_run, read_result, runs_at, write_result
 from midus_hf.compare.variants import available_controls, control_variants
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.settings import EvaluationSettings
@@ -60,12 +59,12 @@ def accuracy(model: Path, room: Path) -> dict[str, float]:
 def kept(room, tmp_path_factory):
     """Return a comparison of a memory and of the base trained whole whose models stay, with the base's result and theirs."""
     variants = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}, "full": {"train": {"learning_rate": 1e-3}}}
-    comparing = Comparing(room, tmp_path_factory.mktemp("kept"), variants, tasks=tasks_in(room))
+    comparing = SmallComparison(room, tmp_path_factory.mktemp("kept"), variants, tasks=tasks_in(room))
     base = comparing.measure_base()
     return comparing, base, {run.variant.name: (run, comparing.measure_and_keep(run)) for run in comparing.runs()}
 
 
-def with_the_base_of(kept, comparing: Comparing) -> Comparing:
+def with_the_base_of(kept, comparing: SmallComparison) -> SmallComparison:
     """Return a comparison for which the base was measured already."""
     write_result(base_run(comparing.comparison).folder(comparing.comparison), kept[1])
     return comparing
@@ -118,7 +117,7 @@ def test_tasks_of_the_base_and_of_trained_models_are_measured(room, kept, varian
 
 
 def test_a_model_that_does_not_start_as_the_base_is_known(room, kept, tmp_path):
-    comparing = Comparing(room, tmp_path, {"a": {"upscale": {"method": "solar"}}}, controls=False)
+    comparing = SmallComparison(room, tmp_path, {"a": {"upscale": {"method": "solar"}}}, controls=False)
     result = with_the_base_of(kept, comparing).measure(comparing.runs()[0])
     assert result.starts_at_base is False and result.starts_elsewhere
     assert result.start.losses["plants"] != kept[1].losses["plants"]
@@ -127,7 +126,7 @@ def test_a_model_that_does_not_start_as_the_base_is_known(room, kept, tmp_path):
 def test_a_result_says_whether_its_model_was_compared_with_the_base_and_is_causal(room, kept, tmp_path):
     options = {"memory_tokens": 16, "chapters": 4, "k": 2, "routing": "sequence"}
     variants = {"a": {"upscale": {"method": "moc", "options": options, "verify": False}}}
-    comparing = with_the_base_of(kept, Comparing(room, tmp_path, variants, controls=False))
+    comparing = with_the_base_of(kept, SmallComparison(room, tmp_path, variants, controls=False))
     result = comparing.measure(comparing.runs()[0])
     assert result.starts_at_base is None and result.starts_elsewhere
     assert result.is_causal is False and kept[2]["hml"][1].is_causal is True
@@ -137,7 +136,7 @@ def test_a_result_says_whether_its_model_is_certified(room, kept, tmp_path):
     options = {"table": "exact", "corpus": str(room / "corpus"), "width": 8, "layers": [0], "compress": False}
     upscaling = {"method": "engram", "options": options}
     variants = {"a": {"upscale": upscaling, "train": {"protect": [str(room / "stars.txt")]}, "rates": [1e-2]}}
-    comparing = with_the_base_of(kept, Comparing(room, tmp_path, variants, controls=False))
+    comparing = with_the_base_of(kept, SmallComparison(room, tmp_path, variants, controls=False))
     assert comparing.measure(comparing.runs()[0]).is_certified is True and kept[2]["hml"][1].is_certified is False
 
 
@@ -156,7 +155,7 @@ def test_shuffled_addresses_are_those_of_the_trained_model(room, kept, tmp_path)
 
 def test_a_run_begins_anew_and_leaves_one_file_and_shuffles_nothing_without_controls(room, kept, tmp_path):
     variants = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}}
-    comparing = with_the_base_of(kept, Comparing(room, tmp_path, variants, controls=False, tasks=tasks_in(room)))
+    comparing = with_the_base_of(kept, SmallComparison(room, tmp_path, variants, controls=False, tasks=tasks_in(room)))
     (run,) = comparing.runs()
     (comparing.folder(run) / "upscaled").mkdir(parents=True)
     (comparing.folder(run) / "upscaled" / CONFIG_FILE).write_text("half of a model that an interrupted run has left")
@@ -179,7 +178,7 @@ def test_texts_are_read_as_the_corpus_is(room, tmp_path):
         "retention": {"stars": str(tmp_path / "stars.jsonl")},
     }
     corpus = {"corpus": str(tmp_path / "corpus.jsonl"), "text_column": "body", "eval_steps": STEPS - 1}
-    comparing = Comparing(room, tmp_path / "out", {"full": {}}, train=corpus, **texts)
+    comparing = SmallComparison(room, tmp_path / "out", {"full": {}}, train=corpus, **texts)
     base = comparing.measure_base()
     assert base.losses["plants"] == pytest.approx(packed_loss(room / "base", room / "plants.txt"), rel=1e-5)
     result = comparing.measure(comparing.runs()[0])
@@ -191,33 +190,11 @@ def test_texts_are_read_as_the_corpus_is(room, tmp_path):
     ]  # the end, though eval_steps does not divide the steps
 
 
-def test_a_fine_tuned_model_is_measured_again(room, kept, tmp_path):
-    pytest.importorskip("trl")
-    rows = [{"prompt": "alpha", "completion": " beta gamma"}, {"prompt": "gamma", "completion": " delta"}] * 4
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tuning = {
-        "dataset_name": str(tmp_path / "chats.jsonl"),
-        "chat_template_path": "chatml",
-        "max_steps": 3,
-        "bf16": False,
-    }
-    tuning |= {"trainable": "all", "max_length": 64, "per_device_train_batch_size": 2, "learning_rate": 1e-2}
-    changes = {"fine_tune": tuning, "tasks": tasks_in(room)}
-    comparing = with_the_base_of(kept, Comparing(room, tmp_path / "out", {"full": {}}, **changes))
-    (run,) = comparing.runs()
-    result, models = comparing.measure_and_keep(run), comparing.folder(run)
-    for name in ("plants", "stars"):
-        expected = pytest.approx(packed_loss(models / "tuned", room / f"{name}.txt"), rel=1e-5)
-        assert result.tuned.losses[name] == expected != result.losses[name]
-    if HAS_HARNESS:
-        assert result.tuned.tasks["piqa"] == accuracy(models / "tuned", room)
-
-
 def test_tasks_alone_are_measured_where_there_are_no_texts(room, tmp_path):
     if not HAS_HARNESS:
         pytest.skip("lm-eval is not installed")
     changes = {"domain": {}, "retention": {}, "validation": {}, "tasks": tasks_in(room), "controls": False}
-    comparing = Comparing(room, tmp_path, {"full": {}}, **changes)
+    comparing = SmallComparison(room, tmp_path, {"full": {}}, **changes)
     base, result = comparing.measure_base(), comparing.measure(comparing.runs()[0])
     assert base.losses == {} and result.curve == [] and set(result.tasks) == {"piqa"}
 
@@ -241,7 +218,7 @@ def controls_of(room: Path, output: Path, method: str) -> tuple[Comparison, list
     """Upscale by a method, and return a comparison with the variants that are its null controls."""
     keys = METHODS[method][0]
     upscale(base=room / "base", output=output / "model", **keys)
-    comparing = Comparing(room, output / "out", {method: {"upscale": keys}}, train={"max_steps": 1})
+    comparing = SmallComparison(room, output / "out", {method: {"upscale": keys}}, train={"max_steps": 1})
     available = available_controls(json.loads((output / "model" / CONFIG_FILE).read_text()))
     assert list(available) == METHODS[method][1]
     return comparing, control_variants(comparing.variants[0], available, {"learning_rate": 5e-3})

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from compare.small_comparison import Comparing, write_room
+from compare.small_comparison import SmallComparison, write_room
 
 from midus_hf.compare import origins
 from midus_hf.compare.origins import Inputs, base_digest, code, machine, short, text_digest
@@ -56,18 +56,18 @@ def test_the_base_counts_by_its_weights_and_its_config(room):
 def test_each_text_is_read_once_for_all_variants(room, tmp_path, monkeypatch):
     read = []
     monkeypatch.setattr(origins, "text_digest", lambda path: read.append(path) or path)
-    comparing = Comparing(room, tmp_path, {"a": {}, "b": {"train": {"corpus": str(room / "corpus" / "1.txt")}}})
+    comparing = SmallComparison(room, tmp_path, {"a": {}, "b": {"train": {"corpus": str(room / "corpus" / "1.txt")}}})
     inputs = Inputs(comparing.comparison)
-    first, second = map(inputs.of, comparing.variants)
+    first, second = map(inputs.digests_for, comparing.variants)
     assert first["data"] != second["data"] and first["base"] == second["base"]
-    assert inputs.of(base_run(comparing.comparison).variant) == first
+    assert inputs.digests_for(base_run(comparing.comparison).variant) == first
     assert sorted(read) == sorted(set(read)) and len(read) == 5
 
 
 def test_a_result_says_with_what_it_was_made(room, tmp_path):
-    comparing = Comparing(room, tmp_path, {"full": {}})
+    comparing = SmallComparison(room, tmp_path, {"full": {}})
     base = comparing.measure_base()
-    assert base.origin == {**comparing.inputs.of(comparing.variants[0]), "code": code(), "machine": machine()}
+    assert base.origin == {**comparing.inputs.digests_for(comparing.variants[0]), "code": code(), "machine": machine()}
     assert base.origin["machine"]["torch"] == torch.__version__
     assert base.origin["machine"]["transformers"] == transformers.__version__ and base.origin["machine"]["processor"]
     assert base.origin["code"]["version"] == __version__ and len(base.origin["code"]["sources"]) == 64

@@ -1,4 +1,4 @@
-"""What is written of a comparison, done or not, and of stages: tables, JSON, a page and its picture."""
+"""What is written of a comparison, done or not: tables, JSON, a page and its picture."""
 
 import base64
 import dataclasses
@@ -12,24 +12,21 @@ from pathlib import Path
 import pytest
 from compare.made_results import BASE, DOMAIN, FULL, FULL_SLOW, HML, NULL, SOLAR, comparison, found, result, rows_of
 
-from midus_hf.compare.findings import Findings, cautions, findings
-from midus_hf.compare.options import Comparison, StageOptions, TaskOptions, VariantOptions
+from midus_hf.compare.findings import cautions, findings
+from midus_hf.compare.options import TaskOptions
 from midus_hf.compare.report import (
     as_json,
-    backward_transfer,
     controls_table,
     differences_table,
     draw,
-    gains,
     made_table,
     metric_of,
     short_count,
-    stage_tables,
     tables,
     variants_table,
     write_report,
 )
-from midus_hf.compare.results import Measured, Point, Result
+from midus_hf.compare.runs import Point, Result
 
 PAGE = Path("report.html")
 TASKS = TaskOptions(names=["piqa", "mmlu"])
@@ -84,7 +81,6 @@ def test_the_report_says_how_each_variant_was_made():
         "hashed": {"upscale": {"method": "engram", "options": {"rows": 7530}}},
         "pro": {"upscale": {"method": "llama-pro", "num_new_layers": 3, "placement": "1,2,3"}},
         "lora": {"train": {"adapters": {"r": 8, "lora_alpha": 16}}},
-        "mine": {"function": {"name": "teach", "sha256": "a" * 64}, "train": {}},
         "full": {"train": {"trainable": "all"}},
     }
     one = found([result(name, [0.1], request=request) for name, request in requests.items()], variants=requests)
@@ -95,7 +91,6 @@ def test_the_report_says_how_each_variant_was_made():
         "hashed": ["engram", "", "", "rows=7530, layers=published"],
         "pro": ["llama-pro", "3", "1,2,3", ""],
         "lora": ["LoRA", "", "", "r=8, lora_alpha=16"],
-        "mine": ["teach", "", "", ""],
         "full": ["the base", "", "", ""],
     }
 
@@ -107,22 +102,13 @@ def test_tasks_of_base_and_variants_are_told():
     assert [(row["piqa"], row["mmlu"]) for row in rows.values()] == [("0.500", "0.250"), ("0.750 ± 0.000", "")]
 
 
-def test_fine_tuned_models_have_a_row_of_their_own():
-    metrics = [{"piqa": {"acc": 0.0}, "mmlu": {"acc": 0.5}}, {"piqa": {"acc": 0.5}}]
-    runs = [result("hml", [0.5], seed=seed, tuned=Measured({DOMAIN: 2.0 + seed}, metrics[seed])) for seed in (0, 1)]
-    rows = rows_of(variants_table(found([*runs, *FULL], tasks=TASKS)))
-    assert list(rows) == ["base", "full", "hml", "hml, fine-tuned"]
-    assert {key: value for key, value in rows["hml, fine-tuned"].items() if value} == {
-        "variant": "hml, fine-tuned", "domain loss": f"2.5000 ± {1 / math.sqrt(2):.4f}", "piqa": "0.250 ± 0.354",
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("metrics", "expected"),
     [
         ({"acc": 0.5, "acc_norm": 0.25}, 0.25),
         ({"acc": 0.5}, 0.5),
         ({"exact_match,first-clause": 0.5, "exact_match,any": 1.0}, 0.5),
+        ({"word_perplexity,none": 12.5, "byte_perplexity,none": 1.5}, 12.5),
         ({"ter": 3.0}, None),
         ({}, None),
     ],
@@ -242,58 +228,13 @@ def test_parameters_are_counted_in_short(number, expected):
     assert short_count(number) == expected
 
 
-STAGES = ("x", "y", "z")
-STAGES_OF_BASE = {"x": 3.0, "y": 4.0, "z": 5.0, "stars": 2.0}
-# After each stage: what the losses of the three stages and of the stars are above or below the base.
-CHANGES = [(-1.0, 0.25, 0.0, 0.5), (-0.5, -1.0, 0.0, 0.25), (-0.25, -0.5, -2.0, 0.75)]
-
-
-def staged(seed: int, lower: float = 0.0, variant: str = "a", **changes) -> Result:
-    """A run through three stages; all its losses after the start lie lower by a number."""
-    validation = {f"{name}_validation": 3.0 for name in STAGES}
-    points = [Point(0, STAGES_OF_BASE)]
-    for number, above in enumerate(CHANGES, start=1):
-        losses = {name: loss + one - lower for (name, loss), one in zip(STAGES_OF_BASE.items(), above, strict=True)}
-        points.append(Point(number, {**losses, **validation}))
-    return Result(variant, {}, seed, points, trained_parameters=10, tokens=300, seconds=3.0, **changes)
-
-
-def found_in_stages(*runs: Result) -> Findings:
-    one = Comparison(
-        base="base",
-        output_dir="out",
-        variants={name: VariantOptions() for name in dict.fromkeys(one.variant for one in runs)},
-        train={"max_steps": 1},
-        stages={name: StageOptions(corpus=f"{name}c", validation=f"{name}v", text=f"{name}t") for name in STAGES},
-        retention={"stars": "stars"},
-        controls=False,
-    )
-    return findings(one, Result("base", {}, 0, [Point(0, STAGES_OF_BASE)]), runs, {})
-
-
-def test_gains_are_means_over_seeds_of_what_a_text_lies_below_the_base():
-    one = found_in_stages(staged(0), staged(1, lower=0.5))
-    expected = [[1.25, 0.0, 0.25, -0.25], [0.75, 1.25, 0.25, 0.0], [0.5, 0.75, 2.25, -0.5]]
-    assert gains(one, one.variants[0]) == expected
-    (table,) = stage_tables(one)
-    assert (table.title, table.head) == ("a: nats below the base", ["", *STAGES, "stars"])
-    assert table.rows[2] == ["after z", "+0.5000", "+0.7500", "+2.2500", "-0.5000"]
-
-
-def test_the_table_of_variants_tells_what_the_stages_kept():
-    routed = [staged(seed, variant="b", routed={"x": 1.0, "y": 0.5, "z": 0.75}) for seed in (0, 1)]
-    one = found_in_stages(staged(0), staged(1, lower=1.0), *routed)
-    rows = rows_of(variants_table(one))
-    # x rose by 0.75 since its stage, y by 0.5.
-    assert (rows["a"]["backward transfer"], rows["a"]["documents at their stage"]) == ("-0.6250 ± 0.0000", "")
-    assert (rows["b"]["learned"], rows["b"]["forgotten"]) == ("+0.9167 ± 0.0000", "+0.7500 ± 0.0000")
-    assert rows["b"]["documents at their stage"] == "75 % ± 0 %"
-    assert backward_transfer(found(HML, variants=["hml"]), found(HML, variants=["hml"]).variants[0]) is None
-
-
-def test_the_page_of_stages_has_a_table_per_variant_and_the_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    one = found_in_stages(staged(0), staged(0, variant="b"))
-    page = write_report(tmp_path, one).read_text()
-    assert page.count("data:image/png;base64,") == 1 and "documents that are measured one by one" in page
-    assert all(f"<h3>{table.title}</h3>" in page for table in tables(one)) and len(stage_tables(one)) == 2
+def test_a_comparison_by_tasks_alone_has_a_report(tmp_path):
+    base = Result("base", {}, 0, [Point(0, {})], tasks={"piqa": {"acc": 0.5}})
+    run = dataclasses.replace(result("hml", [0.5]), curve=[], tasks={"piqa": {"acc": 0.7, "acc_norm": 0.75}})
+    changes = {kind: {} for kind in ("domain", "retention", "validation")} | {"tasks": TaskOptions(names=["piqa"])}
+    one = findings(comparison(["hml"], controls=False, **changes), base, [run], {})
+    first = tables(one)[0]
+    assert [row[:2] for row in first.rows] == [["base", ""], ["hml", "0.001"]] and "domain loss" not in first.head
+    assert [row[first.head.index("piqa")] for row in first.rows] == ["0.500", "0.750"]
+    assert "What variants of base learned and forgot" in write_report(tmp_path, one).read_text()
+    assert one.variants[0].learned is None and json.dumps(as_json(one, tmp_path), allow_nan=False)

@@ -12,9 +12,8 @@ import pytest
 
 from midus_hf.compare import running
 from midus_hf.compare.options import Comparison, VariantOptions
-from midus_hf.compare.results import Point, Result, read_result, write_result
 from midus_hf.compare.running import collect, run_all
-from midus_hf.compare.runs import Run
+from midus_hf.compare.runs import Point, Result, Run, read_result, write_result
 from midus_hf.compare.variants import Variant
 
 UPSCALE = {"method": "midus-hml", "options": {"n": 4}}

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 from compare import made_results
-from compare.made_results import DOMAIN, RETENTION, result
+from compare.made_results import DOMAIN, result
 
 from midus_hf.compare.options import rate_name
-from midus_hf.compare.results import Measured, Result, read_result, write_result
-from midus_hf.compare.runs import Run, changed_keys, runs_at, searches_of, tokens_of
+from midus_hf.compare.runs import Result, Run, changed_keys, read_result, runs_at, searches_of, tokens_of, write_result
 from midus_hf.compare.variants import Variant
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training.arguments import TrainArguments
@@ -141,10 +140,9 @@ def test_what_is_no_mapping_any_more_has_changed_as_a_whole():
 
 
 def test_a_result_comes_back_as_it_was(tmp_path):
-    tuned = Measured({DOMAIN: 2.0, RETENTION: 1.0}, {"piqa": {"acc": 0.5}})
     for report in (
         result("a", [0.5], [0.25], shuffled={DOMAIN: 3.0}, saved={DOMAIN: 2.5}),
-        result("a", [], seed=2, tuned=tuned),
+        result("a", [], seed=2, tasks={"piqa": {"acc": 0.5}}),
         Result("base", {}, 0, []),
     ):
         write_result(tmp_path / "seed-0", report)

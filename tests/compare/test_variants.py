@@ -8,7 +8,7 @@ import yaml
 from compare.small_comparison import HEADWISE, keys, write_room
 
 from midus_hf.compare.options import Comparison
-from midus_hf.compare.report import planned as planned_records
+from midus_hf.compare.report import plan_records
 from midus_hf.compare.runs import Run, check
 from midus_hf.compare.variants import Variant, plan
 from midus_hf.config.yaml_options import from_mapping
@@ -25,24 +25,24 @@ def room(tmp_path_factory) -> Path:
 def planned(room, tmp_path):
     """Return a function that plans and checks the variants of a file, and returns the comparison and the variants."""
 
-    def of(variants, **changes) -> tuple[Comparison, list[Variant]]:
+    def plan_and_check(variants, **changes) -> tuple[Comparison, list[Variant]]:
         comparison, result = plan(from_mapping(Comparison, keys(room, tmp_path / "out", variants, **changes)))
         check(comparison, result)
         return comparison, result
 
-    return of
+    return plan_and_check
 
 
 @pytest.fixture
 def file(tmp_path):
     """Write YAML, and give its path as a person would."""
 
-    def of(content) -> str:
+    def write(content) -> str:
         path = tmp_path / "file.yaml"
         path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
         return str(path)
 
-    return of
+    return write
 
 
 def test_files_stand_in_place_of_mappings_and_what_a_comparison_sets_is_left_out_of_them(room, planned, file):
@@ -161,12 +161,12 @@ def test_a_number_and_the_mapping_that_it_stands_for_are_one_rate(planned):
 
 def test_plans_name_both_rates(planned):
     rates = [1e-3, {"learning_rate": 1e-3}, {"learning_rate": 1e-3, "key_value_learning_rate": 3e-3}]
-    records = planned_records(*planned({"a": {"upscale": HEADWISE, "rates": rates}, "b": {}}))
+    records = plan_records(*planned({"a": {"upscale": HEADWISE, "rates": rates}, "b": {}}))
     assert [record["rates"] for record in records] == [
         ["0.001,value=0.01", "0.001 (values 0.001)", "0.001,key_value=0.003 (values 0.003)"],
         ["recipe"],
     ]
-    records = planned_records(*planned({"a": {"upscale": HEADWISE, "train": {"value_learning_rate": "3e-2"}}}))
+    records = plan_records(*planned({"a": {"upscale": HEADWISE, "train": {"value_learning_rate": "3e-2"}}}))
     assert [record["rates"] for record in records] == [["recipe (values 0.03)"]]
 
 
@@ -251,11 +251,9 @@ def test_what_is_refused_before_anything_runs(planned, tmp_path, refused):
         ({"retention": {"stars": "absent"}}, "retention.stars is 'absent', which does not exist; expected a file or a folder"),
         ({"base": "absent"}, "variants.a.upscale: "),
         ({"train": {"corpus": "absent.txt"}}, "train.corpus is 'absent.txt', which does not exist; expected"),
-        ({"fine_tune": {"model_name_or_path": "m"}}, "fine_tune has 'model_name_or_path', which the comparison sets for each run"),
-        ({"fine_tune": {"dataset_name": "d", "max_step": 3}}, "variants.a, as a run of midus sft: config has no option 'max_step'."),
         ({"train": {"eval_text": "text"}}, "train has 'eval_text', which the comparison sets for each run; leave it out."),
     ],
-    ids=["domain", "retention", "base", "corpus", "model of tuning", "key of tuning", "text of runs"],
+    ids=["domain", "retention", "base", "corpus", "text of runs"],
 )  # fmt: skip
 def test_what_is_refused_of_all_variants(planned, changes, message):
     with pytest.raises(ValueError) as refusal:

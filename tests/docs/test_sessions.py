@@ -204,11 +204,6 @@ SESSIONS = {
             "sequence_length: 256": "sequence_length: 32",
             "plants-held-out.txt": "held-out.txt",
             "other-plants.txt": "addresses",
-            "corpus: plants/": "corpus: texts",
-            "other-stars.jsonl": "articles.jsonl",
-            "stars-held-out.jsonl": "facts.jsonl",
-            "corpus: stars.jsonl": "corpus: chats.jsonl",
-            "sentence-transformers/all-MiniLM-L6-v2": "bert",
             "wiki.txt": "others.jsonl",
             "code.txt": "code.jsonl",
             "limit: 200": "limit: 1",
@@ -221,7 +216,7 @@ SESSIONS = {
             # The notebook on comparisons runs other variants.
             "--jobs 2": "--jobs 2 --set 'variants={lora: {train: {adapters: {r: 32, lora_alpha: 64}}}}'",
         },
-        files=("compare.yaml", "stages.yaml"),
+        files=("compare.yaml",),
     ),
     "docs/banks.md": Session(
         replace={

@@ -12,7 +12,6 @@ from evaluation.byte_models import byte_model, byte_tokenizer, save_byte_model, 
 from evaluation.questions import QUESTIONS, write_questions
 from transformers import AutoModelForCausalLM
 
-from midus_hf.evaluation.knowledge_edits import EDIT_TASKS
 from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
 
 pytest.importorskip("lm_eval")
@@ -45,8 +44,8 @@ def data(tmp_path_factory):
     return write_questions(tmp_path_factory.mktemp("questions"))
 
 
-def test_there_are_eight_local_tasks_and_six_of_edited_knowledge():
-    assert local_task_names() == sorted([*QUESTIONS, *EDIT_TASKS])
+def test_there_are_eight_local_tasks():
+    assert local_task_names() == sorted(QUESTIONS) and len(QUESTIONS) == 8
 
 
 def task_of(name, data):
@@ -204,15 +203,6 @@ def test_answers_and_choices_that_look_like_dates_are_text(tmp_path):
         assert documents == rows
         wanted = rows[0]["answers"] if name == "facts" else 0
         assert task.doc_to_target(documents[0]) == wanted
-    (tmp_path / "counterfact.json").write_text(json.dumps([edit_of(*DATES[:2])]))
-    task, (document,) = rows_for(Tasks(["counterfact_efficacy"], data=tmp_path))
-    assert task.doc_to_choice(document) == DATES[:2]
-
-
-def edit_of(true, new):
-    objects = {"target_true": {"str": true}, "target_new": {"str": new}}
-    rewrite = {"prompt": "{} began on", "subject": "The war", **objects}
-    return {"requested_rewrite": rewrite, "paraphrase_prompts": [], "neighborhood_prompts": []}
 
 
 def test_a_date_that_the_model_writes_is_right(tmp_path):
@@ -224,7 +214,7 @@ def test_a_date_that_the_model_writes_is_right(tmp_path):
     assert task.process_results(document, [request.filtered_resps["first-clause"]]) == {"exact_match": 1.0}
 
 
-@pytest.mark.parametrize("name", ["facts.jsonl", "piqa.jsonl", "zsre.json"])
+@pytest.mark.parametrize("name", ["facts.jsonl", "piqa.jsonl"])
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -235,7 +225,7 @@ def test_a_date_that_the_model_writes_is_right(tmp_path):
 def test_questions_that_are_no_text_are_refused_before_a_model_is_loaded(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content.encode("cp1252"))
     with pytest.raises(ValueError, match=message):
-        Tasks([{"zsre.json": "zsre_efficacy"}.get(name, name[:-6])], data=tmp_path)
+        Tasks([Path(name).stem], data=tmp_path)
 
 
 def log_likelihood(model, tokenizer, prompt: str, continuation: str) -> float:
@@ -299,7 +289,7 @@ def test_the_harness_describes_no_machine(data, tmp_path, monkeypatch, capfd):
 def test_an_unknown_task_is_refused_with_where_tasks_are_found(data, with_questions, monkeypatch):
     monkeypatch.setattr("midus_hf.evaluation.harness._own_tasks", lambda: TaskManager(include_defaults=False))
     with pytest.raises(
-        ValueError, match=r"task is 'pica'; expected a task of lm-eval .* one of atomic_numbers, .*piqa, zsre"
+        ValueError, match=r"task is 'pica'; expected a task of lm-eval .* one of atomic_numbers, .*piqa"
     ):
         Tasks(["pica"], data=data if with_questions else None)
 

@@ -22,7 +22,6 @@ from material.minilm import minilm
 from material.registry import check_sha256
 from material.smollm2 import GGUF_SHA256, smollm2_135m, smollm2_gguf
 from material.stages import stages
-from midus_hf.evaluation.knowledge_edits import EDIT_TASKS
 from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
 from midus_hf.evaluation.text_rows import read_rows, text_rows
 from midus_hf.topics.corpus import read_corpus
@@ -108,7 +107,7 @@ def test_every_tenth_chat_is_held_out_and_each_is_a_question_and_its_answer():
 
 def test_there_are_questions_for_every_local_task():
     others = {"atomic_numbers": elements, "facts": lambda: factbook().questions}
-    names = [name for name in local_task_names() if name not in EDIT_TASKS]  # whose files nobody fetches here
+    names = local_task_names()
     assert sorted([*BENCHMARKS, *others]) == names
     for name in names:
         data = benchmarks() if name in BENCHMARKS else others[name]()
