@@ -21,12 +21,11 @@ after = ["midus_llama" in CONFIG_MAPPING, "midus_hf.models" in sys.modules]
 from midus_hf.memories.ultramem.statistics import MEASURED
 from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.models import FAMILIES
-from midus_hf.memories.registry import layer_class
 
 config_class = FAMILIES["llama"].config_class
 FAMILIES["llama"](config_class(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1))
 found = {"before and after": [*before, *after], "imported": sorted(sys.modules), "declared": sorted(MEMORY_TYPES),
-    "memories": sorted(MEMORY_MODULES), "drawn": ["scores of UltraMemV2"] if MEASURED else []}
+    "drawn": ["scores of UltraMemV2"] if MEASURED else []}
 """
 TYPES_ELSEWHERE = """
 import warnings
@@ -47,10 +46,6 @@ def test_no_model_imports_what_only_training_and_evaluation_need(found):
     imported = set(found["models"]["imported"])
     assert "midus_hf.models" in imported
     assert not {"peft", "midus_hf.config.yaml_options", "midus_hf.topics.corpus"} & imported
-
-
-def test_importing_the_models_registers_every_memory_module(found):
-    assert found["models"]["memories"] == found["models"]["declared"] != []
 
 
 def test_declarations_are_registered_without_what_takes_long_to_work_out(found):
@@ -176,5 +171,5 @@ def test_modules_keep_the_loaders_that_python_gave_them():
 
 
 def test_what_the_package_does_not_have_is_said():
-    with pytest.raises(AttributeError, match="module 'midus_hf' has no attribute 'memories'"):
-        midus_hf.memories  # noqa: B018
+    with pytest.raises(AttributeError, match="module 'midus_hf' has no attribute 'memory'"):
+        midus_hf.memory  # noqa: B018

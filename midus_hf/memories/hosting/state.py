@@ -140,12 +140,9 @@ def refuse_one_row(stateful: Iterable[tuple[str, int]], engine: str, instead: st
     """Refuse an engine that lays the tokens of several requests in one row, and passes no cache that can hold a state.
 
     Args:
-        stateful: Name and layer of each memory that keeps a state.
+        stateful: Name and layer of each memory that keeps a state; none, and nothing is refused.
         engine: What lays the tokens in one row, for the message.
         instead: What serves the model, for the message.
-
-    Raises:
-        ValueError: If a memory keeps a state.
     """
     for name, _ in stateful:
         raise ValueError(
