@@ -1,12 +1,8 @@
 """Initialisation of a Tucker-decomposed retrieval (UltraMemV2, appendix B.2): cores, and gains and values that suit their scores."""
 
-import heapq
 import math
-import random
 from dataclasses import dataclass
-from functools import partial
-from operator import mul
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from midus_hf.config.declared_tensors import Constant, Normal
 
@@ -15,7 +11,7 @@ if TYPE_CHECKING:
 
 # Candidates to score in all trials together, and the bounds of the number of trials: a mean of many candidates needs
 # few trials.
-_CANDIDATES, _FEWEST, _MOST = 1 << 16, 4, 64
+_CANDIDATES, _FEWEST, _MOST = 1 << 20, 4, 512
 
 
 @dataclass(frozen=True)
@@ -56,17 +52,20 @@ def best_scores(n: int, rank: int, side: int, k: int) -> ScoreStatistics:
 
 
 def _measured(n: int, rank: int, side: int, k: int) -> ScoreStatistics:
-    draw = random.Random(0)
-    chosen: list[float] = []
-    for _ in range(min(max(_FEWEST, _CANDIDATES // side**2), _MOST)):
-        rows, columns = ([[draw.gauss(0.0, 1.0) for _ in range(rank)] for _ in range(n)] for _ in range(2))
-        core, left, right = _core(draw, rank)
-        best_rows = heapq.nlargest(side, rows, key=partial(_dot, left))
-        best_columns = heapq.nlargest(side, columns, key=partial(_dot, right))
-        mixed = [_times(row, core) for row in best_rows]
-        chosen += heapq.nlargest(k, (_dot(row, column) for row in mixed for column in best_columns))
-    mean = math.fsum(chosen) / len(chosen)
-    return ScoreStatistics(mean, math.fsum((score - mean) ** 2 for score in chosen) / len(chosen))
+    import torch
+
+    trials = min(max(_FEWEST, _CANDIDATES // side**2), _MOST)
+    draw: Any = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64, "device": "cpu"}
+    rows, columns = torch.randn(2, trials, n, rank, **draw)
+    # Cores are positive, so their leading singular vectors are too, up to their common sign.
+    left, values, right = torch.linalg.svd(torch.rand(trials, rank, rank, **draw))
+    core = (left * (values / values[:, :1])[:, None]) @ right
+    best_rows, best_columns = (
+        states.gather(1, (states @ vector.abs()[..., None]).topk(side, dim=1).indices.expand(-1, -1, rank))
+        for states, vector in ((rows, left[..., 0]), (columns, right[:, 0]))
+    )  # [trials, side, rank] each
+    chosen = (best_rows @ core @ best_columns.mT).flatten(1).topk(k).values
+    return ScoreStatistics(chosen.mean().item(), chosen.var(correction=0).item())
 
 
 def gain_of_norms(key_width: int, *first_choice: int) -> Constant:
@@ -106,28 +105,3 @@ def values_of_scores(
 def _score_scale(scores: ScoreStatistics) -> float:
     """Return the divisor of scores: their mean, or 1 if so many slots are chosen that the mean is below 1."""
     return max(scores.mean, 1.0)
-
-
-def _core(draw: random.Random, rank: int) -> tuple[list[list[float]], list[float], list[float]]:
-    """Draw a core as `UniformCores` does; return the core and the singular vectors of its largest singular value, which is 1."""
-    core = [[draw.random() for _ in range(rank)] for _ in range(rank)]
-    right = [1.0] * rank
-    for _ in range(64):
-        left = [_dot(row, right) for row in core]
-        right = _of_unit_length(_times(left, core))
-    left = [_dot(row, right) for row in core]
-    largest = math.sqrt(_dot(left, left))
-    return [[entry / largest for entry in row] for row in core], _of_unit_length(left), right
-
-
-def _dot(left: list[float], right: list[float]) -> float:
-    return sum(map(mul, left, right))
-
-
-def _times(row: list[float], matrix: list[list[float]]) -> list[float]:
-    return [_dot(row, list(column)) for column in zip(*matrix, strict=True)]
-
-
-def _of_unit_length(vector: list[float]) -> list[float]:
-    length = math.sqrt(_dot(vector, vector))
-    return [entry / length for entry in vector]
