@@ -15,11 +15,9 @@ from midus_hf.compare.options import (
     as_keys,
     rate_name,
 )
-from midus_hf.config.backbone import read_backbone
 from midus_hf.config.controls import controls_of
 from midus_hf.config.declarations import sample_tensors
 from midus_hf.config.memories.hierarchical import HierarchicalOptions
-from midus_hf.config.memory_entries import read_memories
 from midus_hf.config.memory_types import MEMORY_TYPES
 from midus_hf.config.wording import near_matches
 from midus_hf.config.yaml_options import read_mapping
@@ -231,7 +229,9 @@ def available_controls(config: Mapping[str, Any]) -> Controls:
     Of several added memories, the first counts.
     """
     record = config.get("upscale", {})
-    memories = read_memories(config.get("memory", []), read_backbone(config).sizes)
+    from upscalers.architecture.layout import layout_of
+
+    memories = layout_of(dict(config)).memories
     new = set(record.get("new_layers") or ())
     brought = [
         entry

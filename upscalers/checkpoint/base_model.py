@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE
@@ -13,7 +14,8 @@ from midus_hf.files.json_text import parse_json
 from midus_hf.files.ownership import LANGUAGE_KEY, has_config_entry
 from midus_hf.model_names import gguf_refusal
 from upscalers.architecture.families import check_readable, family_of
-from upscalers.architecture.family import Config, Family, Layout, Shape
+from upscalers.architecture.family import Config, Layout, Shape
+from upscalers.architecture.layout import layout_of
 from upscalers.architecture.per_layer import check_lists
 from upscalers.checkpoint.larger_model import LargerModel, larger_model_of
 from upscalers.checkpoint.merged_adapter import Adapter
@@ -28,6 +30,9 @@ from upscalers.checkpoint.safetensors_format import (
 )
 from upscalers.checkpoint.stored_weights import stored_tensors
 from upscalers.request.errors import RequestError
+
+if TYPE_CHECKING:
+    from midus_hf.models.inference.architecture import Architecture
 
 _PREFIX = "model."
 _EMBEDDING = "embed_tokens.weight"
@@ -62,7 +67,7 @@ class BaseModel:
 
     folder: Path
     config: Config
-    family: Family
+    family: "Architecture"
     layout: Layout
     tensors: dict[str, StoredTensor]
     unexpected: tuple[str, ...] = ()
@@ -241,7 +246,7 @@ def open_base(
             "the base holds a PEFT adapter (adapter_config.json), which transformers would add when it loads the result; "
             "expected a model alone. Merge the adapter by giving its folder as --adapter, or remove the file."
         )
-    layout = family.layout(config)
+    layout = layout_of(config)
     expected = dict(layout.outer)
     for layer, tensors in enumerate(layout.layers):
         expected |= {f"{_PREFIX}layers.{layer}.{name}": tensor.shape for name, tensor in tensors.items()}

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
+from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.files.locks import Lock, has_no_locks, warn_of_no_locks
 from midus_hf.files.ownership import check_replaceable
 from midus_hf.files.whole_files import begin_unfinished, new_unfinished_path, sync, unfinished_paths
-from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, tie_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base, write_config

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from midus_hf.config.backbone import PROVEN
 from midus_hf.config.memory_entries import TABLES
 from upscalers.architecture.family import Config
-from upscalers.architecture.inferred import InferredFamily
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.computed_tensor import read_tensor
 from upscalers.checkpoint.quantised_weights import QUANTISED, product_of_transformers
@@ -121,7 +121,7 @@ def compare_models(
         RequestError: If transformers cannot run the base.
         VerificationError: If a tensor was not loaded as saved, transformers cannot run the result, or identity is
             promised and a hidden state or a logit differs. The message names the first layer that differs. Also if a logit is not
-            finite where the base's is, or a layer of a type that no table describes computes otherwise where it stands in the result
+            finite where the base's is, or a layer of an unproven type computes otherwise where it stands in the result
             than in the base.
     """
     torch_dtype = getattr(torch, TORCH_NAMES[dtype])
@@ -131,7 +131,7 @@ def compare_models(
     counterparts = _counterparts(plan)
 
     new_streams: list[torch.Tensor] = []
-    replays = [] if identity or not isinstance(base.family, InferredFamily) else _replays(plan)
+    replays = [] if identity or base.family.model_type in PROVEN else _replays(plan)
 
     def remember(number: int, hidden: torch.Tensor) -> None:
         if identity:

@@ -74,6 +74,7 @@ class Architecture:
         mlp: Class of the feed-forward network whose projections a memory can adapt; None if there is none.
         some_do_not_rotate: Whether some attention whose heads a memory can read does not rotate queries and keys.
         mixers: Names of the children that mix tokens, in the order in which layers first have them.
+        norms_all_heads: Whether norms of queries and keys are over all heads together.
     """
 
     model_type: str
@@ -85,6 +86,12 @@ class Architecture:
     mlp: type[nn.Module] | None
     some_do_not_rotate: bool
     mixers: tuple[str, ...]
+    norms_all_heads: bool
+
+    @property
+    def class_name(self) -> str:
+        """Middle part of the names of the classes that host memory, `Midus{class_name}ForCausalLM`."""
+        return self.causal_lm.__name__.removesuffix("ForCausalLM")
 
 
 def part_name(layer: nn.Module, names: Sequence[str]) -> str | None:
@@ -155,6 +162,12 @@ def architecture_of(model_type: str) -> Architecture:
         mlp=_only_class(gated),
         some_do_not_rotate=not all(map(_rotates, attentions)),
         mixers=tuple(dict.fromkeys(name for layer in layers if (name := part_name(layer, MIXERS)))),
+        norms_all_heads=any(
+            norm.weight.shape[0] > getattr(attention, "head_dim", norm.weight.shape[0])
+            for attention in attentions
+            for norm in (getattr(attention, "q_norm", None),)
+            if isinstance(getattr(norm, "weight", None), torch.Tensor)
+        ),
     )
 
 

@@ -70,7 +70,7 @@ def family_source(model_type: str) -> str:
         ValueError: If the type's layers cannot host memory. The message says why.
     """
     architecture = architecture_of(model_type)
-    family = architecture.causal_lm.__name__.removesuffix("ForCausalLM")
+    family = architecture.class_name
     attention, mlp, config = architecture.attention, architecture.mlp, architecture.config
     heads = _heads(config)
     own = (*architecture.layers, architecture.stack, architecture.causal_lm, attention, mlp, *heads.values())
