@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from midus_hf.cli.flops import count_flops as estimate_flops
 from midus_hf.cli.flops import count_parameters
 from midus_hf.config.declared_tensors import ZEROS
-from midus_hf.config.flops.model import estimate_flops
 from midus_hf.config.flops.rules import MASK_AND_SCALE
 from midus_hf.config.memories.depth_attention import DepthAttentionOptions, Slot
 from midus_hf.config.memory_entries import read_memories

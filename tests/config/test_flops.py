@@ -11,8 +11,8 @@ import torch
 from tiny import NATIVE_FAMILIES, prompt, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
+from midus_hf.cli.flops import count_flops as estimate_flops
 from midus_hf.config.flops import model as counting
-from midus_hf.config.flops.model import estimate_flops
 from midus_hf.config.flops.rules import flops, linear
 from midus_hf.config.memories import MEMORY_TYPES
 from midus_hf.config.memories.chapters import ChaptersOptions

@@ -72,13 +72,7 @@ class LayerRoles:
 
 
 def read_roles(model_type: str, layer: nn.Module, parts: LayerParts) -> LayerRoles:
-    """Return what the modules of a layer do.
-
-    Args:
-        model_type: The `model_type` of the model.
-        layer: A decoder layer on the meta device.
-        parts: Parts of layers of its class.
-    """
+    """Return what the modules of a layer on the meta device do, of a model type and with the parts of layers of its class."""
     roles = LayerRoles()
     if isinstance(getattr(layer, _SCALAR, None), torch.Tensor):
         roles.modules[_SCALAR] = _SCALAR
@@ -183,13 +177,7 @@ def gate_and_up(model_type: str, kind: str, name: str, down: str) -> tuple[str, 
     """Return the roles of the halves of a feed-forward network's stacked projection, `gate` and `up`; empty if they have others.
 
     The output of a tiny random model grows with what the up projection gives, and not with what the activation of the gate is
-    taken of.
-
-    Args:
-        model_type: The `model_type` of a causal language model of transformers.
-        kind: Name of the class of the feed-forward network.
-        name: Name of the stacked projection within the network.
-        down: Name of the projection behind.
+    taken of. `kind` names the class of the network, `name` and `down` the stacked projection and the one behind.
     """
     network: Any = _first(tiny_model(model_type), kind)
     if network is None:

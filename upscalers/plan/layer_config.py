@@ -66,7 +66,7 @@ def pattern_concern(base: BaseModel, new: Layout, config: Config) -> str | None:
     if not num_moved:
         return None
     return (
-        f"{num_moved} of {len(listed)} layers attend otherwise (sliding or full) than {base.family.model_type} implies by their "
+        f"{num_moved} of {len(listed)} layers attend otherwise than {base.family.model_type} implies by their "
         "index. transformers reads layer_types and is right; runtimes that go by the index, such as llama.cpp, compute another "
         "function. Write the types into their file, as docs/serve.md says."
     )

@@ -120,9 +120,9 @@ class Job:
         try:
             check_recipes(method.name, base, self.plan, self.config, self.layout, layers, outer)
         except MethodError as error:
-            first, *others = (*base.layout.backbone_layers, *self.layout.backbone_layers)
-            if all(layer == first for layer in others):  # what is wrong is the method's
-                raise
+            layouts = (base.layout.backbone_layers, self.layout.backbone_layers)
+            if all(tensors == of_model[0] for of_model in layouts for tensors in of_model):
+                raise  # where layers do not differ, what is wrong is the method's
             difference = (
                 f"the layers of {base.family.model_type!r} differ, and a new layer gets another kind than its source has "
                 f"({one_line(error)})"
