@@ -223,7 +223,8 @@ def test_a_site_that_layers_have_no_part_for_is_refused_and_another_one_is_not(c
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_attention_heads": "four"}, "transformers cannot build the model that config.json describes"),
+        ({"num_attention_heads": "four"}, "config has num_attention_heads = 'four'; expected a positive integer"),
+        ({"rms_norm_eps": "small"}, "transformers cannot build the model that config.json describes"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, r"the base is quantised \(quantization_config: mxfp4\)"),
     ],
 )

@@ -270,7 +270,9 @@ def _prove_values(trial: _Trial, memory: str) -> None:
     inputs: dict[nn.Module, Any] = {}
     memories = [layer.memories[entry.name] for layer in trial.hosting.model.layers if hasattr(layer, "memories")]
     for module in memories:
-        module.register_forward_pre_hook(lambda memory, args, kwargs: inputs.update({memory: kwargs}), with_kwargs=True)
+        module.register_forward_pre_hook(
+            lambda memory, args, kwargs: inputs.update({memory: kwargs}), with_kwargs=True
+        )
     computed = trial.hosting(ids, use_cache=False, **trial.arguments).logits
     plain = trial.base(ids, use_cache=False).logits
     if torch.equal(computed, plain):

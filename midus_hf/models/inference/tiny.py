@@ -16,15 +16,18 @@ from transformers import (
 # Names that config classes have for the sizes of a tiny model. A type ignores the names that its config lacks, and
 # of two names for one value the later counts.
 _NAMES: dict[float, str] = {
-    1: "n_group topk_group first_k_dense_replace bos_token_id mamba_n_groups n_groups num_global_key_value_heads",
-    4: "num_hidden_layers num_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads",
-    2: "num_key_value_heads num_experts_per_tok eos_token_id linear_num_key_heads",
-    8: "head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim linear_key_head_dim linear_value_head_dim mamba_n_heads mamba_d_head "
-    "mamba_d_state mamba_num_heads mamba_head_dim ssm_state_size hidden_size_per_layer_input",
-    16: "qk_head_dim q_lora_rank kv_lora_rank sliding_window global_head_dim",
-    32: "hidden_size",
-    48: "intermediate_size intermediate_size_mlp",
-    24: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size",
+    1: "n_group topk_group first_k_dense_replace bos_token_id mamba_n_groups mamba_ngroups n_groups num_global_key_value_heads",
+    4: "num_hidden_layers num_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts "
+    "linear_num_value_heads linear_num_heads adapter_rank",
+    2: "num_key_value_heads num_experts_per_tok eos_token_id linear_num_key_heads zero_expert_num moe_topk",
+    8: "head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim "
+    "mamba_n_heads mamba_d_head mamba_d_state mamba_num_heads mamba_head_dim ssm_state_size n_mamba_heads "
+    "hidden_size_per_layer_input",
+    16: "qk_head_dim q_lora_rank kv_lora_rank sliding_window global_head_dim router_hidden_size",
+    32: "hidden_size encoder_hash_byte_group_vocab",
+    48: "intermediate_size intermediate_size_mlp ffn_hidden_size",
+    24: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size "
+    "shared_experts_intermediate_size expert_ffn_hidden_size",
     64: "mamba_d_ssm",
     96: "vocab_size unpadded_vocab_size vocab_size_per_layer_input",
     128: "max_position_embeddings",
@@ -44,64 +47,36 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_types": _HYBRID, "num_key_value_heads": 4, "num_mtp_layers": 0},
     "bamba": {"attn_layer_indices": [3]},
-    "blt": {"encoder_hash_byte_group_vocab": 32},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}, "ffn_config": {"ffn_hidden_size": 48}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {
-        "num_key_value_heads": 4,
-        "head_dim": 16,
-        "index_n_heads": 2,
-        "index_head_dim": 8,
-        "index_topk": 8,
-        "shared_experts_intermediate_size": 24,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4,
-        "swa_q_lora_rank": 16,
-        "swa_kv_lora_rank": 16,
-        "swa_head_dim": 16,
-        "swa_qk_nope_head_dim": 8,
-        "swa_v_head_dim": 8,
+        "num_key_value_heads": 4, "head_dim": 16, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 8, "swa_head_dim": 16,
+        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16,
+        "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8,
     },
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": ["mamba", "mamba", "mamba", "attention"]},
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 3},
-    "kimi_linear": {"layer_types": _HYBRID, "num_key_value_heads": 4, "linear_head_dim": 8, "linear_num_heads": 4},
+    "kimi_linear": {"layer_types": _HYBRID, "num_key_value_heads": 4},
     "lfm2": {"full_attn_idxs": [3]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "conv", "full_attention"], "num_dense_layers": 1},
-    "longcat_flash": {
-        "num_layers": 2,
-        "ffn_hidden_size": 48,
-        "expert_ffn_hidden_size": 24,
-        "zero_expert_num": 2,
-        "moe_topk": 2,
-    },
+    "longcat_flash": {"num_layers": 2},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1},
     "moshi": {"ffn_dim": 96},
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
     "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 2,
-        "hc_lowrank": 8,
-        "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0},
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 2,
+        "hc_lowrank": 8, "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0},
     },
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
-    "zamba": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_d_state": 8, "n_mamba_heads": 2},
-    "zamba2": {
-        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-        "mamba_d_state": 8,
-        "n_mamba_heads": 8,
-        "mamba_ngroups": 1,
-        "adapter_rank": 4,
-    },
-    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
-}
+    "zamba": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "n_mamba_heads": 2},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
 
 
 class UnknownArchitecture(ValueError):
