@@ -143,7 +143,7 @@ def _built(content: str) -> Layout:
                 "buffer" if role == "base" and name in buffers else role,
                 tuple(tensor.shape),
                 of_layer.offsets.get(own, 0.0),
-                of_layer.parts.get(own),
+                of_layer.parts.get(own.rpartition(".")[0]),
             )
     values = vars(config)
     types, num_shared = values.get("layer_types"), values.get(SHARED_LAYERS_KEY) or 0
