@@ -230,14 +230,9 @@ def open_base(
     larger: LargerModel | None = None
     if isinstance(config.get(LANGUAGE_KEY), dict) and isinstance(config.get("model_type"), str):
         larger = larger_model_of(config)
-        check_readable(config)
+    check_readable(config)
+    if larger is not None:
         config = larger.language_config
-    family = family_of(config)
-    layers = config.get("num_hidden_layers")
-    if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= MOST_LAYERS:
-        raise RequestError(
-            f"config.json has num_hidden_layers = {layers!r}; expected an integer from 1 to {MOST_LAYERS}."
-        )
     dtype = config["dtype"] if config.get("dtype") is not None else config.get("torch_dtype")
     if not isinstance(dtype, str | None):
         raise RequestError(f"config.json has dtype = {dtype!r}; expected a name such as 'bfloat16'.")
@@ -246,12 +241,18 @@ def open_base(
             "the base holds a PEFT adapter (adapter_config.json), which transformers would add when it loads the result; "
             "expected a model alone. Merge the adapter by giving its folder as --adapter, or remove the file."
         )
+    stored = stored_tensors(folder, needs_weights)
+    family = family_of(config)
+    layers = config.get("num_hidden_layers")
+    if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= MOST_LAYERS:
+        raise RequestError(
+            f"config.json has num_hidden_layers = {layers!r}; expected an integer from 1 to {MOST_LAYERS}."
+        )
     layout = layout_of(config)
     expected = dict(layout.outer)
     for layer, tensors in enumerate(layout.layers):
         expected |= {f"{_PREFIX}layers.{layer}.{name}": tensor.shape for name, tensor in tensors.items()}
     integers = layout.integers
-    stored = stored_tensors(folder, needs_weights)
     carried: dict[str, Shape] = {}
     if larger is not None:
         larger = larger.spelled_as(stored or ())
