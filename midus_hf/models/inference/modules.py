@@ -158,12 +158,12 @@ def _conversions(name: str, model_type: str, native: str) -> str:
 
 
 def _layer_source(
-    family: str, kind: str, layer: str, parts: LayerParts, mixers: tuple[str, ...], hosts: Mapping[str, Any]
+    family: str, kind: str, layer: str, parts: LayerParts, mixers: tuple[str, ...], hosts: dict[str, Any]
 ) -> str:
     """Return the source of the classes that take over layers of one class; `hosts` has what all layers that host have."""
     names = {name: getattr(parts, name) for name in _NORMS}
     names |= {"feed_forward_name": parts.feed_forward, "mixer_names": mixers}
-    block = {name: repr(value) for name, value in names.items() if value != getattr(NamesParts, name)}
+    block: dict[str, Any] = {name: repr(value) for name, value in names.items() if value != getattr(NamesParts, name)}
     host = block | hosts | ({} if parts.adds_mixer else {"adds_mixer": False})
     if parts.reads_norm and "attention_class" in hosts:
         block["block_attention"] = hosts["attention_class"]

@@ -261,7 +261,11 @@ def _with_depth(
 ) -> torch.Tensor:
     """Return the output of heads joined with attention to slots of earlier layers, by the shares of one softmax over both."""
     query, slots = _unrotated(attention, call).query, []
-    for memory, writer, network in writers:  # a slot is what the writer's attention makes, unrotated, of the network's input
+    for (
+        memory,
+        writer,
+        network,
+    ) in writers:  # a slot is what the writer's attention makes, unrotated, of the network's input
         read = calls[network].read
         slots.append(_unrotated(writer, call, key=_Fixed(memory.ffn_key(read)), value=_Fixed(memory.ffn_value(read))))
     keys, values = (
