@@ -9,7 +9,7 @@ from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Json, argument, option, show, show_tables
 
 if TYPE_CHECKING:
-    from midus_hf.config.flops.model import ModelFlops
+    from midus_hf.memories.flops import ModelFlops
 
 app = command_line()
 
@@ -52,7 +52,7 @@ def count_flops(config: dict[str, Any], tokens: int, batch: int = 1) -> "ModelFl
         ValueError: If the type has other parts than are counted, or if the config, tokens or batch are refused.
     """
     from midus_hf.config.backbone import MEMORY_PREFIX, PROVEN, SCALE_EMBEDDINGS, Backbone
-    from midus_hf.config.flops.model import estimate_flops
+    from midus_hf.memories.flops import estimate_flops
     from upscalers.architecture.layout import layout_of
 
     model_type = config.get("model_type")
@@ -95,7 +95,7 @@ def count_parameters(config: dict[str, Any]) -> dict[str, int]:
     Raises:
         ValueError: If the family is unknown, or the `memory` list is refused.
     """
-    from midus_hf.config.flops.rules import values_read
+    from midus_hf.memories.flops import values_read
     from upscalers.architecture.families import family_of
     from upscalers.architecture.layout import layout_of
 

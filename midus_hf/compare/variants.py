@@ -15,12 +15,11 @@ from midus_hf.compare.options import (
     as_keys,
     rate_name,
 )
-from midus_hf.config.controls import controls_of
-from midus_hf.config.declarations import sample_tensors
-from midus_hf.config.memories.hierarchical import HierarchicalOptions
-from midus_hf.config.memory_types import MEMORY_TYPES
 from midus_hf.config.wording import near_matches
 from midus_hf.config.yaml_options import read_mapping
+from midus_hf.memories.controls import controls_of
+from midus_hf.memories.hierarchical.options import HierarchicalOptions
+from midus_hf.memories.registry import MEMORY_TYPES, sample_tensors
 from midus_hf.model_names import saved_config
 from midus_hf.training.optim.rates import short_run_rates, trains_new_parts
 

@@ -10,7 +10,7 @@ def load_offered(group: str, refuse: bool = True) -> None:
     """Import the plugins under a group of entry points, each once. The import registers the plugin.
 
     Args:
-        group: `midus_hf.config.memories` (options of memory types), `midus_hf.memories` (their modules), `midus_hf.families` or
+        group: `midus_hf.memories` (options of memory types), `midus_hf.memories` (their modules), `midus_hf.families` or
             `upscalers.methods`.
         refuse: Whether a plugin that cannot be imported is an error. If not, a warning is given and the other plugins
             are imported. Default: True.

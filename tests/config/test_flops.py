@@ -12,16 +12,17 @@ from tiny import NATIVE_FAMILIES, prompt, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from midus_hf.cli.flops import count_flops as estimate_flops
+from midus_hf.config.flops import linear
 from midus_hf.config.flops import model as counting
-from midus_hf.config.flops.rules import flops, linear
-from midus_hf.config.memories import MEMORY_TYPES
-from midus_hf.config.memories.chapters import ChaptersOptions
-from midus_hf.config.memories.headwise import HeadwiseOptions
-from midus_hf.config.memories.shared_values import LinearOptions, ProductKeyOptions
-from midus_hf.config.memories.ultramem import UltraMemOptions
-from midus_hf.config.memory_types import MemoryOptions
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.registry import build_memory
+from midus_hf.memories.chapters.options import ChaptersOptions
+from midus_hf.memories.flops import memory_flops as flops
+from midus_hf.memories.headwise.options import HeadwiseOptions
+from midus_hf.memories.module import build_memory
+from midus_hf.memories.options import MemoryOptions
+from midus_hf.memories.registry import MEMORY_TYPES
+from midus_hf.memories.shared_values.options import LinearOptions, ProductKeyOptions
+from midus_hf.memories.ultramem.options import UltraMemOptions
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 SIZES = ModelSizes(hidden_size=32, num_heads=4, intermediate_size=48, num_layers=6)
@@ -320,6 +321,6 @@ def test_a_memory_that_does_not_say_what_it_takes_is_refused():
 
 
 def test_counting_needs_no_torch():
-    code = "import sys, midus_hf.config.flops.model; print({'torch', 'transformers'} & {*sys.modules})"
+    code = "import sys, midus_hf.memories.flops; print({'torch', 'transformers'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "set()"

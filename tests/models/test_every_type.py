@@ -13,10 +13,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from midus_hf.config.backbone import PROVEN
-from midus_hf.memory import hierarchical
-from midus_hf.memory.hierarchical import HierKV
+from midus_hf.memories import hierarchical
+from midus_hf.memories.depth_attention.site import DepthHeads
+from midus_hf.memories.hierarchical.layer import HierKV
+from midus_hf.memories.hosting.inputs import MemoryInputs
+from midus_hf.memories.hosting.parts import MissingPart
+from midus_hf.memories.hosting.sites import ChangesProjections
 from midus_hf.models import depth_heads, heads, parts, sites
-from midus_hf.models.depth_heads import DepthHeads
 from midus_hf.models.families import FAMILIES, WRITTEN
 from midus_hf.models.inference import tiny
 from midus_hf.models.inference.architecture import architecture_of
@@ -24,9 +27,6 @@ from midus_hf.models.inference.modules import host_type
 from midus_hf.models.inference.proof import WIRINGS, UnprovenArchitecture, prove, wirings_of
 from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_config, tiny_model
 from midus_hf.models.layer import HostLayer
-from midus_hf.models.memory_inputs import MemoryInputs
-from midus_hf.models.parts import MissingPart
-from midus_hf.models.sites import ChangesProjections
 
 TYPES = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("midus_"))
 

@@ -14,7 +14,7 @@ from tiny import FAMILIES as TINY
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from midus_hf.config.backbone import PROVEN
-from midus_hf.config.memories import MEMORY_TYPES
+from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.models import FAMILIES as MODELS
 from upscalers.architecture.families import family_of
 from upscalers.architecture.layout import layout_of

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import FAMILIES as TINY
 
-from midus_hf.config.memories.headwise import HeadwiseOptions
+from midus_hf.memories.headwise.options import HeadwiseOptions
 from upscalers.architecture.families import family_of
 from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.base_model import BaseModel

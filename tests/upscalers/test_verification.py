@@ -10,7 +10,7 @@ import torch
 from pairs import in_turn
 from processes.warm import run_warm
 
-from midus_hf.memory.headwise import HeadwiseMemory
+from midus_hf.memories.headwise.layer import HeadwiseMemory
 from tests.upscalers.checkpoints import (
     edit_config,
     read_tensors,
@@ -217,7 +217,7 @@ def test_a_memory_that_raises_is_named_and_not_the_config(base, tmp_path, monkey
     with pytest.raises(VerificationError) as raised:
         with_memory(base, tmp_path / "out")
     assert str(raised.value) == (
-        "the memory of type 'headwise' (midus_hf.memory.headwise.HeadwiseMemory) raised KeyError: 'input_ids'. Mend the memory."
+        "the memory of type 'headwise' (midus_hf.memories.headwise.layer.HeadwiseMemory) raised KeyError: 'input_ids'. Mend the memory."
     )
     assert not (tmp_path / "out").exists()
 

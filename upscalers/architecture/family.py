@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from midus_hf.config.memory_entries import NO_MEMORIES, Memories
-from midus_hf.config.memory_types import InsertedOptions
 from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memories.entries import NO_MEMORIES, Memories
+from midus_hf.memories.options import InsertedOptions
 
 Config = dict[str, Any]
 Shape = tuple[int, ...]

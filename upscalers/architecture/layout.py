@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.backbone import MEMORY_PREFIX, PROVEN
 from midus_hf.config.declared_tensors import DeclaredTensor
-from midus_hf.config.memory_entries import ATTACHED, INSERTED, TABLES, read_memories
-from midus_hf.config.memory_types import InsertedOptions
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.files.ownership import language_entry
+from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, read_memories
+from midus_hf.memories.options import InsertedOptions
 from upscalers.architecture.family import NOT_OF_BACKBONE, Config, LayerTensor, Layout, Settings, kept_roles
 from upscalers.architecture.per_layer import PER_LAYER_KEYS, SHARED_LAYERS_KEY, check_lists, per_layer_lists
 from upscalers.request.errors import RequestError, one_line, refusing_requests

@@ -169,7 +169,7 @@ def _built(native: str) -> LargerModel:
     )
     from transformers.core_model_loading import revert_weight_conversion
 
-    from midus_hf.models.parts import decoder_of
+    from midus_hf.memories.hosting.parts import decoder_of
 
     model_type = json.loads(native)["model_type"]
     if model_type not in CONFIG_MAPPING:

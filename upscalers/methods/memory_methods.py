@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from midus_hf.config.backbone import MEMORY_PREFIX, PROVEN
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
-from midus_hf.config.memory_entries import ATTACHED, INSERTED, TABLES, MemoryEntry
-from midus_hf.config.memory_types import InsertedOptions, MemoryOptions, SiteName, check_fit
 from midus_hf.config.options import option
+from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
+from midus_hf.memories.options import InsertedOptions, MemoryOptions, SiteName, check_fit
 from upscalers.architecture.family import Config, kept_roles
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import METHODS, MIDUS, Method
@@ -31,7 +31,7 @@ class HostedMemoryMethod(Method):
         if bits is not None:
             raise RequestError(
                 f"value_bits is {bits}, but new values have yet to learn, which integers cannot; expected null. Train the model, "
-                "then round its values with midus_hf.memory.quantise_tables."
+                "then round its values with midus_hf.memories.quantise_tables."
             )
 
     @classmethod

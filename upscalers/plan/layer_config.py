@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from midus_hf.config.memory_entries import MemoryEntry
+from midus_hf.memories.entries import MemoryEntry
 from upscalers.architecture.family import Config, Layout
 from upscalers.architecture.per_layer import (
     LAYER_INDEX_KEYS,

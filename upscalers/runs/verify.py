@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from midus_hf.config.backbone import PROVEN
-from midus_hf.config.memory_entries import TABLES
+from midus_hf.memories.entries import TABLES
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.computed_tensor import read_tensor

@@ -9,19 +9,19 @@ from collections import Counter
 from dataclasses import dataclass
 
 from midus_hf.config.backbone import Backbone
-from midus_hf.config.flops.rules import (
+from midus_hf.config.flops import (
     ACTIVATIONS,
     TANH,
     attention_products,
     attention_weights,
     cross_entropy,
-    flops,
     linear,
     rms_norm,
     rotary_embedding,
 )
-from midus_hf.config.memory_entries import Memories
-from midus_hf.config.memory_types import InsertedOptions
+from midus_hf.memories.entries import Memories
+from midus_hf.memories.flops import memory_flops as flops
+from midus_hf.memories.options import InsertedOptions
 
 # Price of capping a number softly: a division, a tanh and a product.
 SOFT_CAP = TANH + 2

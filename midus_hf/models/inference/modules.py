@@ -19,8 +19,9 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, modeling_l
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import midus_hf.models.families as families
+from midus_hf.memories.hosting.heads import rotates
+from midus_hf.memories.hosting.parts import NamesParts
 from midus_hf.models.families import FAMILIES, HEAD_KINDS
-from midus_hf.models.heads import rotates
 from midus_hf.models.inference.architecture import (
     MIXERS,
     PROJECTIONS,
@@ -33,7 +34,6 @@ from midus_hf.models.inference.architecture import (
     passes_on,
 )
 from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_larger_model, tiny_model
-from midus_hf.models.parts import NamesParts
 
 
 def host_type(model_type: str) -> None:
@@ -320,11 +320,11 @@ from {config_module} import {config}
 from {modeling} import {larger}
 
 from {language_module} import {language_config}, {language_model}
-{shared}from midus_hf.models.larger_model import LargerMemoryConfig, MemoryForConditionalGeneration
+{shared}from midus_hf.models.composite_model import CompositeMemoryConfig, MemoryForConditionalGeneration
 from midus_hf.models.families import register_larger_family
 
 
-class {own_config}(LargerMemoryConfig, {config}):
+class {own_config}(CompositeMemoryConfig, {config}):
     """`{config}` whose language model has a list of memory entries."""
 
     model_type = "midus_{model_type}"

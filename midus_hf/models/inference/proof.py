@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from midus_hf.banks.fetched import FetchedBatch
 from midus_hf.banks.mapped_bank import initial_block
-from midus_hf.config.memory_types import MEMORY_TYPES
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.fetched import FetchedBatch
+from midus_hf.memories.hosting.parts import CACHE, MissingPart
+from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.models.families import FAMILIES
 from midus_hf.models.inference.architecture import PROJECTIONS, architecture_of, feed_forward_of, has_heads, mixer_of
 from midus_hf.models.inference.modules import host_type
 from midus_hf.models.inference.statement import SUMS_IN_ANOTHER_ORDER, state
 from midus_hf.models.inference.tiny import tiny_config, tiny_model
-from midus_hf.models.parts import CACHE, MissingPart
 
 
 class UnprovenArchitecture(ValueError):

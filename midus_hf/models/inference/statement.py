@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from midus_hf.config.memory_entries import MemoryEntry
-from midus_hf.memory.fetched import FetchedBatch, FetchedLayer
-from midus_hf.memory.needs import first_of, with_first
+from midus_hf.banks.fetched import FetchedBatch, FetchedLayer
+from midus_hf.memories.entries import MemoryEntry
+from midus_hf.memories.hosting.parts import CACHE
+from midus_hf.memories.hosting.site import first_of, with_first
 from midus_hf.models.inference.architecture import (
     PROJECTIONS,
     LayerParts,
@@ -27,7 +28,6 @@ from midus_hf.models.inference.architecture import (
     feed_forward_of,
     mixer_of,
 )
-from midus_hf.models.parts import CACHE
 
 #: Types of memory whose statement adds in another order, so that sums may be rounded otherwise.
 SUMS_IN_ANOTHER_ORDER = ("hier-kv", "depth-attention")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from midus_hf.config.controls import controls_of
+from midus_hf.memories.controls import controls_of
 from midus_hf.training.optim.freezing import set_trainable
 from tests.upscalers.checkpoints import config_of, load, logits
 from tests.upscalers.dense.requests import upscaled_config
