@@ -24,13 +24,13 @@ from tqdm import tqdm
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from midus_hf.config.backbone import PROVEN
 from midus_hf.models import families
 from midus_hf.models.families import WRITTEN
 from midus_hf.models.inference.architecture import architecture_of
 from midus_hf.models.inference.modules import family_source, is_larger
 from midus_hf.models.inference.proof import WIRINGS, prove, with_more_heads
 from midus_hf.models.inference.tiny import UnknownArchitecture, larger_class_of, tiny_larger_model, tiny_model
-from upscalers.architecture.families import FAMILIES
 from upscalers.methods.contract import METHODS
 from upscalers.runs.upscale import upscale
 
@@ -223,7 +223,7 @@ def row_of(model_type: str) -> Row:
             refusal = refusal or _plain(error).removeprefix(f"{model_type}: ")
     if is_proven:
         refusal = ""  # a proven type that no method takes is refused for what its checkpoints are
-    if model_type in FAMILIES:
+    if model_type in PROVEN:
         return Row(model_type, tuple(METHODS))
     methods = []
     with tempfile.TemporaryDirectory() as folder:

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.compare.options import Comparison, Rate, as_keys, rate_name
-from midus_hf.config.backbone import read_backbone
 from midus_hf.config.wording import one_of
 from midus_hf.config.yaml_options import read_mapping
 from midus_hf.memories.controls import controls_of
-from midus_hf.memories.entries import read_memories
 from midus_hf.memories.hierarchical.options import HierarchicalOptions
 from midus_hf.memories.registry import MEMORY_TYPES, sample_tensors
 from midus_hf.model_names import saved_config
@@ -159,7 +157,9 @@ Controls = Mapping[str, Mapping[str, Any]]
 def available_controls(config: Mapping[str, Any]) -> Controls:
     """Return the null controls of the memory that an upscaling added, the first of several; none if the upscaling added no memory."""
     record = config.get("upscale", {})
-    memories = read_memories(config.get("memory", []), read_backbone(config).sizes)
+    from upscalers.architecture.layout import layout_of
+
+    memories = layout_of(dict(config)).memories
     new = set(record.get("new_layers") or ())
     for entry in memories.entries:
         if entry.name in (record.get("new_memories") or ()) or (

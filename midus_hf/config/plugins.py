@@ -10,8 +10,8 @@ def load_offered(group: str, refuse: bool = True) -> None:
     """Import the plugins under a group of entry points, each once. The import registers the plugin.
 
     Args:
-        group: `midus_hf.memories` (a memory, with its method if there is one), `midus_hf.families`, `upscalers.methods` or
-            `upscalers.families`.
+        group: `midus_hf.memories` (a memory, with its method if there is one), `midus_hf.families` or
+            `upscalers.methods`.
         refuse: Whether a plugin that cannot be imported is an error. If not, a warning is given and the other plugins
             are imported. Default: True.
 

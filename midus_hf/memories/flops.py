@@ -1,4 +1,4 @@
-"""Floating-point operations of a model for a batch, from its config alone, and of its memories.
+"""Floating-point operations of a model for a batch, and of its memories.
 
 Every family is counted as in Mixture of Chapters, appendix A.2. Attention counts as if every token attended to every
 token, whatever causal masks or sliding windows hide. Work done once for all layers, such as rotary angles, is not
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from midus_hf.config.backbone import Backbone, read_backbone
+from midus_hf.config.backbone import Backbone
 from midus_hf.config.flops import (
     ACTIVATIONS,
     TANH,
@@ -22,7 +22,7 @@ from midus_hf.config.flops import (
     rotary_embedding,
 )
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.entries import read_memories
+from midus_hf.memories.entries import Memories
 from midus_hf.memories.options import InsertedOptions, MemoryOptions
 from midus_hf.memories.registry import import_beside
 
@@ -135,24 +135,22 @@ class ModelFlops:
         return self.forward + self.backward
 
 
-def estimate_flops(config: Mapping[str, Any], tokens: int, batch: int = 1) -> ModelFlops:
+def estimate_flops(backbone: Backbone, memories: Memories, tokens: int, batch: int = 1) -> ModelFlops:
     """Count the floating-point operations of a model for one batch.
 
     Args:
-        config: The raw `config.json`.
+        backbone: The model without its memories.
+        memories: Memories of the model.
         tokens: T, tokens per sequence.
         batch: B, sequences in the batch. Default: 1.
 
     Raises:
-        ValueError: If `read_backbone` or `read_memories` refuses the config; if tokens or batch is below 1; if the
-            FLOPs of the activation or of a memory are unknown.
+        ValueError: If tokens or batch is below 1, or if the FLOPs of the activation or of a memory are unknown.
     """
     for name, value in (("sequence length", tokens), ("batch", batch)):
         if value < 1:
             raise ValueError(f"{name} is {value}; expected 1 or more.")
-    backbone = read_backbone(config)
     sizes = backbone.sizes
-    memories = read_memories(config.get("memory"), sizes)
 
     def layer_parts(layer: int) -> dict[str, int]:
         entry = memories.inserted.get(layer)
@@ -180,7 +178,7 @@ def _layer(backbone: Backbone, batch: int, tokens: int) -> dict[str, int]:
             f"the activation is {backbone.sizes.activation!r}, whose FLOPs are unknown; expected one of: {', '.join(ACTIVATIONS)}."
         )
     attention = _attention(backbone, batch, tokens, keeps_output=True)
-    norms = backbone.traits.input_norms + backbone.traits.output_norms
+    norms = backbone.input_norms + backbone.output_norms
     return {
         **attention,
         "norms": attention["norms"] + norms * rms_norm(rows, hidden),
@@ -195,12 +193,11 @@ def _attention(backbone: Backbone, batch: int, tokens: int, keeps_output: bool) 
     """Count the operations of attention and of the norms before, inside and after attention."""
     sizes, rows = backbone.sizes, batch * tokens
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
-    inner_norms = {
-        "head": rms_norm(rows * (sizes.num_heads + sizes.num_key_value_heads), sizes.head_dim),
-        "whole": rms_norm(rows, query) + rms_norm(rows, key),
-        None: 0,
-    }
-    norms = backbone.traits.input_norms + (keeps_output and backbone.traits.output_norms)
+    inner_norms = sum(
+        rms_norm(rows * width // norm_width, norm_width)
+        for width, norm_width in zip((query, key), backbone.query_key_norm or (), strict=False)
+    )
+    norms = backbone.input_norms + (keeps_output and backbone.output_norms)
     scores = batch * sizes.num_heads * tokens * tokens
     return {
         "attention": linear(rows, sizes.hidden_size, query, backbone.attention_bias)
@@ -210,14 +207,14 @@ def _attention(backbone: Backbone, batch: int, tokens: int, keeps_output: bool) 
         + attention_weights(batch, sizes.num_heads, tokens, tokens)
         + (scores * SOFT_CAP if backbone.caps_scores else 0),
         "rotary embedding": rotary_embedding(rows, query, key),
-        "norms": inner_norms[backbone.traits.query_key_norm] + norms * rms_norm(rows, sizes.hidden_size),
+        "norms": inner_norms + norms * rms_norm(rows, sizes.hidden_size),
     }
 
 
 def _outside(backbone: Backbone, batch: int, tokens: int) -> dict[str, int]:
     hidden, rows = backbone.sizes.hidden_size, batch * tokens
     return {
-        "embedding": rows * hidden if backbone.traits.scales_embedding else 0,
+        "embedding": rows * hidden if backbone.scales_embedding else 0,
         "final norm": rms_norm(rows, hidden),
         "language head": linear(rows, hidden, backbone.vocabulary)
         + (rows * backbone.vocabulary * SOFT_CAP if backbone.caps_logits else 0),

@@ -1,4 +1,4 @@
-"""`midus flops`: a table or JSON of what `estimate_flops` counts, from a file, a folder or the hub, without torch."""
+"""`midus flops`: a table or JSON of what `count_flops` counts, from a file, a folder or the hub."""
 
 import json
 import re
@@ -7,8 +7,7 @@ import shutil
 import pytest
 from commands.installed import REPOSITORY, run_alone
 
-from midus_hf.cli.flops import main
-from midus_hf.memories.flops import estimate_flops
+from midus_hf.cli.flops import count_flops, main
 
 CONFIG = REPOSITORY / "configs" / "models" / "moc-371m.json"
 EMBEDDINGS = 768 * json.loads(CONFIG.read_text())["vocab_size"]  # the head is tied to it
@@ -25,7 +24,7 @@ def test_it_prints_every_part_its_share_and_the_sums(capsys):
     assert main([str(CONFIG)]) == 0
     out = capsys.readouterr().out
     rows = {row[0]: row[1:] for line in out.splitlines() if len(row := re.split(r"  +", line.strip())) == 3}
-    parts = estimate_flops(json.loads(CONFIG.read_text()), 1024).parts
+    parts = count_flops(json.loads(CONFIG.read_text()), 1024).parts
     assert {name: int(count.replace(",", "")) for name, (count, _) in rows.items() if name in parts} == parts
     assert rows["chapters: attention"][1] == "22.4%"
     assert rows["forward"] == ["459,171,802,488", "100.0%"]
@@ -40,7 +39,7 @@ def test_it_prints_every_part_its_share_and_the_sums(capsys):
 def test_json_has_the_same_of_a_folder_and_of_other_sizes(folder, capsys):
     assert main([str(folder), "--sequence-length", "128", "--batch", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    flops = estimate_flops(json.loads(CONFIG.read_text()), 128, 2)
+    flops = count_flops(json.loads(CONFIG.read_text()), 128, 2)
     assert (report["sequence_length"], report["batch"]) == (128, 2)
     assert (report["parts"], report["forward"], report["total"]) == (flops.parts, flops.forward, 3 * flops.forward)
     parameters = report["parameters"]
@@ -50,14 +49,12 @@ def test_json_has_the_same_of_a_folder_and_of_other_sizes(folder, capsys):
         assert parameters[f"{name}_without_embeddings"] == parameters[name] - EMBEDDINGS
 
 
-def test_the_work_imports_no_torch(monkeypatch):
+def test_a_type_that_is_not_counted_is_refused_without_torch(monkeypatch, folder):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    done = run_alone(
-        "midus flops",
-        [str(CONFIG)],
-        afterwards="assert not {'torch', 'transformers', 'midus_hf.models'} & {*sys.modules}",
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    code = "assert not {'torch', 'transformers', 'midus_hf.models'} & {*sys.modules}"
+    done = run_alone("midus flops", [str(folder)], afterwards=code)
+    assert done.returncode == 2 and "model_type = 'gpt2'; expected one of" in done.stderr
 
 
 @pytest.mark.parametrize(

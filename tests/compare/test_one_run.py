@@ -18,6 +18,7 @@ from midus_hf.compare.variants import available_controls, control_variants
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.files.checkpoint_files import CONFIG_FILE
+from midus_hf.models.inference.tiny import tiny_model as any_type
 from upscalers import upscale
 from upscalers.edits.shuffling import shuffle
 
@@ -231,6 +232,12 @@ def test_which_null_controls_a_method_has(room, tmp_path, method):
     assert [one.name for one in controls] == [
         f"{method}+{name}" for name in METHODS[method][1] if name != "shuffled-addresses"
     ]
+
+
+def test_null_controls_are_told_of_a_type_that_is_proven_in_each_run(tmp_path):
+    any_type("gemma").save_pretrained(tmp_path / "base")
+    upscale(base=tmp_path / "base", output=tmp_path / "model", **METHODS["moc"][0])
+    assert list(available_controls(json.loads((tmp_path / "model" / CONFIG_FILE).read_text()))) == ALL_CONTROLS
 
 
 CONTROLS = [(method, name) for method, (_, names) in METHODS.items() for name in names if name != "shuffled-addresses"]

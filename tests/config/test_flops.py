@@ -11,11 +11,12 @@ import torch
 from tiny import NATIVE_FAMILIES, prompt, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
+from midus_hf.cli.flops import count_flops as estimate_flops
 from midus_hf.config.flops import linear
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories import flops as counting
 from midus_hf.memories.chapters.options import ChaptersOptions
-from midus_hf.memories.flops import estimate_flops, memory_flops
+from midus_hf.memories.flops import memory_flops
 from midus_hf.memories.headwise.options import HeadwiseOptions
 from midus_hf.memories.module import build_memory
 from midus_hf.memories.options import MemoryOptions

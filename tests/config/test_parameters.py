@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 from tiny import NATIVE_FAMILIES
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from midus_hf import models  # noqa: F401 - registers the families that host memory
+from midus_hf.cli.flops import count_flops as estimate_flops
 from midus_hf.cli.flops import count_parameters
-from midus_hf.config.backbone import FAMILY_TRAITS, read_backbone
-from midus_hf.memories.flops import estimate_flops
-from upscalers.architecture import families
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 # Entries of memories, and how many numbers their banks hold.
@@ -132,7 +130,7 @@ def test_what_a_config_leaves_out_is_what_its_class_has(family):
         "vocab_size",
         "model_type",
     )
-    assert read_backbone({key: full[key] for key in sizes}) == read_backbone(full)
+    assert estimate_flops({key: full[key] for key in sizes}, 8) == estimate_flops(full, 8)
 
 
 @pytest.mark.parametrize(
@@ -150,13 +148,19 @@ def test_a_config_that_cannot_be_counted_is_refused(changes, message):
         estimate_flops({**NATIVE_FAMILIES["llama"].config().to_dict(), **changes}, 8)
 
 
-def test_a_family_that_another_package_registers_is_counted(monkeypatch):
-    monkeypatch.setattr(families, "FAMILIES", {**families.FAMILIES})
-    config = NATIVE_FAMILIES["llama"].config().to_dict()
+def test_a_type_that_another_package_registers_with_transformers_is_counted():
+    class AlpacaConfig(LlamaConfig):
+        model_type = "alpaca"
+
+    class AlpacaForCausalLM(LlamaForCausalLM):
+        config_class = AlpacaConfig
+
+    AutoConfig.register("alpaca", AlpacaConfig)
+    AutoModelForCausalLM.register(AlpacaConfig, AlpacaForCausalLM)
+    config = NATIVE_FAMILIES["llama"].config(attention_bias=True).to_dict()
     try:
-        families.register_family(families.Family(model_type="alpaca", class_name=None, qkv_bias=True))
-        biased = count_parameters({**config, "model_type": "alpaca"})
+        counts = count_parameters({**config, "model_type": "alpaca"})
     finally:
-        FAMILY_TRAITS.pop("alpaca", None)
-    per_layer = (config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * config["head_dim"]
-    assert biased["total"] - count_parameters(config)["total"] == config["num_hidden_layers"] * per_layer
+        del CONFIG_MAPPING._extra_content["alpaca"]
+        del AutoModelForCausalLM._model_mapping._extra_content[AlpacaConfig]
+    assert counts == count_parameters(config)

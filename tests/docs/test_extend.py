@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -77,27 +76,6 @@ def test_the_package_takes_sixty_lines_of_python():
 def test_the_commands_give_the_base_back(work):
     base, again = (work / name / "model.safetensors" for name in ("BASE", "base-again"))
     assert base.read_bytes() == again.read_bytes()
-
-
-def test_a_dry_run_reads_no_torch(work, installed):
-    code = """
-import sys
-from midus_hf.cli.upscale import main
-try:
-    main()
-except SystemExit as end:
-    assert not end.code
-assert "torch" not in sys.modules
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, "--base", "BASE", "--method", "bottleneck", "--dry-run", "--json"],
-        cwd=work,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (installed, Path(__file__).parents[2])))},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_model_loads_where_nothing_is_installed_and_computes_what_the_base_computes(work):

@@ -12,6 +12,7 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaModel
 
+from midus_hf.config.backbone import PROVEN
 from midus_hf.memories.depth_attention import site as depth_site
 from midus_hf.memories.depth_attention.site import DepthHeads
 from midus_hf.memories.hierarchical import layer as hierarchical
@@ -20,7 +21,7 @@ from midus_hf.memories.hosting import heads, parts, sites
 from midus_hf.memories.hosting.inputs import MemoryInputs
 from midus_hf.memories.hosting.parts import MissingPart
 from midus_hf.memories.hosting.sites import ChangesProjections
-from midus_hf.models.families import FAMILIES
+from midus_hf.models.families import FAMILIES, WRITTEN
 from midus_hf.models.inference import tiny
 from midus_hf.models.inference.architecture import architecture_of
 from midus_hf.models.inference.modules import host_type
@@ -355,6 +356,15 @@ def test_a_type_of_memory_without_a_proof_of_its_own_needs_all_proofs_of_its_sit
     assert wirings_of("inside-attention", "hier-kv") == ("hier-kv",)
     assert wirings_of("inside-attention", "toy") == ("hier-lora-qk", "hier-lora-vo", "hier-kv", "depth-attention")
     assert wirings_of("inside-ffn", "toy") == ("hier-lora-ffn",)
+
+
+@pytest.mark.parametrize(("wiring", "model_type"), in_turn(WIRINGS, PROVEN))
+def test_a_type_that_no_run_proves_is_proven_here(wiring, model_type):
+    prove(model_type, wiring)
+
+
+def test_types_that_no_run_proves_have_a_module():
+    assert {*PROVEN} == {*WRITTEN}
 
 
 def test_a_proof_is_made_once_for_each_site(monkeypatch):

@@ -11,6 +11,7 @@ from models.test_every_type import TYPES, refusal_of
 from pairs import by_default, taking_turns
 from torch import nn
 
+from midus_hf.config.backbone import PROVEN
 from midus_hf.models.inference.tiny import tiny_model
 from scripts.families import methods_on_the_page
 from tests.upscalers.checkpoints import (
@@ -23,9 +24,8 @@ from tests.upscalers.checkpoints import (
     write_tensors,
 )
 from tests.upscalers.dense.layers import layer as layer_of
-from upscalers.architecture.families import FAMILIES
-from upscalers.architecture.inferred import change_of_settings, settings_of
 from upscalers.architecture.layer_roles import gain_offset, gate_and_up
+from upscalers.architecture.layout import change_of_settings, settings_of
 from upscalers.checkpoint.base_model import open_base
 from upscalers.methods.contract import get_method
 from upscalers.plan.plan import Base, New, Plan
@@ -63,7 +63,7 @@ SAMPLE = [
     "apertus",
     "gemma",
 ]
-INFERRED = [model_type for model_type in TYPES if model_type not in FAMILIES]
+INFERRED = [model_type for model_type in TYPES if model_type not in PROVEN]
 PRESENT = [model_type for model_type in SAMPLE if model_type in INFERRED]
 EVERYTHING = list(itertools.product(INFERRED, OPTIONS))
 

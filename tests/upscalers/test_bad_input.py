@@ -158,8 +158,8 @@ BASES: dict[str, tuple[Mutation, str]] = {
     ),
     "too few layers": (config(num_hidden_layers=3), r"the base holds model\.layers\.3\..*, but config.json has num_hidden_layers"),
     "wrong size": (config(intermediate_size=49), r"is \[48, 32\] in the base; expected \[49, 32\] by its config"),
-    "config transformers refuses": (config(rms_norm_eps="small"), r"transformers refuses the config: .*rms_norm_eps.* Repair"),
-    "unknown activation": (config(hidden_act="gelo"), "transformers cannot run the base .KeyError: 'gelo'.. Repair it or download"),
+    "config transformers refuses": (config(rms_norm_eps="small"), r"transformers cannot build the model .*rms_norm_eps.* Repair"),
+    "unknown activation": (config(hidden_act="gelo"), r"transformers cannot build the model .*\(KeyError: 'gelo'\). Repair"),
     "scale not a number": (
         lambda base: (shutil.rmtree(base), save_base(base, "gemma3"), edit_config(base, query_pre_attn_scalar=-16)),
         "transformers cannot run .*TypeError: .*complex.*Repair",
@@ -273,15 +273,15 @@ def test_inspect_and_strip_refuse_what_upscale_did_not_make(command, base, tmp_p
     [
         ("midus-hml", ["output_projection=true"], {"hidden_size": 20}, r"hidden_size / num_attention_heads is 5; expected an even"),
         ("midus-pkm", [], {"hidden_size": 20, "head_dim": 8}, "hidden_size / num_attention_heads is 5; expected an even number"),
-        ("midus-hml", [], {"hidden_size": 34, "head_dim": 8}, "hidden_size is 34; expected a multiple of the 4 attention heads"),
-        ("midus-linear", [], {"hidden_size": 34, "head_dim": 8}, "hidden_size is 34; expected a multiple of the 4 attention heads"),
+        ("midus-hml", [], {"hidden_size": 34, "head_dim": 8}, r"hidden size \(34\) is not a multiple of .* attention heads \(4\)"),
+        ("midus-linear", [], {"hidden_size": 34, "head_dim": 8}, r"hidden size \(34\) is not a multiple of .* attention heads \(4\)"),
         (
             "midus-hml",
             ["inner_residual=true"],
             {"head_dim": 16},
             "inner_residual adds the block's input of width 32 to an attention output of width 64; expected equal widths. Set output",
         ),
-        ("midus-hml", [], {"head_dim": 5}, "head_dim is 5; expected an even number, half for rows and half for columns"),
+        ("midus-hml", [], {"head_dim": 5}, "RoPE requires an even rotary dimension, but got `head_dim`=5"),
         ("midus-linear", ["n=8"], {}, "method midus-linear has no option 'n'. Expected one of: k, query_norm, .*slots"),
     ],
 )  # fmt: skip

@@ -14,7 +14,7 @@ from upscalers.request.errors import RequestError
 from upscalers.runs.upscale import upscale
 
 # 0.25 and 1.2 on a quiet machine; where both cores are taken, the same work takes a processor twice as long.
-HELP_SECONDS, DRY_RUN_SECONDS, ATTEMPTS = 0.5, 3.0, 3
+HELP_SECONDS, ATTEMPTS = 0.5, 3
 
 IMPORTED = """
 import json, sys
@@ -101,30 +101,38 @@ def test_a_published_model_gets_as_many_parameters_as_papers_and_documentation_s
     assert [path.name for path in folder.iterdir()] == ["config.json"]
 
 
-def test_a_dry_run_imports_neither_torch_nor_transformers(tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "n=none"], "n is 'none'"),
+        (["--set", "width=8"], "has no option 'width'"),
+        (["--dtype", "int8"], "dtype is 'int8'"),
+        (["--base", "absent/folder/of/none"], "absent"),
+    ],
+)
+def test_a_request_is_refused_without_torch_and_transformers(arguments, message, tmp_path):
     folder = write_config(tmp_path / "base", LLAMA_3_2_1B)
-    result = run_python(IMPORTED, "--base", folder, "--method", "midus-hml", "--dry-run")
-    assert result.returncode == 0
-    imported = set(json.loads(result.stderr))
-    assert "upscalers" in imported
-    assert not {"torch", "transformers", "numpy", "huggingface_hub"} & imported
+    result = run_python(IMPORTED, "--base", folder, "--method", "midus-hml", *arguments, "--dry-run")
+    *said, imported = result.stderr.splitlines()
+    assert message in " ".join(said)
+    assert "upscalers" in json.loads(imported) and not {"torch", "transformers"} & {*json.loads(imported)}
 
 
-def answers_within(limit: float, *arguments) -> bool:
-    """Whether one of a few runs took no more seconds of a processor; what else the machine does is not counted."""
+def seconds_of(run, *arguments) -> float:
+    """Least seconds of a processor that a few runs took; what else the machine does is not counted."""
 
     def seconds() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert run_upscale(*arguments).returncode == 0
+        assert run(*arguments).returncode == 0
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    return any(seconds() < limit for _ in range(ATTEMPTS))
+    return min(seconds() for _ in range(ATTEMPTS))
 
 
 STARTED_BY_A_LARGE_PROCESS = """
 import subprocess, sys
-held = bytearray(b"x") * 500_000_000
+held = bytearray(b"x") * 1_500_000_000
 code = "import sys; from midus_hf.cli.upscale import main; sys.exit(main())"
 subprocess.run([sys.executable, "-c", code, *sys.argv[1:]], check=True)
 """
@@ -135,16 +143,17 @@ def test_peak_memory_is_that_of_the_process_itself_whoever_started_it(tmp_path):
     words = ("--base", folder, "--method", "midus-hml", "--dry-run", "--json")
     done = run_python(STARTED_BY_A_LARGE_PROCESS, *words)
     assert done.returncode == 0, done.stderr
-    assert 10_000_000 < json.loads(done.stdout)["peak_rss_bytes"] < 300_000_000
+    assert 10_000_000 < json.loads(done.stdout)["peak_rss_bytes"] < 1_000_000_000
 
 
 def test_help_answers_at_once():
-    assert answers_within(HELP_SECONDS, "--help")
+    assert seconds_of(run_upscale, "--help") < HELP_SECONDS
 
 
-def test_a_dry_run_answers_soon(tmp_path):
+def test_a_dry_run_takes_about_as_long_as_importing_the_models_of_transformers(tmp_path):
     folder = write_config(tmp_path / "base", LLAMA_3_1_8B)
-    assert answers_within(DRY_RUN_SECONDS, "--base", folder, "--method", "midus-hml", "--dry-run")
+    planning = seconds_of(run_upscale, "--base", folder, "--method", "midus-hml", "--dry-run")
+    assert planning < 1.5 * seconds_of(run_python, "import midus_hf.models")
 
 
 def test_a_dry_run_does_without_shards_that_the_index_names(tmp_path):

@@ -1,4 +1,4 @@
-"""The family table against transformers: names and shapes of tensors, and implied layer types, from config.json alone."""
+"""What is read of a model from config.json alone: names, shapes and roles of tensors, and implied layer types."""
 
 import itertools
 import json
@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from tiny import FAMILIES as TINY
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from midus_hf.config.backbone import PROVEN
 from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.models import FAMILIES as MODELS
-from upscalers.architecture.families import FAMILIES, family_of
-from upscalers.architecture.inferred import InferredFamily
+from upscalers.architecture.families import family_of
+from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.base_model import open_base
 from upscalers.request.errors import RequestError
 
@@ -43,9 +44,9 @@ CHOICES: dict[str, list[Any]] = {
 }
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=PROVEN)
 def model_type(request) -> str:
-    """Each row of the table in turn."""
+    """Each proven type in turn."""
     return request.param
 
 
@@ -64,10 +65,10 @@ def by_transformers(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]],
     return tensors, getattr(real, "layer_types", None)
 
 
-def by_the_table(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], list[str] | None]:
-    """The same from `families.py`."""
-    family = family_of(config)
-    layout = family.layout(config)
+def by_layout(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], list[str] | None]:
+    """The same from `layout.py`."""
+    family_of(config)
+    layout = layout_of(config)
     tensors = dict(layout.outer)
     for layer, of_layer in enumerate(layout.layers):
         for name, tensor in of_layer.items():
@@ -83,14 +84,14 @@ def test_a_minimal_config_implies_what_transformers_implies_and_one_with_biases_
     if tied is not None:
         flags = {"attention_bias": biased, "mlp_bias": biased, "tie_word_embeddings": tied}
         config |= {"head_dim": 16, "num_key_value_heads": 2, **flags}
-    tensors, layer_types = by_the_table(config)
+    tensors, layer_types = by_layout(config)
     assert (tensors, layer_types) == by_transformers(config)
     assert tied is None or ("lm_head.weight" in tensors) != tied
 
 
 CONFIGS = st.fixed_dictionaries(
     {
-        "model_type": st.sampled_from(sorted(FAMILIES)),
+        "model_type": st.sampled_from(sorted(PROVEN)),
         **{key: st.just(size) for key, size in SIZES.items()},
         "num_hidden_layers": st.sampled_from([3, 4, 31]),
     },
@@ -103,13 +104,16 @@ CONFIGS = st.fixed_dictionaries(
 def test_whatever_a_config_says_it_implies_what_transformers_implies(config):
     real = by_transformers(config)
     assume(real is not None)
-    assert by_the_table(config) == real
+    assert by_layout(config) == real
 
 
 def test_the_norm_in_front_of_attention_and_the_one_behind_it_are_told_apart():
     roles = {
-        model_type: {name: tensor.role for name, tensor in family.layout({**SIZES, "head_dim": 8}).layers[0].items()}
-        for model_type, family in FAMILIES.items()
+        model_type: {
+            name: tensor.role
+            for name, tensor in layout_of({**SIZES, "head_dim": 8, "model_type": model_type}).layers[0].items()
+        }
+        for model_type in PROVEN
     }
     for model_type in ("llama", "qwen2", "qwen3", "mistral"):
         assert roles[model_type]["post_attention_layernorm.weight"] == "mlp_norm"
@@ -197,10 +201,10 @@ def test_a_base_of_no_known_family_is_refused(config, message):
 @pytest.mark.parametrize(
     "model_type", ["smollm3", "llama4_text", "gemma", "ministral", "olmo3", "mixtral", "qwen3_moe"]
 )
-def test_a_type_that_the_table_lacks_is_no_type_of_the_table(model_type):
+def test_a_type_is_read_as_no_other_type(model_type):
     """SmolLM3 named `llama` loads, is verified, and is wrong: some of its layers have no rotary embeddings."""
     family = family_of({"model_type": model_type})
-    assert isinstance(family, InferredFamily) and family.model_type == model_type
+    assert family.model_type == model_type and model_type not in PROVEN
     assert family_of({"model_type": f"midus_{model_type}"}) == family
 
 
@@ -221,11 +225,11 @@ def test_a_type_that_the_table_lacks_is_no_type_of_the_table(model_type):
 def test_a_value_of_the_wrong_kind_is_refused(changes, message):
     config = {"model_type": "gemma3_text", **SIZES, **changes}
     with pytest.raises(RequestError, match=message):
-        by_the_table(config)
+        by_layout(config)
 
 
 def test_what_decides_implied_layer_types_must_be_whole_numbers():
-    with pytest.raises(RequestError, match="max_window_layers = 'x'; expected an integer"):
-        by_the_table({"model_type": "qwen2", **SIZES, "use_sliding_window": True, "max_window_layers": "x"})
-    with pytest.raises(RequestError, match="sliding_window_pattern = 0; expected a positive integer"):
-        by_the_table({"model_type": "gemma3_text", **SIZES, "sliding_window_pattern": 0})
+    with pytest.raises(RequestError, match=r"cannot build the model that config.json describes .*max_window_layers"):
+        by_layout({"model_type": "qwen2", **SIZES, "use_sliding_window": True, "max_window_layers": "x"})
+    with pytest.raises(RequestError, match=r"cannot build the model that config.json describes .ZeroDivisionError"):
+        by_layout({"model_type": "gemma3_text", **SIZES, "sliding_window_pattern": 0})

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,11 +18,9 @@ from tests.upscalers.checkpoints import (
     save_base,
     tensor_files,
     unverified,
-    with_memory,
     write_tensors,
 )
 from tests.upscalers.dense.requests import upscaled
-from upscalers.architecture.families import FAMILIES
 from upscalers.checkpoint import content_digest as digests
 from upscalers.checkpoint.base_model import open_base
 from upscalers.request.errors import RequestError
@@ -383,13 +380,3 @@ def test_inspect_tells_repeats_copies_and_fusions_apart(base, tmp_path):
             4: "new, between base 2 and base 3, made from 2 and 3",
         },
     }
-
-
-def test_memories_go_only_into_families_with_classes_that_host_them(shared_base, tmp_path, monkeypatch):
-    monkeypatch.setitem(FAMILIES, "olmo2", replace(FAMILIES["olmo2"], class_name=None))
-    message = (
-        "model_type is 'olmo2', which cannot host memory; expected one of: llama, qwen2, qwen3, gemma2, gemma3_text, mistral. "
-        "Dense methods take it."
-    )
-    with pytest.raises(RequestError, match=message):
-        with_memory(shared_base("olmo2"), tmp_path / "out")

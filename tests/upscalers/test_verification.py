@@ -76,12 +76,27 @@ def test_a_layer_that_computes_otherwise_with_the_bases_tensors_is_named(tmp_pat
     base = save_base(tmp_path / "base", "qwen2")
     honest = MidusHml.config
 
+    def with_another_rotation(self, base, plan):
+        config = honest(self, base, plan)
+        return {**config, "rope_parameters": {**config["rope_parameters"], "rope_theta": 100.0}}
+
+    monkeypatch.setattr(MidusHml, "config", with_another_rotation)
+    with pytest.raises(VerificationError, match=r"They first differ in layer 0 \(base 0\)"):
+        with_memory(base, tmp_path / "out")
+
+
+def test_a_layer_with_another_setting_than_its_source_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    base = save_base(tmp_path / "base", "qwen2")
+    honest = MidusHml.config
+
     def without_window(self, base, plan):
         config = honest(self, base, plan)
         return {**config, "layer_types": [*config["layer_types"][:-1], "full_attention"]}
 
     monkeypatch.setattr(MidusHml, "config", without_window)
-    with pytest.raises(VerificationError, match=r"They first differ in layer 5 \(base 3\)"):
+    with pytest.raises(
+        RequestError, match=r"layer 5 has .* = 'full_attention' and its source, layer 3, 'sliding_attention'"
+    ):
         with_memory(base, tmp_path / "out")
 
 
@@ -185,11 +200,11 @@ def overflow(base, part):
 @pytest.mark.parametrize("reason", ["--no-verify", "overflow"])
 @pytest.mark.parametrize(("method", "start"), [("midus-hml", PROMISED), ("solar", NOT_PROMISED)])
 def test_where_nothing_was_compared_card_and_report_say_so(command, tmp_path, reason, method, start):
-    base = save_base(tmp_path / "base", dtype=torch.float16)
+    base = save_base(tmp_path / "base", "llama" if reason == "overflow" else "gemma3", dtype=torch.float16)
     if reason == "overflow":
         overflow(base, "head")
-    else:  # transformers reads this config and cannot make the model
-        edit_config(base, hidden_act="absent")
+    else:  # transformers makes this model and cannot run it
+        edit_config(base, query_pre_attn_scalar=-16)
         assert command("--base", base, "--method", method, "--output", tmp_path / "out").status != 0
     flag = "--verify" if reason == "overflow" else reason
     done = command("--base", base, "--method", method, "--output", tmp_path / "out", flag)

@@ -31,10 +31,13 @@ _UPS = ("up_proj", "w3", "fc1", "c_fc", "dense_h_to_4h", "gate_up_proj", "input_
 _NETWORKS = frozenset(FEED_FORWARDS)
 # Names of projections that hold rows of queries, keys and values.
 _STACKED = ("qkv_proj", "query_key_value")
-# Roles of the modules that write what a layer reads from embeddings per layer to the residual stream, by name.
-_PER_LAYER = {"per_layer_projection": "per_layer_projection", "post_per_layer_input_norm": "per_layer_output_norm"}
-# Name of the number that a layer's output is multiplied by.
-_SCALAR = "layer_scalar"
+# Roles by name: what writes what a layer reads from embeddings per layer to the residual stream, and the number that a layer's
+# output is multiplied by.
+_OF_LAYERS = {
+    "per_layer_projection": "per_layer_projection",
+    "post_per_layer_input_norm": "per_layer_output_norm",
+    "layer_scalar": "layer_scalar",
+}
 # Seed of what modules are tried on, rows for a norm, and tokens for stacked projections.
 _SEED, _ROWS, _LENGTH = 0, 4, 7
 
@@ -48,19 +51,15 @@ class LayerRoles:
             within, unless these have their own.
         offsets: What a norm's weight is added to before it multiplies, by the name of the weight within the layer; None if that
             could not be read.
-        parts: Roles of the projections whose rows are stacked in a tensor, each with its number of rows, by the name of the
-            tensor within the layer; empty if they are stacked in an unknown order.
+        parts: Roles of the projections whose rows a linear module stacks, each with its number of rows, by the name of the
+            module within the layer; empty if they are stacked in an unknown order.
         has_experts: Whether a feed-forward network of the layer is a mixture of experts.
     """
 
-    modules: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, str]
     offsets: dict[str, float | None] = field(default_factory=dict)
     parts: dict[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     has_experts: bool = False
-
-    def stack(self, module: str, parts: tuple[tuple[str, int], ...]) -> None:
-        """Note that a linear module stacks rows of several projections."""
-        self.parts |= {f"{module}.weight": parts, f"{module}.bias": parts}
 
     def role(self, name: str) -> str:
         """Return the role of a tensor by its name within the layer; `"base"` if the role is unknown."""
@@ -72,23 +71,8 @@ class LayerRoles:
 
 
 def read_roles(model_type: str, layer: nn.Module, parts: LayerParts) -> LayerRoles:
-    """Return what the modules of a layer do.
-
-    Args:
-        model_type: The `model_type` of the model.
-        layer: A decoder layer on the meta device.
-        parts: Parts of layers of its class.
-    """
-    roles = LayerRoles()
-    if isinstance(getattr(layer, _SCALAR, None), torch.Tensor):
-        roles.modules[_SCALAR] = _SCALAR
-    roles.modules |= {
-        name: role for name, role in _PER_LAYER.items() if isinstance(getattr(layer, name, None), nn.Module)
-    }
-    for name in _NORMS:
-        norm = getattr(parts, name)
-        if norm is not None and isinstance(getattr(layer, norm, None), nn.Module):
-            roles.modules[norm] = name
+    """Return what the modules of a layer on the meta device do, of a model type and with the parts of layers of its class."""
+    roles = LayerRoles({**_OF_LAYERS, **{norm: role for role in _NORMS if (norm := getattr(parts, role))}})
     for names, read in ((MIXERS, _read_mixer), (FEED_FORWARDS, _read_network)):
         for name in names:
             module = getattr(layer, name, None)
@@ -131,7 +115,7 @@ def _read_mixer(model_type: str, roles: LayerRoles, name: str, mixer: nn.Module)
             queries, rest = behind.in_features, stacked.out_features - behind.in_features
             known = rest > 0 and not rest % 2 and values_are_last(model_type, type(mixer).__name__, child, outputs[0])
             row_counts = (("query", queries), ("key", rest // 2), ("value", rest // 2))
-            roles.stack(f"{name}.{child}", row_counts if known else ())
+            roles.parts[f"{name}.{child}"] = row_counts if known else ()
     linear = {child: getattr(mixer, child, None) for child in _PROJECTIONS}
     if has_heads(mixer):
         roles.modules[name] = "attention"
@@ -139,12 +123,7 @@ def _read_mixer(model_type: str, roles: LayerRoles, name: str, mixer: nn.Module)
         return
     elif any(isinstance(module, nn.Conv1d) for module in mixer.modules()):
         return  # linear attention, which looks up no keys
-    roles.modules |= {f"{name}.{child}": role for child, role in _PROJECTIONS.items()}
-    roles.modules |= {
-        f"{name}.{child}": role
-        for child, role in _HEAD_NORMS.items()
-        if isinstance(getattr(mixer, child, None), nn.Module)
-    }
+    roles.modules |= {f"{name}.{child}": role for child, role in (_PROJECTIONS | _HEAD_NORMS).items()}
     width, keys = (getattr(getattr(mixer, child), "out_features", None) for child in ("q_proj", "k_proj"))
     groups = getattr(mixer, "num_key_value_groups", None)
     widths = (
@@ -153,7 +132,7 @@ def _read_mixer(model_type: str, roles: LayerRoles, name: str, mixer: nn.Module)
         else [getattr(getattr(mixer, child), "in_features", None) for child in outputs]
     )
     if width not in widths:  # such as a gate beside the query of each head
-        roles.stack(f"{name}.q_proj", ())
+        roles.parts[f"{name}.q_proj"] = ()
 
 
 def _read_network(model_type: str, roles: LayerRoles, name: str, network: nn.Module) -> None:
@@ -173,9 +152,9 @@ def _read_network(model_type: str, roles: LayerRoles, name: str, network: nn.Mod
             roles.modules[f"{name}.{child}"] = role
             if width is not None and module.out_features == 2 * width:
                 halves = gate_and_up(model_type, type(network).__name__, child, down)
-                roles.stack(f"{name}.{child}", tuple((half, width) for half in halves))
+                roles.parts[f"{name}.{child}"] = tuple((half, width) for half in halves)
             elif module.out_features != width:
-                roles.stack(f"{name}.{child}", ())
+                roles.parts[f"{name}.{child}"] = ()
 
 
 @cache
@@ -183,13 +162,7 @@ def gate_and_up(model_type: str, kind: str, name: str, down: str) -> tuple[str, 
     """Return the roles of the halves of a feed-forward network's stacked projection, `gate` and `up`; empty if they have others.
 
     The output of a tiny random model grows with what the up projection gives, and not with what the activation of the gate is
-    taken of.
-
-    Args:
-        model_type: The `model_type` of a causal language model of transformers.
-        kind: Name of the class of the feed-forward network.
-        name: Name of the stacked projection within the network.
-        down: Name of the projection behind.
+    taken of. `kind` names the class of the network, `name` and `down` the stacked projection and the one behind.
     """
     network: Any = _first(tiny_model(model_type), kind)
     if network is None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE
@@ -13,7 +14,8 @@ from midus_hf.files.json_text import parse_json
 from midus_hf.files.outputs import LANGUAGE_KEY, has_config_entry
 from midus_hf.model_names import gguf_refusal
 from upscalers.architecture.families import check_readable, family_of
-from upscalers.architecture.family import Config, Family, Layout, Shape
+from upscalers.architecture.family import Config, Layout, Shape
+from upscalers.architecture.layout import layout_of
 from upscalers.architecture.per_layer import check_lists
 from upscalers.checkpoint.composite_model import CompositeModel, composite_model_of
 from upscalers.checkpoint.merged_adapter import Adapter
@@ -28,6 +30,9 @@ from upscalers.checkpoint.safetensors_format import (
 )
 from upscalers.checkpoint.stored_weights import stored_tensors
 from upscalers.request.errors import RequestError
+
+if TYPE_CHECKING:
+    from midus_hf.models.inference.architecture import Architecture
 
 _PREFIX = "model."
 _EMBEDDING = "embed_tokens.weight"
@@ -62,7 +67,7 @@ class BaseModel:
 
     folder: Path
     config: Config
-    family: Family
+    family: "Architecture"
     layout: Layout
     tensors: dict[str, StoredTensor]
     unexpected: tuple[str, ...] = ()
@@ -207,14 +212,9 @@ def open_base(
     composite: CompositeModel | None = None
     if isinstance(config.get(LANGUAGE_KEY), dict) and isinstance(config.get("model_type"), str):
         composite = composite_model_of(config)
-        check_readable(config)
+    check_readable(config)
+    if composite is not None:
         config = composite.language_config
-    family = family_of(config)
-    layers = config.get("num_hidden_layers")
-    if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= MOST_LAYERS:
-        raise RequestError(
-            f"config.json has num_hidden_layers = {layers!r}; expected an integer from 1 to {MOST_LAYERS}."
-        )
     dtype = config["dtype"] if config.get("dtype") is not None else config.get("torch_dtype")
     if not isinstance(dtype, str | None):
         raise RequestError(f"config.json has dtype = {dtype!r}; expected a name such as 'bfloat16'.")
@@ -223,12 +223,18 @@ def open_base(
             "the base holds a PEFT adapter (adapter_config.json), which transformers would add when it loads the result; "
             "expected a model alone. Merge the adapter by giving its folder as --adapter, or remove the file."
         )
-    layout = family.layout(config)
+    stored = stored_tensors(folder, needs_weights)
+    family = family_of(config)
+    layers = config.get("num_hidden_layers")
+    if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= MOST_LAYERS:
+        raise RequestError(
+            f"config.json has num_hidden_layers = {layers!r}; expected an integer from 1 to {MOST_LAYERS}."
+        )
+    layout = layout_of(config)
     expected = dict(layout.outer)
     for layer, tensors in enumerate(layout.layers):
         expected |= {f"{_PREFIX}layers.{layer}.{name}": tensor.shape for name, tensor in tensors.items()}
     integers = layout.integers
-    stored = stored_tensors(folder, needs_weights)
     carried: dict[str, Shape] = {}
     if composite is not None:
         composite = composite.spelled_as(stored or ())

@@ -16,7 +16,7 @@ from typing import Any
 from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.files.outputs import LANGUAGE_KEY, language_entry
 from upscalers.architecture.family import OF_UPSCALING, Config, Shape
-from upscalers.architecture.inferred import model_on_meta
+from upscalers.architecture.layout import model_on_meta
 from upscalers.request.errors import RequestError, one_line
 
 _STACK, _HEAD = "model.", "lm_head."
@@ -163,7 +163,7 @@ def _built(native: str) -> CompositeModel:
             f"model_type {model_type!r} holds a language model that transformers {__version__} loads with no class for text and "
             "images or sounds; expected one of AutoModelForImageTextToText. Save the language model as a checkpoint of its own first."
         )
-    model = model_on_meta(native, mappings[auto_class])
+    model = model_on_meta(json.loads(native), mappings[auto_class])
     language_config = model.config.get_text_config(decoder=True)
     if type(language_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise RequestError(

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 from midus_hf.config.plugins import load_offered
 from midus_hf.config.wording import one_of
 from upscalers.architecture.family import Config
-from upscalers.architecture.inferred import InferredFamily
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.placements import place
@@ -170,9 +169,7 @@ class Method(ABC):
         """Return a recipe for each tensor outside the layers, by full name."""
         names = base.outer_names(plan.num_layers)
         recipes: dict[str, Recipe] = {new: Copy(base.tensors[name].shape, name) for name, new in names.items()}
-        if isinstance(base.family, InferredFamily):
-            recipes |= block_recipes(base, plan)
-        return recipes
+        return recipes | block_recipes(base, plan, self.config(base, plan))
 
     def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
         """Return a recipe for each tensor of the new layer `index`, by its name within the layer.

@@ -5,18 +5,17 @@ from abc import abstractmethod
 from dataclasses import fields, make_dataclass
 from typing import Any, ClassVar
 
+from midus_hf.config.backbone import MEMORY_PREFIX, PROVEN
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.config.options import option
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
 from midus_hf.memories.options import InsertedOptions, MemoryOptions, SiteName
-from upscalers.architecture.families import FAMILIES, MEMORY_PREFIX
 from upscalers.architecture.family import Config, kept_roles
-from upscalers.architecture.inferred import InferredFamily
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import METHODS, MIDUS, Method
 from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.plan import Base, New, Plan
-from upscalers.request.errors import RequestError, refusing_requests
+from upscalers.request.errors import RequestError, one_line, refusing_requests
 from upscalers.tensors.recipes import Copy, Fill, Initialise, Recipe, tensor_seed
 
 _SPAN = 1
@@ -26,11 +25,6 @@ class HostedMemoryMethod(Method):
     """Method whose result is a model of the family that hosts memory, with one more entry in its `memory` list."""
 
     def check(self, base: BaseModel) -> None:
-        if base.family.class_name is None:
-            raise RequestError(
-                f"model_type is {base.family.model_type!r}, which cannot host memory; expected one of: "
-                f"{', '.join(name for name, family in FAMILIES.items() if family.class_name)}. Dense methods take it."
-            )
         if base.composite is not None:
             base.composite.check_hosts()
         bits = getattr(self.options, "value_bits", None)
@@ -45,24 +39,29 @@ class HostedMemoryMethod(Method):
     def positions(cls) -> list[tuple[SiteName, str]]:
         """Return the sites at which the method can add its memory, the default first, each with the memory's type."""
 
-    def check_proven(self, family: InferredFamily, site: SiteName) -> None:
+    def check_proven(self, model_type: str, site: SiteName) -> None:
         """Refuse a type that was not proven with the memory at a site, and say which methods take the type.
 
         Raises:
             RequestError: If the proof fails.
         """
         memory_type = dict(self.positions())[site]
-        try:
-            family.prove(site, memory_type)
-        except RequestError as error:
-            others = [each for each, _ in self.positions() if each != site and _is_proven(family, (each, memory_type))]
-            remedy = f"Pass --set site={others[0]}, or choose" if others else "Choose"
-            raise RequestError(
-                f"{error} {remedy} one of {', '.join(_methods_taking(family)) or 'the dense methods'} (docs/families.md)."
-            ) from None
+        failure = _failed_proof(model_type, site, memory_type)
+        if failure is None:
+            return
+        others = [
+            each for each, _ in self.positions() if each != site and not _failed_proof(model_type, each, memory_type)
+        ]
+        remedy = f"Pass --set site={others[0]}, or choose" if others else "Choose"
+        hosting = {name: method for name, method in METHODS.items() if issubclass(method, HostedMemoryMethod)}
+        taking = [name for name, method in hosting.items() if not _failed_proof(model_type, *method.positions()[0])]
+        raise RequestError(
+            f"model_type {model_type!r} takes no memory of type {memory_type!r} at the site {site!r} (its proof on a tiny model: "
+            f"{failure.rstrip('.')}). {remedy} one of {', '.join(taking) or 'the dense methods'} (docs/families.md)."
+        )
 
     def remarks(self, base: BaseModel) -> list[str]:
-        if not isinstance(base.family, InferredFamily):
+        if base.family.model_type in PROVEN:
             return []
         return [
             f"{base.family.model_type} was read from the model that transformers builds, and proven on a tiny random model: equal "
@@ -81,18 +80,18 @@ class HostedMemoryMethod(Method):
         return config
 
 
-def _methods_taking(family: InferredFamily) -> list[str]:
-    """Return the methods that add a memory at a site where the type was proven with it."""
-    hosting = {name: method for name, method in METHODS.items() if issubclass(method, HostedMemoryMethod)}
-    return [name for name, method in hosting.items() if _is_proven(family, method.positions()[0])]
+def _failed_proof(model_type: str, site: SiteName, memory_type: str) -> str | None:
+    """Return why a memory of a type is not wired right at a site of a family's layers; None if it is."""
+    if model_type in PROVEN:
+        return None
+    from midus_hf.models.inference.proof import prove, wirings_of
 
-
-def _is_proven(family: InferredFamily, position: tuple[SiteName, str]) -> bool:
     try:
-        family.prove(*position)
-    except RequestError:
-        return False
-    return True
+        for wiring in wirings_of(site, memory_type):
+            prove(model_type, wiring)
+    except ValueError as error:
+        return one_line(error)
+    return None
 
 
 def initialised(tensor: DeclaredTensor, full_name: str, seed: int) -> Recipe:
@@ -155,8 +154,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
                 f"span is {self.options.span} and site is {self.options.site!r}; expected site skip, which alone has a span. Pass "
                 "--set site=skip, or leave span out."
             )
-        if isinstance(base.family, InferredFamily):
-            self.check_proven(base.family, self.options.site)
+        self.check_proven(base.family.model_type, self.options.site)
 
     @classmethod
     def positions(cls) -> list[tuple[SiteName, str]]:
@@ -290,8 +288,7 @@ class InsertedMemoryMethod(HostedMemoryMethod):
         super().check(base)
         with refusing_requests():
             self.options.check_fit(base.layout.sizes)
-        if isinstance(base.family, InferredFamily):
-            self.check_proven(base.family, "inserted")
+        self.check_proven(base.family.model_type, "inserted")
 
     @classmethod
     def positions(cls) -> list[tuple[SiteName, str]]:

@@ -298,5 +298,5 @@ class BlockFusion(Solver):
             return False
         if tensor.role not in ("query_norm", "key_norm"):
             return tensor.role == "mlp_norm"
-        whole = base.family.query_key_norm == "whole" or tensor.shape[0] != self._head_dim
+        whole = base.family.norms_all_heads or tensor.shape[0] != self._head_dim
         return whole and tensor.shape[0] == self._weights[tensor.role.removesuffix("_norm")].shape[0]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from midus_hf.memories.entries import MemoryEntry
-from upscalers.architecture.family import Config
+from upscalers.architecture.family import Config, Layout
 from upscalers.architecture.per_layer import (
     LAYER_INDEX_KEYS,
     LEADING_LAYERS_KEYS,
@@ -47,22 +47,20 @@ def follow_plan(base: BaseModel, plan: Plan) -> Config:
     return followed
 
 
-def pattern_concern(base: BaseModel, config: Config) -> str | None:
+def pattern_concern(base: BaseModel, new: Layout, config: Config) -> str | None:
     """Return a warning if a runtime that derives attention types from the index would misread the result, else None.
 
-    The base's layers have the types that its family implies from the index (`implies_types` of its layout). A model with memory
-    has a model type that no runtime of this kind reads, so the result needs no warning.
+    It would not where it misreads the base already, whose types are other than its family implies from the index. A model with
+    memory has a model type that no runtime of this kind reads, so the result needs no warning.
     """
-    implied_types = base.family.layer_types
-    assert implied_types is not None
-    if config["model_type"] != base.family.model_type:
+    if config["model_type"] != base.family.model_type or base.layout.layer_types != base.layout.implied_types:
         return None
-    listed, implied = config["layer_types"], implied_types(config)
+    listed, implied = new.layer_types or (), new.implied_types or ()
     num_moved = sum(one != other for one, other in zip(listed, implied, strict=True))
     if not num_moved:
         return None
     return (
-        f"{num_moved} of {len(listed)} layers attend otherwise (sliding or full) than {base.family.model_type} implies by their "
+        f"{num_moved} of {len(listed)} layers attend otherwise than {base.family.model_type} implies by their "
         "index. transformers reads layer_types and is right; runtimes that go by the index, such as llama.cpp, compute another "
         "function. Write the types into their file, as docs/serve.md says."
     )

@@ -4,8 +4,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.files.outputs import CONFIG_KEY
-from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import BaseModel, open_base
 from upscalers.checkpoint.source import resolve_source

@@ -3,7 +3,7 @@
 import math
 
 from midus_hf.files.outputs import CONFIG_KEY
-from upscalers.architecture.inferred import InferredFamily, change_of_settings
+from upscalers.architecture.layout import change_of_settings, layout_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.quantised_weights import num_partly_scaled
@@ -55,7 +55,7 @@ class Job:
         self.config = method.config(base, plan)
         self.config.pop(CONFIG_KEY, None)  # of an earlier upscaling
         layers, outer = method.recipes(base, plan, seed), method.outer_recipes(base, plan, seed)
-        self.layout = base.family.layout(self.config)
+        self.layout = layout_of(self.config)
         if base.parts:
             modules = _new_modules(base, plan, layers, outer)
             self.config["quantization_config"] = followed_quantization(self.config, plan, modules)
@@ -89,7 +89,7 @@ class Job:
         self.made = in_file_order(made_outer, made_layers)
         self.written = [tensor for tensor in self.made if tensor.name not in in_parts]
         self.concerns = method.concerns(base, plan)
-        if base.layout.implies_types and (pattern := pattern_concern(base, self.config)) is not None:
+        if (pattern := pattern_concern(base, self.layout, self.config)) is not None:
             self.concerns = [*self.concerns, pattern]
         partial = num_partly_scaled(base.tensors.values())
         if partial:
@@ -102,19 +102,18 @@ class Job:
         self.new_banks = {name: layout for name, layout in banks.items() if name in plan.new_memories}
 
     def _check(self, layers: list[dict[str, Recipe]], outer: dict[str, Recipe]) -> None:
-        base, method, is_inferred = self.base, self.method, isinstance(self.base.family, InferredFamily)
+        base, method = self.base, self.method
         try:
             check_recipes(method.name, base, self.plan, self.config, self.layout, layers, outer)
         except MethodError as error:
-            if not is_inferred:
-                raise
+            layouts = (base.layout.backbone_layers, self.layout.backbone_layers)
+            if all(tensors == of_model[0] for of_model in layouts for tensors in of_model):
+                raise  # where layers do not differ, what is wrong is the method's
             difference = (
                 f"the layers of {base.family.model_type!r} differ, and a new layer gets another kind than its source has "
                 f"({one_line(error)})"
             )
         else:
-            if not is_inferred:
-                return
             change = change_of_settings(base.layout.settings, self.layout.settings, self.plan.sources)
             if change is None:
                 return

@@ -5,9 +5,9 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.files.outputs import OutputFolder
-from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, tie_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base, write_config

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from upscalers.architecture.inferred import InferredFamily
+from midus_hf.config.backbone import PROVEN
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor
 from upscalers.plan.plan import Base, Plan
@@ -47,7 +47,7 @@ def compare_models(
     counterparts = _counterparts(plan)
 
     new_streams: list[torch.Tensor] = []
-    replays = [] if identity or not isinstance(base.family, InferredFamily) else _replays(plan)
+    replays = [] if identity or base.family.model_type in PROVEN else _replays(plan)
 
     def remember(number: int, hidden: torch.Tensor) -> None:
         if identity:

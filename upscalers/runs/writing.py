@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.files.outputs import CONFIG_KEY
-from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
+from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.banks import carry_banks, create_banks, tie_banks
 from upscalers.checkpoint.base_model import write_config
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
@@ -87,7 +88,7 @@ class Writing:
 
     def _tie_banks(self, partial: Path, config: Config) -> None:
         """Update the descriptions of banks: their layers, which may have moved, and the base's digest, if the config has one."""
-        tie_banks(partial, self.job.base.family.layout(config).memories.banks)
+        tie_banks(partial, layout_of(config).memories.banks)
 
     def _write_siblings(self, partial: Path, config: Config) -> dict[str, Any]:
         """Write the files beside the weights, and return what `strip` must know to undo changes to them."""

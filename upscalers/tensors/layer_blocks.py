@@ -1,10 +1,12 @@
 """Tensors outside the layers that hold one block for each layer, such as the embeddings per layer of Gemma 4."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from upscalers.architecture.inferred import InferredFamily
+from midus_hf.files.outputs import CONFIG_KEY
+from upscalers.architecture.family import Config, Layout, Shape
+from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.computed_tensor import ComputedTensor, read_tensor
 from upscalers.plan.plan import Plan
@@ -48,55 +50,49 @@ class _ChosenBlocks(ComputedTensor):
         return _chosen(read_tensor(self.in_file), self.dim, self.num_blocks, self.blocks)
 
 
-def block_recipes(base: BaseModel, plan: Plan) -> dict[str, LayerBlocks]:
-    """Return a recipe, by full name, for each tensor outside the layers with a block per layer, if the plan moves layers.
+def block_recipes(base: BaseModel, plan: Plan, config: Config) -> dict[str, LayerBlocks]:
+    """Return a recipe for each tensor outside the layers that has a block per layer, by full name; `config` is the result's.
 
     A layer of the result gets the block of the base layer whose attention it takes.
     """
     if plan.sources == list(range(base.num_layers)):
         return {}
     return {
-        name: LayerBlocks(
-            _resized(base.tensors[name].shape, dim, base.num_layers, plan.num_layers),
-            name,
-            dim,
-            base.num_layers,
-            tuple(plan.sources),
-        )
-        for name, dim in _dims_of_blocks(base).items()
+        name: LayerBlocks(shape, name, dim, base.num_layers, tuple(plan.sources))
+        for name, dim, shape in _with_blocks(base, layout_of(config))
     }
 
 
-def _dims_of_blocks(model: BaseModel) -> dict[str, int]:
-    """Return the dimension along which a tensor outside the layers has one block per layer, by the tensor's full name."""
-    assert isinstance(model.family, InferredFamily)
-    blocks = model.family.blocks_by_layer(model.layout.outer)
-    return {model.prefix + name.removeprefix("model."): dim for name, dim in blocks.items()}
+def _with_blocks(model: BaseModel, other: Layout) -> Iterator[tuple[str, int, Shape]]:
+    """Yield each tensor outside the layers that has one block per layer, along which dimension, and its shape in a deeper model."""
+    before, after = model.num_layers, len(other.layers)
+    for name, shape in model.layout.outer.items():
+        sizes = zip(shape, other.outer.get(name, shape), strict=True)
+        dims = [dim for dim, (size, wanted) in enumerate(sizes) if size != wanted and size * after == wanted * before]
+        for dim in dims:
+            resized = (*shape[:dim], shape[dim] // before * after, *shape[dim + 1 :])
+            yield model.prefix + name.removeprefix("model."), dim, resized
 
 
 def with_blocks_of_base(model: BaseModel, plan: Plan) -> BaseModel:
     """Return a model, made by a plan that keeps all layers of its base, with the base's blocks alone in tensors per layer."""
-    if not isinstance(model.family, InferredFamily) or not plan.new_indices:
+    if not plan.new_indices:
         return model
     blocks = tuple(plan.kept_indices[layer] for layer in range(plan.num_base_layers))
     chosen = {
         name: _ChosenBlocks(
             dtype=stored.dtype,
-            shape=_resized(stored.shape, dim, model.num_layers, len(blocks)),
+            shape=shape,
             start=0,
             weight=stored,
             dim=dim,
             num_blocks=model.num_layers,
             blocks=blocks,
         )
-        for name, dim in _dims_of_blocks(model).items()
+        for name, dim, shape in _with_blocks(model, layout_of(model.config[CONFIG_KEY]["base_config"]))
         for stored in (model.tensors[name],)
     }
     return replace(model, tensors={**model.tensors, **chosen})
-
-
-def _resized(shape: tuple[int, ...], dim: int, before: int, after: int) -> tuple[int, ...]:
-    return (*shape[:dim], shape[dim] // before * after, *shape[dim + 1 :])
 
 
 def _chosen(tensor: "torch.Tensor", dim: int, num_blocks: int, blocks: Sequence[int]) -> "torch.Tensor":

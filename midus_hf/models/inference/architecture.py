@@ -5,16 +5,14 @@ model, and what the parts do with the residual stream is read from a recorded fo
 """
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from midus_hf.memories.hosting.heads import rotates
 from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_config, tiny_model
 
 #: Names of the children that mix tokens, in any family's layers. The first name that a layer has is its mixer.
@@ -62,29 +60,24 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Classes of a model type, and the parts of its layers.
+    """A model type, as transformers builds it.
 
     Args:
         model_type: `model_type` of the config.
-        config: Class of the config.
         causal_lm: Class of the causal language model.
-        stack: Class of the stack of layers.
         layers: For each class of decoder layers, in the order in which they first occur, the parts of its layers.
-        attention: Class of the attention whose heads a memory can read; None if there is none.
-        mlp: Class of the feed-forward network whose projections a memory can adapt; None if there is none.
-        some_do_not_rotate: Whether some attention whose heads a memory can read does not rotate queries and keys.
-        mixers: Names of the children that mix tokens, in the order in which layers first have them.
+        norms_all_heads: Whether norms of queries and keys are over all heads together.
     """
 
     model_type: str
-    config: type[PreTrainedConfig]
     causal_lm: type[PreTrainedModel]
-    stack: type[nn.Module]
     layers: dict[type[nn.Module], LayerParts]
-    attention: type[nn.Module] | None
-    mlp: type[nn.Module] | None
-    some_do_not_rotate: bool
-    mixers: tuple[str, ...]
+    norms_all_heads: bool
+
+    @property
+    def class_name(self) -> str:
+        """Middle part of the names of the classes that host memory, `Midus{class_name}ForCausalLM`."""
+        return self.causal_lm.__name__.removesuffix("ForCausalLM")
 
 
 def part_name(layer: nn.Module, names: Sequence[str]) -> str | None:
@@ -126,8 +119,7 @@ def architecture_of(model_type: str) -> Architecture:
     if "decoder" in config_class.sub_configs or getattr(tiny_config(model_type), "is_encoder_decoder", False):
         raise UnknownArchitecture(f"{model_type!r} is an encoder with a decoder; expected a decoder alone.")
     model: Any = tiny_model(model_type)
-    stack = getattr(model, "model", None)
-    layers = getattr(stack, "layers", None)
+    layers = getattr(getattr(model, "model", None), "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
         raise UnknownArchitecture(f"{model_type!r} {_where_layers_are(model)}")
     counted = model.config.num_hidden_layers
@@ -143,37 +135,18 @@ def architecture_of(model_type: str) -> Architecture:
     parts: dict[type[nn.Module], list[LayerParts]] = {}
     for layer, calls in zip(layers, _recorded_pass(model, layers), strict=True):
         parts.setdefault(type(layer), []).append(_parts(layer, calls))
-    attentions = [mixer for mixer in map(mixer_of, layers) if has_heads(mixer)]
-    gated = [network for network in map(feed_forward_of, layers) if _has_gate(network)]
     return Architecture(
         model_type=model_type,
-        config=type(model.config),
         causal_lm=type(model),
-        stack=type(stack),
         layers={kind: _agreed(kind_parts) for kind, kind_parts in parts.items()},
-        attention=_only_class(attentions),
-        mlp=_only_class(gated),
-        some_do_not_rotate=not all(map(_rotates, attentions)),
-        mixers=tuple(dict.fromkeys(name for layer in layers if (name := part_name(layer, MIXERS)))),
+        norms_all_heads=any(map(_norms_all_heads, map(mixer_of, layers))),
     )
 
 
-def _has_gate(network: Any) -> bool:
-    """Return whether a feed-forward network has the three projections of a gated one."""
-    return all(isinstance(getattr(network, name, None), nn.Linear) for name in _GATED)
-
-
-def _only_class(modules: list[Any]) -> Any:
-    """Return the class of modules that are all of one class, else None."""
-    classes = {type(module) for module in modules}
-    return classes.pop() if len(classes) == 1 else None
-
-
-def _rotates(attention: nn.Module) -> bool:
-    """Return whether an attention rotates queries and keys, or cannot be tried."""
-    with suppress(Exception):  # models raise whatever their parts raise
-        return rotates(attention)
-    return True
+def _norms_all_heads(mixer: Any) -> bool:
+    """Return whether a norm of an attention's queries is wider than a head."""
+    weight = getattr(getattr(mixer, "q_norm", None), "weight", None)
+    return isinstance(weight, torch.Tensor) and weight.shape[0] > getattr(mixer, "head_dim", weight.shape[0])
 
 
 def _where_layers_are(model: PreTrainedModel) -> str:
@@ -304,4 +277,4 @@ def _first_tensor(values: Any) -> torch.Tensor | None:
 
 
 _LENGTH = 7
-_ATTENTION, _GATED = tuple(PROJECTIONS.values())[:4], tuple(PROJECTIONS.values())[4:]
+_ATTENTION = tuple(PROJECTIONS.values())[:4]

@@ -10,17 +10,30 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
 import transformers
+from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, modeling_layers
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import midus_hf.models.families as families
+from midus_hf.memories.hosting.heads import rotates
 from midus_hf.memories.hosting.parts import NamesParts
 from midus_hf.models.families import FAMILIES, HEAD_KINDS
-from midus_hf.models.inference.architecture import Architecture, architecture_of, passes_on
-from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_larger_model
+from midus_hf.models.inference.architecture import (
+    MIXERS,
+    PROJECTIONS,
+    LayerParts,
+    architecture_of,
+    feed_forward_of,
+    has_heads,
+    mixer_of,
+    part_name,
+    passes_on,
+)
+from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_larger_model, tiny_model
 
 
 def host_type(model_type: str) -> None:
@@ -69,25 +82,39 @@ def family_source(model_type: str) -> str:
     Raises:
         ValueError: If the type's layers cannot host memory. The message says why.
     """
-    architecture = architecture_of(model_type)
-    family = architecture.causal_lm.__name__.removesuffix("ForCausalLM")
-    attention, mlp, config = architecture.attention, architecture.mlp, architecture.config
-    heads = _heads(config)
-    own = (*architecture.layers, architecture.stack, architecture.causal_lm, attention, mlp, *heads.values())
-    conversions = _conversions(f"Midus{family}ForCausalLM", model_type, architecture.causal_lm.__name__)
-    kinds = {layer: _kind(family, layer, architecture) for layer in architecture.layers}
+    architecture, model = architecture_of(model_type), cast(Any, tiny_model(model_type))
+    family, causal_lm, config = architecture.class_name, architecture.causal_lm.__name__, type(model.config)
+    layers, heads = model.model.layers, _heads(config)
+    attentions = [mixer for mixer in map(mixer_of, layers) if has_heads(mixer)]
+    networks = [network for network in map(feed_forward_of, layers) if _has_gate(network)]
+    hosts: dict[str, Any] = {
+        name: classes.pop()
+        for name, modules in (("attention_class", attentions), ("mlp_class", networks))
+        if len(classes := {type(module).__name__ for module in modules}) == 1
+    }
+    own = {each.__name__ for each in (*architecture.layers, type(model.model), type(model), *heads.values())}
+    own |= {*hosts.values()}
+    if not all(map(_rotates, attentions)):
+        hosts["some_do_not_rotate"] = True
+    mixers = tuple(dict.fromkeys(name for layer in layers if (name := part_name(layer, MIXERS))))
+    conversions = _conversions(f"Midus{family}ForCausalLM", model_type, causal_lm)
+    kinds = {layer: layer.__name__.removeprefix(family).removesuffix("DecoderLayer") for layer in architecture.layers}
+    kinds = dict.fromkeys(kinds, "") if len(kinds) == 1 else kinds  # what tells classes of layers apart
     return _SOURCE.format(
         family=family,
         model_type=model_type,
         config_module=config.__module__,
         config=config.__name__,
         modeling=architecture.causal_lm.__module__,
-        names="\n".join(f"    {name}," for name in sorted({each.__name__ for each in own if each is not None})),
-        layers="\n".join(_layer_source(family, kind, layer, architecture) for layer, kind in kinds.items()),
+        names="\n".join(f"    {name}," for name in sorted(own)),
+        layers="\n".join(
+            _layer_source(family, kind, layer.__name__, architecture.layers[layer], mixers, hosts)
+            for layer, kind in kinds.items()
+        ),
         layer_classes=", ".join(f"Midus{family}{kind}Layer" for kind in kinds.values()),
         block_classes=", ".join(f"Midus{family}{kind}Block" for kind in kinds.values()),
-        model=architecture.stack.__name__,
-        causal_lm=architecture.causal_lm.__name__,
+        model=type(model.model).__name__,
+        causal_lm=causal_lm,
         head_kinds=f"    head_kinds = {tuple(heads)}\n".replace("'", '"') if heads else "",
         mixins=_MIXINS.format(names=", ".join(sorted({_mixin(kind) for kind in heads}))) if heads else "",
         heads="".join(
@@ -98,6 +125,18 @@ def family_source(model_type: str) -> str:
         logit_scale=_LOGIT_SCALE if model_type == "hyperclovax" else "",
         conversions=conversions,
     )
+
+
+def _has_gate(network: Any) -> bool:
+    """Return whether a feed-forward network has the three projections of a gated one."""
+    return all(isinstance(getattr(network, PROJECTIONS[role], None), nn.Linear) for role in ("gate", "up", "down"))
+
+
+def _rotates(attention: nn.Module) -> bool:
+    """Return whether an attention rotates queries and keys, or cannot be tried."""
+    with suppress(Exception):  # models raise whatever their parts raise
+        return rotates(attention)
+    return True
 
 
 def _heads(config: Any) -> dict[str, type]:
@@ -118,36 +157,17 @@ def _conversions(name: str, model_type: str, native: str) -> str:
     return f"\n\nshare_conversions({name})\n" if converted else ""
 
 
-def _kind(family: str, layer: type, architecture: Architecture) -> str:
-    """Return the part of a layer class's name that tells it from the other layer classes of its family."""
-    return "" if len(architecture.layers) == 1 else layer.__name__.removeprefix(family).removesuffix("DecoderLayer")
-
-
-def _layer_source(family: str, kind: str, layer: type, architecture: Architecture) -> str:
-    """Return the source of the classes that take over layers of one class."""
-    parts = architecture.layers[layer]
-    names = {name: repr(getattr(parts, name)) for name in _NORMS}
-    names |= {"feed_forward_name": repr(parts.feed_forward), "mixer_names": repr(architecture.mixers)}
-    differing = {name: value for name, value in names.items() if value != repr(getattr(NamesParts, name))}
-    hosts: dict[str, Any] = {}
-    if architecture.attention is not None:
-        hosts["attention_class"] = architecture.attention.__name__
-    if architecture.mlp is not None:
-        hosts["mlp_class"] = architecture.mlp.__name__
-    if architecture.some_do_not_rotate:
-        hosts["some_do_not_rotate"] = True
-    if not parts.adds_mixer:
-        hosts["adds_mixer"] = False
-    block = dict(differing)
-    if architecture.attention is not None and parts.reads_norm:
-        block["block_attention"] = architecture.attention.__name__
-    return _LAYER.format(
-        family=family,
-        kind=kind,
-        layer=layer.__name__,
-        host=_attributes({**differing, **hosts}),
-        block=_attributes(block),
-    )
+def _layer_source(
+    family: str, kind: str, layer: str, parts: LayerParts, mixers: tuple[str, ...], hosts: dict[str, Any]
+) -> str:
+    """Return the source of the classes that take over layers of one class; `hosts` has what all layers that host have."""
+    names = {name: getattr(parts, name) for name in _NORMS}
+    names |= {"feed_forward_name": parts.feed_forward, "mixer_names": mixers}
+    block: dict[str, Any] = {name: repr(value) for name, value in names.items() if value != getattr(NamesParts, name)}
+    host = block | hosts | ({} if parts.adds_mixer else {"adds_mixer": False})
+    if parts.reads_norm and "attention_class" in hosts:
+        block["block_attention"] = hosts["attention_class"]
+    return _LAYER.format(family=family, kind=kind, layer=layer, host=_attributes(host), block=_attributes(block))
 
 
 def _attributes(values: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -151,7 +151,7 @@ def _trial(base: Any, small_entry: Mapping[str, Any], dtype: torch.dtype) -> _Tr
         if not donors:
             raise MissingPart(f"every layer of {base.config.model_type!r}", site)
         entry["layers"] = [donors[-1]]
-        fields, weights = _with_copy(fields, donors[-1]), _with_copied_weights(weights, donors[-1])
+        fields, weights = _with_copy(fields, weights, donors[-1])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         hosting = causal_lm(causal_lm.config_class(**fields, memory=[entry])).eval()
@@ -195,28 +195,24 @@ def _layers_with_projections(base: Any, entry: Mapping[str, Any]) -> list[int]:
     return layers
 
 
-def _with_copy(fields: dict[str, Any], layer: int) -> dict[str, Any]:
-    """Return the values of a config with one more layer in front of a layer, of the same kind."""
-    num_layers = fields["num_hidden_layers"]
+def _with_copy(
+    fields: dict[str, Any], weights: Mapping[str, torch.Tensor], layer: int
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return the values of a config, and weights by name, with a copy of a layer in front of the layer."""
+    num_layers, prefix = fields["num_hidden_layers"], "model.layers."
+    sources = [*range(layer + 1), *range(layer, num_layers)]
     repeated = {
-        key: [*value[:layer], value[layer], *value[layer:]]
+        key: [value[source] for source in sources]
         for key, value in fields.items()
         if isinstance(value, list) and len(value) == num_layers
     }
-    return {**fields, **repeated, "num_hidden_layers": num_layers + 1}
-
-
-def _with_copied_weights(weights: dict[str, torch.Tensor], layer: int) -> dict[str, torch.Tensor]:
-    """Return weights by name, with a copy of a layer in front of the layer."""
-    copied: dict[str, torch.Tensor] = {}
-    for name, tensor in weights.items():
-        match = re.match(r"model\.layers\.(\d+)\.(.+)", name)
-        index = -1 if match is None else int(match[1])
-        if index <= layer:
-            copied[name] = tensor
-        if match is not None and index >= layer:
-            copied[f"model.layers.{index + 1}.{match[2]}"] = tensor
-    return copied
+    copied = {name: tensor for name, tensor in weights.items() if not name.startswith(prefix)}
+    for index, source in enumerate(sources):
+        own = f"{prefix}{source}."
+        copied |= {
+            f"{prefix}{index}.{name.removeprefix(own)}": weights[name] for name in weights if name.startswith(own)
+        }
+    return {**fields, **repeated, "num_hidden_layers": num_layers + 1}, copied
 
 
 def _is_of_memory(name: str) -> bool:
@@ -274,7 +270,9 @@ def _prove_values(trial: _Trial, memory: str) -> None:
     inputs: dict[nn.Module, Any] = {}
     memories = [layer.memories[entry.name] for layer in trial.hosting.model.layers if hasattr(layer, "memories")]
     for module in memories:
-        module.register_forward_pre_hook(partial(_note_inputs, inputs), with_kwargs=True)
+        module.register_forward_pre_hook(
+            lambda memory, args, kwargs: inputs.update({memory: kwargs}), with_kwargs=True
+        )
     computed = trial.hosting(ids, use_cache=False, **trial.arguments).logits
     plain = trial.base(ids, use_cache=False).logits
     if torch.equal(computed, plain):
@@ -289,10 +287,6 @@ def _prove_values(trial: _Trial, memory: str) -> None:
     by, most = (expected - computed).abs().max().item(), _ROUNDING * (plain - computed).abs().max().item()
     if not by <= most:
         raise UnprovenArchitecture(f"{compared} differ by up to {by:.1e}; expected at most {most:.1e}.")
-
-
-def _note_inputs(inputs: dict[nn.Module, Any], memory: nn.Module, args: Any, kwargs: Any) -> None:
-    inputs[memory] = kwargs
 
 
 @torch.no_grad()

@@ -259,13 +259,13 @@ class _Fixed(nn.Module):
 def _with_depth(
     writers: list[_Writer], gate: torch.Tensor, calls: _Calls, attention: Any, call: _Call, heads: Heads
 ) -> torch.Tensor:
-    """Return the output of heads joined with attention to slots of earlier layers, by the shares of one softmax over both.
-
-    Keys and values of slots come from the writer's own attention, unrotated, with the memory's projections of the input of the
-    feed-forward network.
-    """
+    """Return the output of heads joined with attention to slots of earlier layers, by the shares of one softmax over both."""
     query, slots = _unrotated(attention, call).query, []
-    for memory, writer, network in writers:
+    for (
+        memory,
+        writer,
+        network,
+    ) in writers:  # a slot is what the writer's attention makes, unrotated, of the network's input
         read = calls[network].read
         slots.append(_unrotated(writer, call, key=_Fixed(memory.ffn_key(read)), value=_Fixed(memory.ffn_value(read))))
     keys, values = (

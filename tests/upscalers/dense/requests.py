@@ -7,6 +7,7 @@ from typing import Any
 from tiny import NATIVE_FAMILIES
 
 from upscalers.architecture.families import family_of
+from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import get_method
 from upscalers.plan.plan import Plan
@@ -44,7 +45,7 @@ def settings(method: str) -> list[str]:
 def known(config: dict[str, Any]) -> BaseModel:
     """A base of which only the config is known."""
     family = family_of(config)
-    return BaseModel(Path(), config, family, family.layout(config), {})
+    return BaseModel(Path(), config, family, layout_of(config), {})
 
 
 def planned(

@@ -186,7 +186,7 @@ def test_a_plan_after_which_the_index_no_longer_implies_the_types_is_warned_of(
     if moved:
         model_type = {"gemma3": "gemma3_text"}.get(family, family)
         assert warned[0] == (
-            f"{moved} layers attend otherwise (sliding or full) than {model_type} implies by their index. transformers reads "
+            f"{moved} layers attend otherwise than {model_type} implies by their index. transformers reads "
             "layer_types and is right; runtimes that go by the index, such as llama.cpp, compute another function. Write the "
             "types into their file, as docs/serve.md says."
         )

@@ -8,7 +8,7 @@ from midus_hf.training.optim.freezing import set_trainable
 from tests.upscalers.checkpoints import config_of, load, logits
 from tests.upscalers.dense.requests import upscaled_config
 from tests.upscalers.methods import KINDS
-from upscalers.architecture.families import family_of
+from upscalers.architecture.layout import layout_of
 from upscalers.runs.upscale import upscale
 
 METHODS = {method: KINDS[method]["options"] for method in ("midus-hml", "midus-pkm", "midus-linear", "moc")}
@@ -19,7 +19,7 @@ METHODS["ultramem-v2"] = KINDS["ultramem-v2, ring"]["options"]
 def controls(base, method):
     """The controls of the one memory that a method gives a base."""
     config = upscaled_config(config_of(base), method, options=METHODS[method])
-    memories = family_of(config).layout(config).memories
+    memories = layout_of(config).memories
     (entry,) = memories.entries
     return controls_of(entry.options, memories.sizes, entry.layers)
 

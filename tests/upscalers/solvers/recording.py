@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from upscalers.architecture.families import family_of
+from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.request.progress import Progress
 from upscalers.tensors.solver import Scratch, Solver
@@ -61,7 +62,7 @@ def memory_base(num_layers: int = 2, **config: Any) -> MemoryBase:
     """A Llama of which there is no more than its config."""
     raw = {"model_type": "llama", "vocab_size": 16, "num_hidden_layers": num_layers, **config}
     family = family_of(raw)
-    return MemoryBase(Path(), raw, family, family.layout(raw), {})
+    return MemoryBase(Path(), raw, family, layout_of(raw), {})
 
 
 def solved(solver: Solver, scratch: Path, read) -> dict[str, torch.Tensor]:
