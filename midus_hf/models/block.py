@@ -38,17 +38,17 @@ class MemoryBlock(NamesParts):
         entry = memories.inserted[layer_idx]
         options = entry.options
         assert isinstance(options, InsertedOptions)
-        output_norm = self.attention_output_norm if options.output_projection else None
-        self.normalises_output, self.adds_block_input = output_norm is not None, options.inner_residual
+        self.attention_name, self.adds_block_input = self.mixer_name, options.inner_residual
+        self.output_norm = self.attention_output_norm if options.output_projection else None
         for name in [
             name
             for name, _ in self.named_children()
-            if name not in (self.mixer_name, self.attention_norm, output_norm)
+            if name not in (self.attention_name, self.attention_norm, self.output_norm)
         ]:
             delattr(self, name)
         for name in [*self._parameters, *self._buffers]:  # such as Gemma 4's factor of a layer's output
             delattr(self, name)
-        attention: Any = getattr(self, self.mixer_name)
+        attention: Any = getattr(self, self.attention_name)
         if self.block_attention is None or not isinstance(attention, self.block_attention):
             raise MissingPart(f"layer {layer_idx} of class {self.family_class.__name__}", "inserted")
         if not options.output_projection:  # attention then returns the heads' outputs side by side
@@ -73,14 +73,16 @@ class MemoryBlock(NamesParts):
             memory_inputs: Inputs of the pass for memories. Default: none.
             kwargs: Other arguments of the family's attention.
         """
-        attention_output, _ = getattr(self, self.mixer_name)(
-            hidden_states=self.normalised(self.attention_norm, hidden_states),
+        attention_output, _ = getattr(self, self.attention_name)(
+            hidden_states=hidden_states
+            if self.attention_norm is None
+            else getattr(self, self.attention_norm)(hidden_states),
             attention_mask=attention_mask,
             position_ids=position_ids,
             **kwargs,
         )  # [B, T, H * d], or [B, T, D] with an output projection
-        if self.normalises_output:
-            attention_output = self.normalised(self.attention_output_norm, attention_output)
+        if self.output_norm is not None:
+            attention_output = getattr(self, self.output_norm)(attention_output)
         if self.adds_block_input:
             attention_output = hidden_states + attention_output
         if self.takes_inputs and memory_inputs is not None:

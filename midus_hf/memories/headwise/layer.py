@@ -32,7 +32,7 @@ class HeadwiseMemory(RetrievalMemory):
 
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
         by_head = attention_output.reshape(*attention_output.shape[:-1], self.num_heads, self.head_dim)
-        return self.addressed(self.normalised(by_head, track_statistics))
+        return self.addressed(by_head, track_statistics)
 
     def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return product_key_topk(query, self.row_keys, self.column_keys, self.k)
@@ -50,7 +50,7 @@ class HeadwiseMemory(RetrievalMemory):
         shape = attention_output.shape[:-1]
         tokens = math.prod(shape)  # S = B * T; `numel` would fix the sizes of a traced graph
         flat = attention_output.reshape(tokens, self.num_heads, self.head_dim)  # [S, H, d]
-        query, by_head = self.addressed(self.normalised(flat)), None
+        query, by_head = self.addressed(flat), None
         if residual is not None:
             by_head = residual.reshape(tokens, self.num_heads, self.value_dim)
         if self.options.value_bits is not None:

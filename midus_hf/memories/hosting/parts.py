@@ -95,7 +95,3 @@ class NamesParts(TakesOver):
     def mixer_name(self) -> str:
         """Name of the child that mixes tokens; empty if no child is known to."""
         return next((name for name in self.mixer_names if getattr(self, name, None) is not None), "")
-
-    def normalised(self, norm: str | None, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return hidden states after a norm, or unchanged if the norm is None."""
-        return hidden_states if norm is None else getattr(self, norm)(hidden_states)

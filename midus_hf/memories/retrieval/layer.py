@@ -76,10 +76,14 @@ class RetrievalMemory(MemoryModule):
         """Return the scores, descending, and the slots of the best slots for each query, both `[B, T, H, k]`."""
         raise TypeError(f"{type(self).__name__} does not say how it selects slots.")
 
+    def addressed(self, query: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
+        """Return the vectors to look slots up by: the query `[..., H, query_width]` after its norm, or random ones of its length."""
+        if self.options.query_norm != "none":
+            query = self.normalised(query, track_statistics)
+        return query if self.options.addressing == "content" else random_directions(query)
+
     def normalised(self, query: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
-        """Return the query `[..., H, query_width]` after the norm of the options, computed in float32 at least."""
-        if self.options.query_norm == "none":
-            return query
+        """Return the query after the norm of the options, computed in float32 at least."""
         wide = query.to(torch.promote_types(query.dtype, torch.float32))
         if self.options.query_norm == "layer":
             variance, mean = torch.var_mean(wide, dim=-1, correction=0, keepdim=True)
@@ -87,10 +91,6 @@ class RetrievalMemory(MemoryModule):
             mean, variance = self._batch_statistics(wide, track_statistics)
         scaled = (wide - mean) * torch.rsqrt(variance + _BATCH_EPS)
         return (scaled * self.query_norm_weight.to(wide.dtype) + self.query_norm_bias.to(wide.dtype)).to(query.dtype)
-
-    def addressed(self, query: torch.Tensor) -> torch.Tensor:
-        """Return the vectors to look slots up by, `[..., H, query_width]`: the query, or random ones if addressing is random."""
-        return query if self.options.addressing == "content" else random_directions(query)
 
     def _batch_statistics(self, query: torch.Tensor, track: bool) -> tuple[torch.Tensor, torch.Tensor]:
         learns = self.training and self.query_norm_weight.requires_grad

@@ -24,7 +24,7 @@ class SharedValueMemory(RetrievalMemory):
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
         query = self.query_projection(attention_output)  # [B, T, D]
         query = query.unflatten(-1, (self.num_heads, self.query_width))
-        return self.addressed(self.normalised(query, track_statistics))
+        return self.addressed(query, track_statistics)
 
     def forward(self, attention_output: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Retrieve values for the attention output, summed over heads (MIDUS, equation 15).

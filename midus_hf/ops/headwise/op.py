@@ -9,7 +9,7 @@ from midus_hf.ops.dispatch.choices import RESOLVED, resolve
 from midus_hf.ops.dispatch.precision import without_autocast
 from midus_hf.ops.dispatch.private_torch import can_skip_dispatcher
 from midus_hf.ops.headwise.lookup import headwise_lookup_op, lookup
-from midus_hf.ops.headwise.native import LookupInputs
+from midus_hf.ops.headwise.native import LookupInputs, native_lookup
 from midus_hf.ops.headwise.reference import headwise_memory as reference
 from midus_hf.ops.product_key.native import native_refusal
 from midus_hf.ops.product_key.op import check_product_keys
@@ -81,7 +81,7 @@ def headwise_memory(
         flat_query = query.reshape(tokens, heads, query.shape[-1])
         inputs = LookupInputs(flat_query, row_keys, column_keys, value_bank, value_transform, added, k)
         if body != "torch" and can_skip_dispatcher(*inputs[:-1]):
-            output, _ = lookup(inputs, body, keeps=False)
+            output, _ = native_lookup(inputs, False) if body == "native" else lookup(inputs, body, keeps=False)
         else:
             output = headwise_lookup_op(*inputs, body)[0]  # [S, H, v]
         return output.reshape(*query.shape[:-1], shape[-1])
