@@ -36,7 +36,7 @@ from benchmarks.measuring import (
     timed,
 )
 from midus_hf.memories.module import MemoryModule
-from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.methods.contract import get_method
 from upscalers.plan.plan import Base, Plan
 from upscalers.request.options import parse_options

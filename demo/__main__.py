@@ -24,7 +24,7 @@ from material.smollm2 import smollm2_135m
 from midus_hf.compare.origins import machine, short
 from midus_hf.evaluation.report import comparison_table
 from midus_hf.library_bars import library_bars_on_terminals
-from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 
 OUTPUT = Path("outputs/demo")

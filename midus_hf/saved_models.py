@@ -86,7 +86,7 @@ def load_model(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load a language model, and return it with the sorted names of the tensors that its checkpoint lacks.
 
-    A larger model that holds a language model, such as one that reads images, is loaded whole.
+    A composite model that holds a language model, such as one that reads images, is loaded whole.
 
     Args:
         name: Folder or Hub id.

@@ -28,15 +28,15 @@ from midus_hf.config.backbone import PROVEN
 from midus_hf.models import families
 from midus_hf.models.families import WRITTEN
 from midus_hf.models.inference.architecture import architecture_of
-from midus_hf.models.inference.modules import family_source, is_larger
+from midus_hf.models.inference.modules import family_source, is_composite
 from midus_hf.models.inference.proof import WIRINGS, prove, with_more_heads
-from midus_hf.models.inference.tiny import UnknownArchitecture, larger_class_of, tiny_larger_model, tiny_model
+from midus_hf.models.inference.tiny import UnknownArchitecture, composite_class_of, tiny_composite_model, tiny_model
 from upscalers.methods.contract import METHODS
 from upscalers.runs.upscale import upscale
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 HEADING = "## Every type"
-LARGER_HEADING = "## Every larger model"
+COMPOSITE_HEADING = "## Every larger model"
 
 _CHAPTERS = {"memory_tokens": 24, "chapters": 12, "k": 2}
 _SMALL_PREDICTORS = {"hidden_size": 8, "epochs": 1}
@@ -61,7 +61,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 #: Methods whose result has more layers than the base.
 DEEPER = tuple(name for name in REQUESTS if METHODS[name].adds_layers)
-#: Methods that are tried on the language models within larger models.
+#: Methods that are tried on the language models within composite models.
 TRIED_WITHIN = ("moc", "midus-hml", "llama-pro")
 
 
@@ -81,8 +81,8 @@ REASONS = (
     ("residual stream", "a residual stream of several tensors"),
     ("an encoder with a decoder", "an encoder with a decoder"),
     ("is an encoder", "an encoder"),
-    ("only within a larger model", "a language model that Transformers loads only within a larger model"),
-    ("holds a language model", "a language model within a larger model, to be saved alone first"),
+    ("only within a composite model", "a language model that Transformers loads only within a composite model"),
+    ("holds a language model", "a language model within a composite model, to be saved alone first"),
     ("holds its language model otherwise", "a language model that is held otherwise than its own class holds it"),
     ("tiny", "no tiny model can be built for the proof"),
     ("base lacks", "a tiny checkpoint that lacks tensors of its config"),
@@ -137,30 +137,30 @@ def counted(rows: list[Row]) -> list[str]:
 
 def causal_types() -> list[str]:
     """Return the causal types of the installed Transformers that hold no other language model, in alphabetical order."""
-    larger = larger_types()
+    larger = composite_types()
     return sorted(
         name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("midus_") and name not in larger
     )
 
 
-def larger_types() -> list[str]:
-    """Return the types that hold a language model within a larger model, in alphabetical order."""
+def composite_types() -> list[str]:
+    """Return the types that hold a language model within a composite model, in alphabetical order."""
     types = []
     for name in CONFIG_MAPPING:
-        if not name.startswith("midus_") and is_larger(name):
+        if not name.startswith("midus_") and is_composite(name):
             with suppress(UnknownArchitecture):
-                larger_class_of(CONFIG_MAPPING[name])
+                composite_class_of(CONFIG_MAPPING[name])
                 types.append(name)
     return sorted(types)
 
 
-def larger_row_of(model_type: str) -> Row:
+def composite_row_of(model_type: str) -> Row:
     """Return the row of a type that holds a language model, after a try of some methods."""
     methods, refusal = [], ""
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder) / "base"
         try:
-            tiny_larger_model(model_type).save_pretrained(base)
+            tiny_composite_model(model_type).save_pretrained(base)
         except Exception as error:  # models raise whatever their parts raise
             return Row(model_type, (), _plain(error))
         for method in TRIED_WITHIN:
@@ -195,7 +195,7 @@ def rows_in(text: str) -> dict[str, str]:
 
 def methods_on_the_page(model_type: str) -> list[str]:
     """Return the names of the methods that the page gives for a type."""
-    part = PAGE.read_text(encoding="utf-8").partition(HEADING)[2].partition(LARGER_HEADING)[0]
+    part = PAGE.read_text(encoding="utf-8").partition(HEADING)[2].partition(COMPOSITE_HEADING)[0]
     cell = rows_in(part).get(model_type, "")
     return [method for name in cell.split(", ") for method in SETS.get(name, (name.rstrip("†‡"),)) if method]
 
@@ -253,8 +253,8 @@ def table_of(rows: list[Row]) -> str:
     return "\n".join([*lines, "", *counted(refused), ""])
 
 
-def larger_table_of(rows: list[Row]) -> str:
-    """Return the part of the page about larger models: the counts, the types that methods take, and why others are refused."""
+def composite_table_of(rows: list[Row]) -> str:
+    """Return the part of the page about composite models: the counts, the types that methods take, and why others are refused."""
     taken, refused = [row for row in rows if row.methods], [row for row in rows if not row.methods]
     names = [method.rstrip("†‡") for row in taken for method in row.methods]
     counts = [f"{names.count(method)} {method}" for method in TRIED_WITHIN]
@@ -283,8 +283,10 @@ def main(arguments: list[str] | None = None) -> int:
     text = PAGE.read_text(encoding="utf-8")
     above = text.partition(f"{HEADING}\n")[0]
     table = table_of([row_of(model_type) for model_type in tqdm(causal_types(), unit="type")])
-    larger = larger_table_of([larger_row_of(model_type) for model_type in tqdm(larger_types(), unit="larger type")])
-    page = f"{above}{HEADING}\n\n{table}\n{LARGER_HEADING}\n\n{larger}"
+    larger = composite_table_of(
+        [composite_row_of(model_type) for model_type in tqdm(composite_types(), unit="larger type")]
+    )
+    page = f"{above}{HEADING}\n\n{table}\n{COMPOSITE_HEADING}\n\n{larger}"
     if options.write:
         PAGE.write_text(page, encoding="utf-8")
         return 0

@@ -268,7 +268,7 @@ def print_extracted(result: dict[str, Any]) -> None:
     """Print which language model was extracted."""
     RichConsole().print(
         f"{result['output']}: {result['model_type']} with {result['num_layers']} layers; left out {result['left_out']} tensors of "
-        "the larger model.",
+        "the composite model.",
         markup=False,
         soft_wrap=True,
     )

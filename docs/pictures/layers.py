@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from docs.pictures.canvas import BLUE, FAINT, RED, SMALL, Box, Picture
-from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.methods.contract import get_method
 from upscalers.plan.plan import Base, Plan
 from upscalers.request.options import parse_options

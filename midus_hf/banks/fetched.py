@@ -67,7 +67,7 @@ class FetchedBatch:
         """Number of rows of the batch, B."""
         return len(next(iter(self.blocks.values())))
 
-    def of(self, layer: int) -> FetchedLayer:
+    def blocks_for(self, layer: int) -> FetchedLayer:
         """Return the blocks for a layer of the model, by the layer's index."""
         return self._layers[layer]
 

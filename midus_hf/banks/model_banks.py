@@ -59,7 +59,7 @@ class Banks:
         """
         trained = {}
         for name in self.layouts:
-            bank = self.of(name)
+            bank = self.bank(name)
             if isinstance(bank, MemoryBank):
                 bank.grow(tree=self._tree, **growth_of(self._tree_folder))
             trained[name] = bank if isinstance(bank, TrainedBank) else TrainedBank(bank)
@@ -78,7 +78,7 @@ class Banks:
         """
         self._tree, self._tree_folder = tree, folder
 
-    def of(self, name: str) -> MemoryBank | TrainedBank:
+    def bank(self, name: str) -> MemoryBank | TrainedBank:
         """Return the bank of a memory.
 
         Raises:
@@ -146,8 +146,8 @@ class Banks:
                     raise ValueError(
                         f"memory_ids has {len(memory_ids)} rows; expected {batch}, one for each text of the batch."
                     )
-                fetched[name] = self.of(name).fetch(memory_ids, device, dtype)
+                fetched[name] = self.bank(name).fetch(memory_ids, device, dtype)
             elif layout.blocks.without_ids == "generic":
-                bank = self.of(name)
+                bank = self.bank(name)
                 fetched[name] = bank.fetch(bank.generic_ids(batch), device, dtype)
         return fetched

@@ -70,7 +70,7 @@ _WITHIN_TWO = math.erf(math.sqrt(2))
 
 
 @dataclass(frozen=True)
-class WhenFilled:
+class LateInitial:
     """Initial values from `make(*arguments)`, which is called only when a tensor is filled because the call takes long."""
 
     make: Callable[..., Initial]

@@ -34,7 +34,7 @@ class ModelSizes:
             object.__setattr__(self, "num_key_value_heads", self.num_heads)
 
     @classmethod
-    def of(cls, config: Any) -> "ModelSizes":
+    def from_config(cls, config: Any) -> "ModelSizes":
         """Return the sizes in a config of transformers. A size that layers do not share (Gemma 4) is unknown."""
 
         def size(name: str) -> int:

@@ -119,13 +119,13 @@ def memories_of(config: Any) -> Memories:
     classes, on which the `isinstance` tests in the model's code fail.
 
     Args:
-        config: Config object of transformers, of a family that hosts memory, or of a larger model around one.
+        config: Config object of transformers, of a family that hosts memory, or of a composite model around one.
 
     Raises:
         ValueError: If `read_memories` refuses the list.
     """
     config = config.get_text_config()
-    return read_memories(config.memory, ModelSizes.of(config), getattr(config, "upscale", None))
+    return read_memories(config.memory, ModelSizes.from_config(config), getattr(config, "upscale", None))
 
 
 def read_memories(entries: Any, sizes: ModelSizes, upscale_entry: Any = None) -> Memories:

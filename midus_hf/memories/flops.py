@@ -26,7 +26,7 @@ from midus_hf.memories.entries import Memories
 from midus_hf.memories.options import InsertedOptions, MemoryOptions
 from midus_hf.memories.registry import import_beside
 
-# Price of capping a number softly: a division, a tanh and a product.
+# FLOPs of capping a number softly: a division, a tanh and a product.
 SOFT_CAP = TANH + 2
 
 

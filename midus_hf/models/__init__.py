@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 
 from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.config.plugins import load_offered
-from midus_hf.models.families import FAMILIES, LARGER_FAMILIES
+from midus_hf.models.families import COMPOSITE_FAMILIES, FAMILIES
 from midus_hf.version import NEWEST_TRIED_TRANSFORMERS, __version__
 
 __all__ = ["FAMILIES"]
@@ -31,7 +31,7 @@ def host_named_type(model_type: str) -> None:
     from midus_hf.models.inference.tiny import UnknownArchitecture
 
     native = model_type.removeprefix(MEMORY_PREFIX)
-    if native not in FAMILIES and native not in LARGER_FAMILIES and native in CONFIG_MAPPING:
+    if native not in FAMILIES and native not in COMPOSITE_FAMILIES and native in CONFIG_MAPPING:
         with suppress(UnknownArchitecture):
             host_type(native)
 

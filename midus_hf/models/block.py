@@ -86,7 +86,7 @@ class MemoryBlock(NamesParts):
         if self.adds_block_input:
             attention_output = hidden_states + attention_output
         if self.takes_inputs and memory_inputs is not None:
-            inputs = memory_inputs.of(self.memory_class, "", self.layer_idx)
+            inputs = memory_inputs.arguments_for(self.memory_class, "", self.layer_idx)
             return self.memory(attention_output, hidden_states, **inputs)
         return self.memory(attention_output, hidden_states)
 

@@ -1,6 +1,6 @@
-"""Mixins for larger models whose language model hosts memory, such as models that read images.
+"""Mixins for composite models whose language model hosts memory, such as models that read images.
 
-The larger model is the family's own: only its language model's stack of layers is replaced. What the larger model computes from
+The composite model is the family's own: only its language model's stack of layers is replaced. What the composite model computes from
 pictures or sounds reaches the stack as embeddings, and arguments of memories are passed on to it.
 """
 
@@ -14,12 +14,12 @@ from midus_hf.models.language_model import MemoryForCausalLM
 
 
 class CompositeMemoryConfig(CarriesCode):
-    """Mixin for the config of a larger model. Its `text_config` is the config of a family that hosts memory."""
+    """Mixin for the config of a composite model. Its `text_config` is the config of a family that hosts memory."""
 
     # Class of `text_config`.
     language_config_class: ClassVar[Any]
     # Name of the class of models of this config.
-    larger_class_name: ClassVar[str]
+    composite_class_name: ClassVar[str]
     text_config: Any
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -34,7 +34,7 @@ class CompositeMemoryConfig(CarriesCode):
     def class_names(cls) -> dict[str, str]:
         """Return the names of the config, and of the model for each Auto class that loads it."""
         auto_classes = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModelForCausalLM")
-        return {"AutoConfig": cls.__name__, **dict.fromkeys(auto_classes, cls.larger_class_name)}
+        return {"AutoConfig": cls.__name__, **dict.fromkeys(auto_classes, cls.composite_class_name)}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result of `CarriesCode.to_dict`; the language model's config has no `auto_map`."""
@@ -44,7 +44,7 @@ class CompositeMemoryConfig(CarriesCode):
 
 
 class MemoryForConditionalGeneration(MemoryForCausalLM):
-    """Mixin for a larger model: the family's own forward over a language model whose stack hosts memory."""
+    """Mixin for a composite model: the family's own forward over a language model whose stack hosts memory."""
 
     def __init__(self, config):
         # Some families build their language model by the class of its config.
@@ -52,7 +52,7 @@ class MemoryForConditionalGeneration(MemoryForCausalLM):
         super().__init__(config)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the larger model. Its language model may get masks between pairs of tokens, so padding is passed on beside them.
+        """Run the composite model. Its language model may get masks between pairs of tokens, so padding is passed on beside them.
 
         Args:
             args: Arguments of `MemoryForCausalLM.forward`, whose names a class of models lists.

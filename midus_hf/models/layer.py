@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from midus_hf.memories.entries import Memories, MemoryEntry
-from midus_hf.memories.hosting.inputs import Carried, MemoryInputs, given_at, taken_at
+from midus_hf.memories.hosting.inputs import CarriedKey, MemoryInputs, given_at, taken_at
 from midus_hf.memories.hosting.parts import MissingPart, NamesParts
 from midus_hf.memories.hosting.site import LayerCall, Site
 from midus_hf.memories.module import build_memory
@@ -38,8 +38,8 @@ class HostLayer(NamesParts):
     # The call that runs now, for the hooks on the layer's parts.
     call: LayerCall | None = None
     # Tensors that the layer takes from earlier layers, and that it gives to later layers.
-    takes: tuple[Carried, ...] = ()
-    gives: tuple[Carried, ...] = ()
+    takes: tuple[CarriedKey, ...] = ()
+    gives: tuple[CarriedKey, ...] = ()
     memories: nn.ModuleDict
 
     def host(self, config: Any, layer_idx: int, memories: Memories) -> None:
@@ -126,7 +126,7 @@ class HostLayer(NamesParts):
         for site in self.attached:
             site.attach()
         inputs = _NO_INPUTS if memory_inputs is None else memory_inputs
-        carried: dict[Carried, torch.Tensor | None] = dict(zip(self.takes, args, strict=False))
+        carried: dict[CarriedKey, torch.Tensor | None] = dict(zip(self.takes, args, strict=False))
         self.call = LayerCall(hidden_states, inputs, carried, kwargs.get("position_embeddings"))
         try:
             output = super().forward(hidden_states, *args[len(self.takes) :], **kwargs)  # type: ignore[misc]
@@ -147,7 +147,7 @@ class HostLayer(NamesParts):
 
     def inputs_of(self, name: str, memory_inputs: MemoryInputs) -> dict[str, Any]:
         """Return the keyword arguments of a memory."""
-        return memory_inputs.of(self.classes[name], name, self.layer_idx)
+        return memory_inputs.arguments_for(self.classes[name], name, self.layer_idx)
 
     def with_added(
         self, site: str, hidden_states: torch.Tensor, read: torch.Tensor, memory_inputs: MemoryInputs

@@ -31,7 +31,7 @@ class TopicNames:
     names: dict[str, Any]
 
     @classmethod
-    def of(cls, rows: "Dataset", columns: Sequence[str]) -> "TopicNames":
+    def from_rows(cls, rows: "Dataset", columns: Sequence[str]) -> "TopicNames":
         """Return the names in columns of a corpus, in their first order.
 
         Raises:

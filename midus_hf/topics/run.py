@@ -97,7 +97,7 @@ def build(
     _check_output(output, overwrite)
     cutter = load_fast_tokenizer(tokenizer)
     documents = read_corpus(corpus, text_column=column)
-    topics = TopicNames.of(documents, topic_columns) if topic_columns else None
+    topics = TopicNames.from_rows(documents, topic_columns) if topic_columns else None
     if topics is not None:  # which checks their number
         options = TreeOptions(topics.branching, len(topic_columns), samples=2 * topics.branching, seed=options.seed)
     embedder = TextEmbedder(embedding_model, device, batch_size, max_tokens)

@@ -72,7 +72,7 @@ def bytes_of_weights(run: Any) -> int:
     """Return about how many bytes the trained model of a run takes, with its banks."""
     weights = sum(whole_numel(tensor) * run.dtypes[name].itemsize for name, tensor in run.model.named_parameters())
     opened = [banks for banks in banks_of(run.model) if banks.are_open]
-    folders = [banks.of(name).folder for banks in opened for name in banks.layouts]
+    folders = [banks.bank(name).folder for banks in opened for name in banks.layouts]
     return weights + sum(512 * path.stat().st_blocks for folder in folders for path in folder.iterdir())
 
 

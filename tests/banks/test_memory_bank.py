@@ -92,7 +92,7 @@ def test_each_row_gets_the_block_of_its_node_of_each_level(bank):
     ids = torch.tensor([[1, 5, 21], [-1, -1, -1], [0, 1, 5], [1, 5, 20]])
     fetched = bank.fetch(ids)
     for layer in LAYERS:
-        levels = fetched.of(layer).levels
+        levels = fetched.blocks_for(layer).levels
         assert len(levels) == 2
         for level, actual in zip((1, 3), levels, strict=True):
             size = {1: 3, 3: 2}[level]
@@ -134,7 +134,7 @@ def test_what_inference_mode_fetched_serves_a_pass_with_gradients(bank):
         bank.fetch(ids)
     fetched = bank.fetch(ids)
     weight = torch.ones(3, requires_grad=True)
-    for level in fetched.of(0).levels:
+    for level in fetched.blocks_for(0).levels:
         assert not any(tensor.is_inference() for tensor in level.tensors.values())
         (level.tensors["gate"][:, :, :3] * weight).sum().backward()
     assert weight.grad.any()

@@ -141,7 +141,7 @@ def test_looking_at_blocks_wants_no_gradients_and_touches_nothing(mode, folder):
     train(bank, steps=[3])  # blocks that were looked at
     with torch.no_grad():
         again = bank.fetch(torch.tensor([[2, 8, 26], [0, 1, 5]]))
-        assert torch.equal(again.of(0).levels[1].tensors["gate"][1], blocks_of(bank)[3, 5][:4].view(1, 4))
+        assert torch.equal(again.blocks_for(0).levels[1].tensors["gate"][1], blocks_of(bank)[3, 5][:4].view(1, 4))
     assert again is not fetched
 
 

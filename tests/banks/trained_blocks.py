@@ -42,7 +42,7 @@ def loss_of(fetched, step):
     """Of what rows fetched, with other gradients at every step and for every row."""
     total = torch.zeros((), dtype=torch.float32)
     for layer in (0, 1):
-        for number, level in enumerate(fetched.of(layer).levels):
+        for number, level in enumerate(fetched.blocks_for(layer).levels):
             for row, block in enumerate(level.blocks.tolist()):
                 for name, tensor in level.tensors.items():
                     numbers = torch.arange(tensor[0].numel(), dtype=torch.float32).view(tensor.shape[1:])

@@ -34,7 +34,7 @@ WORK = {
     "midus eval": ("midus_hf.evaluation.evaluate.evaluate", ["model", "--text", "text.txt"]),
     "midus ask": ("midus_hf.saved_models.load_for_reading", ["model", "Why?"]),
     "midus edit": ("upscalers.edits.listing.list_chapters", ["list", "model"]),
-    "midus flops": ("upscalers.checkpoint.base_model.read_config", ["config.json"]),
+    "midus flops": ("upscalers.checkpoint.base_checkpoint.read_config", ["config.json"]),
     "midus cluster": ("midus_hf.topics.run.open_build", ["report", "--tree", "tree"]),
     "midus look": ("midus_hf.evaluation.harness.Tasks", ["heads", "model", "--tasks", "piqa", "--data", "."]),
     "midus compare": ("midus_hf.compare.running.run_all", ["compare.yaml"]),

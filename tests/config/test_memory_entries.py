@@ -11,7 +11,7 @@ from midus_hf.memories.entries import read_memories
 from midus_hf.memories.headwise.options import HeadwiseOptions
 from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.models import FAMILIES as HOSTS
-from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.request.errors import RequestError
 
 

@@ -8,13 +8,13 @@ from pairs import by_default
 
 from midus_hf.config.backbone import PROVEN
 from scripts.families import (
+    COMPOSITE_HEADING,
     HEADING,
-    LARGER_HEADING,
     PAGE,
     Row,
     causal_types,
-    larger_row_of,
-    larger_types,
+    composite_row_of,
+    composite_types,
     main,
     methods_on_the_page,
     refusal_of,
@@ -26,11 +26,11 @@ from scripts.families import (
 from upscalers.methods.contract import METHODS
 
 TEXT = PAGE.read_text(encoding="utf-8")
-ALONE, LARGER = TEXT.partition(HEADING)[2].split(LARGER_HEADING)
-TAKEN, LARGER_TAKEN = rows_in(ALONE), rows_in(LARGER)
-REFUSALS, LARGER_REFUSALS = (
+ALONE, COMPOSITE = TEXT.partition(HEADING)[2].split(COMPOSITE_HEADING)
+TAKEN, COMPOSITE_TAKEN = rows_in(ALONE), rows_in(COMPOSITE)
+REFUSALS, COMPOSITE_REFUSALS = (
     {why: int(count) for count, why in re.findall(r"^\| (\d+) \| (.+) \|$", part, flags=re.MULTILINE)}
-    for part in (ALONE, LARGER)
+    for part in (ALONE, COMPOSITE)
 )
 OF_THIS_VERSION = f"causal types of Transformers {transformers.__version__}, and" in TEXT
 # Types that differ in what works, and take seconds each: by default one that some methods take, one of them at some places alone, and
@@ -66,17 +66,17 @@ def test_a_row_says_what_methods_give(model_type):
     assert row.methods or row.reason in REFUSALS
 
 
-def test_every_larger_type_is_taken_or_counted():
-    assert LARGER_TAKEN.keys() <= set(larger_types())
-    assert len(LARGER_TAKEN) + sum(LARGER_REFUSALS.values()) == len(larger_types())
-    assert {"gemma3", "gemma4", "qwen3_5", "qwen3_5_moe", "mistral3", "llava", "internvl"} <= LARGER_TAKEN.keys()
+def test_every_composite_type_is_taken_or_counted():
+    assert COMPOSITE_TAKEN.keys() <= set(composite_types())
+    assert len(COMPOSITE_TAKEN) + sum(COMPOSITE_REFUSALS.values()) == len(composite_types())
+    assert {"gemma3", "gemma4", "qwen3_5", "qwen3_5_moe", "mistral3", "llava", "internvl"} <= COMPOSITE_TAKEN.keys()
 
 
 @pytest.mark.parametrize("model_type", ["mistral3", "qwen2_5_vl"])
-def test_a_row_of_a_larger_type_says_what_methods_give(model_type):
-    row = larger_row_of(model_type)
-    assert LARGER_TAKEN.get(model_type, "") == ", ".join(row.methods)
-    assert row.methods or row.reason in LARGER_REFUSALS
+def test_a_row_of_a_composite_type_says_what_methods_give(model_type):
+    row = composite_row_of(model_type)
+    assert COMPOSITE_TAKEN.get(model_type, "") == ", ".join(row.methods)
+    assert row.methods or row.reason in COMPOSITE_REFUSALS
 
 
 def test_counts_stand_above_the_table():

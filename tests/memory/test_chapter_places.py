@@ -59,7 +59,7 @@ def test_texts_of_a_few_tokens_read_by_their_own_words():
     """With chunks of 64, of which none but the first had begun before."""
     memory = layer(chunk_size=64)
     routes = memory.route(states(5, 40).detach())
-    assert routes.pooled.stretches.stretch_of_token.tolist() == [[0] * 8 + [row] * 32 for row in range(1, 6)]
+    assert routes.pooled.stretches.segment_of_token.tolist() == [[0] * 8 + [row] * 32 for row in range(1, 6)]
     assert not routes.pooled.states[0].any() and routes.pooled.states[1:].any(-1).all()
     assert len(routes.logits[1:].unique(dim=0)) == 5
 

@@ -22,7 +22,7 @@ def backend(request, monkeypatch) -> str:
     """Each body of the op, in turn."""
     if request.param == "reference":
         return "reference"
-    # Stretches of any length are few, or many, enough to be gathered for.
+    # Segments of any length are few, or many, enough to be gathered for.
     monkeypatch.setattr(chapter_attention, "_FEWEST_TOGETHER", 1 if request.param == "gathered" else 1000)
     return "auto"
 

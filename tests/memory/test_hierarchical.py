@@ -23,7 +23,7 @@ PROJECTIONS = [(kind, role) for kind, roles in WIDTHS.items() for role in roles]
 
 def blocks_of_row(fetched, layer, row):
     """The tensors of each level that a row has, by name."""
-    for level in fetched.of(layer).levels:
+    for level in fetched.blocks_for(layer).levels:
         block = level.blocks[row].item()
         yield {name: tensor[block] for name, tensor in level.tensors.items()}
 
@@ -96,7 +96,7 @@ def test_hidden_units_widen_the_network(layer, sizes, activation, backend):
     native = [states(*shape, seed=seed).detach() for seed, shape in enumerate([(10, 12), (10, 12), (12, 10)])]
     alone = torch.stack([activation(token @ native[0].T) * (token @ native[1].T) for token in read]) @ native[2].T
     with op_choices(backend=backend):
-        result = alone + memory_of("hier-ffn", sizes)(read, fetched=fetched.of(layer))
+        result = alone + memory_of("hier-ffn", sizes)(read, fetched=fetched.blocks_for(layer))
     expect_equal(result, wider_ffn(read, fetched, layer, activation, native), [read, *fetched.records.values()])
 
 
@@ -107,7 +107,7 @@ def test_low_rank_factors_patch_projections(kind, role, alpha, backend):
     (inputs, outputs), fetched = WIDTHS[kind][role], fetch(kind)
     read, weight = states(5, 3, inputs), states(outputs, inputs, seed=1)
     with op_choices(backend=backend):
-        result = memory_of(kind, alpha=alpha)(read, read @ weight.T, projection=role, fetched=fetched.of(3))
+        result = memory_of(kind, alpha=alpha)(read, read @ weight.T, projection=role, fetched=fetched.blocks_for(3))
     expect_equal(result, patched(read, fetched, 3, weight, role, alpha), [read, weight, *fetched.records.values()])
 
 
@@ -128,7 +128,9 @@ def test_heads_attend_to_all_fetched_keys_in_one_softmax(layer, scaling):
     """Every query, without a mask, by the model's scaling; what is read is added to what the heads give."""
     fetched, query, output = fetch("hier-kv"), states(5, 6, 3, 4), states(5, 3, 6, 4, seed=2)
     arguments = [torch.full((5, heads, 3, 4), torch.nan, dtype=torch.float64) for heads in (6, 2, 2)]
-    actual = memory_of("hier-kv")(*arguments, output, unrotated=query, scaling=scaling, fetched=fetched.of(layer))
+    actual = memory_of("hier-kv")(
+        *arguments, output, unrotated=query, scaling=scaling, fetched=fetched.blocks_for(layer)
+    )
     expected = output + attended(query, fetched, layer, scaling)
     expect_equal(actual, expected, [query, output, *fetched.records.values()])
 
@@ -137,14 +139,25 @@ def act(kind, fetched, read, layer=1):
     """What a memory of any kind makes of `[B, T, 24]`."""
     memory = memory_of(kind).to(read.dtype)
     if kind == "hier-ffn":
-        return memory(read[..., :12], fetched=fetched.of(layer))
+        return memory(read[..., :12], fetched=fetched.blocks_for(layer))
     if kind == "hier-kv":
         query = read.view(*read.shape[:2], 6, 4).transpose(1, 2)
         return memory(
-            None, None, None, read.view(*read.shape[:2], 6, 4), unrotated=query, scaling=0.5, fetched=fetched.of(layer)
+            None,
+            None,
+            None,
+            read.view(*read.shape[:2], 6, 4),
+            unrotated=query,
+            scaling=0.5,
+            fetched=fetched.blocks_for(layer),
         )
     parts = [
-        memory(read[..., :inputs], read[..., :1].expand(-1, -1, outputs), projection=role, fetched=fetched.of(layer))
+        memory(
+            read[..., :inputs],
+            read[..., :1].expand(-1, -1, outputs),
+            projection=role,
+            fetched=fetched.blocks_for(layer),
+        )
         for role, (inputs, outputs) in WIDTHS[kind].items()
     ]
     return torch.cat(parts, dim=-1)
@@ -193,4 +206,6 @@ def test_what_is_on_the_device_stays_as_it_is():
     fetched = fetch("hier-kv")
     assert fetched.to("cpu") is fetched
     moved = fetched.to("meta")
-    assert all(tensor.is_meta for level in moved.of(1).levels for tensor in (*level.tensors.values(), level.blocks))
+    assert all(
+        tensor.is_meta for level in moved.blocks_for(1).levels for tensor in (*level.tensors.values(), level.blocks)
+    )

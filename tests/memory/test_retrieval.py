@@ -120,8 +120,8 @@ def test_a_block_of_any_family_holds_one_with_the_options_of_its_entry(family, m
     config, size = FAMILIES[family].config(), "slots" if memory_type == "linear" else "n"
     options = {"k": 3, "query_norm": "layer"}
     entry = {"type": memory_type, "layers": [0], size: 9, **options}
-    (read,) = read_memories([entry], ModelSizes.of(config)).entries
-    memory = build_memory(read.options, ModelSizes.of(config))
+    (read,) = read_memories([entry], ModelSizes.from_config(config)).entries
+    memory = build_memory(read.options, ModelSizes.from_config(config))
     assert {name: getattr(memory, name) for name in options} == options
     assert len(memory.value_bank) == (9 if memory_type == "linear" else 81)
     share = config.hidden_size // config.num_attention_heads

@@ -58,7 +58,7 @@ def test_gradients_pass_a_numerical_check_and_frequencies_are_constants():
 def told(memory, hidden_states, **inputs):
     """What a layer tells of its router: logits and loss."""
     reports = RouterReports(needs_gradient=True)
-    memory(hidden_states, report=reports.of("chapters", 0), **inputs)
+    memory(hidden_states, report=reports.report_for("chapters", 0), **inputs)
     (logits,) = reports.logits()
     return logits, reports.loss()
 
@@ -159,10 +159,10 @@ def test_a_report_is_the_mean_of_layers_and_the_sum_of_memories():
     reports = RouterReports()
     assert reports.loss() is None and reports.logits() == ()
     for layer_index, name, loss in ((3, "a", 5.0), (1, "a", 1.0), (2, "b", 10.0)):
-        reports.of(name, layer_index).tell(torch.full((1, WIDTH), loss), torch.tensor(loss))
+        reports.report_for(name, layer_index).tell(torch.full((1, WIDTH), loss), torch.tensor(loss))
     assert reports.loss().item() == (5 + 1) / 2 + 10
     assert [logits[0, 0].item() for logits in reports.logits()] == [1, 10, 5], "in the order of layers"
-    reports.of("a", 1).tell(torch.zeros(1, WIDTH), torch.tensor(3.0))  # a layer that is computed again
+    reports.report_for("a", 1).tell(torch.zeros(1, WIDTH), torch.tensor(3.0))  # a layer that is computed again
     assert reports.loss().item() == (5 + 3) / 2 + 10 and len(reports.logits()) == 3
 
 

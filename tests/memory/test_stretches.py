@@ -1,4 +1,4 @@
-"""Stretches of tokens that are routed as one: for any layout of rows they read what loops read, however attention goes over them."""
+"""Segments of tokens that are routed as one: for any layout of rows they read what loops read, however attention goes over them."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from memory.chapter_layers import assert_reads, by_loops, indices, layer, places_of, states
 
 from midus_hf.memories.chapters.pooling import ChunkSizes
-from midus_hf.memories.chapters.segments import EqualStretches, PaddedStretches
+from midus_hf.memories.chapters.segments import EqualSegments, PaddedSegments
 from midus_hf.memories.hosting.state import MemoryState
 from midus_hf.memories.hosting.token_places import TokenPlaces
 from midus_hf.ops.chapters import op as chapter_attention
@@ -143,16 +143,16 @@ def test_a_pass_routes_its_stretches_and_not_its_tokens(monkeypatch):
     mask = torch.ones(2, 512, dtype=torch.bool)
     mask[0, :200] = False
     cases = {
-        "plain": (TokenPlaces(), PaddedStretches, 1 + 2 * 8),
-        "packed": (TokenPlaces(None, documents), PaddedStretches, 1 + 2 * (2 + 4 + 4)),
-        "left": (TokenPlaces(mask, None), PaddedStretches, 1 + 2 * 8),
+        "plain": (TokenPlaces(), PaddedSegments, 1 + 2 * 8),
+        "packed": (TokenPlaces(None, documents), PaddedSegments, 1 + 2 * (2 + 4 + 4)),
+        "left": (TokenPlaces(mask, None), PaddedSegments, 1 + 2 * 8),
     }
     for name, (places, kind, number) in cases.items():
         routing = memory.route(hidden_states, places)
         assert len(routing.logits) == len(routing.pooled.counts) == number, name
         assert type(routing.pooled.stretches) is kind
         assert routing.pooled.counts.sum() == (824 if name == "left" else 1024)
-    for routing, kind, number in (("sequence", EqualStretches, 2), ("token", EqualStretches, 1024)):
+    for routing, kind, number in (("sequence", EqualSegments, 2), ("token", EqualSegments, 1024)):
         result = layer(routing=routing).route(hidden_states)
         assert (type(result.pooled.stretches), len(result.logits)) == (kind, number)
     packed_documents = layer(routing="sequence").route(hidden_states, cases["packed"][0])

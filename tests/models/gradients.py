@@ -16,7 +16,7 @@ def gradients_of_blocks(model: Any) -> dict[Any, torch.Tensor]:
     """Return and forget the gradients of blocks, by memory, level and index."""
     results = {}
     for name, layout in (model.banks.layouts if model.banks else {}).items():
-        bank = model.banks.of(name)
+        bank = model.banks.bank(name)
         if not bank.trains:
             continue
         for level in layout.levels:

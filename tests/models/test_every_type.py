@@ -41,7 +41,7 @@ REASONS = [
     r"'.*' has no single list of decoder layers; expected one at model\.layers\.",
     r"'.*' does not pass all keyword arguments on to its decoder layers; expected a stack that does\.",
     r"the residual stream of '.*' is not one tensor \[B, T, D\]; expected layers that read and return one\.",
-    r"'.*' holds a language model within a larger model; expected the language model alone\. If transformers .*",
+    r"'.*' holds a language model within a composite model; expected the language model alone\. If transformers .*",
 ]
 # What is refused by its proof rather than for a part that is lacking, and what the proof says.
 UNPROVEN = {
@@ -79,7 +79,7 @@ UNPROVEN = {
         ((name, "inserted") for name in ("bamba", "ernie4_5_moe", "jamba", "llama4_text", "recurrent_gemma")),
         "a model with memory has other tensors than its base",
     ),
-    **dict.fromkeys(((name, "inserted") for name in ("beam", "diffllama")), "logits at birth differ"),
+    **dict.fromkeys(((name, "inserted") for name in ("beam", "diffllama")), "logits at initialisation differ"),
     **dict.fromkeys(
         ((name, "inserted") for name in ("gemma4_text", "gemma4_unified_text", "inkling_text", "moshi")),
         "the proof ended with",
@@ -125,7 +125,7 @@ def test_every_type_is_hosted_or_refused_with_a_named_reason(model_type):
         ("gpt_neox", "'gpt_neox' has its layers at gpt_neox.layers"),
         ("longcat_flash", "'longcat_flash' has 2 layers at model.layers where num_hidden_layers is 4"),
         ("xlm", "'xlm' has no single list of decoder layers"),
-        ("gemma3", "'gemma3' holds a language model within a larger model; expected the language model alone"),
+        ("gemma3", "'gemma3' holds a language model within a composite model; expected the language model alone"),
         ("gemma3n_text", "the residual stream of 'gemma3n_text' is not one tensor"),
     ],
 )  # fmt: skip
@@ -231,11 +231,11 @@ STATED = (
                 "beside-ffn",
                 "with_added",
                 noisy_in(dtype),
-                rf"llama: logits at birth in {str(dtype)[6:]} differ by up to .*; expected equal bits\.",
+                rf"llama: logits at initialisation in {str(dtype)[6:]} differ by up to .*; expected equal bits\.",
             )
             for dtype in (torch.bfloat16, torch.float32)
         ),
-        ("beside-ffn", "forward", without_mask, r"llama: logits with padding at birth in \w+ differ .*"),
+        ("beside-ffn", "forward", without_mask, r"llama: logits with padding at initialisation in \w+ differ .*"),
         (
             "beside-ffn",
             "read",
@@ -307,9 +307,9 @@ def without_the_oldest_slot(begin):
         ("hier-lora-qk", ChangesProjections, "hook_projections", without_the_last_projection),
         ("hier-lora-vo", ChangesProjections, "hook_projections", without_the_last_projection),
         ("hier-lora-ffn", ChangesProjections, "hook_projections", without_the_last_projection),
-        ("hier-lora-qk", MemoryInputs, "of", with_blocks_of_the_next_layer),
-        ("hier-lora-ffn", MemoryInputs, "of", with_blocks_of_the_next_layer),
-        ("hier-kv", MemoryInputs, "of", with_blocks_of_the_next_layer),
+        ("hier-lora-qk", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
+        ("hier-lora-ffn", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
+        ("hier-kv", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
         ("hier-kv", hierarchical, "_rows_of", with_values_as_keys),
         ("hier-kv", sites, "unrotated", left_as_they_are),
         ("depth-attention", DepthHeads, "_projected", with_keys_and_values_swapped),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from larger import larger_model
+from composite import composite_model
 from models.fresh_process import run_python
 from models.hosting import host_of
 from models.upscaled import upscaled_model, upscaled_pair
@@ -51,8 +51,8 @@ def test_the_trainer_shifts_labels_of_adapted_models(tmp_path):
 
 
 @pytest.mark.parametrize("model_type", ["llava", "gemma3"])
-def test_the_trainer_shifts_labels_of_larger_models(model_type, tmp_path):
-    larger_model(model_type).save_pretrained(tmp_path / "base")
+def test_the_trainer_shifts_labels_of_composite_models(model_type, tmp_path):
+    composite_model(model_type).save_pretrained(tmp_path / "base")
     upscale(base=tmp_path / "base", method="midus-hml", output=tmp_path / "made", options={"n": 8, "k": 3})
     model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "made")
     here["smoothed"](model, tmp_path)

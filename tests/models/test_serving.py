@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from larger import larger_model
+from composite import composite_model
 from models.upscaled import upscaled_model
 from tiny import prompt, save_tiny_tokenizer
 from transformers import pipeline
@@ -13,7 +13,7 @@ from transformers.cli.serving import model_manager
 from transformers.pipelines import base
 
 from midus_hf.models import FAMILIES
-from midus_hf.models.families import LARGER_FAMILIES
+from midus_hf.models.families import COMPOSITE_FAMILIES
 from upscalers.runs.upscale import upscale
 
 
@@ -50,11 +50,11 @@ def test_the_server_finds_the_classes_of_every_family(native_family, manager, sa
         assert torch.equal(result(prompt()).logits, model(prompt()).logits)
 
 
-def test_the_server_finds_a_larger_model(manager, tmp_path):
-    larger_model("llava").save_pretrained(tmp_path / "base")
+def test_the_server_finds_a_composite_model(manager, tmp_path):
+    composite_model("llava").save_pretrained(tmp_path / "base")
     upscale(base=tmp_path / "base", method="midus-hml", output=tmp_path / "upscaled", options={"n": 8, "k": 3})
     save_tiny_tokenizer(tmp_path / "upscaled")
-    assert type(served(manager, tmp_path / "upscaled")) is LARGER_FAMILIES["llava"]
+    assert type(served(manager, tmp_path / "upscaled")) is COMPOSITE_FAMILIES["llava"]
 
 
 def test_a_pipeline_continues_a_text_as_generate_does(family, save, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from tiny import prompt
 
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.entries import read_memories
-from midus_hf.memories.hosting.inputs import Carried, MemoryInputs
+from midus_hf.memories.hosting.inputs import CarriedKey, MemoryInputs
 from midus_hf.memories.options import SharedTables
 from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.memories.tables import DeclaredModule
@@ -54,9 +54,9 @@ def test_what_a_pass_brings_follows_to_another_device_and_still_carries():
     tables = {("toy", 1): {"up": torch.ones(3)}}
     inputs = MemoryInputs({"tables": tables}, {"toy_scale": torch.ones(2), "word": "x"})
     moved = inputs.to("meta", non_blocking=True)
-    arguments = moved.of(Toy, "toy", 1)
+    arguments = moved.arguments_for(Toy, "toy", 1)
     assert arguments["toy_scale"].is_meta and arguments["tables"]["up"].is_meta
-    keys = [Carried("toy", 0), Carried("toy", 0, "key")]
+    keys = [CarriedKey("toy", 0), CarriedKey("toy", 0, "key")]
     moved.carried.update(zip(keys, [torch.ones(1), None], strict=True))
     (output, key) = (inputs.carried[key] for key in keys)
     assert torch.equal(output, torch.ones(1)) and key is None

@@ -9,7 +9,7 @@ from tiny import FAMILIES, save_tiny_model
 
 from midus_hf.models import FAMILIES as HOSTS
 from tests.upscalers.checkpoints import SMALL_MEMORY
-from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.request.errors import RequestError
 from upscalers.runs.upscale import upscale
 

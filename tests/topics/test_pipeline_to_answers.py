@@ -75,7 +75,7 @@ def taught(documents, tmp_path):
 def test_documents_become_a_tree_paths_a_trained_bank_and_answers(taught):
     tree, _, output = taught
     model = AutoModelForCausalLM.from_pretrained(output).eval()
-    bank, fingerprint = model.banks.of("hier-ffn"), ClusterTree.load(tree).fingerprint
+    bank, fingerprint = model.banks.bank("hier-ffn"), ClusterTree.load(tree).fingerprint
     assert bank.tree == fingerprint and bank.written(1)
     retriever = MemoryRetriever.load(output)  # the tree that lies beside the model
     assert retriever.tree.fingerprint == fingerprint
@@ -102,7 +102,7 @@ def test_a_document_is_forgotten_with_its_topic_which_learns_the_others_again(ta
     texts = [row["text"] for row in others]
     topics = [set(MemoryRetriever.load(tmp_path / name).paths(texts)[:, 0].tolist()) for name in ("without", "again")]
     assert topic not in topics[0] and topic in topics[1]
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").banks.of("hier-ffn")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").banks.bank("hier-ffn")
     assert again.tree == ClusterTree.load(tmp_path / "again").fingerprint == ClusterTree.load(tree).fingerprint
 
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("out", "without", "again")]

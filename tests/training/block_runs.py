@@ -40,7 +40,7 @@ def config_of(model, assigned, output, **changes):
 
 
 def bank_of(folder: Path, method: str = "hier-ffn") -> MemoryBank:
-    return AutoModelForCausalLM.from_pretrained(folder).banks.of(method)
+    return AutoModelForCausalLM.from_pretrained(folder).banks.bank(method)
 
 
 def assert_same_blocks(one: MemoryBank, other: MemoryBank) -> None:

@@ -265,7 +265,7 @@ def test_the_smaller_model_has_the_parameters_of_table_7():
     assert abs(used - 225) < 1 and round(total / 1e3, 2) == 1.18
 
 
-def test_the_larger_model_has_what_a_token_uses_and_not_the_total():
+def test_the_composite_model_has_what_a_token_uses_and_not_the_total():
     """1,079 M of 6.70 B, both without embeddings. With 528 keys, as the table says, the total is 6.21 B; with 552 it is 6.69 B."""
     config = model_config("ultramem-v2-1b-7b")
     _, used, total = sizes_in_millions(config)

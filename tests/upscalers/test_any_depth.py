@@ -26,7 +26,7 @@ from tests.upscalers.checkpoints import (
 from tests.upscalers.dense.layers import layer as layer_of
 from upscalers.architecture.layer_roles import gain_offset, gate_and_up
 from upscalers.architecture.layout import change_of_settings, settings_of
-from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.methods.contract import get_method
 from upscalers.plan.plan import Base, New, Plan
 from upscalers.request.errors import RequestError, VerificationError

@@ -18,7 +18,7 @@ from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.models import FAMILIES as MODELS
 from upscalers.architecture.families import family_of
 from upscalers.architecture.layout import layout_of
-from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.request.errors import RequestError
 
 SIZES = {
@@ -183,7 +183,7 @@ def test_blocks_have_the_tensors_of_the_real_classes(family, attention_bias, tmp
         ({"model_type": "bert"}, "model_type 'bert' is not supported: 'bert' is an encoder, whose tokens read later tokens"),
         (
             {"model_type": "gemma3"},
-            "model_type 'gemma3' is not supported: 'gemma3' holds a language model within a larger model; expected",
+            "model_type 'gemma3' is not supported: 'gemma3' holds a language model within a composite model; expected",
         ),
         (
             {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}},

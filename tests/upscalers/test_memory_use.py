@@ -5,7 +5,7 @@ import shutil
 
 from processes.warm import run_warm
 
-from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.safetensors_format import layout
 
 LIMIT_BYTES, NOISE_BYTES = 1_000_000_000, 30_000_000

@@ -24,7 +24,7 @@ from tests.upscalers.checkpoints import (
     write_tensors,
 )
 from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES
-from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.computed_tensor import read_tensor
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale

@@ -161,7 +161,7 @@ def _built(content: str) -> Layout:
         for each in {*types_or_blank[first_shared:]}
     )
     return Layout(
-        sizes=ModelSizes.of(config),
+        sizes=ModelSizes.from_config(config),
         values=values,
         backbone_layers=layers,
         layers=layers,

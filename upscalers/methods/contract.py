@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from midus_hf.config.plugins import load_offered
 from midus_hf.config.wording import one_of
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.placements import place
 from upscalers.plan.plan import New, Plan, insertion_plan
@@ -85,14 +85,14 @@ class Method(ABC):
         """The options by name, as records of the upscaling have them, which reveal no folders."""
         return asdict(self.options)
 
-    def check(self, base: BaseModel) -> None:  # noqa: B027 - most methods take any base
+    def check(self, base: BaseCheckpoint) -> None:  # noqa: B027 - most methods take any base
         """Refuse a base that the method cannot upscale.
 
         Raises:
             RequestError: If the base is refused.
         """
 
-    def remarks(self, base: BaseModel) -> list[str]:
+    def remarks(self, base: BaseCheckpoint) -> list[str]:
         """Return what a person should know of how the base was checked or read, and cannot see in the result."""
         return []
 
@@ -103,7 +103,7 @@ class Method(ABC):
             RequestError: If one is missing.
         """
 
-    def plan(self, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
+    def plan(self, base: BaseCheckpoint, num_new_layers: int | None, placement: str | None) -> Plan:
         """Return the layer plan.
 
         Args:
@@ -122,7 +122,7 @@ class Method(ABC):
             layers[index] = replace(layer, sources=self.sources(base, layer, index))
         return Plan(tuple(layers), base.num_layers)
 
-    def sources(self, base: BaseModel, layer: New, index: int) -> tuple[int, ...]:
+    def sources(self, base: BaseCheckpoint, layer: New, index: int) -> tuple[int, ...]:
         """Return the base layers that a new layer is made from. The first provides the attention and its type.
 
         Args:
@@ -138,7 +138,7 @@ class Method(ABC):
         """Return the arguments of a request, such as `placement`, by which a method makes this plan again."""
         return {} if self.default_placement is None else {"placement": plan.new_indices}
 
-    def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
+    def concerns(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
         """Return remarks that a person should read before the work begins, for warnings and the model card."""
         return []
 
@@ -150,11 +150,11 @@ class Method(ABC):
         """
         return []
 
-    def config(self, base: BaseModel, plan: Plan) -> Config:
+    def config(self, base: BaseCheckpoint, plan: Plan) -> Config:
         """Return the raw config of the upscaled model."""
         return follow_plan(base, plan)
 
-    def recipes(self, base: BaseModel, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
+    def recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
         """Return, for each output layer, a recipe for each of its tensors by the name within the layer."""
         recipes = []
         for index, layer in enumerate(plan.layers):
@@ -165,13 +165,13 @@ class Method(ABC):
             recipes.append({name: Copy(base.tensors[source].shape, source) for name, source in names.items()})
         return recipes
 
-    def outer_recipes(self, base: BaseModel, plan: Plan, seed: int) -> dict[str, Recipe]:
+    def outer_recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> dict[str, Recipe]:
         """Return a recipe for each tensor outside the layers, by full name."""
         names = base.outer_names(plan.num_layers)
         recipes: dict[str, Recipe] = {new: Copy(base.tensors[name].shape, name) for name, new in names.items()}
         return recipes | block_recipes(base, plan, self.config(base, plan))
 
-    def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
+    def new_layer_recipes(self, base: BaseCheckpoint, layer: New, index: int, seed: int) -> dict[str, Recipe]:
         """Return a recipe for each tensor of the new layer `index`, by its name within the layer.
 
         A method whose plans have new layers overrides this.

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from midus_hf.config.options import option
 from upscalers.architecture.family import MATRIX_ROLES, NEEDED_MATRICES, LayerTensor, projections_of
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import Method
 from upscalers.plan.plan import New, Plan
 from upscalers.request.errors import RequestError
@@ -46,21 +46,21 @@ class DenseMethod(Method):
         self.identity_init: IdentityInit = getattr(options, "identity", "auto" if self.identity else "none")
         self.identity = self.identity_init != "none"
 
-    def check(self, base: BaseModel) -> None:
+    def check(self, base: BaseCheckpoint) -> None:
         if self.identity_init == "zero_out_norm" and not base.layout.norms_behind:
             raise RequestError(
                 f"identity is 'zero_out_norm', but {base.family.model_type} has no norm behind its projections; expected "
                 "'zero_out_proj' or 'auto'."
             )
 
-    def plan(self, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
+    def plan(self, base: BaseCheckpoint, num_new_layers: int | None, placement: str | None) -> Plan:
         plan = super().plan(base, num_new_layers, placement)
         for index, layer in enumerate(plan.layers):
             if isinstance(layer, New):
                 self.check_sources(base, layer.sources, f"new layer {index}")
         return plan
 
-    def check_sources(self, base: BaseModel, sources: Sequence[int], layer: str) -> None:
+    def check_sources(self, base: BaseCheckpoint, sources: Sequence[int], layer: str) -> None:
         """Refuse base layers that no new layer can be made from; `layer` names the new layer in messages.
 
         Raises:
@@ -81,11 +81,11 @@ class DenseMethod(Method):
                 "memory."
             )
 
-    def needed_roles(self, base: BaseModel) -> frozenset[str]:
+    def needed_roles(self, base: BaseCheckpoint) -> frozenset[str]:
         """Return the roles that tensors of each source of a new layer must have."""
         return frozenset()
 
-    def filled_roles(self, base: BaseModel) -> frozenset[str]:
+    def filled_roles(self, base: BaseCheckpoint) -> frozenset[str]:
         """Return the roles whose tensors are filled to make a block the identity.
 
         Zero projections make a block the identity in every family. But the derivative of a norm at zero is 1 /
@@ -99,7 +99,7 @@ class DenseMethod(Method):
             return frozenset({"attention_output_norm", "mlp_output_norm"})
         return frozenset({"output_projection", "down"})
 
-    def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
+    def new_layer_recipes(self, base: BaseCheckpoint, layer: New, index: int, seed: int) -> dict[str, Recipe]:
         filled = self.filled_roles(base)
         filled |= {_ALSO_WRITING[role] for role in filled if role in _ALSO_WRITING}
         return {
@@ -111,13 +111,13 @@ class DenseMethod(Method):
             for name, tensor in base.layout.backbone_layers[layer.sources[0]].items()
         }
 
-    def tensor_recipe(self, base: BaseModel, layer: New, name: str, tensor: LayerTensor) -> Recipe:
+    def tensor_recipe(self, base: BaseCheckpoint, layer: New, name: str, tensor: LayerTensor) -> Recipe:
         """Return the recipe of a tensor of a new layer that the identity does not fill. By default, copy the first source."""
         source = base.layer_names[layer.sources[0]][name]
         return Copy(base.tensors[source].shape, source)
 
 
-def whole_layer(base: BaseModel, layer: int, index: int) -> int:
+def whole_layer(base: BaseCheckpoint, layer: int, index: int) -> int:
     """Return `layer`, the base layer that new layer `index` is made from, if it is a whole decoder layer.
 
     Raises:
@@ -141,7 +141,7 @@ class FusionMethod(DenseMethod):
         """A sentence that says how layers of one kind are fused."""
         return "Pass --set neighbours=same_type, or choose another placement."
 
-    def check_sources(self, base: BaseModel, sources: Sequence[int], layer: str) -> None:
+    def check_sources(self, base: BaseCheckpoint, sources: Sequence[int], layer: str) -> None:
         """Refuse base layers that cannot be fused; `layer` names the new layer in messages.
 
         Raises:
@@ -165,10 +165,10 @@ class FusionMethod(DenseMethod):
                 )
         super().check_sources(base, sources, layer)
 
-    def sources(self, base: BaseModel, layer: New, index: int) -> tuple[int, ...]:
+    def sources(self, base: BaseCheckpoint, layer: New, index: int) -> tuple[int, ...]:
         return both_neighbours(base, layer, index, self.options.neighbours == "same_type")
 
-    def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
+    def concerns(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
         kinds = base.layout.layer_kinds or [""] * base.num_layers
         mixed = {
             index: sorted({kinds[source] for source in layer.sources})
@@ -189,10 +189,10 @@ class FusionMethod(DenseMethod):
 class MatrixMethod(FusionMethod):
     """Method that works on the matrices of the layers on both sides: predicts them, or matches their rows."""
 
-    def needed_roles(self, base: BaseModel) -> frozenset[str]:
+    def needed_roles(self, base: BaseCheckpoint) -> frozenset[str]:
         return NEEDED_MATRICES
 
-    def check_sources(self, base: BaseModel, sources: Sequence[int], layer: str) -> None:
+    def check_sources(self, base: BaseCheckpoint, sources: Sequence[int], layer: str) -> None:
         super().check_sources(base, sources, layer)
         projections = projections_of(base.layout.backbone_layers[sources[0]])
         for role in MATRIX_ROLES:
@@ -204,7 +204,7 @@ class MatrixMethod(FusionMethod):
                 )
 
 
-def both_neighbours(base: BaseModel, layer: New, index: int, same_type: bool) -> tuple[int, int]:
+def both_neighbours(base: BaseCheckpoint, layer: New, index: int, same_type: bool) -> tuple[int, int]:
     """Return the base layers on both sides of new layer `index`, the next layer first.
 
     With `same_type`, look further back for a layer with the attention type of the next layer.
@@ -231,7 +231,7 @@ def both_neighbours(base: BaseModel, layer: New, index: int, same_type: bool) ->
     )
 
 
-def mean(base: BaseModel, name: str, tensor: LayerTensor, sources: Sequence[int]) -> Recipe:
+def mean(base: BaseCheckpoint, name: str, tensor: LayerTensor, sources: Sequence[int]) -> Recipe:
     """Return the recipe for the mean of a tensor of several base layers; a buffer, which is no parameter, is the first layer's.
 
     Args:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from midus_hf.config.options import option
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import LLAMA_PRO, register_method
 from upscalers.methods.dense_block import IDENTITY_HELP, DenseMethod, IdentityInit, whole_layer
 from upscalers.plan.plan import New
@@ -26,7 +26,7 @@ class LlamaPro(DenseMethod):
     identity = True
     default_placement = "llama-pro"
 
-    def sources(self, base: BaseModel, layer: New, index: int) -> tuple[int, ...]:
+    def sources(self, base: BaseCheckpoint, layer: New, index: int) -> tuple[int, ...]:
         """Return the layer before the new layer, or else the layer after it."""
         source = layer.previous if layer.previous is not None else layer.next
         assert source is not None

@@ -11,7 +11,7 @@ from midus_hf.config.options import option
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
 from midus_hf.memories.options import InsertedOptions, MemoryOptions, SiteName
 from upscalers.architecture.family import Config, kept_roles
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import METHODS, MIDUS, Method
 from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.plan import Base, New, Plan
@@ -24,7 +24,7 @@ _SPAN = 1
 class HostedMemoryMethod(Method):
     """Method whose result is a model of the family that hosts memory, with one more entry in its `memory` list."""
 
-    def check(self, base: BaseModel) -> None:
+    def check(self, base: BaseCheckpoint) -> None:
         if base.composite is not None:
             base.composite.check_hosts()
         bits = getattr(self.options, "value_bits", None)
@@ -60,19 +60,19 @@ class HostedMemoryMethod(Method):
             f"{failure.rstrip('.')}). {remedy} one of {', '.join(taking) or 'the dense methods'} (docs/families.md)."
         )
 
-    def remarks(self, base: BaseModel) -> list[str]:
+    def remarks(self, base: BaseCheckpoint) -> list[str]:
         if base.family.model_type in PROVEN:
             return []
         return [
             f"{base.family.model_type} was read from the model that transformers builds, and proven on a tiny random model: equal "
-            "bits at birth, bits equal to a base that states what the memory computes, gradients, cached steps."
+            "bits at initialisation, bits equal to a base that states what the memory computes, gradients, cached steps."
         ]
 
     @abstractmethod
-    def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
+    def entry(self, base: BaseCheckpoint, plan: Plan) -> MemoryEntry:
         """Return the entry that is added to the config's `memory` list."""
 
-    def config(self, base: BaseModel, plan: Plan) -> Config:
+    def config(self, base: BaseCheckpoint, plan: Plan) -> Config:
         config = follow_plan(base, plan)
         config["model_type"] = MEMORY_PREFIX + base.family.model_type
         config["architectures"] = [f"Midus{base.family.class_name}ForCausalLM"]
@@ -143,7 +143,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
             )
         cls.options_class = make_dataclass(f"Attached{memory.__name__}", places, bases=(memory,), kw_only=True)
 
-    def check(self, base: BaseModel) -> None:
+    def check(self, base: BaseCheckpoint) -> None:
         super().check(base)
         with refusing_requests():
             self._memory().check_fit(base.layout.sizes)
@@ -160,7 +160,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     def positions(cls) -> list[tuple[SiteName, str]]:
         return [(site, cls.memory_options.type) for site in cls.sites]
 
-    def plan(self, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
+    def plan(self, base: BaseCheckpoint, num_new_layers: int | None, placement: str | None) -> Plan:
         for name, value in (("num-new-layers", num_new_layers), ("placement", placement)):
             if value is not None:
                 raise RequestError(
@@ -172,7 +172,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         names = (memory, *(f"{memory}-{number}" for number in range(2, len(taken) + 3)))
         return Plan(layers, base.num_layers, (next(name for name in names if name not in taken),))
 
-    def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
+    def entry(self, base: BaseCheckpoint, plan: Plan) -> MemoryEntry:
         site: SiteName = self.options.site
         (name,), layers = plan.new_memories, self.layers(base)
         into: tuple[int, ...] = ()
@@ -180,7 +180,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
             layers, into = self._skips(base, layers)
         return MemoryEntry(self._memory(), site, layers, name, into)
 
-    def layers(self, base: BaseModel) -> tuple[int, ...]:
+    def layers(self, base: BaseCheckpoint) -> tuple[int, ...]:
         """Return the indices of the layers that get the memory.
 
         Raises:
@@ -209,12 +209,12 @@ class AttachedMemoryMethod(HostedMemoryMethod):
             f"{'the projections' if self._projections(base) else 'a feed-forward network'}: {', '.join(map(str, own))}."
         )
 
-    def _projections(self, base: BaseModel) -> dict[str, tuple[int, int]]:
+    def _projections(self, base: BaseCheckpoint) -> dict[str, tuple[int, int]]:
         """Return the widths of the projections that a layer must have, by role; none for a memory outside of parts of layers."""
         inside = self.options.site.startswith("inside-")
         return self._memory().layer_projections(base.layout.sizes) if inside else {}
 
-    def _hosting_layers(self, base: BaseModel) -> list[int]:
+    def _hosting_layers(self, base: BaseCheckpoint) -> list[int]:
         """Return the layers that can have the memory: for a memory inside a part, those whose projections are as wide as needed."""
         widths, hosting = self._projections(base), []
         for layer in _own_layers(base):
@@ -230,7 +230,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
             )
         return hosting
 
-    def _skips(self, base: BaseModel, layers: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _skips(self, base: BaseCheckpoint, layers: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the layers that have another layer `span` layers behind them, and these other layers."""
         own = _own_layers(base)
         span = self.options.span
@@ -242,7 +242,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         read, added = zip(*pairs, strict=True)
         return read, added
 
-    def recipes(self, base: BaseModel, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
+    def recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
         recipes, entry = super().recipes(base, plan, seed), self.entry(base, plan)
         sizes = base.layout.sizes
         for layer in entry.layers:
@@ -251,7 +251,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
                 recipes[layer][name] = initialised(tensor, base.new_name(layer, name), seed)
         return recipes
 
-    def outer_recipes(self, base: BaseModel, plan: Plan, seed: int) -> dict[str, Recipe]:
+    def outer_recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> dict[str, Recipe]:
         recipes, entry = super().outer_recipes(base, plan, seed), self.entry(base, plan)
         with refusing_requests():
             tables = entry.options.tables(base.layout.sizes, entry.layers)
@@ -268,7 +268,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
             return self.memory_options(**values)
 
 
-def _own_layers(base: BaseModel) -> list[int]:
+def _own_layers(base: BaseCheckpoint) -> list[int]:
     """Return the layers that have a feed-forward network: all but the layers that were inserted for a memory."""
     return [layer for layer in range(base.num_layers) if layer not in base.layout.memories.inserted]
 
@@ -284,7 +284,7 @@ class InsertedMemoryMethod(HostedMemoryMethod):
     options_class: ClassVar[type[InsertedOptions]]
     options: InsertedOptions
 
-    def check(self, base: BaseModel) -> None:
+    def check(self, base: BaseCheckpoint) -> None:
         super().check(base)
         with refusing_requests():
             self.options.check_fit(base.layout.sizes)
@@ -294,7 +294,7 @@ class InsertedMemoryMethod(HostedMemoryMethod):
     def positions(cls) -> list[tuple[SiteName, str]]:
         return [("inserted", cls.options_class.type)]
 
-    def sources(self, base: BaseModel, layer: New, index: int) -> tuple[int, ...]:
+    def sources(self, base: BaseCheckpoint, layer: New, index: int) -> tuple[int, ...]:
         """Return the nearest base layer, behind or else before, that has all tensors which a block keeps.
 
         Memory blocks of an earlier upscaling may lack some of these tensors.
@@ -310,10 +310,10 @@ class InsertedMemoryMethod(HostedMemoryMethod):
             "to copy. Choose midus-hml without output_projection."
         )
 
-    def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
+    def entry(self, base: BaseCheckpoint, plan: Plan) -> MemoryEntry:
         return MemoryEntry(self.options, "inserted", tuple(plan.new_indices))
 
-    def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
+    def new_layer_recipes(self, base: BaseCheckpoint, layer: New, index: int, seed: int) -> dict[str, Recipe]:
         donor, roles = layer.sources[0], kept_roles(self.options)
         sources = base.layer_names[donor]
         recipes: dict[str, Recipe] = {

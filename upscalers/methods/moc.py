@@ -1,7 +1,7 @@
 """Mixture of Chapters: a routed bank of latent memory tokens, attached to some layers."""
 
 from midus_hf.memories.chapters.options import ChaptersOptions
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import MIXTURE_OF_CHAPTERS, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
 from upscalers.plan.plan import Plan
@@ -20,7 +20,7 @@ class MixtureOfChapters(AttachedMemoryMethod):
     memory_options = ChaptersOptions
     default_layers = 0.25
 
-    def check(self, base: BaseModel) -> None:
+    def check(self, base: BaseCheckpoint) -> None:
         super().check(base)
         if self.options.bank_bits is not None:
             raise RequestError(
@@ -28,7 +28,7 @@ class MixtureOfChapters(AttachedMemoryMethod):
                 "null. Train the model, then round its bank with midus edit quantise."
             )
 
-    def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
+    def concerns(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
         if not self.options.reads_ahead:
             return []
         return [

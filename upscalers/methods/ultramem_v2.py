@@ -1,7 +1,7 @@
 """UltraMemV2: a large table of values beside every feed-forward network."""
 
 from midus_hf.memories.ultramem.options import UltraMemOptions
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import ULTRAMEM_V2, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
 from upscalers.request.errors import RequestError
@@ -17,7 +17,7 @@ class UltraMemV2(AttachedMemoryMethod):
     memory_options = UltraMemOptions
     default_layers = "all"
 
-    def check(self, base: BaseModel) -> None:
+    def check(self, base: BaseCheckpoint) -> None:
         super().check(base)
         if self.options.zero == "none":
             raise RequestError(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from midus_hf.files.outputs import CONFIG_KEY
 from upscalers.architecture.family import Config, Layout, Shape
 from upscalers.architecture.layout import layout_of
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.computed_tensor import ComputedTensor, read_tensor
 from upscalers.plan.plan import Plan
 from upscalers.tensors.recipes import Recipe
@@ -50,7 +50,7 @@ class _ChosenBlocks(ComputedTensor):
         return _chosen(read_tensor(self.in_file), self.dim, self.num_blocks, self.blocks)
 
 
-def block_recipes(base: BaseModel, plan: Plan, config: Config) -> dict[str, LayerBlocks]:
+def block_recipes(base: BaseCheckpoint, plan: Plan, config: Config) -> dict[str, LayerBlocks]:
     """Return a recipe for each tensor outside the layers that has a block per layer, by full name; `config` is the result's.
 
     A layer of the result gets the block of the base layer whose attention it takes.
@@ -63,7 +63,7 @@ def block_recipes(base: BaseModel, plan: Plan, config: Config) -> dict[str, Laye
     }
 
 
-def _with_blocks(model: BaseModel, other: Layout) -> Iterator[tuple[str, int, Shape]]:
+def _with_blocks(model: BaseCheckpoint, other: Layout) -> Iterator[tuple[str, int, Shape]]:
     """Yield each tensor outside the layers that has one block per layer, along which dimension, and its shape in a deeper model."""
     before, after = model.num_layers, len(other.layers)
     for name, shape in model.layout.outer.items():
@@ -74,7 +74,7 @@ def _with_blocks(model: BaseModel, other: Layout) -> Iterator[tuple[str, int, Sh
             yield model.prefix + name.removeprefix("model."), dim, resized
 
 
-def with_blocks_of_base(model: BaseModel, plan: Plan) -> BaseModel:
+def with_blocks_of_base(model: BaseCheckpoint, plan: Plan) -> BaseCheckpoint:
     """Return a model, made by a plan that keeps all layers of its base, with the base's blocks alone in tensors per layer."""
     if not plan.new_indices:
         return model

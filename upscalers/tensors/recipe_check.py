@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from upscalers.architecture.family import Config, LayerTensor, Layout
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.plan.plan import Plan
 from upscalers.request.errors import MethodError
 from upscalers.tensors.layer_blocks import LayerBlocks
@@ -18,7 +18,7 @@ _LISTED = 3
 
 def check_recipes(
     method: str,
-    base: BaseModel,
+    base: BaseCheckpoint,
     plan: Plan,
     config: Config,
     layout: Layout,
@@ -52,7 +52,11 @@ def check_recipes(
 
 
 def _check_part(
-    where: str, base: BaseModel, origins: Mapping[str, Origin], expected: Mapping[str, LayerTensor], recipes: Recipes
+    where: str,
+    base: BaseCheckpoint,
+    origins: Mapping[str, Origin],
+    expected: Mapping[str, LayerTensor],
+    recipes: Recipes,
 ) -> None:
     missing = [name for name in expected if name not in recipes]
     if missing:

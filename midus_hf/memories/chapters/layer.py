@@ -9,7 +9,14 @@ from torch import nn
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.chapters.losses import balance_loss, z_loss
 from midus_hf.memories.chapters.options import ChaptersOptions
-from midus_hf.memories.chapters.pooling import ChunkSizes, Pooled, Routing, pool_chunks, pool_sequence, pool_tokens
+from midus_hf.memories.chapters.pooling import (
+    ChunkSizes,
+    PooledStates,
+    Routing,
+    pool_chunks,
+    pool_sequence,
+    pool_tokens,
+)
 from midus_hf.memories.chapters.segments import Numbers
 from midus_hf.memories.hosting.reports import Reports, RouterReport
 from midus_hf.memories.hosting.service import Service
@@ -134,7 +141,7 @@ class Chapters(MemoryModule):
         query = self.query_projection(normalised * self.norm_weight.to(normalised.dtype))
         return query.unflatten(-1, (self.num_heads, self.head_dim))
 
-    def _pool(self, states: torch.Tensor, tokens: TokenPlaces, state: MemoryState | None) -> Pooled:
+    def _pool(self, states: torch.Tensor, tokens: TokenPlaces, state: MemoryState | None) -> PooledStates:
         kept = {} if state is None else state.kept
         if self.options.routing == "chunk":
             sizes = ChunkSizes(self.options.first_tokens, self.options.chunk_size)

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from midus_hf.memories.chapters.segments import EqualStretches, Stretches, padded
+from midus_hf.memories.chapters.segments import EqualSegments, Segments, padded
 from midus_hf.memories.hosting.token_places import TokenPlaces
 from midus_hf.ops.dispatch.precision import wide_dtype
 
 
-class Pooled(NamedTuple):
-    """Pooled states, by which chapters are chosen.
+class PooledStates(NamedTuple):
+    """PooledStates states, by which chapters are chosen.
 
     Args:
         states: `[N, D]`, float32 at least, one state for each stretch of tokens that is routed as one.
@@ -25,7 +25,7 @@ class Pooled(NamedTuple):
     """
 
     states: torch.Tensor
-    stretches: Stretches
+    stretches: Segments
     counts: torch.Tensor
     kept: dict[str, torch.Tensor]
 
@@ -43,7 +43,7 @@ class Routing(NamedTuple):
     logits: torch.Tensor
     chosen: torch.Tensor
     log_weights: torch.Tensor
-    pooled: Pooled
+    pooled: PooledStates
 
 
 class ChunkSizes(NamedTuple):
@@ -88,16 +88,16 @@ class ChunkSizes(NamedTuple):
         return rows * within
 
 
-def pool_tokens(states: torch.Tensor, places: TokenPlaces) -> Pooled:
+def pool_tokens(states: torch.Tensor, places: TokenPlaces) -> PooledStates:
     """Return the state of each token as a stretch by itself, with the arguments of `pool_chunks`."""
-    stretch_of_token = torch.arange(states.shape[0] * states.shape[1], device=states.device).view(states.shape[:2])
+    segment_of_token = torch.arange(states.shape[0] * states.shape[1], device=states.device).view(states.shape[:2])
     counts = (
-        states.new_ones(stretch_of_token.shape, dtype=torch.float32) if places.real is None else places.real.float()
+        states.new_ones(segment_of_token.shape, dtype=torch.float32) if places.real is None else places.real.float()
     )
-    return Pooled(states.flatten(0, 1), EqualStretches(stretch_of_token, 1), counts.flatten(), {})
+    return PooledStates(states.flatten(0, 1), EqualSegments(segment_of_token, 1), counts.flatten(), {})
 
 
-def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> Pooled:
+def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> PooledStates:
     """Return the mean over all tokens of each document, including later tokens, with the arguments of `pool_chunks`.
 
     The documents of packed rows are counted, which waits for the device, and read side by side, filled up to the longest: one long
@@ -107,7 +107,7 @@ def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> Pooled:
     batch, tokens, width = states.shape
     if places.starts is None:
         means, counts = _row_means(states, places.real)
-        return Pooled(means, _equal_stretches(batch, tokens, states.device), counts, {"seen": counts})
+        return PooledStates(means, _equal_segments(batch, tokens, states.device), counts, {"seen": counts})
     real = _real(states, places)
     document = _documents(states, places)  # [B, T]
     number = batch * tokens if torch.compiler.is_compiling() else int(document[-1, -1]) + 1
@@ -119,15 +119,15 @@ def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> Pooled:
         0, document.flatten(), (states.to(wide_dtype(states)) * pooled.unsqueeze(-1)).flatten(0, 1)
     )
     means = sums / (sizes - 1).clamp(min=1).unsqueeze(-1)
-    stretch_of_token = torch.where(real, document, -1)
+    segment_of_token = torch.where(real, document, -1)
     if torch.compiler.is_compiling():
-        stretches = Stretches(document)
+        stretches = Segments(document)
     else:
         every = torch.arange(batch * tokens, device=states.device)
         at = torch.where(real & (position == 0), document, number).flatten()
         first_tokens = torch.zeros(number + 1, dtype=torch.int64, device=states.device).scatter_(0, at, every)[:-1]
-        stretches = padded(stretch_of_token, first_tokens, tokens, shrinks=True)
-    return Pooled(means, stretches, sizes.float(), {"seen": torch.ones(batch, device=states.device)})
+        stretches = padded(segment_of_token, first_tokens, tokens, shrinks=True)
+    return PooledStates(means, stretches, sizes.float(), {"seen": torch.ones(batch, device=states.device)})
 
 
 def pool_chunks(
@@ -136,7 +136,7 @@ def pool_chunks(
     sizes: ChunkSizes,
     kept: Mapping[str, torch.Tensor],
     keeps: bool = True,
-) -> Pooled:
+) -> PooledStates:
     """Return, for each chunk of a document, the mean over the document's tokens before the chunk; zero for the first chunk.
 
     All first chunks read the same chapters, so they form one stretch, stretch 0, unless a pass has one token per row. The first token
@@ -207,7 +207,7 @@ def pool_chunks(
         .float()
     )
     if places.starts is not None and compiling:
-        stretches = Stretches(chunk_of_token)
+        stretches = Segments(chunk_of_token)
     else:
         stretches = padded(
             torch.where(real, chunk_of_token, -1),
@@ -217,7 +217,7 @@ def pool_chunks(
             alike_room=num_beginning,
             shrinks=places.starts is not None,
         )
-    pooled = Pooled(means, stretches, counts, {})
+    pooled = PooledStates(means, stretches, counts, {})
     if not keeps:
         return pooled
     index = torch.arange(tokens, device=device).expand(batch, tokens)
@@ -238,7 +238,7 @@ def pool_chunks(
 
 def _pool_step(
     states: torch.Tensor, places: TokenPlaces, sizes: ChunkSizes, kept: Mapping[str, torch.Tensor]
-) -> Pooled:
+) -> PooledStates:
     """Do the work of `pool_chunks` for one token per row, each a stretch, without sorting and without waiting for the device."""
     batch = len(states)
     real, state = _real(states, places)[:, 0], states[:, 0].to(wide_dtype(states))
@@ -249,7 +249,7 @@ def _pool_step(
     new_total = total + state * (real & (count > 0)).unsqueeze(-1)
     new_before = torch.where((real & sizes.begins(new_count)).unsqueeze(-1), new_total, before)
     new = {"count": new_count, "total": new_total, "before": new_before}
-    return Pooled(means, _equal_stretches(batch, 1, states.device), real.float(), new)
+    return PooledStates(means, _equal_segments(batch, 1, states.device), real.float(), new)
 
 
 def _row_means(states: torch.Tensor, real: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -310,9 +310,9 @@ def _real(states: torch.Tensor, places: TokenPlaces) -> torch.Tensor:
     return torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
 
 
-def _equal_stretches(batch: int, tokens: int, device: torch.device) -> EqualStretches:
+def _equal_segments(batch: int, tokens: int, device: torch.device) -> EqualSegments:
     """Return stretches of one whole row each."""
-    return EqualStretches(torch.arange(batch, device=device).unsqueeze(1).expand(batch, tokens), tokens)
+    return EqualSegments(torch.arange(batch, device=device).unsqueeze(1).expand(batch, tokens), tokens)
 
 
 def _zeros(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Stretches of tokens that read the same chapters, and attention over many stretches at once."""
+"""Segments of tokens that read the same chapters, and attention over many stretches at once."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,24 +15,24 @@ Read = Callable[[torch.Tensor, Numbers], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
-class Stretches:
-    """Stretches of a pass in any order, so that every token reads by itself.
+class Segments:
+    """Segments of a pass in any order, so that every token reads by itself.
 
     Args:
-        stretch_of_token: `[B, T]`, int64, number of the stretch that each token belongs to, from 0 to N - 1.
+        segment_of_token: `[B, T]`, int64, number of the stretch that each token belongs to, from 0 to N - 1.
     """
 
-    stretch_of_token: torch.Tensor
+    segment_of_token: torch.Tensor
 
     def read(self, tokens: torch.Tensor, read: Read) -> torch.Tensor:
         """Read for tokens `[B, T, ...]`, each in its stretch, and return `[B, T, ...]`."""
         alone = tokens.flatten(0, 1).unsqueeze(1)  # [B * T, 1, ...]
-        return read(alone, self.stretch_of_token.flatten()).squeeze(1).unflatten(0, self.stretch_of_token.shape)
+        return read(alone, self.segment_of_token.flatten()).squeeze(1).unflatten(0, self.segment_of_token.shape)
 
 
 @dataclasses.dataclass(frozen=True)
-class EqualStretches(Stretches):
-    """Stretches of equal length that follow each other.
+class EqualSegments(Segments):
+    """Segments of equal length that follow each other.
 
     Args:
         length: Number of tokens per stretch.
@@ -47,8 +47,8 @@ class EqualStretches(Stretches):
 
 
 @dataclasses.dataclass(frozen=True)
-class PaddedStretches(Stretches):
-    """Stretches of different lengths, which are filled up to equal length.
+class PaddedSegments(Segments):
+    """Segments of different lengths, which are filled up to equal length.
 
     Args:
         numbers: `[S]`, int64, number of the stretch of each row; several rows may have one stretch.
@@ -70,18 +70,18 @@ class PaddedStretches(Stretches):
 
 
 def padded(
-    stretch_of_token: torch.Tensor,
+    segment_of_token: torch.Tensor,
     first_tokens: torch.Tensor,
     room: int,
     *,
     alike: torch.Tensor | None = None,
     alike_room: int = 0,
     shrinks: bool = False,
-) -> Stretches:
+) -> Segments:
     """Lay stretches of consecutive tokens side by side, filled up to equal length.
 
     Args:
-        stretch_of_token: `[B, T]`, int64, number of the stretch that each token belongs to; -1 for padding.
+        segment_of_token: `[B, T]`, int64, number of the stretch that each token belongs to; -1 for padding.
         first_tokens: `[N]`, int64, position of each stretch's first token among the B * T tokens.
         room: Largest number of tokens in a stretch.
         alike: `[B, T]`, bool, the tokens of stretch 0, which need not be consecutive. Default: stretch 0 is like all others.
@@ -89,16 +89,16 @@ def padded(
         shrinks: Whether to shrink `room` to the longest stretch, which waits for the device. Default: false.
 
     Returns:
-        The stretches; plain `Stretches` if `room` is too small for filling up to pay.
+        The stretches; plain `Segments` if `room` is too small for filling up to pay.
     """
-    flat = stretch_of_token.flatten()
+    flat = segment_of_token.flatten()
     every = torch.arange(len(flat), device=flat.device)
     if shrinks:
         at_once = flat if alike is None else flat.masked_fill(alike.flatten(), -1)
         longest = int((every - first_tokens[flat.clamp(min=0)]).masked_fill(at_once < 0, 0).max()) + 1
         room = min(room, max(longest, fewest_together()))  # shorter rows would be read token by token
     if room < fewest_together():
-        return Stretches(stretch_of_token.clamp(min=0))
+        return Segments(segment_of_token.clamp(min=0))
     copies, skipped = -(-alike_room // room), 0 if alike is None else 1
     alone = torch.arange(skipped, len(first_tokens), device=flat.device)
     numbers = torch.cat([alone.new_zeros(copies), alone])
@@ -106,4 +106,4 @@ def padded(
     if alike is not None:
         places = torch.where(alike.flatten(), alike.flatten().cumsum(0) - 1, places)
     places = torch.where(flat >= 0, places, len(numbers) * room)
-    return PaddedStretches(stretch_of_token.clamp(min=0), numbers, room, places)
+    return PaddedSegments(segment_of_token.clamp(min=0), numbers, room, places)

@@ -9,7 +9,7 @@ from midus_hf.memories.depth_attention.options import DepthAttentionOptions, Slo
 from midus_hf.memories.depth_attention.sequence_heads import SequenceHeads
 from midus_hf.memories.entries import Memories, MemoryEntry
 from midus_hf.memories.hosting.heads import Rotation, host_of_heads, rotated, unrotated
-from midus_hf.memories.hosting.inputs import Carried
+from midus_hf.memories.hosting.inputs import CarriedKey
 from midus_hf.memories.hosting.parts import CACHE
 from midus_hf.memories.hosting.site import LayerCall, read_by
 from midus_hf.memories.hosting.sites import InsideAttention
@@ -134,9 +134,9 @@ class _NotingCache:
         return getattr(self._cache, name)
 
 
-def _carried(entry: MemoryEntry, slot: Slot) -> tuple[Carried, Carried]:
+def _carried(entry: MemoryEntry, slot: Slot) -> tuple[CarriedKey, CarriedKey]:
     layer = entry.layers[slot.writer]
-    return Carried(entry.name, layer, f"{slot.source}_key"), Carried(entry.name, layer, f"{slot.source}_value")
+    return CarriedKey(entry.name, layer, f"{slot.source}_key"), CarriedKey(entry.name, layer, f"{slot.source}_value")
 
 
 def normalised_keys(attention: Any, keys: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,7 @@ class FetchesBlocks(Service):
     @staticmethod
     def given(value: Any, name: str, layer: int) -> dict[str, Any]:
         """Return the blocks of the layer."""
-        return {"fetched": value[name].of(layer)}
+        return {"fetched": value[name].blocks_for(layer)}
 
     def check_continuous_batching(self, arguments: Mapping[str, Any]) -> None:
         """Refuse paths or blocks: a row fetches the same blocks for all of its tokens, of several requests."""

@@ -10,7 +10,7 @@ from midus_hf.memories.entries import MemoryEntry
 from midus_hf.memories.module import MemoryModule
 
 
-class Carried(NamedTuple):
+class CarriedKey(NamedTuple):
     """Key of a tensor that one layer of a pass gives to later layers.
 
     Args:
@@ -38,9 +38,9 @@ class MemoryInputs:
     def __init__(self, values: Mapping[str, Any] | None = None, arguments: Mapping[str, Any] | None = None):
         self._values, self._arguments = values or {}, arguments or {}
         # Tensors that layers gave to later layers.
-        self.carried: dict[Carried, torch.Tensor | None] = {}
+        self.carried: dict[CarriedKey, torch.Tensor | None] = {}
 
-    def of(self, memory_class: type[MemoryModule], name: str, layer: int) -> dict[str, Any]:
+    def arguments_for(self, memory_class: type[MemoryModule], name: str, layer: int) -> dict[str, Any]:
         """Return a memory's keyword arguments: its `forward_arguments` that were passed, and what its services give.
 
         Args:
@@ -95,22 +95,22 @@ def arguments_of_pass(names: set[str], arguments: Mapping[str, Any], own: Mappin
     return {name: value for name, value in values.items() if value is not None}
 
 
-def given_at(entry: MemoryEntry, layer: int) -> tuple[Carried, ...]:
+def given_at(entry: MemoryEntry, layer: int) -> tuple[CarriedKey, ...]:
     """Return the tensors that a layer's memory gives to later layers; none if the layer does not have the memory."""
     if layer not in entry.layers:
         return ()
     index = entry.layers.index(layer)
-    skips = (Carried(entry.name, layer),) if entry.into and entry.into[index] != layer else ()
-    return (*skips, *(Carried(entry.name, layer, part) for part in entry.options.gives(index, len(entry.layers))))
+    skips = (CarriedKey(entry.name, layer),) if entry.into and entry.into[index] != layer else ()
+    return (*skips, *(CarriedKey(entry.name, layer, part) for part in entry.options.gives(index, len(entry.layers))))
 
 
-def taken_at(entry: MemoryEntry, layer: int) -> tuple[Carried, ...]:
+def taken_at(entry: MemoryEntry, layer: int) -> tuple[CarriedKey, ...]:
     """Return the tensors that a layer takes from the memory of earlier layers."""
-    skips = tuple(Carried(entry.name, read) for read in skips_into(entry, layer) if read != layer)
+    skips = tuple(CarriedKey(entry.name, read) for read in skips_into(entry, layer) if read != layer)
     if layer not in entry.layers:
         return skips
     taken = entry.options.takes(entry.layers.index(layer))
-    return (*skips, *(Carried(entry.name, entry.layers[index], part) for index, part in taken))
+    return (*skips, *(CarriedKey(entry.name, entry.layers[index], part) for index, part in taken))
 
 
 def skips_into(entry: MemoryEntry, layer: int) -> tuple[int, ...]:

@@ -55,10 +55,10 @@ class MissingPart(ValueError):
 
 
 def decoder_of(model: Any) -> Any:
-    """Return the decoder of a language model: the module whose `layers` are the decoder layers, also within a larger model.
+    """Return the decoder of a language model: the module whose `layers` are the decoder layers, also within a composite model.
 
     Args:
-        model: A causal language model, a model with another head, or a larger model that holds a language model.
+        model: A causal language model, a model with another head, or a composite model that holds a language model.
     """
     decoder = model.get_decoder()
     # Llama 4's language model names another attribute than that of its stack as its base model.

@@ -25,7 +25,7 @@ class RouterReports:
         # Logits and losses by layer and memory.
         self.routed: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def of(self, name: str, layer: int) -> "RouterReport":
+    def report_for(self, name: str, layer: int) -> "RouterReport":
         """Return the report to which a memory in a layer writes, by the memory's name and the layer's index."""
         return RouterReport(self, name, layer)
 
@@ -88,7 +88,7 @@ class Reports(Service):
     @staticmethod
     def given(value: Any, name: str, layer: int) -> dict[str, Any]:
         """Return the report to which the memory writes in the layer. Default: routers do not report."""
-        return {} if value is None else {"report": value.of(name, layer)}
+        return {} if value is None else {"report": value.report_for(name, layer)}
 
     def run(self, model: Any, forward: Callable[[dict[str, Any]], Any], arguments: dict[str, Any]) -> Any:
         """Run the forward of a model, and add the losses of routers. `return_dict` and `output_router_logits` may be given."""

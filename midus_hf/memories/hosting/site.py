@@ -15,7 +15,7 @@ class LayerCall:
     Args:
         entered: `[B, T, D]`, the input of the layer.
         memory_inputs: Inputs of the pass for memories.
-        carried: Tensors from earlier layers by `Carried`, to which the layer adds the tensors for later layers.
+        carried: Tensors from earlier layers by `CarriedKey`, to which the layer adds the tensors for later layers.
         rotation: Cosines and sines of the pass at this layer; None if there are none.
     """
 

@@ -7,7 +7,7 @@ import torch
 
 from midus_hf.memories.entries import Memories, MemoryEntry
 from midus_hf.memories.hosting.heads import host_of_heads, unrotated
-from midus_hf.memories.hosting.inputs import Carried, skips_into
+from midus_hf.memories.hosting.inputs import CarriedKey, skips_into
 from midus_hf.memories.hosting.parts import PROJECTION_NAMES
 from midus_hf.memories.hosting.site import Site, first_of, read_by, with_first
 
@@ -161,7 +161,7 @@ class Skip(Site):
     def __init__(self, layer: Any, config: Any, memories: Memories):
         super().__init__(layer, config, memories)
         self._added = tuple(
-            Carried(entry.name, read)
+            CarriedKey(entry.name, read)
             for entry in memories.attached.values()
             for read in skips_into(entry, layer.layer_idx)
         )
@@ -183,7 +183,7 @@ class Skip(Site):
         layer, call = self.layer, self.layer.call
         for name in () if call is None else layer.at("skip", call.memory_inputs):
             read = layer.read(name, read_by(args, kwargs), call.memory_inputs)
-            call.carried[Carried(name, layer.layer_idx)] = read
+            call.carried[CarriedKey(name, layer.layer_idx)] = read
 
     def behind(self, output: Any) -> Any:
         """Add the results of memories that read at this layer or an earlier one."""

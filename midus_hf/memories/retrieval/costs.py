@@ -8,7 +8,7 @@ from midus_hf.memories.retrieval.options import RetrievalOptions
 def weighing_flops(options: RetrievalOptions, sizes: ModelSizes, rows: int) -> dict[str, int]:
     """Count the operations of the query norm, the softmax over slots and the residual adds.
 
-    The query norm has one price, whether its statistics come from features, from a batch or from running statistics.
+    The query norm has one count, whether its statistics come from features, from a batch or from running statistics.
     """
     queries = rows * sizes.num_heads
     return {

@@ -11,8 +11,8 @@ from midus_hf.config.declared_tensors import (
     Constant,
     DeclaredTensor,
     Initial,
+    LateInitial,
     Normal,
-    WhenFilled,
 )
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
@@ -142,7 +142,7 @@ class UltraMemOptions(MemoryOptions):
         # The dimensions of one element are those of checkpoints.
         cores = (self.heads, 1, 1, self.rank)
         keys = DeclaredTensor((self.heads, 1, self.keys, self.rank, key_width), "key", Normal(key_width**-0.5))
-        gain = DeclaredTensor((key_width,), "norm", WhenFilled(gain_of_norms, (key_width, *self._first_choice)))
+        gain = DeclaredTensor((key_width,), "norm", LateInitial(gain_of_norms, (key_width, *self._first_choice)))
         vector = DeclaredTensor(cores, "buffer", Constant(self.rank**-0.5))
         tensors = {
             "query_projection.weight": projection(2 * self.heads * self.rank * key_width, hidden),
@@ -181,7 +181,7 @@ class UltraMemOptions(MemoryOptions):
         width, pre_width = self.width("value_width", sizes), self.width("pre_value_width", sizes)
         inner = (sizes.intermediate_size or 4 * hidden) / hidden
         arguments = (self.k * self.heads, width, pre_width, max(1, sizes.num_layers), inner, hidden)
-        drawn = WhenFilled(values_of_scores, (*arguments, *self._first_choice))
+        drawn = LateInitial(values_of_scores, (*arguments, *self._first_choice))
         initial: Initial = ZEROS if self.zero == "values" else drawn
         values = {"value_table": DeclaredTensor((rows, width), "value", initial)}
         if pre_width:

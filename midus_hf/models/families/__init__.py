@@ -31,8 +31,8 @@ HEAD_KINDS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestio
 #: Language models that host memory, by the `model_type` of their family.
 FAMILIES: dict[str, type[PreTrainedModel]] = {}
 
-#: Larger models whose language model hosts memory, by the `model_type` of their family.
-LARGER_FAMILIES: dict[str, type[PreTrainedModel]] = {}
+#: Composite models whose language model hosts memory, by the `model_type` of their family.
+COMPOSITE_FAMILIES: dict[str, type[PreTrainedModel]] = {}
 
 
 def register_family(causal_lm_class: Any) -> Any:
@@ -56,15 +56,15 @@ def register_family(causal_lm_class: Any) -> Any:
     return causal_lm_class
 
 
-def register_larger_family(larger_class: Any) -> Any:
-    """Register a larger model with the Auto classes, and under the `model_type` of the class that its config extends."""
-    config_class: Any = larger_class.config_class
-    LARGER_FAMILIES[config_class.__bases__[-1].model_type] = larger_class
+def register_composite_family(composite_class: Any) -> Any:
+    """Register a composite model with the Auto classes, and under the `model_type` of the class that its config extends."""
+    config_class: Any = composite_class.config_class
+    COMPOSITE_FAMILIES[config_class.__bases__[-1].model_type] = composite_class
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     for auto_class in (AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelForCausalLM):
-        auto_class.register(config_class, larger_class, exist_ok=True)
-    show_in_transformers(larger_class.__name__, larger_class)
-    return larger_class
+        auto_class.register(config_class, composite_class, exist_ok=True)
+    show_in_transformers(composite_class.__name__, composite_class)
+    return composite_class
 
 
 for _model_type in WRITTEN:  # each module registers its classes

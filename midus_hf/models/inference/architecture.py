@@ -113,7 +113,7 @@ def architecture_of(model_type: str) -> Architecture:
     config_class = CONFIG_MAPPING[model_type]
     if "text_config" in config_class.sub_configs:
         raise UnknownArchitecture(
-            f"{model_type!r} holds a language model within a larger model; expected the language model alone. If transformers "
+            f"{model_type!r} holds a language model within a composite model; expected the language model alone. If transformers "
             "loads it alone, save it as a checkpoint of its own."
         )
     if "decoder" in config_class.sub_configs or getattr(tiny_config(model_type), "is_encoder_decoder", False):

@@ -1,7 +1,7 @@
 """Modules of the classes that host memory in a type, made from what Transformers builds.
 
 The classes are thin subclasses of the type's own. Their source is a template, filled with names read from a tiny random model: one
-template for language models, one for larger models that hold a language model. A module behaves as if it came from a file: its
+template for language models, one for composite models that hold a language model. A module behaves as if it came from a file: its
 classes are pickled by name, and code that checkpoints carry is written from its source.
 """
 
@@ -33,19 +33,19 @@ from midus_hf.models.inference.architecture import (
     part_name,
     passes_on,
 )
-from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_larger_model, tiny_model
+from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_composite_model, tiny_model
 
 
 def host_type(model_type: str) -> None:
     """Make the module of the classes that host memory in a type, `midus_hf.models.families.MODEL_TYPE`, which registers them.
 
     Args:
-        model_type: The `model_type` of a causal language model of transformers, or of a larger model that holds one.
+        model_type: The `model_type` of a causal language model of transformers, or of a composite model that holds one.
 
     Raises:
         UnknownArchitecture: If the type cannot host memory. The message says why.
     """
-    source = larger_source(model_type) if is_larger(model_type) else family_source(model_type)
+    source = composite_source(model_type) if is_composite(model_type) else family_source(model_type)
     name = f"{families.__name__}.{model_type}"
     loader = _SourceLoader(f"{families.__path__[0]}/{model_type}.py", source)
     spec: Any = importlib.util.spec_from_file_location(name, loader=loader)
@@ -68,8 +68,8 @@ class _SourceLoader(importlib.abc.SourceLoader):
         return self._source.encode()
 
 
-def is_larger(model_type: str) -> bool:
-    """Return whether a type of transformers holds a language model within a larger model."""
+def is_composite(model_type: str) -> bool:
+    """Return whether a type of transformers holds a language model within a composite model."""
     return "text_config" in CONFIG_MAPPING[model_type].sub_configs
 
 
@@ -176,22 +176,22 @@ def _attributes(values: Mapping[str, Any]) -> str:
     return f"\n{lines}" if lines else ""
 
 
-def larger_source(model_type: str) -> str:
-    """Return the source of the classes of a larger model whose language model hosts memory.
+def composite_source(model_type: str) -> str:
+    """Return the source of the classes of a composite model whose language model hosts memory.
 
     Args:
-        model_type: The `model_type` of a larger model of transformers.
+        model_type: The `model_type` of a composite model of transformers.
 
     Raises:
-        UnknownArchitecture: If the larger model cannot host memory. The message says why.
+        UnknownArchitecture: If the composite model cannot host memory. The message says why.
     """
-    model: Any = tiny_larger_model(model_type)
+    model: Any = tiny_composite_model(model_type)
     language_config = model.config.get_text_config(decoder=True)
     language_type = language_config.model_type
     if type(language_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnknownArchitecture(
-            f"{model_type!r} holds a language model, {language_type!r}, that transformers loads only within a larger model; expected "
-            "a language model that transformers loads alone too."
+            f"{model_type!r} holds a language model, {language_type!r}, that transformers loads only within a composite model; "
+            "expected a language model that transformers loads alone too."
         )
     if language_type not in FAMILIES:
         host_type(language_type)
@@ -229,7 +229,7 @@ def larger_source(model_type: str) -> str:
 
 
 def _path_of_stack(model: Any, language: Any) -> str:
-    """Return where a larger model holds the stack of layers of a language model."""
+    """Return where a composite model holds the stack of layers of a language model."""
     stack_class = language.model_class.__bases__[-1]
     paths = [name for name, module in model.named_modules() if type(module) is stack_class]
     if len(paths) != 1:
@@ -321,7 +321,7 @@ from {modeling} import {larger}
 
 from {language_module} import {language_config}, {language_model}
 {shared}from midus_hf.models.composite_model import CompositeMemoryConfig, MemoryForConditionalGeneration
-from midus_hf.models.families import register_larger_family
+from midus_hf.models.families import register_composite_family
 
 
 class {own_config}(CompositeMemoryConfig, {config}):
@@ -329,10 +329,10 @@ class {own_config}(CompositeMemoryConfig, {config}):
 
     model_type = "midus_{model_type}"
     language_config_class = {language_config}
-    larger_class_name = "Midus{larger}"
+    composite_class_name = "Midus{larger}"
 
 
-@register_larger_family
+@register_composite_family
 class Midus{larger}(MemoryForConditionalGeneration, {larger}):
     """`{larger}` whose language model is a `{language_model}`."""
 

@@ -89,7 +89,7 @@ class _Trial:
 
 @cache
 def prove(model_type: str, wiring: str) -> None:
-    """Prove that memories of a wiring change nothing at birth in a model type, and what they should with values.
+    """Prove that memories of a wiring change nothing at initialisation in a model type, and what they should with values.
 
     Args:
         model_type: The `model_type` of a causal language model of transformers.
@@ -165,7 +165,7 @@ def _trial(base: Any, small_entry: Mapping[str, Any], dtype: torch.dtype) -> _Tr
     if others:
         raise UnprovenArchitecture(f"a model with memory has other tensors than its base, such as {others[0]}.")
     hosting.load_state_dict(weights, strict=False)
-    return _Trial(base, hosting, _blocks(hosting, dtype, born=True))
+    return _Trial(base, hosting, _blocks(hosting, dtype, initial=True))
 
 
 def _cast(model: Any, dtype: torch.dtype) -> None:
@@ -183,7 +183,7 @@ def _layers_with_projections(base: Any, entry: Mapping[str, Any]) -> list[int]:
     part_of = mixer_of if entry["site"] == "inside-attention" else feed_forward_of
     layers = []
     for index, part in enumerate(map(part_of, base.model.layers)):
-        widths = options.layer_projections(ModelSizes.of(base.config))
+        widths = options.layer_projections(ModelSizes.from_config(base.config))
         projections = {role: getattr(part, PROJECTIONS[role], None) for role in widths}
         if all(
             isinstance(projection, nn.Linear) and (projection.in_features, projection.out_features) == widths[role]
@@ -220,7 +220,7 @@ def _is_of_memory(name: str) -> bool:
     return not {"memory", "memories", "memory_tables"}.isdisjoint(name.split("."))
 
 
-def _blocks(hosting: Any, dtype: torch.dtype, *, born: bool) -> dict[str, Any]:
+def _blocks(hosting: Any, dtype: torch.dtype, *, initial: bool) -> dict[str, Any]:
     """Return the arguments that give blocks to both rows of the batch, as a new bank holds them, or with random values."""
     rows, batches = torch.arange(2), {}
     for name, layout in hosting.config.memories().banks.items():
@@ -228,7 +228,7 @@ def _blocks(hosting: Any, dtype: torch.dtype, *, born: bool) -> dict[str, Any]:
         std = _STD.get(layout.memory_type, 0.05)
         records = {}
         for level in layout.levels:
-            if born:
+            if initial:
                 records[level] = torch.stack([initial_block(layout, level, row, 0, dtype) for row in rows.tolist()])
             else:
                 drawn = std * torch.randn(len(rows), layout.record_numel(level), generator=generator)
@@ -244,22 +244,22 @@ def _with_values(trial: _Trial) -> _Trial:
         for name, parameter in trial.hosting.named_parameters():
             if _is_of_memory(name):
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    return _Trial(trial.base, trial.hosting, _blocks(trial.hosting, torch.float32, born=False))
+    return _Trial(trial.base, trial.hosting, _blocks(trial.hosting, torch.float32, initial=False))
 
 
 @torch.no_grad()
 def _prove_birth(trial: _Trial) -> None:
     """Compare bits of a model whose memory adds nothing with its base: padded, cached and generated."""
     ids, mask = _batch()
-    born = f"at birth in {str(trial.base.dtype).removeprefix('torch.')}"
+    moment = f"at initialisation in {str(trial.base.dtype).removeprefix('torch.')}"
     for name, arguments in {"logits": {}, "logits with padding": {"attention_mask": mask}}.items():
         computed = trial.hosting(ids, **arguments, **trial.arguments).logits
-        _check_equal(trial.base(ids, **arguments).logits, computed, f"{name} {born}")
+        _check_equal(trial.base(ids, **arguments).logits, computed, f"{name} {moment}")
     generated = [
         model.generate(ids, attention_mask=mask, max_new_tokens=_NEW_TOKENS, do_sample=False, pad_token_id=0, **more)
         for model, more in ((trial.base, {}), (trial.hosting, trial.arguments))
     ]
-    _check_equal(*generated, f"generated tokens {born}")
+    _check_equal(*generated, f"generated tokens {moment}")
 
 
 @torch.no_grad()

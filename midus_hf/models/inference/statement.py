@@ -100,9 +100,9 @@ def state(
             layer.register_forward_pre_hook(partial(_run_block, host.memory, names[type(layer)]), with_kwargs=True)
             continue
         memory = host.memories[entry.name]
-        arguments = {**inputs.get(memory, {}), **({"fetched": fetched.of(index)} if fetched else {})}
+        arguments = {**inputs.get(memory, {}), **({"fetched": fetched.blocks_for(index)} if fetched else {})}
         if entry.options.type == "hier-kv":
-            _change_heads(mixer_of(layer), calls, partial(_with_blocks, fetched.of(index)))
+            _change_heads(mixer_of(layer), calls, partial(_with_blocks, fetched.blocks_for(index)))
         elif entry.options.attends:
             writers = [
                 _Writer(

@@ -119,7 +119,7 @@ def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> PreTrainedMode
     return _drawn(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, seed)
 
 
-def tiny_larger_model(model_type: str, seed: int = 0) -> PreTrainedModel:
+def tiny_composite_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     """Return a tiny random model that holds a language model, such as one that reads images, in float32 and in eval mode.
 
     Args:
@@ -130,7 +130,7 @@ def tiny_larger_model(model_type: str, seed: int = 0) -> PreTrainedModel:
         UnknownArchitecture: If transformers has no class for the type, or cannot build the model.
     """
     config_class = CONFIG_MAPPING[model_type]
-    larger = larger_class_of(config_class)
+    larger = composite_class_of(config_class)
     try:
         default = config_class()
         language_config = default.get_text_config(decoder=True)
@@ -144,7 +144,7 @@ def tiny_larger_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     return _drawn(larger, config, seed)
 
 
-def larger_class_of(config_class: Any) -> Any:
+def composite_class_of(config_class: Any) -> Any:
     """Return the class of the models that hold a language model within a larger one, for a class of configs.
 
     Raises:

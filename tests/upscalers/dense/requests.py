@@ -8,7 +8,7 @@ from tiny import NATIVE_FAMILIES
 
 from upscalers.architecture.families import family_of
 from upscalers.architecture.layout import layout_of
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import get_method
 from upscalers.plan.plan import Plan
 from upscalers.record.report import UpscaleReport
@@ -42,10 +42,10 @@ def settings(method: str) -> list[str]:
     return [word for key, value in options.items() for word in ("--set", f"{key}={json.dumps(value)}")]
 
 
-def known(config: dict[str, Any]) -> BaseModel:
+def known(config: dict[str, Any]) -> BaseCheckpoint:
     """A base of which only the config is known."""
     family = family_of(config)
-    return BaseModel(Path(), config, family, layout_of(config), {})
+    return BaseCheckpoint(Path(), config, family, layout_of(config), {})
 
 
 def planned(

@@ -7,7 +7,7 @@ import torch
 
 from upscalers.architecture.families import family_of
 from upscalers.architecture.layout import layout_of
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.request.progress import Progress
 from upscalers.tensors.solver import Scratch, Solver
 
@@ -50,7 +50,7 @@ class Recorder(Progress):
         return all(sum(report) == announced > 0 for _, announced, report in self.stages)
 
 
-class MemoryBase(BaseModel):
+class MemoryBase(BaseCheckpoint):
     """A base without files: a solver asks it only for names."""
 
     @property

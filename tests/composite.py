@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
-from midus_hf.models.inference.tiny import larger_class_of, tiny_config
+from midus_hf.models.inference.tiny import composite_class_of, tiny_config
 
 _PICTURE, _BEGIN, _END, _VIDEO = 90, 91, 92, 93
 _TOWER = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
@@ -57,7 +57,7 @@ _SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 TYPES = tuple(name for name in _SIZES if name != "llama4" or not transformers.__version__.startswith("5.24."))
 
 
-def larger_model(model_type: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+def composite_model(model_type: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """Return a tiny random model that reads pictures, in eval mode.
 
     Args:
@@ -70,7 +70,7 @@ def larger_model(model_type: str, dtype: torch.dtype = torch.float32, **changes:
     language = tiny_config(config_class().get_text_config().model_type, **changes).to_dict()
     config = config_class(text_config=language, vision_config={**_vision_type(config_class), **tower}, **own)
     torch.manual_seed(0)
-    model = larger_class_of(config_class)._from_config(config, dtype=dtype).eval()
+    model = composite_class_of(config_class)._from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1 or not parameter.any():  # where they start, some hide the picture

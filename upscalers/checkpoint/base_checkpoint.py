@@ -46,18 +46,18 @@ _LISTED = 3
 
 
 @dataclass(frozen=True)
-class BaseModel:
+class BaseCheckpoint:
     """An opened checkpoint: its config, its family, and the position of each of its tensors.
 
     Args:
         folder: Folder of the checkpoint.
-        config: The raw `config.json`; for a larger model, the config of the language model within it.
+        config: The raw `config.json`; for a composite model, the config of the language model within it.
         family: The family that the language model belongs to.
         layout: What the config says of layers, tensors and memories.
         tensors: Every tensor, by full name. If the folder has no weights, the tensors are planned from the config and
             have no files. Tensors of a language model within a larger one have the names that they would have alone.
         unexpected: Names of stored tensors that the architecture does not have; they are copied to the result.
-        composite: The larger model that the language model is a part of; None if the language model stands alone.
+        composite: The composite model that the language model is a part of; None if the language model stands alone.
         parts: Names of stored tensors that are parts of quantised weights, such as scales; they are among the unexpected tensors.
         packed: Names of weights that are stored as parts alone, so that whoever carries the parts along carries them.
         prefix: Prefix of `layers.` in tensor names: `"model."` or nothing. Default: `"model."`.
@@ -137,11 +137,11 @@ class BaseModel:
 
     @property
     def surroundings(self) -> Mapping[str, Shape]:
-        """Shapes of the tensors of the larger model outside the language model, by full name; they are copied to the result."""
+        """Shapes of the tensors of the composite model outside the language model, by full name; they are copied to the result."""
         return {} if self.composite is None else self.composite.spelling.others
 
     def whole_config(self, config: Config) -> Config:
-        """Return the content of `config.json` for a config of the language model: around it, that of the larger model, if any."""
+        """Return the content of `config.json` for a config of the language model: around it, that of the composite model, if any."""
         return config if self.composite is None else self.composite.wrapped(config)
 
     def stored_name(self, name: str) -> str:
@@ -203,7 +203,7 @@ def open_base(
     folder: Path,
     needs_weights: bool = True,
     adapter: Adapter | None = None,
-) -> BaseModel:
+) -> BaseCheckpoint:
     """Open a checkpoint's folder, and check that it is complete and can be upscaled; without weights it cannot if it `needs_weights`.
 
     The changes of an `adapter` are added to the weights when they are read.
@@ -237,13 +237,13 @@ def open_base(
     integers = layout.integers
     carried: dict[str, Shape] = {}
     if composite is not None:
-        composite = composite.spelled_as(stored or ())
+        composite = composite.with_stored_names(stored or ())
         carried = composite.spelling.others
         expected |= carried
     if stored is None:
         dtype = SAFETENSORS_NAMES.get(str(dtype).removeprefix("torch."), "F32")
         planned = {name: StoredTensor(dtype, shape) for name, shape in expected.items()}
-        return BaseModel(folder, config, family, layout, planned, composite=composite)
+        return BaseCheckpoint(folder, config, family, layout, planned, composite=composite)
 
     if composite is not None:
         stored = {composite.spelling.language_name(name): tensor for name, tensor in stored.items()}
@@ -318,7 +318,9 @@ def open_base(
         )
     if adapter is not None:
         stored = _merged(adapter, stored, prefix, layout, config)
-    return BaseModel(folder, config, family, layout, stored, unexpected, composite, parts, packed, prefix, tied_head)
+    return BaseCheckpoint(
+        folder, config, family, layout, stored, unexpected, composite, parts, packed, prefix, tied_head
+    )
 
 
 def _merged(
