@@ -1,6 +1,6 @@
 # make demo   the main job on a real checkpoint; called again, it goes on where it was interrupted
-# make test   the suite with the newest supported versions, and what depends on them with the oldest; make test-all: all combinations,
-#             and the suite again under a setting that is drawn by lot
+# make test   the suite with the newest supported versions; make test-oldest: what depends on versions, with the oldest; make test-all:
+#             all combinations, and the suite again under a setting that is drawn by lot
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -44,7 +44,7 @@ each_of = @folder=$$(mktemp -d); failed=; for part in $(1); do \
 	rm -rf $$folder; [ -z "$$failed" ]
 
 test:
-	$(call each_of,test-newest test-oldest)
+	$(call each_of,test-newest)
 
 test-all:
 	$(call each_of,test-product test-oldest-pairs test-lot)

@@ -1,4 +1,4 @@
-"""What `make test` runs with the oldest versions needs the core alone: extras are not installed there."""
+"""What `make test-oldest` runs needs the core alone: extras are not installed there."""
 
 import ast
 import re
