@@ -70,7 +70,7 @@ NEAREST = {
 
 # Tests in `tests/upscalers` by the name of the file they judge, the nearest first: `test_NAME.py`, or a folder.
 NEAREST_TO_UPSCALERS = {
-    "base_model": "bad_input checkpoint_layouts families",
+    "base_checkpoint": "bad_input checkpoint_layouts families",
     "content_digest": "strip",
     "errors": "refusals bad_input command_line hub",
     "families": "families fp8_bases plan dense/layer_tables",
