@@ -153,11 +153,17 @@ run_demo(lambda: Phases(folder, folder, 1, {}).run("a", "doing a", 1, sys.execut
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_lets_the_command_end_in_order_and_its_time_is_kept(number, tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # under nohup, this suite ignores SIGHUP
+    )
     while process.stdout.readline() != "ready\n":
         assert process.poll() is None
     os.kill(process.pid, number)
-    out, err = process.communicate()
+    out, err = process.communicate(timeout=60)
     assert out == "saved a checkpoint\n" and process.returncode == 128 + number
     assert err == "\ndemo: interrupted while doing a; the same command goes on from here.\n"
     (phase,) = json.loads((tmp_path / module.RECORD).read_text())["phases"].values()
