@@ -40,15 +40,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def check_model_name(key: str, name: str) -> None:
-    """Check that a name stands for a saved model: a folder with a config, or an id that the Hub or its cache here has.
-
-    Args:
-        key: What a person calls the name: a key of a file, or an argument.
-        name: A folder or a Hub id.
-
-    Raises:
-        ValueError: If neither a folder nor an id has this name, or the folder holds an adapter of PEFT or a GGUF file.
-    """
+    """Check that a name stands for a saved model: a folder with a config, or an id that the Hub or its cache here has."""
     path = Path(name).expanduser()
     if path.is_dir():
         _check_folder(key, name, path)
@@ -69,14 +61,7 @@ def saved_config(name: str) -> dict[str, Any]:
 
 
 def check_sources(sources: Iterable[tuple[str, str]]) -> None:
-    """Check that the models, texts and trees that a recipe names are there, as far as that can be told without reading them.
-
-    Args:
-        sources: Keys of the recipe and the paths or Hub ids that they hold, as `RunOptions.sources` returns them.
-
-    Raises:
-        ValueError: If a path does not exist and cannot be a Hub id, or as `check_model_name`.
-    """
+    """Check that the models, texts and trees that a recipe names are there, as far as that can be told without reading them."""
     for key, name in sorted(sources, key=lambda source: source[0] != "model_name_or_path"):
         if key == "model_name_or_path":
             check_model_name(key, name)
@@ -90,11 +75,7 @@ def check_sources(sources: Iterable[tuple[str, str]]) -> None:
 
 
 def check_column(key: str, name: str, column: str) -> None:
-    """Check that a small file of rows has the column of the text; other texts are checked when they are read.
-
-    Raises:
-        ValueError: If it lacks the column.
-    """
+    """Check that a small file of rows has the column of the text; other texts are checked when they are read."""
     columns = small_columns(name)
     if columns is not None and column not in columns:
         raise ValueError(no_column(f"{key} {name!r}", column, columns))
@@ -174,11 +155,7 @@ def _check_hub_id(key: str, name: str) -> None:
 
 
 def answer_of_hub(error: Exception) -> str | None:
-    """Return what the Hub answered and the remedy, as a text; None if the Hub did not answer.
-
-    Args:
-        error: An error of the Hub's client.
-    """
+    """Return what the Hub answered and the remedy, as a text; None if the Hub did not answer."""
     from huggingface_hub.errors import HfHubHTTPError
 
     answer = error if isinstance(error, HfHubHTTPError) else error.__cause__
@@ -195,15 +172,7 @@ def answer_of_hub(error: Exception) -> str | None:
 
 
 def usable_device(name: str | None, precision: str = "float32") -> str:
-    """Return the device to compute on, after a test that it works, so that a wrong device is refused before a model loads.
-
-    Args:
-        name: PyTorch's name of the device. None: the first GPU, or the CPU without a GPU.
-        precision: Name of the dtype to compute in. Default: `"float32"`.
-
-    Raises:
-        ValueError: If PyTorch cannot use the device here, or the device cannot compute in this dtype.
-    """
+    """Return the device to compute on, after a test that it works, so that a wrong device is refused before a model loads."""
     import torch
 
     device = name or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -66,11 +66,7 @@ def midus_ask(
 
 
 def _check_model(model: str, question: str) -> None:
-    """Check that the first word names a model.
-
-    Raises:
-        ValueError: As `check_model_name`. If the second word names a model instead, the message says that the model stands first.
-    """
+    """Check that the first word names a model."""
     try:
         check_model_name("model", model)
     except ValueError:

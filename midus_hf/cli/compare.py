@@ -93,12 +93,7 @@ def _report(comparison: "Comparison", variants: "Sequence[Variant]", failures: d
 
 
 def devices_of(devices: str | None, jobs: int) -> list[str]:
-    """Return the GPU numbers that `--devices` lists, such as `"0,1"`; an empty list without the option.
-
-    Raises:
-        ValueError: If `devices` holds anything but numbers, `jobs` is less than 1, or `jobs` is above 1 and not the number
-            of devices.
-    """
+    """Return the GPU numbers that `--devices` lists, such as `"0,1"`; an empty list without the option."""
     if jobs < 1:
         raise ValueError(f"jobs is {jobs}; expected at least 1.")
     if devices is None:

@@ -40,19 +40,7 @@ def midus_flops(
 
 
 def count_parameters(config: dict[str, Any]) -> dict[str, int]:
-    """Count the parameters of a model by the part of the model. A tied matrix counts once.
-
-    Args:
-        config: The raw `config.json`.
-
-    Returns:
-        `total`; `backbone`, parameters outside memories; `memory_values`, what memories retrieve; `memory_rest`; `activated`, what a
-        token uses: all parameters but the values that it does not read; `total_without_embeddings` and
-        `activated_without_embeddings`, the same without the embedding of tokens and the language head.
-
-    Raises:
-        ValueError: If the family is unknown, or the `memory` list is refused.
-    """
+    """Count the parameters of a model by the part of the model. A tied matrix counts once."""
     from midus_hf.memories.flops import values_read
     from upscalers.architecture.families import family_of
 

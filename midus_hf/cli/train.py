@@ -69,15 +69,7 @@ def midus_train(
 
 
 def train_in_group(command: str, words: Sequence[str]) -> None:
-    """Read the arguments of a run, `"train"` or `"sft"`, train, and print one line about the result.
-
-    At the end the process leaves the launcher's process group: at exit, a thread of the group that is still alive may
-    abort the process (gloo). A process that a second signal ends at once does not leave, since the others may be waiting
-    for it.
-
-    Raises:
-        Ending: If the request is wrong, or the run failed or was interrupted.
-    """
+    """Read the arguments of a run, `"train"` or `"sft"`, train, and print one line about the result."""
     if {"-h", "--help"} & {*words}:
         flag_parser(command).print_help()
         return
@@ -181,11 +173,7 @@ def _imported(name: tuple[str, str]) -> Any:
 
 
 def read_arguments(command: str, words: Sequence[str]) -> Any:
-    """Return the arguments of a run, `"train"` or `"sft"`: a recipe with flags over it, or texts with keys for a short run.
-
-    Raises:
-        ValueError: If the words of the command line are no request.
-    """
+    """Return the arguments of a run, `"train"` or `"sft"`: a recipe with flags over it, or texts with keys for a short run."""
     quiet = not is_main_process()
     arguments_class = _imported(_ARGUMENTS[command])
     keys, is_recipe = _keys(command, words, typing.get_type_hints(arguments_class), flag_parser)

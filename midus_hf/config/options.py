@@ -35,22 +35,7 @@ def read_options(
     prefix: str = "",
     how_to_set: str = "set it",
 ) -> Options:
-    """Return an options dataclass with the values of a mapping.
-
-    A field may itself be a dataclass; its value is then a mapping, or a scalar for its first field. A dataclass may
-    have a class attribute `presets`: the values of several options under one name. The key `preset` chooses a preset;
-    options in `values` override the options of the preset.
-
-    Args:
-        options_class: The dataclass. Its `__post_init__` may raise ValueError for values out of range.
-        values: Values by key, as a YAML or JSON parser returns them.
-        subject: Owner of the options, for messages.
-        prefix: Text in front of each key in messages. Default: empty.
-        how_to_set: Advice on a required option that is missing, for messages; `{key}` is filled in. Default: `"set it"`.
-
-    Raises:
-        ValueError: If a key is unknown or missing, or a value has the wrong type.
-    """
+    """Return an options dataclass with the values of a mapping."""
     fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, options_class))}
     presets: dict[str, dict[str, Any]] = getattr(options_class, "presets", {})
     name = values.get("preset") if presets else None
@@ -151,13 +136,7 @@ def describe_options(options_class: type) -> list[dict[str, Any]]:
 
 
 def option(default: Any, help: str, type: str = "") -> Any:
-    """Return a dataclass field with a default and a help text.
-
-    Args:
-        default: Default of the field. A list or mapping is copied for every instance.
-        help: Meaning of the option.
-        type: Accepted values in words. Default: empty, the words that follow from the annotation.
-    """
+    """Return a dataclass field with a default and a help text."""
     metadata = {"help": help, "type": type}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)

@@ -23,10 +23,7 @@ def first_few(names: Sequence[str], most: int = 4) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error message, or the error's type if there is no message.
-
-    If the line ends at a colon, what it announces follows: the lines up to the next blank one, as one line of at most 400 characters.
-    """
+    """Return the first line of another library's error message, or the error's type if there is no message."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     if not lines[0].endswith(":"):
         return lines[0]

@@ -113,12 +113,7 @@ class BuiltTree:
 
 
 class LevelFiles:
-    """Files of the levels of a tree that is being built, which a later run with the same fingerprint reuses.
-
-    Args:
-        folder: Folder of the files, which is created with the first.
-        fingerprint: Fingerprint of everything that the levels depend on: embeddings and options.
-    """
+    """Files of the levels of a tree that is being built, which a later run with the same fingerprint reuses."""
 
     def __init__(self, folder: Path, fingerprint: str):
         self._folder, self._fingerprint = folder, fingerprint
@@ -203,15 +198,7 @@ def topic_tree(
     origin: TreeOrigin,
     held_out: np.ndarray | None = None,
 ) -> BuiltTree:
-    """Return the tree whose nodes are given: a node's centroid is the mean of its rows.
-
-    Args:
-        embeddings: Rows `[N, c]`, as in `build_tree`.
-        paths: The node of each row at each level, `[N, p]`, int64.
-        branching: Number of children per node.
-        origin: Origin to record in the tree.
-        held_out: Rows that no centroid is computed from, as in `build_tree`. Default: None.
-    """
+    """Return the tree whose nodes are given: a node's centroid is the mean of its rows."""
     centroids, sizes = [], []
     for level, nodes in enumerate(paths.T, start=1):
         means = torch.full((branching**level, embeddings.shape[1]), torch.nan)
@@ -236,15 +223,7 @@ def _split(
     held_out: np.ndarray | None,
     progress: Callable[[int], object] | None,
 ) -> tuple[torch.Tensor, np.ndarray]:
-    """Cluster the members of each node, and return the children's centroids and the child of each row.
-
-    Args:
-        nodes: The node of each row in the level above, `[N]`, int64.
-        level: Level of the children, from 1.
-
-    Returns:
-        `[branching ** level, c]`, float32, NaN for absent children; and `[N]`, int64.
-    """
+    """Cluster the members of each node, and return the children's centroids and the child of each row."""
     child_centroids = torch.full((options.branching**level, embeddings.shape[1]), torch.nan)
     children = np.empty_like(nodes)
     for parent, members in _members_of(nodes):
@@ -268,16 +247,7 @@ def _split(
 
 
 def kmeans(sample: Sampler, num_clusters: int, steps: int, samples: int, rng: np.random.Generator) -> torch.Tensor:
-    """Compute centroids, `[num_clusters, c]`, float32, by expectation maximisation.
-
-    Each step assigns a fresh sample to its nearest centroids, balances the clusters, and moves each centroid to the mean of
-    its rows. A centroid without rows stays where it is.
-
-    Args:
-        num_clusters: Number of clusters, from 1 to the number of rows.
-        steps: Steps after the initialisation.
-        samples: Number of rows drawn for the initialisation and for each step.
-    """
+    """Compute centroids, `[num_clusters, c]`, float32, by expectation maximisation."""
     from sklearn.cluster import kmeans_plusplus
 
     first = sample(samples, rng).double()
@@ -299,11 +269,7 @@ def nearest(rows: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
 
 
 def balanced(assigned: np.ndarray, num_clusters: int, rng: np.random.Generator) -> np.ndarray:
-    """Return assignments `[n]` in which no cluster exceeds its share of `BALANCE / num_clusters`.
-
-    While the largest cluster exceeds its share, randomly drawn assignments move from it to the smallest cluster, as many as
-    make the two equally large. A cluster exceeds its share by at most one assignment, which cannot be split.
-    """
+    """Return assignments `[n]` in which no cluster exceeds its share of `BALANCE / num_clusters`."""
     assigned = assigned.copy()
     sizes = np.bincount(assigned, minlength=num_clusters)
     limit = BALANCE / num_clusters * len(assigned)
@@ -337,15 +303,7 @@ def calibrate(
     embed: Callable[[Sequence[str]], torch.Tensor],
     seed: int,
 ) -> None:
-    """Lower a tree's least similarity so that 95 of 100 texts that the tree was not built from reach it, of every length.
-
-    Of each text, some consecutive words are embedded: 6, 15, 60 and 240.
-
-    Args:
-        texts: Texts of topics of the tree. None: the tree stays as it is.
-        embed: Embeds texts, as `TextEmbedder.embed`.
-        seed: Seed of where words are taken.
-    """
+    """Lower a tree's least similarity so that 95 of 100 texts that the tree was not built from reach it, of every length."""
     cuts = [stretches for length in _LENGTHS if (stretches := _stretches(texts, length, seed))]
     if not cuts:
         return
@@ -373,24 +331,7 @@ def grow_tree(
     progress: Callable[[int], object] | None = None,
     held_out: np.ndarray | None = None,
 ) -> BuiltTree:
-    """Return a tree that has new nodes, beside the old ones, for the rows that are near no topic of a tree.
-
-    These rows are clustered as `build_tree` does it, into new nodes of the first level and nodes below. Old nodes keep their
-    numbers and centroids. The new nodes are numbered behind them in each level.
-
-    Args:
-        tree: The tree, which stays as it is.
-        embeddings: Rows `[N, c]`, as in `build_tree`.
-        options: Options of the new part. Branching and levels are the tree's.
-        progress: Called with the number of these rows that were just assigned at a level. Default: None.
-        held_out: Rows that no centroid is computed from, as in `build_tree`. Default: None.
-
-    Returns:
-        The grown tree, with the leaf of each row. Its `sizes` count the rows too.
-
-    Raises:
-        ValueError: If options do not fit the tree, or no row is to be clustered.
-    """
+    """Return a tree that has new nodes, beside the old ones, for the rows that are near no topic of a tree."""
     if (options.branching, options.levels) != (tree.branching, tree.levels):
         raise ValueError(
             f"options are of {options.levels} levels of {options.branching}; expected {tree.levels} of {tree.branching}, those of "
@@ -452,11 +393,7 @@ def _least_similarity(tree: ClusterTree, embeddings: np.ndarray, seed: int) -> f
 
 
 def unit_rows(embeddings: np.ndarray, rows: np.ndarray | slice) -> torch.Tensor:
-    """Read some of the rows `[N, c]`, float16 or float32, and divide each by its length: `[n, c]`, float32.
-
-    Raises:
-        ValueError: If a row has length 0 or is not finite.
-    """
+    """Read some of the rows `[N, c]`, float16 or float32, and divide each by its length: `[n, c]`, float32."""
     read = torch.from_numpy(np.array(embeddings[rows], np.float32))
     lengths = read.norm(dim=-1, keepdim=True)
     if not (lengths.isfinite() & (lengths > 0)).all():

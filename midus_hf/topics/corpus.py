@@ -243,12 +243,7 @@ def _kind_of(path: Path) -> str | None:
 def _read_source(
     key: str, source: str, split: str | None, name: str | None, text_column: str | None, *, is_alone: bool
 ) -> "Dataset":
-    """Return the rows of one file, folder or dataset of the Hub; arguments are as in `read_rows`.
-
-    Args:
-        is_alone: Whether there is no other source. Texts of a folder then get the column `FILE_COLUMN`, which rows of other
-            sources may have with values of another type.
-    """
+    """Return the rows of one file, folder or dataset of the Hub; arguments are as in `read_rows`."""
     import datasets
 
     path = Path(source).expanduser()
@@ -294,15 +289,7 @@ def _read_source(
 
 
 def _check_hub(option: str, name: str) -> None:
-    """Check at once that the Hub or the cache here has a dataset: `datasets` asks for half a minute where nobody answers.
-
-    Args:
-        option: What names the dataset, to begin messages with.
-        name: Id of the dataset.
-
-    Raises:
-        ValueError: If the Hub lacks the dataset or does not admit the user, or cannot be reached and nothing is cached.
-    """
+    """Check at once that the Hub or the cache here has a dataset: `datasets` asks for half a minute where nobody answers."""
     import datasets
     import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
@@ -387,14 +374,7 @@ def _read_hub(source: str, name: str | None, split: str | None) -> Any:
 
 
 def refuse_pointers(key: str, files: Sequence[Path]) -> None:
-    """Refuse files that only stand for others.
-
-    Args:
-        key: Key of the arguments that names the files, for messages.
-
-    Raises:
-        ValueError: If a file is a pointer of Git LFS.
-    """
+    """Refuse files that only stand for others."""
     pointers = [file for file in files if is_lfs_pointer(file)]
     if pointers:
         others = f", as {len(pointers) - 1:,} others are" if pointers[1:] else ""
@@ -404,10 +384,7 @@ def refuse_pointers(key: str, files: Sequence[Path]) -> None:
 
 
 def _read_files(key: str, path: Path, split: str | None, text_column: str | None, *, names_files: bool) -> Any:
-    """Return the rows of a file, or of the files of one kind in a folder, and say which are not read.
-
-    The kind is the most frequent kind of rows, or else text: the card and notes of a dataset are not its text.
-    """
+    """Return the rows of a file, or of the files of one kind in a folder, and say which are not read."""
     import fsspec
 
     from midus_hf.topics.readers import READERS, VERSION, data_files_of, separator_of

@@ -20,23 +20,14 @@ NAMES_FILE = "topics.json"
 
 @dataclass(frozen=True)
 class TopicNames:
-    """The names of a tree's nodes.
-
-    Args:
-        columns: Columns that hold the names, from the first level down.
-        names: The names of the first level, each with those of its children; the children of a node are numbered in this order.
-    """
+    """The names of a tree's nodes."""
 
     columns: tuple[str, ...]
     names: dict[str, Any]
 
     @classmethod
     def of(cls, rows: "Dataset", columns: Sequence[str]) -> "TopicNames":
-        """Return the names in columns of a corpus, in their first order.
-
-        Raises:
-            ValueError: If the corpus lacks a column, or a row a name.
-        """
+        """Return the names in columns of a corpus, in their first order."""
         absent = [column for column in columns if column not in rows.column_names]
         if absent:
             raise ValueError(
@@ -60,11 +51,7 @@ class TopicNames:
         return max(2, most(self.names))
 
     def paths(self, rows: "Dataset") -> np.ndarray:
-        """Return the node at each level of each text by its names, `[texts, levels]`, int64.
-
-        Raises:
-            ValueError: If a row has no name, or one that the tree does not know.
-        """
+        """Return the node at each level of each text by its names, `[texts, levels]`, int64."""
         branching = self.branching
         nodes: dict[tuple[str, ...], int] = {(): 0}
         pending: list[tuple[tuple[str, ...], dict[str, Any]]] = [((), self.names)]

@@ -44,10 +44,7 @@ _CHARACTERS_OF_HEAD = 64 << 10
 
 @dataclass
 class JsonText(datasets.Json):
-    """Feature for values of any type, stored as JSON.
-
-    `datasets.Json` stores the text "4" as the number, rounds fractions, and cannot read whole numbers of more than 64 bits.
-    """
+    """Feature for values of any type, stored as JSON."""
 
     _type: str = field(default="JsonText", init=False, repr=False)
 
@@ -73,11 +70,7 @@ class _OtherColumnsError(Exception):
 
 
 class JsonReader(Json):
-    """Reader of JSON lines, and of lists of objects or texts.
-
-    A column with nothing but text is text, every other column is `JsonText`. When a row shows that a column is another one,
-    reading begins anew.
-    """
+    """Reader of JSON lines, and of lists of objects or texts."""
 
     def _download_and_prepare(self, *args: Any, **kwargs: Any) -> None:
         self._is_text: dict[str, bool] = {}
@@ -195,13 +188,7 @@ READERS: dict[str, Any] = {"text": Text, "json": JsonReader, "csv": TableReader,
 
 
 def with_own_reader(declared: Any, data_files: Any, text: Mapping[str, Any] | None = None) -> Any:
-    """Return a builder of `datasets` with the reader of its kind; the builder itself if it is of another kind.
-
-    Args:
-        declared: Builder that a card or the Hub declares.
-        data_files: What `data_files_of` makes of its files, or their addresses.
-        text: Options of a reader of text files. Default: None, text and Parquet are left to the builder.
-    """
+    """Return a builder of `datasets` with the reader of its kind; the builder itself if it is of another kind."""
     kinds = {Json: "json", Csv: "csv", **({} if text is None else {Text: "text", Parquet: "parquet"})}
     kind = next((kind for base, kind in kinds.items() if isinstance(declared, base)), None)
     if kind is None:
@@ -222,11 +209,7 @@ def with_own_reader(declared: Any, data_files: Any, text: Mapping[str, Any] | No
 
 
 def data_files_of(splits: Mapping[Any, Sequence[Path]]) -> DataFilesDict:
-    """Return the files of each split as `datasets` takes them.
-
-    Its cache knows files by their content, or, if they are large, by their state on the disk: `datasets` alone asks for the time
-    of the last change, which programs copy.
-    """
+    """Return the files of each split as `datasets` takes them."""
 
     def known_by(file: Path) -> str:
         state = file.stat()
@@ -244,15 +227,7 @@ def data_files_of(splits: Mapping[Any, Sequence[Path]]) -> DataFilesDict:
 
 
 def separator_of(tables: Mapping[Path, str | None], usual: str) -> str:
-    """Return what separates the fields of the first lines of tables.
-
-    Args:
-        tables: Compression of each table, by the name of `fsspec`; None if it is not compressed.
-        usual: The separator that files with such names have. It is taken where it separates anything, or nothing does.
-
-    Raises:
-        ValueError: If tables have different separators.
-    """
+    """Return what separates the fields of the first lines of tables."""
     found = {_separator(table, compression, usual): table.name for table, compression in tables.items()}
     if len(found) > 1:
         (one, its_table), (other, other_table), *_ = found.items()

@@ -220,14 +220,7 @@ def _takeable(centroids: Sequence[torch.Tensor], branching: int) -> list[torch.T
 
 
 def squared_distances(embeddings: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Return squared L2 distances `[N, k]`, |x|^2 - 2 <x, m> + |m|^2, float32; NaN where the centroid is NaN.
-
-    The distances are computed in float64 and then rounded, so they do not depend on how many are computed at a time.
-
-    Args:
-        embeddings: x, `[N, c]`.
-        centroids: m, `[k, c]` for all embeddings, or `[N, k, c]`, with separate centroids for each embedding.
-    """
+    """Return squared L2 distances `[N, k]`, |x|^2 - 2 <x, m> + |m|^2, float32; NaN where the centroid is NaN."""
     rows, wide = embeddings.double(), centroids.double()
     products = rows @ wide.T if wide.dim() == 2 else (wide @ rows.unsqueeze(-1)).squeeze(-1)
     lengths = rows.square().sum(-1, keepdim=True)
@@ -235,15 +228,7 @@ def squared_distances(embeddings: torch.Tensor, centroids: torch.Tensor) -> torc
 
 
 def check_tree(tree: ClusterTree, model: Any) -> None:
-    """Check that a tree is the tree by which the texts of a model fetch blocks, or was grown from it.
-
-    Paths may name nodes that the tree has grown since; their blocks start as unwritten blocks do.
-
-    Paths in another tree would lead to the blocks of other topics, which no other check would notice.
-
-    Raises:
-        ValueError: If the number of levels or of children differs, or the bank was trained with another tree.
-    """
+    """Check that a tree is the tree by which the texts of a model fetch blocks, or was grown from it."""
     for name, layout in model.banks.layouts.items():
         if (layout.blocks.branching, layout.num_levels) != (tree.branching, tree.levels):
             raise ValueError(

@@ -89,11 +89,7 @@ def write_tree(folder: str | Path, centroids: Sequence[torch.Tensor], record: Ma
 
 
 def read_tree(folder: str | Path) -> dict[str, Any]:
-    """Return the arguments of a `ClusterTree` from both files, in their folder or in that of a model whose bank has them.
-
-    Raises:
-        ValueError: If a file is missing, of another version, truncated or altered. The message names the file.
-    """
+    """Return the arguments of a `ClusterTree` from both files, in their folder or in that of a model whose bank has them."""
     path = folder_of_tree(Path(folder).expanduser()) / RECORD_FILE
     record = _read_record(path)
     if record.get("format_version") != FORMAT_VERSION:
@@ -128,10 +124,7 @@ def read_tree(folder: str | Path) -> dict[str, Any]:
 
 
 def folder_of_tree(folder: Path) -> Path:
-    """Return the folder with a tree's files: the folder itself, or a model's first bank that has them.
-
-    All banks of a model have the same tree.
-    """
+    """Return the folder with a tree's files: the folder itself, or a model's first bank that has them."""
     if (folder / RECORD_FILE).exists():
         return folder
     return next((path.parent for path in sorted(folder.glob(f"{BANKS_FOLDER}/*/{RECORD_FILE}"))), folder)

@@ -33,13 +33,7 @@ _RECORD, _EMBEDDINGS, _DOCUMENTS = "windows.json", "embeddings.npy", "documents.
 
 @dataclass(frozen=True)
 class Window:
-    """A window of a document: consecutive tokens, as text.
-
-    Args:
-        document: Index of the document.
-        number: Index of the window in the document.
-        text: Text of the window.
-    """
+    """A window of a document: consecutive tokens, as text."""
 
     document: int
     number: int
@@ -47,10 +41,7 @@ class Window:
 
 
 def cut_windows(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, window_tokens: int) -> Iterator[Window]:
-    """Cut texts into consecutive windows of `window_tokens` tokens that do not overlap; the last one may be shorter.
-
-    The windows of a document add up to its text, except that blank windows are left out. Special tokens are not counted.
-    """
+    """Cut texts into consecutive windows of `window_tokens` tokens that do not overlap; the last one may be shorter."""
     remaining = enumerate(documents)
     while batch := list(itertools.islice(remaining, _DOCUMENTS_A_BATCH)):
         encoded = tokenizer(
@@ -70,11 +61,7 @@ def cut_windows(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, wi
 
 
 def load_fast_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder or the hub that can map its tokens to characters of the text.
-
-    Raises:
-        ValueError: If the tokenizer cannot be loaded, or cannot map its tokens.
-    """
+    """Load a tokenizer from a folder or the hub that can map its tokens to characters of the text."""
     try:
         tokenizer = load_tokenizer(name)
     except (OSError, ValueError, KeyError) as error:
@@ -91,15 +78,7 @@ def load_fast_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True)
 class StoredWindows:
-    """The windows of a corpus in a folder, memory-mapped.
-
-    Args:
-        embeddings: Embeddings `[N, c]`, float16 or float32, one row per window, in the order of the corpus.
-        documents: Index of the document of each window, `[N]`, int64.
-        corpus: File, folder or dataset id of the documents.
-        column: Column, or JSON key, that holds their text.
-        fingerprint: Fingerprint of the request and of the number of windows.
-    """
+    """The windows of a corpus in a folder, memory-mapped."""
 
     embeddings: np.ndarray
     documents: np.ndarray
@@ -118,25 +97,7 @@ def store_windows(
     window_tokens: int = 2048,
     dtype: str = "float32",
 ) -> StoredWindows:
-    """Embed the windows of a corpus into a folder, and return them. Windows that the folder has are not embedded again.
-
-    Windows are counted, and then embedded in stretches, each of which reaches the disk before the next begins. A run that goes on
-    after an interruption has the same stretches, and so ends in the same bytes.
-
-    Args:
-        folder: Folder of the windows.
-        rows: The corpus, as `midus_hf.topics.corpus.read_corpus` reads it.
-        corpus: File, folder or dataset id that the rows were read from.
-        column: Column of the rows that holds the text.
-        tokenizer: Tokenizer that cuts windows.
-        embedder: Model that embeds windows.
-        window_tokens: Tokens per window. Default: 2048.
-        dtype: Dtype of the stored embeddings, `"float16"` or `"float32"`. Default: `"float32"`.
-
-    Raises:
-        ValueError: If the folder holds windows of another request or another run is writing to it, or an option is out of
-            range.
-    """
+    """Embed the windows of a corpus into a folder, and return them. Windows that the folder has are not embedded again."""
     from tqdm import tqdm
 
     request = _request(rows, corpus, column, tokenizer, embedder, window_tokens, dtype)

@@ -95,11 +95,7 @@ def drift(request: DriftRequest) -> Answer:
 
 
 def _logits_of_base(request: DriftRequest) -> moved.LogitsOfBase:
-    """Return a function that computes the base's logits.
-
-    Raises:
-        ValueError: If the base cannot be loaded, is not in the model, or reads text as other tokens.
-    """
+    """Return a function that computes the base's logits."""
     model, tokenizer = request.loaded
     if request.base == "self":
         return moved.base_within(model)
@@ -194,11 +190,7 @@ def heads(request: HeadsRequest) -> Answer:
 
 
 def depth(request: TextRequest) -> Answer:
-    """Answer which share of attention goes to the depth, and which earlier layers are read.
-
-    With `--layer` and `--head` the picture is a map of that head: the share that each token of the longest row gives to each key and
-    slot.
-    """
+    """Answer which share of attention goes to the depth, and which earlier layers are read."""
     model, _ = request.loaded
     head_map = None
     if isinstance(request, DepthRequest) and request.layer is not None and request.head is not None:

@@ -32,11 +32,7 @@ class ModelRequest:
 
 
 def named_paths(texts: list[str]) -> dict[str, str]:
-    """Return the paths of texts by name, from `PATH` and `NAME=PATH`.
-
-    Raises:
-        ValueError: If a name or a path is empty, or a name is given twice.
-    """
+    """Return the paths of texts by name, from `PATH` and `NAME=PATH`."""
     paths: dict[str, str] = {}
     for text in texts:
         name, equals, path = text.partition("=")
@@ -87,11 +83,7 @@ class TextRequest(DocumentsRequest):
     retriever: str | None = None
 
     def check(self) -> None:
-        """Read the texts, before anything large is imported.
-
-        Raises:
-            ValueError: If a text cannot be read, or two texts have one name.
-        """
+        """Read the texts, before anything large is imported."""
         assert self.documents is not None
 
     @cached_property
