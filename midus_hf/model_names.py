@@ -17,20 +17,7 @@ _EXPECTED_SOURCES = {
     "tree": "a tree of topics",
 }
 # A name with one of these endings is a file, though it could be a Hub id by its characters.
-_FILE_SUFFIXES = {
-    ".bz2",
-    ".csv",
-    ".gz",
-    ".json",
-    ".jsonl",
-    ".md",
-    ".ndjson",
-    ".parquet",
-    ".tsv",
-    ".txt",
-    ".xz",
-    ".zst",
-}
+_FILE_SUFFIXES = {*".bz2 .csv .gz .json .jsonl .md .ndjson .parquet .tsv .txt .xz .zst".split()}
 # Files of rows whose columns are told before a library is imported, and their largest size.
 _ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 _MOST_BYTES = 1 << 20
@@ -51,7 +38,7 @@ def check_model_name(key: str, name: str) -> None:
     elif not _HUB_ID.fullmatch(name):
         raise ValueError(f"{key} is {name!r}, which does not exist; expected the folder of a model, or its Hub id.")
     else:
-        _check_hub_id(key, name)
+        check_hub_id(key, name)
 
 
 def saved_config(name: str) -> dict[str, Any]:
@@ -128,7 +115,8 @@ def gguf_refusal(file: Path) -> str:
     )
 
 
-def _check_hub_id(key: str, name: str) -> None:
+def check_hub_id(key: str, name: str, kind: str = "model") -> None:
+    """Check that the Hub or its cache here has a model or a dataset, by one request where their libraries would ask for long."""
     from huggingface_hub import snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -138,20 +126,22 @@ def _check_hub_id(key: str, name: str) -> None:
         RepositoryNotFoundError,
     )
 
-    expected = "expected the folder of a model, or its Hub id"
+    file, noun, expected = {
+        "model": ("config.json", "folder", "the folder of a model, or its Hub id"),
+        "dataset": ("README.md", "file or folder", "a file, a folder or a dataset id"),
+    }[kind]
+    absent = f"{key} is {name!r}, which is no {noun} here"
     try:
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
-            return
-        # One request, where transformers would ask again and again for each file while nobody answers.
-        snapshot_download(name, allow_patterns=["config.json"])
+        if not isinstance(try_to_load_from_cache(name, file, repo_type=kind), str):
+            snapshot_download(name, allow_patterns=[file], repo_type=kind)
     except GatedRepoError:
         reason = "is gated: accept its terms on the Hub, and log in with 'hf auth login'"
         raise ValueError(f"{key} is {name!r}, which {reason}.") from None
     except (RepositoryNotFoundError, HFValidationError):
-        raise ValueError(f"{key} is {name!r}, which is no folder here and not on the Hub; {expected}.") from None
+        raise ValueError(f"{absent} and not on the Hub; expected {expected}.") from None
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:
-        reason = answer_of_hub(error) or f"the Hub cannot be reached (or HF_HUB_OFFLINE is set); {expected}"
-        raise ValueError(f"{key} is {name!r}, which is no folder here, and {reason}.") from None
+        reason = answer_of_hub(error) or f"the Hub cannot be reached (or HF_HUB_OFFLINE is set); expected {expected}"
+        raise ValueError(f"{absent}, and {reason}.") from None
 
 
 def answer_of_hub(error: Exception) -> str | None:

@@ -9,9 +9,8 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,12 +19,12 @@ from midus_hf.config.wording import first_few, first_line, no_column
 from midus_hf.files.checkpoint_files import is_lfs_pointer
 from midus_hf.files.table_text import SEPARATORS
 from midus_hf.library_bars import data_bars_on_terminals
+from midus_hf.model_names import check_hub_id
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# Kinds of files by the ending of their names, in small letters; the name of a kind is that of its reader, which is `csv` for
-# `tsv`.
+# Kinds of files by the ending of their names; the name of a kind is that of its reader, which is `csv` for `tsv`.
 KINDS = {
     **dict.fromkeys((".txt", ".md"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
@@ -39,10 +38,7 @@ _OPTIONS_OF_TEXT = {"sample_by": "document", "encoding": "utf-8-sig"}
 # Separators of fields by the kind of table.
 _SEPARATORS = {"csv": ",", "tsv": "\t"}
 
-# Column with the file of a text, for files of text in a folder.
-FILE_COLUMN = "file"
-
-_SECONDS_TO_ANSWER = 5
+_FILE_COLUMN = "file"  # of texts in a folder
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -58,16 +54,15 @@ def read_corpus(
 
     A text file is one text; of a folder alone, without a split, its name below the folder is under `file`. JSON (a list, or an
     object per line), CSV and Parquet have a text per row. Values of JSON are what they are, columns of CSV are text. Text, JSON
-    and CSV may be compressed. Of a folder, files of one kind are
-    read, rows before text, by the splits that `datasets` finds in their names or its card. Blank texts are left out, which a line
-    on standard error says, as it does of files that are not read.
+    and CSV may be compressed. Of a folder, files of one kind are read, rows before text, by the splits that `datasets` finds in
+    their names or its card. Lines on standard error say which files are not read, and that blank texts are left out.
 
     Args:
         corpus: A file, a folder, or the id of a dataset on the Hub, or several of these.
-        key: Key of the arguments that names the corpus, for messages. Default: `"corpus"`.
+        key: Key of the arguments that names the corpus, for messages.
         split: Split of the corpus, perhaps with a slice as in `"train[:10%]"`. Default: the only one, or `train`.
         name: Configuration of a dataset on the Hub or of a downloaded one. Default: the dataset's own.
-        text_column: Column that holds the text. Default: `"text"`.
+        text_column: Column that holds the text.
 
     Raises:
         ValueError: If the corpus does not exist, cannot be read, has no text, or lacks the column or the split; or if `datasets`
@@ -96,10 +91,7 @@ def read_corpus(
                 input_columns=[text_column],
             )
     except UnicodeDecodeError as error:
-        number = _first_undecodable(rows, text_column)
-        raise ValueError(
-            f"row {number} of {label} is not text in UTF-8: {error.reason}. Take it out, or convert it."
-        ) from error
+        raise ValueError(f"a row of {label} is not text in UTF-8: {error}. Take it out, or convert it.") from error
     if not len(rows):
         raise ValueError(f"{label} is empty: it has no text with a visible character. Add text to it.")
     if len(rows) < whole:
@@ -143,24 +135,15 @@ def read_rows(
         ) from error
 
 
-@dataclass(frozen=True)
-class DocumentPaths:
-    """Paths of texts with the fingerprint of their tree.
-
-    Args:
-        paths: The node at each level, `[texts, p]`, int64. A row of -1 is the path of the generic memory.
-        tree: Fingerprint of the tree; None if the texts do not name one.
-    """
+class DocumentPaths(NamedTuple):
+    """Paths of texts, `[texts, p]`, int64, with -1 for the generic memory; and the fingerprint of their tree, if it is named."""
 
     paths: np.ndarray
     tree: str | None
 
 
 def read_paths(rows: "Dataset", path_column: str, label: str = "the corpus") -> DocumentPaths:
-    """Read the paths of texts from a column of their rows.
-
-    Args:
-        label: What messages call the rows. Default: `"the corpus"`.
+    """Read the paths of texts from a column of their rows, which messages call `label`.
 
     Raises:
         ValueError: If the column is missing, a row has no path, or one of another length than the first row's, or texts name
@@ -190,9 +173,8 @@ def read_paths(rows: "Dataset", path_column: str, label: str = "the corpus") -> 
 
 
 def _is_path(path: Any) -> bool:
-    if not isinstance(path, list) or not path or any(type(node) is not int for node in path):
-        return False
-    return all(node >= 0 for node in path) or all(node == -1 for node in path)
+    is_list = isinstance(path, list) and path != [] and all(type(node) is int for node in path)
+    return is_list and (min(path) >= 0 or {*path} == {-1})
 
 
 def say(line: str) -> None:
@@ -211,33 +193,19 @@ def _label(key: str, sources: str | Sequence[str]) -> str:
     return f"{key} {sources!r}" if isinstance(sources, str) else f"{key} {', '.join(map(repr, sources))}"
 
 
-def _first_undecodable(rows: "Dataset", column: str) -> int:
-    """Return the number, from 1, of the first row whose text is not UTF-8."""
-    readable = 0
-    with contextlib.suppress(UnicodeDecodeError):
-        for _ in rows[column]:
-            readable += 1
-    return readable + 1
+def _cause(error: BaseException) -> BaseException:
+    return error if error.__cause__ is None else _cause(error.__cause__)
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of what caused an error, without a full stop."""
     return first_line(_cause(error)).removesuffix(".")
-
-
-def _cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 def _kind_of(path: Path) -> str | None:
     """Return the kind of a file by its name; None if no kind has this name."""
-    endings = [suffix.lower() for suffix in path.suffixes]
-    if endings and endings[-1] in _COMPRESSIONS:
-        kind = KINDS.get(endings[-2]) if len(endings) > 1 else None
-        return None if kind == "parquet" else kind
-    return KINDS.get(endings[-1]) if endings else None
+    *_, before, last = ["", "", *(suffix.lower() for suffix in path.suffixes)]
+    kind = KINDS.get(before if last in _COMPRESSIONS else last)
+    return None if kind == "parquet" and last in _COMPRESSIONS else kind
 
 
 def _read_source(
@@ -262,7 +230,8 @@ def _read_source(
             f"{key} is {source!r}, which has no configurations, and {name!r} is named as one; leave the name out."
         )
     if not path.exists():
-        _check_hub(f"{key} is {source!r}, which is no file or folder", source)
+        if not Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")).exists():
+            check_hub_id(key, source, "dataset")  # `datasets` asks for half a minute where nobody answers
         with _reading(f"{key} is {source!r}"):
             rows: Any = _read_hub(source, name, split)
     elif is_saved:
@@ -286,35 +255,6 @@ def _read_source(
             say(f"{key} {source!r}: split {chosen!r} is read, of {', '.join(rows)}")
         rows = rows[chosen]
     return rows
-
-
-def _check_hub(option: str, name: str) -> None:
-    """Check at once that the Hub or the cache here has a dataset: `datasets` asks for half a minute where nobody answers."""
-    import datasets
-    import huggingface_hub
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
-
-    cached = (
-        Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___")),
-        Path(huggingface_hub.constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}"),
-    )
-    if any(path.exists() for path in cached):
-        return
-    try:
-        huggingface_hub.HfApi().dataset_info(name, timeout=_SECONDS_TO_ANSWER)
-    except GatedRepoError as error:
-        raise ValueError(
-            f"{option}: the dataset {name!r} is gated; accept its terms on the Hub, and log in."
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ValueError(f"{option}, and the Hub has no dataset {name!r}; correct the name.") from error
-    except HfHubHTTPError:
-        return  # the Hub answers, and `datasets` will say what is wrong
-    except Exception as error:  # of whichever HTTP library the Hub's client uses
-        raise ValueError(
-            f"{option}; {name!r} is not in the cache of datasets, and the Hub cannot be reached; correct the name, or connect "
-            "to a network."
-        ) from error
 
 
 @contextlib.contextmanager
@@ -385,8 +325,6 @@ def refuse_pointers(key: str, files: Sequence[Path]) -> None:
 
 def _read_files(key: str, path: Path, split: str | None, text_column: str | None, *, names_files: bool) -> Any:
     """Return the rows of a file, or of the files of one kind in a folder, and say which are not read."""
-    import fsspec
-
     from midus_hf.topics.readers import READERS, VERSION, data_files_of, separator_of
 
     files = _files_of(key, path)
@@ -401,11 +339,6 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
     if not read:
         expected = "text with a visible character" if text_column else "row"
         raise ValueError(f"{key} is {str(path)!r}, which is empty: it has no {expected}. Add text to it.")
-    packed = [file for file in read if file.suffix.lower() == ".zst"]
-    if packed and "zstd" not in fsspec.available_compressions():
-        raise ValueError(
-            f"{key} has the file {str(packed[0])!r}, which needs the package zstandard; run: pip install zstandard"
-        )
     splits = {"train": read} if kind == "text" or path.is_file() else _by_split(key, path, read)
     read = [file for of_split in splits.values() for file in of_split]
     refuse_pointers(key, read)
@@ -442,14 +375,10 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
         rows = builder.as_dataset(split=split)
     if kind != "text":
         return rows
-    texts = builder.as_dataset(split="train")
-    for file, text in zip(read, texts["text"], strict=False):
-        if "\0" in text:  # zero bytes are valid UTF-8, but no text
-            raise ValueError(
-                f"{key} has the file {str(file)!r}, which is not text: it has zero bytes. Take it out, or convert it."
-            )
-    if names_files and split is None and path.is_dir() and text_column != FILE_COLUMN and len(texts) == len(read):
-        rows = texts.add_column(FILE_COLUMN, [file.relative_to(path).as_posix() for file in read])
+    if names_files and split is None and path.is_dir() and text_column != _FILE_COLUMN:
+        rows = builder.as_dataset(split="train").add_column(
+            _FILE_COLUMN, [file.relative_to(path).as_posix() for file in read]
+        )
     return rows if text_column in (None, "text") else rows.rename_column("text", text_column)
 
 

@@ -14,6 +14,7 @@ from transformers.utils.hub import cached_file
 from midus_hf.config.wording import first_line
 from midus_hf.files.checkpoint_files import CONFIG, WEIGHTS, refuse_lfs_pointers
 from midus_hf.files.json_text import parse_json
+from midus_hf.model_names import usable_device
 from midus_hf.saved_models import load_tokenizer
 
 _MODULES = ("Transformer", "Pooling", "Normalize")
@@ -29,8 +30,8 @@ class TextEmbedder:
 
     Args:
         model: Folder or hub id of an encoder in the style of sentence-transformers, such as all-MiniLM-L6-v2.
-        device: Device of the model. Default: `"cpu"`.
-        batch_size: Texts per forward pass. Default: 64.
+        device: Device of the model.
+        batch_size: Texts per forward pass.
         max_tokens: Tokens of a text that are read; the rest is cut off. Default: the limit in the model's
             `sentence_bert_config.json`, or else its number of positions.
 
@@ -66,14 +67,8 @@ class TextEmbedder:
                 f"embedding model is {self.name!r}, whose tokenizer has no padding token; expected the tokenizer of an encoder. Set "
                 "pad_token in its tokenizer_config.json."
             )
-        try:
-            self.device = torch.device(device)
-            self.model.eval().to(self.device)
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(
-                f"device is {device!r}, where the embedding model cannot be put: {first_line(error)} "
-                "Expected a device such as cpu or cuda:0."
-            ) from error
+        self.device = torch.device(usable_device(device))
+        self.model.eval().to(self.device)
         self.width: int = self.model.config.hidden_size
         self.max_tokens = self._check_max_tokens(max_tokens)
 
@@ -89,16 +84,10 @@ class TextEmbedder:
 
     @torch.no_grad()
     def embed(self, texts: Sequence[str], progress: Callable[[int], object] | None = None) -> torch.Tensor:
-        """Embed texts, with texts of similar lengths in the same batch.
+        """Embed N texts: `[N, c]`, float32, on the CPU, with rows of length 1.
 
-        A row depends on the other texts of its batch only by rounding, about 1e-7.
-
-        Args:
-            texts: N texts in any order.
-            progress: Called with the number of texts of each finished batch. Default: None.
-
-        Returns:
-            `[N, c]`, float32, on the CPU, in the order of the texts. Rows have length 1.
+        Texts of similar lengths are in the same batch, on which a row depends only by rounding, about 1e-7. `progress` is called
+        with the number of texts of each finished batch.
         """
         rows = torch.empty(len(texts), self.width)
         if not len(texts):
@@ -133,24 +122,14 @@ class TextEmbedder:
 
 def _check_modules(name: str) -> None:
     """Raise an error if the model's files name other steps than mean pooling and normalisation."""
-    for module in _read_json(name, "modules.json") or []:
-        kind = str(module.get("type", "")).rpartition(".")[2]
-        if kind not in _MODULES:
-            raise ValueError(
-                f"embedding model is {name!r}, whose modules.json has a {kind}; expected {', '.join(_MODULES)} alone. "
-                "Choose a model without it."
-            )
+    kinds = {str(module.get("type", "")).rpartition(".")[2] for module in _read_json(name, "modules.json") or []}
     pooling = _read_json(name, "1_Pooling/config.json") or {}
-    modes = {
-        key.removeprefix("pooling_mode_")
-        for key, value in pooling.items()
-        if value is True and key.startswith("pooling_mode_")
-    }
+    modes = {key.removeprefix("pooling_mode_") for key, value in pooling.items() if value is True and "_mode_" in key}
     modes |= {mode for mode in [pooling.get("pooling_mode")] if isinstance(mode, str)}
-    if modes - {"mean_tokens", "mean"}:
+    if others := sorted(kinds - {*_MODULES}) + sorted(modes - {"mean_tokens", "mean"}):
         raise ValueError(
-            f"embedding model is {name!r}, which pools by {', '.join(sorted(modes))}; expected mean_tokens alone. Choose a "
-            "model that takes the mean of its tokens."
+            f"embedding model is {name!r}, whose files name {', '.join(others)}; expected {', '.join(_MODULES)} alone, with the "
+            "mean of tokens. Choose such a model."
         )
 
 
@@ -168,10 +147,4 @@ def _read_json(name: str, path: str) -> Any:
         return None
     if file is None:
         return None
-    try:
-        with open(file, encoding="utf-8") as stream:
-            return parse_json(stream.read())
-    except ValueError as error:
-        raise ValueError(
-            f"embedding model is {name!r}, whose {path} is not JSON: {first_line(error)}. Copy the model again."
-        ) from error
+    return parse_json(Path(file).read_text(encoding="utf-8"))

@@ -6,9 +6,8 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +17,7 @@ from midus_hf.files.json_text import parse_json
 from midus_hf.files.outputs import alone_in, whole_file
 from midus_hf.saved_models import load_tokenizer
 from midus_hf.topics.embedding import TextEmbedder
-from midus_hf.topics.tree_files import lasting_name
+from midus_hf.topics.tree import ClusterTree, lasting_name
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -31,9 +30,8 @@ _VERSION = 5
 _RECORD, _EMBEDDINGS, _DOCUMENTS = "windows.json", "embeddings.npy", "documents.npy"
 
 
-@dataclass(frozen=True)
-class Window:
-    """A window of a document: consecutive tokens, as text."""
+class Window(NamedTuple):
+    """Consecutive tokens of a document, as text, with the index of the document and that of the window in it."""
 
     document: int
     number: int
@@ -52,8 +50,7 @@ def cut_windows(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, wi
             verbose=False,
         )
         for (document, whole), offsets in zip(batch, encoded["offset_mapping"], strict=True):
-            # Tokens may share a character. A window begins with its first token and ends where the next window begins, so
-            # no character is lost between two windows.
+            # Tokens may share a character. A window ends where the next one begins, so that no character is lost.
             begins = [0, *(begin for begin, _ in offsets[window_tokens::window_tokens])]
             for number, (begin, end) in enumerate(zip(begins, [*begins[1:], None], strict=True)):
                 if (text := whole[begin:end]).strip():
@@ -76,15 +73,23 @@ def load_fast_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-@dataclass(frozen=True)
-class StoredWindows:
-    """The windows of a corpus in a folder, memory-mapped."""
+def cutter_of(tree: ClusterTree, name: str | Path) -> tuple[PreTrainedTokenizerBase, int]:
+    """Return the tokenizer that cut the windows of a tree, whose folder messages name, and the number of tokens of a window."""
+    if tree.origin.tokenizer is None:
+        raise ValueError(
+            f"tree {str(name)!r} does not say how windows are cut; expected a tree that 'midus cluster build' made."
+        )
+    return load_fast_tokenizer(tree.origin.tokenizer), tree.origin.window_tokens or 2048
 
-    embeddings: np.ndarray
-    documents: np.ndarray
+
+class StoredWindows(NamedTuple):
+    """The windows of a corpus in a folder, memory-mapped: a row of `embeddings` and of `documents` for each window."""
+
+    embeddings: np.ndarray  # [N, c], float16 or float32
+    documents: np.ndarray  # [N], int64
     corpus: str
     column: str
-    fingerprint: str
+    fingerprint: str  # of the request and of the number of windows
 
 
 def store_windows(
@@ -118,15 +123,11 @@ def store_windows(
             record["windows"] = len(documents)
             _write_record(folder, record)
         if record["embedded"] < record["windows"]:
-            embeddings = map_array(folder / _EMBEDDINGS, record["windows"])
+            embeddings = np.load(folder / _EMBEDDINGS, mmap_mode="r")
             windows = cut_windows(rows[column], tokenizer, window_tokens)
             remaining = itertools.islice(windows, record["embedded"], None)
-            with (
-                (folder / _EMBEDDINGS).open("r+b") as file,
-                tqdm(
-                    desc="embedding", unit=" windows", total=len(embeddings), initial=record["embedded"], disable=None
-                ) as bar,
-            ):
+            progress: Any = {"unit": " windows", "total": len(embeddings), "initial": record["embedded"]}
+            with (folder / _EMBEDDINGS).open("r+b") as file, tqdm(desc="embedding", disable=None, **progress) as bar:
                 file.seek(embeddings.offset + record["embedded"] * embeddings.strides[0])
                 while stretch := [window.text for window in itertools.islice(remaining, _STRETCH)]:
                     file.write(embedder.embed(stretch, bar.update).numpy().astype(embeddings.dtype).tobytes())
@@ -145,14 +146,13 @@ def open_windows(folder: Path) -> StoredWindows:
             f"folder {str(folder)!r} holds no windows, or not all of a corpus; expected the windows of a tree. Run midus cluster "
             "build."
         )
-    request, windows = record["request"], record["windows"]
-    kept = {key: value for key, value in request.items() if key != "corpus"}
+    kept = {key: value for key, value in record["request"].items() if key != "corpus"}
     return StoredWindows(
-        embeddings=map_array(folder / _EMBEDDINGS, windows),
-        documents=map_array(folder / _DOCUMENTS, windows),
-        corpus=request["corpus"],
-        column=request["column"],
-        fingerprint=hashlib.sha256(json.dumps([kept, windows], sort_keys=True).encode()).hexdigest(),
+        np.load(folder / _EMBEDDINGS, mmap_mode="r"),
+        np.load(folder / _DOCUMENTS, mmap_mode="r"),
+        record["request"]["corpus"],
+        record["request"]["column"],
+        hashlib.sha256(json.dumps([kept, record["windows"]], sort_keys=True).encode()).hexdigest(),
     )
 
 
@@ -179,8 +179,7 @@ def _request(
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected {' or '.join(DTYPES)}.")
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
-    # Earlier calls of the tokenizer have set these two.
-    settings = {key: value for key, value in settings.items() if key not in ("truncation", "padding")}
+    del settings["truncation"], settings["padding"]  # which earlier calls of the tokenizer have set
     return {
         "version": _VERSION,
         "tokenizer": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest(),
@@ -216,31 +215,9 @@ def write_array(path: Path, array: np.ndarray) -> None:
         np.save(file, array)
 
 
-def map_array(path: Path, rows: int, remedy: str = "Delete its folder, and build again.") -> np.memmap:
-    """Open a `.npy` file that has `rows` rows, one per window, memory-mapped. `remedy` ends the message for any other file."""
-    try:
-        array = np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"file {str(path)!r} is absent or not whole: {first_line(error)}. {remedy}") from error
-    if len(array) != rows:
-        raise ValueError(
-            f"file {str(path)!r} has {len(array):,} rows; expected {rows:,}, one for each window. {remedy}"
-        )
-    return array
-
-
 def _read_record(folder: Path) -> dict[str, Any] | None:
-    """Return the record of a folder of windows, or None if the folder has none. A damaged record is an error."""
     path = folder / _RECORD
-    if not path.is_file():
-        return None
-    try:
-        record = parse_json(path.read_text(encoding="utf-8"))
-        return {"request": dict(record["request"]), **{key: record[key] for key in ("windows", "embedded")}}
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"file {str(path)!r} was altered or is not whole. Delete its folder, and build again."
-        ) from error
+    return parse_json(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def _write_record(folder: Path, record: dict[str, Any]) -> None:

@@ -9,8 +9,7 @@ from topics.trees import random_tree
 
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.memory_retriever import MemoryRetriever
-from midus_hf.topics.tree import ClusterTree
-from midus_hf.topics.tree_files import TreeOrigin, lasting_name
+from midus_hf.topics.tree import ClusterTree, TreeOrigin, lasting_name
 
 TEXTS = [f"w{index} w{index + 1} w{index // 2}" for index in range(30)]
 
