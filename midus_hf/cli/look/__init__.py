@@ -14,61 +14,66 @@ from midus_hf.cli.options import Column, Device, Json, check_file, flag, model_a
 
 app = command_line("Look into a model: what its memories read and do, and what has changed.")
 
-# Options, each with its type and its default, if it has one.
-_EVERY: dict[str, tuple[Any, ...]] = {
+Options = dict[str, tuple[Any, ...]]  # each with its type and its default, if it has one
+
+_EVERY: Options = {
     "dtype": (Annotated[str, option("auto, float32, bfloat16 or float16.", "NAME")], "auto"),
     "device": (Device, None),
     "output": (Annotated[list[Path] | None, option("Write .html, .png, .pdf, .csv or .json.", "FILE")], None),
     "json_": (Json, False),
 }
-_DOCUMENTS: dict[str, tuple[Any, ...]] = {
+_DOCUMENTS: Options = {
     "model": (Annotated[str, model_argument("A model that upscale made.", "MODEL")],),
     "text": (Annotated[list[str], option("File, folder or dataset id; may be repeated.", "[NAME=]PATH")],),
     "column": (Column, "text"),
 }
-_TEXTS: dict[str, tuple[Any, ...]] = {
+_TEXTS: Options = {
     **_DOCUMENTS,
     "sequence_length": (Annotated[int | None, option("Tokens per row of a text.  [default: 1024]", "N")], None),
     "max_tokens": (Annotated[int | None, option("Tokens of each text to read.  [default: all]", "N")], None),
     "batch_size": (Annotated[int, option("Rows per forward pass.", "N")], 4),
     "retriever": (Annotated[str | None, option("Tree of topics by which texts fetch blocks.", "TREE")], None),
 }
-_BASE: dict[str, tuple[Any, ...]] = {
+_BASE: Options = {
     "base": (Annotated[str, option("Base to compare with; self: MODEL without added parts.", "MODEL")], "self")
 }
-_HEAD: dict[str, tuple[Any, ...]] = {
+_HEAD: Options = {
     "layer": (Annotated[int | None, option("Draw what a head of this layer reads.", "N")], None),
     "head": (Annotated[int | None, option("Draw what this head of --layer reads.", "N")], None),
 }
-_ANSWERS: dict[str, tuple[Any, ...]] = {
+_ANSWERS: Options = {
     "models": (Annotated[list[str], model_argument("Models, compared side by side.", "MODEL...")],),
     "tasks": (Annotated[str, option("Tasks of lm-eval, separated by commas.", "NAMES")],),
     "data": (Annotated[str | None, option("Folder with the questions of local tasks.", "DIR")], None),
     "limit": (Annotated[int | None, option("Questions per task.  [default: all]", "N", min=1)], None),
 }
-_PROVE: dict[str, tuple[Any, ...]] = {
+_PROOF: Options = {
+    **_DOCUMENTS,
     "prove": (
         Annotated[bool, flag("--prove", "Also compute untouched documents with and without the memory.")],
         False,
-    )
+    ),
 }
 # Each is answered by the function of its name in `questions.py`.
-_QUESTIONS: dict[str, tuple[str, dict[str, tuple[Any, ...]]]] = {
+_QUESTIONS: dict[str, tuple[str, Options]] = {
     "usage": ("Show slots, chapters and blocks that texts use, and how evenly.", _TEXTS),
     "ablation": ("Show the loss of texts without each part.", _TEXTS),
     "drift": ("Show how far predictions moved from the base's.", {**_TEXTS, **_BASE}),
     "heads": ("Show how much each head matters for answers of tasks.", _ANSWERS),
     "depth": ("Show what heads read of earlier layers (moda).", {**_TEXTS, **_HEAD}),
-    "touched": ("Show where texts read a memory of known n-grams (engram).", {**_DOCUMENTS, **_PROVE}),
+    "touched": (
+        "Show where texts read a memory of known n-grams (engram).",
+        _PROOF,
+    ),
     "page": ("Write usage, depth, ablation and drift on one page, into --output.", {**_TEXTS, **_BASE}),
 }
 
 
-def _add_command(question: str, help: str, options: dict[str, tuple[Any, ...]]) -> None:
+def _add_command(question: str, help: str, options: Options) -> None:
     def ask(**values: Any) -> None:
         _answer(question, **values)
 
-    typed: dict[str, tuple[Any, ...]] = {**options, **_EVERY}
+    typed = {**options, **_EVERY}
     parameters = [
         Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind, **({"default": default[0]} if default else {}))
         for name, (kind, *default) in typed.items()
