@@ -95,7 +95,7 @@ def check_whole(name: str, missing: list[str], label: str = "model") -> None:
     if missing:
         raise ValueError(
             f"{label} is {name!r}, whose checkpoint lacks {len(missing)} of its tensors, such as {missing[0]}, which would be "
-            "random; expected a whole checkpoint of a causal language model. Make it again."
+            "random; expected a whole checkpoint. Make it again."
         )
 
 

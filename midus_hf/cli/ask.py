@@ -66,7 +66,7 @@ def midus_ask(
 
 
 def _check_model(model: str, question: str) -> None:
-    """Check that the first word names a model."""
+    """Check that the first word names a model, and say so if it is the second that does."""
     try:
         check_model_name("model", model)
     except ValueError:
@@ -105,14 +105,12 @@ def _told_of_blocks(banks: Any, path: list[int]) -> str:
     blocks: dict[str, list[str]] = {"read": [], "deleted": [], "never trained": []}
     for level, node in enumerate(path, start=1):
         of_level = [banks.of(name) for name, layout in banks.layouts.items() if level in layout.levels]
-        if not of_level:
-            continue
-        is_read = any(bank.is_written(level, node) for bank in of_level)
-        is_deleted = any(node in bank.deleted(level) for bank in of_level)
-        state = "read" if is_read else "deleted" if is_deleted else "never trained"
-        blocks[state].append(f"{level}:{'generic' if node < 0 else node}")
-    read = blocks.pop("read")
-    is_generic = path[0] < 0
+        if of_level:
+            is_read = any(bank.is_written(level, node) for bank in of_level)
+            is_deleted = any(node in bank.deleted(level) for bank in of_level)
+            state = "read" if is_read else "deleted" if is_deleted else "never trained"
+            blocks[state].append(f"{level}:{'generic' if node < 0 else node}")
+    read, is_generic = blocks.pop("read"), path[0] < 0
     sentence = "the generic memory is read" if is_generic else f"blocks {', '.join(read)} are read"
     others = [f"; {state}: {', '.join(named)}" for state, named in blocks.items() if named]
     return "no topic is near: " * is_generic + (sentence if read else "no block is read") + "".join(others)

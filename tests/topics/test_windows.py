@@ -156,9 +156,7 @@ def test_no_character_is_lost_where_a_token_is_a_part_of_one(size):
 
 
 def test_a_tokenizer_that_is_not_there_or_knows_no_places_is_refused(monkeypatch):
-    with pytest.raises(
-        ValueError, match=r"tokenizer is 'absent/one', which cannot be loaded: .* Expected the folder or"
-    ):
+    with pytest.raises(ValueError, match=r"tokenizer is 'absent/one', which cannot be loaded: "):
         load_fast_tokenizer("absent/one")
 
     monkeypatch.setattr("midus_hf.topics.windows.load_tokenizer", lambda name: SimpleNamespace(is_fast=False))
