@@ -34,17 +34,9 @@ def refusing(prefix: str, *errors: type[Exception], reason: Callable[[Exception]
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer saved with a model; other errors of transformers are raised unchanged."""
+    """Load the tokenizer saved with a model; errors of transformers are raised unchanged."""
     refuse_lfs_pointers(Path(name), TOKENIZER)
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except ValueError as error:
-        if trust_remote_code or "trust_remote_code=True" not in str(error):
-            raise
-        raise ValueError(
-            "the tokenizer is code of its publisher, which is never run here; expected one that transformers knows. Convert it "
-            "to a tokenizer.json, and take auto_map out of tokenizer_config.json."
-        ) from error
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def check_ids(largest: int, vocab_size: int) -> None:

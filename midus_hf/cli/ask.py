@@ -1,9 +1,7 @@
 """The `midus ask` command."""
 
-import shlex
 import sys
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
@@ -30,7 +28,7 @@ def midus_ask(
 
     A model with a bank fetches the blocks of the question's topic, which a line on standard error names.
     """
-    _check_model(model, question)
+    check_model_name("model", model)
     import torch
     from jinja2 import TemplateError
     from transformers import TextStreamer
@@ -63,19 +61,6 @@ def midus_ask(
             max_new_tokens=max_new_tokens,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
-
-
-def _check_model(model: str, question: str) -> None:
-    """Check that the first word names a model, and say so if it is the second that does."""
-    try:
-        check_model_name("model", model)
-    except ValueError:
-        if (Path(question).expanduser() / "config.json").is_file():
-            raise ValueError(
-                f"model is {model!r} and the question {question!r}, which is a model; expected the model first. Run 'midus ask "
-                f"{shlex.join([question, model])}'."
-            ) from None
-        raise
 
 
 def _fetched(loaded: "PreTrainedModel", name: str, question: str) -> dict[str, Any]:

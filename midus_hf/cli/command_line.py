@@ -45,14 +45,11 @@ class Ending(Exception):
         self.line = line
 
 
-def run_command(
-    app: typer.Typer,
-    arguments: Sequence[str] | None = None,
-    *,
-    name: str,
-    raises: bool = False,
-) -> int:
-    """Run a command line, and print one line that opens with the command's name if the work is not done."""
+def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, name: str, raises: bool = False) -> int:
+    """Run a command line, by default the words of `sys.argv`, and return its exit status, with one line if it is not 0.
+
+    SIGTERM interrupts the work as Ctrl-C does. `raises`: whether unexpected errors are raised, for a traceback.
+    """
     line_words = list(sys.argv[1:] if arguments is None else arguments)
     if "--version" in line_words:
         print(__version__)
@@ -129,13 +126,10 @@ def _refuse_empty(line_words: Sequence[str]) -> None:
     """Refuse empty words, which a shell makes of unset variables. As a path, an empty word would be the current folder."""
     for before, word in zip(["", *line_words], line_words, strict=False):
         name, equals, value = word.partition("=")
-        if word and not (word.startswith("--") and equals and not value):
-            continue
-        subject = name if word else before if before.startswith("-") else "an argument"
-        raise Ending(
-            WRONG_REQUEST,
-            f"{subject} is ''; expected a value. Fill it in (a shell gives nothing for a variable that is not set), or leave it out.",
-        )
+        if not word or (word.startswith("--") and equals and not value):
+            subject = name if word else before if before.startswith("-") else "an argument"
+            filling = "Fill it in (a shell gives nothing for a variable that is not set), or leave it out."
+            raise Ending(WRONG_REQUEST, f"{subject} is ''; expected a value. {filling}")
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Read options, which are dataclasses, from the values of YAML or JSON, and refuse unknown keys and wrong types."""
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -85,8 +86,8 @@ def _numbers_of(value: Any) -> list[float] | None:
     """Return the numbers of a text such as `768,256,16,0`, which stands for a list on a command line; None for other values."""
     if not isinstance(value, str) or "," not in value:
         return None
-    numbers = [finite_number(word.strip()) for word in value.split(",")]
-    return None if None in numbers else [number for number in numbers if number is not None]
+    numbers = [number for word in value.split(",") if (number := finite_number(word.strip())) is not None]
+    return numbers if len(numbers) == value.count(",") + 1 else None
 
 
 def _converted(alternative: Any, value: Any) -> tuple[bool, Any]:
@@ -136,7 +137,7 @@ def describe_options(options_class: type) -> list[dict[str, Any]]:
 
 
 def option(default: Any, help: str, type: str = "") -> Any:
-    """Return a dataclass field with a default and a help text."""
+    """Return a dataclass field with a default, which is copied if need be, a help text, and the accepted values in words."""
     metadata = {"help": help, "type": type}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
@@ -147,11 +148,9 @@ def finite_number(value: Any) -> float | None:
     """Convert a value to a finite number, or return None. Text counts too, since YAML reads `1e-4`, without a point, as text."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
+    with contextlib.suppress(ValueError, OverflowError):
+        return number if math.isfinite(number := float(value)) else None
+    return None
 
 
 def alternatives_of(hint: Any) -> tuple[Any, ...]:

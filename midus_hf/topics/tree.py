@@ -86,11 +86,10 @@ class ClusterTree:
         self.min_similarity = None if min_similarity is None else float(min_similarity)
         if branching < 2:
             raise ValueError(f"branching is {branching}; expected at least 2 children of a node.")
-        if not centroids:
-            raise ValueError("centroids is empty; expected one tensor for each level of the tree.")
-        width, self.roots = centroids[0].shape[-1], max(branching, len(centroids[0]))
+        self.branching, self.origin = branching, origin or TreeOrigin()
+        self.width, self.roots = centroids[0].shape[-1], max(branching, len(centroids[0]))
         for level, tensor in enumerate(centroids):
-            expected = (self.roots * branching**level, width)
+            expected = (self.roots * branching**level, self.width)
             if tuple(tensor.shape) != expected:
                 raise ValueError(
                     f"centroids of level {level + 1} have the shape {tuple(tensor.shape)}; expected {expected}, a row for each "
@@ -100,9 +99,6 @@ class ClusterTree:
                 raise ValueError(
                     "sizes do not fit centroids; expected a number for each node, one tensor for each level."
                 )
-        self.branching = branching
-        self.width = width
-        self.origin = TreeOrigin() if origin is None else origin
         self.sizes = None if sizes is None else [level.to("cpu", torch.int64) for level in sizes]
         wide = [tensor.detach().to("cpu", torch.float32) for tensor in centroids]
         # Every empty node gets the same NaN in every element, so that equal trees have equal bytes.
@@ -141,13 +137,8 @@ class ClusterTree:
             The node at each level, `[N, p]`, int64, on the CPU.
 
         Raises:
-            ValueError: If embeddings are not of the tree's width or not finite.
+            ValueError: If embeddings are not finite.
         """
-        if embeddings.dim() != 2 or embeddings.shape[1] != self.width:
-            raise ValueError(
-                f"embeddings have the shape {tuple(embeddings.shape)}; expected [N, {self.width}], the width of the tree. "
-                "Embed texts with the model that the tree was built with."
-            )
         if not embeddings.isfinite().all():
             raise ValueError("embeddings have values that are not finite; expected numbers. Embed these texts again.")
         rows = embeddings.detach().cpu().split(max(1, _ELEMENTS // (self.roots * self.width)))
@@ -246,7 +237,7 @@ class ClusterTree:
             )
             if tree.fingerprint != record["fingerprint"]:
                 raise ValueError(f"the fingerprint of its centroids is not the one in {RECORD_FILE}")
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"the tree in {str(folder)!r} was altered or is not whole: {first_line(error).removesuffix('.')}. Copy it again, or "
                 "build the tree again."
