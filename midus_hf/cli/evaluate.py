@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Device, Json, flag, model_argument, needing_harness, option, show
@@ -54,21 +54,16 @@ def midus_eval(
     if settings.text is not None:
         check_sources([("text", settings.text)])
         check_column("text", settings.text, settings.column)
+    from rich.console import Console
+
     from midus_hf.evaluation.quiet import quiet_libraries
+    from midus_hf.evaluation.report import comparison_table
 
     with needing_harness(), quiet_libraries():
         from midus_hf.evaluation.evaluate import evaluate
 
         report = evaluate(models, settings)
-    show(report, json_, _print_table, indent=2)
-
-
-def _print_table(report: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    from midus_hf.evaluation.report import comparison_table
-
-    Console().print(comparison_table(report))
+    show(report, json_, lambda report: Console().print(comparison_table(report)), indent=2)
 
 
 main = partial(run_command, app, name="midus eval")

@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import importlib
 import inspect
+import itertools
 import re
 import sys
 import time
@@ -192,8 +193,11 @@ def _keys(
         # Flags that are not given stay None, and so differ from those that say what is the default.
         unsaid = argparse.Namespace(**dict.fromkeys(hints))
         try:
-            line = [word for key, words in given.items() for word in _flag(key, words)]
-            parsed, unknown = parser_of(command).parse_known_args(line, unsaid)
+            # One word may begin with a dash.
+            flags = (
+                [f"--{key}={words[0]}"] if len(words) == 1 else [f"--{key}", *words] for key, words in given.items()
+            )
+            parsed, unknown = parser_of(command).parse_known_args([*itertools.chain(*flags)], unsaid)
         except argparse.ArgumentError as error:
             raise ValueError(f"{error}.") from None
         if unknown:
@@ -208,10 +212,6 @@ def _keys(
         usage = f"midus {command} TEXTS --model MODEL --output DIR"
         raise ValueError(f"--output is missing; run '{usage}', or give a recipe, a .yaml file.")
     return keys, is_recipe
-
-
-def _flag(key: str, words: list[str]) -> list[str]:
-    return [f"--{key}={words[0]}"] if len(words) == 1 else [f"--{key}", *words]  # one word may begin with a dash
 
 
 def _words_by_key(

@@ -76,7 +76,8 @@ def run(
     keys = {field.name for field in dataclasses.fields(RunRequest)}
     options = {key: value for key, value in context.params.items() if key in keys and value is not None}
     with refusing_requests():
-        arguments = {**({} if config is None else _read_config_file(config)), **options}
+        read = {} if config is None else vars(parse_options(RunRequest, read_mapping(config), f"--config {config}"))
+        arguments = {**{key: value for key, value in read.items() if value is not None}, **options}
         arguments["options"] = {**(arguments.get("options") or {}), **read_settings(set_ or [])}
     if isinstance(arguments.get("placement"), int):
         arguments["placement"] = [arguments["placement"]]
@@ -209,11 +210,6 @@ def shuffle(
     from upscalers.edits.shuffling import shuffle as shuffle_checkpoint
 
     show(shuffle_checkpoint(model, output, seed, overwrite, progress=Console()), json_, print_edit)
-
-
-def _read_config_file(path: Path) -> dict[str, Any]:
-    options = vars(parse_options(RunRequest, read_mapping(path), f"--config {path}"))
-    return {key: value for key, value in options.items() if value is not None}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

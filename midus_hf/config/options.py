@@ -114,7 +114,7 @@ def describe_options(options_class: type) -> list[dict[str, Any]]:
         {
             "name": field.name,
             "type": field.metadata.get("type") or _listed_type(hints[field.name]),
-            "default": _default(field),
+            "default": field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
             "help": field.metadata.get("help", ""),
         }
         for field in dataclasses.fields(options_class)
@@ -156,10 +156,6 @@ def finite_number(value: Any) -> float | None:
 def alternatives_of(hint: Any) -> tuple[Any, ...]:
     """Return the types of a union, or a tuple of the one type."""
     return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
-
-
-def _default(field: dataclasses.Field) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _expected(alternatives: tuple[Any, ...]) -> str:

@@ -156,7 +156,8 @@ def read_paths(rows: "Dataset", path_column: str, label: str = "the corpus") -> 
         )
     paths = list(rows[path_column])
     for number, path in enumerate(paths, start=1):
-        if not _is_path(path) or len(path) != len(paths[0]):
+        is_list = isinstance(path, list) and path and all(type(node) is int for node in path)
+        if not is_list or len(path) != len(paths[0]) or (min(path) < 0 and {*path} != {-1}):
             raise ValueError(
                 f"row {number} of {label}, without blank ones, has {path!r} under {path_column!r}; expected the node at each level "
                 "of the tree, as midus cluster assign writes it, such as [3, 52, 840], or -1 at each level, the path of the generic "
@@ -170,11 +171,6 @@ def read_paths(rows: "Dataset", path_column: str, label: str = "the corpus") -> 
             "Assign all documents by the same tree."
         )
     return DocumentPaths(np.array(paths, dtype=np.int64).reshape(len(paths), -1), trees[0])
-
-
-def _is_path(path: Any) -> bool:
-    is_list = isinstance(path, list) and path != [] and all(type(node) is int for node in path)
-    return is_list and (min(path) >= 0 or {*path} == {-1})
 
 
 def say(line: str) -> None:
@@ -214,42 +210,35 @@ def _read_source(
     """Return the rows of one file, folder or dataset of the Hub; arguments are as in `read_rows`."""
     import datasets
 
-    path = Path(source).expanduser()
+    path, subject = Path(source).expanduser(), f"{key} is {source!r}"
     resolved = os.path.realpath(path)
-    is_id = may_be_dataset_id(source)
-    if not path.exists() and not is_id:  # `datasets` reads the current folder for an id such as `json`
-        raise ValueError(f"{key} is {source!r}, which does not exist; expected a file, a folder or a dataset id.")
+    if not path.exists() and not may_be_dataset_id(
+        source
+    ):  # `datasets` reads the current folder for an id such as `json`
+        raise ValueError(f"{subject}, which does not exist; expected a file, a folder or a dataset id.")
     if path.exists() and ("::" in resolved or (path.is_dir() and glob.escape(resolved) != resolved)):
         raise ValueError(
-            f"{key} is {source!r}; the package datasets reads '::', '[', '*' and '?' in a path as a pattern. Rename the file or the "
-            "folder."
+            f"{subject}; the package datasets reads '::', '[', '*' and '?' in a path as a pattern. Rename the file or the folder."
         )
     is_saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
-    if name is not None and path.exists() and (is_saved or not _declares_data(path)):
-        raise ValueError(
-            f"{key} is {source!r}, which has no configurations, and {name!r} is named as one; leave the name out."
-        )
-    if not path.exists():
-        if not Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")).exists():
-            check_hub_id(key, source, "dataset")  # `datasets` asks for half a minute where nobody answers
-        with _reading(f"{key} is {source!r}"):
-            rows: Any = _read_hub(source, name, split)
-    elif is_saved:
+    is_declared = not path.exists() or (not is_saved and _declares_data(path))
+    if name is not None and not is_declared:
+        raise ValueError(f"{subject}, which has no configurations, and {name!r} is named as one; leave the name out.")
+    if is_saved:
         refuse_pointers(key, [file for file in path.rglob("*.arrow") if file.is_file()])
-        with _reading(f"{key} is {source!r}"):
-            rows = datasets.load_from_disk(str(path))
+        with _reading(subject):
+            rows: Any = datasets.load_from_disk(str(path))
         if split is not None and isinstance(rows, datasets.Dataset):
-            raise ValueError(f"{key} is {source!r}, which has no splits, and {split!r} is named as one; leave it out.")
-    elif _declares_data(path):
-        rows = _read_declared(key, path, split, name)
+            raise ValueError(f"{subject}, which has no splits, and {split!r} is named as one; leave it out.")
+    elif is_declared:
+        rows = _read_declared(key, source, path, split, name)
     else:
         rows = _read_files(key, path, split, text_column, names_files=is_alone)
     if isinstance(rows, datasets.DatasetDict):
         chosen = split or (next(iter(rows)) if len(rows) == 1 else "train")
         if chosen not in rows:
             raise ValueError(
-                f"{key} is {source!r}, which has the splits {', '.join(rows)}, and not {chosen!r}; name one of them, or the "
-                "file of one."
+                f"{subject}, which has the splits {', '.join(rows)}, and not {chosen!r}; name one of them, or the file of one."
             )
         if len(rows) > 1:
             say(f"{key} {source!r}: split {chosen!r} is read, of {', '.join(rows)}")
@@ -279,38 +268,28 @@ def _declares_data(folder: Path) -> bool:
     return re.search(r"^(configs|dataset_info):", head, re.MULTILINE) is not None
 
 
-def _read_declared(key: str, folder: Path, split: str | None, name: str | None) -> Any:
-    """Return the rows of the files that the card of a folder names, and say which are not read."""
+def _read_declared(key: str, source: str, path: Path, split: str | None, name: str | None) -> Any:
+    """Return the rows of a dataset of the Hub, or of the files that the card of a folder names, and say which are not read."""
     import datasets
 
     from midus_hf.topics.readers import data_files_of, with_own_reader
 
-    with _reading(f"{key} is {str(folder)!r}"):
-        declared = datasets.load_dataset_builder(str(folder.resolve()), name)
-        splits = {
-            split: [Path(file).resolve() for file in files] for split, files in declared.config.data_files.items()
-        }
+    is_folder, subject = path.exists(), f"{key} is {source!r}"
+    if not is_folder and not Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")).exists():
+        check_hub_id(key, source, "dataset")  # `datasets` asks for half a minute where nobody answers
+    with _reading(subject):
+        declared = datasets.load_dataset_builder(str(path.resolve()) if is_folder else source, name)
+        files, text = declared.config.data_files, None
+        splits = {each: [Path(file).resolve() for file in files[each]] for each in files} if is_folder else {}
+    if is_folder:
         read = [file for of_split in splits.values() for file in of_split]
-    refuse_pointers(key, read)
-    _say_unread(key, folder, _files_of(key, folder), read)
-    with _reading(f"{key} is {str(folder)!r}"):
-        builder = with_own_reader(declared, data_files_of(splits), text=_OPTIONS_OF_TEXT)
+        refuse_pointers(key, read)
+        _say_unread(key, path, _files_of(key, path), read)
+        files, text = data_files_of(splits), _OPTIONS_OF_TEXT
+    with _reading(subject):
+        builder = with_own_reader(declared, files, text)
         builder.download_and_prepare()
         return builder.as_dataset(split=split)
-
-
-def _read_hub(source: str, name: str | None, split: str | None) -> Any:
-    """Return the rows of a dataset on the Hub; of its JSON and tables, values are read as those of files here."""
-    import datasets
-
-    from midus_hf.topics.readers import with_own_reader
-
-    declared = datasets.load_dataset_builder(source, name)
-    builder = with_own_reader(declared, declared.config.data_files)
-    if builder is declared:
-        return datasets.load_dataset(source, name, split=split)
-    builder.download_and_prepare()
-    return builder.as_dataset(split=split)
 
 
 def refuse_pointers(key: str, files: Sequence[Path]) -> None:
