@@ -33,7 +33,7 @@ class Console(Progress):
             rich_progress.SpinnerColumn(),
             rich_progress.TextColumn("{task.description}"),
             rich_progress.BarColumn(),
-            _Amount(),
+            rich_progress.TextColumn("{task.completed:,.0f} of {task.total:,.0f} {task.fields[unit]}"),
             rich_progress.TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
@@ -62,16 +62,6 @@ class Console(Progress):
     def finish(self) -> None:
         if self._bar:
             self._bar.stop()
-
-
-class _Amount(rich_progress.ProgressColumn):
-    """Column that shows how much of a bar's total is done, in bytes or in another unit."""
-
-    def render(self, task: rich_progress.Task) -> Text:
-        done, total, unit = task.completed, task.total or 0, task.fields["unit"]
-        if unit == "bytes":
-            return Text(f"{_gigabytes(done)} of {_gigabytes(total)}")
-        return Text(f"{done:.0f} of {total:.0f} {unit}" if total > 1 else "")
 
 
 def _print_table(header: Sequence[str], rows: Iterable[Sequence[str]], bold: Iterable[bool] = ()) -> None:

@@ -35,8 +35,8 @@ class TextEmbedder:
             `sentence_bert_config.json`, or else its number of positions.
 
     Raises:
-        ValueError: If the model cannot be loaded, lacks tensors, pools otherwise or transforms vectors further, if its
-            tokenizer has no padding token, or if a number is out of range.
+        ValueError: If the model cannot be loaded, lacks tensors, pools otherwise or transforms vectors further, or if
+            a number is out of range.
     """
 
     def __init__(self, model: str, device: str = "cpu", batch_size: int = 64, max_tokens: int | None = None):
@@ -53,11 +53,6 @@ class TextEmbedder:
         self.model, loading = loaded
         missing = sorted(name for name in loading["missing_keys"] if not name.startswith(_UNUSED))
         check_whole(self.name, missing, "embedding model")
-        if self.tokenizer.pad_token_id is None:
-            raise ValueError(
-                f"embedding model is {self.name!r}, whose tokenizer has no padding token; expected the tokenizer of an encoder. Set "
-                "pad_token in its tokenizer_config.json."
-            )
         self.device = torch.device(usable_device(device))
         self.model.eval().to(self.device)
         self.width: int = self.model.config.hidden_size

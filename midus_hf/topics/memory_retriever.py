@@ -22,15 +22,10 @@ class MemoryRetriever:
         embedder: Embedder with the model that the tree was built with.
 
     Raises:
-        ValueError: If the embedder has another width than the tree, or is not the model that the tree was built with.
+        ValueError: If the embedder is not the model that the tree was built with.
     """
 
     def __init__(self, tree: ClusterTree, embedder: TextEmbedder):
-        if embedder.width != tree.width:
-            raise ValueError(
-                f"embedding model {embedder.name!r} has the width {embedder.width}; expected {tree.width}, the width of the tree. "
-                "Use the model that the tree was built with."
-            )
         expected = tree.origin.embedding_fingerprint
         if expected is not None and embedder.fingerprint != expected:
             raise ValueError(

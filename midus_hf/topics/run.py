@@ -20,7 +20,7 @@ from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.known_topics import NAMES_FILE, TopicNames
 from midus_hf.topics.memory_retriever import MemoryRetriever
-from midus_hf.topics.tree import CENTROIDS_FILE, RECORD_FILE, ClusterTree, TreeOrigin, lasting_name
+from midus_hf.topics.tree import RECORD_FILE, ClusterTree, TreeOrigin, lasting_name
 from midus_hf.topics.windows import (
     StoredWindows,
     Window,
@@ -192,10 +192,8 @@ def _checked_output(output: Path, overwrite: bool) -> Path:
                 "another folder."
             )
         return output
-    # A build that is killed between the two files of a tree leaves its centroids, beside its windows.
-    own = {WINDOWS, CENTROIDS_FILE} if (output / WINDOWS).is_dir() else {WINDOWS}
-    names = [path.name for path in output.iterdir()] if output.is_dir() else []
-    if any(name not in own and not name.startswith(".") for name in names):
+    others = output.is_dir() and not (output / WINDOWS).is_dir() and [*output.glob("[!.]*")]
+    if others:  # and no build was here that was interrupted
         raise ValueError(
             f"output is {str(output)!r}, which holds other files than those of a tree; expected a new folder. Name another."
         )

@@ -85,11 +85,6 @@ def test_a_model_that_has_moved_is_named_anew_in_the_trees_record_and_another_is
         MemoryRetriever.load(tmp_path / "tree")
 
 
-def test_an_embedder_of_another_width_is_refused(embedder):
-    with pytest.raises(ValueError, match=rf"has the width {WIDTH}; expected 5, the width of the tree\. Use the model"):
-        MemoryRetriever(random_tree(width=5), embedder)
-
-
 def test_a_tree_that_names_no_model_needs_one(tmp_path):
     random_tree(width=WIDTH).save(tmp_path)
     message = rf"does not say which model embeds its texts; .* hub id as embedding_model in {tmp_path}/tree\.json\."
