@@ -45,13 +45,10 @@ def build(
     seed: Annotated[int, option("Seed of everything random.", "N")] = 0,
     column: Column = "text",
     window_tokens: Annotated[int, option("Tokens per window.", "N")] = 2048,
-    max_tokens: Annotated[
-        int | None, option("Tokens of each window to embed.  [default: the model's own length]", "N")
-    ] = None,
+    max_tokens: Annotated[int | None, option("Tokens of a window to embed.  [default: the model's most]", "N")] = None,
     dtype: Annotated[str, option("Dtype of the stored embeddings: float32 or float16.", "NAME")] = "float32",
     topic_column: Annotated[
-        list[str] | None,
-        option("Column that names each text's topic, in place of clusters; repeat for levels below.", "NAME"),
+        list[str] | None, option("Column with names of topics; repeat for levels below.", "NAME")
     ] = None,
     batch_size: BatchSize = 64,
     device: Device = None,

@@ -21,20 +21,16 @@ app = command_line()
 @app.command()
 def midus_compare(
     config: Annotated[
-        list[Path],
-        argument("YAML file of a comparison, as in configs/compare; later files replace keys.", "CONFIG..."),
+        list[Path], argument("YAML files, as in configs/compare; later ones replace keys.", "CONFIG...")
     ],
     set_: Annotated[
-        list[str] | None,
-        option("A key in place of the files', such as train.max_steps=9; repeat for more.", "KEY=VALUE", "--set"),
+        list[str] | None, option("A key, such as train.max_steps=9; repeatable.", "KEY=VALUE", "--set")
     ] = None,
     jobs: Annotated[int, option("Runs at a time; they share the processor's cores.", "N")] = 1,
     devices: Annotated[
-        str | None, option("GPUs such as 0,1, with one run at a time on each.  [default: all, for one run]", "LIST")
+        str | None, option("GPUs such as 0,1, with a run on each.  [default: all, for one run]", "LIST")
     ] = None,
-    dry_run: Annotated[
-        bool, flag("--dry-run", "Check keys, texts and the base, and say what would be run and what is done.")
-    ] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Check the request; say what would be run, and what is done.")] = False,
     report_only: Annotated[bool, flag("--report", "Run nothing; write the report of what is done.")] = False,
     json_: Json = False,
 ) -> None:

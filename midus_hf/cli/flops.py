@@ -13,10 +13,7 @@ app = command_line()
 
 @app.command()
 def midus_flops(
-    model: Annotated[
-        str,
-        argument("A config (.json), or folder or hub id of a model; weights are not read.", "MODEL"),
-    ],
+    model: Annotated[str, argument("A config (.json), or folder or hub id of a model.", "MODEL")],
     sequence_length: Annotated[int, option("Tokens per sequence.", "N")] = 1024,
     batch: Annotated[int, option("Sequences in the batch.", "N")] = 1,
     json_: Json = False,
@@ -26,16 +23,9 @@ def midus_flops(
 
     config = _read_config(model)
     flops = estimate_flops(config, sequence_length, batch)
-    report = {
-        "model": model,
-        "sequence_length": sequence_length,
-        "batch": batch,
-        "forward": flops.forward,
-        "backward": flops.backward,
-        "total": flops.total,
-        "parts": flops.parts,
-        "parameters": count_parameters(config),
-    }
+    report = {"model": model, "sequence_length": sequence_length, "batch": batch}
+    report |= {"forward": flops.forward, "backward": flops.backward, "total": flops.total, "parts": flops.parts}
+    report["parameters"] = count_parameters(config)
     show(report, json_, _print_flops, indent=2)
 
 

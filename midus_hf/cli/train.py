@@ -194,10 +194,8 @@ def _keys(
         unsaid = argparse.Namespace(**dict.fromkeys(hints))
         try:
             # One word may begin with a dash.
-            flags = (
-                [f"--{key}={words[0]}"] if len(words) == 1 else [f"--{key}", *words] for key, words in given.items()
-            )
-            parsed, unknown = parser_of(command).parse_known_args([*itertools.chain(*flags)], unsaid)
+            line = [[f"--{key}={said[0]}"] if len(said) == 1 else [f"--{key}", *said] for key, said in given.items()]
+            parsed, unknown = parser_of(command).parse_known_args([*itertools.chain(*line)], unsaid)
         except argparse.ArgumentError as error:
             raise ValueError(f"{error}.") from None
         if unknown:

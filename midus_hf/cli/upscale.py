@@ -19,6 +19,10 @@ from upscalers.request.options import parse_options
 app = command_line(add_completion=True)
 
 Output = Annotated[str, option("Folder to make.", "DIR2")]
+_PLACEMENTS = "distributed, top-heavy, bottom-heavy, llama-pro, or indices in the result.  [default: the method's]"
+_VERIFIES = (
+    "Scan the base for NaN, and compare both models' logits, layer by layer in little memory.  [default: verify]"
+)
 _OVERWRITE = flag("--overwrite", "Replace what upscale or strip wrote there.")
 Overwrite = Annotated[bool, _OVERWRITE]
 
@@ -30,35 +34,21 @@ def run(
     method: Annotated[str | None, option("See 'upscale methods'.", "NAME")] = None,
     output: Annotated[str | None, option("Folder to make; needed unless --dry-run.", "DIR")] = None,
     num_new_layers: Annotated[int | None, option("New layers.  [default: half the base's or so]", "K")] = None,
-    placement: Annotated[
-        str | None,
-        option(
-            "distributed, top-heavy, bottom-heavy, llama-pro, or indices in the result.  [default: the method's]",
-            "POLICY|I,J,K",
-        ),
-    ] = None,
+    placement: Annotated[str | None, option(_PLACEMENTS, "POLICY|I,J,K")] = None,
     seed: Annotated[int | None, option("Seed of everything random.  [default: 0]", "N")] = None,
     dtype: Annotated[str | None, option("auto, float32, bfloat16 or float16.  [default: auto]", "DTYPE")] = None,
     max_shard_size: Annotated[str | None, option("Largest size of an output file.  [default: 5GB]", "SIZE")] = None,
     dry_run: Annotated[bool | None, flag("--dry-run", "Say what would be done; config.json suffices.")] = None,
-    verify: Annotated[
-        bool | None,
-        flag(
-            "--verify/--no-verify",
-            "Scan the base for NaN, and compare both models' logits, layer by layer in little memory.  [default: verify]",
-        ),
-    ] = None,
+    verify: Annotated[bool | None, flag("--verify/--no-verify", _VERIFIES)] = None,
     overwrite: Annotated[bool | None, _OVERWRITE] = None,
     push_to_hub: Annotated[str | None, option("Upload the result.", "REPO")] = None,
     private: Annotated[bool | None, flag("--private", "Upload to a private repository.")] = None,
     adapter: Annotated[
-        str | None, option("Folder or hub id of a LoRA to merge into the base while it is read.", "DIR_OR_HUB_ID")
+        str | None, option("Folder or hub id of a LoRA to merge into the base.", "DIR_OR_HUB_ID")
     ] = None,
-    config: Annotated[
-        Path | None, option("YAML file with these options; the command line wins.", "FILE", "--config")
-    ] = None,
+    config: Annotated[Path | None, option("YAML file with these options; the command line wins.", "FILE")] = None,
     set_: Annotated[
-        list[str] | None, option("An option of the method, such as n=32; repeat for more.", "KEY=VALUE", "--set")
+        list[str] | None, option("An option of the method; repeat for more.", "KEY=VALUE", "--set")
     ] = None,
     json_: Json = False,
     version: Annotated[bool, flag("--version", "Print the version.")] = False,
@@ -167,10 +157,7 @@ def strip(
 
 @app.command()
 def extract(
-    model: Annotated[
-        str,
-        argument("A checkpoint that holds a language model, such as one that reads images.", "DIR"),
-    ],
+    model: Annotated[str, argument("A checkpoint that holds a language model, such as one that reads images.", "DIR")],
     output: Output,
     overwrite: Overwrite = False,
     json_: Json = False,
