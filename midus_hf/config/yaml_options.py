@@ -36,9 +36,8 @@ def read_settings(settings: Iterable[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
-        key = (
-            key.strip() if "." in key else key.strip().replace("-", "_")
-        )  # names that a person chose stand before a dot
+        # Names that a person chose stand before a dot.
+        key = key.strip() if "." in key else key.strip().replace("-", "_")
         if not equals or not all(key.split(".")):
             raise ValueError(f"--set is {setting!r}; expected key=value.")
         if key in values:

@@ -17,19 +17,14 @@ BALANCE = 1.5
 # Function that draws up to a number of rows without replacement and returns `[n, c]`, float32, with rows of length 1.
 Sampler = Callable[[int, np.random.Generator], torch.Tensor]
 
-# Number of rows that are read and assigned at a time.
-_STRETCH = 8192
-
-# Most leaves that options may ask for.
+_STRETCH = 8192  # rows that are read and assigned at a time
 _MOST_LEAVES = 2**24
-
 # Rows of which one is held out, and most rows that are: of these texts, the least similarity of a topic's texts is measured.
 _ROWS_A_HELD_OUT, _MOST_HELD_OUT = 20, 512
 # Words of the texts that are measured, and the percentile of their similarity that may be rejected.
 _LENGTHS, _REJECTED = (6, 15, 60, 240), 5
 
-# Most rows on which a tree's least similarity is measured. With so many rows, the share of rows below the measured first
-# percentile has a standard error of 0.04 percentage points.
+# Most rows on which a tree's least similarity is measured, which gives the share below it to 0.04 percentage points.
 _MOST_MEASURED = 2**16
 
 

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -117,25 +116,24 @@ def store_windows(
             record["windows"] = len(documents)
             _write_record(folder, record)
         if record["embedded"] < record["windows"]:
-            embeddings = np.load(folder / _EMBEDDINGS, mmap_mode="r")
+            embeddings = np.load(folder / _EMBEDDINGS, mmap_mode="r+")
             windows = cut_windows(rows[column], tokenizer, window_tokens)
             remaining = itertools.islice(windows, record["embedded"], None)
             progress: Any = {"unit": " windows", "total": len(embeddings), "initial": record["embedded"]}
-            with (folder / _EMBEDDINGS).open("r+b") as file, tqdm(desc="embedding", disable=None, **progress) as bar:
-                file.seek(embeddings.offset + record["embedded"] * embeddings.strides[0])
+            with tqdm(desc="embedding", disable=None, **progress) as bar:
                 while stretch := [window.text for window in itertools.islice(remaining, _STRETCH)]:
-                    file.write(embedder.embed(stretch, bar.update).numpy().astype(embeddings.dtype).tobytes())
-                    file.flush()
-                    os.fsync(file.fileno())
+                    begin = record["embedded"]
                     record["embedded"] += len(stretch)
+                    embeddings[begin : record["embedded"]] = embedder.embed(stretch, bar.update).numpy()
+                    embeddings.flush()
                     _write_record(folder, record)
     return open_windows(folder)
 
 
 def open_windows(folder: Path) -> StoredWindows:
     """Open the windows that `store_windows` wrote. Windows of a part of a corpus are an error."""
-    record = _read_record(folder)
-    if record is None or record["embedded"] != record["windows"]:
+    record = _whole_record(folder)
+    if record is None:
         raise ValueError(
             f"folder {str(folder)!r} holds no windows, or not all of a corpus; expected the windows of a tree. Run midus cluster "
             "build."
@@ -150,14 +148,9 @@ def open_windows(folder: Path) -> StoredWindows:
 
 def windows_of_corpus(folder: Path, rows: "Dataset", column: str) -> StoredWindows | None:
     """Return the stored windows if they were cut from the texts of a corpus, else None."""
-    record = _read_record(folder)
-    if (
-        record is None
-        or record["embedded"] != record["windows"]
-        or record["request"].get("texts") != _texts_digest(rows, column)
-    ):
-        return None
-    return open_windows(folder)
+    record = _whole_record(folder)
+    is_same = record is not None and record["request"].get("texts") == _texts_digest(rows, column)
+    return open_windows(folder) if is_same else None
 
 
 def _request(
@@ -214,6 +207,11 @@ def write_array(path: Path, array: np.ndarray) -> None:
 def _read_record(folder: Path) -> dict[str, Any] | None:
     path = folder / _RECORD
     return parse_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _whole_record(folder: Path) -> dict[str, Any] | None:
+    record = _read_record(folder)
+    return record if record is not None and record["embedded"] == record["windows"] else None
 
 
 def _write_record(folder: Path, record: dict[str, Any]) -> None:
