@@ -70,7 +70,7 @@ def _fetched(loaded: "PreTrainedModel", name: str, question: str) -> dict[str, A
     if not fetches_blocks(loaded):
         return {}
     banks: Any = loaded.banks
-    folders = [banks.of(memory).folder for memory in banks.layouts]  # of a model of the Hub too
+    folders = [banks.bank(memory).folder for memory in banks.layouts]  # of a model of the Hub too
     tree = next((folder for folder in folders if all((folder / file).is_file() for file in TREE_FILES)), None)
     if tree is None:
         print(
@@ -89,7 +89,7 @@ def _told_of_blocks(banks: Any, path: list[int]) -> str:
     """Return in words which blocks of a path are read. Blocks that were deleted or never trained add nothing."""
     blocks: dict[str, list[str]] = {"read": [], "deleted": [], "never trained": []}
     for level, node in enumerate(path, start=1):
-        of_level = [banks.of(name) for name, layout in banks.layouts.items() if level in layout.levels]
+        of_level = [banks.bank(name) for name, layout in banks.layouts.items() if level in layout.levels]
         if of_level:
             is_read = any(bank.is_written(level, node) for bank in of_level)
             is_deleted = any(node in bank.deleted(level) for bank in of_level)

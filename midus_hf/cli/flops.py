@@ -83,7 +83,7 @@ def _print_flops(report: dict[str, Any]) -> None:
 
 
 def _read_config(model: str) -> dict[str, Any]:
-    from upscalers.checkpoint.base_model import read_config
+    from upscalers.checkpoint.base_checkpoint import read_config
     from upscalers.checkpoint.source import resolve_source
 
     path = Path(model).expanduser()

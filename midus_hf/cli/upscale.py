@@ -162,7 +162,7 @@ def extract(
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    """Save the language model of a larger model as a separate checkpoint."""
+    """Save the language model of a composite model as a separate checkpoint."""
     from upscalers.console import Console, print_extracted
     from upscalers.runs.extract import extract as extract_checkpoint
 

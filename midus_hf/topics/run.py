@@ -84,7 +84,7 @@ def build(
     output, options = _checked_output(output, overwrite), options or TreeOptions()
     cutter = load_fast_tokenizer(tokenizer)
     documents = read_corpus(corpus, text_column=column)
-    topics = TopicNames.of(documents, topic_columns) if topic_columns else None
+    topics = TopicNames.from_rows(documents, topic_columns) if topic_columns else None
     if topics is not None:  # which checks their number
         options = TreeOptions(topics.branching, len(topic_columns), samples=2 * topics.branching, seed=options.seed)
     embedder = TextEmbedder(embedding_model, device, batch_size, max_tokens)

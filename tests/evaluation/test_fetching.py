@@ -35,7 +35,7 @@ def model_folder(tmp_path_factory):
     upscale(
         base=base, method="hier-ffn", output=folder / "model", options={"sizes": [4, 3], "branching": 3}, verify=False
     )
-    layout = AutoModelForCausalLM.from_pretrained(folder / "model").banks.of("hier-ffn").layout
+    layout = AutoModelForCausalLM.from_pretrained(folder / "model").banks.bank("hier-ffn").layout
     bank = MemoryBank(folder / "model" / "memory_bank" / "hier-ffn", layout)
     generator = torch.Generator().manual_seed(0)
     for level in (1, 2):

@@ -49,7 +49,7 @@ def saved_with_bank(base: Path, folder: Path) -> SimpleNamespace:
     saved = SimpleNamespace(model=folder / "model", tree=folder / "tree", bert=save_tiny_bert(folder / "bert"))
     options = {"sizes": [3, 2], "branching": 3}
     upscale(base=base, method="hier-ffn", output=saved.model, options=options, verify=False)
-    bank = MemoryBank(saved.model / "memory_bank" / "hier-ffn", loaded(saved.model).banks.of("hier-ffn").layout)
+    bank = MemoryBank(saved.model / "memory_bank" / "hier-ffn", loaded(saved.model).banks.bank("hier-ffn").layout)
     fill(bank)
     random_tree(3, 2, width=WIDTH, origin=TreeOrigin(embedding_model=str(saved.bert))).save(saved.tree)
     return saved

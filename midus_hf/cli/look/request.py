@@ -113,7 +113,7 @@ class Request:
             check_model_name("base", self.base)
             return
         from midus_hf.files.outputs import has_config_entry
-        from upscalers.checkpoint.base_model import read_config
+        from upscalers.checkpoint.base_checkpoint import read_config
         from upscalers.checkpoint.source import resolve_source
         from upscalers.record.provenance import resized_vocabulary
         from upscalers.runs.base_confirmation import keeps_base
