@@ -17,20 +17,7 @@ _EXPECTED_SOURCES = {
     "tree": "a tree of topics",
 }
 # A name with one of these endings is a file, though it could be a Hub id by its characters.
-_FILE_SUFFIXES = {
-    ".bz2",
-    ".csv",
-    ".gz",
-    ".json",
-    ".jsonl",
-    ".md",
-    ".ndjson",
-    ".parquet",
-    ".tsv",
-    ".txt",
-    ".xz",
-    ".zst",
-}
+_FILE_SUFFIXES = {*".bz2 .csv .gz .json .jsonl .md .ndjson .parquet .tsv .txt .xz .zst".split()}
 # Files of rows whose columns are told before a library is imported, and their largest size.
 _ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 _MOST_BYTES = 1 << 20
@@ -40,15 +27,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def check_model_name(key: str, name: str) -> None:
-    """Check that a name stands for a saved model: a folder with a config, or an id that the Hub or its cache here has.
-
-    Args:
-        key: What a person calls the name: a key of a file, or an argument.
-        name: A folder or a Hub id.
-
-    Raises:
-        ValueError: If neither a folder nor an id has this name, or the folder holds an adapter of PEFT or a GGUF file.
-    """
+    """Check that a name stands for a saved model: a folder with a config, or an id that the Hub or its cache here has."""
     path = Path(name).expanduser()
     if path.is_dir():
         _check_folder(key, name, path)
@@ -59,7 +38,7 @@ def check_model_name(key: str, name: str) -> None:
     elif not _HUB_ID.fullmatch(name):
         raise ValueError(f"{key} is {name!r}, which does not exist; expected the folder of a model, or its Hub id.")
     else:
-        _check_hub_id(key, name)
+        check_hub_id(key, name)
 
 
 def saved_config(name: str) -> dict[str, Any]:
@@ -69,14 +48,7 @@ def saved_config(name: str) -> dict[str, Any]:
 
 
 def check_sources(sources: Iterable[tuple[str, str]]) -> None:
-    """Check that the models, texts and trees that a recipe names are there, as far as that can be told without reading them.
-
-    Args:
-        sources: Keys of the recipe and the paths or Hub ids that they hold, as `RunOptions.sources` returns them.
-
-    Raises:
-        ValueError: If a path does not exist and cannot be a Hub id, or as `check_model_name`.
-    """
+    """Check that the models, texts and trees that a recipe names are there, as far as that can be told without reading them."""
     for key, name in sorted(sources, key=lambda source: source[0] != "model_name_or_path"):
         if key == "model_name_or_path":
             check_model_name(key, name)
@@ -90,11 +62,7 @@ def check_sources(sources: Iterable[tuple[str, str]]) -> None:
 
 
 def check_column(key: str, name: str, column: str) -> None:
-    """Check that a small file of rows has the column of the text; other texts are checked when they are read.
-
-    Raises:
-        ValueError: If it lacks the column.
-    """
+    """Check that a small file of rows has the column of the text; other texts are checked when they are read."""
     columns = small_columns(name)
     if columns is not None and column not in columns:
         raise ValueError(no_column(f"{key} {name!r}", column, columns))
@@ -147,7 +115,8 @@ def gguf_refusal(file: Path) -> str:
     )
 
 
-def _check_hub_id(key: str, name: str) -> None:
+def check_hub_id(key: str, name: str, kind: str = "model") -> None:
+    """Check that the Hub or its cache here has a model or a dataset, by one request where their libraries would ask for long."""
     from huggingface_hub import snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -157,28 +126,26 @@ def _check_hub_id(key: str, name: str) -> None:
         RepositoryNotFoundError,
     )
 
-    expected = "expected the folder of a model, or its Hub id"
+    file, noun, expected = {
+        "model": ("config.json", "folder", "the folder of a model, or its Hub id"),
+        "dataset": ("README.md", "file or folder", "a file, a folder or a dataset id"),
+    }[kind]
+    absent = f"{key} is {name!r}, which is no {noun} here"
     try:
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
-            return
-        # One request, where transformers would ask again and again for each file while nobody answers.
-        snapshot_download(name, allow_patterns=["config.json"])
+        if not isinstance(try_to_load_from_cache(name, file, repo_type=kind), str):
+            snapshot_download(name, allow_patterns=[file], repo_type=kind)
     except GatedRepoError:
         reason = "is gated: accept its terms on the Hub, and log in with 'hf auth login'"
         raise ValueError(f"{key} is {name!r}, which {reason}.") from None
     except (RepositoryNotFoundError, HFValidationError):
-        raise ValueError(f"{key} is {name!r}, which is no folder here and not on the Hub; {expected}.") from None
+        raise ValueError(f"{absent} and not on the Hub; expected {expected}.") from None
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:
-        reason = answer_of_hub(error) or f"the Hub cannot be reached (or HF_HUB_OFFLINE is set); {expected}"
-        raise ValueError(f"{key} is {name!r}, which is no folder here, and {reason}.") from None
+        reason = answer_of_hub(error) or f"the Hub cannot be reached (or HF_HUB_OFFLINE is set); expected {expected}"
+        raise ValueError(f"{absent}, and {reason}.") from None
 
 
 def answer_of_hub(error: Exception) -> str | None:
-    """Return what the Hub answered and the remedy, as a text; None if the Hub did not answer.
-
-    Args:
-        error: An error of the Hub's client.
-    """
+    """Return what the Hub answered and the remedy, as a text; None if the Hub did not answer."""
     from huggingface_hub.errors import HfHubHTTPError
 
     answer = error if isinstance(error, HfHubHTTPError) else error.__cause__
@@ -195,15 +162,7 @@ def answer_of_hub(error: Exception) -> str | None:
 
 
 def usable_device(name: str | None, precision: str = "float32") -> str:
-    """Return the device to compute on, after a test that it works, so that a wrong device is refused before a model loads.
-
-    Args:
-        name: PyTorch's name of the device. None: the first GPU, or the CPU without a GPU.
-        precision: Name of the dtype to compute in. Default: `"float32"`.
-
-    Raises:
-        ValueError: If PyTorch cannot use the device here, or the device cannot compute in this dtype.
-    """
+    """Return the device to compute on, after a test that it works, so that a wrong device is refused before a model loads."""
     import torch
 
     device = name or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -26,16 +26,7 @@ from midus_hf.model_names import usable_device
 
 @contextlib.contextmanager
 def refusing(prefix: str, *errors: type[Exception], reason: Callable[[Exception], str] = first_line) -> Iterator[None]:
-    """Turn errors that other libraries raise inside the context, over a model that cannot be loaded, into a `ValueError`.
-
-    Args:
-        prefix: Beginning of the new message, before the library's reason.
-        errors: Types of errors to replace; other errors pass unchanged.
-        reason: Function that returns the reason of an error. Default: the first line of its message.
-
-    Raises:
-        ValueError: In place of one of `errors`.
-    """
+    """Turn errors that other libraries raise inside the context, over a model that cannot be loaded, into a `ValueError`."""
     try:
         yield
     except errors as error:
@@ -43,37 +34,13 @@ def refusing(prefix: str, *errors: type[Exception], reason: Callable[[Exception]
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer saved with a model; other errors of transformers are raised unchanged.
-
-    Args:
-        name: Folder or Hub id.
-        trust_remote_code: Whether to run code that comes with the tokenizer. Default: false.
-
-    Raises:
-        ValueError: If the tokenizer is code of its publisher, which is not run, or a Git LFS pointer.
-    """
+    """Load the tokenizer saved with a model; errors of transformers are raised unchanged."""
     refuse_lfs_pointers(Path(name), TOKENIZER)
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except ValueError as error:
-        if trust_remote_code or "trust_remote_code=True" not in str(error):
-            raise
-        raise ValueError(
-            "the tokenizer is code of its publisher, which is never run here; expected one that transformers knows. Convert it "
-            "to a tokenizer.json, and take auto_map out of tokenizer_config.json."
-        ) from error
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def check_ids(largest: int, vocab_size: int) -> None:
-    """Check that a model embeds every id that a tokenizer yields.
-
-    Args:
-        largest: The largest id that the tokenizer yields.
-        vocab_size: Number of ids that the model embeds.
-
-    Raises:
-        ValueError: If `largest` is not below `vocab_size`.
-    """
+    """Check that a model embeds every id that a tokenizer yields."""
     if largest >= vocab_size:
         raise ValueError(
             f"the tokenizer yields id {largest}, but the model embeds {vocab_size} ids; "
@@ -84,19 +51,7 @@ def check_ids(largest: int, vocab_size: int) -> None:
 def load_model(
     name: str, dtype: str = "auto", trust_remote_code: bool = False, **options: Any
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load a language model, and return it with the sorted names of the tensors that its checkpoint lacks.
-
-    A composite model that holds a language model, such as one that reads images, is loaded whole.
-
-    Args:
-        name: Folder or Hub id.
-        dtype: Dtype of the weights, in the form that `from_pretrained` takes. Default: `"auto"`, the checkpoint's dtype.
-        trust_remote_code: Whether to run code that comes with the model. Default: false.
-        **options: Other options of `from_pretrained`, whose errors are raised unchanged.
-
-    Raises:
-        ValueError: If the config or the weights are Git LFS pointers.
-    """
+    """Load a language model, and return it with the sorted names of the tensors that its checkpoint lacks."""
     refuse_lfs_pointers(Path(name), CONFIG, WEIGHTS, ADAPTERS, BANKS)
     file_options = {key: options[key] for key in _OF_FILES if key in options}
     config = options.get("config") or AutoConfig.from_pretrained(
@@ -110,11 +65,7 @@ def load_model(
 
 
 def auto_class_of(config: Any) -> Any:
-    """Return the Auto class of transformers that loads all parts of a model.
-
-    Args:
-        config: The model's config.
-    """
+    """Return the Auto class of transformers that loads all parts of a model."""
     if config.get_text_config(decoder=True) is config:
         return AutoModelForCausalLM
     auto_map = getattr(config, "auto_map", None) or {}
@@ -132,38 +83,18 @@ _OF_FILES = ("revision", "token", "cache_dir", "local_files_only", "force_downlo
 
 
 def check_whole(name: str, missing: list[str], label: str = "model") -> None:
-    """Refuse a model whose checkpoint lacks tensors, since these tensors would be random.
-
-    Args:
-        name: Folder or Hub id.
-        missing: Names of the missing tensors, as returned by `load_model`.
-        label: Name of the option that holds `name`, for the error. Default: `"model"`.
-
-    Raises:
-        ValueError: If a tensor is missing.
-    """
+    """Refuse a model whose checkpoint lacks tensors, since these tensors would be random."""
     if missing:
         raise ValueError(
             f"{label} is {name!r}, whose checkpoint lacks {len(missing)} of its tensors, such as {missing[0]}, which would be "
-            "random; expected a whole checkpoint of a causal language model. Make it again."
+            "random; expected a whole checkpoint. Make it again."
         )
 
 
 def load_for_reading(
     name: str, dtype: str, device: str | None, label: str = "model", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model, in eval mode, and its tokenizer. Progress bars of libraries are shown on terminals only.
-
-    Args:
-        name: Folder or hub id.
-        dtype: `auto`, as saved, `float32`, `bfloat16` or `float16`.
-        device: Name of a device. Default: the best there is.
-        label: Name of the option that holds `name`, for the error. Default: `"model"`.
-        trust_remote_code: Whether to run code that comes with the model. Default: false.
-
-    Raises:
-        ValueError: If the dtype is another, the device cannot be used, the model cannot be loaded, or its checkpoint lacks tensors.
-    """
+    """Load a model, in eval mode, and its tokenizer. Progress bars of libraries are shown on terminals only."""
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"dtype is {dtype!r}; expected auto, float32, bfloat16 or float16.")
     usable = usable_device(device)

@@ -54,11 +54,11 @@ def test_what_is_no_model_is_called_what_it_is(name, files, message, tmp_path, m
 
 def test_a_model_of_the_cache_is_asked_for_nowhere(tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(tmp_path / file))
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file, **_: str(tmp_path / file))
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *names, **options: calls.append(names))
     check_model_name("model", "owner/cached")
     assert not calls
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: None)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file, **_: None)
     check_model_name("model", "owner/new")
     assert calls == [("owner/new",)]
 

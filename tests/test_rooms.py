@@ -116,14 +116,14 @@ def test_rooms_of_models_and_upscalers_import_one_another_one_way():
 
 
 def test_topics_import_their_own_room_and_what_reads_and_writes_files_alone():
-    rooms = ("topics", "config", "files", "saved_models", "library_bars")
+    rooms = ("topics", "config", "files", "saved_models", "model_names", "library_bars")
     for file in files_of("midus_hf/topics"):
         for name in imports_of(file, "midus_hf", everywhere=True):
             assert name.split(".")[1] in rooms, f"{file.name} imports {name}"
 
 
 # What finds the path of a text, which a user needs who builds no tree.
-RETRIEVAL = ("embedding", "memory_retriever", "tree", "tree_files")
+RETRIEVAL = ("embedding", "memory_retriever", "tree")
 
 
 def test_retrieval_needs_what_the_core_needs():

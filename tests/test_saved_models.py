@@ -43,18 +43,14 @@ def test_each_load_says_whether_code_of_the_model_is_run_so_that_nobody_is_asked
     assert [place for place, keywords in calls.items() if "trust_remote_code" not in keywords] == []
 
 
-def test_a_tokenizer_of_code_is_refused_with_the_remedy_and_is_not_run(tmp_path):
+def test_a_tokenizer_of_code_is_refused_and_is_not_run(tmp_path):
     save_byte_model("llama", tmp_path)
     for file in tmp_path.glob("tokenizer*"):
         file.unlink()
     named = '{"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", null]}}'
     (tmp_path / "tokenizer_config.json").write_text(named)
     (tmp_path / "own.py").write_text("raise SystemExit('it ran')")
-    message = (
-        "^the tokenizer is code of its publisher, which is never run here; expected one that transformers knows. Convert it to a "
-        r"tokenizer\.json, and take auto_map out of tokenizer_config\.json\.$"
-    )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="contains custom code which must be executed"):
         load_tokenizer(str(tmp_path))
     with pytest.raises(SystemExit, match="it ran"):
         load_tokenizer(str(tmp_path), trust_remote_code=True)

@@ -1,6 +1,7 @@
 """Output of the commands on a terminal: progress on standard error, tables on standard output."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import rich.box
@@ -32,7 +33,7 @@ class Console(Progress):
             rich_progress.SpinnerColumn(),
             rich_progress.TextColumn("{task.description}"),
             rich_progress.BarColumn(),
-            _Amount(),
+            rich_progress.TextColumn("{task.completed:,.0f} of {task.total:,.0f} {task.fields[unit]}"),
             rich_progress.TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
@@ -63,33 +64,24 @@ class Console(Progress):
             self._bar.stop()
 
 
-class _Amount(rich_progress.ProgressColumn):
-    """Column that shows how much of a bar's total is done, in bytes or in another unit."""
-
-    def render(self, task: rich_progress.Task) -> Text:
-        done, total, unit = task.completed, task.total or 0, task.fields["unit"]
-        if unit == "bytes":
-            return Text(f"{_gigabytes(done)} of {_gigabytes(total)}")
-        return Text(f"{done:.0f} of {total:.0f} {unit}" if total > 1 else "")
-
-
-def _table(*columns: str) -> Table:
+def _print_table(header: Sequence[str], rows: Iterable[Sequence[str]], bold: Iterable[bool] = ()) -> None:
+    """Print rows of plain text, in which brackets are no markup."""
     table = Table(box=rich.box.SIMPLE_HEAD, show_edge=False)
-    for column in columns:
+    for column in header:
         table.add_column(Text(column), overflow="fold")
-    return table
+    for cells, is_bold in itertools.zip_longest(rows, bold):
+        table.add_row(*map(Text, cells), style="bold" if is_bold else None)
+    RichConsole().print(table)
 
 
-def _add(table: Table, *cells: str, style: str | None = None) -> None:
-    """Add a row of plain text, so that brackets in names are not read as markup."""
-    table.add_row(*map(Text, cells), style=style)
+def _say(text: str) -> None:
+    RichConsole().print(Text(text), soft_wrap=True)
 
 
 def print_report(report: UpscaleReport, dry_run: bool) -> None:
     """Print the summary of an upscaling."""
     counts = report.parameters
     removed = counts.base + counts.new - counts.total
-    table = _table("", report.method)
     rows = {
         "base": report.base,
         "output": report.output or "(none: dry run)",
@@ -99,7 +91,7 @@ def print_report(report: UpscaleReport, dry_run: bool) -> None:
         "trainable": f"{counts.trainable:,} ({100 * counts.trainable / (counts.total + (counts.bank or 0)):.1f} %)",
     }
     if counts.bank is not None:
-        rows["bank"] = f"{counts.bank:,} parameters beside the checkpoint, of which a text fetches {counts.fetched:,}"
+        rows["bank"] = _bank(counts.bank, counts.fetched)
     if report.renumbers_layers:
         rows["adapters"] = (
             "a LoRA that was made for the base does not fit: layers have other numbers. 'upscale adapter' writes one that fits"
@@ -112,11 +104,8 @@ def print_report(report: UpscaleReport, dry_run: bool) -> None:
             f"{_gigabytes(report.bytes.written)} in {report.seconds:.1f} s, peak memory {_gigabytes(report.peak_rss_bytes)}"
         )
         rows["identity"] = _identity(report)
-    for name, value in rows.items():
-        _add(table, name, value)
-    RichConsole().print(table)
-    if report.measurements:
-        print_measurements(report.measurements)
+    _print_table(["", report.method], rows.items())
+    _print_measurements(report.measurements)
 
 
 def _identity(report: UpscaleReport) -> str:
@@ -128,55 +117,41 @@ def _identity(report: UpscaleReport) -> str:
     return f"{promise}{report.identity.checked}: {difference}"
 
 
-def print_measurements(measurements: list[dict[str, Any]]) -> None:
+def _print_measurements(measurements: list[dict[str, Any]]) -> None:
     """Print what solvers measured, one row per kind of tensor: mean, lowest and highest value over the new layers."""
-    header, *rows = summary_table(measurements)
-    table = _table(*header)
-    for row in rows:
-        _add(table, *row)
-    RichConsole().print(table)
+    if measurements:
+        header, *rows = summary_table(measurements)
+        _print_table(header, rows)
 
 
 def print_method_list(methods: list[dict[str, Any]]) -> None:
     """Print a line per method: its name, whether its model starts as the base, and its summary."""
-    starts = {"exact at the start": "exact", "no": "changed"}
-    lines = [
-        f"{method['name']:<20} {starts.get(_starts_as(method), 'changed*'):<9} "
-        f"{method['summary'].removesuffix(' (identity at start)')}"
-        for method in methods
-    ]
-    lines += [
-        "",
-        "exact: until it is trained, the model computes what the base computes; changed*: with --set identity=auto, too.",
-        "'upscale methods NAME' says a method's options, their defaults and the paper.",
-    ]
-    RichConsole().print(Text("\n".join(lines)), soft_wrap=True)
+    for method in methods:
+        start = _starts_as(method)
+        start = "exact" if start == "exact at the start" else "changed" if start == "no" else "changed*"
+        _say(f"{method['name']:<20} {start:<9} {method['summary'].removesuffix(' (identity at start)')}")
+    _say(
+        "\nexact: until it is trained, the model computes what the base computes; changed*: with --set identity=auto, too.\n"
+        "'upscale methods NAME' says a method's options, their defaults and the paper."
+    )
 
 
 def print_methods(methods: list[dict[str, Any]]) -> None:
     """Print methods and their options."""
     for method in methods:
-        table = _table(method["name"], method["summary"])
-        _add(table, "identity", _starts_as(method))
-        _add(table, "trains", _trains(method))
-        _add(
-            table,
-            "placement",
-            method["placement"] or ("its own" if method["adds_layers"] else "none: it adds no layers"),
-        )
+        new = "the new layers" if method["adds_layers"] else "the new memory"
+        rows = [
+            ("identity", _starts_as(method)),
+            ("trains", "everything" if method["trainable"] == "all" else new),
+            ("placement", method["placement"] or ("its own" if method["adds_layers"] else "none: it adds no layers")),
+        ]
         for option in method["options"]:
             default = "" if option["default"] is None else f"={_yaml(option['default'])}"
-            _add(table, f"--set {option['name']}{default}", f"{option['help']} ({option['type']})")
+            rows.append((f"--set {option['name']}{default}", f"{option['help']} ({option['type']})"))
         if method["paper"]:
-            _add(table, "paper", f"{method['paper']['title']} ({method['paper']['reference']})")
-        RichConsole().print(table)
+            rows.append(("paper", f"{method['paper']['title']} ({method['paper']['reference']})"))
+        _print_table([method["name"], method["summary"]], rows)
         print()
-
-
-def _trains(method: dict[str, Any]) -> str:
-    if method["trainable"] == "all":
-        return "everything"
-    return "the new layers" if method["adds_layers"] else "the new memory"
 
 
 def _starts_as(method: dict[str, Any]) -> str:
@@ -192,39 +167,36 @@ def _yaml(value: Any) -> str:
 
 def print_inspection(inspection: dict[str, Any]) -> None:
     """Print what was done to a checkpoint."""
-    table = _table("", inspection.get("method", "stripped"))
-    if "stripped" in inspection:
-        _add_stripped(table, inspection["stripped"])
+    rows: list[tuple[str, str]] = []
+    counts, stripped = inspection["parameters"], inspection.get("stripped")
+    if stripped is not None:
+        removed = _removed(stripped.get("removed_layers") or (), stripped.get("removed_memories") or ())
+        source = f"{stripped.get('model')}, upscaled with {stripped.get('method')}; took out {removed}"
+        rows += [("stripped from", source), ("", f"its weights {_confirmation(stripped, 'were')}")]
     if "method" not in inspection:
-        _add(table, "model type", inspection["model_type"])
-        _add(table, "layers", str(inspection["num_layers"]))
-        _add(table, "parameters", f"{inspection['parameters']['total']:,}")
-        RichConsole().print(table)
+        rows += [("model type", inspection["model_type"]), ("layers", str(inspection["num_layers"]))]
+        _print_table(["", "stripped"], [*rows, ("parameters", f"{counts['total']:,}")])
         return
-    _add(table, "base", str(inspection["base"]))
-    _add(table, "model type", inspection["model_type"])
+    rows += [("base", str(inspection["base"])), ("model type", inspection["model_type"])]
     if not inspection["causal"]:
-        _add(table, "not causal", "what a token gets depends on later tokens")
-    _add(table, "options", ", ".join(f"{key}={_yaml(value)}" for key, value in inspection["options"].items()))
-    _add(table, "seed", str(inspection["seed"]))
-    for edit in inspection.get("edits", []):
-        _add(table, "edited", described(edit))
-    _add(
-        table, "parameters", f"{inspection['parameters']['total']:,}, of them new {inspection['parameters']['new']:,}"
-    )
-    if "bank" in inspection["parameters"]:
-        fetched, bank = (inspection["parameters"][name] for name in ("fetched", "bank"))
-        _add(table, "bank", f"{bank:,} parameters beside the checkpoint, of which a text fetches {fetched:,}")
+        rows.append(("not causal", "what a token gets depends on later tokens"))
+    rows.append(("options", ", ".join(f"{key}={_yaml(value)}" for key, value in inspection["options"].items())))
+    rows.append(("seed", str(inspection["seed"])))
+    rows += [("edited", described(edit)) for edit in inspection.get("edits", [])]
+    rows.append(("parameters", f"{counts['total']:,}, of them new {counts['new']:,}"))
+    if "bank" in counts:
+        rows.append(("bank", _bank(counts["bank"], counts["fetched"])))
     if inspection["code"] is not None:
-        _add(table, "carried code", _carried_code(inspection["code"]))
-    RichConsole().print(table)
-    layers = _table("layer", "from", "parameters")
-    for layer in inspection["layers"]:
-        style = "bold" if layer["new"] else None
-        _add(layers, str(layer["index"]), layer["from"], f"{layer['parameters']:,}", style=style)
-    RichConsole().print(layers)
-    if inspection["measurements"]:
-        print_measurements(inspection["measurements"])
+        rows.append(("carried code", _carried_code(inspection["code"])))
+    _print_table(["", inspection["method"]], rows)
+    layers = inspection["layers"]
+    cells = [(str(layer["index"]), layer["from"], f"{layer['parameters']:,}") for layer in layers]
+    _print_table(["layer", "from", "parameters"], cells, [layer["new"] for layer in layers])
+    _print_measurements(inspection["measurements"])
+
+
+def _bank(bank: int, fetched: int | None) -> str:
+    return f"{bank:,} parameters beside the checkpoint, of which a text fetches {fetched:,}"
 
 
 def _carried_code(code: dict[str, Any]) -> str:
@@ -234,14 +206,6 @@ def _carried_code(code: dict[str, Any]) -> str:
     if code["version"] not in (None, __version__):
         return f"{code['file']}, written by midus-hf {code['version']}; install that version to compare it"
     return f"{code['file']} is NOT what midus-hf {__version__} generates: read it before you trust it"
-
-
-def _add_stripped(table: Table, stripped: dict[str, Any]) -> None:
-    removed = _removed(stripped.get("removed_layers") or (), stripped.get("removed_memories") or ())
-    _add(
-        table, "stripped from", f"{stripped.get('model')}, upscaled with {stripped.get('method')}; took out {removed}"
-    )
-    _add(table, "", f"its weights {_confirmation(stripped, 'were')}")
 
 
 def _confirmation(record: dict[str, Any], verb: str) -> str:
@@ -257,28 +221,20 @@ def _confirmation(record: dict[str, Any], verb: str) -> str:
 def print_stripped(result: dict[str, Any]) -> None:
     """Print what `strip` took out, and whether the weights left equal the base's."""
     removed = _removed(result["removed_layer_indices"], result["removed_memories"])
-    RichConsole().print(
-        f"{result['output']}: {result['model_type']} with {result['num_layers']} layers; took out {removed}. "
-        f"Its weights {_confirmation(result, 'are')}.",
-        markup=False,
-    )
+    model = f"{result['model_type']} with {result['num_layers']} layers"
+    _say(f"{result['output']}: {model}; took out {removed}. Its weights {_confirmation(result, 'are')}.")
 
 
 def print_extracted(result: dict[str, Any]) -> None:
     """Print which language model was extracted."""
-    RichConsole().print(
-        f"{result['output']}: {result['model_type']} with {result['num_layers']} layers; left out {result['left_out']} tensors of "
-        "the composite model.",
-        markup=False,
-        soft_wrap=True,
-    )
+    model = f"{result['model_type']} with {result['num_layers']} layers"
+    _say(f"{result['output']}: {model}; left out {result['left_out']} tensors of the composite model.")
 
 
 def print_adapter(result: dict[str, Any]) -> None:
     """Print which layers of the upscaled model have the adapter."""
-    layers = ", ".join(map(str, result["layers"])) or "no layer"
-    summary = f"{result['peft_type']} adapter on {result['modules']} modules, in layers {layers} of {result['onto']}"
-    RichConsole().print(f"{result['output']}: {summary}.", markup=False, soft_wrap=True)
+    layers = f"layers {', '.join(map(str, result['layers'])) or 'no layer'} of {result['onto']}"
+    _say(f"{result['output']}: {result['peft_type']} adapter on {result['modules']} modules, in {layers}.")
 
 
 def _removed(layers: Sequence[int], memories: Sequence[str]) -> str:

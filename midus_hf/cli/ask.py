@@ -1,9 +1,7 @@
 """The `midus ask` command."""
 
-import shlex
 import sys
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
@@ -30,7 +28,7 @@ def midus_ask(
 
     A model with a bank fetches the blocks of the question's topic, which a line on standard error names.
     """
-    _check_model(model, question)
+    check_model_name("model", model)
     import torch
     from jinja2 import TemplateError
     from transformers import TextStreamer
@@ -65,23 +63,6 @@ def midus_ask(
         )
 
 
-def _check_model(model: str, question: str) -> None:
-    """Check that the first word names a model.
-
-    Raises:
-        ValueError: As `check_model_name`. If the second word names a model instead, the message says that the model stands first.
-    """
-    try:
-        check_model_name("model", model)
-    except ValueError:
-        if (Path(question).expanduser() / "config.json").is_file():
-            raise ValueError(
-                f"model is {model!r} and the question {question!r}, which is a model; expected the model first. Run 'midus ask "
-                f"{shlex.join([question, model])}'."
-            ) from None
-        raise
-
-
 def _fetched(loaded: "PreTrainedModel", name: str, question: str) -> dict[str, Any]:
     """Return the path of the question's topic as an argument of `generate`, and say which blocks are read; empty without a bank."""
     from midus_hf.evaluation.fetching import fetches_blocks, open_retriever
@@ -109,14 +90,12 @@ def _told_of_blocks(banks: Any, path: list[int]) -> str:
     blocks: dict[str, list[str]] = {"read": [], "deleted": [], "never trained": []}
     for level, node in enumerate(path, start=1):
         of_level = [banks.bank(name) for name, layout in banks.layouts.items() if level in layout.levels]
-        if not of_level:
-            continue
-        is_read = any(bank.is_written(level, node) for bank in of_level)
-        is_deleted = any(node in bank.deleted(level) for bank in of_level)
-        state = "read" if is_read else "deleted" if is_deleted else "never trained"
-        blocks[state].append(f"{level}:{'generic' if node < 0 else node}")
-    read = blocks.pop("read")
-    is_generic = path[0] < 0
+        if of_level:
+            is_read = any(bank.is_written(level, node) for bank in of_level)
+            is_deleted = any(node in bank.deleted(level) for bank in of_level)
+            state = "read" if is_read else "deleted" if is_deleted else "never trained"
+            blocks[state].append(f"{level}:{'generic' if node < 0 else node}")
+    read, is_generic = blocks.pop("read"), path[0] < 0
     sentence = "the generic memory is read" if is_generic else f"blocks {', '.join(read)} are read"
     others = [f"; {state}: {', '.join(named)}" for state, named in blocks.items() if named]
     return "no topic is near: " * is_generic + (sentence if read else "no block is read") + "".join(others)

@@ -45,13 +45,10 @@ def build(
     seed: Annotated[int, option("Seed of everything random.", "N")] = 0,
     column: Column = "text",
     window_tokens: Annotated[int, option("Tokens per window.", "N")] = 2048,
-    max_tokens: Annotated[
-        int | None, option("Tokens of each window to embed.  [default: the model's own length]", "N")
-    ] = None,
+    max_tokens: Annotated[int | None, option("Tokens of a window to embed.  [default: the model's most]", "N")] = None,
     dtype: Annotated[str, option("Dtype of the stored embeddings: float32 or float16.", "NAME")] = "float32",
     topic_column: Annotated[
-        list[str] | None,
-        option("Column that names each text's topic, in place of clusters; repeat for levels below.", "NAME"),
+        list[str] | None, option("Column with names of topics; repeat for levels below.", "NAME")
     ] = None,
     batch_size: BatchSize = 64,
     device: Device = None,
@@ -91,13 +88,16 @@ def build(
             overwrite=overwrite,
         )
     assert tree.sizes is not None
-    used = int((tree.sizes[-1] > 0).sum())
+    windows, leaves, used = int(tree.sizes[0].sum()), len(tree.sizes[-1]), int((tree.sizes[-1] > 0).sum())
     print(
-        f"{output}: {int(tree.sizes[0].sum()):,} windows in {used:,} of {len(tree.sizes[-1]):,} leaves, "
-        f"{tree.levels} levels of {tree.branching}, fingerprint {tree.fingerprint[:16]}"
+        f"{output}: {windows:,} windows in {used:,} of {leaves:,} leaves, {tree.levels} levels of {tree.branching}, fingerprint "
+        f"{tree.fingerprint[:16]}"
     )
-    if not topic_column and (hint := options.hint(int(tree.sizes[0].sum()))) is not None:
-        print(hint, file=sys.stderr)
+    if not topic_column and windows < 2 * leaves:  # a node is split into a cluster for every two windows at most
+        print(
+            f"{windows:,} windows cannot fill {leaves:,} leaves; lower --branching or --levels, or add text",
+            file=sys.stderr,
+        )
 
 
 @app.command()
@@ -150,7 +150,7 @@ def assign(
     from midus_hf.topics.memory_retriever import MemoryRetriever
     from midus_hf.topics.run import WINDOWS
     from midus_hf.topics.tree import ClusterTree
-    from midus_hf.topics.windows import load_fast_tokenizer, windows_of_corpus
+    from midus_hf.topics.windows import cutter_of, windows_of_corpus
 
     check_file("output", output, [".jsonl"])
     if output.exists() and not overwrite:
@@ -170,19 +170,9 @@ def assign(
             paths = stored_paths(loaded, stored)
         else:
             retriever = MemoryRetriever.load(tree, device=device, batch_size=batch_size)
-            origin = loaded.origin
-            if origin.tokenizer is None or origin.window_tokens is None:
-                raise ValueError(
-                    f"tree {str(tree)!r} does not say how windows are cut; expected a tree that 'midus cluster build' made."
-                )
-            cutter = load_fast_tokenizer(origin.tokenizer)
-            paths = document_paths(retriever, cutter, documents[column], origin.window_tokens)
+            cutter, tokens = cutter_of(loaded, tree)
+            paths = document_paths(retriever, cutter, documents[column], tokens)
         rows = rows_with_paths(documents, paths, loaded)
-        dates = [
-            name for name, feature in documents.features.items() if "timestamp" in str(getattr(feature, "dtype", ""))
-        ]
-        if dates:
-            say(f"columns with dates are written as dates are read, in UTC if they had a zone: {', '.join(dates)}")
         with whole_file(output) as partial, partial.open("w", encoding="utf-8") as file:
             for row in tqdm(rows, desc="assigning", total=len(documents), unit=" documents", disable=None):
                 file.write(json.dumps(row, default=_as_text) + "\n")
@@ -216,10 +206,7 @@ def report(
 def nodes_with_words(
     tree: "ClusterTree", leaves: "np.ndarray", documents: "np.ndarray", texts: Sequence[str], level: int, most: int
 ) -> dict[int, tuple[int, list[str]]]:
-    """Return the largest nodes of a level, from 1, by number: how many windows each has, and words that others' texts have less of.
-
-    `leaves` and `documents` are those of the windows, `[N]`. Raises a ValueError if the tree lacks the level, or `most` is below 1.
-    """
+    """Return the largest nodes of a level, from 1: how many windows each has, and words that others' texts have less of."""
     import numpy as np
 
     if not 1 <= level <= tree.levels:
@@ -258,7 +245,7 @@ def _as_text(value: Any) -> str:
     """Return a value that JSON cannot hold (a date, a time, a decimal number) as text, and refuse bytes."""
     if isinstance(value, bytes):
         raise ValueError(
-            f"a row has the bytes {value[:16]!r} in a column; expected text, numbers, dates, or lists of them. Leave that column out."
+            f"a row has the bytes {value[:16]!r}; expected text, numbers, dates, or lists of them. Leave that column out."
         )
     return value.isoformat() if hasattr(value, "isoformat") else str(value)
 

@@ -29,11 +29,7 @@ INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 def command_line(help: str | None = None, **settings: Any) -> typer.Typer:
-    """Return an empty command line in the style of all commands.
-
-    `help` is the first text of the help; by default the docstring of the only command, or of the callback. `settings` are arguments
-    of `typer.Typer`.
-    """
+    """Return an empty command line in the style of all commands."""
     style: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
     if help is not None:  # None itself would hide the docstring of a callback
         settings["help"] = help
@@ -49,28 +45,10 @@ class Ending(Exception):
         self.line = line
 
 
-def run_command(
-    app: typer.Typer,
-    arguments: Sequence[str] | None = None,
-    *,
-    name: str,
-    raises: bool = False,
-) -> int:
-    """Run a command line, and print one line that opens with the command's name if the work is not done.
+def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, name: str, raises: bool = False) -> int:
+    """Run a command line, by default the words of `sys.argv`, and return its exit status, with one line if it is not 0.
 
-    SIGTERM interrupts the work as Ctrl-C does, so that half-finished files are cleaned up. Every command understands
-    `--version`, and a command that needs arguments and gets none shows its help. Of several processes that a launcher started, the
-    first prints the line.
-
-    Args:
-        app: The command line.
-        arguments: Words after the program's name. Default: the words of `sys.argv`.
-        name: The program's name, as the help shows it.
-        raises: Whether unexpected errors are raised, for a traceback. Default: false, and then unexpected errors end with status
-            1, but a `ValueError`, which means that the request is wrong, with status 2.
-
-    Returns:
-        The exit status.
+    SIGTERM interrupts the work as Ctrl-C does. `raises`: whether unexpected errors are raised, for a traceback.
     """
     line_words = list(sys.argv[1:] if arguments is None else arguments)
     if "--version" in line_words:
@@ -148,13 +126,10 @@ def _refuse_empty(line_words: Sequence[str]) -> None:
     """Refuse empty words, which a shell makes of unset variables. As a path, an empty word would be the current folder."""
     for before, word in zip(["", *line_words], line_words, strict=False):
         name, equals, value = word.partition("=")
-        if word and not (word.startswith("--") and equals and not value):
-            continue
-        subject = name if word else before if before.startswith("-") else "an argument"
-        raise Ending(
-            WRONG_REQUEST,
-            f"{subject} is ''; expected a value. Fill it in (a shell gives nothing for a variable that is not set), or leave it out.",
-        )
+        if not word or (word.startswith("--") and equals and not value):
+            subject = name if word else before if before.startswith("-") else "an argument"
+            filling = "Fill it in (a shell gives nothing for a variable that is not set), or leave it out."
+            raise Ending(WRONG_REQUEST, f"{subject} is ''; expected a value. {filling}")
 
 
 @contextlib.contextmanager

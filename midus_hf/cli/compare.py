@@ -21,20 +21,16 @@ app = command_line()
 @app.command()
 def midus_compare(
     config: Annotated[
-        list[Path],
-        argument("YAML file of a comparison, as in configs/compare; later files replace keys.", "CONFIG..."),
+        list[Path], argument("YAML files, as in configs/compare; later ones replace keys.", "CONFIG...")
     ],
     set_: Annotated[
-        list[str] | None,
-        option("A key in place of the files', such as train.max_steps=9; repeat for more.", "KEY=VALUE", "--set"),
+        list[str] | None, option("A key, such as train.max_steps=9; repeatable.", "KEY=VALUE", "--set")
     ] = None,
     jobs: Annotated[int, option("Runs at a time; they share the processor's cores.", "N")] = 1,
     devices: Annotated[
-        str | None, option("GPUs such as 0,1, with one run at a time on each.  [default: all, for one run]", "LIST")
+        str | None, option("GPUs such as 0,1, with a run on each.  [default: all, for one run]", "LIST")
     ] = None,
-    dry_run: Annotated[
-        bool, flag("--dry-run", "Check keys, texts and the base, and say what would be run and what is done.")
-    ] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Check the request; say what would be run, and what is done.")] = False,
     report_only: Annotated[bool, flag("--report", "Run nothing; write the report of what is done.")] = False,
     json_: Json = False,
 ) -> None:
@@ -93,20 +89,13 @@ def _report(comparison: "Comparison", variants: "Sequence[Variant]", failures: d
 
 
 def devices_of(devices: str | None, jobs: int) -> list[str]:
-    """Return the GPU numbers that `--devices` lists, such as `"0,1"`; an empty list without the option.
-
-    Raises:
-        ValueError: If `devices` holds anything but numbers, `jobs` is less than 1, or `jobs` is above 1 and not the number
-            of devices.
-    """
+    """Return the GPU numbers that `--devices` lists, such as `"0,1"`; an empty list without the option."""
+    numbers = [] if devices is None else [number.strip() for number in devices.split(",")]
     if jobs < 1:
         raise ValueError(f"jobs is {jobs}; expected at least 1.")
-    if devices is None:
-        return []
-    numbers = [number.strip() for number in devices.split(",")]
     if not all(number.isdecimal() for number in numbers):
         raise ValueError(f"devices is {devices!r}; expected numbers of GPUs, such as 0,1.")
-    if jobs not in (1, len(numbers)):
+    if numbers and jobs not in (1, len(numbers)):
         raise ValueError(
             f"jobs is {jobs}, and devices names {len(numbers)}; expected one run per device. Leave jobs out."
         )

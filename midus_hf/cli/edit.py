@@ -3,6 +3,8 @@
 from functools import partial
 from typing import Annotated, Any
 
+import typer
+
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Json, argument, flag, option, show, show_tables
 from midus_hf.config.wording import first_few
@@ -34,8 +36,8 @@ def blocks(model: Model, memory: Memory = None, json_: Json = False) -> None:
     show(list_banks(model, memory), json_, _print_blocks)
 
 
-@app.command()
-def zero(
+def of_chapters(
+    context: typer.Context,
     model: Model,
     output: Output,
     chapters: Chapters,
@@ -43,25 +45,15 @@ def zero(
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    """Set rows of chapters to zero; routers still open them."""
+    """Make the edit of chapters that the command is named after."""
     from upscalers.edits import chapters as edits
 
-    _show_edit(edits.zero(_request(model, output, memory, overwrite), chapters), json_)
+    edit = getattr(edits, str(context.command.name))
+    _show_edit(edit(_request(model, output, memory, overwrite), chapters), json_)
 
 
-@app.command()
-def prune(
-    model: Model,
-    output: Output,
-    chapters: Chapters,
-    memory: Memory = None,
-    overwrite: Overwrite = False,
-    json_: Json = False,
-) -> None:
-    """Take chapters out; later chapters move up."""
-    from upscalers.edits import chapters as edits
-
-    _show_edit(edits.prune(_request(model, output, memory, overwrite), chapters), json_)
+app.command("zero", help="Set rows of chapters to zero; routers still open them.")(of_chapters)
+app.command("prune", help="Take chapters out; later chapters move up.")(of_chapters)
 
 
 @app.command()

@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Device, Json, flag, model_argument, needing_harness, option, show
@@ -19,24 +19,18 @@ def midus_eval(
     text: Annotated[str | None, option("File, folder or dataset id to measure perplexity on.", "PATH")] = None,
     column: Annotated[str | None, option("Column that holds the text.  [default: text]", "NAME")] = None,
     sequence_length: Annotated[int | None, option("Tokens per window of the text.  [default: 1024]", "N")] = None,
-    max_tokens: Annotated[
-        int | None, option("Tokens of the text to predict, spread evenly over it.  [default: all]", "N")
-    ] = None,
+    max_tokens: Annotated[int | None, option("Tokens to predict, spread over the text.  [default: all]", "N")] = None,
     retriever: Annotated[str | None, option("Tree of topics by which models fetch blocks.", "TREE")] = None,
     path_column: Annotated[str | None, option("Column with the path to fetch blocks by.", "NAME")] = None,
     tasks: Annotated[list[str] | None, option("Tasks of lm-eval, separated by commas.", "NAMES")] = None,
     data: Annotated[str | None, option("Folder with the questions of local tasks.", "DIR")] = None,
     include_path: Annotated[str | None, option("Folder with more task files.", "DIR")] = None,
-    num_fewshot: Annotated[
-        int | None, option("Worked examples before a question.  [default: the task's]", "N")
-    ] = None,
+    num_fewshot: Annotated[int | None, option("Examples before a question.  [default: the task's]", "N")] = None,
     limit: Annotated[int | None, option("Questions per task, from the first on.  [default: all]", "N")] = None,
     batch_size: Annotated[int | None, option("Windows or requests per forward pass.  [default: 4]", "N")] = None,
     dtype: Annotated[str | None, option("auto, float32, bfloat16 or float16.  [default: auto]", "NAME")] = None,
     device: Device = None,
-    trust_remote_code: Annotated[
-        bool | None, flag("--trust-remote-code", "Run code that comes with a checkpoint.")
-    ] = None,
+    trust_remote_code: Annotated[bool | None, flag("--trust-remote-code", "Run code of a checkpoint.")] = None,
     config: Annotated[Path | None, option("YAML file of these keys; options win.", "FILE")] = None,
     json_: Json = False,
 ) -> None:
@@ -54,21 +48,16 @@ def midus_eval(
     if settings.text is not None:
         check_sources([("text", settings.text)])
         check_column("text", settings.text, settings.column)
+    from rich.console import Console
+
     from midus_hf.evaluation.quiet import quiet_libraries
+    from midus_hf.evaluation.report import comparison_table
 
     with needing_harness(), quiet_libraries():
         from midus_hf.evaluation.evaluate import evaluate
 
         report = evaluate(models, settings)
-    show(report, json_, _print_table, indent=2)
-
-
-def _print_table(report: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    from midus_hf.evaluation.report import comparison_table
-
-    Console().print(comparison_table(report))
+    show(report, json_, lambda report: Console().print(comparison_table(report)), indent=2)
 
 
 main = partial(run_command, app, name="midus eval")

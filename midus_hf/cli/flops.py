@@ -16,10 +16,7 @@ app = command_line()
 
 @app.command()
 def midus_flops(
-    model: Annotated[
-        str,
-        argument("A config (.json), or folder or hub id of a model; weights are not read.", "MODEL"),
-    ],
+    model: Annotated[str, argument("A config (.json), or folder or hub id of a model.", "MODEL")],
     sequence_length: Annotated[int, option("Tokens per sequence.", "N")] = 1024,
     batch: Annotated[int, option("Sequences in the batch.", "N")] = 1,
     json_: Json = False,
@@ -27,16 +24,9 @@ def midus_flops(
     """Count the floating-point operations (FLOPs) of a model for one batch, from its config alone."""
     config = _read_config(model)
     flops = count_flops(config, sequence_length, batch)
-    report = {
-        "model": model,
-        "sequence_length": sequence_length,
-        "batch": batch,
-        "forward": flops.forward,
-        "backward": flops.backward,
-        "total": flops.total,
-        "parts": flops.parts,
-        "parameters": count_parameters(config),
-    }
+    report = {"model": model, "sequence_length": sequence_length, "batch": batch}
+    report |= {"forward": flops.forward, "backward": flops.backward, "total": flops.total, "parts": flops.parts}
+    report["parameters"] = count_parameters(config)
     show(report, json_, _print_flops, indent=2)
 
 
@@ -82,19 +72,7 @@ def count_flops(config: dict[str, Any], tokens: int, batch: int = 1) -> "ModelFl
 
 
 def count_parameters(config: dict[str, Any]) -> dict[str, int]:
-    """Count the parameters of a model by the part of the model. A tied matrix counts once.
-
-    Args:
-        config: The raw `config.json`.
-
-    Returns:
-        `total`; `backbone`, parameters outside memories; `memory_values`, what memories retrieve; `memory_rest`; `activated`, what a
-        token uses: all parameters but the values that it does not read; `total_without_embeddings` and
-        `activated_without_embeddings`, the same without the embedding of tokens and the language head.
-
-    Raises:
-        ValueError: If the family is unknown, or the `memory` list is refused.
-    """
+    """Count the parameters of a model by the part of the model. A tied matrix counts once."""
     from midus_hf.memories.flops import values_read
     from upscalers.architecture.families import family_of
     from upscalers.architecture.layout import layout_of

@@ -50,17 +50,7 @@ Json = Annotated[bool, flag("--json", "Print one JSON object on standard output.
 
 
 def check_file(option: str, path: Path, suffixes: Sequence[str], drawn: Sequence[str] = ()) -> None:
-    """Check that a file can be written.
-
-    Args:
-        option: Option that names the file, for messages.
-        path: Path of the file.
-        suffixes: Endings that are allowed, such as `".csv"`.
-        drawn: Endings of files for which matplotlib is needed. Default: none.
-
-    Raises:
-        ValueError: If the file has another ending, its folder does not exist, or matplotlib is missing.
-    """
+    """Check that a file can be written."""
     if path.suffix not in suffixes:
         raise ValueError(f"{option} is {str(path)!r}; expected a file ending in {', '.join(suffixes)}.")
     if not path.absolute().parent.is_dir():

@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import importlib
 import inspect
+import itertools
 import re
 import sys
 import time
@@ -30,12 +31,12 @@ from midus_hf.training.optim.rates import short_run_rates, trains_new_parts
 # Of a command that passes its flags on, to the parser that `--help` describes.
 WITH_FLAGS: dict[str, Any] = {"add_help_option": False, "context_settings": {"ignore_unknown_options": True}}
 
-# By command: the modules and names of the arguments and of the run, the key of the texts, and that of the length of a sequence.
+# By command: where the arguments and the run are, the key of the texts, and that of the length of a sequence.
 _ARGUMENTS = {
-    "train": ("midus_hf.training.arguments", "TrainArguments"),
-    "sft": ("midus_hf.training.sft.arguments", "SftArguments"),
+    "train": "midus_hf.training.arguments.TrainArguments",
+    "sft": "midus_hf.training.sft.arguments.SftArguments",
 }
-_RUNS = {"train": ("midus_hf.training.run", "TrainingRun"), "sft": ("midus_hf.training.sft", "SftRun")}
+_RUNS = {"train": "midus_hf.training.run.TrainingRun", "sft": "midus_hf.training.sft.SftRun"}
 _TEXTS = {"train": "corpus", "sft": "dataset_name"}
 _LENGTH = {"train": "sequence_length", "sft": "max_length"}
 
@@ -69,37 +70,28 @@ def midus_train(
 
 
 def train_in_group(command: str, words: Sequence[str]) -> None:
-    """Read the arguments of a run, `"train"` or `"sft"`, train, and print one line about the result.
-
-    At the end the process leaves the launcher's process group: at exit, a thread of the group that is still alive may
-    abort the process (gloo). A process that a second signal ends at once does not leave, since the others may be waiting
-    for it.
-
-    Raises:
-        Ending: If the request is wrong, or the run failed or was interrupted.
-    """
+    """Read the arguments of a run, `"train"` or `"sft"`, train, and print one line about the result."""
     if {"-h", "--help"} & {*words}:
         flag_parser(command).print_help()
         return
-    # `_train` returns the ending, since a raised exception would keep the trainer alive.
-    ending = _train(command, words)
+    ending = _train(command, words)  # which raises none, since an exception would keep the trainer alive
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
-        # A finishing thread of gloo releases tensors. It then waits for the interpreter's lock and holds a lock that the end of the
-        # group needs. If garbage collection comes first, the two wait for each other for ever. The pause lets the thread finish.
-        time.sleep(_SECONDS_TO_SETTLE)
-        gc.collect()  # the cycles of trainer and model keep the group, and so its threads, alive
+        # Cycles of trainer and model keep the group, and so its threads, alive. A finishing thread of gloo, which releases tensors,
+        # would wait for garbage collection for ever, and this for it, so the pause lets it finish.
+        time.sleep(0.5)
+        gc.collect()
     if ending is not None:
         raise ending
 
 
-_SECONDS_TO_SETTLE = 0.5
-
-
 def _train(command: str, words: Sequence[str]) -> Ending | None:
     try:
-        _check_before_imports(command, words)
+        if (names := key_names(command)) is not None:  # what can be told before torch and transformers are imported
+            several: Any = list[str] | dict[str, str] | str
+            hints = {**dict.fromkeys(names, str), **dict.fromkeys(SOURCES, several)}
+            check_early(command, _keys(command, words, hints)[0])
         from midus_hf.library_bars import library_bars_on_terminals
 
         arguments = read_arguments(command, words)
@@ -124,16 +116,6 @@ def _train(command: str, words: Sequence[str]) -> Ending | None:
     return None
 
 
-def _check_before_imports(command: str, words: Sequence[str]) -> None:
-    """Check what can be told of a request before torch and transformers are imported, or raise `ValueError`."""
-    names = key_names(command)
-    if names is not None:
-        several: Any = list[str] | dict[str, str] | str
-        check_early(
-            command, _keys(command, words, {**dict.fromkeys(names, str), **dict.fromkeys(SOURCES, several)})[0]
-        )
-
-
 def flag_parser(command: str) -> Any:
     """Return the `HfArgumentParser` of a command. Docstrings describe the keys that are ours."""
     from transformers import HfArgumentParser
@@ -143,7 +125,7 @@ def flag_parser(command: str) -> Any:
     for field in dataclasses.fields(arguments_class):
         if field.name in described:
             field.metadata = MappingProxyType({**field.metadata, "help": described[field.name]})
-    main = _imported((f"midus_hf.cli.{command}", f"midus_{command}"))
+    main = _imported(f"midus_hf.cli.{command}.midus_{command}")
     parser = HfArgumentParser(
         arguments_class,
         prog=f"midus {command}",
@@ -176,16 +158,13 @@ def _descriptions(arguments_class: type) -> dict[str, str]:
     return described
 
 
-def _imported(name: tuple[str, str]) -> Any:
-    return getattr(importlib.import_module(name[0]), name[1])
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 def read_arguments(command: str, words: Sequence[str]) -> Any:
-    """Return the arguments of a run, `"train"` or `"sft"`: a recipe with flags over it, or texts with keys for a short run.
-
-    Raises:
-        ValueError: If the words of the command line are no request.
-    """
+    """Return the arguments of a run, `"train"` or `"sft"`: a recipe with flags over it, or texts with keys for a short run."""
     quiet = not is_main_process()
     arguments_class = _imported(_ARGUMENTS[command])
     keys, is_recipe = _keys(command, words, typing.get_type_hints(arguments_class), flag_parser)
@@ -214,8 +193,9 @@ def _keys(
         # Flags that are not given stay None, and so differ from those that say what is the default.
         unsaid = argparse.Namespace(**dict.fromkeys(hints))
         try:
-            line = [word for key, words in given.items() for word in _flag(key, words)]
-            parsed, unknown = parser_of(command).parse_known_args(line, unsaid)
+            # One word may begin with a dash.
+            line = [[f"--{key}={said[0]}"] if len(said) == 1 else [f"--{key}", *said] for key, said in given.items()]
+            parsed, unknown = parser_of(command).parse_known_args([*itertools.chain(*line)], unsaid)
         except argparse.ArgumentError as error:
             raise ValueError(f"{error}.") from None
         if unknown:
@@ -230,10 +210,6 @@ def _keys(
         usage = f"midus {command} TEXTS --model MODEL --output DIR"
         raise ValueError(f"--output is missing; run '{usage}', or give a recipe, a .yaml file.")
     return keys, is_recipe
-
-
-def _flag(key: str, words: list[str]) -> list[str]:
-    return [f"--{key}={words[0]}"] if len(words) == 1 else [f"--{key}", *words]  # one word may begin with a dash
 
 
 def _words_by_key(

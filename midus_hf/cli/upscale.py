@@ -3,8 +3,9 @@
 import dataclasses
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -18,29 +19,12 @@ from upscalers.request.options import parse_options
 app = command_line(add_completion=True)
 
 Output = Annotated[str, option("Folder to make.", "DIR2")]
+_PLACEMENTS = "distributed, top-heavy, bottom-heavy, llama-pro, or indices in the result.  [default: the method's]"
+_VERIFIES = (
+    "Scan the base for NaN, and compare both models' logits, layer by layer in little memory.  [default: verify]"
+)
 _OVERWRITE = flag("--overwrite", "Replace what upscale or strip wrote there.")
 Overwrite = Annotated[bool, _OVERWRITE]
-
-
-@dataclasses.dataclass(kw_only=True)
-class RunRequest:
-    """Keys of a YAML file, with the names and meanings of the arguments of `upscalers.upscale`. `placement` may be a list there."""
-
-    base: str | None = None
-    method: str | None = None
-    output: str | None = None
-    num_new_layers: int | None = None
-    placement: Any = None
-    seed: int | None = None
-    dtype: str | None = None
-    max_shard_size: Any = None
-    dry_run: bool | None = None
-    verify: bool | None = None
-    overwrite: bool | None = None
-    push_to_hub: str | None = None
-    private: bool | None = None
-    adapter: str | None = None
-    options: dict | None = None
 
 
 @app.callback(invoke_without_command=True)
@@ -50,35 +34,21 @@ def run(
     method: Annotated[str | None, option("See 'upscale methods'.", "NAME")] = None,
     output: Annotated[str | None, option("Folder to make; needed unless --dry-run.", "DIR")] = None,
     num_new_layers: Annotated[int | None, option("New layers.  [default: half the base's or so]", "K")] = None,
-    placement: Annotated[
-        str | None,
-        option(
-            "distributed, top-heavy, bottom-heavy, llama-pro, or indices in the result.  [default: the method's]",
-            "POLICY|I,J,K",
-        ),
-    ] = None,
+    placement: Annotated[str | None, option(_PLACEMENTS, "POLICY|I,J,K")] = None,
     seed: Annotated[int | None, option("Seed of everything random.  [default: 0]", "N")] = None,
     dtype: Annotated[str | None, option("auto, float32, bfloat16 or float16.  [default: auto]", "DTYPE")] = None,
     max_shard_size: Annotated[str | None, option("Largest size of an output file.  [default: 5GB]", "SIZE")] = None,
     dry_run: Annotated[bool | None, flag("--dry-run", "Say what would be done; config.json suffices.")] = None,
-    verify: Annotated[
-        bool | None,
-        flag(
-            "--verify/--no-verify",
-            "Scan the base for NaN, and compare both models' logits, layer by layer in little memory.  [default: verify]",
-        ),
-    ] = None,
+    verify: Annotated[bool | None, flag("--verify/--no-verify", _VERIFIES)] = None,
     overwrite: Annotated[bool | None, _OVERWRITE] = None,
     push_to_hub: Annotated[str | None, option("Upload the result.", "REPO")] = None,
     private: Annotated[bool | None, flag("--private", "Upload to a private repository.")] = None,
     adapter: Annotated[
-        str | None, option("Folder or hub id of a LoRA to merge into the base while it is read.", "DIR_OR_HUB_ID")
+        str | None, option("Folder or hub id of a LoRA to merge into the base.", "DIR_OR_HUB_ID")
     ] = None,
-    config: Annotated[
-        Path | None, option("YAML file with these options; the command line wins.", "FILE", "--config")
-    ] = None,
+    config: Annotated[Path | None, option("YAML file with these options; the command line wins.", "FILE")] = None,
     set_: Annotated[
-        list[str] | None, option("An option of the method, such as n=32; repeat for more.", "KEY=VALUE", "--set")
+        list[str] | None, option("An option of the method; repeat for more.", "KEY=VALUE", "--set")
     ] = None,
     json_: Json = False,
     version: Annotated[bool, flag("--version", "Print the version.")] = False,
@@ -96,7 +66,8 @@ def run(
     keys = {field.name for field in dataclasses.fields(RunRequest)}
     options = {key: value for key, value in context.params.items() if key in keys and value is not None}
     with refusing_requests():
-        arguments = {**({} if config is None else _read_config_file(config)), **options}
+        read = {} if config is None else vars(parse_options(RunRequest, read_mapping(config), f"--config {config}"))
+        arguments = {**{key: value for key, value in read.items() if value is not None}, **options}
         arguments["options"] = {**(arguments.get("options") or {}), **read_settings(set_ or [])}
     if isinstance(arguments.get("placement"), int):
         arguments["placement"] = [arguments["placement"]]
@@ -112,10 +83,21 @@ def run(
         report = upscale(**arguments, progress=Console())
     except PushError as error:
         report, ending = error.report, Ending(INTERRUPTED if error.interrupted else FAILED, str(error))
-    dry_run = bool(arguments.get("dry_run"))
-    show(report.to_dict() if json_ else report, json_, lambda report: print_report(report, dry_run))
+    show(report.to_dict() if json_ else report, json_, partial(print_report, dry_run=bool(arguments.get("dry_run"))))
     if ending is not None:
         raise ending
+
+
+_TYPES = {**get_type_hints(run), "placement": Any, "max_shard_size": Any, "options": dict | None}
+# Keys of a YAML file: the arguments of `upscalers.upscale`. `placement` may be a list there.
+RunRequest = dataclasses.make_dataclass(
+    "RunRequest",
+    [
+        (name, kind, None)
+        for name, kind in _TYPES.items()
+        if name not in ("context", "config", "set_", "json_", "version", "return")
+    ],
+)
 
 
 @app.command()
@@ -156,8 +138,7 @@ def inspect(
     from upscalers.console import print_inspection
     from upscalers.runs.inspection import inspect_checkpoint
 
-    inspection = inspect_checkpoint(model)
-    show(inspection, json_, print_inspection)
+    show(inspect_checkpoint(model), json_, print_inspection)
 
 
 @app.command()
@@ -171,16 +152,12 @@ def strip(
     from upscalers.console import Console, print_stripped
     from upscalers.runs.strip import strip as strip_checkpoint
 
-    result = strip_checkpoint(model, output, overwrite, progress=Console())
-    show(result, json_, print_stripped)
+    show(strip_checkpoint(model, output, overwrite, progress=Console()), json_, print_stripped)
 
 
 @app.command()
 def extract(
-    model: Annotated[
-        str,
-        argument("A checkpoint that holds a language model, such as one that reads images.", "DIR"),
-    ],
+    model: Annotated[str, argument("A checkpoint that holds a language model, such as one that reads images.", "DIR")],
     output: Output,
     overwrite: Overwrite = False,
     json_: Json = False,
@@ -189,8 +166,7 @@ def extract(
     from upscalers.console import Console, print_extracted
     from upscalers.runs.extract import extract as extract_checkpoint
 
-    result = extract_checkpoint(model, output, overwrite, progress=Console())
-    show(result, json_, print_extracted)
+    show(extract_checkpoint(model, output, overwrite, progress=Console()), json_, print_extracted)
 
 
 @app.command()
@@ -204,8 +180,7 @@ def adapter(
     from upscalers.console import print_adapter
     from upscalers.runs.adapter import write_adapter
 
-    result = write_adapter(adapter, onto, output)
-    show(result, json_, print_adapter)
+    show(write_adapter(adapter, onto, output), json_, print_adapter)
 
 
 @app.command()
@@ -221,13 +196,7 @@ def shuffle(
     from upscalers.edits.listing import print_edit
     from upscalers.edits.shuffling import shuffle as shuffle_checkpoint
 
-    result = shuffle_checkpoint(model, output, seed, overwrite, progress=Console())
-    show(result, json_, print_edit)
-
-
-def _read_config_file(path: Path) -> dict[str, Any]:
-    options = vars(parse_options(RunRequest, read_mapping(path), f"--config {path}"))
-    return {key: value for key, value in options.items() if value is not None}
+    show(shuffle_checkpoint(model, output, seed, overwrite, progress=Console()), json_, print_edit)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

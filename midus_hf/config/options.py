@@ -1,5 +1,6 @@
 """Read options, which are dataclasses, from the values of YAML or JSON, and refuse unknown keys and wrong types."""
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -35,22 +36,7 @@ def read_options(
     prefix: str = "",
     how_to_set: str = "set it",
 ) -> Options:
-    """Return an options dataclass with the values of a mapping.
-
-    A field may itself be a dataclass; its value is then a mapping, or a scalar for its first field. A dataclass may
-    have a class attribute `presets`: the values of several options under one name. The key `preset` chooses a preset;
-    options in `values` override the options of the preset.
-
-    Args:
-        options_class: The dataclass. Its `__post_init__` may raise ValueError for values out of range.
-        values: Values by key, as a YAML or JSON parser returns them.
-        subject: Owner of the options, for messages.
-        prefix: Text in front of each key in messages. Default: empty.
-        how_to_set: Advice on a required option that is missing, for messages; `{key}` is filled in. Default: `"set it"`.
-
-    Raises:
-        ValueError: If a key is unknown or missing, or a value has the wrong type.
-    """
+    """Return an options dataclass with the values of a mapping."""
     fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, options_class))}
     presets: dict[str, dict[str, Any]] = getattr(options_class, "presets", {})
     name = values.get("preset") if presets else None
@@ -100,8 +86,8 @@ def _numbers_of(value: Any) -> list[float] | None:
     """Return the numbers of a text such as `768,256,16,0`, which stands for a list on a command line; None for other values."""
     if not isinstance(value, str) or "," not in value:
         return None
-    numbers = [finite_number(word.strip()) for word in value.split(",")]
-    return None if None in numbers else [number for number in numbers if number is not None]
+    numbers = [number for word in value.split(",") if (number := finite_number(word.strip())) is not None]
+    return numbers if len(numbers) == value.count(",") + 1 else None
 
 
 def _converted(alternative: Any, value: Any) -> tuple[bool, Any]:
@@ -128,7 +114,7 @@ def describe_options(options_class: type) -> list[dict[str, Any]]:
         {
             "name": field.name,
             "type": field.metadata.get("type") or _listed_type(hints[field.name]),
-            "default": _default(field),
+            "default": field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
             "help": field.metadata.get("help", ""),
         }
         for field in dataclasses.fields(options_class)
@@ -151,13 +137,7 @@ def describe_options(options_class: type) -> list[dict[str, Any]]:
 
 
 def option(default: Any, help: str, type: str = "") -> Any:
-    """Return a dataclass field with a default and a help text.
-
-    Args:
-        default: Default of the field. A list or mapping is copied for every instance.
-        help: Meaning of the option.
-        type: Accepted values in words. Default: empty, the words that follow from the annotation.
-    """
+    """Return a dataclass field with a default, which is copied if need be, a help text, and the accepted values in words."""
     metadata = {"help": help, "type": type}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
@@ -168,20 +148,14 @@ def finite_number(value: Any) -> float | None:
     """Convert a value to a finite number, or return None. Text counts too, since YAML reads `1e-4`, without a point, as text."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
+    with contextlib.suppress(ValueError, OverflowError):
+        return number if math.isfinite(number := float(value)) else None
+    return None
 
 
 def alternatives_of(hint: Any) -> tuple[Any, ...]:
     """Return the types of a union, or a tuple of the one type."""
     return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
-
-
-def _default(field: dataclasses.Field) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _expected(alternatives: tuple[Any, ...]) -> str:

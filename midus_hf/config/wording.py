@@ -23,18 +23,11 @@ def first_few(names: Sequence[str], most: int = 4) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error message, or the error's type if there is no message.
-
-    If the line ends at a colon, what it announces follows: the lines up to the next blank one, as one line of at most 400 characters.
-    """
-    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    if not lines[0].endswith(":"):
-        return lines[0]
-    end = lines.index("", 1) if "" in lines[1:] else len(lines)
-    if end == 1:  # a blank line stands between
-        lines = [line for line in lines if line]
-        end = 2
-    return textwrap.shorten(" ".join(lines[:end]), _LONGEST_LINE, placeholder=" ...")
+    """Return the first line of an error's message, with the paragraph that it announces by a colon, or the error's type."""
+    first, _, rest = (str(error).strip() or type(error).__name__).partition("\n")
+    if not first.rstrip().endswith(":"):
+        return first.rstrip()
+    return textwrap.shorten(f"{first} {rest.strip().partition(chr(10) * 2)[0]}", _LONGEST_LINE, placeholder=" ...")
 
 
 def no_column(label: str, column: str, columns: Sequence[str]) -> str:

@@ -12,17 +12,7 @@ Options = TypeVar("Options")
 
 
 def read_config(cls: type[Options], paths: Iterable[str | Path], settings: Iterable[str] = ()) -> Options:
-    """Read `cls` from YAML files and settings. Later files change keys within mappings; settings replace values.
-
-    Args:
-        cls: A dataclass. A field may itself be a dataclass; its value may then be a scalar for its first field.
-        paths: YAML files, each with one mapping.
-        settings: Texts `key=value` or `outer.inner=value`, whose value is YAML. Default: none.
-
-    Raises:
-        ValueError: If a file is missing or not a mapping; if a key is unknown, missing or given twice; if a value has the wrong
-            type; or if a setting is no `key=value`.
-    """
+    """Read `cls` from YAML files and settings. Later files change keys within mappings; settings replace values."""
     values: dict[str, Any] = {}
     for path in paths:
         values = _merged(values, read_mapping(path))
@@ -42,17 +32,12 @@ def read_config(cls: type[Options], paths: Iterable[str | Path], settings: Itera
 
 
 def read_settings(settings: Iterable[str]) -> dict[str, Any]:
-    """Return the values of texts `key=value`, as `--set` takes them, by their keys. Values are YAML.
-
-    Raises:
-        ValueError: If a text has no `=` or no key, a key is given twice, or a value is not YAML.
-    """
+    """Return the values of texts `key=value`, as `--set` takes them, by their keys. Values are YAML."""
     values: dict[str, Any] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
-        key = (
-            key.strip() if "." in key else key.strip().replace("-", "_")
-        )  # names that a person chose stand before a dot
+        # Names that a person chose stand before a dot.
+        key = key.strip() if "." in key else key.strip().replace("-", "_")
         if not equals or not all(key.split(".")):
             raise ValueError(f"--set is {setting!r}; expected key=value.")
         if key in values:
@@ -71,11 +56,7 @@ def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
-    """Read the mapping in a YAML file. An empty file gives an empty mapping.
-
-    Raises:
-        ValueError: If the file is missing, not YAML or not a mapping, or has a key twice.
-    """
+    """Read the mapping in a YAML file. An empty file gives an empty mapping."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -95,23 +76,12 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
 
 
 def from_mapping(cls: type[Options], values: Mapping[str, Any]) -> Options:
-    """Build the dataclass `cls` from a mapping of field names to values, converting each value to the type of its field.
-
-    Raises:
-        ValueError: If a key is unknown or missing, or a value has the wrong type.
-    """
+    """Build the dataclass `cls` from a mapping of field names to values, converting each value to the type of its field."""
     return read_options(cls, values, "config", how_to_set="give it")
 
 
 def read_yaml(text: str, subject: str) -> Any:
-    """Parse a YAML text into mappings, lists, strings, numbers, booleans and None.
-
-    Args:
-        subject: Words for the text, with which a message begins.
-
-    Raises:
-        ValueError: If the text is not YAML, or a mapping has a key twice.
-    """
+    """Parse a YAML text into mappings, lists, strings, numbers, booleans and None."""
     reader = yaml.SafeLoader(text)
     try:
         document = reader.get_single_node()

@@ -14,7 +14,7 @@ from midus_hf.evaluation.text_rows import read_rows, text_rows
 from midus_hf.model_names import usable_device
 from midus_hf.saved_models import load_for_reading
 from midus_hf.topics.corpus import DocumentPaths, read_corpus, read_paths
-from midus_hf.topics.tree_files import read_tree
+from midus_hf.topics.tree import ClusterTree
 
 if TYPE_CHECKING:
     from midus_hf.evaluation.harness import Tasks
@@ -39,7 +39,9 @@ def evaluate(models: list[str], settings: EvaluationSettings) -> dict[str, Any]:
     """
     usable_device(settings.device)
     if settings.retriever is not None:
-        read_tree(settings.retriever)  # a tree that cannot be read is refused, also where no model fetches blocks
+        ClusterTree.load(
+            settings.retriever
+        )  # a tree that cannot be read is refused, also where no model fetches blocks
     documents = tasks = written = None
     if settings.text is not None:
         texts = read_corpus(settings.text, key="text", text_column=settings.column)

@@ -12,7 +12,7 @@ from midus_hf.config.fetched_blocks import TREE_COLUMN
 from midus_hf.topics.building import unit_rows
 from midus_hf.topics.memory_retriever import MemoryRetriever, paths_near_topics
 from midus_hf.topics.tree import ClusterTree
-from midus_hf.topics.windows import StoredWindows, Window, cut_windows
+from midus_hf.topics.windows import StoredWindows, cut_windows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -32,26 +32,24 @@ def document_paths(
 ) -> Iterator[tuple[int, WindowPaths]]:
     """Yield the index of each text that is not blank, with the path of each of its windows in a tree of topics.
 
-    Args:
-        retriever: Looks up the path of each window.
-        tokenizer: Tokenizer that cuts windows, from `load_fast_tokenizer`.
-        texts: Texts of documents, in the order of the corpus.
-        window_tokens: Tokens per window. Default: 2048.
+    `tokenizer` cuts windows of `window_tokens` tokens, and `retriever` looks up the path of each.
     """
     windows = cut_windows(texts, tokenizer, window_tokens)
-    for document, group in itertools.groupby(_window_paths(retriever, windows), key=lambda pair: pair[0]):
+
+    def paths() -> Iterator[tuple[int, list[int]]]:
+        while stretch := list(itertools.islice(windows, _STRETCH)):
+            found = retriever.paths([window.text for window in stretch]).tolist()
+            yield from zip([window.document for window in stretch], found, strict=True)
+
+    for document, group in itertools.groupby(paths(), key=lambda pair: pair[0]):
         yield document, [path for _, path in group]
 
 
 def stored_paths(tree: ClusterTree, stored: StoredWindows) -> Iterator[tuple[int, WindowPaths]]:
     """Yield what `document_paths` yields for the corpus that a tree was built from, whose windows are embedded already."""
-    stretches = (
-        paths_near_topics(
-            tree, unit_rows(stored.embeddings, slice(begin, begin + _STRETCH)), tree.min_similarity
-        ).tolist()
-        for begin in range(0, len(stored.documents), _STRETCH)
-    )
-    paths: Iterator[list[int]] = itertools.chain.from_iterable(stretches)
+    starts = range(0, len(stored.documents), _STRETCH)
+    stretches = (unit_rows(stored.embeddings, slice(begin, begin + _STRETCH)) for begin in starts)
+    paths = itertools.chain.from_iterable(paths_near_topics(tree, stretch).tolist() for stretch in stretches)
     for document, count in enumerate(np.bincount(stored.documents).tolist()):
         yield document, list(itertools.islice(paths, count))
 
@@ -63,15 +61,14 @@ def rows_with_paths(
 
     Args:
         rows: The corpus, without blank texts, as `midus_hf.topics.corpus.read_corpus` reads it.
-        paths: Paths of the windows of each row, from `document_paths` or `stored_paths`.
+        paths: Paths of the windows of each row, from `document_paths`.
         tree: The tree of the paths.
 
     Returns:
         For each row a mapping with the columns of the row; `document`, its index; and the columns of `path_columns`.
 
     Raises:
-        ValueError: If the rows have no `memory_ids` but a column that is written beside it, which then does not come from an
-            earlier assignment.
+        ValueError: If a column of these names does not come from an earlier assignment.
     """
     reserved = [column for column in ("document", "windows", TREE_COLUMN) if column in rows.column_names]
     if reserved and "memory_ids" not in rows.column_names:
@@ -84,11 +81,7 @@ def rows_with_paths(
 
 
 def path_columns(windows: WindowPaths, tree: ClusterTree) -> dict[str, Any]:
-    """Return the columns that say where a document is in a tree.
-
-    Args:
-        windows: Path of each window of the document.
-        tree: The tree of the paths.
+    """Return the columns that say where a document is in a tree, by the paths of its windows.
 
     Returns:
         `memory_ids`, the path that most of the windows take (the first path among equals), by which a model fetches blocks;
@@ -96,10 +89,3 @@ def path_columns(windows: WindowPaths, tree: ClusterTree) -> dict[str, Any]:
     """
     ((path, _),) = collections.Counter(map(tuple, windows)).most_common(1)
     return {"memory_ids": list(path), TREE_COLUMN: tree.fingerprint, "windows": windows}
-
-
-def _window_paths(retriever: MemoryRetriever, windows: Iterator[Window]) -> Iterator[tuple[int, list[int]]]:
-    while stretch := list(itertools.islice(windows, _STRETCH)):
-        paths = retriever.paths([window.text for window in stretch]).tolist()
-        for window, path in zip(stretch, paths, strict=True):
-            yield window.document, path

@@ -2,20 +2,14 @@
 
 import functools
 import math
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-from midus_hf.config.fetched_blocks import level_file
-from midus_hf.files.outputs import whole_file
-from midus_hf.topics.tree import ClusterTree, squared_distances
-from midus_hf.topics.tree_files import TreeOrigin
+from midus_hf.topics.tree import ClusterTree, TreeOrigin, squared_distances
 
 # Largest size of a cluster in a step, as a multiple of the mean cluster size.
 BALANCE = 1.5
@@ -23,22 +17,14 @@ BALANCE = 1.5
 # Function that draws up to a number of rows without replacement and returns `[n, c]`, float32, with rows of length 1.
 Sampler = Callable[[int, np.random.Generator], torch.Tensor]
 
-# Number of rows that are read and assigned at a time.
-_STRETCH = 8192
-
-# Most leaves that options may ask for.
+_STRETCH = 8192  # rows that are read and assigned at a time
 _MOST_LEAVES = 2**24
-
 # Rows of which one is held out, and most rows that are: of these texts, the least similarity of a topic's texts is measured.
 _ROWS_A_HELD_OUT, _MOST_HELD_OUT = 20, 512
 # Words of the texts that are measured, and the percentile of their similarity that may be rejected.
 _LENGTHS, _REJECTED = (6, 15, 60, 240), 5
 
-# Mean number of windows per leaf in the tree that `TreeOptions.hint` proposes for a small corpus.
-_FILLED = 8
-
-# Most rows on which a tree's least similarity is measured. With so many rows, the share of rows below the measured first
-# percentile has a standard error of 0.04 percentage points.
+# Most rows on which a tree's least similarity is measured, which gives the share below it to 0.04 percentage points.
 _MOST_MEASURED = 2**16
 
 
@@ -47,11 +33,11 @@ class TreeOptions:
     """Options for building a tree.
 
     Args:
-        branching: Number of children per node. Default: 16.
-        levels: Number of levels below the root. Default: 4.
-        steps: Steps of EM for each node. Default: 20.
-        samples: Number of rows drawn for each step. Default: 6400.
-        seed: Seed of all random choices. Default: 0.
+        branching: Number of children per node.
+        levels: Number of levels below the root.
+        steps: Steps of EM for each node.
+        samples: Number of rows drawn for each step.
+        seed: Seed of all random choices.
 
     Raises:
         ValueError: If a number is out of range.
@@ -77,72 +63,12 @@ class TreeOptions:
                 f"most {_MOST_LEAVES:,}. Lower one of them."
             )
 
-    def hint(self, windows: int) -> str | None:
-        """Return a warning if a corpus cannot fill the tree's leaves, with a proposal of a smaller tree; else None.
 
-        A node is split into at most one cluster for every two windows, so a leaf needs at least two windows.
-
-        Args:
-            windows: Number of windows of the corpus.
-        """
-        leaves = self.branching**self.levels
-        if windows >= 2 * leaves:
-            return None
-        branching, levels = self.branching, self.levels
-        while levels > 1 and _FILLED * branching**levels > windows:
-            levels -= 1
-        if _FILLED * branching**levels > windows:
-            branching = max(2, windows // _FILLED)
-        return (
-            f"{windows:,} windows cannot fill {leaves:,} leaves, so that some stay without text; expected two windows per leaf "
-            f"or more. Add text, or build the tree with --branching {branching} --levels {levels}."
-        )
-
-
-@dataclass(frozen=True)
-class BuiltTree:
-    """A tree with the leaf of each row that it was built from.
-
-    Args:
-        tree: The tree. Its `sizes` count rows.
-        leaves: The leaf of each row, `[N]`, int64: the last node that `tree.paths` returns for the row.
-    """
+class BuiltTree(NamedTuple):
+    """A tree, whose `sizes` count rows, with the leaf of each row, `[N]`, int64: the last node that `tree.paths` returns for it."""
 
     tree: ClusterTree
     leaves: np.ndarray
-
-
-class LevelFiles:
-    """Files of the levels of a tree that is being built, which a later run with the same fingerprint reuses.
-
-    Args:
-        folder: Folder of the files, which is created with the first.
-        fingerprint: Fingerprint of everything that the levels depend on: embeddings and options.
-    """
-
-    def __init__(self, folder: Path, fingerprint: str):
-        self._folder, self._fingerprint = folder, fingerprint
-
-    def read(self, level: int) -> tuple[torch.Tensor, np.ndarray] | None:
-        """Return the centroids of a level, and the node of each row; None if the level is not finished."""
-        path = self._folder / level_file(level)
-        if not path.exists():
-            return None
-        with safe_open(path, "pt") as file:
-            if file.metadata() != {"fingerprint": self._fingerprint}:
-                return None
-            return file.get_tensor("centroids"), file.get_tensor("nodes").numpy()
-
-    def write(self, level: int, centroids: torch.Tensor, nodes: np.ndarray) -> None:
-        """Write the centroids of a level, `[branching ** level, c]`, and the node of each row, `[N]`."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with whole_file(self._folder / level_file(level)) as partial:
-            tensors = {"centroids": centroids, "nodes": torch.from_numpy(nodes)}
-            save_file(tensors, partial, metadata={"fingerprint": self._fingerprint})
-
-    def delete(self) -> None:
-        """Delete the files and their folder."""
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def build_tree(
@@ -150,26 +76,21 @@ def build_tree(
     options: TreeOptions,
     origin: TreeOrigin | None = None,
     progress: Callable[[int], object] | None = None,
-    finished: LevelFiles | None = None,
     held_out: np.ndarray | None = None,
 ) -> BuiltTree:
     """Cluster rows into a tree.
 
-    Each node is clustered by `kmeans`, and then each of its members is assigned to the child with the nearest centroid.
-    This assignment is not balanced, so a cluster can be larger than in EM, which balances clusters. A node with fewer than
-    `2 * branching` members gets one cluster for every two members, and a node with fewer than 4 gets a single child.
-    Children without members have no data, and no path leads to them. Random choices at a node depend only on the seed
-    and the node.
+    Each node is clustered by `kmeans`, and then each of its members is assigned to the child with the nearest centroid, which is
+    not balanced as EM is. A node with fewer than `2 * branching` members gets one cluster for every two members, and a node with
+    fewer than 4 a single child. Children without members have no data, and no path leads to them. Random choices at a node
+    depend only on the seed and the node.
 
     Args:
         embeddings: Rows `[N, c]`, float16 or float32, which may be a memory map. Rows are read in stretches, and divided
             by their lengths as they are read. Beside the rows being read, 34 bytes per row are held in memory.
         origin: Origin to record in the tree. Default: only the seed.
-        progress: Called with the number of rows that were just assigned at a level, which sum to N per level. Default:
-            None.
-        finished: Levels that an interrupted run has finished, which are reused. New levels are added. Default: None.
-        held_out: Whether each row is left out of the centroids, `[N]`, bool; it is assigned like the others.
-            Default: None; no row is left out.
+        progress: Called with the number of rows that were just assigned at a level, which sum to N per level.
+        held_out: Whether each row is left out of the centroids, `[N]`, bool; it is assigned like the others. Default: none is.
 
     Raises:
         ValueError: If there are no rows, or rows of length 0 or with values that are not finite.
@@ -179,17 +100,10 @@ def build_tree(
     nodes = np.zeros(len(embeddings), np.int64)
     centroids, sizes = [], []
     for level in range(1, options.levels + 1):
-        stored = None if finished is None else finished.read(level)
-        if stored is None:
-            stored = _split(embeddings, nodes, level, options, held_out, progress)
-            if finished is not None:
-                finished.write(level, *stored)
-        elif progress is not None:
-            progress(len(nodes))
-        child_centroids, nodes = stored
-        counts = torch.from_numpy(np.bincount(nodes, minlength=len(child_centroids)))
-        child_centroids[counts == 0] = torch.nan
-        centroids.append(child_centroids)
+        of_level, nodes = _split(embeddings, nodes, level, options, held_out, progress)
+        counts = torch.from_numpy(np.bincount(nodes, minlength=len(of_level)))
+        of_level[counts == 0] = torch.nan
+        centroids.append(of_level)
         sizes.append(counts)
     tree = ClusterTree(options.branching, centroids, origin or TreeOrigin(seed=options.seed), sizes)
     tree.min_similarity = _least_similarity(tree, embeddings, options.seed)
@@ -203,24 +117,13 @@ def topic_tree(
     origin: TreeOrigin,
     held_out: np.ndarray | None = None,
 ) -> BuiltTree:
-    """Return the tree whose nodes are given: a node's centroid is the mean of its rows.
-
-    Args:
-        embeddings: Rows `[N, c]`, as in `build_tree`.
-        paths: The node of each row at each level, `[N, p]`, int64.
-        branching: Number of children per node.
-        origin: Origin to record in the tree.
-        held_out: Rows that no centroid is computed from, as in `build_tree`. Default: None.
-    """
+    """Return the tree in which rows have the given nodes, `paths` `[N, p]`: a node's centroid is the mean of its rows."""
     centroids, sizes = [], []
     for level, nodes in enumerate(paths.T, start=1):
         means = torch.full((branching**level, embeddings.shape[1]), torch.nan)
-        for node, members in _members_of(nodes):
-            if held_out is not None and not held_out[members].all():
-                members = members[~held_out[members]]
-            stretches = np.array_split(members, range(_STRETCH, len(members), _STRETCH))
-            sums = [unit_rows(embeddings, rows).double().sum(0) for rows in stretches]
-            means[node] = (torch.stack(sums).sum(0) / len(members)).float()
+        for node, _, chosen in _members_of(nodes, held_out):
+            sums = [unit_rows(embeddings, rows).double().sum(0) for rows in _stretches_of(chosen)]
+            means[node] = (torch.stack(sums).sum(0) / len(chosen)).float()
         centroids.append(means)
         sizes.append(torch.from_numpy(np.bincount(nodes, minlength=len(means))))
     tree = ClusterTree(branching, centroids, origin, sizes)
@@ -236,21 +139,10 @@ def _split(
     held_out: np.ndarray | None,
     progress: Callable[[int], object] | None,
 ) -> tuple[torch.Tensor, np.ndarray]:
-    """Cluster the members of each node, and return the children's centroids and the child of each row.
-
-    Args:
-        nodes: The node of each row in the level above, `[N]`, int64.
-        level: Level of the children, from 1.
-
-    Returns:
-        `[branching ** level, c]`, float32, NaN for absent children; and `[N]`, int64.
-    """
+    """Cluster the members of each node, and return the children's centroids, NaN for absent ones, and the child of each row."""
     child_centroids = torch.full((options.branching**level, embeddings.shape[1]), torch.nan)
     children = np.empty_like(nodes)
-    for parent, members in _members_of(nodes):
-        chosen = members
-        if held_out is not None and not held_out[members].all():
-            chosen = members[~held_out[members]]
+    for parent, members, chosen in _members_of(nodes, held_out):
         centroids = kmeans(
             functools.partial(_drawn_rows, embeddings, chosen),
             max(1, min(options.branching, len(chosen) // 2)),
@@ -260,7 +152,7 @@ def _split(
         )
         first = options.branching * parent
         child_centroids[first : first + len(centroids)] = centroids
-        for stretch in np.array_split(members, range(_STRETCH, len(members), _STRETCH)):
+        for stretch in _stretches_of(members):
             children[stretch] = first + nearest(unit_rows(embeddings, stretch), centroids).numpy()
             if progress is not None:
                 progress(len(stretch))
@@ -268,16 +160,7 @@ def _split(
 
 
 def kmeans(sample: Sampler, num_clusters: int, steps: int, samples: int, rng: np.random.Generator) -> torch.Tensor:
-    """Compute centroids, `[num_clusters, c]`, float32, by expectation maximisation.
-
-    Each step assigns a fresh sample to its nearest centroids, balances the clusters, and moves each centroid to the mean of
-    its rows. A centroid without rows stays where it is.
-
-    Args:
-        num_clusters: Number of clusters, from 1 to the number of rows.
-        steps: Steps after the initialisation.
-        samples: Number of rows drawn for the initialisation and for each step.
-    """
+    """Compute centroids, `[num_clusters, c]`, float32, by EM; each step balances the clusters of a fresh sample."""
     from sklearn.cluster import kmeans_plusplus
 
     first = sample(samples, rng).double()
@@ -299,15 +182,10 @@ def nearest(rows: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
 
 
 def balanced(assigned: np.ndarray, num_clusters: int, rng: np.random.Generator) -> np.ndarray:
-    """Return assignments `[n]` in which no cluster exceeds its share of `BALANCE / num_clusters`.
-
-    While the largest cluster exceeds its share, randomly drawn assignments move from it to the smallest cluster, as many as
-    make the two equally large. A cluster exceeds its share by at most one assignment, which cannot be split.
-    """
+    """Return assignments `[n]` in which a cluster exceeds its share, `BALANCE / num_clusters`, by at most one."""
     assigned = assigned.copy()
     sizes = np.bincount(assigned, minlength=num_clusters)
-    limit = BALANCE / num_clusters * len(assigned)
-    while sizes.max() > limit:
+    while sizes.max() > BALANCE / num_clusters * len(assigned):
         largest, smallest = int(sizes.argmax()), int(sizes.argmin())
         moving = int(sizes[largest] - sizes[smallest]) // 2
         if moving == 0:
@@ -337,21 +215,12 @@ def calibrate(
     embed: Callable[[Sequence[str]], torch.Tensor],
     seed: int,
 ) -> None:
-    """Lower a tree's least similarity so that 95 of 100 texts that the tree was not built from reach it, of every length.
-
-    Of each text, some consecutive words are embedded: 6, 15, 60 and 240.
-
-    Args:
-        texts: Texts of topics of the tree. None: the tree stays as it is.
-        embed: Embeds texts, as `TextEmbedder.embed`.
-        seed: Seed of where words are taken.
-    """
+    """Lower a tree's least similarity so that 95 of 100 texts that the tree was not built from reach it, of every length."""
     cuts = [stretches for length in _LENGTHS if (stretches := _stretches(texts, length, seed))]
     if not cuts:
         return
     similarities = [tree.similarity(embed(stretches)).numpy() for stretches in cuts]
-    reached = min(float(np.percentile(each, _REJECTED, method="lower")) for each in similarities)
-    reached = math.floor(reached * 10_000) / 10_000  # more than a row's similarity changes in another batch
+    reached = _rounded_down(min(float(np.percentile(each, _REJECTED, method="lower")) for each in similarities))
     tree.min_similarity = max(-1.0, min(reached, 1.0 if tree.min_similarity is None else tree.min_similarity))
 
 
@@ -367,72 +236,35 @@ def _stretches(texts: Sequence[str], length: int, seed: int) -> list[str]:
 
 
 def grow_tree(
-    tree: ClusterTree,
-    embeddings: np.ndarray,
-    options: TreeOptions,
-    progress: Callable[[int], object] | None = None,
-    held_out: np.ndarray | None = None,
+    tree: ClusterTree, embeddings: np.ndarray, options: TreeOptions, held_out: np.ndarray | None = None
 ) -> BuiltTree:
-    """Return a tree that has new nodes, beside the old ones, for the rows that are near no topic of a tree.
-
-    These rows are clustered as `build_tree` does it, into new nodes of the first level and nodes below. Old nodes keep their
-    numbers and centroids. The new nodes are numbered behind them in each level.
-
-    Args:
-        tree: The tree, which stays as it is.
-        embeddings: Rows `[N, c]`, as in `build_tree`.
-        options: Options of the new part. Branching and levels are the tree's.
-        progress: Called with the number of these rows that were just assigned at a level. Default: None.
-        held_out: Rows that no centroid is computed from, as in `build_tree`. Default: None.
-
-    Returns:
-        The grown tree, with the leaf of each row. Its `sizes` count the rows too.
-
-    Raises:
-        ValueError: If options do not fit the tree, or no row is to be clustered.
-    """
-    if (options.branching, options.levels) != (tree.branching, tree.levels):
-        raise ValueError(
-            f"options are of {options.levels} levels of {options.branching}; expected {tree.levels} of {tree.branching}, those of "
-            "the tree that grows."
-        )
+    """Return a tree that has new nodes, behind the old ones in each level, for the rows that are near no topic of a tree."""
+    assert (options.branching, options.levels) == (tree.branching, tree.levels)
+    everything = np.arange(len(embeddings))
     near = np.concatenate(
-        [
-            (tree.similarity(unit_rows(embeddings, rows)) >= _least(tree)).numpy()
-            for rows in np.array_split(np.arange(len(embeddings)), range(_STRETCH, len(embeddings), _STRETCH))
-        ]
+        [(tree.similarity(unit_rows(embeddings, rows)) >= _least(tree)).numpy() for rows in _stretches_of(everything)]
     )
-    new = np.flatnonzero(~near)
+    old, new = np.flatnonzero(near), np.flatnonzero(~near)
     if not len(new):
         raise ValueError(
             f"all {len(near):,} windows are near a topic of the tree; expected texts of topics that it lacks. Assign them by the "
             "tree as it is."
         )
-    part = build_tree(
-        unit_rows(embeddings, new).numpy(), options, None, progress, None, None if held_out is None else held_out[new]
-    )
+    held_out = None if held_out is None else held_out[new]
+    part = build_tree(unit_rows(embeddings, new).numpy(), options, held_out=held_out)
     leaves = np.empty(len(near), np.int64)
     leaves[new] = part.leaves + len(tree.centroids[-1])
-    old = np.flatnonzero(near)
-    for rows in np.array_split(old, range(_STRETCH, len(old), _STRETCH)):
-        if len(rows):
-            leaves[rows] = tree.paths(unit_rows(embeddings, rows))[:, -1].numpy()
-    assert part.tree.sizes is not None
+    for rows in _stretches_of(old) if len(old) else ():
+        leaves[rows] = tree.paths(unit_rows(embeddings, rows))[:, -1].numpy()
     centroids = [torch.cat(levels) for levels in zip(tree.centroids, part.tree.centroids, strict=True)]
     sizes = None
     if tree.sizes is not None:
         counts = torch.from_numpy(np.bincount(leaves, minlength=len(centroids[-1])))
-        sizes = []
-        for level, before in enumerate(tree.sizes, 1):
-            added = counts.view(len(centroids[level - 1]), -1).sum(-1)
+        sizes = [counts.view(len(level), -1).sum(-1) for level in centroids]
+        for added, before in zip(sizes, tree.sizes, strict=True):
             added[: len(before)] += before
-            sizes.append(added)
-    grown = ClusterTree(
-        *(tree.branching, centroids, tree.origin, sizes),
-        min_similarity=min(_least(tree), _least(part.tree)),
-        grown_from=[*tree.grown_from, tree.fingerprint],
-    )
-    return BuiltTree(grown, leaves)
+    least, lineage = min(_least(tree), _least(part.tree)), [*tree.grown_from, tree.fingerprint]
+    return BuiltTree(ClusterTree(tree.branching, centroids, tree.origin, sizes, least, lineage), leaves)
 
 
 def _least(tree: ClusterTree) -> float:
@@ -445,18 +277,16 @@ def _least_similarity(tree: ClusterTree, embeddings: np.ndarray, seed: int) -> f
     if len(rows) > _MOST_MEASURED:
         drawn = np.random.default_rng([seed, 0]).choice(len(rows), _MOST_MEASURED, replace=False, shuffle=False)
         rows = np.sort(drawn)
-    stretches = np.array_split(rows, range(_STRETCH, len(rows), _STRETCH))
-    similarity = np.concatenate([tree.similarity(unit_rows(embeddings, stretch)).numpy() for stretch in stretches])
-    # Rounding down takes away more than a row's similarity changes if the row is embedded in another batch.
-    return math.floor(np.percentile(similarity, 1, method="lower") * 10_000) / 10_000
+    similarities = [tree.similarity(unit_rows(embeddings, stretch)).numpy() for stretch in _stretches_of(rows)]
+    return _rounded_down(np.percentile(np.concatenate(similarities), 1, method="lower"))
+
+
+def _rounded_down(similarity: float) -> float:
+    return math.floor(similarity * 10_000) / 10_000  # by more than a row's similarity changes in another batch
 
 
 def unit_rows(embeddings: np.ndarray, rows: np.ndarray | slice) -> torch.Tensor:
-    """Read some of the rows `[N, c]`, float16 or float32, and divide each by its length: `[n, c]`, float32.
-
-    Raises:
-        ValueError: If a row has length 0 or is not finite.
-    """
+    """Read some of the rows `[N, c]`, float16 or float32, and divide each by its length: `[n, c]`, float32."""
     read = torch.from_numpy(np.array(embeddings[rows], np.float32))
     lengths = read.norm(dim=-1, keepdim=True)
     if not (lengths.isfinite() & (lengths > 0)).all():
@@ -473,9 +303,15 @@ def _drawn_rows(embeddings: np.ndarray, members: np.ndarray, number: int, rng: n
     return unit_rows(embeddings, members)
 
 
-def _members_of(nodes: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Return the nodes that have members, ascending, each with its members' row indices, ascending."""
+def _members_of(nodes: np.ndarray, held_out: np.ndarray | None = None) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Yield each node that has members, ascending, with these, and those that are not held out, or all if all are."""
     order = np.argsort(nodes, kind="stable")
     in_order = nodes[order]
     begins = np.flatnonzero(np.concatenate([[True], in_order[1:] != in_order[:-1]]))
-    return zip(in_order[begins].tolist(), np.split(order, begins[1:]), strict=True)
+    for node, members in zip(in_order[begins].tolist(), np.split(order, begins[1:]), strict=True):
+        chosen = members if held_out is None else members[~held_out[members]]
+        yield node, members, chosen if len(chosen) else members
+
+
+def _stretches_of(rows: np.ndarray) -> list[np.ndarray]:
+    return np.array_split(rows, range(_STRETCH, len(rows), _STRETCH))

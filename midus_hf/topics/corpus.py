@@ -9,9 +9,8 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,12 +19,12 @@ from midus_hf.config.wording import first_few, first_line, no_column
 from midus_hf.files.checkpoint_files import is_lfs_pointer
 from midus_hf.files.table_text import SEPARATORS
 from midus_hf.library_bars import data_bars_on_terminals
+from midus_hf.model_names import check_hub_id
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# Kinds of files by the ending of their names, in small letters; the name of a kind is that of its reader, which is `csv` for
-# `tsv`.
+# Kinds of files by the ending of their names; the name of a kind is that of its reader, which is `csv` for `tsv`.
 KINDS = {
     **dict.fromkeys((".txt", ".md"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
@@ -39,10 +38,7 @@ _OPTIONS_OF_TEXT = {"sample_by": "document", "encoding": "utf-8-sig"}
 # Separators of fields by the kind of table.
 _SEPARATORS = {"csv": ",", "tsv": "\t"}
 
-# Column with the file of a text, for files of text in a folder.
-FILE_COLUMN = "file"
-
-_SECONDS_TO_ANSWER = 5
+_FILE_COLUMN = "file"  # of texts in a folder
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -58,16 +54,15 @@ def read_corpus(
 
     A text file is one text; of a folder alone, without a split, its name below the folder is under `file`. JSON (a list, or an
     object per line), CSV and Parquet have a text per row. Values of JSON are what they are, columns of CSV are text. Text, JSON
-    and CSV may be compressed. Of a folder, files of one kind are
-    read, rows before text, by the splits that `datasets` finds in their names or its card. Blank texts are left out, which a line
-    on standard error says, as it does of files that are not read.
+    and CSV may be compressed. Of a folder, files of one kind are read, rows before text, by the splits that `datasets` finds in
+    their names or its card. Lines on standard error say which files are not read, and that blank texts are left out.
 
     Args:
         corpus: A file, a folder, or the id of a dataset on the Hub, or several of these.
-        key: Key of the arguments that names the corpus, for messages. Default: `"corpus"`.
+        key: Key of the arguments that names the corpus, for messages.
         split: Split of the corpus, perhaps with a slice as in `"train[:10%]"`. Default: the only one, or `train`.
         name: Configuration of a dataset on the Hub or of a downloaded one. Default: the dataset's own.
-        text_column: Column that holds the text. Default: `"text"`.
+        text_column: Column that holds the text.
 
     Raises:
         ValueError: If the corpus does not exist, cannot be read, has no text, or lacks the column or the split; or if `datasets`
@@ -96,10 +91,7 @@ def read_corpus(
                 input_columns=[text_column],
             )
     except UnicodeDecodeError as error:
-        number = _first_undecodable(rows, text_column)
-        raise ValueError(
-            f"row {number} of {label} is not text in UTF-8: {error.reason}. Take it out, or convert it."
-        ) from error
+        raise ValueError(f"a row of {label} is not text in UTF-8: {error}. Take it out, or convert it.") from error
     if not len(rows):
         raise ValueError(f"{label} is empty: it has no text with a visible character. Add text to it.")
     if len(rows) < whole:
@@ -143,24 +135,15 @@ def read_rows(
         ) from error
 
 
-@dataclass(frozen=True)
-class DocumentPaths:
-    """Paths of texts with the fingerprint of their tree.
-
-    Args:
-        paths: The node at each level, `[texts, p]`, int64. A row of -1 is the path of the generic memory.
-        tree: Fingerprint of the tree; None if the texts do not name one.
-    """
+class DocumentPaths(NamedTuple):
+    """Paths of texts, `[texts, p]`, int64, with -1 for the generic memory; and the fingerprint of their tree, if it is named."""
 
     paths: np.ndarray
     tree: str | None
 
 
 def read_paths(rows: "Dataset", path_column: str, label: str = "the corpus") -> DocumentPaths:
-    """Read the paths of texts from a column of their rows.
-
-    Args:
-        label: What messages call the rows. Default: `"the corpus"`.
+    """Read the paths of texts from a column of their rows, which messages call `label`.
 
     Raises:
         ValueError: If the column is missing, a row has no path, or one of another length than the first row's, or texts name
@@ -173,7 +156,8 @@ def read_paths(rows: "Dataset", path_column: str, label: str = "the corpus") -> 
         )
     paths = list(rows[path_column])
     for number, path in enumerate(paths, start=1):
-        if not _is_path(path) or len(path) != len(paths[0]):
+        is_list = isinstance(path, list) and path and all(type(node) is int for node in path)
+        if not is_list or len(path) != len(paths[0]) or (min(path) < 0 and {*path} != {-1}):
             raise ValueError(
                 f"row {number} of {label}, without blank ones, has {path!r} under {path_column!r}; expected the node at each level "
                 "of the tree, as midus cluster assign writes it, such as [3, 52, 840], or -1 at each level, the path of the generic "
@@ -187,12 +171,6 @@ def read_paths(rows: "Dataset", path_column: str, label: str = "the corpus") -> 
             "Assign all documents by the same tree."
         )
     return DocumentPaths(np.array(paths, dtype=np.int64).reshape(len(paths), -1), trees[0])
-
-
-def _is_path(path: Any) -> bool:
-    if not isinstance(path, list) or not path or any(type(node) is not int for node in path):
-        return False
-    return all(node >= 0 for node in path) or all(node == -1 for node in path)
 
 
 def say(line: str) -> None:
@@ -211,123 +189,61 @@ def _label(key: str, sources: str | Sequence[str]) -> str:
     return f"{key} {sources!r}" if isinstance(sources, str) else f"{key} {', '.join(map(repr, sources))}"
 
 
-def _first_undecodable(rows: "Dataset", column: str) -> int:
-    """Return the number, from 1, of the first row whose text is not UTF-8."""
-    readable = 0
-    with contextlib.suppress(UnicodeDecodeError):
-        for _ in rows[column]:
-            readable += 1
-    return readable + 1
+def _cause(error: BaseException) -> BaseException:
+    return error if error.__cause__ is None else _cause(error.__cause__)
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of what caused an error, without a full stop."""
     return first_line(_cause(error)).removesuffix(".")
-
-
-def _cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 def _kind_of(path: Path) -> str | None:
     """Return the kind of a file by its name; None if no kind has this name."""
-    endings = [suffix.lower() for suffix in path.suffixes]
-    if endings and endings[-1] in _COMPRESSIONS:
-        kind = KINDS.get(endings[-2]) if len(endings) > 1 else None
-        return None if kind == "parquet" else kind
-    return KINDS.get(endings[-1]) if endings else None
+    *_, before, last = ["", "", *(suffix.lower() for suffix in path.suffixes)]
+    kind = KINDS.get(before if last in _COMPRESSIONS else last)
+    return None if kind == "parquet" and last in _COMPRESSIONS else kind
 
 
 def _read_source(
     key: str, source: str, split: str | None, name: str | None, text_column: str | None, *, is_alone: bool
 ) -> "Dataset":
-    """Return the rows of one file, folder or dataset of the Hub; arguments are as in `read_rows`.
-
-    Args:
-        is_alone: Whether there is no other source. Texts of a folder then get the column `FILE_COLUMN`, which rows of other
-            sources may have with values of another type.
-    """
+    """Return the rows of one file, folder or dataset of the Hub; arguments are as in `read_rows`."""
     import datasets
 
-    path = Path(source).expanduser()
+    path, subject = Path(source).expanduser(), f"{key} is {source!r}"
     resolved = os.path.realpath(path)
-    is_id = may_be_dataset_id(source)
-    if not path.exists() and not is_id:  # `datasets` reads the current folder for an id such as `json`
-        raise ValueError(f"{key} is {source!r}, which does not exist; expected a file, a folder or a dataset id.")
+    if not path.exists() and not may_be_dataset_id(
+        source
+    ):  # `datasets` reads the current folder for an id such as `json`
+        raise ValueError(f"{subject}, which does not exist; expected a file, a folder or a dataset id.")
     if path.exists() and ("::" in resolved or (path.is_dir() and glob.escape(resolved) != resolved)):
         raise ValueError(
-            f"{key} is {source!r}; the package datasets reads '::', '[', '*' and '?' in a path as a pattern. Rename the file or the "
-            "folder."
+            f"{subject}; the package datasets reads '::', '[', '*' and '?' in a path as a pattern. Rename the file or the folder."
         )
     is_saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
-    if name is not None and path.exists() and (is_saved or not _declares_data(path)):
-        raise ValueError(
-            f"{key} is {source!r}, which has no configurations, and {name!r} is named as one; leave the name out."
-        )
-    if not path.exists():
-        _check_hub(f"{key} is {source!r}, which is no file or folder", source)
-        with _reading(f"{key} is {source!r}"):
-            rows: Any = _read_hub(source, name, split)
-    elif is_saved:
+    is_declared = not path.exists() or (not is_saved and _declares_data(path))
+    if name is not None and not is_declared:
+        raise ValueError(f"{subject}, which has no configurations, and {name!r} is named as one; leave the name out.")
+    if is_saved:
         refuse_pointers(key, [file for file in path.rglob("*.arrow") if file.is_file()])
-        with _reading(f"{key} is {source!r}"):
-            rows = datasets.load_from_disk(str(path))
+        with _reading(subject):
+            rows: Any = datasets.load_from_disk(str(path))
         if split is not None and isinstance(rows, datasets.Dataset):
-            raise ValueError(f"{key} is {source!r}, which has no splits, and {split!r} is named as one; leave it out.")
-    elif _declares_data(path):
-        rows = _read_declared(key, path, split, name)
+            raise ValueError(f"{subject}, which has no splits, and {split!r} is named as one; leave it out.")
+    elif is_declared:
+        rows = _read_declared(key, source, path, split, name)
     else:
         rows = _read_files(key, path, split, text_column, names_files=is_alone)
     if isinstance(rows, datasets.DatasetDict):
         chosen = split or (next(iter(rows)) if len(rows) == 1 else "train")
         if chosen not in rows:
             raise ValueError(
-                f"{key} is {source!r}, which has the splits {', '.join(rows)}, and not {chosen!r}; name one of them, or the "
-                "file of one."
+                f"{subject}, which has the splits {', '.join(rows)}, and not {chosen!r}; name one of them, or the file of one."
             )
         if len(rows) > 1:
             say(f"{key} {source!r}: split {chosen!r} is read, of {', '.join(rows)}")
         rows = rows[chosen]
     return rows
-
-
-def _check_hub(option: str, name: str) -> None:
-    """Check at once that the Hub or the cache here has a dataset: `datasets` asks for half a minute where nobody answers.
-
-    Args:
-        option: What names the dataset, to begin messages with.
-        name: Id of the dataset.
-
-    Raises:
-        ValueError: If the Hub lacks the dataset or does not admit the user, or cannot be reached and nothing is cached.
-    """
-    import datasets
-    import huggingface_hub
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
-
-    cached = (
-        Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___")),
-        Path(huggingface_hub.constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}"),
-    )
-    if any(path.exists() for path in cached):
-        return
-    try:
-        huggingface_hub.HfApi().dataset_info(name, timeout=_SECONDS_TO_ANSWER)
-    except GatedRepoError as error:
-        raise ValueError(
-            f"{option}: the dataset {name!r} is gated; accept its terms on the Hub, and log in."
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ValueError(f"{option}, and the Hub has no dataset {name!r}; correct the name.") from error
-    except HfHubHTTPError:
-        return  # the Hub answers, and `datasets` will say what is wrong
-    except Exception as error:  # of whichever HTTP library the Hub's client uses
-        raise ValueError(
-            f"{option}; {name!r} is not in the cache of datasets, and the Hub cannot be reached; correct the name, or connect "
-            "to a network."
-        ) from error
 
 
 @contextlib.contextmanager
@@ -352,49 +268,32 @@ def _declares_data(folder: Path) -> bool:
     return re.search(r"^(configs|dataset_info):", head, re.MULTILINE) is not None
 
 
-def _read_declared(key: str, folder: Path, split: str | None, name: str | None) -> Any:
-    """Return the rows of the files that the card of a folder names, and say which are not read."""
+def _read_declared(key: str, source: str, path: Path, split: str | None, name: str | None) -> Any:
+    """Return the rows of a dataset of the Hub, or of the files that the card of a folder names, and say which are not read."""
     import datasets
 
     from midus_hf.topics.readers import data_files_of, with_own_reader
 
-    with _reading(f"{key} is {str(folder)!r}"):
-        declared = datasets.load_dataset_builder(str(folder.resolve()), name)
-        splits = {
-            split: [Path(file).resolve() for file in files] for split, files in declared.config.data_files.items()
-        }
+    is_folder, subject = path.exists(), f"{key} is {source!r}"
+    if not is_folder and not Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")).exists():
+        check_hub_id(key, source, "dataset")  # `datasets` asks for half a minute where nobody answers
+    with _reading(subject):
+        declared = datasets.load_dataset_builder(str(path.resolve()) if is_folder else source, name)
+        files, text = declared.config.data_files, None
+        splits = {each: [Path(file).resolve() for file in files[each]] for each in files} if is_folder else {}
+    if is_folder:
         read = [file for of_split in splits.values() for file in of_split]
-    refuse_pointers(key, read)
-    _say_unread(key, folder, _files_of(key, folder), read)
-    with _reading(f"{key} is {str(folder)!r}"):
-        builder = with_own_reader(declared, data_files_of(splits), text=_OPTIONS_OF_TEXT)
+        refuse_pointers(key, read)
+        _say_unread(key, path, _files_of(key, path), read)
+        files, text = data_files_of(splits), _OPTIONS_OF_TEXT
+    with _reading(subject):
+        builder = with_own_reader(declared, files, text)
         builder.download_and_prepare()
         return builder.as_dataset(split=split)
 
 
-def _read_hub(source: str, name: str | None, split: str | None) -> Any:
-    """Return the rows of a dataset on the Hub; of its JSON and tables, values are read as those of files here."""
-    import datasets
-
-    from midus_hf.topics.readers import with_own_reader
-
-    declared = datasets.load_dataset_builder(source, name)
-    builder = with_own_reader(declared, declared.config.data_files)
-    if builder is declared:
-        return datasets.load_dataset(source, name, split=split)
-    builder.download_and_prepare()
-    return builder.as_dataset(split=split)
-
-
 def refuse_pointers(key: str, files: Sequence[Path]) -> None:
-    """Refuse files that only stand for others.
-
-    Args:
-        key: Key of the arguments that names the files, for messages.
-
-    Raises:
-        ValueError: If a file is a pointer of Git LFS.
-    """
+    """Refuse files that only stand for others."""
     pointers = [file for file in files if is_lfs_pointer(file)]
     if pointers:
         others = f", as {len(pointers) - 1:,} others are" if pointers[1:] else ""
@@ -404,12 +303,7 @@ def refuse_pointers(key: str, files: Sequence[Path]) -> None:
 
 
 def _read_files(key: str, path: Path, split: str | None, text_column: str | None, *, names_files: bool) -> Any:
-    """Return the rows of a file, or of the files of one kind in a folder, and say which are not read.
-
-    The kind is the most frequent kind of rows, or else text: the card and notes of a dataset are not its text.
-    """
-    import fsspec
-
+    """Return the rows of a file, or of the files of one kind in a folder, and say which are not read."""
     from midus_hf.topics.readers import READERS, VERSION, data_files_of, separator_of
 
     files = _files_of(key, path)
@@ -424,11 +318,6 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
     if not read:
         expected = "text with a visible character" if text_column else "row"
         raise ValueError(f"{key} is {str(path)!r}, which is empty: it has no {expected}. Add text to it.")
-    packed = [file for file in read if file.suffix.lower() == ".zst"]
-    if packed and "zstd" not in fsspec.available_compressions():
-        raise ValueError(
-            f"{key} has the file {str(packed[0])!r}, which needs the package zstandard; run: pip install zstandard"
-        )
     splits = {"train": read} if kind == "text" or path.is_file() else _by_split(key, path, read)
     read = [file for of_split in splits.values() for file in of_split]
     refuse_pointers(key, read)
@@ -471,8 +360,15 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
             raise ValueError(
                 f"{key} has the file {str(file)!r}, which is not text: it has zero bytes. Take it out, or convert it."
             )
-    if names_files and split is None and path.is_dir() and text_column != FILE_COLUMN and len(texts) == len(read):
-        rows = texts.add_column(FILE_COLUMN, [file.relative_to(path).as_posix() for file in read])
+    if (
+        names_files
+        and split is None
+        and path.is_dir()
+        and text_column != _FILE_COLUMN
+        and len(rows["train"]) == len(read)
+    ):
+        names = [file.relative_to(path).as_posix() for file in read]
+        rows = rows["train"].add_column(_FILE_COLUMN, names)
     return rows if text_column in (None, "text") else rows.rename_column("text", text_column)
 
 

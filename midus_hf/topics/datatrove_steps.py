@@ -8,7 +8,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from midus_hf.topics.assigning import document_paths, path_columns
 from midus_hf.topics.memory_retriever import MemoryRetriever
-from midus_hf.topics.windows import load_fast_tokenizer
+from midus_hf.topics.windows import cutter_of
 
 # Number of documents that are taken from the previous step at a time.
 _DOCUMENTS = 256
@@ -22,8 +22,8 @@ class AssignPaths(PipelineStep):
 
     Args:
         tree: Folder that `midus cluster build` wrote.
-        device: Device of the model. Default: `"cpu"`.
-        batch_size: Texts per forward pass. Default: 64.
+        device: Device of the model.
+        batch_size: Texts per forward pass.
     """
 
     name = "paths in a tree of topics"
@@ -37,21 +37,15 @@ class AssignPaths(PipelineStep):
         """Yield the documents of the previous step with their paths, in the same order; `rank` and `world_size` are ignored.
 
         Raises:
-            ValueError: If `MemoryRetriever.load` or `load_fast_tokenizer` refuses what the tree names, or the tree names no
-                tokenizer.
+            ValueError: If `MemoryRetriever.load` refuses the tree, or it names no tokenizer that can be loaded.
         """
         retriever = MemoryRetriever.load(self.tree, self.device, self.batch_size)
-        origin = retriever.tree.origin
-        if origin.tokenizer is None:
-            raise ValueError(
-                f"tree {self.tree!r} does not say how windows are cut; expected a tree that 'midus cluster build' made."
-            )
-        tokenizer = load_fast_tokenizer(origin.tokenizer)
+        tokenizer, tokens = cutter_of(retriever.tree, self.tree)
         remaining = iter(data or ())
         while batch := list(itertools.islice(remaining, _DOCUMENTS)):
             with self.track_time(unit="batch"):
                 texts = [document.text for document in batch]
-                for number, windows in document_paths(retriever, tokenizer, texts, origin.window_tokens or 2048):
+                for number, windows in document_paths(retriever, tokenizer, texts, tokens):
                     batch[number].metadata |= path_columns(windows, retriever.tree)
             for document in batch:
                 self.stat_update("with a path" if "memory_ids" in document.metadata else "blank")

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModel
 from transformers.utils.hub import cached_file
 
-from midus_hf.config.wording import first_line
 from midus_hf.files.checkpoint_files import CONFIG, WEIGHTS, refuse_lfs_pointers
 from midus_hf.files.json_text import parse_json
-from midus_hf.saved_models import load_tokenizer
+from midus_hf.model_names import usable_device
+from midus_hf.saved_models import check_whole, load_tokenizer, refusing
 
 _MODULES = ("Transformer", "Pooling", "Normalize")
 # Prefix of the names of tensors that hidden states do not depend on, and that many checkpoints lack.
@@ -29,14 +29,14 @@ class TextEmbedder:
 
     Args:
         model: Folder or hub id of an encoder in the style of sentence-transformers, such as all-MiniLM-L6-v2.
-        device: Device of the model. Default: `"cpu"`.
-        batch_size: Texts per forward pass. Default: 64.
+        device: Device of the model.
+        batch_size: Texts per forward pass.
         max_tokens: Tokens of a text that are read; the rest is cut off. Default: the limit in the model's
             `sentence_bert_config.json`, or else its number of positions.
 
     Raises:
-        ValueError: If the model cannot be loaded, lacks tensors, pools otherwise or transforms vectors further, if its
-            tokenizer has no padding token, or if a number is out of range.
+        ValueError: If the model cannot be loaded, lacks tensors, pools otherwise or transforms vectors further, or if
+            a number is out of range.
     """
 
     def __init__(self, model: str, device: str = "cpu", batch_size: int = 64, max_tokens: int | None = None):
@@ -44,36 +44,17 @@ class TextEmbedder:
             raise ValueError(f"batch_size is {batch_size}; expected at least 1 text.")
         self.name, self.batch_size = str(model), batch_size
         _check_modules(self.name)
-        try:
+        with refusing(f"embedding model is {self.name!r}, which cannot be loaded", OSError, ValueError, KeyError):
             self.tokenizer = load_tokenizer(self.name)
             refuse_lfs_pointers(Path(self.name), CONFIG, WEIGHTS)
             loaded: Any = AutoModel.from_pretrained(
                 self.name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
             )
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(
-                f"embedding model is {self.name!r}, which cannot be loaded: {first_line(error)} "
-                "Expected a folder or hub id of a sentence-transformers model."
-            ) from error
         self.model, loading = loaded
-        if missing := sorted(name for name in loading["missing_keys"] if not name.startswith(_UNUSED)):
-            raise ValueError(
-                f"embedding model is {self.name!r}, whose checkpoint lacks {len(missing)} of its tensors, such as {missing[0]}, "
-                "which would be random; expected a whole checkpoint. Make it again."
-            )
-        if self.tokenizer.pad_token_id is None:
-            raise ValueError(
-                f"embedding model is {self.name!r}, whose tokenizer has no padding token; expected the tokenizer of an encoder. Set "
-                "pad_token in its tokenizer_config.json."
-            )
-        try:
-            self.device = torch.device(device)
-            self.model.eval().to(self.device)
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(
-                f"device is {device!r}, where the embedding model cannot be put: {first_line(error)} "
-                "Expected a device such as cpu or cuda:0."
-            ) from error
+        missing = sorted(name for name in loading["missing_keys"] if not name.startswith(_UNUSED))
+        check_whole(self.name, missing, "embedding model")
+        self.device = torch.device(usable_device(device))
+        self.model.eval().to(self.device)
         self.width: int = self.model.config.hidden_size
         self.max_tokens = self._check_max_tokens(max_tokens)
 
@@ -89,16 +70,10 @@ class TextEmbedder:
 
     @torch.no_grad()
     def embed(self, texts: Sequence[str], progress: Callable[[int], object] | None = None) -> torch.Tensor:
-        """Embed texts, with texts of similar lengths in the same batch.
+        """Embed N texts: `[N, c]`, float32, on the CPU, with rows of length 1.
 
-        A row depends on the other texts of its batch only by rounding, about 1e-7.
-
-        Args:
-            texts: N texts in any order.
-            progress: Called with the number of texts of each finished batch. Default: None.
-
-        Returns:
-            `[N, c]`, float32, on the CPU, in the order of the texts. Rows have length 1.
+        Texts of similar lengths are in the same batch, on which a row depends only by rounding, about 1e-7. `progress` is called
+        with the number of texts of each finished batch.
         """
         rows = torch.empty(len(texts), self.width)
         if not len(texts):
@@ -133,45 +108,25 @@ class TextEmbedder:
 
 def _check_modules(name: str) -> None:
     """Raise an error if the model's files name other steps than mean pooling and normalisation."""
-    for module in _read_json(name, "modules.json") or []:
-        kind = str(module.get("type", "")).rpartition(".")[2]
-        if kind not in _MODULES:
-            raise ValueError(
-                f"embedding model is {name!r}, whose modules.json has a {kind}; expected {', '.join(_MODULES)} alone. "
-                "Choose a model without it."
-            )
+    kinds = {str(module.get("type", "")).rpartition(".")[2] for module in _read_json(name, "modules.json") or []}
     pooling = _read_json(name, "1_Pooling/config.json") or {}
-    modes = {
-        key.removeprefix("pooling_mode_")
-        for key, value in pooling.items()
-        if value is True and key.startswith("pooling_mode_")
-    }
+    modes = {key.removeprefix("pooling_mode_") for key, value in pooling.items() if value is True and "_mode_" in key}
     modes |= {mode for mode in [pooling.get("pooling_mode")] if isinstance(mode, str)}
-    if modes - {"mean_tokens", "mean"}:
+    if others := sorted(kinds - {*_MODULES}) + sorted(modes - {"mean_tokens", "mean"}):
         raise ValueError(
-            f"embedding model is {name!r}, which pools by {', '.join(sorted(modes))}; expected mean_tokens alone. Choose a "
-            "model that takes the mean of its tokens."
+            f"embedding model is {name!r}, whose files name {', '.join(others)}; expected {', '.join(_MODULES)} alone, with the "
+            "mean of tokens. Choose such a model."
         )
 
 
 def _read_json(name: str, path: str) -> Any:
     """Read a JSON file of a model from its folder or the hub; return None if there is no file."""
+    absent = ("gated_repo", "missing_entries", "connection_errors")
+    quiet: dict[str, Any] = {f"_raise_exceptions_for_{each}": False for each in absent}
     try:
-        file = cached_file(
-            name,
-            path,
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
+        file = cached_file(name, path, **quiet)
     except OSError:  # the model does not exist; loading it will raise an error that says so
         return None
     if file is None:
         return None
-    try:
-        with open(file, encoding="utf-8") as stream:
-            return parse_json(stream.read())
-    except ValueError as error:
-        raise ValueError(
-            f"embedding model is {name!r}, whose {path} is not JSON: {first_line(error)}. Copy the model again."
-        ) from error
+    return parse_json(Path(file).read_text(encoding="utf-8"))

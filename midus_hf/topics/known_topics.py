@@ -20,23 +20,14 @@ NAMES_FILE = "topics.json"
 
 @dataclass(frozen=True)
 class TopicNames:
-    """The names of a tree's nodes.
+    """The names of a tree's nodes: of the first level, each with those of its children, which are numbered in this order."""
 
-    Args:
-        columns: Columns that hold the names, from the first level down.
-        names: The names of the first level, each with those of its children; the children of a node are numbered in this order.
-    """
-
-    columns: tuple[str, ...]
+    columns: tuple[str, ...]  # with the names, from the first level down
     names: dict[str, Any]
 
     @classmethod
     def from_rows(cls, rows: "Dataset", columns: Sequence[str]) -> "TopicNames":
-        """Return the names in columns of a corpus, in their first order.
-
-        Raises:
-            ValueError: If the corpus lacks a column, or a row a name.
-        """
+        """Return the names in columns of a corpus, in their first order."""
         absent = [column for column in columns if column not in rows.column_names]
         if absent:
             raise ValueError(
@@ -60,27 +51,20 @@ class TopicNames:
         return max(2, most(self.names))
 
     def paths(self, rows: "Dataset") -> np.ndarray:
-        """Return the node at each level of each text by its names, `[texts, levels]`, int64.
-
-        Raises:
-            ValueError: If a row has no name, or one that the tree does not know.
-        """
-        branching = self.branching
-        nodes: dict[tuple[str, ...], int] = {(): 0}
-        pending: list[tuple[tuple[str, ...], dict[str, Any]]] = [((), self.names)]
-        while pending:
-            above, node = pending.pop()
-            for digit, (name, below) in enumerate(node.items()):
-                nodes[*above, name] = branching * nodes[above] + digit
-                pending.append(((*above, name), below))
-        paths = []
+        """Return the node at each level of each text by its names, `[texts, levels]`, int64."""
+        branching, paths = self.branching, []
         for number, path in enumerate(_paths_of_names(rows, self.columns), start=1):
-            if path not in nodes:
-                raise ValueError(
-                    f"row {number} of the corpus, without blank ones, has the topic {' / '.join(path)!r}, which the tree does not "
-                    "know; expected a topic that it was built with. Build the tree again, or take the row out."
-                )
-            paths.append([nodes[path[: level + 1]] for level in range(len(path))])
+            below, node, nodes = self.names, 0, []
+            for name in path:
+                if name not in below:
+                    raise ValueError(
+                        f"row {number} of the corpus, without blank ones, has the topic {' / '.join(path)!r}, which the tree does "
+                        "not know; expected a topic that it was built with. Build the tree again, or take the row out."
+                    )
+                node = branching * node + list(below).index(name)
+                nodes.append(node)
+                below = below[name]
+            paths.append(nodes)
         return np.array(paths, np.int64)
 
     def save(self, folder: Path) -> None:
@@ -95,11 +79,8 @@ class TopicNames:
         path = folder / NAMES_FILE
         if not path.is_file():
             return None
-        try:
-            record = parse_json(path.read_text(encoding="utf-8"))
-            return cls(tuple(record["columns"]), dict(record["names"]))
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"file {str(path)!r} was altered or is not whole. Build the tree again.") from error
+        record = parse_json(path.read_text(encoding="utf-8"))
+        return cls(tuple(record["columns"]), record["names"])
 
 
 def _paths_of_names(rows: "Dataset", columns: Sequence[str]) -> Iterator[tuple[str, ...]]:

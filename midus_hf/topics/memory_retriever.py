@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 
 from midus_hf.topics.embedding import TextEmbedder
-from midus_hf.topics.tree import ClusterTree
-from midus_hf.topics.tree_files import RECORD_FILE, folder_of_tree
+from midus_hf.topics.tree import RECORD_FILE, ClusterTree, folder_of_tree
 
 # Number that stands for the generic memory at every level of a path.
 _GENERIC = -1
@@ -23,15 +22,10 @@ class MemoryRetriever:
         embedder: Embedder with the model that the tree was built with.
 
     Raises:
-        ValueError: If the embedder has another width than the tree, or is not the model that the tree was built with.
+        ValueError: If the embedder is not the model that the tree was built with.
     """
 
     def __init__(self, tree: ClusterTree, embedder: TextEmbedder):
-        if embedder.width != tree.width:
-            raise ValueError(
-                f"embedding model {embedder.name!r} has the width {embedder.width}; expected {tree.width}, the width of the tree. "
-                "Use the model that the tree was built with."
-            )
         expected = tree.origin.embedding_fingerprint
         if expected is not None and embedder.fingerprint != expected:
             raise ValueError(
@@ -42,15 +36,11 @@ class MemoryRetriever:
         self.tree, self.embedder = tree, embedder
 
     def paths(self, texts: Sequence[str]) -> torch.Tensor:
-        """Return the path of each text.
+        """Return the node of each of N texts at each level, `[N, p]`, int64; -1 if the text is blank or near no topic.
 
-        Args:
-            texts: N texts, of which the first `embedder.max_tokens` tokens are read.
-
-        Returns:
-            The node at each level, `[N, p]`, int64; -1 at every level if the text is blank or near no topic.
+        The first `embedder.max_tokens` tokens of a text are read.
         """
-        paths = paths_near_topics(self.tree, self.embedder.embed(texts), self.tree.min_similarity)
+        paths = paths_near_topics(self.tree, self.embedder.embed(texts))
         is_blank = torch.tensor([not text.strip() for text in texts], dtype=torch.bool)
         return paths.masked_fill(is_blank[:, None], _GENERIC)
 
@@ -60,8 +50,8 @@ class MemoryRetriever:
 
         Args:
             folder: Folder that `midus cluster build` wrote, or a model's folder with the tree that its bank was trained with.
-            device: Device of the embedding model. Default: `"cpu"`.
-            batch_size: Texts per forward pass. Default: 64.
+            device: Device of the embedding model.
+            batch_size: Texts per forward pass.
 
         Raises:
             ValueError: If the tree or the model cannot be loaded, they do not fit each other, or the tree names no model.
@@ -81,9 +71,9 @@ class MemoryRetriever:
         return cls(tree, TextEmbedder(name, device, batch_size, tree.origin.embedding_max_tokens))
 
 
-def paths_near_topics(tree: ClusterTree, embeddings: torch.Tensor, min_similarity: float | None) -> torch.Tensor:
-    """Return the paths of embeddings, `[N, p]`, with -1 at each level where similarity is below `min_similarity`, if not None."""
+def paths_near_topics(tree: ClusterTree, embeddings: torch.Tensor) -> torch.Tensor:
+    """Return the paths of embeddings, `[N, p]`, with -1 at each level where similarity is below the tree's least one."""
     paths = tree.paths(embeddings)
-    if min_similarity is None or min_similarity == -1:
+    if tree.min_similarity is None or tree.min_similarity == -1:
         return paths
-    return paths.masked_fill((tree.similarity(embeddings) < min_similarity)[:, None], _GENERIC)
+    return paths.masked_fill((tree.similarity(embeddings) < tree.min_similarity)[:, None], _GENERIC)

@@ -4,11 +4,9 @@ The readers of `datasets` guess types from what values look like, so that "2004-
 stands for whatever another row has.
 """
 
-import contextlib
-import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from pathlib import Path
@@ -35,8 +33,6 @@ from midus_hf.files.table_text import SEPARATORS, separator_in
 # Changes with what the readers make of a file, so that the cache of `datasets` keeps no older rows.
 VERSION = "midus-1"
 
-# Files of up to this many bytes are known by what they hold, larger ones by their state on the disk.
-_HASHED_BYTES = 64 << 20
 _CHARACTERS_AT_ONCE = 10 << 20
 _ROWS_AT_ONCE = 10_000
 _CHARACTERS_OF_HEAD = 64 << 10
@@ -44,10 +40,7 @@ _CHARACTERS_OF_HEAD = 64 << 10
 
 @dataclass
 class JsonText(datasets.Json):
-    """Feature for values of any type, stored as JSON.
-
-    `datasets.Json` stores the text "4" as the number, rounds fractions, and cannot read whole numbers of more than 64 bits.
-    """
+    """Feature for values of any type, stored as JSON."""
 
     _type: str = field(default="JsonText", init=False, repr=False)
 
@@ -73,11 +66,7 @@ class _OtherColumnsError(Exception):
 
 
 class JsonReader(Json):
-    """Reader of JSON lines, and of lists of objects or texts.
-
-    A column with nothing but text is text, every other column is `JsonText`. When a row shows that a column is another one,
-    reading begins anew.
-    """
+    """Reader of JSON lines, and of lists of objects or texts."""
 
     def _download_and_prepare(self, *args: Any, **kwargs: Any) -> None:
         self._is_text: dict[str, bool] = {}
@@ -109,33 +98,24 @@ class JsonReader(Json):
         arrays = []
         for name, is_text in self._is_text.items():
             values = columns.get(name, [None] * len(rows))
-            try:
-                texts = pa.array(values if is_text else map(JsonText().encode_example, values), pa.string())
-                arrays.append(texts if is_text else JsonText().cast_storage(texts))
-            except UnicodeEncodeError as error:
-                raise ValueError(f"a row has half of a surrogate pair under {name!r}: {error.object!a:.60}") from None
+            texts = pa.array(values if is_text else map(JsonText().encode_example, values), pa.string())
+            arrays.append(texts if is_text else JsonText().cast_storage(texts))
         return pa.Table.from_arrays(arrays, names=list(self._is_text))
 
     def _rows(self, file: str) -> Iterator[list[dict[str, Any]]]:
         encoding = "utf-8-sig" if self.config.encoding == "utf-8" else self.config.encoding
-        try:
-            # `datasets` makes this `open` read archives and addresses too.
-            with open(file, encoding=encoding, errors=self.config.encoding_errors, newline="\n") as opened:
-                begin = 1
-                while lines := opened.readlines(_CHARACTERS_AT_ONCE):
-                    first = next(filter(None, map(str.strip, lines)), "")
-                    if begin == 1 and (self.config.field is not None or first.startswith("[")):
-                        yield from self._listed("".join(lines) + opened.read())
-                        return
-                    rows = [_row(line, number) for number, line in enumerate(lines, begin) if line.strip()]
-                    begin += len(lines)
-                    if rows:
-                        yield rows
-        except UnicodeDecodeError as error:
-            with open(file, encoding="latin-1", newline="\n") as opened:
-                lines_of_bytes = (line.encode("latin-1") for line in opened)
-                error.reason += f", in line {_first_undecodable(lines_of_bytes, self.config.encoding)}"
-            raise
+        # `datasets` makes this `open` read archives and addresses too.
+        with open(file, encoding=encoding, errors=self.config.encoding_errors, newline="\n") as opened:
+            begin = 1
+            while lines := opened.readlines(_CHARACTERS_AT_ONCE):
+                first = next(filter(None, map(str.strip, lines)), "")
+                if begin == 1 and (self.config.field is not None or first.startswith("[")):
+                    yield from self._listed("".join(lines) + opened.read())
+                    return
+                rows = [_row(line, number) for number, line in enumerate(lines, begin) if line.strip()]
+                begin += len(lines)
+                if rows:
+                    yield rows
 
     def _listed(self, text: str) -> Iterator[list[dict[str, Any]]]:
         """Yield the rows of a file that is one value."""
@@ -150,28 +130,19 @@ class JsonReader(Json):
             yield rows[begin : begin + _ROWS_AT_ONCE]
 
 
-def _first_undecodable(lines: Iterable[bytes], encoding: str) -> int:
-    """Return the number, from 1, of the first line that is not text."""
-    readable = 0
-    with contextlib.suppress(UnicodeDecodeError):
-        for line in lines:
-            line.decode(encoding)
-            readable += 1
-    return readable + 1
-
-
 def _row(line: str, number: int) -> dict[str, Any]:
     try:
         row = parse_json(line)
+        found = f"{line.strip()!r:.60}"
     except ValueError as error:
-        reason = f"{error.msg} at character {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-        raise ValueError(
-            f"line {number} is no JSON: {reason}; expected an object in each line, or one list of objects"
-        ) from None
-    if not isinstance(row, dict):
-        raise ValueError(
-            f"line {number} is {line.strip()!r:.60}; expected an object in each line, or one list of objects"
+        found = (
+            f"no JSON: {error.msg} at character {error.colno}"
+            if isinstance(error, json.JSONDecodeError)
+            else f"no JSON: {error}"
         )
+        row = None
+    if not isinstance(row, dict):
+        raise ValueError(f"line {number} is {found}; expected an object in each line, or one list of objects")
     return row
 
 
@@ -195,13 +166,7 @@ READERS: dict[str, Any] = {"text": Text, "json": JsonReader, "csv": TableReader,
 
 
 def with_own_reader(declared: Any, data_files: Any, text: Mapping[str, Any] | None = None) -> Any:
-    """Return a builder of `datasets` with the reader of its kind; the builder itself if it is of another kind.
-
-    Args:
-        declared: Builder that a card or the Hub declares.
-        data_files: What `data_files_of` makes of its files, or their addresses.
-        text: Options of a reader of text files. Default: None, text and Parquet are left to the builder.
-    """
+    """Return a builder of `datasets` with the reader of its kind; the builder itself if it is of another kind."""
     kinds = {Json: "json", Csv: "csv", **({} if text is None else {Text: "text", Parquet: "parquet"})}
     kind = next((kind for base, kind in kinds.items() if isinstance(declared, base)), None)
     if kind is None:
@@ -222,47 +187,28 @@ def with_own_reader(declared: Any, data_files: Any, text: Mapping[str, Any] | No
 
 
 def data_files_of(splits: Mapping[Any, Sequence[Path]]) -> DataFilesDict:
-    """Return the files of each split as `datasets` takes them.
+    """Return the files of each split as `datasets` takes them. Its cache knows them by their state, not by their time alone."""
 
-    Its cache knows files by their content, or, if they are large, by their state on the disk: `datasets` alone asks for the time
-    of the last change, which programs copy.
-    """
+    def state(file: Path) -> tuple[str]:
+        of_disk = file.stat()
+        return (f"{of_disk.st_size} {of_disk.st_ino} {of_disk.st_mtime_ns} {of_disk.st_ctime_ns}",)
 
-    def known_by(file: Path) -> str:
-        state = file.stat()
-        if state.st_size > _HASHED_BYTES:
-            return f"{state.st_size} {state.st_ino} {state.st_mtime_ns} {state.st_ctime_ns}"
-        with file.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
-
-    return DataFilesDict(
-        {
-            split: DataFilesList([str(file.resolve()) for file in files], [(known_by(file),) for file in files])
-            for split, files in splits.items()
-        }
-    )
+    lists = {
+        split: DataFilesList([str(file.resolve()) for file in files], [*map(state, files)])
+        for split, files in splits.items()
+    }
+    return DataFilesDict(lists)
 
 
 def separator_of(tables: Mapping[Path, str | None], usual: str) -> str:
-    """Return what separates the fields of the first lines of tables.
-
-    Args:
-        tables: Compression of each table, by the name of `fsspec`; None if it is not compressed.
-        usual: The separator that files with such names have. It is taken where it separates anything, or nothing does.
-
-    Raises:
-        ValueError: If tables have different separators.
-    """
-    found = {_separator(table, compression, usual): table.name for table, compression in tables.items()}
+    """Return what separates the fields of tables, each with its compression or None: `usual`, or what does in their first lines."""
+    found = {}
+    for table, compression in tables.items():
+        with fsspec.open(str(table), "rt", compression=compression, encoding="utf-8-sig", newline="") as opened:
+            found[separator_in(opened.read(_CHARACTERS_OF_HEAD), usual)] = table.name
     if len(found) > 1:
         (one, its_table), (other, other_table), *_ = found.items()
         raise ValueError(
             f"fields are separated by {SEPARATORS[one]} in {its_table!r}, and by {SEPARATORS[other]} in {other_table!r}"
         )
     return next(iter(found))
-
-
-def _separator(table: Path, compression: str | None, usual: str) -> str:
-    with fsspec.open(str(table), "rt", compression=compression, encoding="utf-8-sig", newline="") as opened:
-        text = opened.read(_CHARACTERS_OF_HEAD)
-    return separator_in(text, usual)

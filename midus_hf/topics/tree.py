@@ -1,27 +1,50 @@
-"""A tree of topics: the centroids of its nodes, and the path of an embedding from the root to a leaf."""
+"""A tree of topics: the centroids of its nodes, the path of an embedding from the root to a leaf, and the tree's two files."""
 
 import dataclasses
+import hashlib
 import itertools
+import json
+import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
-from midus_hf.topics.tree_files import (
-    RECORD_FILE,
-    TreeOrigin,
-    altered,
-    check_similarity,
-    fingerprint_of,
-    folder_of_tree,
-    read_tree,
-    write_tree,
-)
+from midus_hf.config.fetched_blocks import BANKS_FOLDER, TREE_FILES
+from midus_hf.config.wording import first_line
+from midus_hf.files.json_text import parse_json
+from midus_hf.files.outputs import whole_file
+from midus_hf.files.secrets import for_record
 
+FORMAT_VERSION = 2
+CENTROIDS_FILE, RECORD_FILE = TREE_FILES
 # Most elements of centroids that are copied at a time: each embedding that descends gets a copy of its node's children.
 _ELEMENTS = 2**23
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeOrigin:
+    """Models, settings and seed that a tree was built with; None for what is unknown.
+
+    Args:
+        embedding_model: Folder or hub id of the model that embeds texts.
+        embedding_fingerprint: The model's `TextEmbedder.fingerprint`.
+        embedding_max_tokens: Most tokens of a text that the model reads.
+        tokenizer: Folder or hub id of the tokenizer that cut windows.
+        window_tokens: Tokens per window, counted by that tokenizer.
+        seed: Seed of all random choices.
+    """
+
+    embedding_model: str | None = None
+    embedding_fingerprint: str | None = None
+    embedding_max_tokens: int | None = None
+    tokenizer: str | None = None
+    window_tokens: int | None = None
+    seed: int | None = None
 
 
 class ClusterTree:
@@ -35,13 +58,10 @@ class ClusterTree:
         branching: Number of children per node, at least 2.
         centroids: One tensor per level, `[roots * branching ** l, c]`, kept as float32. A node whose centroid has a NaN
             has no data, and nothing is ever assigned to it.
-        origin: What the tree was built with. Default: unknown.
-        sizes: Number of windows per node, one tensor per level, `[roots * branching ** l]`, int64. Default: None; not
-            counted.
-        min_similarity: Least `similarity` of texts that belong to a topic of the tree, like the texts that the tree was
-            built from. Default: None; not measured.
-        grown_from: Fingerprints of the trees that the tree came from, by growth or by deletion of nodes, the first one
-            first. Default: none.
+        origin: What the tree was built with.
+        sizes: Number of windows per node, one tensor per level, `[roots * branching ** l]`, int64, if they were counted.
+        min_similarity: Least `similarity` of texts that belong to a topic of the tree, if it was measured.
+        grown_from: Fingerprints of the trees that the tree came from, by growth or by deletion of nodes, the first one first.
 
     Raises:
         ValueError: If shapes do not fit, a value is infinite, `min_similarity` is not a cosine, or no path leads to a
@@ -57,15 +77,19 @@ class ClusterTree:
         min_similarity: float | None = None,
         grown_from: Sequence[str] = (),
     ):
-        check_similarity(min_similarity)
-        self.grown_from, self.min_similarity = tuple(grown_from), min_similarity
+        if min_similarity is not None and (type(min_similarity) not in (int, float) or not -1 <= min_similarity <= 1):
+            raise ValueError(
+                f"min_similarity is {min_similarity!r}; expected a cosine from -1, which every text reaches, to 1, or null for no "
+                "limit."
+            )
+        self.grown_from = tuple(grown_from)
+        self.min_similarity = None if min_similarity is None else float(min_similarity)
         if branching < 2:
             raise ValueError(f"branching is {branching}; expected at least 2 children of a node.")
-        if not centroids:
-            raise ValueError("centroids is empty; expected one tensor for each level of the tree.")
-        width, self.roots = centroids[0].shape[-1], max(branching, len(centroids[0]))
+        self.branching, self.origin = branching, origin or TreeOrigin()
+        self.width, self.roots = centroids[0].shape[-1], max(branching, len(centroids[0]))
         for level, tensor in enumerate(centroids):
-            expected = (self.roots * branching**level, width)
+            expected = (self.roots * branching**level, self.width)
             if tuple(tensor.shape) != expected:
                 raise ValueError(
                     f"centroids of level {level + 1} have the shape {tuple(tensor.shape)}; expected {expected}, a row for each "
@@ -75,9 +99,6 @@ class ClusterTree:
                 raise ValueError(
                     "sizes do not fit centroids; expected a number for each node, one tensor for each level."
                 )
-        self.branching = branching
-        self.width = width
-        self.origin = TreeOrigin() if origin is None else origin
         self.sizes = None if sizes is None else [level.to("cpu", torch.int64) for level in sizes]
         wide = [tensor.detach().to("cpu", torch.float32) for tensor in centroids]
         # Every empty node gets the same NaN in every element, so that equal trees have equal bytes.
@@ -97,7 +118,11 @@ class ClusterTree:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of branching and centroids, 64 hexadecimal digits: equal for trees that give equal paths."""
-        return fingerprint_of(self.branching, self.centroids)
+        # All numbers are little-endian.
+        digest = hashlib.sha256(self.branching.to_bytes(8, "little"))
+        for level in self.centroids:
+            digest.update(level.contiguous().numpy().astype("<f4", copy=False).tobytes())
+        return digest.hexdigest()
 
     def paths(self, embeddings: torch.Tensor) -> torch.Tensor:
         """Return the path of each embedding by greedy descent: at each level to the child with the nearest centroid (L2).
@@ -112,13 +137,8 @@ class ClusterTree:
             The node at each level, `[N, p]`, int64, on the CPU.
 
         Raises:
-            ValueError: If embeddings are not of the tree's width or not finite.
+            ValueError: If embeddings are not finite.
         """
-        if embeddings.dim() != 2 or embeddings.shape[1] != self.width:
-            raise ValueError(
-                f"embeddings have the shape {tuple(embeddings.shape)}; expected [N, {self.width}], the width of the tree. "
-                "Embed texts with the model that the tree was built with."
-            )
         if not embeddings.isfinite().all():
             raise ValueError("embeddings have values that are not finite; expected numbers. Embed these texts again.")
         rows = embeddings.detach().cpu().split(max(1, _ELEMENTS // (self.roots * self.width)))
@@ -163,12 +183,11 @@ class ClusterTree:
         return ClusterTree(self.branching, centroids, self.origin, sizes, self.min_similarity, lineage)
 
     def save(self, folder: str | Path) -> None:
-        """Write `tree.safetensors` and `tree.json`.
-
-        Args:
-            folder: Folder of the files, which is created.
-        """
+        """Write `tree.safetensors`, and then `tree.json`, into a folder, which is created. Each file appears whole or not at all."""
+        folder = Path(folder).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
         record = {
+            "format_version": FORMAT_VERSION,
             "branching": self.branching,
             "levels": self.levels,
             "width": self.width,
@@ -179,23 +198,51 @@ class ClusterTree:
             "min_similarity": self.min_similarity,
             "sizes": None if self.sizes is None else [level.tolist() for level in self.sizes],
         }
-        write_tree(folder, self.centroids, record)
+        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in for_record(record).items())
+        tensors = {f"centroids.{number}": level.contiguous() for number, level in enumerate(self.centroids, 1)}
+        with whole_file(folder / CENTROIDS_FILE) as partial:
+            save_file(tensors, partial, metadata={"format": "pt"})
+        with whole_file(folder / RECORD_FILE) as partial:
+            partial.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | Path) -> "ClusterTree":
-        """Read a saved tree.
-
-        Args:
-            folder: Folder that `save` wrote, or folder of a model whose bank has the tree's files.
+        """Read the tree that `save` wrote into a folder, or that of a model whose bank has the tree's files.
 
         Raises:
-            ValueError: If a file is missing, of another version, truncated or altered. The message names the file.
+            ValueError: If a file is missing, of another version, truncated or altered. The message names the folder.
         """
-        arguments = read_tree(folder)
+        folder = folder_of_tree(Path(folder).expanduser())
         try:
-            return cls(**arguments)
-        except ValueError as error:  # its centroids have the fingerprint of a tree, so its record does not fit them
-            raise altered(folder_of_tree(Path(folder).expanduser()) / RECORD_FILE, str(error)) from error
+            text = (folder / RECORD_FILE).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"tree is {str(folder)!r}, whose {RECORD_FILE} cannot be read ({error.strerror}); expected a folder that "
+                "midus cluster build or ClusterTree.save wrote."
+            ) from error
+        try:
+            record = parse_json(text)
+            if record["format_version"] != FORMAT_VERSION:
+                raise ValueError(f"its format_version is {record['format_version']}; expected {FORMAT_VERSION}")
+            tensors = load_file(folder / CENTROIDS_FILE)
+            origin = {field.name: record[field.name] for field in dataclasses.fields(TreeOrigin)}
+            homes = {key: os.path.expanduser(value) for key, value in origin.items() if str(value).startswith("~/")}
+            tree = cls(
+                record["branching"],
+                [tensors[f"centroids.{level}"] for level in range(1, len(tensors) + 1)],
+                TreeOrigin(**{**origin, **homes}),
+                None if record["sizes"] is None else [torch.tensor(level) for level in record["sizes"]],
+                record.get("min_similarity"),
+                record["grown_from"],
+            )
+            if tree.fingerprint != record["fingerprint"]:
+                raise ValueError(f"the fingerprint of its centroids is not the one in {RECORD_FILE}")
+        except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the tree in {str(folder)!r} was altered or is not whole: {first_line(error).removesuffix('.')}. Copy it again, or "
+                "build the tree again."
+            ) from error
+        return tree
 
     def _descend(self, embeddings: torch.Tensor) -> torch.Tensor:
         distances = squared_distances(embeddings, self.centroids[0])
@@ -219,31 +266,32 @@ def _takeable(centroids: Sequence[torch.Tensor], branching: int) -> list[torch.T
     return takeable
 
 
+def folder_of_tree(folder: Path) -> Path:
+    """Return the folder with a tree's files: the folder itself, or a model's first bank that has them; all banks have one tree."""
+    if (folder / RECORD_FILE).exists():
+        return folder
+    return next((path.parent for path in sorted(folder.glob(f"{BANKS_FOLDER}/*/{RECORD_FILE}"))), folder)
+
+
+def lasting_name(name: str) -> str:
+    """Return the name of a model or corpus that stays valid in other working directories: a path as an absolute one."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else name
+
+
 def squared_distances(embeddings: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Return squared L2 distances `[N, k]`, |x|^2 - 2 <x, m> + |m|^2, float32; NaN where the centroid is NaN.
-
-    The distances are computed in float64 and then rounded, so they do not depend on how many are computed at a time.
-
-    Args:
-        embeddings: x, `[N, c]`.
-        centroids: m, `[k, c]` for all embeddings, or `[N, k, c]`, with separate centroids for each embedding.
-    """
-    rows, wide = embeddings.double(), centroids.double()
+    """Return squared L2 distances `[N, k]`, float32, to centroids `[k, c]`, or `[N, k, c]` of each embedding; NaN where these are."""
+    rows, wide = (
+        embeddings.double(),
+        centroids.double(),
+    )  # so that they do not depend on how many are computed at a time
     products = rows @ wide.T if wide.dim() == 2 else (wide @ rows.unsqueeze(-1)).squeeze(-1)
     lengths = rows.square().sum(-1, keepdim=True)
     return (lengths - 2 * products + wide.square().sum(-1)).float()
 
 
 def check_tree(tree: ClusterTree, model: Any) -> None:
-    """Check that a tree is the tree by which the texts of a model fetch blocks, or was grown from it.
-
-    Paths may name nodes that the tree has grown since; their blocks start as unwritten blocks do.
-
-    Paths in another tree would lead to the blocks of other topics, which no other check would notice.
-
-    Raises:
-        ValueError: If the number of levels or of children differs, or the bank was trained with another tree.
-    """
+    """Check that a tree is the tree by which the texts of a model fetch blocks, or was grown from it."""
     for name, layout in model.banks.layouts.items():
         if (layout.blocks.branching, layout.num_levels) != (tree.branching, tree.levels):
             raise ValueError(

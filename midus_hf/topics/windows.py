@@ -3,22 +3,19 @@
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from midus_hf.config.wording import first_line
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.outputs import alone_in, whole_file
-from midus_hf.saved_models import load_tokenizer
+from midus_hf.saved_models import load_tokenizer, refusing
 from midus_hf.topics.embedding import TextEmbedder
-from midus_hf.topics.tree_files import lasting_name
+from midus_hf.topics.tree import ClusterTree, lasting_name
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -31,15 +28,8 @@ _VERSION = 5
 _RECORD, _EMBEDDINGS, _DOCUMENTS = "windows.json", "embeddings.npy", "documents.npy"
 
 
-@dataclass(frozen=True)
-class Window:
-    """A window of a document: consecutive tokens, as text.
-
-    Args:
-        document: Index of the document.
-        number: Index of the window in the document.
-        text: Text of the window.
-    """
+class Window(NamedTuple):
+    """Consecutive tokens of a document, as text, with the index of the document and that of the window in it."""
 
     document: int
     number: int
@@ -47,10 +37,7 @@ class Window:
 
 
 def cut_windows(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, window_tokens: int) -> Iterator[Window]:
-    """Cut texts into consecutive windows of `window_tokens` tokens that do not overlap; the last one may be shorter.
-
-    The windows of a document add up to its text, except that blank windows are left out. Special tokens are not counted.
-    """
+    """Cut texts into consecutive windows of `window_tokens` tokens that do not overlap; the last one may be shorter."""
     remaining = enumerate(documents)
     while batch := list(itertools.islice(remaining, _DOCUMENTS_A_BATCH)):
         encoded = tokenizer(
@@ -61,8 +48,7 @@ def cut_windows(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, wi
             verbose=False,
         )
         for (document, whole), offsets in zip(batch, encoded["offset_mapping"], strict=True):
-            # Tokens may share a character. A window begins with its first token and ends where the next window begins, so
-            # no character is lost between two windows.
+            # Tokens may share a character. A window ends where the next one begins, so that no character is lost.
             begins = [0, *(begin for begin, _ in offsets[window_tokens::window_tokens])]
             for number, (begin, end) in enumerate(zip(begins, [*begins[1:], None], strict=True)):
                 if (text := whole[begin:end]).strip():
@@ -70,17 +56,9 @@ def cut_windows(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, wi
 
 
 def load_fast_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder or the hub that can map its tokens to characters of the text.
-
-    Raises:
-        ValueError: If the tokenizer cannot be loaded, or cannot map its tokens.
-    """
-    try:
+    """Load a tokenizer from a folder or the hub that can map its tokens to characters of the text."""
+    with refusing(f"tokenizer is {name!r}, which cannot be loaded", OSError, ValueError, KeyError):
         tokenizer = load_tokenizer(name)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"tokenizer is {name!r}, which cannot be loaded: {first_line(error)} Expected the folder or hub id of a tokenizer."
-        ) from error
     if not tokenizer.is_fast:
         raise ValueError(
             f"tokenizer is {name!r}, which does not know the positions of its tokens in a text; expected a fast one, with a "
@@ -89,23 +67,22 @@ def load_fast_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-@dataclass(frozen=True)
-class StoredWindows:
-    """The windows of a corpus in a folder, memory-mapped.
+def cutter_of(tree: ClusterTree, name: str | Path) -> tuple[PreTrainedTokenizerBase, int]:
+    """Return the tokenizer that cut the windows of a tree, whose folder messages name, and the number of tokens of a window."""
+    if tree.origin.tokenizer is None:
+        raise ValueError(
+            f"tree {str(name)!r} does not say how windows are cut; expected a tree that 'midus cluster build' made."
+        )
+    return load_fast_tokenizer(tree.origin.tokenizer), tree.origin.window_tokens or 2048
 
-    Args:
-        embeddings: Embeddings `[N, c]`, float16 or float32, one row per window, in the order of the corpus.
-        documents: Index of the document of each window, `[N]`, int64.
-        corpus: File, folder or dataset id of the documents.
-        column: Column, or JSON key, that holds their text.
-        fingerprint: Fingerprint of the request and of the number of windows.
-    """
 
-    embeddings: np.ndarray
-    documents: np.ndarray
+class StoredWindows(NamedTuple):
+    """The windows of a corpus in a folder, memory-mapped: a row of `embeddings` and of `documents` for each window."""
+
+    embeddings: np.ndarray  # [N, c], float16 or float32
+    documents: np.ndarray  # [N], int64
     corpus: str
     column: str
-    fingerprint: str
 
 
 def store_windows(
@@ -118,25 +95,7 @@ def store_windows(
     window_tokens: int = 2048,
     dtype: str = "float32",
 ) -> StoredWindows:
-    """Embed the windows of a corpus into a folder, and return them. Windows that the folder has are not embedded again.
-
-    Windows are counted, and then embedded in stretches, each of which reaches the disk before the next begins. A run that goes on
-    after an interruption has the same stretches, and so ends in the same bytes.
-
-    Args:
-        folder: Folder of the windows.
-        rows: The corpus, as `midus_hf.topics.corpus.read_corpus` reads it.
-        corpus: File, folder or dataset id that the rows were read from.
-        column: Column of the rows that holds the text.
-        tokenizer: Tokenizer that cuts windows.
-        embedder: Model that embeds windows.
-        window_tokens: Tokens per window. Default: 2048.
-        dtype: Dtype of the stored embeddings, `"float16"` or `"float32"`. Default: `"float32"`.
-
-    Raises:
-        ValueError: If the folder holds windows of another request or another run is writing to it, or an option is out of
-            range.
-    """
+    """Embed the windows of a corpus into a folder, and return them. Windows that the folder has are not embedded again."""
     from tqdm import tqdm
 
     request = _request(rows, corpus, column, tokenizer, embedder, window_tokens, dtype)
@@ -157,50 +116,41 @@ def store_windows(
             record["windows"] = len(documents)
             _write_record(folder, record)
         if record["embedded"] < record["windows"]:
-            embeddings = map_array(folder / _EMBEDDINGS, record["windows"])
+            embeddings = np.load(folder / _EMBEDDINGS, mmap_mode="r+")
             windows = cut_windows(rows[column], tokenizer, window_tokens)
             remaining = itertools.islice(windows, record["embedded"], None)
-            with (
-                (folder / _EMBEDDINGS).open("r+b") as file,
-                tqdm(
-                    desc="embedding", unit=" windows", total=len(embeddings), initial=record["embedded"], disable=None
-                ) as bar,
-            ):
-                file.seek(embeddings.offset + record["embedded"] * embeddings.strides[0])
+            progress: Any = {"unit": " windows", "total": len(embeddings), "initial": record["embedded"]}
+            with tqdm(desc="embedding", disable=None, **progress) as bar:
                 while stretch := [window.text for window in itertools.islice(remaining, _STRETCH)]:
-                    file.write(embedder.embed(stretch, bar.update).numpy().astype(embeddings.dtype).tobytes())
-                    file.flush()
-                    os.fsync(file.fileno())
+                    begin = record["embedded"]
                     record["embedded"] += len(stretch)
+                    embeddings[begin : record["embedded"]] = embedder.embed(stretch, bar.update).numpy()
+                    embeddings.flush()
                     _write_record(folder, record)
     return open_windows(folder)
 
 
 def open_windows(folder: Path) -> StoredWindows:
     """Open the windows that `store_windows` wrote. Windows of a part of a corpus are an error."""
-    record = _read_record(folder)
-    if record is None or record["embedded"] != record["windows"]:
+    record = _whole_record(folder)
+    if record is None:
         raise ValueError(
             f"folder {str(folder)!r} holds no windows, or not all of a corpus; expected the windows of a tree. Run midus cluster "
             "build."
         )
-    request, windows = record["request"], record["windows"]
-    kept = {key: value for key, value in request.items() if key != "corpus"}
     return StoredWindows(
-        embeddings=map_array(folder / _EMBEDDINGS, windows),
-        documents=map_array(folder / _DOCUMENTS, windows),
-        corpus=request["corpus"],
-        column=request["column"],
-        fingerprint=hashlib.sha256(json.dumps([kept, windows], sort_keys=True).encode()).hexdigest(),
+        np.load(folder / _EMBEDDINGS, mmap_mode="r"),
+        np.load(folder / _DOCUMENTS, mmap_mode="r"),
+        record["request"]["corpus"],
+        record["request"]["column"],
     )
 
 
 def windows_of_corpus(folder: Path, rows: "Dataset", column: str) -> StoredWindows | None:
     """Return the stored windows if they were cut from the texts of a corpus, else None."""
-    record = _read_record(folder)
-    if record is None or record["embedded"] != record["windows"]:
-        return None
-    return open_windows(folder) if record["request"].get("texts") == _texts_digest(rows, column) else None
+    record = _whole_record(folder)
+    is_same = record is not None and record["request"].get("texts") == _texts_digest(rows, column)
+    return open_windows(folder) if is_same else None
 
 
 def _request(
@@ -218,8 +168,7 @@ def _request(
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected {' or '.join(DTYPES)}.")
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
-    # Earlier calls of the tokenizer have set these two.
-    settings = {key: value for key, value in settings.items() if key not in ("truncation", "padding")}
+    del settings["truncation"], settings["padding"]  # which earlier calls of the tokenizer have set
     return {
         "version": _VERSION,
         "tokenizer": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest(),
@@ -255,31 +204,14 @@ def write_array(path: Path, array: np.ndarray) -> None:
         np.save(file, array)
 
 
-def map_array(path: Path, rows: int, remedy: str = "Delete its folder, and build again.") -> np.memmap:
-    """Open a `.npy` file that has `rows` rows, one per window, memory-mapped. `remedy` ends the message for any other file."""
-    try:
-        array = np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"file {str(path)!r} is absent or not whole: {first_line(error)}. {remedy}") from error
-    if len(array) != rows:
-        raise ValueError(
-            f"file {str(path)!r} has {len(array):,} rows; expected {rows:,}, one for each window. {remedy}"
-        )
-    return array
-
-
 def _read_record(folder: Path) -> dict[str, Any] | None:
-    """Return the record of a folder of windows, or None if the folder has none. A damaged record is an error."""
     path = folder / _RECORD
-    if not path.is_file():
-        return None
-    try:
-        record = parse_json(path.read_text(encoding="utf-8"))
-        return {"request": dict(record["request"]), **{key: record[key] for key in ("windows", "embedded")}}
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"file {str(path)!r} was altered or is not whole. Delete its folder, and build again."
-        ) from error
+    return parse_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _whole_record(folder: Path) -> dict[str, Any] | None:
+    record = _read_record(folder)
+    return record if record is not None and record["embedded"] == record["windows"] else None
 
 
 def _write_record(folder: Path, record: dict[str, Any]) -> None:

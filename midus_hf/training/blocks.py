@@ -134,8 +134,7 @@ def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
     """
     fingerprint, folder, shape = corpus_tree, None, None
     if tree is not None:
-        from midus_hf.topics.tree import ClusterTree
-        from midus_hf.topics.tree_files import folder_of_tree
+        from midus_hf.topics.tree import ClusterTree, folder_of_tree
 
         loaded = ClusterTree.load(tree)
         if corpus_tree not in (None, loaded.fingerprint):

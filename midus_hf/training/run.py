@@ -161,7 +161,7 @@ class TrainingRun:
         arguments = self.arguments
         banks: dict[str, BankLayout] = self.config.memories().banks if isinstance(self.config, MemoryConfig) else {}
         if arguments.tree is not None:
-            from midus_hf.topics.tree_files import folder_of_tree
+            from midus_hf.topics.tree import folder_of_tree
 
             banks = grown_layouts(banks, folder_of_tree(Path(arguments.tree).expanduser()))
         packed, tree = self._sequences("corpus", self.read_texts(), banks)

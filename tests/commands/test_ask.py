@@ -129,13 +129,6 @@ def test_what_it_refuses(words, message, model, ask):
     assert (status, out, err.count("\n")) == (2, "", 1) and message in err
 
 
-def test_a_model_behind_the_question_is_told_to_stand_first(model, ask):
-    status, _, err = ask("What is iron?", model)
-    assert (
-        status == 2 and f"which is a model; expected the model first. Run 'midus ask {model} 'What is iron?''." in err
-    )
-
-
 def test_a_question_of_several_words_needs_quotes(model, ask):
     status, _, err = ask(model, "What", "is", "iron?")
     assert status == 2 and "Got unexpected extra argument(s) (is iron?). See 'midus ask --help'." in err

@@ -14,7 +14,7 @@ from midus_hf.config.wording import first_line
             "Couldn't instantiate the backend tokenizer from one of:\n(1) a serialization file, \n(2) a slow one. \n\nYou need more.",
             "Couldn't instantiate the backend tokenizer from one of: (1) a serialization file, (2) a slow one.",
         ),
-        ("refused:\n\n  this\nand that", "refused: this"),
+        ("refused:\n\n  this\nand that", "refused: this and that"),
         ("refused:", "refused:"),
         ("many: a\nb", "many: a"),
         ("many:\n" + "word " * 200, "many: " + "word " * 78 + "..."),

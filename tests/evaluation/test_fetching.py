@@ -17,7 +17,7 @@ from midus_hf.cli.evaluate import main
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.fetching import by_path, fetches_blocks, fetching, question_of
 from midus_hf.topics.memory_retriever import MemoryRetriever
-from midus_hf.topics.tree_files import TreeOrigin
+from midus_hf.topics.tree import TreeOrigin
 from upscalers.runs.upscale import upscale
 
 pytest.importorskip("lm_eval")

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.look.parts import added_parts
-from midus_hf.topics.tree_files import TreeOrigin
+from midus_hf.topics.tree import TreeOrigin
 from upscalers.runs.upscale import upscale
 
 # Methods that start at the base, and small options of each.

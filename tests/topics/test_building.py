@@ -1,14 +1,12 @@
 """Trees of synthetic topics: nested, the same for the same seed, and what greedy descent finds again."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
 
 from midus_hf.topics import building
-from midus_hf.topics.building import LevelFiles, TreeOptions, build_tree, topic_tree, unit_rows
-from midus_hf.topics.tree_files import TreeOrigin
+from midus_hf.topics.building import TreeOptions, build_tree, topic_tree, unit_rows
+from midus_hf.topics.tree import TreeOrigin
 
 
 def nested_topics(each: int = 30, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -107,28 +105,6 @@ def test_progress_is_told_of_every_row_at_every_level():
     assert sum(done) == 2 * 270
 
 
-@pytest.mark.parametrize(("calls", "finished"), [(0, 0), (3, 1), (7, 2), (20, 2)])
-def test_finished_levels_of_an_interrupted_run_are_reused_and_others_start_again(
-    tmp_path, interrupted, monkeypatch, calls, finished
-):
-    """The levels have 1, 4 and 16 nodes that are clustered."""
-    rows = np.random.default_rng(0).normal(size=(900, 6)).astype(np.float32)
-    options = TreeOptions(branching=4, levels=3, steps=3, samples=64)
-    whole, files = build_tree(rows, options), LevelFiles(tmp_path / "levels", "same")
-    with interrupted(calls, building, "kmeans"):
-        build_tree(rows, options, finished=files)
-    assert len(list(tmp_path.glob("levels/level-*"))) == finished
-    kmeans, done, progress = building.kmeans, [], []
-    monkeypatch.setattr(building, "kmeans", lambda *arguments: done.append(None) or kmeans(*arguments))
-    again = build_tree(rows, options, progress=progress.append, finished=files)
-    assert again.tree.fingerprint == whole.tree.fingerprint and np.array_equal(again.leaves, whole.leaves)
-    assert all(map(torch.equal, again.tree.sizes, whole.tree.sizes)) and sum(progress) == 3 * 900
-    assert len(done) == 21 - [0, 1, 5][finished], "nothing of a finished level is clustered again"
-    assert LevelFiles(tmp_path / "levels", "other").read(1) is None, "they are of other embeddings or options"
-    files.delete()
-    assert not (tmp_path / "levels").exists()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -153,18 +129,3 @@ def test_rows_that_cannot_be_clustered_are_refused():
             ValueError, match=r"rows of length 0 or with values that are not finite; .* Embed the corpus"
         ):
             build_tree(np.full((9, 4), value, np.float32), TreeOptions())
-
-
-@pytest.mark.parametrize(
-    ("windows", "advice"),
-    [
-        (3, "3 windows cannot fill 65,536 leaves, so that some stay without text; .* --branching 2 --levels 1\\."),
-        (100, "100 windows cannot fill 65,536 leaves, .* --branching 12 --levels 1\\."),
-        (5_000, ".* --branching 16 --levels 2\\."),
-        (100_000, ".* --branching 16 --levels 3\\."),
-        (131_072, None),
-    ],
-)
-def test_a_corpus_that_cannot_fill_a_tree_is_told_one_that_it_can(windows, advice):
-    hint = TreeOptions().hint(windows)
-    assert hint is None if advice is None else re.fullmatch(advice, hint)

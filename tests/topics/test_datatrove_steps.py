@@ -9,8 +9,7 @@ from midus_hf.topics.assigning import document_paths, rows_with_paths
 from midus_hf.topics.building import TreeOptions
 from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.memory_retriever import MemoryRetriever
-from midus_hf.topics.tree import ClusterTree
-from midus_hf.topics.tree_files import TreeOrigin
+from midus_hf.topics.tree import ClusterTree, TreeOrigin
 
 pytest.importorskip("datatrove")
 

@@ -60,10 +60,6 @@ def test_what_does_not_fit_or_needs_no_growth_is_refused(built):
         ValueError, match="windows are near a topic of the tree; expected texts of topics that it lacks"
     ):
         grow_tree(built.tree, built.tree.centroids[0].numpy(), OPTIONS)
-    with pytest.raises(
-        ValueError, match="options are of 3 levels of 4; expected 2 of 4, those of the tree that grows"
-    ):
-        grow_tree(built.tree, rows(5), TreeOptions(branching=4, levels=3))
 
 
 def test_a_bank_keeps_its_blocks_when_its_tree_grows_and_new_blocks_start(tmp_path):

@@ -9,8 +9,7 @@ from topics.trees import random_tree
 
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.memory_retriever import MemoryRetriever
-from midus_hf.topics.tree import ClusterTree
-from midus_hf.topics.tree_files import TreeOrigin, lasting_name
+from midus_hf.topics.tree import ClusterTree, TreeOrigin, lasting_name
 
 TEXTS = [f"w{index} w{index + 1} w{index // 2}" for index in range(30)]
 
@@ -84,11 +83,6 @@ def test_a_model_that_has_moved_is_named_anew_in_the_trees_record_and_another_is
     rename(save_tiny_bert(tmp_path / "other", seed=1))
     with pytest.raises(ValueError, match=r"has the fingerprint .*\.\.\.; expected .*, with which the tree was built"):
         MemoryRetriever.load(tmp_path / "tree")
-
-
-def test_an_embedder_of_another_width_is_refused(embedder):
-    with pytest.raises(ValueError, match=rf"has the width {WIDTH}; expected 5, the width of the tree\. Use the model"):
-        MemoryRetriever(random_tree(width=5), embedder)
 
 
 def test_a_tree_that_names_no_model_needs_one(tmp_path):

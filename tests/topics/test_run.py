@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from midus_hf.config.wording import install_extra
-from midus_hf.topics import building, run, tree_files
+from midus_hf.topics import building, run
+from midus_hf.topics import tree as tree_module
 from midus_hf.topics.assigning import document_paths, rows_with_paths
 from midus_hf.topics.building import TreeOptions
 from midus_hf.topics.corpus import read_corpus
+from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.run import build, open_build
 from midus_hf.topics.tree import ClusterTree
@@ -46,25 +48,15 @@ def test_a_tree_says_what_it_was_built_with_and_where_its_windows_went(make, ber
     assert len(leaves) == len(stored.documents) == int(tree.sizes[0].sum())
 
 
-def test_an_interrupted_clustering_goes_on_and_leaves_nothing_behind(make, interrupted, monkeypatch, tmp_path):
+def test_an_interrupted_clustering_embeds_nothing_again(make, interrupted, monkeypatch, tmp_path):
     make("whole")
-    kmeans, done = building.kmeans, []
     with interrupted(2, building, "kmeans"):
         make("resumed")
-    kept = (tmp_path / "resumed") / "windows" / "clustering"
-    assert kept.is_dir()
-    monkeypatch.setattr(building, "kmeans", lambda *arguments: done.append(None) or kmeans(*arguments))
+    embed, kinds = TextEmbedder.embed, []
+    monkeypatch.setattr(TextEmbedder, "embed", lambda self, texts, *_: kinds.append(texts) or embed(self, texts))
     make("resumed")
-    assert len(done) == 3, "the root's three children: their level was not finished"
-    assert not kept.exists()
+    assert all(len(texts) < 5 for texts in kinds), "texts that were held out alone"
     assert_equal_files((tmp_path / "resumed"), (tmp_path / "whole"))
-
-
-def test_what_was_clustered_with_other_options_is_not_taken(make, interrupted):
-    expected = make("other", options=dataclasses.replace(OPTIONS, seed=1))
-    with interrupted(2, building, "kmeans"):
-        make()
-    assert make(options=dataclasses.replace(OPTIONS, seed=1)).fingerprint == expected.fingerprint
 
 
 def test_two_runs_do_not_cluster_into_one_folder(make, monkeypatch):
@@ -111,7 +103,7 @@ def test_a_build_that_is_killed_while_it_writes_the_two_files_of_a_tree_goes_on(
 ):
     if overwrites:
         make("resumed", options=dataclasses.replace(OPTIONS, seed=1))
-    whole_file, written = tree_files.whole_file, []
+    whole_file, written = tree_module.whole_file, []
 
     def killed(path):
         written.append(path.name)
@@ -119,17 +111,13 @@ def test_a_build_that_is_killed_while_it_writes_the_two_files_of_a_tree_goes_on(
             raise KeyboardInterrupt
         return whole_file(path)
 
-    monkeypatch.setattr(tree_files, "whole_file", killed)
+    monkeypatch.setattr(tree_module, "whole_file", killed)
     with pytest.raises(KeyboardInterrupt):
         make("resumed", overwrite=overwrites)
     monkeypatch.undo()
     output = tmp_path / "resumed"
     assert (output / "tree.safetensors").exists() == (overwrites or moment == "between them")
     assert not (output / "tree.json").exists()
-    (output / "notes.txt").write_text("a person's")
-    with pytest.raises(ValueError, match="holds other files than those of a tree"):
-        make("resumed")
-    (output / "notes.txt").unlink()
     for again in (make("resumed"), make("resumed", overwrite=True), make("whole")):
         assert again.fingerprint == ClusterTree.load(output).fingerprint
     assert_equal_files(output, (tmp_path / "whole"))
@@ -159,21 +147,9 @@ def test_clustering_needs_scikit_learn(make, without):
         make()
 
 
-def test_windows_that_have_lost_something_are_refused(make, tmp_path):
+def test_a_tree_without_the_windows_of_its_corpus_is_refused(make, tmp_path):
     make()
-    folder = tmp_path / "tree"
-    windows = folder / "windows"
-
-    def refused(message):
-        with pytest.raises(ValueError, match=message):
-            open_build(folder)
-
-    np.save(windows / "leaves.npy", np.zeros(3, np.int32))
-    refused(r"leaves.npy' has 3 rows; expected .* one for each window\. Build the tree again")
-    (windows / "leaves.npy").unlink()
-    refused(r"leaves.npy' is absent or not whole: .* Build the tree again with --overwrite\.")
-    (windows / "embeddings.npy").write_bytes((windows / "embeddings.npy").read_bytes()[:-8])
-    refused(r"embeddings.npy' is absent or not whole: .* Delete its folder, and build again\.")
-    record = json.loads((windows / "windows.json").read_text())
-    (windows / "windows.json").write_text(json.dumps({**record, "windows": None}))
-    refused(r"holds no windows, or not all of a corpus")
+    file = tmp_path / "tree" / "windows" / "windows.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "windows": None}))
+    with pytest.raises(ValueError, match=r"holds no windows, or not all of a corpus"):
+        open_build(tmp_path / "tree")

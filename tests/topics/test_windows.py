@@ -118,18 +118,6 @@ def test_wrong_options_and_folders_are_refused(tmp_path, corpus, tokenizer, embe
         open_windows(folder)
 
 
-def test_a_store_that_has_lost_something_is_refused(tmp_path, corpus, tokenizer, embedder):
-    folder = tmp_path / "windows"
-    store(folder, corpus, tokenizer, embedder)
-    (folder / "embeddings.npy").write_bytes((folder / "embeddings.npy").read_bytes()[:-8])
-    with pytest.raises(ValueError, match=r"embeddings.npy' is absent or not whole: .* Delete its folder, and build"):
-        store(folder, corpus, tokenizer, embedder)
-    for text in ("{", "{}", '{"request": 3}'):
-        (folder / "windows.json").write_text(text)
-        with pytest.raises(ValueError, match=r"windows.json' was altered or is not whole\. Delete its folder"):
-            store(folder, corpus, tokenizer, embedder)
-
-
 def test_two_runs_do_not_write_one_store(tmp_path, corpus, tokenizer, embedder):
     with alone_in(tmp_path / "windows", ValueError("held by the test")):
         with pytest.raises(ValueError, match=r"is being written by another run; wait for that run, or choose another"):
@@ -168,9 +156,7 @@ def test_no_character_is_lost_where_a_token_is_a_part_of_one(size):
 
 
 def test_a_tokenizer_that_is_not_there_or_knows_no_places_is_refused(monkeypatch):
-    with pytest.raises(
-        ValueError, match=r"tokenizer is 'absent/one', which cannot be loaded: .* Expected the folder or"
-    ):
+    with pytest.raises(ValueError, match=r"tokenizer is 'absent/one', which cannot be loaded: "):
         load_fast_tokenizer("absent/one")
 
     monkeypatch.setattr("midus_hf.topics.windows.load_tokenizer", lambda name: SimpleNamespace(is_fast=False))

@@ -15,7 +15,7 @@ WIDTH = 16
 WORDS = 60
 
 
-def save_tiny_bert(folder: Path, seed: int = 0, max_tokens: int = 24, width: int = WIDTH, pad: bool = True) -> Path:
+def save_tiny_bert(folder: Path, seed: int = 0, max_tokens: int = 24, width: int = WIDTH) -> Path:
     """Save model, tokenizer, pooling and lengths to `folder`, and return it."""
     torch.manual_seed(seed)
     config = BertConfig(
@@ -28,7 +28,7 @@ def save_tiny_bert(folder: Path, seed: int = 0, max_tokens: int = 24, width: int
         initializer_range=0.5,
     )
     BertModel(config).save_pretrained(folder)
-    tiny_tokenizer(pad).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
     (folder / "1_Pooling").mkdir()
     pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
@@ -40,7 +40,7 @@ def save_tiny_bert(folder: Path, seed: int = 0, max_tokens: int = 24, width: int
     return folder
 
 
-def tiny_tokenizer(pad: bool = True) -> PreTrainedTokenizerFast:
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Words `w0` to `w59`, each a token, between `[CLS]` and `[SEP]`."""
     vocabulary = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, **{f"w{index}": index + 4 for index in range(WORDS)}}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
@@ -50,6 +50,6 @@ def tiny_tokenizer(pad: bool = True) -> PreTrainedTokenizerFast:
         "unk_token": "[UNK]",
         "cls_token": "[CLS]",
         "sep_token": "[SEP]",
-        **({"pad_token": "[PAD]"} if pad else {}),
+        "pad_token": "[PAD]",
     }
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

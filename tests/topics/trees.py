@@ -2,8 +2,7 @@
 
 import torch
 
-from midus_hf.topics.tree import ClusterTree
-from midus_hf.topics.tree_files import TreeOrigin
+from midus_hf.topics.tree import ClusterTree, TreeOrigin
 
 
 def random_tree(branching: int = 3, levels: int = 3, width: int = 5, seed: int = 0, empty: tuple = (), **arguments):

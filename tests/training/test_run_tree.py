@@ -17,8 +17,7 @@ from midus_hf.banks.level_file import BankError
 from midus_hf.cli.evaluate import main as midus_eval
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.memory_retriever import MemoryRetriever
-from midus_hf.topics.tree import ClusterTree, check_tree
-from midus_hf.topics.tree_files import TreeOrigin
+from midus_hf.topics.tree import ClusterTree, TreeOrigin, check_tree
 from midus_hf.training.run import TrainingRun, train
 from upscalers.edits.banks import delete
 from upscalers.edits.checkpoint_edit import EditRequest

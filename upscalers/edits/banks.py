@@ -98,8 +98,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
 
 def _tree_of(folder: Path) -> "ClusterTree | None":
     """Return the tree of a checkpoint's banks; None if they have none, as before training."""
-    from midus_hf.topics.tree import ClusterTree
-    from midus_hf.topics.tree_files import RECORD_FILE, folder_of_tree
+    from midus_hf.topics.tree import RECORD_FILE, ClusterTree, folder_of_tree
 
     if not (folder_of_tree(folder) / RECORD_FILE).is_file():
         return None

@@ -4,150 +4,96 @@ import contextlib
 import importlib
 import sys
 from functools import partial
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.look.request import (
-    DepthRequest,
-    DriftRequest,
-    HeadsRequest,
-    ModelRequest,
-    TextRequest,
-    TouchedRequest,
-)
+from midus_hf.cli.look.request import Request
 from midus_hf.cli.options import Column, Device, Json, check_file, flag, model_argument, option, show, show_tables
 
 app = command_line("Look into a model: what its memories read and do, and what has changed.")
 
-Model = Annotated[str, model_argument("A model that upscale made.", "MODEL")]
-Text = Annotated[list[str], option("File, folder or dataset id; may be repeated.", "[NAME=]PATH")]
-Length = Annotated[int | None, option("Tokens per row of a text.  [default: 1024]", "N")]
-MaxTokens = Annotated[int | None, option("Tokens of each text to read.  [default: all]", "N")]
-BatchSize = Annotated[int, option("Rows per forward pass.", "N")]
-Retriever = Annotated[str | None, option("Tree of topics by which texts fetch blocks.", "TREE")]
-Dtype = Annotated[str, option("auto, float32, bfloat16 or float16.", "NAME")]
-Output = Annotated[list[Path] | None, option("Write .html, .png, .pdf, .csv or .json.", "FILE")]
+Options = dict[str, tuple[Any, ...]]  # each with its type and its default, if it has one
+
+_EVERY: Options = {
+    "dtype": (Annotated[str, option("auto, float32, bfloat16 or float16.", "NAME")], "auto"),
+    "device": (Device, None),
+    "output": (Annotated[list[Path] | None, option("Write .html, .png, .pdf, .csv or .json.", "FILE")], None),
+    "json_": (Json, False),
+}
+_DOCUMENTS: Options = {
+    "model": (Annotated[str, model_argument("A model that upscale made.", "MODEL")],),
+    "text": (Annotated[list[str], option("File, folder or dataset id; may be repeated.", "[NAME=]PATH")],),
+    "column": (Column, "text"),
+}
+_TEXTS: Options = {
+    **_DOCUMENTS,
+    "sequence_length": (Annotated[int | None, option("Tokens per row of a text.  [default: 1024]", "N")], None),
+    "max_tokens": (Annotated[int | None, option("Tokens of each text to read.  [default: all]", "N")], None),
+    "batch_size": (Annotated[int, option("Rows per forward pass.", "N")], 4),
+    "retriever": (Annotated[str | None, option("Tree of topics by which texts fetch blocks.", "TREE")], None),
+}
+_BASE: Options = {
+    "base": (Annotated[str, option("Base to compare with; self: MODEL without added parts.", "MODEL")], "self")
+}
+_HEAD: Options = {
+    "layer": (Annotated[int | None, option("Draw what a head of this layer reads.", "N")], None),
+    "head": (Annotated[int | None, option("Draw what this head of --layer reads.", "N")], None),
+}
+_ANSWERS: Options = {
+    "models": (Annotated[list[str], model_argument("Models, compared side by side.", "MODEL...")],),
+    "tasks": (Annotated[str, option("Tasks of lm-eval, separated by commas.", "NAMES")],),
+    "data": (Annotated[str | None, option("Folder with the questions of local tasks.", "DIR")], None),
+    "limit": (Annotated[int | None, option("Questions per task.  [default: all]", "N", min=1)], None),
+}
+_PROOF: Options = {
+    **_DOCUMENTS,
+    "prove": (
+        Annotated[bool, flag("--prove", "Also compute untouched documents with and without the memory.")],
+        False,
+    ),
+}
+# Each is answered by the function of its name in `questions.py`.
+_QUESTIONS: dict[str, tuple[str, Options]] = {
+    "usage": ("Show slots, chapters and blocks that texts use, and how evenly.", _TEXTS),
+    "ablation": ("Show the loss of texts without each part.", _TEXTS),
+    "drift": ("Show how far predictions moved from the base's.", {**_TEXTS, **_BASE}),
+    "heads": ("Show how much each head matters for answers of tasks.", _ANSWERS),
+    "depth": ("Show what heads read of earlier layers (moda).", {**_TEXTS, **_HEAD}),
+    "touched": (
+        "Show where texts read a memory of known n-grams (engram).",
+        _PROOF,
+    ),
+    "page": ("Write usage, depth, ablation and drift on one page, into --output.", {**_TEXTS, **_BASE}),
+}
 
 
-def of_texts(
-    context: typer.Context,
-    model: Model,
-    text: Text,
-    column: Column = "text",
-    sequence_length: Length = None,
-    max_tokens: MaxTokens = None,
-    batch_size: BatchSize = 4,
-    retriever: Retriever = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    output: Output = None,
-    json_: Json = False,
-) -> None:
-    """Answer a question about a model and texts."""
-    _answer(TextRequest, **locals())
+def _add_command(question: str, help: str, options: Options) -> None:
+    def ask(**values: Any) -> None:
+        _answer(question, **values)
+
+    typed = {**options, **_EVERY}
+    parameters = [
+        Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind, **({"default": default[0]} if default else {}))
+        for name, (kind, *default) in typed.items()
+    ]
+    ask.__dict__["__signature__"] = Signature(parameters)  # which typer reads
+    ask.__annotations__ = {name: kind for name, (kind, *_) in typed.items()}
+    app.command(question, help=help)(ask)
 
 
-def of_base(
-    context: typer.Context,
-    model: Model,
-    text: Text,
-    base: Annotated[str, option("Base to compare with; self: MODEL without added parts.", "MODEL")] = "self",
-    column: Column = "text",
-    sequence_length: Length = None,
-    max_tokens: MaxTokens = None,
-    batch_size: BatchSize = 4,
-    retriever: Retriever = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    output: Output = None,
-    json_: Json = False,
-) -> None:
-    """Answer a question about a model, its base and texts."""
-    _answer(DriftRequest, **locals())
-
-
-app.command("usage", help="Show slots, chapters and blocks that texts use, and how evenly.")(of_texts)
-app.command("ablation", help="Show the loss of texts without each part.")(of_texts)
-app.command("drift", help="Show how far predictions moved from the base's.")(of_base)
-
-
-@app.command()
-def heads(
-    context: typer.Context,
-    models: Annotated[list[str], model_argument("Models, compared side by side.", "MODEL...")],
-    tasks: Annotated[str, option("Tasks of lm-eval, separated by commas.", "NAMES")],
-    data: Annotated[str | None, option("Folder with the questions of local tasks.", "DIR")] = None,
-    limit: Annotated[int | None, option("Questions per task.  [default: all]", "N", min=1)] = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    output: Output = None,
-    json_: Json = False,
-) -> None:
-    """Show how much each head matters for answers of tasks."""
-    _answer(HeadsRequest, **locals())
-
-
-@app.command()
-def depth(
-    context: typer.Context,
-    model: Model,
-    text: Text,
-    layer: Annotated[int | None, option("Draw what a head of this layer reads.", "N")] = None,
-    head: Annotated[int | None, option("Draw what this head of --layer reads.", "N")] = None,
-    column: Column = "text",
-    sequence_length: Length = None,
-    max_tokens: MaxTokens = None,
-    batch_size: BatchSize = 4,
-    retriever: Retriever = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    output: Output = None,
-    json_: Json = False,
-) -> None:
-    """Show what heads read of earlier layers (moda)."""
-    _answer(DepthRequest, **locals())
-
-
-@app.command()
-def touched(
-    context: typer.Context,
-    model: Model,
-    text: Text,
-    prove: Annotated[bool, flag("--prove", "Also compute untouched documents with and without the memory.")] = False,
-    column: Column = "text",
-    dtype: Dtype = "auto",
-    device: Device = None,
-    output: Output = None,
-    json_: Json = False,
-) -> None:
-    """Show where texts read a memory of known n-grams (engram)."""
-    _answer(TouchedRequest, **locals())
-
-
-app.command("page", help="Write usage, depth, ablation and drift on one page, into --output.")(of_base)
-
-
-def _answer(
-    request_class: type[ModelRequest],
-    *,
-    context: typer.Context,
-    output: list[Path] | None,
-    json_: bool,
-    **options: Any,
-) -> None:
-    """Answer the question that the command is named after: print tables or JSON, and write the files of --output."""
+def _answer(question: str, *, output: list[Path] | None, json_: bool, **options: Any) -> None:
+    """Answer a question: print tables or JSON, and write the files of --output."""
     from midus_hf.look.page import DRAWN_SUFFIXES, FILE_SUFFIXES
 
-    question, files = str(context.command.name), output or []
+    files = output or []
     with contextlib.redirect_stdout(sys.stderr):
         if question == "page" and not files:
             raise ValueError("--output is missing; page needs it, such as --output page.html.")
         for path in files:  # before the model is loaded
             check_file("output", path, FILE_SUFFIXES, DRAWN_SUFFIXES)
-        request = request_class(**options)
+        request = Request(**options)
         request.check()
         questions = importlib.import_module("midus_hf.cli.look.questions")  # which imports torch
         answer = getattr(questions, question)(request)
@@ -157,5 +103,8 @@ def _answer(
     for path in files:  # last, so that the answer is printed even if a file cannot be written
         answer.write(path)
 
+
+for _question, (_help, _options) in _QUESTIONS.items():
+    _add_command(_question, _help, _options)
 
 main = partial(run_command, app, name="midus look")

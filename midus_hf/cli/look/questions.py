@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from midus_hf.cli.look.request import DepthRequest, DriftRequest, HeadsRequest, TextRequest, TouchedRequest
+from midus_hf.cli.look.request import Request
 from midus_hf.cli.options import needing_harness
 from midus_hf.evaluation.text_rows import read_rows
 from midus_hf.look import ablation as parts_lost
@@ -20,7 +20,7 @@ from midus_hf.look.page import Answer
 from midus_hf.short_names import short_names
 
 
-def _about(request: TextRequest, losses: dict[str, float]) -> tuple[str, dict[str, Any]]:
+def _about(request: Request, losses: dict[str, float]) -> tuple[str, dict[str, Any]]:
     """Return a sentence that says what the model read, with which losses, and the same as the head of a report."""
     texts = {
         text.name: {
@@ -35,7 +35,7 @@ def _about(request: TextRequest, losses: dict[str, float]) -> tuple[str, dict[st
     return f"{request.model} read {read}.", {"model": request.model, "texts": texts}
 
 
-def usage(request: TextRequest) -> Answer:
+def usage(request: Request) -> Answer:
     """Answer which slots are retrieved, which chapters opened and which blocks fetched, and how evenly."""
     model, _ = request.loaded
     losses, counts = {}, {}
@@ -56,7 +56,7 @@ def usage(request: TextRequest) -> Answer:
     )
 
 
-def ablation(request: TextRequest) -> Answer:
+def ablation(request: Request) -> Answer:
     """Answer how the loss of each text changes without each added layer, memory and reading of the depth."""
     model, _ = request.loaded
     measured = parts_lost.ablate(model, request.text_rows, batch_size=request.batch_size)
@@ -75,7 +75,7 @@ def ablation(request: TextRequest) -> Answer:
     )
 
 
-def drift(request: DriftRequest) -> Answer:
+def drift(request: Request) -> Answer:
     """Answer how far predictions moved from the base's: divergence, first choices and loss."""
     model, _ = request.loaded
     logits_of_base = _logits_of_base(request)
@@ -94,12 +94,8 @@ def drift(request: DriftRequest) -> Answer:
     )
 
 
-def _logits_of_base(request: DriftRequest) -> moved.LogitsOfBase:
-    """Return a function that computes the base's logits.
-
-    Raises:
-        ValueError: If the base cannot be loaded, is not in the model, or reads text as other tokens.
-    """
+def _logits_of_base(request: Request) -> moved.LogitsOfBase:
+    """Return a function that computes the base's logits."""
     model, tokenizer = request.loaded
     if request.base == "self":
         return moved.base_within(model)
@@ -111,7 +107,7 @@ def _logits_of_base(request: DriftRequest) -> moved.LogitsOfBase:
     return moved.other_base(model, base)
 
 
-def touched(request: TouchedRequest) -> Answer:
+def touched(request: Request) -> Answer:
     """Answer where texts read a memory of known n-grams; all other positions have the logits of the model without the memory."""
     from transformers import AutoConfig
 
@@ -161,7 +157,7 @@ def touched(request: TouchedRequest) -> Answer:
     )
 
 
-def heads(request: HeadsRequest) -> Answer:
+def heads(request: Request) -> Answer:
     """Answer how much each head of attention matters for right answers, and how much heads of a layer differ in that."""
     names = [name.strip() for name in request.tasks.split(",") if name.strip()]
     rows, tables = {}, []
@@ -193,15 +189,11 @@ def heads(request: HeadsRequest) -> Answer:
     )
 
 
-def depth(request: TextRequest) -> Answer:
-    """Answer which share of attention goes to the depth, and which earlier layers are read.
-
-    With `--layer` and `--head` the picture is a map of that head: the share that each token of the longest row gives to each key and
-    slot.
-    """
+def depth(request: Request) -> Answer:
+    """Answer which share of attention goes to the depth, and which earlier layers are read."""
     model, _ = request.loaded
     head_map = None
-    if isinstance(request, DepthRequest) and request.layer is not None and request.head is not None:
+    if request.layer is not None and request.head is not None:
         head_map = depth_read.depth_map(model, request.text_rows[0].rows[0][:-1], request.layer, request.head)
     with depth_read.record_depth(model) as readings:
         losses = {text.name: read_rows(model, text, batch_size=request.batch_size).mean for text in request.text_rows}
@@ -217,7 +209,7 @@ def depth(request: TextRequest) -> Answer:
     )
 
 
-def page(request: DriftRequest) -> Answer:
+def page(request: Request) -> Answer:
     """Answer every question that texts answer about the model: usage, ablation, drift and reading of the depth."""
     model, _ = request.loaded
     answers: dict[str, Callable[[Any], Answer]] = {}

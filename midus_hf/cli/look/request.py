@@ -1,4 +1,4 @@
-"""The options of each question about a model, and the models, texts and rows of tokens that the options name."""
+"""The options of a question about a model, and the models, texts and rows of tokens that they name."""
 
 import dataclasses
 import sys
@@ -14,15 +14,38 @@ if TYPE_CHECKING:
     from midus_hf.evaluation.text_rows import TextRows
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelRequest:
-    """Options of every question."""
+class Request:
+    """Options of a question, under the names that the command line has for them."""
 
-    dtype: str = "auto"
-    device: str | None = None
+    model: str
+    models: list[str]
+    text: list[str]
+    base: str
+    column: str
+    batch_size: int
+    retriever: str | None
+    tasks: str
+    data: str | None
+    limit: int | None
+    prove: bool
+    dtype: str
+    device: str | None
+    layer: int | None = None
+    head: int | None = None
+
+    def __init__(self, **options: Any):
+        vars(self).update(options)
 
     def check(self) -> None:
-        """Check what the command line did not, before a model is loaded: nothing, for options that every question has."""
+        """Check what the command line did not, before anything large is imported."""
+        if (self.layer is None) != (self.head is None):
+            raise ValueError(
+                "layer and head name one head together; expected both or neither. Give the other as well."
+            )
+        if "text" in vars(self):
+            assert self.documents
+        if "base" in vars(self):
+            self._check_base()
 
     def load(self, name: str, label: str = "model") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
         """Load a model and its tokenizer, as `midus_hf.saved_models.load_for_reading` does."""
@@ -30,74 +53,36 @@ class ModelRequest:
 
         return load_for_reading(str(Path(name).expanduser()), self.dtype, self.device, label)
 
+    @cached_property
+    def loaded(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+        """The model, in eval mode, and its tokenizer."""
+        return self.load(self.model)
 
-def named_paths(texts: list[str]) -> dict[str, str]:
-    """Return the paths of texts by name, from `PATH` and `NAME=PATH`.
+    @cached_property
+    def folder(self) -> Path:
+        """The folder of the model, which is downloaded if it is on the Hub."""
+        from huggingface_hub import snapshot_download
 
-    Raises:
-        ValueError: If a name or a path is empty, or a name is given twice.
-    """
-    paths: dict[str, str] = {}
-    for text in texts:
-        name, equals, path = text.partition("=")
-        if not equals or Path(text).exists():
-            name, path = Path(text).absolute().name, text
-        if not (name and path):
-            raise ValueError(f"text is {text!r}; expected PATH or NAME=PATH, such as code=code.jsonl.")
-        if name in paths:
-            raise ValueError(f"text {name!r} is given twice; expected each name once.")
-        paths[name] = path
-    return paths
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadsRequest(ModelRequest):
-    """Options of the question about heads."""
-
-    models: list[str]
-    tasks: str
-    data: str | None = None
-    limit: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DocumentsRequest(ModelRequest):
-    """Options of questions about texts."""
-
-    model: str
-    text: list[str]
-    column: str = "text"
+        path = Path(self.model).expanduser()
+        return path if path.is_dir() else Path(snapshot_download(self.model))
 
     @cached_property
     def documents(self) -> dict[str, list[str]]:
         """Documents of each text, by the text's name. What was not read is printed on standard error."""
         from midus_hf.topics.corpus import read_corpus
 
-        paths, column = named_paths(self.text), self.column
+        paths: dict[str, str] = {}
+        for text in self.text:
+            name, equals, path = text.partition("=")
+            if not equals or Path(text).exists():
+                name, path = Path(text).absolute().name, text
+            if not (name and path):
+                raise ValueError(f"text is {text!r}; expected PATH or NAME=PATH, such as code=code.jsonl.")
+            if name in paths:
+                raise ValueError(f"text {name!r} is given twice; expected each name once.")
+            paths[name] = path
+        column = self.column
         return {name: read_corpus(path, key="text", text_column=column)[column][:] for name, path in paths.items()}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TextRequest(DocumentsRequest):
-    """Options of questions about what a model does with texts."""
-
-    sequence_length: int | None = None
-    max_tokens: int | None = None
-    batch_size: int = 4
-    retriever: str | None = None
-
-    def check(self) -> None:
-        """Read the texts, before anything large is imported.
-
-        Raises:
-            ValueError: If a text cannot be read, or two texts have one name.
-        """
-        assert self.documents is not None
-
-    @cached_property
-    def loaded(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-        """The model, in eval mode, and its tokenizer."""
-        return self.load(self.model)
 
     @cached_property
     def text_rows(self) -> "list[TextRows]":
@@ -106,7 +91,7 @@ class TextRequest(DocumentsRequest):
         from midus_hf.evaluation.text_rows import text_rows
 
         model, tokenizer = self.loaded
-        lengths: dict[str, Any] = {"sequence_length": self.sequence_length, "max_tokens": self.max_tokens}
+        lengths = {name: vars(self)[name] for name in ("sequence_length", "max_tokens")}
         texts = [
             text_rows(name, documents, tokenizer, model.config, **lengths)
             for name, documents in self.documents.items()
@@ -122,31 +107,8 @@ class TextRequest(DocumentsRequest):
             )
         return texts
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TouchedRequest(DocumentsRequest):
-    """Options of the question where texts read a memory of known n-grams."""
-
-    prove: bool = False
-
-    @cached_property
-    def folder(self) -> Path:
-        """The folder of the model, which is downloaded if it is on the Hub."""
-        from huggingface_hub import snapshot_download
-
-        path = Path(self.model).expanduser()
-        return path if path.is_dir() else Path(snapshot_download(self.model))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DriftRequest(TextRequest):
-    """Options of questions that compare the model with its base."""
-
-    base: str = "self"
-
-    def check(self) -> None:
-        """Check what `TextRequest.check` checks, and that `base` names a model, or the model without added parts is its base."""
-        super().check()
+    def _check_base(self) -> None:
+        """Check that `base` names a model, or that the model without added parts is its base."""
         if self.base != "self":
             check_model_name("base", self.base)
             return
@@ -172,19 +134,3 @@ class DriftRequest(TextRequest):
             raise ValueError(
                 f"base is 'self', but the base's weights in {self.model!r} {why}; expected the base itself. Give its folder as base."
             )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DepthRequest(TextRequest):
-    """Options of the question about what heads read of the depth."""
-
-    layer: int | None = None
-    head: int | None = None
-
-    def check(self) -> None:
-        """Check what `TextRequest.check` checks, and that layer and head name one head together."""
-        if (self.layer is None) != (self.head is None):
-            raise ValueError(
-                "layer and head name one head together; expected both or neither. Give the other as well."
-            )
-        super().check()

@@ -233,7 +233,7 @@ def test_a_tree_that_is_damaged_is_refused(with_trees, tmp_path, capsys):
     shutil.copytree(with_trees / "one", tmp_path / "model")
     (tmp_path / "model" / "memory_bank" / "hier-ffn" / "tree.safetensors").write_bytes(b"")
     line = refusal("delete", tmp_path / "model", "--node", "2:7", "--output", tmp_path / "no", capsys=capsys)
-    assert "tree.safetensors' was altered or is not whole" in line and not (tmp_path / "no").exists()
+    assert "was altered or is not whole: " in line and not (tmp_path / "no").exists()
 
 
 def test_a_subtree_is_a_node_and_all_below(upscaled, tmp_path, capsys):
