@@ -21,20 +21,7 @@ def new_description(layout: BankLayout, seed: int) -> dict[str, Any]:
 def check_same_tree(
     own: str | None, other: str | None, owner: str, remedy: str, lineage: Collection[str] = ()
 ) -> str | None:
-    """Check that a bank is used with the tree that trained the bank, and return the tree's fingerprint; None if unknown.
-
-    A tree that was grown from another gives old nodes the same numbers, so both fit.
-
-    Args:
-        own: Fingerprint of the tree whose paths trained the bank; None if unknown.
-        other: Fingerprint of the tree that is to be used with the bank; None if unknown.
-        owner: Owner of the other tree, as the error message names it.
-        remedy: Last sentence of the error message.
-        lineage: Fingerprints of the trees that either tree was grown from. Default: none.
-
-    Raises:
-        ValueError: If both fingerprints are known and differ, and neither tree was grown from the other.
-    """
+    """Check that a bank is used with the tree that trained the bank, and return the tree's fingerprint; None if unknown."""
     if None not in (own, other) and own != other and not {own, other} & set(lineage):
         raise ValueError(
             f"{owner} is of the tree with the fingerprint {str(other)[:16]}..., and the model's bank was trained with "
@@ -65,11 +52,7 @@ def write_description(folder: Path, description: dict[str, Any]) -> None:
 
 
 def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
-    """Read the description of a bank, and check that the bank belongs to the model whose config implies `layout`.
-
-    Raises:
-        BankError: If there is no valid description, or the bank belongs to another model.
-    """
+    """Read the description of a bank, and check that the bank belongs to the model whose config implies `layout`."""
     path = folder / BANK_DESCRIPTION
     try:
         description = parse_json(path.read_text(encoding="utf-8"))

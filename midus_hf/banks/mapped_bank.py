@@ -15,17 +15,7 @@ from midus_hf.config.fetched_blocks import BankLayout, level_file
 
 
 class MappedBank(BlockReader):
-    """Bank of a memory's blocks, for reading. The system caches pages of its files; nothing else is kept but the last fetch.
-
-    Files are never changed in place, so a bank reads what it was when it was opened.
-
-    Args:
-        folder: Folder with the bank's files.
-        layout: Layout of the bank that the model's config implies.
-
-    Raises:
-        BankError: If a file is absent or damaged, or belongs to another model.
-    """
+    """Bank of a memory's blocks, for reading. The system caches pages of its files; nothing else is kept but the last fetch."""
 
     def __init__(self, folder: str | os.PathLike, layout: BankLayout):
         self.folder = Path(folder)
@@ -51,15 +41,7 @@ class MappedBank(BlockReader):
         return MappedBank, (self.folder.absolute(), self.layout)
 
     def grow(self, roots: int | None, tree: str | None = None, grown_from: Collection[str] = ()) -> None:
-        """Let paths name nodes of a tree that has grown from the bank's: their blocks start as unwritten blocks do.
-
-        The files stay as they are until the bank is saved. A bank whose tree is larger already stays as it is.
-
-        Args:
-            roots: Nodes of the tree's first level; None for a tree that has not grown.
-            tree: Fingerprint of the tree, to be saved with the bank. Default: None, for the tree that the bank has.
-            grown_from: Fingerprints of the trees that `tree` was grown from. Default: none.
-        """
+        """Let paths name nodes of a tree that has grown from the bank's: their blocks start as unwritten blocks do."""
         # A tree as large as the bank's that the bank's came from has topics that were deleted since, and brings them back.
         is_earlier = tree in self.description["grown_from"] and roots != self.layout.blocks.nodes(1)
         if tree not in (None, self.description["tree"]) and not is_earlier:
@@ -79,11 +61,7 @@ class MappedBank(BlockReader):
         return self.description["tree"]
 
     def block(self, level: int, index: int) -> torch.Tensor:
-        """Return the record of a block; a block that was never written or was deleted is drawn from the bank's seed.
-
-        Raises:
-            BankError: If the block's mark was lost.
-        """
+        """Return the record of a block; a block that was never written or was deleted is drawn from the bank's seed."""
         record = self._levels[level].row(index + 1)
         return (
             initial_block(self.layout, level, index, self.description["seed"], self.dtype)
@@ -93,14 +71,7 @@ class MappedBank(BlockReader):
 
 
 def initial_block(layout: BankLayout, level: int, index: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the initial record of a block, `[numel]`, drawn in float32 and cast to `dtype`.
-
-    The same seed gives the same bytes, in whatever order blocks are read, and however far the tree has grown.
-
-    Args:
-        level: Level of the block, counted from 1.
-        index: Node within the level; -1 for the generic memory.
-    """
+    """Return the initial record of a block, `[numel]`, drawn in float32 and cast to `dtype`."""
     first_grown = layout.blocks.branching**level
     number = first_grown if index < 0 else index + (index >= first_grown)
     digest = hashlib.sha256(f"{seed}/{layout.memory_type}/{level}/{number}".encode()).digest()

@@ -15,11 +15,7 @@ from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout
 
 
 class Banks:
-    """Banks of a model, by the name of the memory.
-
-    Args:
-        layouts: Layout of each bank, by the name of the memory, as the config implies.
-    """
+    """Banks of a model, by the name of the memory."""
 
     def __init__(self, layouts: Mapping[str, BankLayout]):
         self.layouts = dict(layouts)
@@ -35,28 +31,14 @@ class Banks:
         return any(layout.blocks.without_ids == "generic" for layout in self.layouts.values())
 
     def open(self, folder: str | os.PathLike) -> None:
-        """Open the banks that lie beside a checkpoint.
-
-        Args:
-            folder: The checkpoint's folder.
-
-        Raises:
-            BankError: If a bank is absent, or belongs to another model.
-        """
+        """Open the banks that lie beside a checkpoint."""
         self._open = {
             name: MemoryBank(Path(folder, BANKS_FOLDER, name), layout) for name, layout in self.layouts.items()
         }
         self.layouts = {name: bank.layout for name, bank in self._open.items()}
 
     def train_blocks(self) -> dict[str, TrainedBank]:
-        """Make blocks trainable: from now on, passes with gradients compute gradients of the blocks that were fetched.
-
-        Returns:
-            The banks by the name of the memory; a bank that was trained before continues from its state.
-
-        Raises:
-            BankError: If a bank is not open.
-        """
+        """Make blocks trainable: from now on, passes with gradients compute gradients of the blocks that were fetched."""
         trained = {}
         for name in self.layouts:
             bank = self.of(name)
@@ -70,20 +52,11 @@ class Banks:
         return trained
 
     def train_with_tree(self, tree: str | None, folder: Path | None) -> None:
-        """Set the tree whose paths train the banks that `train_blocks` makes trainable.
-
-        Args:
-            tree: The tree's fingerprint; None if unknown: banks then keep the fingerprint they have.
-            folder: Folder with the files of the tree, which are saved with the banks; None if not available.
-        """
+        """Set the tree whose paths train the banks that `train_blocks` makes trainable."""
         self._tree, self._tree_folder = tree, folder
 
     def of(self, name: str) -> MemoryBank | TrainedBank:
-        """Return the bank of a memory.
-
-        Raises:
-            BankError: If the bank is not open.
-        """
+        """Return the bank of a memory."""
         if name not in self._open:
             raise BankError(
                 f"memory {name!r} fetches blocks from a bank, and none is open; expected a model that from_pretrained loaded "
@@ -94,20 +67,7 @@ class Banks:
     def check_tree(
         self, tree: str | None, owner: str, remedy: str, *, roots: int | None = None, grown_from: Collection[str] = ()
     ) -> None:
-        """Refuse a tree if an open bank was trained by the paths of another tree, unless one was grown from the other.
-
-        Paths may name the nodes of a tree that was grown from the bank's from then on.
-
-        Args:
-            tree: The tree's fingerprint; None if unknown.
-            owner: Owner of the tree, for the message.
-            remedy: Last sentence of the message.
-            roots: Nodes of the tree's first level; None if unknown. Default: None.
-            grown_from: Fingerprints of the trees that the tree was grown from. Default: none.
-
-        Raises:
-            ValueError: If a bank's tree differs from this tree, and both are known.
-        """
+        """Refuse a tree if an open bank was trained by the paths of another tree, unless one was grown from the other."""
         for bank in self._open.values():
             own = bank if isinstance(bank, MemoryBank) else bank.bank
             check_same_tree(bank.tree, tree, owner, remedy, {*own.description["grown_from"], *grown_from})
@@ -128,17 +88,7 @@ class Banks:
     def fetch(
         self, memory_ids: torch.Tensor | None, batch: int, device: torch.device, dtype: torch.dtype
     ) -> dict[str, FetchedBatch]:
-        """Fetch the blocks of a batch's rows, by the memory's name. Without ids, only memories with generic blocks fetch blocks.
-
-        Args:
-            memory_ids: `[B, p]`, in the form that `MemoryBank.fetch` takes; None if there are no ids.
-            batch: B, number of rows.
-            device: Device to put blocks on.
-            dtype: Dtype to cast blocks to.
-
-        Raises:
-            ValueError: If ids have another shape or are out of range, or no bank is open.
-        """
+        """Fetch the blocks of a batch's rows, by the memory's name. Without ids, only memories with generic blocks fetch blocks."""
         fetched = {}
         for name, layout in self.layouts.items():
             if memory_ids is not None:

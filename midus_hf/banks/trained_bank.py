@@ -42,14 +42,7 @@ def adamw_update(
 
 
 class TrainedBank(BlockReader):
-    """The blocks of a bank as training has left them. Blocks that training never fetched are read from the bank.
-
-    A block that a pass with gradients has fetched gets a row in a second mapped file per level (in `TMPDIR`; its name is
-    removed at once, so that nothing stays there): float32 values and two moments. Only rows of these blocks are written.
-
-    Args:
-        bank: The bank that is trained. Its files are not changed, except by a `save` into its own folder.
-    """
+    """The blocks of a bank as training has left them. Blocks that training never fetched are read from the bank."""
 
     trains = True
 

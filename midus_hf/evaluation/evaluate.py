@@ -21,22 +21,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(models: list[str], settings: EvaluationSettings) -> dict[str, Any]:
-    """Evaluate models, and return a report. As much as possible is checked before the first model is loaded.
-
-    Args:
-        models: Folders or hub ids of the models.
-        settings: What to measure, and how.
-
-    Returns:
-        `{"models": [...], "settings": {...}}`; each model is `{"model", "model_type", "parameters", "causal", "perplexity",
-        "tasks"}`. `causal` is false if a memory gives tokens of plain text information about later tokens. `perplexity` is
-        `{"perplexity", "tokens", "sequence_length"}`, the number of predicted tokens and their most per window, or None without a
-        text. `tasks` maps the name of each task to its metrics.
-
-    Raises:
-        ValueError: If a model, a file, a task or another part of the request cannot be used.
-        ModuleNotFoundError: If tasks are requested and lm-eval is not installed.
-    """
+    """Evaluate models, and return a report. As much as possible is checked before the first model is loaded."""
     usable_device(settings.device)
     if settings.retriever is not None:
         read_tree(settings.retriever)  # a tree that cannot be read is refused, also where no model fetches blocks
@@ -99,11 +84,7 @@ def _measure(
 def _path_finder(
     model: PreTrainedModel, settings: EvaluationSettings, written: DocumentPaths | None
 ) -> PathFinder | None:
-    """Return the function that finds the paths of a model's texts, by the retriever or as written beside them; None without paths.
-
-    Raises:
-        ValueError: If the paths are in another tree than the model's.
-    """
+    """Return the function that finds the paths of a model's texts, by the retriever or as written beside them; None without paths."""
     if not fetches_blocks(model):
         return None
     retriever = open_retriever(model, settings.retriever)

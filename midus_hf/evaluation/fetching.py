@@ -37,11 +37,7 @@ def fetches_blocks(model: Any) -> bool:
 
 
 def open_retriever(model: Any, tree: str | None) -> "MemoryRetriever | None":
-    """Return the retriever that finds the paths of texts in a tree, after a check that it is the model's; None without a tree.
-
-    Raises:
-        ValueError: If the model fetches no blocks, or the tree cannot be loaded or is another.
-    """
+    """Return the retriever that finds the paths of texts in a tree, after a check that it is the model's; None without a tree."""
     if tree is None:
         return None
     if not fetches_blocks(model):
@@ -63,10 +59,7 @@ def by_path(
     model: nn.Module,
     run: Callable[[list[Any]], list[Any]],
 ) -> list[Any]:
-    """Run items with the same path together, with the blocks of that path, and return the results in the order of the items.
-
-    The path of an item is found by its text. `run` calls the model with some of the items, and returns a result for each.
-    """
+    """Run items with the same path together, with the blocks of that path, and return the results in the order of the items."""
     different = list(dict.fromkeys(texts))
     path_of = dict(zip(different, map(tuple, find_paths(different).tolist()), strict=True))
     members: dict[tuple[int, ...], list[int]] = {}
@@ -82,11 +75,7 @@ def by_path(
 
 
 def question_of(task: Any, doc: dict[str, Any]) -> str:
-    """Return the question that a task asks about a document, without worked examples. It decides which blocks are fetched.
-
-    This follows appendix B of hierarchical memories. If a task's choices are contexts, the question is the beginning that all
-    choices share, and the text that follows the choices.
-    """
+    """Return the question that a task asks about a document, without worked examples. It decides which blocks are fetched."""
     text = task.doc_to_text(doc)
     if isinstance(text, str):
         return text

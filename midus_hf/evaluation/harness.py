@@ -26,14 +26,7 @@ from midus_hf.topics.corpus import read_rows
 
 
 class FetchingLM(HFLM):
-    """The harness's model for a loaded model, whose questions fetch the blocks of their paths.
-
-    Args:
-        model: A causal language model, in eval mode and on its device.
-        find_paths: Function that finds the paths of questions. Default: nothing is fetched by a path.
-        questions: Function that returns the question of a request. Default: the question is the request's context.
-        **kwargs: Further arguments of the harness's model `hf`.
-    """
+    """The harness's model for a loaded model, whose questions fetch the blocks of their paths."""
 
     def __init__(
         self,
@@ -94,17 +87,7 @@ class _LocalTask(ConfigurableTask):
 
 
 class Tasks:
-    """Tasks to run, found by name before any model is loaded.
-
-    Args:
-        names: Names of the tasks. With `data`, a local task is named by its short name. All other names are looked up in
-            `include_path`, then among the harness's own tasks, whose questions come from the hub.
-        data: Folder with the questions of the local tasks. Default: no local tasks.
-        include_path: Folder with task files of the caller. Default: none.
-
-    Raises:
-        ValueError: If `include_path` is not a folder, if a name is unknown, or if the questions of a local task are missing.
-    """
+    """Tasks to run, found by name before any model is loaded."""
 
     def __init__(self, names: list[str], data: str | Path | None = None, include_path: str | Path | None = None):
         if include_path is not None and not Path(include_path).is_dir():
@@ -133,17 +116,7 @@ class Tasks:
         batch_size: int = 4,
         find_paths: PathFinder | None = None,
     ) -> dict[str, dict[str, Any]]:
-        """Score a model, in eval mode and on its device, on the tasks.
-
-        Without `num_fewshot` a question has the task's own number of worked examples, else 0, and without `limit` all questions are
-        asked, from the first on. `find_paths` gets questions without worked examples; their paths decide which blocks are fetched.
-        The harness's progress bars are shown on a terminal only. An input that is too long for the model is cut at its beginning.
-
-        Returns:
-            For each name in the request (a group also brings its members), every metric of the task under the harness's name
-            (`acc`, `acc_stderr`, `acc_norm`), `num_fewshot` and `num_questions`. A metric is None if its value is not finite,
-            and text if its value is not a number. Unknown standard errors are left out.
-        """
+        """Score a model, in eval mode and on its device, on the tasks."""
         _seed_as_the_harness()
         hidden = contextlib.nullcontext if sys.stderr.isatty() else without_bars
         with hidden():

@@ -26,20 +26,7 @@ def local_task_names() -> list[str]:
 
 
 def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
-    """Read a local task.
-
-    Args:
-        name: Short name of the task.
-        data: Folder that holds `NAME.jsonl`, with a row per question: `question`, `choices` and `gold`. A row of atomic numbers
-            has the `name` and `number` of an element; a row of facts has a `question` and its `answers`, a list of texts, each
-            of which is right.
-
-    Returns:
-        A task configuration that lm-eval accepts.
-
-    Raises:
-        ValueError: If the folder does not hold the questions, or if a row of facts has no usable question and answers.
-    """
+    """Read a local task."""
     data = Path(data).resolve()
     if not (data / f"{name}.jsonl").is_file():
         raise ValueError(

@@ -42,14 +42,7 @@ def carry_banks(
     tree: "ClusterTree | None" = None,
     tree_folder: Path | None = None,
 ) -> None:
-    """Copy banks of blocks from the checkpoint `source` to `folder`; blocks that were never written take no room in the copy either.
-
-    Blocks that are `deleted`, by level and index, are not copied, and the copy records them. The copies belong to `tree`, whose files
-    are in `tree_folder`; by default to the banks' own.
-
-    Raises:
-        RequestError: If a bank is absent or another model's, or a block on the disk is not what was written.
-    """
+    """Copy banks of blocks from the checkpoint `source` to `folder`; blocks that were never written take no room there."""
     if not layouts:
         return
     from midus_hf.banks.level_file import BankError

@@ -42,35 +42,19 @@ _LISTED = 3
 
 @dataclass(frozen=True)
 class BaseModel:
-    """An opened checkpoint: its config, its family, and the position of each of its tensors.
-
-    Args:
-        folder: Folder of the checkpoint.
-        config: The raw `config.json`; for a larger model, the config of the language model within it.
-        family: The family that the language model belongs to.
-        layout: What the config says of layers, tensors and memories.
-        tensors: Every tensor, by full name. If the folder has no weights, the tensors are planned from the config and
-            have no files. Tensors of a language model within a larger one have the names that they would have alone.
-        unexpected: Names of stored tensors that the architecture does not have; they are copied to the result.
-        composite: The larger model that the language model is a part of; None if the language model stands alone.
-        parts: Names of stored tensors that are parts of quantised weights, such as scales; they are among the unexpected tensors.
-        packed: Names of weights that are stored as parts alone, so that whoever carries the parts along carries them.
-        prefix: Prefix of `layers.` in tensor names: `"model."` or nothing. Default: `"model."`.
-        tied_head: Name of the head under which the embedding is stored, if the config ties both and the checkpoint stores the head
-            alone; None if the embedding has its own name. Default: None.
-    """
+    """An opened checkpoint: its config, its family, and the position of each of its tensors."""
 
     folder: Path
     config: Config
     family: Family
     layout: Layout
-    tensors: dict[str, StoredTensor]
-    unexpected: tuple[str, ...] = ()
+    tensors: dict[str, StoredTensor]  # by the names that they have in a language model alone
+    unexpected: tuple[str, ...] = ()  # stored, but not of the architecture; copied to the result
     composite: CompositeModel | None = None
-    parts: frozenset[str] = frozenset()
-    packed: frozenset[str] = frozenset()
+    parts: frozenset[str] = frozenset()  # parts of quantised weights, such as scales; among the unexpected
+    packed: frozenset[str] = frozenset()  # weights that are stored as parts alone
     prefix: str = _PREFIX
-    tied_head: str | None = None
+    tied_head: str | None = None  # under whose name alone the embedding is stored
 
     @property
     def num_layers(self) -> int:
@@ -93,10 +77,7 @@ class BaseModel:
         return layers
 
     def outer_names(self, num_layers: int) -> dict[str, str]:
-        """Return the names, in a model of `num_layers` layers, of tensors that belong to no layer, by their names here, as stored.
-
-        Layers that predict further tokens (`num_nextn_predict_layers`) stand behind all layers, and are numbered on.
-        """
+        """Return the names, in a model of `num_layers` layers, of tensors that belong to no layer, by their names here, as stored."""
         within = {name for layer in self.layer_names for name in layer.values()}
         names = {name: name for name in self.tensors if name not in within}
         for name in names:
@@ -199,10 +180,7 @@ def open_base(
     needs_weights: bool = True,
     adapter: Adapter | None = None,
 ) -> BaseModel:
-    """Open a checkpoint's folder, and check that it is complete and can be upscaled; without weights it cannot if it `needs_weights`.
-
-    The changes of an `adapter` are added to the weights when they are read.
-    """
+    """Open a checkpoint's folder, and check that it is complete and can be upscaled; an `adapter` is merged as weights are read."""
     config = read_config(folder)
     composite: CompositeModel | None = None
     if isinstance(config.get(LANGUAGE_KEY), dict) and isinstance(config.get("model_type"), str):

@@ -52,14 +52,7 @@ class Spelling:
 
 @dataclass(frozen=True)
 class CompositeModel:
-    """The model around a language model.
-
-    Args:
-        config: The raw `config.json` of the larger model.
-        language_config: Config of the language model, with the values that transformers reads for it.
-        spellings: The ways in which checkpoints may name tensors; first, how transformers writes them today.
-        auto_class: Name of the Auto class of transformers that loads the larger model.
-    """
+    """The model around a language model."""
 
     config: Config
     language_config: Config

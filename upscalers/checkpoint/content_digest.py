@@ -26,10 +26,7 @@ def content_sha256(digests: Mapping[str, str]) -> str:
 
 
 class TensorDigests:
-    """Threads that compute the SHA-256 of dtype, shape and bytes of tensors; hashing releases the interpreter's lock.
-
-    `names` has the name in the result of each tensor to read. Leaving the context stops the reading.
-    """
+    """Threads that compute the SHA-256 of dtype, shape and bytes of tensors; hashing releases the interpreter's lock."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor], names: Mapping[str, str]):
         self._tensors = {name: tensor.as_stored for name, tensor in tensors.items()}

@@ -34,11 +34,7 @@ def check_account(repo_id: str) -> None:
 
 
 def prepare_repository(repo_id: str, private: bool) -> str:
-    """Create the repository of a result unless it exists, before the first byte, and return its name with its owner.
-
-    Raises:
-        RequestError: If the hub refuses the repository or does not answer, or the repository is to be private and is public.
-    """
+    """Create the repository of a result unless it exists, before the first byte, and return its name with its owner."""
     from huggingface_hub import HfApi
 
     api = HfApi()

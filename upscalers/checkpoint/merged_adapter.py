@@ -81,11 +81,7 @@ class Adapter:
         )
 
     def merged(self, tensors: Mapping[str, StoredTensor], prefix: str) -> dict[str, StoredTensor]:
-        """Return a base's tensors, by full name, in which weights that the adapter changes are read with the change.
-
-        Raises:
-            RequestError: If the adapter changes weights that the base does not have, or that have other shapes.
-        """
+        """Return a base's tensors, by full name, in which weights that the adapter changes are read with the change."""
         changed = dict(tensors)
         for module, parts in self._parts(tensors, prefix).items():
             of_embedding = "embedding_A" in parts
@@ -135,10 +131,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class MergedTensor(ComputedTensor):
-    """A weight with a change added, `W + scaling * B A`, as PEFT merges it; DoRA gives its rows the lengths of `magnitude`.
-
-    A is `[rank, inputs]` and B `[outputs, rank]`; the rows of an embedding are inputs.
-    """
+    """A weight with a change added, `W + scaling * B A`, as PEFT merges it; DoRA gives its rows the lengths of `magnitude`."""
 
     a: StoredTensor | None = None
     b: StoredTensor | None = None

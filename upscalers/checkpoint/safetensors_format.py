@@ -100,10 +100,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """Lay out a file of tensors, each with name, dtype and shape: return the bytes in front of the data, and each tensor's position.
-
-    Wider dtypes come first, so that every tensor is aligned to the size of its items.
-    """
+    """Return the bytes in front of the data of a file of tensors (name, dtype, shape), and positions; wide dtypes come first."""
     header: dict[str, object] = {_METADATA: {"format": "pt"}}
     offsets: dict[str, int] = {}
     position = 0

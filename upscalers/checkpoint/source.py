@@ -70,11 +70,7 @@ def name_and_revision(base: str) -> tuple[str, str | None]:
 
 @contextlib.contextmanager
 def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
-    """Bring a base (a folder, `config.json` or hub id with or without `@revision`) into a folder for the time of the context.
-
-    Raises:
-        RequestError: If there is no base of this name.
-    """
+    """Bring a base (a folder, `config.json` or hub id with or without `@revision`) into a folder for the time of the context."""
     name, revision = name_and_revision(base)
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":

@@ -20,16 +20,7 @@ def has_tokenizer(names: Iterable[str]) -> bool:
 
 
 def keep_tokenizer_class(base_folder: Path, folder: Path, progress: Progress) -> bool:
-    """Name the tokenizer's class in the upscaled folder where `AutoTokenizer`, which goes by `model_type`, would choose another.
-
-    A tokenizer of the base that does not work here is warned of.
-
-    Returns:
-        Whether `tokenizer_config.json` was changed.
-
-    Raises:
-        VerificationError: If a text becomes other ids nevertheless.
-    """
+    """Name the tokenizer's class in the upscaled folder where `AutoTokenizer`, which goes by `model_type`, would choose another."""
     if not has_tokenizer(path.name for path in folder.iterdir() if path.is_file()):
         return False
     from transformers import AutoTokenizer

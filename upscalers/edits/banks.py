@@ -139,12 +139,7 @@ def _lies_in(node: Node, other: Node, branching: int) -> bool:
 
 
 def list_banks(model: str | Path, memory: str | None = None) -> dict[str, Any]:
-    """Return `{"model", "fetched", "bank", "banks"}` of a checkpoint's banks, or of one memory's; parameters are summed over banks.
-
-    Each bank has `{"memory", "type", "branching", "tree", "fetched", "bank", "levels"}`, and each level with blocks
-    `{"level", "nodes", "parameters", "written", "deleted", "generic", "bytes_on_disk"}`: `parameters` is the number of parameters
-    per block, `written` and `deleted` have nodes, and `generic` is whether the block of the generic memory was written.
-    """
+    """Return `{"model", "fetched", "bank", "banks"}` of a checkpoint's banks, or of one memory's, with the nodes of each level."""
     with resolve_source(str(model)) as source:
         layouts = find_layouts(source.folder, memory)
         banks = [_listed(source.folder, name, layout) for name, layout in layouts.items()]

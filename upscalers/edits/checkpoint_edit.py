@@ -43,10 +43,7 @@ class EditRequest:
 
 @dataclass(frozen=True)
 class EditDetails:
-    """What an edit does: the names of its memories (an inserted one is named by its type), and what it writes in place of tensors.
-
-    `details` is what the record says beside command, version and memories, and `options` what it changes in the memories' options.
-    """
+    """What an edit does: its memories, tensors that replace others, what the record says of it, and options that it changes."""
 
     memories: Sequence[str]
     tensors: Mapping[str, Sequence[OutputTensor]]
@@ -55,14 +52,7 @@ class EditDetails:
 
 
 def edit_checkpoint(command: str, request: EditRequest, decide: Callable[[BaseModel], EditDetails]) -> dict[str, Any]:
-    """Write a copy of a checkpoint with the edit that `decide` gives for the opened checkpoint.
-
-    The config, `upscale.json` and the model card list the edit, as `command`. `upscale.json` no longer says that the model computes
-    what its base computes.
-
-    Returns:
-        `{"command", "memories", ..., "model", "output", "bytes_written", "seconds"}`, with the details of the edit.
-    """
+    """Write a copy of a checkpoint with the edit that `decide` gives, which config, record and card list as `command`."""
     started = time.perf_counter()
     progress = request.progress or Progress()
     with resolve_source(str(request.model)) as source:

@@ -242,11 +242,7 @@ def _tokenizer(base: BaseModel) -> Any:
 
 
 def like_tokens(tokenizer: Any) -> list[int]:
-    """Return for each id of a tokenizer the smallest id whose token has a like text (Engram, arXiv 2601.07372, section 2.2).
-
-    Texts are alike that are equal in NFKC, without accents, in small letters, with runs of white space as one space and none at the
-    ends. A token that holds a part of a character is like no other.
-    """
+    """Return for each id of a tokenizer the smallest id whose token has a like text (Engram, arXiv 2601.07372, section 2.2)."""
     from tokenizers import Regex, normalizers
 
     like = normalizers.Sequence(

@@ -12,11 +12,7 @@ from upscalers.methods.memory_methods import AttachedMemoryMethod
 
 
 class FetchedMemoryMethod(AttachedMemoryMethod):
-    """Method that lets layers of the base compute with blocks that each text fetches, one per level of a tree of topics.
-
-    The bank is made beside the checkpoint without writing blocks: until a block is trained, it takes four bytes of the
-    disk.
-    """
+    """Method that lets layers of the base compute with blocks that each text fetches, one per level of a tree of topics."""
 
     paper = HIERARCHICAL_MEMORIES
     identity = True

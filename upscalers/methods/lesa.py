@@ -61,11 +61,7 @@ class LesaOptions(FusionOptions):
 
 @register_method("lesa")
 class Lesa(MatrixMethod):
-    """New layers whose matrices a network predicts from the two layers around them, in a basis that all layers share.
-
-    Each kind of matrix has a basis and a network. The network is trained on base layers that are two apart, with the
-    layer between them as the target, and applied to adjacent base layers. Biases are means of the neighbours' biases.
-    """
+    """New layers whose matrices a network predicts from the two layers around them, in a basis that all layers share."""
 
     summary = "new layers are predicted from the layers on both sides by networks trained on the base's layers"
     paper = LESA
@@ -161,19 +157,7 @@ def _worst(measurements: Sequence[Measurement], key: str) -> str:
 
 
 class MatrixPrediction(Solver):
-    """Solver that predicts one matrix [out, in] of every new layer.
-
-    Peak memory is `8 max(5 out^2, 2 out^2 + 5 out in)` bytes: the Gram matrix and its decomposition take five [out,
-    out] matrices in float64, and later the basis takes two of them beside five [out, in] matrices. All layers'
-    coordinates, `4 L out in` bytes, lie in a temporary file beside the output.
-
-    Args:
-        base: The base checkpoint.
-        matrix: The matrix: a tensor within each layer, or some of its rows.
-        gaps: The base layers before and after each new layer, by the index of the new layer.
-        seed: Seed of the run.
-        options: Options of the method.
-    """
+    """Solver of one matrix [out, in] of every new layer; it needs `8 max(5 out^2, 2 out^2 + 5 out in)` bytes of memory."""
 
     def __init__(
         self,

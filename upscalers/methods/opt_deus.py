@@ -84,10 +84,7 @@ class AvgDeus(FusionMethod):
 
 @register_method("opt-deus")
 class OptDeus(MatrixMethod):
-    """New layers with each matrix `(T^T W_previous + W_next) / 2`, where T is the transport plan between the rows.
-
-    The output projection's plan also maps the inputs of the feed-forward network, which reads what attention wrote.
-    """
+    """New layers with each matrix `(T^T W_previous + W_next) / 2`, where T is the transport plan between the rows."""
 
     summary = "new layers fuse the layers on both sides, neurons matched by optimal transport"
     paper = OPT_DEUS
@@ -135,18 +132,7 @@ class OptDeus(MatrixMethod):
 
 
 class BlockFusion(Solver):
-    """Solver that fuses the layers on both sides of one new block.
-
-    Peak memory is `b (6 n^2 + 4 n D)` bytes, for n rows of the largest matrix, hidden size D, and b = 8 bytes per
-    number (4 in float32): six n x n matrices of the transport problem, and four n x D matrices.
-
-    Args:
-        base: The base checkpoint.
-        layer: The new layer; its sources are the next and the previous base layer, in this order.
-        index: Index of the new layer in the upscaled model.
-        filled: Roles that the identity fills. Their tensors are not made; their plan is solved only if others need it.
-        options: Options of the method.
-    """
+    """Solver that fuses the layers around a new block; it needs `b (6 n^2 + 4 n D)` bytes for n rows, and b bytes per number."""
 
     def __init__(self, base: BaseModel, layer: New, index: int, filled: frozenset[str], options: OptDeusOptions):
         super().__init__(f"layer {index}")

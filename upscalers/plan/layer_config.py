@@ -28,15 +28,7 @@ _LAYER = re.compile(r"(^|\.)layers\.(\d+)(?=\.|$)")
 
 
 def follow_plan(base: BaseModel, plan: Plan) -> Config:
-    """Return the base's config with `num_hidden_layers` and every per-layer value carried over to the layers of the plan.
-
-    A new layer gets the type of the base layer whose attention it takes. Values that the base leaves implied are written out, since
-    after an insertion the family would imply wrong ones from the index.
-
-    Raises:
-        RequestError: If the config holds an undeclared list as long as the model has layers or an undeclared mapping by layer
-            index, if a declared list does not fit, or if the plan repeats layers that a memory needs once.
-    """
+    """Return the base's config with `num_hidden_layers` and every per-layer value carried over to the layers of the plan."""
     config = copy.deepcopy(base.config)
     unchanged = plan.sources == list(range(base.num_layers))
     config |= copy.deepcopy(base.layout.per_layer_values)
@@ -48,11 +40,7 @@ def follow_plan(base: BaseModel, plan: Plan) -> Config:
 
 
 def pattern_concern(base: BaseModel, config: Config) -> str | None:
-    """Return a warning if a runtime that derives attention types from the index would misread the result, else None.
-
-    The base's layers have the types that its family implies from the index (`implies_types` of its layout). A model with memory
-    has a model type that no runtime of this kind reads, so the result needs no warning.
-    """
+    """Return a warning if a runtime that derives attention types from the index would misread the result, else None."""
     implied_types = base.family.layer_types
     assert implied_types is not None
     if config["model_type"] != base.family.model_type:
@@ -136,10 +124,7 @@ def _undeclared(path: str, description: str) -> RequestError:
 
 
 def followed_quantization(config: Config, plan: Plan, new_modules: Iterable[str]) -> dict[str, Any]:
-    """Return the `quantization_config` of a base for the upscaled model: modules that are not quantised, by their new layers.
-
-    The new modules, paths as transformers names them, are among these.
-    """
+    """Return the `quantization_config` of a base for the upscaled model: modules that are not quantised, by their new layers."""
     quantization = copy.deepcopy(config["quantization_config"])
     kept = quantization.get(KEPT_KEY, quantization.get(_KEPT_ALIAS))
     listed = [

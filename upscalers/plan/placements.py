@@ -8,13 +8,7 @@ from upscalers.request.errors import RequestError
 
 
 def place(placement: str, num_layers: int, num_new_layers: int | None) -> list[int]:
-    """Return the indices, in the upscaled model, of new layers that a policy's name or indices joined by commas stand for.
-
-    Without `num_new_layers`, K, a policy places half of the base's layers, or the largest smaller number that fits.
-
-    Raises:
-        RequestError: If the policy is unknown, or cannot place K layers among L.
-    """
+    """Return the indices, in the upscaled model, of new layers that a policy's name or indices joined by commas stand for."""
     if placement.replace(",", "").replace("-", "").replace(" ", "").isdigit():
         try:
             indices = [int(part) for part in placement.split(",")]

@@ -57,10 +57,7 @@ def model_card(
     repository: str | None,
     compared: bool,
 ) -> str:
-    """Return the text of `README.md`: metadata, how to load the model, parameters, how it was made, layers, licence and citation.
-
-    It never names the output folder, so that the same request gives the same bytes wherever the output lies.
-    """
+    """Return the text of `README.md`: metadata, how to load the model, parameters, how it was made, layers, licence and citation."""
     base_name = base.label
     writes = auto_class == "AutoModelForCausalLM" and has_tokenizer(path.name for path in base.folder.iterdir())
     start = _BIRTH[method.identity, compared]
@@ -162,10 +159,7 @@ _LICENCE_KEYS = ("license", "license_name", "license_link")
 
 
 def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
-    """Return what the base's model card says of licence, languages and own base, as `ModelCardData` takes it.
-
-    Without a card the result is empty; with one that cannot be read, too, and a warning says so.
-    """
+    """Return what the base's model card says of licence, languages and own base, as `ModelCardData` takes it."""
     from huggingface_hub.repocard import REGEX_YAML_BLOCK, ModelCard
 
     path = base.folder / CARD_FILE

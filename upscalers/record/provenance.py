@@ -24,11 +24,7 @@ EDITS_KEY = "edits"
 
 
 def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int, reads_ahead: bool) -> Config:
-    """Return the config entry of an upscaled model, which says what training trains and how `strip` restores the base.
-
-    Unlike `upscale.json` it stays with the model when that is saved again. If a memory `reads_ahead` to later tokens, it has
-    `causal: False`, so that nobody compares the model's perplexity with other models'.
-    """
+    """Return the config entry of an upscaled model, which says what training trains and how `strip` restores the base."""
     return {
         "method": method.name,
         "new_layers": plan.new_indices,

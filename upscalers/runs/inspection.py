@@ -85,10 +85,7 @@ _UNKNOWN_BASE = {
 
 
 def inspect_code(folder: Path) -> dict[str, Any] | None:
-    """Return `{"file", "version", "as_generated"}` of the code that a checkpoint carries; None if it carries none.
-
-    `version` is what its header names, and `as_generated` whether it is byte for byte what this version generates for the config.
-    """
+    """Return `{"file", "version", "as_generated"}` of the code that a checkpoint carries; None if it carries none."""
     path = folder / CODE[0]
     if not path.is_file():
         return None

@@ -23,16 +23,7 @@ from upscalers.tensors.writer import OutputTensor, in_file_order
 
 
 class Job:
-    """Everything that is decided before the first byte is written.
-
-    Attributes:
-        config: The raw config of the upscaled model, as far as it is known before anything is written.
-        layout: What the config says of the upscaled model.
-        made: Every tensor of the upscaled model, as the model reads it, in the order of the files.
-        written: The tensors of `made` that are written: layers of the base carry the parts of a packed weight, not the weight.
-        concerns: Facts that a person should know about the result.
-        new_banks: Layout of each bank that the upscaled model has and the base does not, by the name of its memory.
-    """
+    """Everything that is decided before the first byte is written."""
 
     def __init__(
         self,
@@ -86,6 +77,7 @@ class Job:
                     like = recipe.source if isinstance(recipe, Copy) else base.layer_names[origin].get(name)
                     new_dtype = self.cast(base.dtype if like is None else base.tensors[like].dtype)
                 made_layers.append(OutputTensor(full_name, recipe, new_dtype))
+        # As the model reads them, and as they are written: layers of the base carry parts of packed weights, not the weights.
         self.made = in_file_order(made_outer, made_layers)
         self.written = [tensor for tensor in self.made if tensor.name not in in_parts]
         self.concerns = method.concerns(base, plan)

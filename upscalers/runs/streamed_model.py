@@ -32,11 +32,7 @@ class RunningModel:
         see: Callable[[int, torch.Tensor], None],
         entering: Mapping[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Return the logits `[B, T, V]` of tokens `[B, T]`.
-
-        `see` is called with 0 and the residual stream `[B, T, D]` in front of the first layer, then with i and the stream behind the
-        i-th layer, counted from 1. Layers in `entering` read that stream instead of the model's own.
-        """
+        """Return logits `[B, T, V]`; `see` gets 0 and the stream before the layers, then i and that behind the i-th, from 1."""
         layers = self._stack.layers
         # Llama 4 moves ids to its embedding's device, which is the meta device until the embedding is called.
         handles = [
@@ -78,13 +74,7 @@ class LoadedModel(RunningModel):
 
 
 class StreamedModel(RunningModel):
-    """A language model that holds the weights of one module at a time; of a larger model, the language model runs alone.
-
-    The forward pass is the family's own; accelerate loads the weights of each module before its call and drops them after.
-
-    Raises:
-        VerificationError: If `tensors` lacks a tensor that the model class has, or has it with another shape.
-    """
+    """A language model that holds the weights of one module at a time; of a larger model, the language model runs alone."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype):
         config = language_config_in(folder)

@@ -27,19 +27,7 @@ def compare_models(
     identity: bool,
     progress: Progress,
 ) -> tuple[Identity, float | None]:
-    """Run both models on a fixed batch, with the weights of one module in memory at a time, and compare their logits.
-
-    If identity is promised, hidden states are compared behind every layer as well.
-
-    Returns:
-        What was compared with what, with the largest absolute difference between logits that are finite; and the KL divergence
-        from the base's next-token distribution to the result's, mean over tokens with finite logits, in nats, or None.
-
-    Raises:
-        RequestError: If transformers cannot run the base.
-        VerificationError: If a tensor was not loaded as saved, transformers cannot run the result, or what was promised or must be
-            finite is not. The message names the first layer that differs.
-    """
+    """Run both models on a fixed batch, with the weights of one module in memory at a time, and compare their logits."""
     torch_dtype = getattr(torch, TORCH_NAMES[dtype])
     generator = torch.Generator().manual_seed(0)
     hidden_states: list[torch.Tensor] = []

@@ -38,12 +38,7 @@ class Writing:
     repository: str | None = None
 
     def run(self) -> dict[str, Any]:
-        """Write and verify the result, and return `bytes`, `identity`, `kl_divergence` and `measurements` of an `UpscaleReport`.
-
-        Raises:
-            RequestError: If NaN is refused or transformers cannot read the result; nothing of the result is left.
-            VerificationError: If the result does not do what the method promises; nothing of the result is left.
-        """
+        """Write and verify the result, and return `bytes`, `identity`, `kl_divergence` and `measurements` of an `UpscaleReport`."""
         job, progress = self.job, self.progress
         shards = split_shards(job.written, self.max_shard_bytes)
         digested = TensorDigests(job.base.tensors, weight_names(job.base))

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerBlocks(Recipe):
-    """Recipe that takes a block for each layer of the result, by index, from a tensor that has one for each layer of the base.
-
-    The `num_blocks` blocks of the `source` stand along the dimension `dim`.
-    """
+    """Recipe that takes a block for each layer of the result, by index, from a tensor that has one for each layer of the base."""
 
     source: str
     dim: int
@@ -49,10 +46,7 @@ class _ChosenBlocks(ComputedTensor):
 
 
 def block_recipes(base: BaseModel, plan: Plan) -> dict[str, LayerBlocks]:
-    """Return a recipe, by full name, for each tensor outside the layers with a block per layer, if the plan moves layers.
-
-    A layer of the result gets the block of the base layer whose attention it takes.
-    """
+    """Return a recipe, by full name, for each tensor outside the layers with a block per layer, if the plan moves layers."""
     if plan.sources == list(range(base.num_layers)):
         return {}
     return {

@@ -25,11 +25,7 @@ def check_recipes(
     layers: Sequence[Recipes],
     outer: Recipes,
 ) -> None:
-    """Refuse recipes (of layers, and `outer` ones) that are missing, of a wrong shape or role, or superfluous for the new config.
-
-    Raises:
-        MethodError: It names the method, the layer, the tensor, what the method gave and what was expected.
-    """
+    """Refuse recipes (of layers, and `outer` ones) that are missing, of a wrong shape or role, or superfluous for the new config."""
     for subject, number in (
         ("a config with num_hidden_layers =", config.get("num_hidden_layers")),
         ("recipes for this many layers:", len(layers)),

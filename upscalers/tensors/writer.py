@@ -79,12 +79,7 @@ def split_shards(
 
 
 class CheckpointWriter:
-    """Writer of a checkpoint's tensors that holds in memory at most what one recipe reads.
-
-    Tensors that are copied unchanged, or put together from rows, go from file to file inside the kernel. Tensors that solvers
-    make together follow after all others. With `scan`, every copied value is looked at, and refused if it is not finite. `copied` is
-    called with the name of each base tensor that was copied; `stored_name` gives the name in the files of a tensor.
-    """
+    """Writer of a checkpoint's tensors that holds in memory at most what one recipe reads; with `scan`, it refuses NaN."""
 
     def __init__(
         self,
@@ -102,11 +97,7 @@ class CheckpointWriter:
         self._bytes_read = 0
 
     def write(self, folder: Path, shards: dict[str, list[OutputTensor]]) -> WriteSummary:
-        """Write all shards, tensors by file name, into a folder, with an index unless a single shard needs none.
-
-        Raises:
-            RequestError: If a value is refused as NaN or infinite, or does not fit the output's dtype.
-        """
+        """Write all shards, tensors by file name, into a folder, with an index unless a single shard needs none."""
         bytes_written = 0
         placed: list[_Placement] = []
         for file_name, tensors in shards.items():
