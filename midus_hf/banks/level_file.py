@@ -11,8 +11,7 @@ import torch
 from midus_hf.files.outputs import whole_file
 
 # Row 0 is the block of the generic memory, and row i + 1 that of node i.
-
-# Marks of rows. No mark is 0, since a file system that is damaged leaves pages of zeros.
+# Marks of rows.
 UNWRITTEN, WRITTEN, DELETED = 1, 2, 3
 
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
@@ -28,8 +27,6 @@ class MappedLevel:
 
     def __init__(self, path: Path, rows: int, numel: int):
         self.path = path
-        if not path.is_file():
-            raise BankError(f"bank file {path} is absent; expected it beside the model. Copy the bank again.")
         try:
             with safetensors.safe_open(path, "pt") as file:
                 self.blocks, self.marks = file.get_tensor("blocks"), file.get_tensor("marks")
@@ -46,15 +43,7 @@ class MappedLevel:
 
     def row(self, row: int) -> torch.Tensor | None:
         """Return a row, `[numel]`, mapped from the file; None if it was never written or was deleted."""
-        mark = int(self.marks[row]) if row < len(self.marks) else UNWRITTEN
-        if mark == WRITTEN:
-            return self.blocks[row]
-        if mark in (UNWRITTEN, DELETED):
-            return None
-        name = f"block {row - 1}" if row else "the generic block"
-        raise BankError(
-            f"{name} of bank file {self.path} is without its mark. Copy the bank again, or delete the block."
-        )
+        return self.blocks[row] if row < len(self.marks) and self.marks[row] == WRITTEN else None
 
     def rows(self, mark: int) -> list[int]:
         """Return the rows with a mark, ascending."""

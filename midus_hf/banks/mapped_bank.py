@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from midus_hf.banks.bank_description import read_description
 from midus_hf.banks.block_reader import BlockReader
-from midus_hf.banks.level_file import MappedLevel
-from midus_hf.config.fetched_blocks import BankLayout, level_file
+from midus_hf.banks.level_file import BankError, MappedLevel
+from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BankLayout, level_file
+from midus_hf.files.json_text import parse_json
+
+DESCRIPTION_FORMAT = 4
 
 
 class MappedBank(BlockReader):
@@ -63,11 +65,30 @@ class MappedBank(BlockReader):
     def block(self, level: int, index: int) -> torch.Tensor:
         """Return the record of a block; a block that was never written or was deleted is drawn from the bank's seed."""
         record = self._levels[level].row(index + 1)
-        return (
-            initial_block(self.layout, level, index, self.description["seed"], self.dtype)
-            if record is None
-            else record
+        if record is not None:
+            return record
+        return initial_block(self.layout, level, index, self.description["seed"], self.dtype)
+
+
+def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
+    """Read the description of a bank, and check that the bank belongs to the model whose config implies `layout`."""
+    path = folder / BANK_DESCRIPTION
+    try:
+        description = parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BankError(
+            f"there is no memory bank in {folder} ({error.strerror}: {BANK_DESCRIPTION}); expected one beside the model."
+        ) from None
+    except ValueError:
+        description = None
+    if not isinstance(description, dict) or description.get("format") != DESCRIPTION_FORMAT:
+        raise BankError(f"{path} is not of format {DESCRIPTION_FORMAT}; expected a bank that this version reads.")
+    difference = layout.difference(description.get("layout"))
+    if difference:
+        raise BankError(
+            f"the memory bank in {folder} belongs to another model: {difference}. Put the model's own there."
         )
+    return description
 
 
 def initial_block(layout: BankLayout, level: int, index: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -77,8 +98,6 @@ def initial_block(layout: BankLayout, level: int, index: int, seed: int, dtype: 
     digest = hashlib.sha256(f"{seed}/{layout.memory_type}/{level}/{number}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     record = torch.zeros(layout.record_numel(level), dtype=torch.float32)
-    for tensor_place in layout.records[level]:
-        tensor_place.tensor.initial.fill(
-            record[tensor_place.start : tensor_place.start + tensor_place.numel], generator
-        )
+    for place in layout.records[level]:
+        place.tensor.initial.fill(record[place.start : place.start + place.numel], generator)
     return record.to(dtype)

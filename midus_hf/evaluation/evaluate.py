@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from midus_hf.banks.block_reader import check_paths
+from midus_hf.banks.model_banks import check_tree
 from midus_hf.evaluation.fetching import PathFinder, fetches_blocks, open_retriever
 from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.evaluation.text_rows import read_rows, text_rows
@@ -96,7 +97,7 @@ def _path_finder(
     paths = torch.from_numpy(written.paths)
     for layout in banks.layouts.values():
         check_paths(paths, layout, f"column {settings.path_column!r} of the text")
-    banks.check_tree(written.tree, "the text", "Assign the text by the tree of the model.")
+    check_tree(banks, written.tree, "the text", "Assign the text by the tree of the model.")
     return lambda documents: paths
 
 

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from midus_hf.banks.model_banks import check_tree
+
 if TYPE_CHECKING:
     from midus_hf.topics.memory_retriever import MemoryRetriever
+    from midus_hf.topics.tree import ClusterTree
 
 # A function that takes N texts and returns their paths in a tree of topics, `[N, p]`, int64.
 PathFinder = Callable[[Sequence[str]], torch.Tensor]
@@ -44,12 +47,24 @@ def open_retriever(model: Any, tree: str | None) -> "MemoryRetriever | None":
         raise ValueError(f"retriever is {tree!r}, and this model fetches no blocks; leave it out.")
     from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.topics.memory_retriever import MemoryRetriever
-    from midus_hf.topics.tree import check_tree
 
     with library_bars_on_terminals():
         retriever = MemoryRetriever.load(tree, device=str(model.device))
-    check_tree(retriever.tree, model)
+    check_tree_of(model, retriever.tree)
     return retriever
+
+
+def check_tree_of(model: Any, tree: "ClusterTree") -> None:
+    """Refuse a tree that is not the one by which the texts of a model fetch blocks, nor was grown from it."""
+    for name, layout in model.banks.layouts.items():
+        if (layout.blocks.branching, layout.num_levels) != (tree.branching, tree.levels):
+            raise ValueError(
+                f"memory {name!r} fetches blocks by a tree of {layout.num_levels} levels of {layout.blocks.branching}, and the "
+                f"retriever has {tree.levels} levels of {tree.branching}; expected the tree that the bank was trained with."
+            )
+    remedy = "If the model was saved with its tree, load the retriever from the folder of the model."
+    growth: dict[str, Any] = {"roots": tree.roots, "grown_from": tree.grown_from}
+    check_tree(model.banks, tree.fingerprint, "the retriever", remedy, **growth)
 
 
 def by_path(

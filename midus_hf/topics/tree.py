@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -232,28 +231,3 @@ def squared_distances(embeddings: torch.Tensor, centroids: torch.Tensor) -> torc
     products = rows @ wide.T if wide.dim() == 2 else (wide @ rows.unsqueeze(-1)).squeeze(-1)
     lengths = rows.square().sum(-1, keepdim=True)
     return (lengths - 2 * products + wide.square().sum(-1)).float()
-
-
-def check_tree(tree: ClusterTree, model: Any) -> None:
-    """Check that a tree is the tree by which the texts of a model fetch blocks, or was grown from it.
-
-    Paths may name nodes that the tree has grown since; their blocks start as unwritten blocks do.
-
-    Paths in another tree would lead to the blocks of other topics, which no other check would notice.
-
-    Raises:
-        ValueError: If the number of levels or of children differs, or the bank was trained with another tree.
-    """
-    for name, layout in model.banks.layouts.items():
-        if (layout.blocks.branching, layout.num_levels) != (tree.branching, tree.levels):
-            raise ValueError(
-                f"memory {name!r} fetches blocks by a tree of {layout.num_levels} levels of {layout.blocks.branching}, and the "
-                f"retriever has {tree.levels} levels of {tree.branching}; expected the tree that the bank was trained with."
-            )
-    model.banks.check_tree(
-        tree.fingerprint,
-        "the retriever",
-        "If the model was saved with its tree, load the retriever from the folder of the model.",
-        roots=tree.roots,
-        grown_from=tree.grown_from,
-    )

@@ -63,7 +63,7 @@ def tie_banks(folder: Path, layouts: Mapping[str, BankLayout]) -> None:
     """Let the descriptions of banks in a checkpoint's folder name the layers and the base of the model beside them."""
     if not layouts:
         return
-    from midus_hf.banks.bank_description import write_description
+    from midus_hf.banks.memory_bank import write_description
 
     for name, layout in layouts.items():
         bank = folder / BANKS_FOLDER / name
