@@ -1,7 +1,6 @@
 """Evaluation of checkpoints, one after the other, with the same settings."""
 
 import dataclasses
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,14 +47,15 @@ def _measure(
     tasks: "Tasks | None",
 ) -> dict[str, Any]:
     """Return the measures of a model."""
-    load = partial(load_for_reading, trust_remote_code=settings.trust_remote_code)
-    model, tokenizer = load(name, settings.dtype, settings.device)
+    trusted = settings.trust_remote_code
+    model, tokenizer = load_for_reading(name, settings.dtype, settings.device, trust_remote_code=trusted)
     find_paths = _path_finder(model, settings, written)
+    memories = model.config.memories() if hasattr(model.config, "memories") else None
     measured = {
         "model": name,
         "model_type": model.config.model_type,
         "parameters": model.num_parameters(),
-        "causal": not _reads_ahead(model),
+        "causal": not (memories is not None and memories.reads_ahead),
         "perplexity": None,
         "tasks": {},
     }
@@ -99,9 +99,3 @@ def _path_finder(
         check_paths(paths, layout, f"column {settings.path_column!r} of the text")
     check_tree(banks, written.tree, "the text", "Assign the text by the tree of the model.")
     return lambda documents: paths
-
-
-def _reads_ahead(model: PreTrainedModel) -> bool:
-    """Return whether a memory of the model gives tokens of plain text information about later tokens."""
-    memories = model.config.memories() if hasattr(model.config, "memories") else None
-    return memories is not None and memories.reads_ahead

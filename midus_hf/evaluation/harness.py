@@ -64,15 +64,12 @@ class FetchingLM(HFLM):
         return by_path(requests, texts, self._find_paths, self.model, lambda some: run(some, *args, **kwargs))
 
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._check_ids(inps)
+        check_ids(int(inps.max()), self.model.config.get_text_config().vocab_size)
         return super()._model_call(inps, *args, **kwargs)
 
     def _model_generate(self, context: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._check_ids(context)
+        check_ids(int(context.max()), self.model.config.get_text_config().vocab_size)
         return super()._model_generate(context, *args, **kwargs)
-
-    def _check_ids(self, ids: torch.Tensor) -> None:
-        check_ids(int(ids.max()), self.model.config.get_text_config().vocab_size)
 
 
 class _LocalTask(ConfigurableTask):
@@ -117,7 +114,10 @@ class Tasks:
         find_paths: PathFinder | None = None,
     ) -> dict[str, dict[str, Any]]:
         """Score a model, in eval mode and on its device, on the tasks."""
-        _seed_as_the_harness()
+        # What is random is seeded as by the harness's own command; some tasks choose their worked examples so.
+        random.seed(DEFAULT_RANDOM_SEED)
+        np.random.seed(DEFAULT_OTHER_SEED)
+        torch.manual_seed(DEFAULT_OTHER_SEED)
         hidden = contextlib.nullcontext if sys.stderr.isatty() else without_bars
         with hidden():
             loaded = self.load()
@@ -140,7 +140,7 @@ class Tasks:
             score = {
                 metric.removesuffix(",none"): _plain(value)
                 for metric, value in measured.items()
-                if "," in metric and not (_is_standard_error(metric) and _plain(value) in (None, "N/A"))
+                if "," in metric and not ("_stderr," in metric and _plain(value) in (None, "N/A"))
             }
             score["num_fewshot"] = results["n-shot"].get(harness_name)
             score["num_questions"] = results["n-samples"].get(harness_name, {}).get("effective")
@@ -150,18 +150,6 @@ class Tasks:
     def load(self) -> dict[str, Any]:
         """Return the harness's groups, and its `tasks` by their names in the harness, including members of groups."""
         return self.manager.load(self.specs)
-
-
-def _seed_as_the_harness() -> None:
-    """Seed what is random as the harness's own command does by default; some tasks choose their worked examples so."""
-    random.seed(DEFAULT_RANDOM_SEED)
-    np.random.seed(DEFAULT_OTHER_SEED)
-    torch.manual_seed(DEFAULT_OTHER_SEED)
-
-
-def _is_standard_error(metric: str) -> bool:
-    """Return whether a name is the name of a standard error, such as `acc_stderr` or `acc_stderr,strict`."""
-    return metric.partition(",")[0].endswith("_stderr")
 
 
 def _plain(value: Any) -> float | int | str | None:
