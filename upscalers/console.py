@@ -80,6 +80,10 @@ def _table(*columns: str) -> Table:
     return table
 
 
+def _say(line: str) -> None:
+    RichConsole().print(Text(line), soft_wrap=True)
+
+
 def _add(table: Table, *cells: str, style: str | None = None) -> None:
     """Add a row of plain text, so that brackets in names are not read as markup."""
     table.add_row(*map(Text, cells), style=style)
@@ -150,7 +154,7 @@ def print_method_list(methods: list[dict[str, Any]]) -> None:
         "exact: until it is trained, the model computes what the base computes; changed*: with --set identity=auto, too.",
         "'upscale methods NAME' says a method's options, their defaults and the paper.",
     ]
-    RichConsole().print(Text("\n".join(lines)), soft_wrap=True)
+    _say("\n".join(lines))
 
 
 def print_methods(methods: list[dict[str, Any]]) -> None:
@@ -158,12 +162,10 @@ def print_methods(methods: list[dict[str, Any]]) -> None:
     for method in methods:
         table = _table(method["name"], method["summary"])
         _add(table, "identity", _starts_as(method))
-        _add(table, "trains", _trains(method))
-        _add(
-            table,
-            "placement",
-            method["placement"] or ("its own" if method["adds_layers"] else "none: it adds no layers"),
-        )
+        added = "the new layers" if method["adds_layers"] else "the new memory"
+        _add(table, "trains", "everything" if method["trainable"] == "all" else added)
+        own = "its own" if method["adds_layers"] else "none: it adds no layers"
+        _add(table, "placement", method["placement"] or own)
         for option in method["options"]:
             default = "" if option["default"] is None else f"={_yaml(option['default'])}"
             _add(table, f"--set {option['name']}{default}", f"{option['help']} ({option['type']})")
@@ -171,12 +173,6 @@ def print_methods(methods: list[dict[str, Any]]) -> None:
             _add(table, "paper", f"{method['paper']['title']} ({method['paper']['reference']})")
         RichConsole().print(table)
         print()
-
-
-def _trains(method: dict[str, Any]) -> str:
-    if method["trainable"] == "all":
-        return "everything"
-    return "the new layers" if method["adds_layers"] else "the new memory"
 
 
 def _starts_as(method: dict[str, Any]) -> str:
@@ -194,7 +190,11 @@ def print_inspection(inspection: dict[str, Any]) -> None:
     """Print what was done to a checkpoint."""
     table = _table("", inspection.get("method", "stripped"))
     if "stripped" in inspection:
-        _add_stripped(table, inspection["stripped"])
+        stripped = inspection["stripped"]
+        removed = _removed(stripped.get("removed_layers") or (), stripped.get("removed_memories") or ())
+        origin = f"{stripped.get('model')}, upscaled with {stripped.get('method')}"
+        _add(table, "stripped from", f"{origin}; took out {removed}")
+        _add(table, "", f"its weights {_confirmation(stripped, 'were')}")
     if "method" not in inspection:
         _add(table, "model type", inspection["model_type"])
         _add(table, "layers", str(inspection["num_layers"]))
@@ -236,14 +236,6 @@ def _carried_code(code: dict[str, Any]) -> str:
     return f"{code['file']} is NOT what midus-hf {__version__} generates: read it before you trust it"
 
 
-def _add_stripped(table: Table, stripped: dict[str, Any]) -> None:
-    removed = _removed(stripped.get("removed_layers") or (), stripped.get("removed_memories") or ())
-    _add(
-        table, "stripped from", f"{stripped.get('model')}, upscaled with {stripped.get('method')}; took out {removed}"
-    )
-    _add(table, "", f"its weights {_confirmation(stripped, 'were')}")
-
-
 def _confirmation(record: dict[str, Any], verb: str) -> str:
     """Return whether the weights that `strip` wrote equal the base's, as text."""
     confirmed, differing = record.get("base_confirmed"), record.get("differing_tensors")
@@ -257,28 +249,23 @@ def _confirmation(record: dict[str, Any], verb: str) -> str:
 def print_stripped(result: dict[str, Any]) -> None:
     """Print what `strip` took out, and whether the weights left equal the base's."""
     removed = _removed(result["removed_layer_indices"], result["removed_memories"])
-    RichConsole().print(
+    _say(
         f"{result['output']}: {result['model_type']} with {result['num_layers']} layers; took out {removed}. "
-        f"Its weights {_confirmation(result, 'are')}.",
-        markup=False,
+        f"Its weights {_confirmation(result, 'are')}."
     )
 
 
 def print_extracted(result: dict[str, Any]) -> None:
     """Print which language model was extracted."""
-    RichConsole().print(
-        f"{result['output']}: {result['model_type']} with {result['num_layers']} layers; left out {result['left_out']} tensors of "
-        "the larger model.",
-        markup=False,
-        soft_wrap=True,
-    )
+    model = f"{result['model_type']} with {result['num_layers']} layers"
+    _say(f"{result['output']}: {model}; left out {result['left_out']} tensors of the larger model.")
 
 
 def print_adapter(result: dict[str, Any]) -> None:
     """Print which layers of the upscaled model have the adapter."""
     layers = ", ".join(map(str, result["layers"])) or "no layer"
     summary = f"{result['peft_type']} adapter on {result['modules']} modules, in layers {layers} of {result['onto']}"
-    RichConsole().print(f"{result['output']}: {summary}.", markup=False, soft_wrap=True)
+    _say(f"{result['output']}: {summary}.")
 
 
 def _removed(layers: Sequence[int], memories: Sequence[str]) -> str:

@@ -37,7 +37,6 @@ _PREDICTING = "num_nextn_predict_layers"
 # Heads of Transformers' general classes for tasks (`transformers.modeling_layers`).
 _TASK_HEADS = ("score.weight", "qa_outputs.weight")
 MOST_LAYERS = 10_000
-_LISTED = 3
 
 
 @dataclass(frozen=True)
@@ -175,11 +174,7 @@ def write_config(folder: Path, config: Config) -> None:
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def open_base(
-    folder: Path,
-    needs_weights: bool = True,
-    adapter: Adapter | None = None,
-) -> BaseModel:
+def open_base(folder: Path, needs_weights: bool = True, adapter: Adapter | None = None) -> BaseModel:
     """Open a checkpoint's folder, and check that it is complete and can be upscaled; an `adapter` is merged as weights are read."""
     config = read_config(folder)
     composite: CompositeModel | None = None
@@ -193,9 +188,6 @@ def open_base(
         raise RequestError(
             f"config.json has num_hidden_layers = {layers!r}; expected an integer from 1 to {MOST_LAYERS}."
         )
-    dtype = config["dtype"] if config.get("dtype") is not None else config.get("torch_dtype")
-    if not isinstance(dtype, str | None):
-        raise RequestError(f"config.json has dtype = {dtype!r}; expected a name such as 'bfloat16'.")
     if (folder / ADAPTER_CONFIG).is_file() and (adapter is None or not adapter.folder.samefile(folder)):
         raise RequestError(
             "the base holds a PEFT adapter (adapter_config.json), which transformers would add when it loads the result; "
@@ -213,7 +205,8 @@ def open_base(
         carried = composite.spelling.others
         expected |= carried
     if stored is None:
-        dtype = SAFETENSORS_NAMES.get(str(dtype).removeprefix("torch."), "F32")
+        named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+        dtype = SAFETENSORS_NAMES.get(named, "F32")
         planned = {name: StoredTensor(dtype, shape) for name, shape in expected.items()}
         return BaseModel(folder, config, family, layout, planned, composite=composite)
 
@@ -244,17 +237,9 @@ def open_base(
     missing = [name for name in expected if name not in stored]
     if missing:
         check_lists(config)
-        held = {int(match["layer"]) for name in stored if (match := _LAYER_KEY.match(name))}
-        absent = [str(layer) for layer in range(layers) if layer not in held]
-        if absent and held:
-            raise RequestError(
-                f"config.json has num_hidden_layers = {layers}, but the base holds no tensor of layer{'s' * (len(absent) > 1)} "
-                f"{first_few(absent)}; expected layers from 0 to {layers - 1}. Correct num_hidden_layers, number layers without "
-                "gaps, or download the base again."
-            )
         raise RequestError(
-            f"the base lacks {len(missing)} tensors that its config asks for, such as {', '.join(missing[:_LISTED])}. "
-            "Download or save it again, or correct config.json."
+            f"the base lacks {len(missing)} tensors that its config asks for, {first_few(missing)}. Download or save it again, or "
+            f"correct config.json, which has num_hidden_layers = {layers}."
         )
     expected |= {name: shape for name, shape in layout.tied.items() if name in stored}
     for name, shape in expected.items():
@@ -268,26 +253,19 @@ def open_base(
         form = stored[name].dtype
         if form not in TORCH_NAMES and (name not in integers or INTEGER_NAMES.get(form) != integers[name]):
             wanted = integers.get(name, "float32, float16 or bfloat16")
-            remedy = "Start from the unquantised checkpoint."
-            if form.startswith("F8") and not config.get("quantization_config"):
-                remedy = f"config.json has no quantization_config that says what its scales mean. {remedy}"
-            raise RequestError(f"{name} is stored as {form}; expected {wanted} weights. {remedy}")
+            raise RequestError(
+                f"{name} is stored as {form}; expected {wanted} weights, or a quantization_config in config.json that says what they "
+                "mean. Start from the unquantised checkpoint."
+            )
     unexpected = tuple(name for name in stored if name not in expected)
     predicting = config.get(_PREDICTING) or 0
-    beyond = next(
-        (
-            name
-            for name in unexpected
-            if (match := _LAYER_KEY.match(name)) and int(match["layer"]) >= layers + predicting
-        ),
-        None,
-    )
-    if beyond:
-        also = f" and {_PREDICTING} = {predicting}" if predicting else ""
-        raise RequestError(
-            f"the base holds {beyond}, but config.json has num_hidden_layers = {layers}{also}. "
-            "Weights and config.json do not belong together."
-        )
+    for name in unexpected:
+        if (match := _LAYER_KEY.match(name)) and int(match["layer"]) >= layers + predicting:
+            also = f" and {_PREDICTING} = {predicting}" if predicting else ""
+            raise RequestError(
+                f"the base holds {name}, but config.json has num_hidden_layers = {layers}{also}. "
+                "Weights and config.json do not belong together."
+            )
     if adapter is not None:
         stored = _merged(adapter, stored, prefix, layout, config)
     return BaseModel(folder, config, family, layout, stored, unexpected, composite, parts, packed, prefix, tied_head)

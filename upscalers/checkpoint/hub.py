@@ -1,6 +1,5 @@
 """Upload of a checkpoint to the hub."""
 
-import shlex
 from pathlib import Path
 
 from midus_hf.model_names import answer_of_hub
@@ -20,13 +19,8 @@ def check_repo_id(repo_id: str) -> None:
 
 def check_account(repo_id: str) -> None:
     """Ask the hub who the account is, before anything is downloaded; refuse if nobody is logged in or the hub does not answer."""
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi
 
-    if constants.HF_HUB_OFFLINE:
-        raise RequestError(
-            f"push-to-hub is {repo_id!r}, but HF_HUB_OFFLINE is set; expected a hub that can be reached. "
-            "Unset it, or upload the output later."
-        )
     try:
         HfApi().whoami()
     except Exception as error:
@@ -73,8 +67,3 @@ def push_folder(folder: Path, repository: str) -> str:
 
     commit = HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload upscaled checkpoint")
     return str(commit.commit_url)
-
-
-def upload_command(folder: Path, repository: str, private: bool) -> str:
-    """Return the shell command that uploads a folder, for a person to type after `push_folder` failed."""
-    return shlex.join(["hf", "upload", repository, str(folder), *(["--private"] if private else [])])

@@ -8,7 +8,7 @@ the config.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -105,16 +105,6 @@ def with_products(
         tensors[name] = ScaledTensor(dtype, weight.shape, None, 0, weight, scales, block)
         parts.add(name + SUFFIX)
     return tensors, frozenset(parts), frozenset()
-
-
-def num_partly_scaled(tensors: Iterable[StoredTensor]) -> int:
-    """Return how many weights in FP8 have several blocks in a row or a column, the last of them partial."""
-    return sum(
-        isinstance(tensor, ScaledTensor)
-        and tensor.block is not None
-        and any(size > length and size % length for size, length in zip(tensor.shape, tensor.block, strict=True))
-        for tensor in tensors
-    )
 
 
 def _packed(stored: Mapping[str, StoredTensor], config: Config) -> dict[str, StoredTensor]:

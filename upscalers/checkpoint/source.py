@@ -151,29 +151,12 @@ def _download(name: str, revision: str | None, config_only: bool) -> Path:
 def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str | None = None) -> Path:
     """Fetch the files of a repository that match the patterns; patterns without a match are ignored."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(wanted), ignore_patterns=ignored))
-    except GatedRepoError:
-        raise RequestError(
-            f"{name!r} is gated; accept its terms on the hub and log in with 'hf auth login'."
-        ) from None
     except HFValidationError as error:
         raise RequestError(f"{name!r} is no local folder and no hub id. {error}") from None
-    except RevisionNotFoundError:
-        raise RequestError(
-            f"{name!r} has no revision {revision!r} on the hub; expected a branch, a tag or a commit."
-        ) from None
-    except RepositoryNotFoundError:
-        raise RequestError(f"{name!r} is no local folder and was not found on the hub. Check its spelling.") from None
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:
         raise _unavailable(name, error) from None
 

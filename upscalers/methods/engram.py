@@ -49,11 +49,7 @@ class Engram(AttachedMemoryMethod):
                 None, "texts whose n-grams have a row, if the table is exact: a file, a folder or a dataset of the Hub"
             ),
         ),
-        (
-            "min_documents",
-            int,
-            option(1, "texts of the corpus that have an n-gram, at least, for it to have a row"),
-        ),
+        ("min_documents", int, option(1, "texts of the corpus that have an n-gram, at least, for it to have a row")),
         (
             "names",
             bool,

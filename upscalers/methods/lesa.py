@@ -160,12 +160,7 @@ class MatrixPrediction(Solver):
     """Solver of one matrix [out, in] of every new layer; it needs `8 max(5 out^2, 2 out^2 + 5 out in)` bytes of memory."""
 
     def __init__(
-        self,
-        base: BaseModel,
-        matrix: Projection,
-        gaps: dict[int, tuple[int, int]],
-        seed: int,
-        options: LesaOptions,
+        self, base: BaseModel, matrix: Projection, gaps: dict[int, tuple[int, int]], seed: int, options: LesaOptions
     ):
         super().__init__(matrix.role)
         self._sources = [base.layer_names[layer][matrix.name] for layer in range(base.num_layers)]

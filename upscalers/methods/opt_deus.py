@@ -12,14 +12,7 @@ from midus_hf.model_names import usable_device
 from upscalers.architecture.family import MATRIX_ROLES, LayerTensor, Projection, projections_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import OPT_DEUS, register_method
-from upscalers.methods.dense_block import (
-    IDENTITY_HELP,
-    FusionMethod,
-    FusionOptions,
-    IdentityInit,
-    MatrixMethod,
-    mean,
-)
+from upscalers.methods.dense_block import IDENTITY_HELP, FusionMethod, FusionOptions, IdentityInit, MatrixMethod, mean
 from upscalers.plan.plan import New
 from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Recipe
@@ -221,12 +214,7 @@ class BlockFusion(Solver):
             plan = assignment(source, target, options.plan_scale)
         else:
             plan = sinkhorn(
-                source,
-                target,
-                options.regularization,
-                options.tolerance,
-                options.max_iterations,
-                options.plan_scale,
+                source, target, options.regularization, options.tolerance, options.max_iterations, options.plan_scale
             )
         seconds = time.perf_counter() - started
         norm = (source if original is None else original).norm().item()
@@ -245,12 +233,7 @@ class BlockFusion(Solver):
         return plan
 
     def _fused(
-        self,
-        role: str,
-        plan: "Transport",
-        scratch: Scratch,
-        source: "torch.Tensor",
-        following: "torch.Tensor",
+        self, role: str, plan: "Transport", scratch: Scratch, source: "torch.Tensor", following: "torch.Tensor"
     ) -> "Iterator[tuple[str, torch.Tensor]]":
         """Yield the mean of matched and next rows, of the weight and of the bias."""
         yield self._weights[role].key, ((plan.rows(source) + following) / 2).cpu()

@@ -26,21 +26,6 @@ _ADAPTERS = [
     "",
 ]
 
-# What the card says of the result, by whether the method promises identity and whether models were compared. Once the model is
-# trained, the card says the same, which holds of what it was.
-_BIRTH = {
-    (True, True): "Before any training it computes exactly what the base computes.",
-    (
-        True,
-        False,
-    ): "Before any training it computes exactly what the base computes, as the method promises; nothing was compared.",
-    (False, True): "It is meant to be trained: before that it is not promised to compute what the base computes.",
-    (
-        False,
-        False,
-    ): "It is meant to be trained: before that it is not promised to compute what the base computes; nothing was compared.",
-}
-
 
 def model_card(
     method: Method,
@@ -60,13 +45,23 @@ def model_card(
     """Return the text of `README.md`: metadata, how to load the model, parameters, how it was made, layers, licence and citation."""
     base_name = base.label
     writes = auto_class == "AutoModelForCausalLM" and has_tokenizer(path.name for path in base.folder.iterdir())
-    start = _BIRTH[method.identity, compared]
+    # Once the model is trained, the card says the same, which holds of what it was.
+    start = "It is meant to be trained: before that it is not promised to compute what the base computes"
+    if method.identity:
+        start = "Before any training it computes exactly what the base computes" + ", as the method promises" * (
+            not compared
+        )
+    start += "." if compared else "; nothing was compared."
     described = [plan.describe(index, memories) for index in range(plan.num_layers)]
     rows = [
         f"| **{index}** | **{description}** |" if index in plan.new_indices else f"| {index} | {description} |"
         for index, description in enumerate(described)
     ]
     measured = _measured(measurements) if measurements else []
+    bank = (
+        f"Beside the checkpoint lies a bank of {counts.bank or 0:,} parameters, of which each text fetches {counts.fetched or 0:,} "
+        "by its path in a tree of topics: `model(input_ids, memory_ids=paths)`."
+    )
     return "\n".join(
         [
             front_matter(base, carried, ["midus-hf", method.name, "upscaled"]),
@@ -85,7 +80,7 @@ def model_card(
             "|---|---|---|---|",
             f"| {counts.base:,} | {counts.new:,} | {counts.total:,} | {counts.trainable:,} |",
             "",
-            *_bank(counts),
+            *([] if counts.bank is None else [bank, ""]),
             "## How it was made",
             "",
             "`upscale --config FILE --output DIR` makes it again from:"
@@ -115,16 +110,6 @@ def _change(plan: Plan, memories: Memories) -> str:
         return f"as {plan.num_layers} layers, {len(plan.new_indices)} of them new"
     attached = [memories.attached[name] for name in plan.new_memories]
     return "with memory " + ", ".join(f"{entry.site} of {len(entry.layers)} of them" for entry in attached)
-
-
-def _bank(counts: ParameterCounts) -> list[str]:
-    if counts.bank is None:
-        return []
-    return [
-        f"Beside the checkpoint lies a bank of {counts.bank:,} parameters, of which each text fetches {counts.fetched:,} by its path "
-        "in a tree of topics: `model(input_ids, memory_ids=paths)`.",
-        "",
-    ]
 
 
 def _measured(measurements: Sequence[Measurement]) -> list[str]:

@@ -6,7 +6,6 @@ from midus_hf.files.outputs import CONFIG_KEY
 from upscalers.architecture.inferred import InferredFamily, change_of_settings
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.merged_adapter import Adapter
-from upscalers.checkpoint.quantised_weights import num_partly_scaled
 from upscalers.checkpoint.safetensors_format import INTEGERS, SAFETENSORS_NAMES, TORCH_NAMES
 from upscalers.checkpoint.source import Source
 from upscalers.methods.contract import Method
@@ -83,13 +82,6 @@ class Job:
         self.concerns = method.concerns(base, plan)
         if base.layout.implies_types and (pattern := pattern_concern(base, self.config)) is not None:
             self.concerns = [*self.concerns, pattern]
-        partial = num_partly_scaled(base.tensors.values())
-        if partial:
-            self.concerns = [
-                *self.concerns,
-                f"blocks of {partial} FP8 weights are partial. transformers computes with them where it has FP8 kernels; where it "
-                "has none, as on CPUs, it refuses them or multiplies them out wrongly, in the base too.",
-            ]
         banks = self.layout.memories.banks
         self.new_banks = {name: layout for name, layout in banks.items() if name in plan.new_memories}
 
