@@ -79,7 +79,7 @@ DENSE = {
 OPT_DEUS = [
     ("regularization=0", r"regularization is 0\.0; expected a number above 0\."),
     ("tolerance=0", r"tolerance is 0\.0; expected a number above 0\."),
-    ("max_iterations=0", "max_iterations is 0; expected at least 1."),
+    ("max_iterations=0", "max_iterations is 0; expected a number above 0."),
     ("identity=zero_out_norm", "identity is 'zero_out_norm', but llama has no norm behind its projections"),
 ]  # fmt: skip
 LESA = [

@@ -128,7 +128,7 @@ def test_a_record_without_a_base_is_as_good_as_none(base, tmp_path, text):
     assert same_tensors(tmp_path / "stripped", base)
 
 
-NOT_OF_THE_MODEL = r"config\.json has a plan or new_memories \(in upscale\) that are not those of a model of 6 layers; expected what upscale wrote"
+NOT_OF_THE_MODEL = r"config\.json has a plan or new_memories \(in upscale\) that are not those of a model of 6 layers"
 NEW_BEFORE, NEW_AFTER = {"previous": None, "next": 0, "sources": [0]}, {"previous": 2, "next": 3, "sources": [3]}
 
 

@@ -49,17 +49,14 @@ def _indexed_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTenso
     for name in files:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise RequestError(f"{index_path.name} names the shard {name!r}; expected a .safetensors file beside it.")
-        if not (folder / name).is_file():
-            if not needs_weights:
-                return None
-            raise RequestError(f"{index_path.name} names {name}, which is missing. Download or save the base again.")
-        headers[name] = read_header(folder / name)
-    absent = [name for name, file in weight_map.items() if name not in headers[str(file)]]
-    if absent:
-        raise RequestError(
-            f"{index_path.name} places {absent[0]} in {weight_map[absent[0]]}, which does not hold it "
-            f"({len(absent)} such tensors). Download or save the base again."
-        )
+        if not (folder / name).is_file() and not needs_weights:
+            return None
+        headers[name] = read_header(folder / name) if (folder / name).is_file() else {}
+    for name, file in weight_map.items():
+        if name not in headers[str(file)]:
+            raise RequestError(
+                f"{index_path.name} places {name} in {file}, which is missing or does not hold it. Download or save the base again."
+            )
     # transformers also loads tensors that the files hold but the index omits.
     forgotten = {name: tensor for header in headers.values() for name, tensor in header.items()}
     return {**forgotten, **{name: headers[str(file)][name] for name, file in weight_map.items()}}

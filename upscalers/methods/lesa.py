@@ -47,16 +47,16 @@ class LesaOptions(FusionOptions):
     device: str = option("cpu", "where predictors are trained: cpu, cuda, cuda:1")
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "epochs", "batch_size"):
-            count = getattr(self, name)
-            if count < 1:
-                raise RequestError(f"{name} is {count}; expected at least 1.")
-        if not 0 < self.learning_rate < float("inf"):
-            raise RequestError(f"learning_rate is {self.learning_rate}; expected a number above 0.")
-        if not 0 <= self.weight_decay < float("inf"):
-            raise RequestError(f"weight_decay is {self.weight_decay}; expected 0 or more.")
-        if not 0 <= self.norm_weight <= 1:
-            raise RequestError(f"norm_weight is {self.norm_weight}; expected 0 <= norm_weight <= 1.")
+        for name, is_right, expected in (
+            ("hidden_size", self.hidden_size >= 1, "at least 1"),
+            ("epochs", self.epochs >= 1, "at least 1"),
+            ("batch_size", self.batch_size >= 1, "at least 1"),
+            ("learning_rate", 0 < self.learning_rate < math.inf, "a number above 0"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "0 or more"),
+            ("norm_weight", 0 <= self.norm_weight <= 1, "0 <= norm_weight <= 1"),
+        ):
+            if not is_right:
+                raise RequestError(f"{name} is {getattr(self, name)}; expected {expected}.")
 
 
 @register_method("lesa")
@@ -93,23 +93,15 @@ class Lesa(MatrixMethod):
     def recipes(self, base: BaseModel, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
         recipes = super().recipes(base, plan, seed)
         filled = self.filled_roles(base)
-        gaps = {
-            index: (layer.sources[1], layer.sources[0])
-            for index, layer in enumerate(plan.layers)
-            if isinstance(layer, New)
-        }
+        new = {index: layer for index, layer in enumerate(plan.layers) if isinstance(layer, New)}
+        gaps = {index: (layer.sources[1], layer.sources[0]) for index, layer in new.items()}
         tensors = base.layout.backbone_layers[0]
         matrices = [
-            matrix
-            for matrix in projections_of(tensors)
-            if matrix.role not in filled and matrix.name.endswith(".weight")
+            each for each in projections_of(tensors) if each.role not in filled and each.name.endswith(".weight")
         ]
-        solvers = [MatrixPrediction(base, matrix, gaps, seed, self.options) for matrix in matrices]
+        solvers = [(each, MatrixPrediction(base, each, gaps, seed, self.options)) for each in matrices]
         for index in gaps:
-            made = [
-                (each, SolverTensor(each.shape, solver, str(index)))
-                for each, solver in zip(matrices, solvers, strict=True)
-            ]
+            made = [(each, SolverTensor(each.shape, solver, str(index))) for each, solver in solvers]
             recipes[index] |= stacked(tensors, made)
         return recipes
 
@@ -123,7 +115,8 @@ class Lesa(MatrixMethod):
 
     def review(self, measurements: Sequence[Measurement]) -> list[str]:
         concerns = []
-        collapsed = _worst([row for row in measurements if row["norm_ratio"] < _COLLAPSED], "norm_ratio")
+        weak = [row for row in measurements if row["norm_ratio"] < _COLLAPSED]
+        collapsed = _worst(weak, "norm_ratio")
         if collapsed:
             concerns.append(
                 f"predictions collapsed: their norm is below {_COLLAPSED} of their neighbours' ({collapsed}); they do little at "
@@ -135,10 +128,8 @@ class Lesa(MatrixMethod):
             concerns.append(
                 f"the base's layers do not span all directions: {listed} singular values lie under the guard and are left out."
             )
-        unrelated = _worst(
-            [row for row in measurements if row["norm_ratio"] >= _COLLAPSED and row["cosine_to_mean"] < _UNRELATED],
-            "cosine_to_mean",
-        )
+        others = [row for row in measurements if row not in weak and row["cosine_to_mean"] < _UNRELATED]
+        unrelated = _worst(others, "cosine_to_mean")
         if unrelated and not self.identity:
             concerns.append(
                 f"predictions have a norm but no direction: their cosine to their neighbours' mean is below {_UNRELATED} "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from midus_hf.config.options import option
 from midus_hf.config.wording import install_extra
 from midus_hf.model_names import usable_device
-from upscalers.architecture.family import MATRIX_ROLES, LayerTensor, Projection, projections_of
+from upscalers.architecture.family import LayerTensor, Projection, projections_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import OPT_DEUS, register_method
 from upscalers.methods.dense_block import IDENTITY_HELP, FusionMethod, FusionOptions, IdentityInit, MatrixMethod, mean
@@ -39,27 +39,22 @@ class OptDeusOptions(FusionOptions):
         "sinkhorn", "entropic transport, or the exact assignment: a permutation, slow beyond a few thousand rows"
     )
     plan_scale: Literal["barycentric", "raw"] = option(
-        "barycentric",
-        "barycentric: each matched row is a mean of rows, as the method says; raw: plan entries as they are, which "
-        "shrinks matched rows by their number, as the released code does",
+        "barycentric", "matched rows are means of rows, as the method says, or, as released, shrink by their number"
     )
     regularization: float = option(0.06, "of the entropy, in units of the distance between rows")
     tolerance: float = option(1e-4, "largest L1 violation of the plan's marginals at which Sinkhorn stops")
     max_iterations: int = option(10000, "after which Sinkhorn stops all the same, with a warning")
     mlp_t_in: Literal["o_proj", "residual_mean"] = option(
         "o_proj",
-        "what maps the inputs of gate and up: the output projection's plan, as released, or its mean with the identity, "
-        "as for the norm in front",
+        "what maps inputs of gate and up: the output projection's plan, as released, or its mean with the identity",
     )
     precision: Literal["float64", "float32"] = option("float64", "what transport is computed in")
     device: str = option("cpu", "where it is computed: cpu, cuda, cuda:1")
 
     def __post_init__(self) -> None:
-        for name, value in (("regularization", self.regularization), ("tolerance", self.tolerance)):
-            if not 0 < value < float("inf"):
-                raise RequestError(f"{name} is {value}; expected a number above 0.")
-        if self.max_iterations < 1:
-            raise RequestError(f"max_iterations is {self.max_iterations}; expected at least 1.")
+        for name in ("regularization", "tolerance", "max_iterations"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise RequestError(f"{name} is {getattr(self, name)}; expected a number above 0.")
 
 
 @register_method("avg-deus")
@@ -104,15 +99,14 @@ class OptDeus(MatrixMethod):
     def review(self, measurements: Sequence[Measurement]) -> list[str]:
         concerns = []
         late = [row for row in measurements if not row["residual"] <= self.options.tolerance]
-        for role in MATRIX_ROLES:
-            rows = [row for row in late if row["tensor"] == role]
-            if rows:
-                worst, most = max(row["residual"] for row in rows), max(row["iterations"] for row in rows)
-                concerns.append(
-                    f"Sinkhorn did not converge for {role} of new layers {', '.join(str(row['layer']) for row in rows)}: residual "
-                    f"{worst:.2g} after {most} iterations, expected at most {self.options.tolerance:g}. Raise max_iterations, "
-                    "tolerance or regularization."
-                )
+        if late:
+            worst = max(late, key=lambda row: row["residual"])
+            concerns.append(
+                f"Sinkhorn did not converge for {', '.join(dict.fromkeys(row['tensor'] for row in late))} of new layers "
+                f"{', '.join(dict.fromkeys(str(row['layer']) for row in late))}: residual up to {worst['residual']:.2g} after "
+                f"{worst['iterations']} iterations, expected at most {self.options.tolerance:g}. Raise max_iterations, tolerance or "
+                "regularization."
+            )
         ordered = sorted(measurements, key=lambda row: -row["norm_ratio"])
         weak = {row["tensor"]: row for row in ordered if row["norm_ratio"] < _WEAK}  # the weakest layer per role
         if weak and self.options.plan_scale == "barycentric":
@@ -213,9 +207,8 @@ class BlockFusion(Solver):
         if options.solver == "hungarian":
             plan = assignment(source, target, options.plan_scale)
         else:
-            plan = sinkhorn(
-                source, target, options.regularization, options.tolerance, options.max_iterations, options.plan_scale
-            )
+            limits = (options.regularization, options.tolerance, options.max_iterations)
+            plan = sinkhorn(source, target, *limits, options.plan_scale)
         seconds = time.perf_counter() - started
         norm = (source if original is None else original).norm().item()
         self.measurements.append(

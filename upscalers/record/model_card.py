@@ -58,6 +58,7 @@ def model_card(
         for index, description in enumerate(described)
     ]
     measured = _measured(measurements) if measurements else []
+    paper = method.paper
     bank = (
         f"Beside the checkpoint lies a bank of {counts.bank or 0:,} parameters, of which each text fetches {counts.fetched or 0:,} "
         "by its path in a tree of topics: `model(input_ids, memory_ids=paths)`."
@@ -100,7 +101,11 @@ def model_card(
             *(_ADAPTERS if plan.renumbers else []),
             *measured,
             *licence_section(carried),
-            *_citation(method),
+            *(
+                []
+                if paper is None
+                else ["## Cite", "", f"{paper.title} ({paper.reference}).", "", "```bibtex", paper.bibtex, "```", ""]
+            ),
         ]
     )
 
@@ -121,21 +126,6 @@ def _measured(measurements: Sequence[Measurement]) -> list[str]:
         "Mean over layers, and lowest to highest; `upscale.json` has every layer.",
         "",
         *(f"| {' | '.join(line)} |" for line in lines),
-        "",
-    ]
-
-
-def _citation(method: Method) -> list[str]:
-    if method.paper is None:
-        return []
-    return [
-        "## Cite",
-        "",
-        f"{method.paper.title} ({method.paper.reference}).",
-        "",
-        "```bibtex",
-        method.paper.bibtex,
-        "```",
         "",
     ]
 

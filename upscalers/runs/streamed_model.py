@@ -1,6 +1,6 @@
 """A model that runs with the weights of one module in memory, reading them from the files when the module is called."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,20 +115,11 @@ def path_of_last_leaf(config: Any) -> tuple[int, ...] | None:
     return None
 
 
-class _StoredWeights(Mapping[str, torch.Tensor]):
+class _StoredWeights(dict[str, StoredTensor]):
     """Tensors by their names in the model, read again at each access."""
 
-    def __init__(self, places: dict[str, StoredTensor]):
-        self._places = places
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return read_tensor(self._places[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
+    def __getitem__(self, name: str) -> Any:
+        return read_tensor(super().__getitem__(name))
 
 
 def _places(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

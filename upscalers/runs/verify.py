@@ -83,7 +83,10 @@ def compare_models(
     if identity and (mismatches or not equal):
         compared = "hidden states" if equal else "logits"
         difference = mismatches[0][1] if equal else _largest_difference(base_logits, new_logits)
-        position = _place(mismatches[0][0] if mismatches else None, plan)
+        number = mismatches[0][0] if mismatches else None
+        position = "behind the last layer" if number is None else "in the embedding"
+        if number:
+            position = f"in layer {number - 1} ({plan.describe(number - 1)})"
         raise VerificationError(
             f"the upscaled model's {compared} differ from the base's by up to {difference:g}; expected a difference of exactly 0. "
             f"They first differ {position}."
@@ -106,11 +109,9 @@ def compare_models(
         progress.warn("every logit of the base is NaN or infinite, so that nothing was compared.")
         return Identity(None, None), None
     stored, run_in = TORCH_NAMES[base.dtype], TORCH_NAMES[dtype]
-    sides = (
-        f"base and result in {stored}"
-        if stored == run_in
-        else f"base rounded from {stored} to {run_in}, result in {run_in}"
-    )
+    sides = f"base and result in {stored}"
+    if stored != run_in:
+        sides = f"base rounded from {stored} to {run_in}, result in {run_in}"
     return Identity("logits", largest, sides), divergence
 
 
@@ -190,10 +191,3 @@ def _divergence(left: torch.Tensor, right: torch.Tensor) -> float | None:
 def _rows(left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield corresponding rows of two tensors of the same shape, a few rows at a time."""
     return zip(left.flatten(0, -2).split(_ROWS_AT_ONCE), right.flatten(0, -2).split(_ROWS_AT_ONCE), strict=True)
-
-
-def _place(number: int | None, plan: Plan) -> str:
-    """Return, as text, where two models first differ: in layer `number`, from 1; 0 is in front of all layers, None behind."""
-    if number:
-        return f"in layer {number - 1} ({plan.describe(number - 1)})"
-    return "in the embedding" if number == 0 else "behind the last layer"
