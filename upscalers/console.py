@@ -1,6 +1,6 @@
 """Output of the commands on a terminal: progress on standard error, tables on standard output."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import rich.box
@@ -89,6 +89,12 @@ def _add(table: Table, *cells: str, style: str | None = None) -> None:
     table.add_row(*map(Text, cells), style=style)
 
 
+def _print_rows(table: Table, rows: Iterable[Iterable[str]]) -> None:
+    for row in rows:
+        _add(table, *row)
+    RichConsole().print(table)
+
+
 def print_report(report: UpscaleReport, dry_run: bool) -> None:
     """Print the summary of an upscaling."""
     counts = report.parameters
@@ -116,9 +122,7 @@ def print_report(report: UpscaleReport, dry_run: bool) -> None:
             f"{_gigabytes(report.bytes.written)} in {report.seconds:.1f} s, peak memory {_gigabytes(report.peak_rss_bytes)}"
         )
         rows["identity"] = _identity(report)
-    for name, value in rows.items():
-        _add(table, name, value)
-    RichConsole().print(table)
+    _print_rows(table, rows.items())
     if report.measurements:
         print_measurements(report.measurements)
 
@@ -135,10 +139,7 @@ def _identity(report: UpscaleReport) -> str:
 def print_measurements(measurements: list[dict[str, Any]]) -> None:
     """Print what solvers measured, one row per kind of tensor: mean, lowest and highest value over the new layers."""
     header, *rows = summary_table(measurements)
-    table = _table(*header)
-    for row in rows:
-        _add(table, *row)
-    RichConsole().print(table)
+    _print_rows(_table(*header), rows)
 
 
 def print_method_list(methods: list[dict[str, Any]]) -> None:

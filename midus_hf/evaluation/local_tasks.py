@@ -63,7 +63,7 @@ def _check_facts(path: Path, config: dict[str, Any]) -> None:
                     f"line {number} of {path} is {line.strip()[:80]!r}; expected an object of JSON with question, a text, and "
                     "answers, a list of texts each of which is right."
                 )
-            for answer in answers:
+            for answer in answers or ():
                 (clause, *_) = re.findall(first_clause["regex_pattern"], answer)
                 compared = _compared_part(config, answer)
                 if not compared or _compared_part(config, clause) != compared:

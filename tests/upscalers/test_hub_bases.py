@@ -80,8 +80,8 @@ def test_inspect_and_strip_take_a_revision_as_well(hub, bases, command, tmp_path
             "'org/base' is no local folder, and the Hub answers with status 404 (404 Client Error. Revision Not Found for",
         ),
         ("org/base@" + "0" * 40, "404 Client Error. Revision Not Found for"),
-        ("org/base@", "'org/base@' has no revision behind '@'; expected a branch, a tag or a commit."),
-        ("./old@v1", "revision is 'v1', but './old' is local and has no revisions; expected a hub id."),
+        ("org/base@", "'org/base@' has no revision behind '@', or is local, where there are none; expected a hub id"),
+        ("./old@v1", "'./old@v1' has no revision behind '@', or is local, where there are none; expected a hub id"),
     ],
 )
 def test_a_revision_that_cannot_be_is_refused(two_revisions, command, tmp_path, base, message):

@@ -136,9 +136,9 @@ ULTRAMEM = [
     ("site=behind-layer", "site is 'behind-layer'; expected one of: beside-ffn, skip."),
 ]  # fmt: skip
 MODA = [
-    ("layers=late:1", "layers is 'late:1', which chooses layer 3 alone; expected two or more, for a layer reads"),
+    ("layers=late:1", "layers is [3]; expected two or more, for a layer reads"),
     ("layers=[2]", "layers is [2]; expected two or more, for a layer reads what another in front of it wrote."),
-    ("layers=1", "layers is 1, which chooses layer 2 alone; expected two or more, for a layer reads what another in front of"),
+    ("layers=1", "layers is [2]; expected two or more, for a layer reads what another in front of"),
     ("layers=[2,4]", "layers is [2, 4]; expected all, a number from 1 to 4, a share such as 0.25, early:N, middle:N or"),
     ("joining=joint", "joining is 'joint', with which the new slots change what the base computes; expected added or"),
     (

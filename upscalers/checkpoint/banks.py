@@ -27,11 +27,8 @@ def create_banks(folder: Path, layouts: Mapping[str, BankLayout], dtype: str, se
     from midus_hf.banks.memory_bank import create_bank
 
     for name, layout in layouts.items():
-        create_bank(folder / BANKS_FOLDER / name, layout, getattr(torch, dtype), _seed_of(name, seed))
-
-
-def _seed_of(name: str, seed: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4], "little")
+        own_seed = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4], "little")
+        create_bank(folder / BANKS_FOLDER / name, layout, getattr(torch, dtype), own_seed)
 
 
 def carry_banks(

@@ -150,10 +150,8 @@ def read_config(path: Path) -> Config:
             raise RequestError(f"{folder} has no config.json{_held_instead(folder)}")
     try:
         config = parse_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error.strerror}. Give another file.") from None
-    except ValueError as error:
-        raise RequestError(f"{path} is not JSON ({error}). Repair or download it again.") from None
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path} is not JSON, or cannot be read ({error}). Repair or download it again.") from None
     if not isinstance(config, dict):
         raise RequestError(f"{path} holds a {type(config).__name__}; expected a JSON object.")
     return config

@@ -186,8 +186,7 @@ def _built(native: str) -> CompositeModel:
     )
     direct = Spelling(f"{paths[0]}.", f"{heads[0]}.", _shapes(outside))
     values = {key: value for key, value in language_config.to_dict().items() if key not in _OF_FILE}
-    tied = getattr(model.config, "tie_word_embeddings", None)
-    if tied is not None:
+    if (tied := getattr(model.config, "tie_word_embeddings", None)) is not None:
         values["tie_word_embeddings"] = tied
     spellings = (written,) if written == direct else (written, direct)
     return CompositeModel(json.loads(native), json.loads(json.dumps(values)), spellings, auto_class)

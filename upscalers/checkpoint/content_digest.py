@@ -4,7 +4,6 @@ import hashlib
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.computed_tensor import ComputedTensor
@@ -69,8 +68,6 @@ class TensorDigests:
                 left -= read
         return digest.hexdigest()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._stopped.set()
         self._pool.shutdown(cancel_futures=True)

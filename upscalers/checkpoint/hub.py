@@ -50,8 +50,7 @@ def _refusal(repo_id: str, error: Exception) -> RequestError:
     """Return what a person should know and do about an error of the hub's client."""
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-    reason = one_line(error)
+    status, reason = error.response.status_code if isinstance(error, HfHubHTTPError) else None, one_line(error)
     if status in (401, 403) or isinstance(error, LocalTokenNotFoundError):
         return RequestError(
             f"push-to-hub is {repo_id!r}, but the Hub does not let this account write there ({reason}); expected a repository of "

@@ -51,10 +51,11 @@ class Adapter:
         folder = adapter_folder(name, (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
         try:
             config = parse_json((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+            (folder / ADAPTER_WEIGHTS).open("rb").close()
         except (OSError, ValueError) as error:
             raise RequestError(
-                f"adapter {name!r} has no sound {ADAPTER_CONFIG} ({type(error).__name__}); expected a LoRA that PEFT "
-                "saved. Give its folder."
+                f"adapter {name!r} has no sound {ADAPTER_CONFIG} or no {ADAPTER_WEIGHTS} ({type(error).__name__}); expected a LoRA "
+                "that PEFT saved. Give its folder."
             ) from None
         adapter = cls(name, folder, config if isinstance(config, dict) else {})
         if adapter.config.get("peft_type") != "LORA":
@@ -63,10 +64,6 @@ class Adapter:
             is_start = key == "init_lora_weights" and value not in _HARMLESS_STARTS
             if is_start or (key not in _READ and value and (key, value) != ("bias", "none")):
                 raise adapter._refused(f"it has {key} = {value!r}")
-        if not (folder / ADAPTER_WEIGHTS).is_file():
-            raise RequestError(
-                f"adapter {name!r} has no {ADAPTER_WEIGHTS}; expected a LoRA that PEFT saved. Save it again."
-            )
         return adapter
 
     def sha256(self) -> str:

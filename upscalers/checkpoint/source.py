@@ -58,12 +58,9 @@ def name_and_revision(base: str) -> tuple[str, str | None]:
     name, at, revision = base.partition("@")
     if not at or Path(base).expanduser().exists():
         return base, None
-    if not revision:
-        raise RequestError(f"{base!r} has no revision behind '@'; expected a branch, a tag or a commit.")
-    if Path(name).expanduser().exists():
+    if not revision or Path(name).expanduser().exists():
         raise RequestError(
-            f"revision is {revision!r}, but {name!r} is local and has no revisions; expected a hub id. "
-            "Leave the revision out, or give the base's id on the hub."
+            f"{base!r} has no revision behind '@', or is local, where there are none; expected a hub id with a branch, tag or commit."
         )
     return name, revision
 
@@ -145,7 +142,13 @@ def _download(name: str, revision: str | None, config_only: bool) -> Path:
     if (folder / INDEX_FILE).is_file():
         _fetch(name, commit, (CONFIG_FILE, *map(glob.escape, sorted(indexed_weights(folder)))))
         return folder
-    raise RequestError(missing_weights(name, _listed(name, commit)))
+    from huggingface_hub import HfApi
+
+    try:
+        files = HfApi().list_repo_files(name, revision=commit)
+    except Exception as error:
+        raise _unavailable(name, error) from None
+    raise RequestError(missing_weights(name, files))
 
 
 def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str | None = None) -> Path:
@@ -165,13 +168,3 @@ def _unavailable(name: str, error: Exception) -> RequestError:
     """Return what a person should know about a name that the hub did not resolve."""
     reason = answer_of_hub(error) or "the Hub cannot be reached (or HF_HUB_OFFLINE is set)"
     return RequestError(f"{name!r} is no local folder, and {reason}. Give a folder otherwise.")
-
-
-def _listed(name: str, revision: str) -> list[str]:
-    """Return the names of a repository's files."""
-    from huggingface_hub import HfApi
-
-    try:
-        return HfApi().list_repo_files(name, revision=revision)
-    except Exception as error:
-        raise _unavailable(name, error) from None

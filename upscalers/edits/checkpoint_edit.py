@@ -101,7 +101,8 @@ def _write_siblings(
     write_config(partial, config)
     record, card = read_record(model.folder), model.folder / CARD_FILE
     if record is not None:
-        write_record(partial, _edited_record(record, edit))
+        unknown = {"identity": {"checked": None, "max_abs_diff": None}, "promises_identity": False}
+        write_record(partial, {**record, EDITS_KEY: [*(record.get(EDITS_KEY) or []), edit], **unknown})
     if card.is_file():
         (partial / CARD_FILE).write_text(_edited_card(card.read_text(encoding="utf-8"), edit), encoding="utf-8")
     # Which code is needed depends on options that the edit may change.
@@ -121,12 +122,6 @@ def _edited_config(config: Config, edit: dict[str, Any], options: Mapping[str, A
         entry[EDITS_KEY] = [*(entry.get(EDITS_KEY) or []), {**edit, "memories": own}]
         entry["base_config"] = _edited_config(entry["base_config"], edit, options)
     return config
-
-
-def _edited_record(record: dict[str, Any], edit: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of `upscale.json` with the edit recorded, and without a promise about the model that was edited."""
-    unknown = {"identity": {"checked": None, "max_abs_diff": None}, "promises_identity": False}
-    return {**record, EDITS_KEY: [*(record.get(EDITS_KEY) or []), edit], **unknown}
 
 
 def _edited_card(card: str, edit: dict[str, Any]) -> str:

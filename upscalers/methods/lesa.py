@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 _COLLAPSED = 0.5
 # Cosine to the neighbours' mean below which a prediction counts as unrelated; a neighbour itself has about 0.7.
 _UNRELATED = 0.1
-# Options that the training of a predictor takes.
-_TRAINING = ("hidden_size", "epochs", "batch_size", "learning_rate", "weight_decay", "norm_weight")
 _HIDDEN_NORMS = frozenset({"attention_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm"})
 
 
@@ -186,9 +184,8 @@ class MatrixPrediction(Solver):
             for layer in range(num_layers):
                 rows.write_layer(layer, basis.coordinates(matrix_of(layer)))
                 done()
-            training = {name: getattr(options, name) for name in _TRAINING}
             generator = torch.Generator().manual_seed(self._seed)
-            predictor = train_predictor(rows, generator, options.device, done, **training)
+            predictor = train_predictor(rows, generator, options, done)
             for index, (previous, following) in self._gaps.items():
                 matrix = basis.matrix(predict(predictor, rows, previous, following, options.device))
                 self._measure(index, matrix, matrix_of(previous), matrix_of(following), basis.num_left_out)

@@ -148,7 +148,7 @@ class BlockFusion(Solver):
         scratch.progress.stage(f"fusing {self.label}", len(self._weights) - ("down" in self._filled) + 1)
         for role in ("query", "key", "value"):
             previous, following = self._pair(scratch, role)
-            plan = self._transport(role, previous, following, scratch)
+            plan = self._transport(role, previous, following, scratch, previous)
             yield from self._fused(role, plan, scratch, previous, following)
             norm = self._norms.get(f"{role}_norm")
             if norm is not None:
@@ -156,23 +156,22 @@ class BlockFusion(Solver):
                 yield norm, ((self._barycentric(plan, one) + other) / 2).cpu()
             del plan  # free the plan before the next one is made
         previous, following = self._pair(scratch, "output_projection")
-        residual = self._transport("output_projection", previous, following, scratch)
+        residual = self._transport("output_projection", previous, following, scratch, previous)
         if "output_projection" not in self._filled:
             yield from self._fused("output_projection", residual, scratch, previous, following)
         yield from self._mlp_norm(residual, scratch)
-        for role in (role for role in ("gate", "up") if role in self._weights):
+        for role in ("gate", "up", "down"):
+            if role not in self._weights or role in self._filled:
+                continue
             previous, following = self._pair(scratch, role)
-            carried = residual.columns(previous)
-            if self._options.mlp_t_in == "residual_mean":
-                carried = (carried + previous) / 2
+            carried = previous
+            if role != "down":
+                carried = residual.columns(previous)
+                if self._options.mlp_t_in == "residual_mean":
+                    carried = (carried + previous) / 2
             plan = self._transport(role, carried, following, scratch, previous)
             yield from self._fused(role, plan, scratch, carried, following)
             del plan
-        if "down" not in self._filled:
-            previous, following = self._pair(scratch, "down")
-            yield from self._fused(
-                "down", self._transport("down", previous, following, scratch), scratch, previous, following
-            )
 
     def _pair(self, scratch: Scratch, role: str) -> "tuple[torch.Tensor, torch.Tensor]":
         """Return the previous and the next layer's matrix of a role."""
@@ -193,12 +192,7 @@ class BlockFusion(Solver):
         return previous, following
 
     def _transport(
-        self,
-        role: str,
-        source: "torch.Tensor",
-        target: "torch.Tensor",
-        scratch: Scratch,
-        original: "torch.Tensor | None" = None,
+        self, role: str, source: "torch.Tensor", target: "torch.Tensor", scratch: Scratch, original: "torch.Tensor"
     ) -> "Transport":
         """Compute and measure the plan between rows; `original` is the source before its inputs were mapped, to measure it."""
         from upscalers.solvers.transport import assignment, sinkhorn
@@ -210,18 +204,11 @@ class BlockFusion(Solver):
             limits = (options.regularization, options.tolerance, options.max_iterations)
             plan = sinkhorn(source, target, *limits, options.plan_scale)
         seconds = time.perf_counter() - started
-        norm = (source if original is None else original).norm().item()
-        self.measurements.append(
-            {
-                "layer": self._index,
-                "tensor": role,
-                "norm_ratio": plan.rows(source).norm().item() / norm if norm else 1.0,
-                "effective_sources": plan.effective_sources,
-                "iterations": plan.iterations,
-                "residual": plan.residual,
-                "seconds": seconds,
-            }
-        )
+        norm = original.norm().item()
+        ratio = plan.rows(source).norm().item() / norm if norm else 1.0
+        measured = {name: getattr(plan, name) for name in ("effective_sources", "iterations", "residual")}
+        row = {"layer": self._index, "tensor": role, "norm_ratio": ratio, **measured, "seconds": seconds}
+        self.measurements.append(row)
         scratch.progress.advance()
         return plan
 

@@ -163,11 +163,9 @@ def front_matter(base: Source, carried: dict[str, Any], tags: list[str]) -> str:
     from huggingface_hub import ModelCardData
 
     base_model = base.label if base.revision is not None else carried.get("base_model")
+    known: dict[str, Any] = {key: carried.get(key) for key in ("language", *_LICENCE_KEYS)}
     data = ModelCardData(
-        language=carried.get("language"),
-        license=carried.get("license"),
-        license_name=carried.get("license_name"),
-        license_link=carried.get("license_link"),
+        **known,
         library_name="transformers",
         pipeline_tag="text-generation",
         base_model=base_model,

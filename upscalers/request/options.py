@@ -17,7 +17,5 @@ def parse_options(options_class: type, values: Mapping[str, Any], subject: str) 
 
 def check_seed(seed: Any) -> None:
     """Raise `RequestError` if a seed, of any type, is no whole number from 0 to 2^63 - 1."""
-    if type(seed) is not int:
-        raise RequestError(f"seed is {seed!r}; expected an integer.")
-    if not 0 <= seed < _SEEDS:
-        raise RequestError(f"seed is {seed}; expected a number from 0 to {_SEEDS - 1}.")
+    if type(seed) is not int or not 0 <= seed < _SEEDS:
+        raise RequestError(f"seed is {seed!r}; expected an integer from 0 to {_SEEDS - 1}.")

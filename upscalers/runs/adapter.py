@@ -70,13 +70,12 @@ def write_adapter(adapter: str | Path, onto: str | Path, output: str | Path) -> 
         (partial / ADAPTER_CONFIG).write_text(json.dumps(moved, indent=2) + "\n", encoding="utf-8")
         copy_travelling_files(source, partial, Progress())
         num_bytes = (partial / ADAPTER_WEIGHTS).stat().st_size
-    matches = filter(None, map(_LAYER.match, modules))
     return {
         "adapter": str(adapter),
         "onto": str(onto),
         "output": str(output),
         "peft_type": config["peft_type"],
-        "layers": sorted({int(match["layer"]) for match in matches}),
+        "layers": sorted({int(match["layer"]) for match in map(_LAYER.match, modules) if match}),
         "modules": len(modules),
         "bytes_written": num_bytes,
         "seconds": time.perf_counter() - started,

@@ -68,6 +68,4 @@ def keeps_base(model: str | Path) -> bool | None:
         opened = with_blocks_of_base(opened, plan)
         names = digested_names(opened, base_tensors(opened, plan))
         with TensorDigests(opened.tensors, names) as digests:
-            record = read_record(source.folder) or {}
-            confirmed: bool | None = compare_with_base(digests.finish(), entry, record)["base_confirmed"]
-            return confirmed
+            return compare_with_base(digests.finish(), entry, read_record(source.folder) or {})["base_confirmed"]

@@ -53,12 +53,13 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             for index in range(plan.num_layers)
         ]
         base = record.get("base")
+        unknown = f"unknown: {'strip does not restore the record of the base' if stripped else 'upscale.json is gone'}"
         banks = opened.layout.memories.banks.values()
         fetched = {"fetched": sum(bank.fetched for bank in banks), "bank": sum(bank.bank for bank in banks)}
         return {
             "model": str(model),
             "method": entry["method"],
-            "base": base.get("name") if isinstance(base, dict) else _UNKNOWN_BASE[bool(stripped)],
+            "base": base.get("name") if isinstance(base, dict) else unknown,
             "options": entry.get("options") or {},
             "seed": entry.get("seed"),
             "trainable": entry.get("trainable"),
@@ -76,12 +77,6 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             **({EDITS_KEY: entry[EDITS_KEY]} if entry.get(EDITS_KEY) else {}),
             **stripped,
         }
-
-
-_UNKNOWN_BASE = {
-    False: "unknown: upscale.json is gone",
-    True: "unknown: strip does not restore the record of the base",
-}
 
 
 def inspect_code(folder: Path) -> dict[str, Any] | None:

@@ -32,7 +32,7 @@ class Job:
         plan: Plan,
         seed: int,
         dtype: str,
-        adapter: Adapter | None = None,
+        adapter: Adapter | None,
     ):
         self.method, self.base, self.source, self.plan = method, base, source, plan
         self.seed, self.dtype, self.adapter = seed, dtype, adapter

@@ -141,12 +141,8 @@ def upscale(
         for concern in job.concerns:
             progress.warn(concern)
         counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.written)
-        outcome: dict[str, Any] = {
-            "bytes": Bytes(0, num_bytes),
-            "identity": Identity(None, None),
-            "kl_divergence": None,
-            "measurements": [],
-        }
+        outcome: dict[str, Any] = {"bytes": Bytes(0, num_bytes), "identity": Identity(None, None)}
+        outcome |= {"kl_divergence": None, "measurements": []}
         if output is not None:
             for name, layout in job.new_banks.items():
                 taken = sum(layout.file_bytes(level, ITEM_BYTES[job.cast(opened.dtype)]) for level in layout.levels)

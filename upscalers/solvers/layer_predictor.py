@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -106,29 +107,20 @@ def new_predictor(width: int, hidden_size: int, generator: torch.Generator) -> n
 
 
 def train_predictor(
-    rows: RowFile,
-    generator: torch.Generator,
-    device: str,
-    done: Callable[[], None],
-    *,
-    hidden_size: int,
-    epochs: int,
-    batch_size: int,
-    learning_rate: float,
-    weight_decay: float,
-    norm_weight: float,
+    rows: RowFile, generator: torch.Generator, options: Any, done: Callable[[], None]
 ) -> nn.Sequential:
     """Train a predictor on every row of every inner layer l, which the rows of layers l - 1 and l + 1 predict, with AdamW."""
-    predictor = new_predictor(rows.width, hidden_size, generator).to(device)
-    optimizer = torch.optim.AdamW(predictor.parameters(), lr=learning_rate, weight_decay=weight_decay, fused=True)
+    predictor = new_predictor(rows.width, options.hidden_size, generator).to(options.device)
+    rates = {"lr": options.learning_rate, "weight_decay": options.weight_decay}
+    optimizer = torch.optim.AdamW(predictor.parameters(), **rates, fused=True)
     inner_layers = rows.num_layers - 2
-    for _ in range(epochs):
+    for _ in range(options.epochs):
         order = torch.randperm(rows.num_rows * inner_layers, generator=generator)
-        for batch in order.split(batch_size):
+        for batch in order.split(options.batch_size):
             places = [(sample // inner_layers, sample % inner_layers) for sample in batch.tolist()]
-            previous, target, following = rows.read(places, 3).to(device).unbind(dim=1)
+            previous, target, following = rows.read(places, 3).to(options.device).unbind(dim=1)
             predicted = predictor(torch.cat([previous, following], dim=1))
-            loss = predictor_loss(predicted, target, norm_weight)
+            loss = predictor_loss(predicted, target, options.norm_weight)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

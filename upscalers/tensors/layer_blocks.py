@@ -49,14 +49,9 @@ def block_recipes(base: BaseModel, plan: Plan) -> dict[str, LayerBlocks]:
     """Return a recipe, by full name, for each tensor outside the layers with a block per layer, if the plan moves layers."""
     if plan.sources == list(range(base.num_layers)):
         return {}
+    before, blocks = base.num_layers, tuple(plan.sources)
     return {
-        name: LayerBlocks(
-            _resized(base.tensors[name].shape, dim, base.num_layers, plan.num_layers),
-            name,
-            dim,
-            base.num_layers,
-            tuple(plan.sources),
-        )
+        name: LayerBlocks(_resized(base.tensors[name].shape, dim, before, len(blocks)), name, dim, before, blocks)
         for name, dim in _dims_of_blocks(base).items()
     }
 
@@ -73,19 +68,11 @@ def with_blocks_of_base(model: BaseModel, plan: Plan) -> BaseModel:
     if not isinstance(model.family, InferredFamily) or not plan.new_indices:
         return model
     blocks = tuple(plan.kept_indices[layer] for layer in range(plan.num_base_layers))
-    chosen = {
-        name: _ChosenBlocks(
-            dtype=stored.dtype,
-            shape=_resized(stored.shape, dim, model.num_layers, len(blocks)),
-            start=0,
-            weight=stored,
-            dim=dim,
-            num_blocks=model.num_layers,
-            blocks=blocks,
-        )
-        for name, dim in _dims_of_blocks(model).items()
-        for stored in (model.tensors[name],)
-    }
+    chosen, before = {}, model.num_layers
+    for name, dim in _dims_of_blocks(model).items():
+        stored = model.tensors[name]
+        shape = _resized(stored.shape, dim, before, len(blocks))
+        chosen[name] = _ChosenBlocks(stored.dtype, shape, None, 0, stored, dim, before, blocks)
     return replace(model, tensors={**model.tensors, **chosen})
 
 

@@ -51,9 +51,7 @@ class Fill(Recipe):
     def build(self, read: "ReadTensor") -> "torch.Tensor":
         import torch
 
-        value = torch.full(
-            (1,) * len(self.shape), self.value, dtype=torch.float64
-        )  # a single number needs strides of its own
+        value = torch.full((1,) * len(self.shape), self.value, dtype=torch.float64)  # one number, with strides
         return value.expand(self.shape)
 
 
