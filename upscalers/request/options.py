@@ -1,5 +1,6 @@
 """Options of methods and runs, as people request them."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,10 +8,17 @@ from midus_hf.config.options import read_options
 from upscalers.request.errors import RequestError, refusing_requests
 
 _SEEDS = 2**63
+_OF_THE_COMMAND = {"layers": "placement", "num_new_layers": "num-new-layers"}
+_OF_THE_COMMAND |= {name: name for name in ("placement", "seed", "dtype")}
 
 
 def parse_options(options_class: type, values: Mapping[str, Any], subject: str) -> Any:
     """Read options as `midus_hf.config.options.read_options` does, but refuse keys and values with `RequestError`."""
+    fields = {field.name for field in dataclasses.fields(options_class)}
+    for key in values.keys() & _OF_THE_COMMAND.keys() - fields:
+        raise RequestError(
+            f"{subject} has no option {key!r}. It is an option of the command: --{_OF_THE_COMMAND[key]}."
+        )
     with refusing_requests():
         return read_options(options_class, values, subject)
 
