@@ -259,7 +259,7 @@ def print_stripped(result: dict[str, Any]) -> None:
 def print_extracted(result: dict[str, Any]) -> None:
     """Print which language model was extracted."""
     model = f"{result['model_type']} with {result['num_layers']} layers"
-    _say(f"{result['output']}: {model}; left out {result['left_out']} tensors of the larger model.")
+    _say(f"{result['output']}: {model}; left out {result['left_out']} tensors of the composite model.")
 
 
 def print_adapter(result: dict[str, Any]) -> None:

@@ -68,7 +68,7 @@ class Banks:
         fetched = {}
         for name, layout in self.layouts.items():
             if memory_ids is not None or layout.blocks.without_ids == "generic":
-                bank = self.of(name)
+                bank = self.bank(name)
                 ids = bank.generic_ids(batch) if memory_ids is None else memory_ids
                 fetched[name] = bank.fetch(ids, device, dtype)
         return fetched

@@ -30,7 +30,7 @@ _COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Touched:
+class TouchedTokens:
     """Counts of the rows that one memory reads for the documents of one text."""
 
     tokens: torch.Tensor
@@ -53,7 +53,7 @@ def _is_table(name: str) -> bool:
     return f"{TABLES}." in name
 
 
-def touched(table: NgramTable, documents: Sequence[str], tokenizer: Any) -> Touched:
+def touched(table: NgramTable, documents: Sequence[str], tokenizer: Any) -> TouchedTokens:
     """Return what a memory reads of documents."""
     count = len(documents)
     tokens, reading = torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
@@ -68,19 +68,19 @@ def touched(table: NgramTable, documents: Sequence[str], tokenizer: Any) -> Touc
         first = lengths.clone()
         own = torch.arange(len(lengths)).repeat_interleave(lengths)
         firsts.append(first.scatter_reduce(0, own[reads], within[reads], "amin"))
-    return Touched(tokens, reading, torch.cat(firsts))
+    return TouchedTokens(tokens, reading, torch.cat(firsts))
 
 
 def touched_rows(
     texts: Mapping[str, Sequence[str]],
-    counts: Mapping[tuple[str, str], Touched],
+    counts: Mapping[tuple[str, str], TouchedTokens],
     certificate: Mapping[str, Any] | None,
 ) -> list[Row]:
     """Return a row per text and memory."""
     known = {} if certificate is None else {text["sha256"]: text["name"] for text in certificate["texts"]}
     certified = {name: texts_digest(documents) in known for name, documents in texts.items()} if known else {}
 
-    def _certified(one: Touched, text: str, memory: str) -> str:
+    def _certified(one: TouchedTokens, text: str, memory: str) -> str:
         named = certificate is not None and memory in certificate["memories"]
         return "yes" if named and certified.get(text) and not one.reading.any() else "no"
 
@@ -102,7 +102,7 @@ def touched_rows(
     return rows
 
 
-def document_rows(counts: Mapping[tuple[str, str], Touched]) -> list[Row]:
+def document_rows(counts: Mapping[tuple[str, str], TouchedTokens]) -> list[Row]:
     """Return a row per text, memory and document: its number, tokens, how many read a row, and the first that does."""
     return [
         {

@@ -122,7 +122,7 @@ def train_blocks(banks: Banks) -> dict[str, TrainedBank]:
     """Make blocks trainable, and return the banks; one that was trained before continues from its state."""
     tree, folder = banks.tree
     for name in banks.layouts:
-        bank = banks.of(name)
+        bank = banks.bank(name)
         if not isinstance(bank, TrainedBank):
             bank.grow(tree=tree, **growth_of(folder))
             bank = banks.opened[name] = TrainedBank(bank)

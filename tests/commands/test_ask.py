@@ -68,7 +68,7 @@ def banked(tmp_path_factory):
     """Return a model with a bank, of which some blocks were written, and some of these deleted."""
     folder = tmp_path_factory.mktemp("banked")
     upscaled = save_upscaled("llama", folder, "hier-ffn", tokenizer=letter_tokenizer())
-    bank = AutoModelForCausalLM.from_pretrained(upscaled).banks.of("hier-ffn")
+    bank = AutoModelForCausalLM.from_pretrained(upscaled).banks.bank("hier-ffn")
     for level, node in ((1, 1), (2, 4), (1, -1), (2, -1), (1, 0), (2, 0), (2, 5)):
         bank.write(level, node, torch.full((bank.layout.record_numel(level),), 0.1))
     delete(EditRequest(upscaled, folder / "deleted"), ["1:0", "2:0", "2:5"])

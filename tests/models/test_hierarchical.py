@@ -184,7 +184,7 @@ def test_what_blocks_have_learnt_is_saved_with_the_model(tmp_path):
     expected = logits(model, prompt(), memory_ids=IDS)
     assert torch.equal(logits(loaded, prompt(), memory_ids=IDS), expected)
     assert not torch.allclose(expected, logits(model, prompt()))
-    assert loaded.banks.of("hier-ffn").written(1) == [-1, 1] and loaded.banks.of("hier-ffn").written(3) == [-1, 13]
+    assert loaded.banks.bank("hier-ffn").written(1) == [-1, 1] and loaded.banks.bank("hier-ffn").written(3) == [-1, 13]
 
 
 def test_only_the_main_process_saves_banks(tmp_path):

@@ -103,7 +103,7 @@ def test_a_model_computes_the_same_by_old_paths_and_takes_new_ones(tmp_path):
     with torch.no_grad():
         tokens = prompt(7)
         before, bare = model(tokens, memory_ids=IDS).logits, model(tokens).logits
-        model.banks.of("hier-ffn").description["tree"] = "old"
+        model.banks.bank("hier-ffn").description["tree"] = "old"
         with pytest.raises(ValueError, match="expected one tree"):
             check_tree(model.banks, "other", "the corpus", "Remedy.")
         check_tree(model.banks, "new", "the corpus", "Remedy.", roots=branching + 1, grown_from=["old"])

@@ -83,10 +83,10 @@ def test_the_tree_of_a_run_is_saved_beside_its_model_and_goes_wherever_the_model
     strip(tmp_path / "deeper", tmp_path / "stripped")
     for name in ("saved", "deeper", "stripped"):
         assert fingerprints(tmp_path / name) == both, name
-        assert AutoModelForCausalLM.from_pretrained(tmp_path / name).banks.of("hier-ffn").tree == TREE.fingerprint
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / name).banks.bank("hier-ffn").tree == TREE.fingerprint
     own, beside = fingerprints(tmp_path / "deleted")  # of a tree without the deleted topic
     assert own == beside != TREE.fingerprint
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "deleted").banks.of("hier-ffn").tree == own
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "deleted").banks.bank("hier-ffn").tree == own
 
 
 def test_a_tree_may_be_named_by_its_model_and_a_persons_files_are_copied(blocks_for, made, tmp_path):

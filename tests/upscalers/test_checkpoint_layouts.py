@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from larger import larger_model
+from composite import composite_model
 from pairs import in_turn
 from safetensors.torch import save_file
 
@@ -237,9 +237,9 @@ def test_a_tied_head_that_is_stored_alone_is_the_embedding_too(tmp_path, family,
     assert same_tensors(tmp_path / "stripped", base)
 
 
-def test_a_larger_model_may_store_its_tied_head_alone(tmp_path):
+def test_a_composite_model_may_store_its_tied_head_alone(tmp_path):
     base = tmp_path / "base"
-    larger_model("gemma3", tie_word_embeddings=True).save_pretrained(base)
+    composite_model("gemma3", tie_word_embeddings=True).save_pretrained(base)
     store_the_head_alone(base)
     with_memory(base, tmp_path / "out", method="llama-pro", options={})
     strip(tmp_path / "out", tmp_path / "stripped")

@@ -24,7 +24,7 @@ def test_a_bank_of_unwritten_blocks_is_beside_the_checkpoint_and_not_in_it(kind,
     base = save_base(tmp_path / "base", dtype=torch.bfloat16)
     upscale(base=base, method=kind, output=tmp_path / "out", options=SMALL, verify=False)
     model = load(tmp_path / "out")
-    bank = model.banks.of(kind)
+    bank = model.banks.bank(kind)
     assert same_tensors(tmp_path / "out", base) and bank.written(1) == [] and bank.dtype == torch.bfloat16
     for ids in (None, IDS, OTHER_IDS):
         with torch.no_grad():
@@ -41,7 +41,7 @@ def test_the_dtype_of_a_bank_follows_the_output_and_carried_banks_keep_theirs(ba
     upscale(base=base, method="hier-ffn", output=tmp_path / "once", options=SMALL, dtype="bfloat16", verify=False)
     upscale(base=tmp_path / "once", method="hier-kv", output=tmp_path / "twice", options=SMALL, dtype="float32")
     banks = load(tmp_path / "twice").banks
-    assert (banks.of("hier-ffn").dtype, banks.of("hier-kv").dtype) == (torch.bfloat16, torch.float32)
+    assert (banks.bank("hier-ffn").dtype, banks.bank("hier-kv").dtype) == (torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_seed_decides_what_blocks_start_as(base, tmp_path):
     for number, seed in enumerate((0, 0, 7)):
         folder = tmp_path / str(number)
         upscale(base=base, method="hier-kv", output=folder, options=SMALL, seed=seed, verify=False)
-        blocks.append(load(folder).banks.of("hier-kv").block(3, 5))
+        blocks.append(load(folder).banks.bank("hier-kv").block(3, 5))
     assert torch.equal(blocks[0], blocks[1]) and not torch.equal(blocks[0], blocks[2])
 
 
@@ -80,7 +80,7 @@ def test_blocks_of_a_second_memory_of_the_same_type_are_others(base, tmp_path):
     upscale(base=base, method="hier-ffn", output=tmp_path / "once", options=SMALL, verify=False)
     upscale(base=tmp_path / "once", method="hier-ffn", output=tmp_path / "twice", options=SMALL, verify=False)
     banks = load(tmp_path / "twice").banks
-    assert not torch.equal(banks.of("hier-ffn").block(3, 5), banks.of("hier-ffn-2").block(3, 5))
+    assert not torch.equal(banks.bank("hier-ffn").block(3, 5), banks.bank("hier-ffn-2").block(3, 5))
 
 
 def test_another_tree_beside_the_first_is_refused(base, command, tmp_path, refused):

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from larger import TYPES, larger_model, picture_with_text
+from composite import TYPES, composite_model, picture_with_text
 from models.fresh_process import run_python
 from pairs import by_default, taking_turns
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from midus_hf.memories.tables import DeclaredModule
-from midus_hf.models.families import LARGER_FAMILIES
+from midus_hf.models.families import COMPOSITE_FAMILIES
 from midus_hf.saved_models import load_model
 from midus_hf.training.optim.freezing import set_trainable
 from tests.upscalers.checkpoints import file_digests
@@ -52,7 +52,7 @@ def cells(tmp_path_factory):
     @cache
     def base(model_type: str) -> Path:
         folder = tmp_path_factory.mktemp(model_type) / "base"
-        larger_model(model_type).save_pretrained(folder)
+        composite_model(model_type).save_pretrained(folder)
         return folder
 
     @cache
@@ -201,7 +201,7 @@ def test_the_language_model_is_extracted(cells, model_type, of_base, tmp_path):
 
 def test_a_language_model_alone_is_not_extracted(base, tmp_path):
     with pytest.raises(
-        RequestError, match="is a language model alone, of type 'llama'; expected one within a larger model"
+        RequestError, match="is a language model alone, of type 'llama'; expected one within a composite model"
     ):
         extract(base, tmp_path / "alone")
 
@@ -217,15 +217,15 @@ def test_a_language_model_alone_is_not_extracted(base, tmp_path):
         ("clip", "is loaded by no class for text and images or sounds"),
     ],
 )
-def test_a_larger_model_that_cannot_be_changed_is_refused(model_type, message, tmp_path):
+def test_a_composite_model_that_cannot_be_changed_is_refused(model_type, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "text_config": {}}))
     with pytest.raises(RequestError, match=message):
         upscale(base=tmp_path, method="moc", dry_run=True)
 
 
-def test_a_larger_model_whose_classes_cannot_be_made_takes_methods_of_its_own_layers_alone(tmp_path, monkeypatch):
-    larger_model("llava").save_pretrained(tmp_path / "base")
-    monkeypatch.delitem(LARGER_FAMILIES, "llava", raising=False)
+def test_a_composite_model_whose_classes_cannot_be_made_takes_methods_of_its_own_layers_alone(tmp_path, monkeypatch):
+    composite_model("llava").save_pretrained(tmp_path / "base")
+    monkeypatch.delitem(COMPOSITE_FAMILIES, "llava", raising=False)
     monkeypatch.setattr("midus_hf.models.inference.modules.passes_on", lambda *call: False)
     with pytest.raises(
         RequestError, match=r"the language model within 'llava' cannot host memory: .* \(upscale extract\)"
@@ -235,7 +235,7 @@ def test_a_larger_model_whose_classes_cannot_be_made_takes_methods_of_its_own_la
 
 
 def test_a_missing_tensor_of_the_tower_is_named(tmp_path):
-    larger_model("llava").save_pretrained(tmp_path / "base")
+    composite_model("llava").save_pretrained(tmp_path / "base")
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     config["vision_config"]["num_hidden_layers"] = 3
     (tmp_path / "base" / "config.json").write_text(json.dumps(config))

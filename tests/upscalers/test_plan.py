@@ -11,7 +11,7 @@ from tiny import FAMILIES as TINY
 
 from midus_hf.memories.headwise.options import HeadwiseOptions
 from upscalers.architecture.families import family_of
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.midus import MidusHml
 from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.plan import Base, New, Plan, insertion_plan
@@ -63,7 +63,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 def followed(config: dict[str, Any], indices: list[int]) -> dict[str, Any]:
     """The config after new layers are inserted at `indices`."""
-    base = BaseModel(Path(), config, family_of(config), family_of(config).layout(config), {})
+    base = BaseCheckpoint(Path(), config, family_of(config), family_of(config).layout(config), {})
     method = MidusHml(HeadwiseOptions())
     return follow_plan(base, method.plan(base, None, ",".join(map(str, indices))))
 

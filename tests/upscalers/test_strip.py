@@ -25,7 +25,7 @@ from tests.upscalers.checkpoints import (
 from tests.upscalers.dense.requests import upscaled
 from upscalers.architecture.families import FAMILIES
 from upscalers.checkpoint import content_digest as digests
-from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip

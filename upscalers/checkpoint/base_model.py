@@ -40,7 +40,7 @@ MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
-class BaseModel:
+class BaseCheckpoint:
     """An opened checkpoint: its config, its family, and the position of each of its tensors."""
 
     folder: Path
@@ -112,11 +112,11 @@ class BaseModel:
 
     @property
     def surroundings(self) -> Mapping[str, Shape]:
-        """Shapes of the tensors of the larger model outside the language model, by full name; they are copied to the result."""
+        """Shapes of the tensors of the composite model outside the language model, by full name; they are copied to the result."""
         return {} if self.composite is None else self.composite.spelling.others
 
     def whole_config(self, config: Config) -> Config:
-        """Return the content of `config.json` for a config of the language model: around it, that of the larger model, if any."""
+        """Return the content of `config.json` for a config of the language model: around it, that of the composite model, if any."""
         return config if self.composite is None else self.composite.wrapped(config)
 
     def stored_name(self, name: str) -> str:
@@ -172,7 +172,7 @@ def write_config(folder: Path, config: Config) -> None:
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def open_base(folder: Path, needs_weights: bool = True, adapter: Adapter | None = None) -> BaseModel:
+def open_base(folder: Path, needs_weights: bool = True, adapter: Adapter | None = None) -> BaseCheckpoint:
     """Open a checkpoint's folder, and check that it is complete and can be upscaled; an `adapter` is merged as weights are read."""
     config = read_config(folder)
     composite: CompositeModel | None = None
@@ -199,14 +199,14 @@ def open_base(folder: Path, needs_weights: bool = True, adapter: Adapter | None 
     stored = stored_tensors(folder, needs_weights)
     carried: dict[str, Shape] = {}
     if composite is not None:
-        composite = composite.spelled_as(stored or ())
+        composite = composite.with_stored_names(stored or ())
         carried = composite.spelling.others
         expected |= carried
     if stored is None:
         named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
         dtype = SAFETENSORS_NAMES.get(named, "F32")
         planned = {name: StoredTensor(dtype, shape) for name, shape in expected.items()}
-        return BaseModel(folder, config, family, layout, planned, composite=composite)
+        return BaseCheckpoint(folder, config, family, layout, planned, composite=composite)
 
     if composite is not None:
         stored = {composite.spelling.language_name(name): tensor for name, tensor in stored.items()}
@@ -266,7 +266,9 @@ def open_base(folder: Path, needs_weights: bool = True, adapter: Adapter | None 
             )
     if adapter is not None:
         stored = _merged(adapter, stored, prefix, layout, config)
-    return BaseModel(folder, config, family, layout, stored, unexpected, composite, parts, packed, prefix, tied_head)
+    return BaseCheckpoint(
+        folder, config, family, layout, stored, unexpected, composite, parts, packed, prefix, tied_head
+    )
 
 
 def _merged(

@@ -1,7 +1,7 @@
-"""A language model within a larger model, such as one that reads images, seen as a separate checkpoint.
+"""A language model within a composite model, such as one that reads images, seen as a separate checkpoint.
 
 Everything is planned and verified on the language model alone, under the names that its tensors have in a separate checkpoint. Only
-reading and writing know the larger model: its config, and the names that it stores the tensors under. Both are read from the
+reading and writing know the composite model: its config, and the names that it stores the tensors under. Both are read from the
 model that transformers builds on the meta device.
 """
 
@@ -27,7 +27,7 @@ _OF_FILE = ("_name_or_path", "transformers_version", "architectures", "auto_map"
 
 @dataclass(frozen=True)
 class Spelling:
-    """One way in which a larger model's checkpoint names tensors: prefixes of the language model's stack and head, and all others."""
+    """One way in which a composite model's checkpoint names tensors: prefixes of the language model's stack and head, and all others."""
 
     stack: str
     head: str
@@ -64,19 +64,19 @@ class CompositeModel:
         """The spelling of the checkpoint."""
         return self.spellings[0]
 
-    def spelled_as(self, stored: Iterable[str]) -> "CompositeModel":
+    def with_stored_names(self, stored: Iterable[str]) -> "CompositeModel":
         """Return the model with the first spelling alone under which a checkpoint stores tensors of the stack, by their names."""
         names = tuple(stored)
         present = (each for each in self.spellings if any(name.startswith(each.stack) for name in names))
         return dataclasses.replace(self, spellings=(next(present, self.spelling),))
 
     def check_hosts(self) -> None:
-        """Make the classes with which the language model hosts memory within the larger model, or raise `RequestError`."""
-        from midus_hf.models.families import LARGER_FAMILIES
+        """Make the classes with which the language model hosts memory within the composite model, or raise `RequestError`."""
+        from midus_hf.models.families import COMPOSITE_FAMILIES
         from midus_hf.models.inference.modules import host_type
 
         model_type = str(self.config["model_type"]).removeprefix(MEMORY_PREFIX)
-        if model_type in LARGER_FAMILIES:
+        if model_type in COMPOSITE_FAMILIES:
             return
         try:
             host_type(model_type)
@@ -87,7 +87,7 @@ class CompositeModel:
             ) from None
 
     def wrapped(self, config: Config) -> Config:
-        """Return the config of the larger model around a config of the language model; a host of memories if the latter is."""
+        """Return the config of the composite model around a config of the language model; a host of memories if the latter is."""
         inner = {key: value for key, value in config.items() if key not in ("auto_map", "architectures", "dtype")}
         outer = {key: value for key, value in self.config.items() if key not in ("auto_map", "dtype", "torch_dtype")}
         outer["model_type"] = str(outer["model_type"]).removeprefix(MEMORY_PREFIX)
@@ -103,7 +103,7 @@ class CompositeModel:
 
 
 def composite_model_of(config: Config) -> CompositeModel:
-    """Return the larger model that a raw config with a language model's config within describes, or refuse it."""
+    """Return the composite model that a raw config with a language model's config within describes, or refuse it."""
     native = _native(config)
     built = _built(json.dumps(native, sort_keys=True))
     inner = language_entry(config)
@@ -116,7 +116,7 @@ def composite_model_of(config: Config) -> CompositeModel:
 
 
 def _native(config: Config) -> Config:
-    """Return the config of the larger model without the memories of its language model."""
+    """Return the config of the composite model without the memories of its language model."""
     native = {key: value for key, value in config.items() if key not in OF_UPSCALING}
     inner = {key: value for key, value in config[LANGUAGE_KEY].items() if key not in OF_UPSCALING}
     for values in (native, inner):

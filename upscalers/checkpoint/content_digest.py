@@ -5,14 +5,14 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.computed_tensor import ComputedTensor
 from upscalers.checkpoint.safetensors_format import StoredTensor
 
 _CHUNK_BYTES = 1 << 20
 
 
-def weight_names(model: BaseModel) -> dict[str, str]:
+def weight_names(model: BaseCheckpoint) -> dict[str, str]:
     """Return the name in digests (without `model.`) of each weight that transformers saves again, by its stored name."""
     left_out = ({*model.repeated_names, *model.unexpected} - model.parts) | model.packed
     return {name: name.removeprefix(model.prefix) for name in model.tensors if name not in left_out}

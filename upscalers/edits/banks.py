@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout, level_file
 from midus_hf.files.checkpoint_files import CARD, CODE, CONFIG, RECORD, WEIGHTS, indexed_weights, is_of
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
-from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import resolve_source, travelling_files
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.request.errors import RequestError, refusing_requests

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from midus_hf.memories.chapters.options import ChaptersOptions
 from midus_hf.memories.entries import ATTACHED, TABLES, MemoryEntry
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.edits.checkpoint_edit import EditDetails, EditRequest, edit_checkpoint
 from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Recipe, RowRange, Rows
@@ -44,7 +44,7 @@ class Bank:
 class ChapterMemory:
     """A memory of chapters in an opened checkpoint, with its entry in the config's `memory` list."""
 
-    model: BaseModel
+    model: BaseCheckpoint
     entry: MemoryEntry
     options: ChaptersOptions
 
@@ -79,7 +79,7 @@ def row_names(bank_bits: int | None) -> tuple[str, ...]:
     return ("bank",) if bank_bits is None else ("bank_integers", "bank_scales")
 
 
-def find_memories(model: BaseModel, name: str | None = None, only: bool = False) -> list[ChapterMemory]:
+def find_memories(model: BaseCheckpoint, name: str | None = None, only: bool = False) -> list[ChapterMemory]:
     """Return a checkpoint's memories of chapters, or the one of a name; refuse if there is none, or several and `only` one may be."""
     memories = {
         name: ChapterMemory(model, entry, entry.options)
@@ -111,7 +111,7 @@ def zero(request: EditRequest, chapters: str) -> dict[str, Any]:
         RequestError: If a chapter or the memory does not exist, or the output cannot be made.
     """
 
-    def decide(model: BaseModel) -> EditDetails:
+    def decide(model: BaseCheckpoint) -> EditDetails:
         (memory,) = find_memories(model, request.memory, only=True)
         own = range(memory.options.chapters)
         numbers = parse_numbers(chapters, len(own))
@@ -129,7 +129,7 @@ def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
         RequestError: As for `zero`, or if fewer routed chapters would be left than the router chooses.
     """
 
-    def decide(model: BaseModel) -> EditDetails:
+    def decide(model: BaseCheckpoint) -> EditDetails:
         (memory,) = find_memories(model, request.memory, only=True)
         options = memory.options
         numbers = parse_numbers(chapters, options.chapters)
@@ -199,7 +199,7 @@ def quantise(request: EditRequest, bits: int = 8) -> dict[str, Any]:
     if bits not in _STORED_INTEGERS:
         raise RequestError(f"bits is {bits}; expected {' or '.join(map(str, _STORED_INTEGERS))}.")
 
-    def decide(model: BaseModel) -> EditDetails:
+    def decide(model: BaseCheckpoint) -> EditDetails:
         (memory,) = find_memories(model, request.memory, only=True)
         if memory.options.bank_bits is not None:
             raise RequestError(

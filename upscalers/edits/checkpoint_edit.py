@@ -11,7 +11,7 @@ from typing import Any
 from midus_hf.files.checkpoint_files import CARD_FILE, CODE
 from midus_hf.files.outputs import CONFIG_KEY, has_config_entry
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.base_model import BaseModel, open_base, read_config, write_config
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read_config, write_config
 from upscalers.checkpoint.source import copy_travelling_files, resolve_source
 from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan, read_record, write_record
 from upscalers.request.progress import Progress
@@ -51,7 +51,9 @@ class EditDetails:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def edit_checkpoint(command: str, request: EditRequest, decide: Callable[[BaseModel], EditDetails]) -> dict[str, Any]:
+def edit_checkpoint(
+    command: str, request: EditRequest, decide: Callable[[BaseCheckpoint], EditDetails]
+) -> dict[str, Any]:
     """Write a copy of a checkpoint with the edit that `decide` gives, which config, record and card list as `command`."""
     started = time.perf_counter()
     progress = request.progress or Progress()
@@ -81,7 +83,9 @@ def edit_checkpoint(command: str, request: EditRequest, decide: Callable[[BaseMo
     }
 
 
-def edited_shards(model: BaseModel, edited: Mapping[str, Sequence[OutputTensor]]) -> dict[str, list[OutputTensor]]:
+def edited_shards(
+    model: BaseCheckpoint, edited: Mapping[str, Sequence[OutputTensor]]
+) -> dict[str, list[OutputTensor]]:
     """Return the tensors of the result, `edited` ones in place of their own, in the files and the order of the model."""
     shards: dict[str, list[OutputTensor]] = {}
     tensors = {name: tensor.as_stored for name, tensor in model.tensors.items() if name not in model.packed}
@@ -93,7 +97,7 @@ def edited_shards(model: BaseModel, edited: Mapping[str, Sequence[OutputTensor]]
 
 
 def _write_siblings(
-    model: BaseModel, partial: Path, edit: dict[str, Any], options: Mapping[str, Any], progress: Progress
+    model: BaseCheckpoint, partial: Path, edit: dict[str, Any], options: Mapping[str, Any], progress: Progress
 ) -> None:
     """Write the files beside the weights: config, record and card with the edit, code, and copies of the other files."""
     config = model.whole_config(_edited_config(model.config, edit, options))

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from midus_hf.files.outputs import CONFIG_KEY, has_config_entry
-from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.computed_tensor import read_tensor
 from upscalers.checkpoint.source import resolve_source
 from upscalers.edits.chapters import Bank, ChapterMemory, find_memories, written

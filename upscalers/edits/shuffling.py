@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from midus_hf.memories.controls import num_value_rows
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.edits.checkpoint_edit import EditDetails, EditRequest, edit_checkpoint
 from upscalers.request.errors import RequestError
 from upscalers.request.options import check_seed
@@ -46,7 +46,7 @@ def shuffle(
     """
     check_seed(seed)
 
-    def decide(opened: BaseModel) -> EditDetails:
+    def decide(opened: BaseCheckpoint) -> EditDetails:
         tables = dict(_tables(opened))
         if not tables:
             raise RequestError(
@@ -59,7 +59,7 @@ def shuffle(
     return edit_checkpoint("shuffle", EditRequest(model, output, None, overwrite, progress), decide)
 
 
-def _tables(model: BaseModel) -> Iterator[tuple[str, str]]:
+def _tables(model: BaseCheckpoint) -> Iterator[tuple[str, str]]:
     """Yield the full name of each table of values with several rows, and the name of its memory."""
     for entry in model.layout.memories.entries:
         memory = entry.name or entry.options.type
@@ -76,7 +76,7 @@ def _tables(model: BaseModel) -> Iterator[tuple[str, str]]:
                     yield f"{owner}.{name}", memory
 
 
-def _permuted(model: BaseModel, name: str, seed: int) -> OutputTensor:
+def _permuted(model: BaseCheckpoint, name: str, seed: int) -> OutputTensor:
     stored, owner = model.tensors[name], name.removeprefix(model.prefix).rpartition(".")[0]
     return OutputTensor(name, PermutedRows(stored.shape, name, tensor_seed(seed, owner)), stored.dtype)
 

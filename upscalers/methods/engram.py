@@ -12,7 +12,7 @@ from midus_hf.config.options import option
 from midus_hf.config.wording import first_few, install_extra
 from midus_hf.memories.entries import TABLES, MemoryEntry
 from midus_hf.memories.ngram.options import MOST_TOKENS, NgramOptions
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.methods.contract import ENGRAM, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
@@ -75,7 +75,7 @@ class Engram(AttachedMemoryMethod):
         if self.options.corpus is not None and importlib.util.find_spec("datasets") is None:
             raise RequestError(f"a corpus needs datasets, which is not installed; {install_extra('train')}.")
 
-    def check(self, base: BaseModel) -> None:
+    def check(self, base: BaseCheckpoint) -> None:
         if self.options.known_tokens or self.options.known_ngrams:
             raise RequestError(
                 "known_tokens or known_ngrams is given; expected neither, since they follow from the tokenizer and the corpus."
@@ -105,19 +105,19 @@ class Engram(AttachedMemoryMethod):
             )
         super().check(base)
 
-    def layers(self, base: BaseModel) -> tuple[int, ...]:
+    def layers(self, base: BaseCheckpoint) -> tuple[int, ...]:
         if self.options.layers != _PUBLISHED:
             return super().layers(base)
         own = self._hosting_layers(base)
         return tuple(sorted({own[min(1, len(own) - 1)], own[len(own) // 2]}))
 
-    def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
+    def concerns(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
         concern = (
             "The base has no tokenizer: tokens are numbered by their ids, so spellings of a word have different rows."
         )
         return [concern] if self.options.compress and not self._compresses(base) else []
 
-    def remarks(self, base: BaseModel) -> list[str]:
+    def remarks(self, base: BaseCheckpoint) -> list[str]:
         remarks = super().remarks(base)
         if self.options.corpus is None:
             return remarks
@@ -134,7 +134,7 @@ class Engram(AttachedMemoryMethod):
             remarks.append(f"names that share a row, since their n-grams are one: {len(shared):,} ({shown})")
         return remarks
 
-    def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
+    def entry(self, base: BaseCheckpoint, plan: Plan) -> MemoryEntry:
         entry = super().entry(base, plan)
         assert isinstance(entry.options, NgramOptions)
         options = replace(
@@ -144,7 +144,7 @@ class Engram(AttachedMemoryMethod):
         )
         return replace(entry, options=options)
 
-    def outer_recipes(self, base: BaseModel, plan: Plan, seed: int) -> dict[str, Recipe]:
+    def outer_recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> dict[str, Recipe]:
         recipes, entry = super().outer_recipes(base, plan, seed), self.entry(base, plan)
         for name, make in (("token_numbers", self._token_numbers), ("ngrams", self._ngrams)):
             name = f"{base.prefix}{TABLES}.{entry.name}.0.{name}"
@@ -152,13 +152,13 @@ class Engram(AttachedMemoryMethod):
                 recipes[name] = Integers(recipes[name].shape, partial(make, base))
         return recipes
 
-    def _compresses(self, base: BaseModel) -> bool:
+    def _compresses(self, base: BaseCheckpoint) -> bool:
         """Return whether tokens of like text have one number. A dry run may have the base's config alone, and expects a tokenizer."""
         files = [path.name for path in base.folder.iterdir()]
         has_weights = any(tensor.in_file.file is not None for tensor in base.tensors.values())
         return self.options.compress and (has_tokenizer(files) or not has_weights)
 
-    def _token_numbers(self, base: BaseModel) -> "torch.Tensor":
+    def _token_numbers(self, base: BaseCheckpoint) -> "torch.Tensor":
         """Return the number of each token, `[V]`, int64: the smallest id among tokens of like text."""
         import torch
 
@@ -168,7 +168,7 @@ class Engram(AttachedMemoryMethod):
             numbers[: len(known)] = torch.tensor(known, dtype=torch.int64)
         return numbers
 
-    def _ngrams(self, base: BaseModel) -> "torch.Tensor":
+    def _ngrams(self, base: BaseCheckpoint) -> "torch.Tensor":
         """Return the keys of the n-grams of the corpus, `[N]`, int64, ascending. The corpus is read once."""
         from midus_hf.topics.corpus import read_corpus
         from midus_hf.training.data.ngrams import keys_of_texts, known_ngrams, last_ngrams
@@ -211,12 +211,12 @@ def _shown(names: Iterable[str]) -> str:
     return first_few([repr(textwrap.shorten(name, 40, placeholder="...")) for name in names])
 
 
-def _vocabulary(base: BaseModel) -> int:
+def _vocabulary(base: BaseCheckpoint) -> int:
     """Return V, the number of rows of the embedding."""
     return base.tensors[f"{base.prefix}embed_tokens.weight"].shape[0]
 
 
-def _tokenizer(base: BaseModel) -> Any:
+def _tokenizer(base: BaseCheckpoint) -> Any:
     from midus_hf.saved_models import load_tokenizer, refusing
 
     with refusing_requests(), refusing("the tokenizer of the base cannot be loaded", OSError, ValueError):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from midus_hf.config.options import option
 from midus_hf.model_names import usable_device
 from upscalers.architecture.family import LayerTensor, Projection, projections_of
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import LESA, register_method
 from upscalers.methods.dense_block import FusionOptions, MatrixMethod, mean
 from upscalers.plan.plan import New, Plan
@@ -66,7 +66,7 @@ class Lesa(MatrixMethod):
     options_class = LesaOptions
     identity = False
 
-    def check(self, base: BaseModel) -> None:
+    def check(self, base: BaseCheckpoint) -> None:
         super().check(base)
         if base.num_layers < 3:
             raise RequestError(
@@ -88,7 +88,7 @@ class Lesa(MatrixMethod):
         with refusing_requests():
             usable_device(self.options.device, "float64")
 
-    def recipes(self, base: BaseModel, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
+    def recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
         recipes = super().recipes(base, plan, seed)
         filled = self.filled_roles(base)
         new = {index: layer for index, layer in enumerate(plan.layers) if isinstance(layer, New)}
@@ -103,7 +103,7 @@ class Lesa(MatrixMethod):
             recipes[index] |= stacked(tensors, made)
         return recipes
 
-    def tensor_recipe(self, base: BaseModel, layer: New, name: str, tensor: LayerTensor) -> Recipe:
+    def tensor_recipe(self, base: BaseCheckpoint, layer: New, name: str, tensor: LayerTensor) -> Recipe:
         if tensor.role not in _HIDDEN_NORMS or self.options.norm_init == "mean":
             return mean(base, name, tensor, layer.sources)
         following, previous = layer.sources
@@ -149,7 +149,12 @@ class MatrixPrediction(Solver):
     """Solver of one matrix [out, in] of every new layer; it needs `8 max(5 out^2, 2 out^2 + 5 out in)` bytes of memory."""
 
     def __init__(
-        self, base: BaseModel, matrix: Projection, gaps: dict[int, tuple[int, int]], seed: int, options: LesaOptions
+        self,
+        base: BaseCheckpoint,
+        matrix: Projection,
+        gaps: dict[int, tuple[int, int]],
+        seed: int,
+        options: LesaOptions,
     ):
         super().__init__(matrix.role)
         self._sources = [base.layer_names[layer][matrix.name] for layer in range(base.num_layers)]

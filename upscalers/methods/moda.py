@@ -1,7 +1,7 @@
 """Mixture-of-Depths Attention: heads that also read what earlier layers wrote at the same position."""
 
 from midus_hf.memories.depth_attention.options import DepthAttentionOptions
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import MODA, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
 from upscalers.request.errors import RequestError, refusing_requests
@@ -17,7 +17,7 @@ class MoDA(AttachedMemoryMethod):
     memory_options = DepthAttentionOptions
     default_layers = "all"
 
-    def check(self, base: BaseModel) -> None:
+    def check(self, base: BaseCheckpoint) -> None:
         super().check(base)
         if self.options.joining == "joint":
             raise RequestError(

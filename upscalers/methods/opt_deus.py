@@ -10,7 +10,7 @@ from midus_hf.config.options import option
 from midus_hf.config.wording import install_extra
 from midus_hf.model_names import usable_device
 from upscalers.architecture.family import LayerTensor, Projection, projections_of
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import OPT_DEUS, register_method
 from upscalers.methods.dense_block import IDENTITY_HELP, FusionMethod, FusionOptions, IdentityInit, MatrixMethod, mean
 from upscalers.plan.plan import New
@@ -66,7 +66,7 @@ class AvgDeus(FusionMethod):
     options_class = FusionOptions
     identity = False
 
-    def tensor_recipe(self, base: BaseModel, layer: New, name: str, tensor: LayerTensor) -> Recipe:
+    def tensor_recipe(self, base: BaseCheckpoint, layer: New, name: str, tensor: LayerTensor) -> Recipe:
         return mean(base, name, tensor, layer.sources)
 
 
@@ -88,12 +88,12 @@ class OptDeus(MatrixMethod):
         with refusing_requests():
             usable_device(self.options.device, self.options.precision)
 
-    def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
+    def new_layer_recipes(self, base: BaseCheckpoint, layer: New, index: int, seed: int) -> dict[str, Recipe]:
         solver = BlockFusion(base, layer, index, self.filled_roles(base), self.options)
         recipes = super().new_layer_recipes(base, layer, index, seed)
         return recipes | solver.recipes()
 
-    def tensor_recipe(self, base: BaseModel, layer: New, name: str, tensor: LayerTensor) -> Recipe:
+    def tensor_recipe(self, base: BaseCheckpoint, layer: New, name: str, tensor: LayerTensor) -> Recipe:
         return mean(base, name, tensor, layer.sources)
 
     def review(self, measurements: Sequence[Measurement]) -> list[str]:
@@ -121,7 +121,7 @@ class OptDeus(MatrixMethod):
 class BlockFusion(Solver):
     """Solver that fuses the layers around a new block; it needs `b (6 n^2 + 4 n D)` bytes for n rows, and b bytes per number."""
 
-    def __init__(self, base: BaseModel, layer: New, index: int, filled: frozenset[str], options: OptDeusOptions):
+    def __init__(self, base: BaseCheckpoint, layer: New, index: int, filled: frozenset[str], options: OptDeusOptions):
         super().__init__(f"layer {index}")
         self._index, self._filled, self._options = index, filled, options
         self._next, self._previous = (base.layer_names[source] for source in layer.sources)
@@ -241,7 +241,7 @@ class BlockFusion(Solver):
 
         return plan.rows(values) / plan.rows(torch.ones_like(values))
 
-    def _is_made_norm(self, base: BaseModel, name: str, tensor: LayerTensor) -> bool:
+    def _is_made_norm(self, base: BaseCheckpoint, name: str, tensor: LayerTensor) -> bool:
         """Return whether a norm's weight is mapped: the feed-forward network's, and those over all heads together."""
         if not name.endswith(".weight") or tensor.offset is None or tensor.role in self._filled:
             return False

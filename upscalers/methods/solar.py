@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import SOLAR, register_method
 from upscalers.methods.dense_block import DenseMethod
 from upscalers.plan.plan import Base, Plan
@@ -19,7 +19,7 @@ class Solar(DenseMethod):
     trainable = "all"
     default_placement = None
 
-    def plan(self, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
+    def plan(self, base: BaseCheckpoint, num_new_layers: int | None, placement: str | None) -> Plan:
         layers = base.num_layers
         if placement is not None:
             raise RequestError(

@@ -15,7 +15,7 @@ from upscalers.architecture.per_layer import (
     PER_LAYER_MAPPING_KEYS,
     check_list,
 )
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import RequestError
 
@@ -27,7 +27,7 @@ _KEPT_BY_DEFAULT = ["lm_head"]
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)(?=\.|$)")
 
 
-def follow_plan(base: BaseModel, plan: Plan) -> Config:
+def follow_plan(base: BaseCheckpoint, plan: Plan) -> Config:
     """Return the base's config with `num_hidden_layers` and every per-layer value carried over to the layers of the plan."""
     config = copy.deepcopy(base.config)
     unchanged = plan.sources == list(range(base.num_layers))
@@ -39,7 +39,7 @@ def follow_plan(base: BaseModel, plan: Plan) -> Config:
     return followed
 
 
-def pattern_concern(base: BaseModel, config: Config) -> str | None:
+def pattern_concern(base: BaseCheckpoint, config: Config) -> str | None:
     """Return a warning if a runtime that derives attention types from the index would misread the result, else None."""
     implied_types = base.family.layer_types
     assert implied_types is not None
@@ -56,7 +56,7 @@ def pattern_concern(base: BaseModel, config: Config) -> str | None:
     )
 
 
-def _followed_layers(base: BaseModel, plan: Plan, entry: MemoryEntry) -> dict[str, list[int]]:
+def _followed_layers(base: BaseCheckpoint, plan: Plan, entry: MemoryEntry) -> dict[str, list[int]]:
     """Return the `layers` of a base memory, every copy of the layers that have the memory, and where it skips to, `into`."""
     taken = [
         (index, layer.index)

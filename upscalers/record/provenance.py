@@ -10,7 +10,7 @@ from midus_hf.files.outputs import CONFIG_KEY, LANGUAGE_KEY, has_config_entry, l
 from midus_hf.files.secrets import for_record
 from midus_hf.memories.entries import BASE_DIGEST
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.base_model import MOST_LAYERS, BaseModel
+from upscalers.checkpoint.base_checkpoint import MOST_LAYERS, BaseCheckpoint
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES
 from upscalers.methods.contract import Method
@@ -18,12 +18,12 @@ from upscalers.plan.plan import Plan
 from upscalers.request.errors import RequestError
 
 DIGEST_KEY = BASE_DIGEST
-# Entry with the `config.json` of the larger model that holds the base; `base_config` then is that of the base itself.
+# Entry with the `config.json` of the composite model that holds the base; `base_config` then is that of the base itself.
 COMPOSITE_KEY = "larger_base_config"
 EDITS_KEY = "edits"
 
 
-def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int, reads_ahead: bool) -> Config:
+def config_entry(method: Method, base: BaseCheckpoint, plan: Plan, seed: int, reads_ahead: bool) -> Config:
     """Return the config entry of an upscaled model, which says what training trains and how `strip` restores the base."""
     return {
         "method": method.name,
@@ -63,7 +63,7 @@ def paper_entry(method: Method | type[Method]) -> dict[str, str] | None:
 
 
 def base_record(
-    base: BaseModel, name: str, revision: str | None, digests: dict[str, str], adapter: Adapter | None = None
+    base: BaseCheckpoint, name: str, revision: str | None, digests: dict[str, str], adapter: Adapter | None = None
 ) -> dict[str, Any]:
     """Return the record of the base: its name, the digest of each of its weights, and the layout of its files."""
     files: dict[str, list[tuple[int, str]]] = {}
@@ -108,7 +108,7 @@ def read_config_entry(config: Config, folder: Path) -> Config:
     return entry
 
 
-def read_plan(entry: Config, model: BaseModel) -> Plan:
+def read_plan(entry: Config, model: BaseCheckpoint) -> Plan:
     """Return the plan in a config's entry; one that is malformed or of another model is refused."""
     try:
         memories = tuple(entry.get("new_memories", ()))

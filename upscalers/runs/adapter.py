@@ -11,7 +11,7 @@ from typing import Any
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTERS, TRAVELLING
 from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.base_model import open_base, read_config
+from upscalers.checkpoint.base_checkpoint import open_base, read_config
 from upscalers.checkpoint.safetensors_format import read_header
 from upscalers.checkpoint.source import adapter_folder, copy_travelling_files, resolve_source
 from upscalers.plan.plan import Plan

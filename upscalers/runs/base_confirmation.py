@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read_config
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.checkpoint.source import resolve_source
 from upscalers.plan.plan import Plan
@@ -28,7 +28,7 @@ def compare_with_base(digests: dict[str, str], entry: Config, record: dict[str, 
     return {"base_confirmed": False, "differing_tensors": differing}
 
 
-def digested_names(model: BaseModel, tensors: list[OutputTensor]) -> dict[str, str]:
+def digested_names(model: BaseCheckpoint, tensors: list[OutputTensor]) -> dict[str, str]:
     """Return the name of each base weight in digests, by the name of the tensor that holds it in the upscaled model."""
     weights = weight_names(model)
     return {
@@ -38,7 +38,7 @@ def digested_names(model: BaseModel, tensors: list[OutputTensor]) -> dict[str, s
     }
 
 
-def base_tensors(model: BaseModel, plan: Plan) -> list[OutputTensor]:
+def base_tensors(model: BaseCheckpoint, plan: Plan) -> list[OutputTensor]:
     """Return the tensors of the base that an upscaled checkpoint holds, in the order of the base's layers."""
 
     def carried(name: str, source: str) -> OutputTensor:

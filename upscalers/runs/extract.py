@@ -1,4 +1,4 @@
-"""Extraction of the language model out of a larger model, as a separate checkpoint."""
+"""Extraction of the language model out of a composite model, as a separate checkpoint."""
 
 import time
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from midus_hf.files.outputs import CONFIG_KEY
 from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.base_model import BaseModel, open_base
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.record.provenance import COMPOSITE_KEY, DIGEST_KEY
 from upscalers.request.errors import RequestError
@@ -20,7 +20,7 @@ from upscalers.tensors.writer import OutputTensor, split_shards
 def extract(
     model: str | Path, output: str | Path, overwrite: bool = False, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Write the language model of a larger model as a separate checkpoint, byte for byte; return what was done, as a dict."""
+    """Write the language model of a composite model as a separate checkpoint, byte for byte; return what was done, as a dict."""
     started = time.perf_counter()
     progress = progress or Progress()
     with resolve_source(str(model)) as source:
@@ -51,7 +51,7 @@ def extract(
     }
 
 
-def _config(opened: BaseModel) -> Config:
+def _config(opened: BaseCheckpoint) -> Config:
     """Return the config of the language model as that of a separate checkpoint."""
     config = dict(opened.config)
     has_memory = config["model_type"].startswith(MEMORY_PREFIX)

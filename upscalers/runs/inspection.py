@@ -7,7 +7,7 @@ from typing import Any
 
 from midus_hf.files.checkpoint_files import CODE
 from midus_hf.files.outputs import STRIPPED_KEY, has_config_entry
-from upscalers.checkpoint.base_model import open_base, read_config
+from upscalers.checkpoint.base_checkpoint import open_base, read_config
 from upscalers.checkpoint.source import resolve_source
 from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan, read_record
 

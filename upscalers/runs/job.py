@@ -4,7 +4,7 @@ import math
 
 from midus_hf.files.outputs import CONFIG_KEY
 from upscalers.architecture.inferred import InferredFamily, change_of_settings
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import INTEGERS, SAFETENSORS_NAMES, TORCH_NAMES
 from upscalers.checkpoint.source import Source
@@ -27,7 +27,7 @@ class Job:
     def __init__(
         self,
         method: Method,
-        base: BaseModel,
+        base: BaseCheckpoint,
         source: Source,
         plan: Plan,
         seed: int,
@@ -138,7 +138,9 @@ class Job:
         return sum(solver.scratch_bytes for solver in solvers)
 
 
-def _new_modules(base: BaseModel, plan: Plan, layers: list[dict[str, Recipe]], outer: dict[str, Recipe]) -> list[str]:
+def _new_modules(
+    base: BaseCheckpoint, plan: Plan, layers: list[dict[str, Recipe]], outer: dict[str, Recipe]
+) -> list[str]:
     """Return the paths of modules that the upscaling adds: new layers, and parts of other layers that only the result has."""
     new = [f"model.layers.{index}" for index, layer in enumerate(plan.layers) if not isinstance(layer, Base)]
     made = [

@@ -10,7 +10,7 @@ from midus_hf.files.outputs import OutputFolder
 from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, tie_banks
-from upscalers.checkpoint.base_model import BaseModel, open_base, write_config
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
 from upscalers.checkpoint.source import copy_travelling_files
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress, shown
@@ -39,7 +39,7 @@ class CheckpointFolder(OutputFolder):
 
 @contextlib.contextmanager
 def written_from(
-    model: BaseModel,
+    model: BaseCheckpoint,
     folder: CheckpointFolder,
     shards: dict[str, list[OutputTensor]],
     banks: Mapping[str, BankLayout],

@@ -74,7 +74,7 @@ class LoadedModel(RunningModel):
 
 
 class StreamedModel(RunningModel):
-    """A language model that holds the weights of one module at a time; of a larger model, the language model runs alone."""
+    """A language model that holds the weights of one module at a time; of a composite model, the language model runs alone."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype):
         config = language_config_in(folder)
@@ -94,7 +94,7 @@ class StreamedModel(RunningModel):
 
 
 def language_config_in(folder: Path) -> Any:
-    """Return the config of a checkpoint as transformers reads it; of a larger model, that of the language model within it."""
+    """Return the config of a checkpoint as transformers reads it; of a composite model, that of the language model within it."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     language_config = config.get_text_config()
     if language_config is not config:

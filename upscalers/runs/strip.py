@@ -8,7 +8,7 @@ from typing import Any
 
 from midus_hf.files.outputs import LANGUAGE_KEY, STRIPPED_KEY
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.base_model import open_base, read_config
+from upscalers.checkpoint.base_checkpoint import open_base, read_config
 from upscalers.checkpoint.content_digest import TensorDigests
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
 from upscalers.checkpoint.source import resolve_source

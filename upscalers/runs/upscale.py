@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from upscalers.checkpoint.banks import bytes_of_banks
-from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.hub import check_account, check_repo_id, prepare_repository, push_folder
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES

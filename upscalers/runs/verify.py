@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from upscalers.architecture.inferred import InferredFamily
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor
 from upscalers.plan.plan import Base, Plan
 from upscalers.record.report import Identity
@@ -19,7 +19,7 @@ _ROWS_AT_ONCE = 16
 
 
 def compare_models(
-    base: BaseModel,
+    base: BaseCheckpoint,
     folder: Path,
     tensors: Mapping[str, StoredTensor],
     plan: Plan,
@@ -152,7 +152,9 @@ def _compare_layers(
     model.logits(tokens, compare, {layer: streams[index] for layer, index in replay.items()})
 
 
-def _running(base: BaseModel, folder: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> RunningModel:
+def _running(
+    base: BaseCheckpoint, folder: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype
+) -> RunningModel:
     """Return a model of the base's family that runs; streamed, unless transformers converts its tensors."""
     if base.layout.is_converted:
         return LoadedModel(folder, dtype)

@@ -10,7 +10,7 @@ from midus_hf.files.outputs import CONFIG_KEY
 from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.banks import carry_banks, create_banks, tie_banks
-from upscalers.checkpoint.base_model import write_config
+from upscalers.checkpoint.base_checkpoint import write_config
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.checkpoint.quantised_weights import with_products
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, read_header

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from upscalers.architecture.inferred import InferredFamily
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.computed_tensor import ComputedTensor, read_tensor
 from upscalers.plan.plan import Plan
 from upscalers.tensors.recipes import Recipe
@@ -45,7 +45,7 @@ class _ChosenBlocks(ComputedTensor):
         return _chosen(read_tensor(self.in_file), self.dim, self.num_blocks, self.blocks)
 
 
-def block_recipes(base: BaseModel, plan: Plan) -> dict[str, LayerBlocks]:
+def block_recipes(base: BaseCheckpoint, plan: Plan) -> dict[str, LayerBlocks]:
     """Return a recipe, by full name, for each tensor outside the layers with a block per layer, if the plan moves layers."""
     if plan.sources == list(range(base.num_layers)):
         return {}
@@ -56,14 +56,14 @@ def block_recipes(base: BaseModel, plan: Plan) -> dict[str, LayerBlocks]:
     }
 
 
-def _dims_of_blocks(model: BaseModel) -> dict[str, int]:
+def _dims_of_blocks(model: BaseCheckpoint) -> dict[str, int]:
     """Return the dimension along which a tensor outside the layers has one block per layer, by the tensor's full name."""
     assert isinstance(model.family, InferredFamily)
     blocks = model.family.blocks_by_layer(model.layout.outer)
     return {model.prefix + name.removeprefix("model."): dim for name, dim in blocks.items()}
 
 
-def with_blocks_of_base(model: BaseModel, plan: Plan) -> BaseModel:
+def with_blocks_of_base(model: BaseCheckpoint, plan: Plan) -> BaseCheckpoint:
     """Return a model, made by a plan that keeps all layers of its base, with the base's blocks alone in tensors per layer."""
     if not isinstance(model.family, InferredFamily) or not plan.new_indices:
         return model

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from upscalers.architecture.family import Config, Layout, Shape
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.plan.plan import Plan
 from upscalers.request.errors import MethodError
 from upscalers.tensors.layer_blocks import LayerBlocks
@@ -15,7 +15,13 @@ _LISTED = 3
 
 
 def check_recipes(
-    method: str, base: BaseModel, plan: Plan, config: Config, layout: Layout, layers: Sequence[Recipes], outer: Recipes
+    method: str,
+    base: BaseCheckpoint,
+    plan: Plan,
+    config: Config,
+    layout: Layout,
+    layers: Sequence[Recipes],
+    outer: Recipes,
 ) -> None:
     """Refuse recipes (of layers, and `outer` ones) that are missing, of a wrong shape, or superfluous for the new config."""
     for subject, number in (
@@ -34,7 +40,7 @@ def check_recipes(
     _check_part(f"method {method}, outside the layers", base, shapes, outer)
 
 
-def _check_part(where: str, base: BaseModel, shapes: Mapping[str, Shape], recipes: Recipes) -> None:
+def _check_part(where: str, base: BaseCheckpoint, shapes: Mapping[str, Shape], recipes: Recipes) -> None:
     missing = [name for name in shapes if name not in recipes]
     if missing:
         others = f" and {len(missing) - _LISTED} others" if len(missing) > _LISTED else ""
