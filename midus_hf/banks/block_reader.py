@@ -24,12 +24,7 @@ class BlockReader(ABC):
 
     @abstractmethod
     def block(self, level: int, index: int) -> torch.Tensor:
-        """Return the record of a block, `[numel]`, on the CPU. Callers must not change the record.
-
-        Args:
-            level: Level of the block, counted from 1.
-            index: Node within the level; -1 for the generic memory.
-        """
+        """Return the record of a block (level from 1, node, -1 for the generic memory), `[numel]`, on the CPU; not to be changed."""
 
     def changed(self) -> None:
         """Forget the latest fetch because a block has changed."""
@@ -38,17 +33,7 @@ class BlockReader(ABC):
     def fetch(
         self, memory_ids: torch.Tensor, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> FetchedBatch:
-        """Fetch the blocks on the paths of a batch.
-
-        Args:
-            memory_ids: Paths, `[B, p]`, integers: per row one node for each level of the tree, from 0 to `k ** l - 1`
-                at level `l`. A row of -1 fetches the generic memory.
-            device: Device of the fetched blocks. Default: the CPU.
-            dtype: Dtype that the blocks are cast to. Default: the dtype of the bank.
-
-        Raises:
-            ValueError: If `check_paths` refuses the paths.
-        """
+        """Fetch the blocks on paths, `[B, p]`, integers: a node for each level of the tree, or a row of -1 for the generic memory."""
         check_paths(memory_ids, self.layout, "memory_ids")
         paths = memory_ids.tolist()
         request = (paths, torch.device(device), dtype)
@@ -79,16 +64,7 @@ class BlockReader(ABC):
 
 
 def check_paths(paths: torch.Tensor, layout: BankLayout, name: str) -> None:
-    """Check that a bank has a block for every node on paths.
-
-    Args:
-        paths: Nodes per level, `[N, p]`, integers. A row of -1 stands for the generic memory.
-        layout: Layout of the bank.
-        name: Name of the paths in error messages.
-
-    Raises:
-        ValueError: If the shape is wrong, a number is out of range, or a node is not a child of the node before it.
-    """
+    """Check that a bank has a block for every node on paths."""
     levels, k = layout.num_levels, layout.blocks.branching
     if paths.dim() != 2 or paths.shape[1] != levels or paths.dtype.is_floating_point:
         raise ValueError(

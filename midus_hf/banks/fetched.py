@@ -11,12 +11,7 @@ from midus_hf.config.fetched_blocks import BankLayout
 
 @dataclass(frozen=True)
 class FetchedLevel:
-    """Blocks of one level, for one layer.
-
-    Args:
-        tensors: Each tensor of the blocks by name, `[U, ...]`, for U blocks.
-        blocks: `[B]`, int64, the block of each row, from 0 to U - 1.
-    """
+    """Blocks of one level, for one layer: each tensor by name, `[U, ...]`, and the block of each row, `[B]`, int64."""
 
     tensors: Mapping[str, torch.Tensor]
     blocks: torch.Tensor
@@ -24,23 +19,13 @@ class FetchedLevel:
 
 @dataclass(frozen=True)
 class FetchedLayer:
-    """Blocks for one layer.
-
-    Args:
-        levels: The levels that have blocks, from the root down.
-    """
+    """Blocks for one layer."""
 
     levels: tuple[FetchedLevel, ...]
 
 
 class FetchedBatch:
-    """Blocks that the rows of a batch fetched, for all layers.
-
-    Args:
-        layout: Layout of the bank.
-        records: For each level with blocks, counted from 1, the records of the fetched blocks, `[U, numel]`.
-        blocks: For each of these levels, the record of each row, `[B]`, int64, from 0 to U - 1.
-    """
+    """Blocks that rows of a batch fetched: by level, from 1, records `[U, numel]`, and the record of each row, `[B]`, int64."""
 
     def __init__(self, layout: BankLayout, records: Mapping[int, torch.Tensor], blocks: Mapping[int, torch.Tensor]):
         self.layout, self.records, self.blocks = layout, dict(records), dict(blocks)

@@ -10,7 +10,8 @@ import torch
 
 from midus_hf.files.outputs import whole_file
 
-# Marks of rows. No mark is 0, since a file system that is damaged leaves pages of zeros.
+# Row 0 is the block of the generic memory, and row i + 1 that of node i.
+# Marks of rows.
 UNWRITTEN, WRITTEN, DELETED = 1, 2, 3
 
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
@@ -22,23 +23,10 @@ class BankError(ValueError):
 
 
 class MappedLevel:
-    """The rows of a level's file, mapped into memory: what is read is cached, and shared by processes, as pages of the file.
-
-    The file holds two tensors: `blocks [rows, numel]`, and `marks [rows]`, uint8, which says of each row whether it was
-    written or deleted. Row 0 is the block of the generic memory, and row i + 1 the block of node i.
-
-    Args:
-        rows: Expected number of rows.
-        numel: Expected number of elements per row.
-
-    Raises:
-        BankError: If the file is missing, truncated, not a bank's file, or of other sizes.
-    """
+    """The rows of a level's file, mapped into memory: what is read is cached, and shared by processes, as pages of the file."""
 
     def __init__(self, path: Path, rows: int, numel: int):
         self.path = path
-        if not path.is_file():
-            raise BankError(f"bank file {path} is absent; expected it beside the model. Copy the bank again.")
         try:
             with safetensors.safe_open(path, "pt") as file:
                 self.blocks, self.marks = file.get_tensor("blocks"), file.get_tensor("marks")
@@ -54,20 +42,8 @@ class MappedLevel:
             )
 
     def row(self, row: int) -> torch.Tensor | None:
-        """Return a row, `[numel]`, mapped from the file; None if it was never written or was deleted.
-
-        Raises:
-            BankError: If the row's mark was lost.
-        """
-        mark = int(self.marks[row]) if row < len(self.marks) else UNWRITTEN
-        if mark == WRITTEN:
-            return self.blocks[row]
-        if mark in (UNWRITTEN, DELETED):
-            return None
-        name = f"block {row - 1}" if row else "the generic block"
-        raise BankError(
-            f"{name} of bank file {self.path} is without its mark. Copy the bank again, or delete the block."
-        )
+        """Return a row, `[numel]`, mapped from the file; None if it was never written or was deleted."""
+        return self.blocks[row] if row < len(self.marks) and self.marks[row] == WRITTEN else None
 
     def rows(self, mark: int) -> list[int]:
         """Return the rows with a mark, ascending."""
@@ -82,12 +58,7 @@ def write_level(
     records: Mapping[int, Callable[[], torch.Tensor]],
     deleted: Collection[int] = (),
 ) -> None:
-    """Write the file of a level, which appears whole or not at all. Rows that are not written are holes: zeros without room.
-
-    Args:
-        records: For each written row, a function that returns it, `[numel]`, to be cast to `dtype`.
-        deleted: Rows that are marked as deleted.
-    """
+    """Write the file of a level, which appears whole or not at all. Rows that are not written are holes: zeros without room."""
     row_bytes, end = numel * dtype.itemsize, rows * numel * dtype.itemsize
     header = {
         "blocks": {"dtype": _DTYPES[dtype], "shape": [rows, numel], "data_offsets": [0, end]},

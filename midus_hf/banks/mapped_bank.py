@@ -8,24 +8,16 @@ from typing import Any
 
 import torch
 
-from midus_hf.banks.bank_description import read_description
 from midus_hf.banks.block_reader import BlockReader
-from midus_hf.banks.level_file import MappedLevel
-from midus_hf.config.fetched_blocks import BankLayout, level_file
+from midus_hf.banks.level_file import BankError, MappedLevel
+from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BankLayout, level_file
+from midus_hf.files.json_text import parse_json
+
+DESCRIPTION_FORMAT = 4
 
 
 class MappedBank(BlockReader):
-    """Bank of a memory's blocks, for reading. The system caches pages of its files; nothing else is kept but the last fetch.
-
-    Files are never changed in place, so a bank reads what it was when it was opened.
-
-    Args:
-        folder: Folder with the bank's files.
-        layout: Layout of the bank that the model's config implies.
-
-    Raises:
-        BankError: If a file is absent or damaged, or belongs to another model.
-    """
+    """Bank of a memory's blocks, for reading. The system caches pages of its files; nothing else is kept but the last fetch."""
 
     def __init__(self, folder: str | os.PathLike, layout: BankLayout):
         self.folder = Path(folder)
@@ -51,15 +43,7 @@ class MappedBank(BlockReader):
         return MappedBank, (self.folder.absolute(), self.layout)
 
     def grow(self, roots: int | None, tree: str | None = None, grown_from: Collection[str] = ()) -> None:
-        """Let paths name nodes of a tree that has grown from the bank's: their blocks start as unwritten blocks do.
-
-        The files stay as they are until the bank is saved. A bank whose tree is larger already stays as it is.
-
-        Args:
-            roots: Nodes of the tree's first level; None for a tree that has not grown.
-            tree: Fingerprint of the tree, to be saved with the bank. Default: None, for the tree that the bank has.
-            grown_from: Fingerprints of the trees that `tree` was grown from. Default: none.
-        """
+        """Let paths name nodes of a tree that has grown from the bank's: their blocks start as unwritten blocks do."""
         # A tree as large as the bank's that the bank's came from has topics that were deleted since, and brings them back.
         is_earlier = tree in self.description["grown_from"] and roots != self.layout.blocks.nodes(1)
         if tree not in (None, self.description["tree"]) and not is_earlier:
@@ -79,35 +63,41 @@ class MappedBank(BlockReader):
         return self.description["tree"]
 
     def block(self, level: int, index: int) -> torch.Tensor:
-        """Return the record of a block; a block that was never written or was deleted is drawn from the bank's seed.
-
-        Raises:
-            BankError: If the block's mark was lost.
-        """
+        """Return the record of a block; a block that was never written or was deleted is drawn from the bank's seed."""
         record = self._levels[level].row(index + 1)
-        return (
-            initial_block(self.layout, level, index, self.description["seed"], self.dtype)
-            if record is None
-            else record
+        if record is not None:
+            return record
+        return initial_block(self.layout, level, index, self.description["seed"], self.dtype)
+
+
+def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
+    """Read the description of a bank, and check that the bank belongs to the model whose config implies `layout`."""
+    path = folder / BANK_DESCRIPTION
+    try:
+        description = parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BankError(
+            f"there is no memory bank in {folder} ({error.strerror}: {BANK_DESCRIPTION}); expected one beside the model."
+        ) from None
+    except ValueError:
+        description = None
+    if not isinstance(description, dict) or description.get("format") != DESCRIPTION_FORMAT:
+        raise BankError(f"{path} is not of format {DESCRIPTION_FORMAT}; expected a bank that this version reads.")
+    difference = layout.difference(description.get("layout"))
+    if difference:
+        raise BankError(
+            f"the memory bank in {folder} belongs to another model: {difference}. Put the model's own there."
         )
+    return description
 
 
 def initial_block(layout: BankLayout, level: int, index: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the initial record of a block, `[numel]`, drawn in float32 and cast to `dtype`.
-
-    The same seed gives the same bytes, in whatever order blocks are read, and however far the tree has grown.
-
-    Args:
-        level: Level of the block, counted from 1.
-        index: Node within the level; -1 for the generic memory.
-    """
+    """Return the initial record of a block, `[numel]`, drawn in float32 and cast to `dtype`."""
     first_grown = layout.blocks.branching**level
     number = first_grown if index < 0 else index + (index >= first_grown)
     digest = hashlib.sha256(f"{seed}/{layout.memory_type}/{level}/{number}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     record = torch.zeros(layout.record_numel(level), dtype=torch.float32)
-    for tensor_place in layout.records[level]:
-        tensor_place.tensor.initial.fill(
-            record[tensor_place.start : tensor_place.start + tensor_place.numel], generator
-        )
+    for place in layout.records[level]:
+        place.tensor.initial.fill(record[place.start : place.start + place.numel], generator)
     return record.to(dtype)

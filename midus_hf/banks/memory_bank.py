@@ -1,15 +1,16 @@
 """A bank of memory blocks in files beside a checkpoint, which can be created, copied, and saved with other blocks."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from midus_hf.banks.bank_description import new_description, write_description
-from midus_hf.banks.level_file import DELETED, UNWRITTEN, write_level
-from midus_hf.banks.mapped_bank import MappedBank
+from midus_hf.banks.level_file import DELETED, WRITTEN, write_level
+from midus_hf.banks.mapped_bank import DESCRIPTION_FORMAT, MappedBank
 from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, TREE_FILES, BankLayout, level_file
 from midus_hf.files.outputs import whole_file
 
@@ -27,21 +28,16 @@ class MemoryBank(MappedBank):
         self.save(self.folder, {(level, index): lambda: record})
 
     def written(self, level: int) -> list[int]:
-        """Return the nodes of a level whose blocks were written, ascending; -1 for the generic memory.
-
-        Raises:
-            BankError: If a block has lost its mark.
-        """
-        rows = self._levels[level]
-        return [row - 1 for row in (rows.marks != UNWRITTEN).nonzero().flatten().tolist() if rows.row(row) is not None]
+        """Return the nodes of a level whose blocks were written, ascending; -1 for the generic memory."""
+        return [row - 1 for row in self._levels[level].rows(WRITTEN)]
 
     def deleted(self, level: int) -> list[int]:
         """Return the nodes of a level whose blocks were deleted and not written again, ascending."""
         return [row - 1 for row in self._levels[level].rows(DELETED)]
 
     def is_written(self, level: int, index: int) -> bool:
-        """Return whether the file may hold numbers for a block: it was written, or has lost its mark."""
-        return int(self._levels[level].marks[index + 1]) not in (UNWRITTEN, DELETED)
+        """Return whether a block was written, and not deleted since."""
+        return self._levels[level].row(index + 1) is not None
 
     def save(
         self,
@@ -64,12 +60,9 @@ class MemoryBank(MappedBank):
                 may have none.
             deleted: Level and node of further blocks to delete, in another folder than this bank's, whose files then never
                 have their bytes. Default: none; blocks deleted in this bank stay deleted.
-
-        Raises:
-            BankError: If a block that is copied has lost its mark.
         """
         folder, trained = Path(folder), trained or {}
-        is_own = folder.exists() and folder.resolve() == self.folder.resolve()
+        is_own = folder.exists() and folder.samefile(self.folder)
         assert not (is_own and deleted), "files that are replaced leave their bytes on the disk"
         if not is_own:
             folder.mkdir(parents=True, exist_ok=True)
@@ -78,22 +71,18 @@ class MemoryBank(MappedBank):
             changed = {index + 1: record for (its_level, index), record in trained.items() if its_level == level}
             gone = {index + 1 for its_level, index in deleted if its_level == level}
             rows = self.layout.num_records(level)
-            if is_own and not changed and not gone and len(source.marks) == rows:
+            if is_own and not changed and len(source.marks) == rows:
                 continue
-            for row in (source.marks != UNWRITTEN).nonzero().flatten().tolist():
-                if row not in changed and row not in gone and (record := source.row(row)) is not None:
-                    changed[row] = record.detach
+            kept = {row: source.blocks[row].detach for row in source.rows(WRITTEN) if row not in gone}
             gone = {*gone, *source.rows(DELETED)} - changed.keys()
-            write_level(folder / level_file(level), rows, source.blocks.shape[1], self.dtype, changed, gone)
+            write_level(
+                folder / level_file(level), rows, source.blocks.shape[1], self.dtype, {**kept, **changed}, gone
+            )
         self._save_tree(folder, tree_folder or self.folder)
         layout = self.layout.to_dict()
         layout["base"] = layout["base"] or self.description["layout"].get("base")
-        description = {
-            **self.description,
-            "layout": layout,
-            "tree": tree or self.tree,
-            "roots": self.layout.blocks.roots,
-        }
+        changes = {"layout": layout, "tree": tree or self.tree, "roots": self.layout.blocks.roots}
+        description = {**self.description, **changes}
         write_description(folder, description)
         if is_own:
             self.description = description
@@ -116,4 +105,11 @@ def create_bank(folder: str | os.PathLike, layout: BankLayout, dtype: torch.dtyp
     folder.mkdir(parents=True, exist_ok=True)
     for level in layout.levels:
         write_level(folder / level_file(level), layout.num_records(level), layout.record_numel(level), dtype, {})
-    write_description(folder, new_description(layout, seed))
+    description = {"format": DESCRIPTION_FORMAT, "layout": layout.to_dict(), "seed": seed}
+    write_description(folder, {**description, "tree": None, "roots": None, "grown_from": []})
+
+
+def write_description(folder: Path, description: dict[str, Any]) -> None:
+    """Write the description of a bank into the bank's folder. It marks the bank as complete, so it is written last."""
+    with whole_file(folder / BANK_DESCRIPTION) as partial:
+        partial.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")

@@ -11,7 +11,7 @@ from typing import Any
 import safetensors
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from midus_hf.banks.block_reader import BlockReader
 from midus_hf.banks.level_file import BankError
@@ -42,14 +42,7 @@ def adamw_update(
 
 
 class TrainedBank(BlockReader):
-    """The blocks of a bank as training has left them. Blocks that training never fetched are read from the bank.
-
-    A block that a pass with gradients has fetched gets a row in a second mapped file per level (in `TMPDIR`; its name is
-    removed at once, so that nothing stays there): float32 values and two moments. Only rows of these blocks are written.
-
-    Args:
-        bank: The bank that is trained. Its files are not changed, except by a `save` into its own folder.
-    """
+    """The blocks of a bank as training has left them. Blocks that training never fetched are read from the bank."""
 
     trains = True
 
@@ -150,41 +143,23 @@ class TrainedBank(BlockReader):
             save_file(tensors, folder / level_file(level))
 
     def load_state(self, folder: Path) -> None:
-        """Resume from the files that `save_state` wrote. A `BankError` about them leaves the blocks as they are."""
-        loaded = {}
+        """Resume from the files that `save_state` wrote, or raise a `BankError` about them."""
+        for held in (self._states, self._steps, self._leaves):
+            held.clear()
+        self.changed()
         try:
             for level in self.layout.levels:
-                with safetensors.safe_open(folder / level_file(level), "pt") as file:
-                    loaded[level] = [file.get_tensor(key) for key in ("states", "nodes", "steps")]
-                self._check_state(level, *loaded[level])
-            others = {path.name for path in folder.glob("level-*")} - {level_file(level) for level in loaded}
-            if others:
-                raise ValueError(f"the bank has no {min(others)}")
-        except (OSError, ValueError, safetensors.SafetensorError) as error:
+                state = load_file(folder / level_file(level))
+                for position, (index, step) in enumerate(
+                    zip(state["nodes"].tolist(), state["steps"].tolist(), strict=True)
+                ):
+                    self._state((level, index)).copy_(state["states"][position])
+                    self._steps[level, index] = step
+        except (OSError, LookupError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
             raise BankError(
                 f"the state of blocks in {folder} cannot be read ({error}); expected that of a run that trains blocks. Resume from "
                 "another checkpoint."
             ) from None
-        self._states.clear()
-        self._steps.clear()
-        self._leaves.clear()
-        self.changed()
-        for level, (states, nodes, steps) in loaded.items():
-            for position, (index, step) in enumerate(zip(nodes.tolist(), steps.tolist(), strict=True)):
-                self._state((level, index)).copy_(states[position])
-                self._steps[level, index] = step
-
-    def _check_state(self, level: int, states: torch.Tensor, nodes: torch.Tensor, steps: torch.Tensor) -> None:
-        """Refuse the state of a level whose blocks this bank does not have."""
-        expected = (len(nodes), 3, self.layout.record_numel(level))
-        if steps.shape != nodes.shape:
-            raise ValueError(f"level {level} has {len(nodes)} nodes and {len(steps)} numbers of steps")
-        if states.shape != expected:
-            raise ValueError(f"level {level} has states {list(states.shape)}, where the bank has {list(expected)}")
-        if len(nodes) and not -1 <= int(nodes.min()) <= int(nodes.max()) < self.layout.num_records(level) - 1:
-            raise ValueError(
-                f"level {level} has blocks of nodes {int(nodes.min())} to {int(nodes.max())}, which the bank lacks"
-            )
 
     def _leaf(self, key: BlockKey) -> torch.Tensor:
         """Return the leaf of a block, which shares the memory of its mapped values."""

@@ -1,13 +1,13 @@
 """Evaluation of checkpoints, one after the other, with the same settings."""
 
 import dataclasses
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
 from midus_hf.banks.block_reader import check_paths
+from midus_hf.banks.model_banks import check_tree
 from midus_hf.evaluation.fetching import PathFinder, fetches_blocks, open_retriever
 from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.evaluation.text_rows import read_rows, text_rows
@@ -21,22 +21,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(models: list[str], settings: EvaluationSettings) -> dict[str, Any]:
-    """Evaluate models, and return a report. As much as possible is checked before the first model is loaded.
-
-    Args:
-        models: Folders or hub ids of the models.
-        settings: What to measure, and how.
-
-    Returns:
-        `{"models": [...], "settings": {...}}`; each model is `{"model", "model_type", "parameters", "causal", "perplexity",
-        "tasks"}`. `causal` is false if a memory gives tokens of plain text information about later tokens. `perplexity` is
-        `{"perplexity", "tokens", "sequence_length"}`, the number of predicted tokens and their most per window, or None without a
-        text. `tasks` maps the name of each task to its metrics.
-
-    Raises:
-        ValueError: If a model, a file, a task or another part of the request cannot be used.
-        ModuleNotFoundError: If tasks are requested and lm-eval is not installed.
-    """
+    """Evaluate models, and return a report. As much as possible is checked before the first model is loaded."""
     usable_device(settings.device)
     if settings.retriever is not None:
         ClusterTree.load(
@@ -64,14 +49,15 @@ def _measure(
     tasks: "Tasks | None",
 ) -> dict[str, Any]:
     """Return the measures of a model."""
-    load = partial(load_for_reading, trust_remote_code=settings.trust_remote_code)
-    model, tokenizer = load(name, settings.dtype, settings.device)
+    trusted = settings.trust_remote_code
+    model, tokenizer = load_for_reading(name, settings.dtype, settings.device, trust_remote_code=trusted)
     find_paths = _path_finder(model, settings, written)
+    memories = model.config.memories() if hasattr(model.config, "memories") else None
     measured = {
         "model": name,
         "model_type": model.config.model_type,
         "parameters": model.num_parameters(),
-        "causal": not _reads_ahead(model),
+        "causal": not (memories is not None and memories.reads_ahead),
         "perplexity": None,
         "tasks": {},
     }
@@ -101,11 +87,7 @@ def _measure(
 def _path_finder(
     model: PreTrainedModel, settings: EvaluationSettings, written: DocumentPaths | None
 ) -> PathFinder | None:
-    """Return the function that finds the paths of a model's texts, by the retriever or as written beside them; None without paths.
-
-    Raises:
-        ValueError: If the paths are in another tree than the model's.
-    """
+    """Return the function that finds the paths of a model's texts, by the retriever or as written beside them; None without paths."""
     if not fetches_blocks(model):
         return None
     retriever = open_retriever(model, settings.retriever)
@@ -117,11 +99,5 @@ def _path_finder(
     paths = torch.from_numpy(written.paths)
     for layout in banks.layouts.values():
         check_paths(paths, layout, f"column {settings.path_column!r} of the text")
-    banks.check_tree(written.tree, "the text", "Assign the text by the tree of the model.")
+    check_tree(banks, written.tree, "the text", "Assign the text by the tree of the model.")
     return lambda documents: paths
-
-
-def _reads_ahead(model: PreTrainedModel) -> bool:
-    """Return whether a memory of the model gives tokens of plain text information about later tokens."""
-    memories = model.config.memories() if hasattr(model.config, "memories") else None
-    return memories is not None and memories.reads_ahead

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from midus_hf.banks.model_banks import check_tree
+
 if TYPE_CHECKING:
     from midus_hf.topics.memory_retriever import MemoryRetriever
+    from midus_hf.topics.tree import ClusterTree
 
 # A function that takes N texts and returns their paths in a tree of topics, `[N, p]`, int64.
 PathFinder = Callable[[Sequence[str]], torch.Tensor]
@@ -37,23 +40,31 @@ def fetches_blocks(model: Any) -> bool:
 
 
 def open_retriever(model: Any, tree: str | None) -> "MemoryRetriever | None":
-    """Return the retriever that finds the paths of texts in a tree, after a check that it is the model's; None without a tree.
-
-    Raises:
-        ValueError: If the model fetches no blocks, or the tree cannot be loaded or is another.
-    """
+    """Return the retriever that finds the paths of texts in a tree, after a check that it is the model's; None without a tree."""
     if tree is None:
         return None
     if not fetches_blocks(model):
         raise ValueError(f"retriever is {tree!r}, and this model fetches no blocks; leave it out.")
     from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.topics.memory_retriever import MemoryRetriever
-    from midus_hf.topics.tree import check_tree
 
     with library_bars_on_terminals():
         retriever = MemoryRetriever.load(tree, device=str(model.device))
-    check_tree(retriever.tree, model)
+    check_tree_of(model, retriever.tree)
     return retriever
+
+
+def check_tree_of(model: Any, tree: "ClusterTree") -> None:
+    """Refuse a tree that is not the one by which the texts of a model fetch blocks, nor was grown from it."""
+    for name, layout in model.banks.layouts.items():
+        if (layout.blocks.branching, layout.num_levels) != (tree.branching, tree.levels):
+            raise ValueError(
+                f"memory {name!r} fetches blocks by a tree of {layout.num_levels} levels of {layout.blocks.branching}, and the "
+                f"retriever has {tree.levels} levels of {tree.branching}; expected the tree that the bank was trained with."
+            )
+    remedy = "If the model was saved with its tree, load the retriever from the folder of the model."
+    growth: dict[str, Any] = {"roots": tree.roots, "grown_from": tree.grown_from}
+    check_tree(model.banks, tree.fingerprint, "the retriever", remedy, **growth)
 
 
 def by_path(
@@ -63,10 +74,7 @@ def by_path(
     model: nn.Module,
     run: Callable[[list[Any]], list[Any]],
 ) -> list[Any]:
-    """Run items with the same path together, with the blocks of that path, and return the results in the order of the items.
-
-    The path of an item is found by its text. `run` calls the model with some of the items, and returns a result for each.
-    """
+    """Run items with the same path together, with the blocks of that path, and return the results in the order of the items."""
     different = list(dict.fromkeys(texts))
     path_of = dict(zip(different, map(tuple, find_paths(different).tolist()), strict=True))
     members: dict[tuple[int, ...], list[int]] = {}
@@ -82,11 +90,7 @@ def by_path(
 
 
 def question_of(task: Any, doc: dict[str, Any]) -> str:
-    """Return the question that a task asks about a document, without worked examples. It decides which blocks are fetched.
-
-    This follows appendix B of hierarchical memories. If a task's choices are contexts, the question is the beginning that all
-    choices share, and the text that follows the choices.
-    """
+    """Return the question that a task asks about a document, without worked examples. It decides which blocks are fetched."""
     text = task.doc_to_text(doc)
     if isinstance(text, str):
         return text

@@ -26,14 +26,7 @@ from midus_hf.topics.corpus import read_rows
 
 
 class FetchingLM(HFLM):
-    """The harness's model for a loaded model, whose questions fetch the blocks of their paths.
-
-    Args:
-        model: A causal language model, in eval mode and on its device.
-        find_paths: Function that finds the paths of questions. Default: nothing is fetched by a path.
-        questions: Function that returns the question of a request. Default: the question is the request's context.
-        **kwargs: Further arguments of the harness's model `hf`.
-    """
+    """The harness's model for a loaded model, whose questions fetch the blocks of their paths."""
 
     def __init__(
         self,
@@ -71,15 +64,12 @@ class FetchingLM(HFLM):
         return by_path(requests, texts, self._find_paths, self.model, lambda some: run(some, *args, **kwargs))
 
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._check_ids(inps)
+        check_ids(int(inps.max()), self.model.config.get_text_config().vocab_size)
         return super()._model_call(inps, *args, **kwargs)
 
     def _model_generate(self, context: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._check_ids(context)
+        check_ids(int(context.max()), self.model.config.get_text_config().vocab_size)
         return super()._model_generate(context, *args, **kwargs)
-
-    def _check_ids(self, ids: torch.Tensor) -> None:
-        check_ids(int(ids.max()), self.model.config.get_text_config().vocab_size)
 
 
 class _LocalTask(ConfigurableTask):
@@ -94,17 +84,7 @@ class _LocalTask(ConfigurableTask):
 
 
 class Tasks:
-    """Tasks to run, found by name before any model is loaded.
-
-    Args:
-        names: Names of the tasks. With `data`, a local task is named by its short name. All other names are looked up in
-            `include_path`, then among the harness's own tasks, whose questions come from the hub.
-        data: Folder with the questions of the local tasks. Default: no local tasks.
-        include_path: Folder with task files of the caller. Default: none.
-
-    Raises:
-        ValueError: If `include_path` is not a folder, if a name is unknown, or if the questions of a local task are missing.
-    """
+    """Tasks to run, found by name before any model is loaded."""
 
     def __init__(self, names: list[str], data: str | Path | None = None, include_path: str | Path | None = None):
         if include_path is not None and not Path(include_path).is_dir():
@@ -133,18 +113,11 @@ class Tasks:
         batch_size: int = 4,
         find_paths: PathFinder | None = None,
     ) -> dict[str, dict[str, Any]]:
-        """Score a model, in eval mode and on its device, on the tasks.
-
-        Without `num_fewshot` a question has the task's own number of worked examples, else 0, and without `limit` all questions are
-        asked, from the first on. `find_paths` gets questions without worked examples; their paths decide which blocks are fetched.
-        The harness's progress bars are shown on a terminal only. An input that is too long for the model is cut at its beginning.
-
-        Returns:
-            For each name in the request (a group also brings its members), every metric of the task under the harness's name
-            (`acc`, `acc_stderr`, `acc_norm`), `num_fewshot` and `num_questions`. A metric is None if its value is not finite,
-            and text if its value is not a number. Unknown standard errors are left out.
-        """
-        _seed_as_the_harness()
+        """Score a model, in eval mode and on its device, on the tasks."""
+        # What is random is seeded as by the harness's own command; some tasks choose their worked examples so.
+        random.seed(DEFAULT_RANDOM_SEED)
+        np.random.seed(DEFAULT_OTHER_SEED)
+        torch.manual_seed(DEFAULT_OTHER_SEED)
         hidden = contextlib.nullcontext if sys.stderr.isatty() else without_bars
         with hidden():
             loaded = self.load()
@@ -167,7 +140,7 @@ class Tasks:
             score = {
                 metric.removesuffix(",none"): _plain(value)
                 for metric, value in measured.items()
-                if "," in metric and not (_is_standard_error(metric) and _plain(value) in (None, "N/A"))
+                if "," in metric and not ("_stderr," in metric and _plain(value) in (None, "N/A"))
             }
             score["num_fewshot"] = results["n-shot"].get(harness_name)
             score["num_questions"] = results["n-samples"].get(harness_name, {}).get("effective")
@@ -177,18 +150,6 @@ class Tasks:
     def load(self) -> dict[str, Any]:
         """Return the harness's groups, and its `tasks` by their names in the harness, including members of groups."""
         return self.manager.load(self.specs)
-
-
-def _seed_as_the_harness() -> None:
-    """Seed what is random as the harness's own command does by default; some tasks choose their worked examples so."""
-    random.seed(DEFAULT_RANDOM_SEED)
-    np.random.seed(DEFAULT_OTHER_SEED)
-    torch.manual_seed(DEFAULT_OTHER_SEED)
-
-
-def _is_standard_error(metric: str) -> bool:
-    """Return whether a name is the name of a standard error, such as `acc_stderr` or `acc_stderr,strict`."""
-    return metric.partition(",")[0].endswith("_stderr")
 
 
 def _plain(value: Any) -> float | int | str | None:

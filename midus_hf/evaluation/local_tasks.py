@@ -26,20 +26,7 @@ def local_task_names() -> list[str]:
 
 
 def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
-    """Read a local task.
-
-    Args:
-        name: Short name of the task.
-        data: Folder that holds `NAME.jsonl`, with a row per question: `question`, `choices` and `gold`. A row of atomic numbers
-            has the `name` and `number` of an element; a row of facts has a `question` and its `answers`, a list of texts, each
-            of which is right.
-
-    Returns:
-        A task configuration that lm-eval accepts.
-
-    Raises:
-        ValueError: If the folder does not hold the questions, or if a row of facts has no usable question and answers.
-    """
+    """Read a local task."""
     data = Path(data).resolve()
     if not (data / f"{name}.jsonl").is_file():
         raise ValueError(
@@ -65,13 +52,18 @@ def _check_facts(path: Path, config: dict[str, Any]) -> None:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            row = _row(line) or {}
-            if not _is_question(row):
+            try:
+                row = parse_json(line)
+            except ValueError:
+                row = None
+            question, answers = (row.get("question"), row.get("answers")) if isinstance(row, dict) else (None, None)
+            has_answers = isinstance(answers, list) and answers and all(type(each) is str for each in answers)
+            if not isinstance(question, str) or not question.strip() or not has_answers:
                 raise ValueError(
                     f"line {number} of {path} is {line.strip()[:80]!r}; expected an object of JSON with question, a text, and "
                     "answers, a list of texts each of which is right."
                 )
-            for answer in row["answers"]:
+            for answer in answers or ():
                 (clause, *_) = re.findall(first_clause["regex_pattern"], answer)
                 compared = _compared_part(config, answer)
                 if not compared or _compared_part(config, clause) != compared:
@@ -79,21 +71,6 @@ def _check_facts(path: Path, config: dict[str, Any]) -> None:
                         f"line {number} of {path} has the answer {answer!r}; expected more than articles and punctuation, and no "
                         "commas, semicolons, brackets or full stops, after which no text counts. Give the text before them."
                     )
-
-
-def _row(line: str) -> dict[str, Any] | None:
-    try:
-        row = parse_json(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
-
-
-def _is_question(row: Mapping[str, Any]) -> bool:
-    """Return whether a row has a `question`, a text, and `answers`, a list of texts."""
-    question, answers = row.get("question"), row.get("answers")
-    texts = answers if isinstance(answers, list) else []
-    return isinstance(question, str) and bool(question.strip() and texts) and all(type(text) is str for text in texts)
 
 
 def _compared_part(config: Mapping[str, Any], answer: str) -> str:

@@ -12,10 +12,7 @@ from midus_hf.library_bars import without_library_bars
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Hide warnings, logs below errors, bars of transformers and all standard output while the context is open.
-
-    Errors that are raised or logged still appear, and so do bars of downloads on standard error.
-    """
+    """Hide warnings, logs below errors, bars of transformers and all standard output while the context is open."""
     before = logging.root.manager.disable
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")

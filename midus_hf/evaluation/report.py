@@ -10,11 +10,7 @@ _ABOUT_THE_TASK = ("num_fewshot", "num_questions")
 
 
 def comparison_table(report: dict[str, Any]) -> Table:
-    """Return a table of the report that `evaluate` returned.
-
-    Each metric of a task has a row, which shows its standard error if the error is known. The caption names the models that
-    are not causal, whose perplexity cannot be compared.
-    """
+    """Return a table of the report that `evaluate` returned."""
     models = report["models"]
     table = Table(title="Evaluation")
     table.add_column("measure")

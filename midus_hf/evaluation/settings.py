@@ -5,14 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """Request of what is measured of models, and how. Paths are relative to the current folder.
-
-    With a `retriever` or a `path_column`, windows end where documents end, and models that fetch blocks do so by the path of the
-    whole document, with a `retriever` also by that of a task's question. Other models are measured alike, without blocks.
-
-    Raises:
-        ValueError: If there is nothing to measure, if an option is out of range, or if another option that it needs is missing.
-    """
+    """Request of what is measured of models, and how. Paths are relative to the current folder."""
 
     text: str | None = None
     column: str = "text"

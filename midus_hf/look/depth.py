@@ -187,15 +187,7 @@ def record_depth(model: nn.Module) -> Iterator[list[DepthReading]]:
 
 @dataclass(frozen=True)
 class DepthMap:
-    """Attention shares of one head: the weights that values are multiplied with, float64, on the CPU.
-
-    Args:
-        layer: Index of the decoder layer.
-        head: Index of the head.
-        sequence: Share of each key of the sequence, `[T, T]`, a row per token.
-        depth: Share of each slot, `[T, m]`, a row per token.
-        slots: Slots that the columns of `depth` stand for.
-    """
+    """Attention shares of one head: of each key of the sequence, `[T, T]`, and of each slot, `[T, m]`, float64, on the CPU."""
 
     layer: int
     head: int
@@ -205,18 +197,7 @@ class DepthMap:
 
 
 def depth_map(model: Any, tokens: torch.Tensor, layer: int, head: int) -> DepthMap:
-    """Let a model read a text, and return the shares that one head gives to keys and slots (MoDA, figure 5).
-
-    Args:
-        model: A model as in `record_depth`. It is in eval mode while it reads.
-        tokens: Token ids of the text, `[T]`.
-        layer: Index of the decoder layer.
-        head: Index of the head.
-
-    Raises:
-        ValueError: If the layer does not read the depth, or the head does not exist; if the model's attention does not say what
-            its masks are.
-    """
+    """Let a model read a text, and return the shares that one head gives to keys and slots (MoDA, figure 5)."""
     readers = {hosted.layer: (hosted, slots) for hosted, slots in _readers(model)}
     if layer not in readers:
         raise ValueError(f"layer is {layer}; expected one that reads the depth: {', '.join(map(str, readers))}.")
@@ -282,12 +263,7 @@ def depth_table(readings: Sequence[DepthReading]) -> TableOfWords:
 
 
 def depth_panels(readings: Sequence[DepthReading], head: DepthMap | None = None) -> dict[str, Panel]:
-    """Return a map of what layers read of earlier layers, averaged over heads, or the map of one head.
-
-    Args:
-        readings: Readings of `record_depth`.
-        head: Map of one head, as `depth_map` returns it. Default: none.
-    """
+    """Return a map of what layers read of earlier layers, averaged over heads, or the map of one head."""
     if head is not None:
         numbers = [str(token) for token in range(len(head.sequence))]
         names = [*numbers, *(f"{slot.layer}{slot.source[0]}" for slot in head.slots)]

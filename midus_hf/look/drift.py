@@ -93,11 +93,7 @@ def other_base(model: PreTrainedModel, base: PreTrainedModel) -> LogitsOfBase:
 
 
 def drift(
-    model: PreTrainedModel,
-    logits_of_base: LogitsOfBase,
-    texts: Sequence[TextRows],
-    *,
-    batch_size: int = 4,
+    model: PreTrainedModel, logits_of_base: LogitsOfBase, texts: Sequence[TextRows], *, batch_size: int = 4
 ) -> list[TextDrift]:
     """Compare a model's predictions of texts with the predictions of its base.
 

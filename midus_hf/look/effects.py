@@ -31,12 +31,7 @@ def effect_between(usual: RowLosses, changed: RowLosses) -> Effect:
 
 
 def mean_with_error(sums: torch.Tensor, tokens: torch.Tensor) -> Effect:
-    """Return a mean per token and its standard error: that of a ratio of sums over rows that were drawn at random.
-
-    Args:
-        sums: Sum over the tokens of each row, `[R]`, float64.
-        tokens: Number of tokens of each row, `[R]`.
-    """
+    """Return a mean per token and its error, as of a ratio of sums over random rows, from sums and tokens of each row, `[R]`."""
     counts = tokens.double()
     mean, rows = (sums.sum() / counts.sum()).item(), len(counts)
     if rows < 2:

@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 class Answer(NamedTuple):
-    """A prompt and its answer.
-
-    Args:
-        ids: Token ids of the prompt and the answer, `[T]`, int64.
-        prompt_tokens: Number of tokens of the prompt, from 1 to T - 1.
-    """
+    """A prompt and its answer: token ids, `[T]`, int64, of which the first `prompt_tokens` are the prompt's."""
 
     ids: torch.Tensor
     prompt_tokens: int
@@ -126,18 +121,7 @@ def _base_layers(model: PreTrainedModel, layers: list[int]) -> list[int]:
 def task_answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: "Tasks", limit: int | None = None
 ) -> Iterator[Answer]:
-    """Yield each question of some tasks with its right answer, as the harness would score it, without worked examples.
-
-    Args:
-        model: The model that will answer.
-        tokenizer: The model's tokenizer.
-        tasks: Tasks of multiple choice or of generated text.
-        limit: Number of questions per task, from the first on. Default: all.
-
-    Raises:
-        ModuleNotFoundError: If lm-eval, which is an extra, is not installed.
-        ValueError: If a task is of another kind, or a question has several right answers or none that is known.
-    """
+    """Yield each question of some tasks with its right answer, as the harness would score it, without worked examples."""
     from lm_eval.models.huggingface import HFLM
 
     harness = HFLM(model, backend="causal", tokenizer=tokenizer, batch_size=1)
@@ -165,12 +149,7 @@ def _right_answer(name: str, task: Any, document: Any) -> str:
 
 
 def heads_rows(model: str, importance: HeadImportance) -> list[dict[str, Any]]:
-    """Return a row per layer: importance of each head, mean and variance over heads (figure 4c), and the head that matters most.
-
-    Args:
-        model: Name of the model.
-        importance: Importance of its heads, of which `absolute` is used.
-    """
+    """Return a row per layer: importance of each head, mean and variance over heads (figure 4c), and the head that matters most."""
     rows = []
     for layer, base_layer, heads in zip(importance.layers, importance.base_layers, importance.absolute, strict=True):
         best = int(heads.argmax())
@@ -187,10 +166,7 @@ def heads_table(title: str, rows: Sequence[Mapping[str, Any]]) -> TableOfWords:
 
 
 def heads_panels(models: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Panel]:
-    """Return a map of heads by layers per model, on one scale, and the variances of layers, from rows by the models' names.
-
-    Layers are numbered as in the base, so that models can be compared side by side.
-    """
+    """Return a map of heads by layers per model, on one scale, and the variances of layers, from rows by the models' names."""
     every = [row for rows in models.values() for row in rows]
     numbers = [str(head) for head in range(len(every[0]["importance"]))]
     most = max(row["largest"] for row in every)

@@ -63,13 +63,7 @@ img { filter: invert(.93) hue-rotate(180deg); }
 
 
 class TableOfWords(NamedTuple):
-    """A table whose cells are text.
-
-    Args:
-        title: Title of the table.
-        head: Headings of the columns.
-        rows: Cells of each row.
-    """
+    """A table whose cells are text."""
 
     title: str
     head: list[str]
@@ -89,14 +83,7 @@ def table_of(title: str, rows: Iterable[Row], columns: Mapping[str, str]) -> Tab
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a page: paragraphs, tables and pictures, in this order.
-
-    Args:
-        heading: Heading of the section. Default: none.
-        paragraphs: Paragraphs of plain text. Default: none.
-        tables: Tables, each under its title. Tables without rows are left out. Default: none.
-        pictures: Pictures as PNG, by their titles. Default: none.
-    """
+    """A section of a page: paragraphs, tables (without rows they are left out) and pictures as PNG by title, in this order."""
 
     heading: str = ""
     paragraphs: Iterable[str] = ()
@@ -117,20 +104,7 @@ def write_page(path: Path, title: str, sections: Sequence[Section]) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer to one question about a model.
-
-    Args:
-        title: Title of the answer on a page.
-        summary: One sentence on what was read or compared.
-        finding: A sentence per line on what came out. Default: none.
-        report: All numbers, as JSON holds them.
-        tables: Tables of the answer. Tables without rows are not shown.
-        how_to_read: Paragraph of a page on how the numbers are to be understood. Default: none.
-        panels: Panels of the answer's picture, by their titles. Default: the answer has no picture.
-        one_scale: Whether all panels have the same axes. Default: false.
-        details: Function that returns the rows of a CSV file. Default: the answer has none.
-        sections: Answers of which this answer consists; each is a section of the page. Default: none.
-    """
+    """An answer to one question about a model; on a page, `sections` are answers that it consists of."""
 
     title: str
     summary: str
@@ -144,14 +118,7 @@ class Answer:
     sections: "Sequence[Answer]" = ()
 
     def write(self, path: Path) -> None:
-        """Write the answer to a file, as the file's ending says: a page, a picture, a table of numbers, or JSON.
-
-        Args:
-            path: File to write; the ending is one of `FILE_SUFFIXES`. Pages and pictures need matplotlib.
-
-        Raises:
-            ValueError: If the answer has no picture, or no CSV, and the file is to hold it.
-        """
+        """Write the answer to a file, as its ending says: a page, a picture, a table of numbers, or JSON."""
         if path.suffix == ".json":
             path.write_text(json.dumps(self.report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         elif path.suffix == ".html":

@@ -74,17 +74,7 @@ def grid(
     most: float | None = None,
     boundary: float | None = None,
 ) -> Panel:
-    """Return a panel with a coloured field per number.
-
-    Args:
-        rows: Numbers, a row per line. NaN has no colour.
-        x: What columns stand for.
-        y: What lines stand for.
-        columns: Names of the columns.
-        lines: Names of the lines.
-        most: Number of the lightest colour; the darkest is 0. Default: colours range from the least number to the greatest.
-        boundary: Column in front of which a dashed line is drawn. Default: no line.
-    """
+    """Return a panel with a coloured field per number, the lightest for `most`, and a line in front of column `boundary`."""
 
     def draw(axes: Any) -> None:
         least = None if most is None else 0

@@ -31,13 +31,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class TouchedTokens:
-    """Counts of the rows that one memory reads for the documents of one text.
-
-    Args:
-        tokens: `[N]`, int64, tokens of each document.
-        reading: `[N]`, int64, how many of them read a row.
-        first: `[N]`, int64, index of the first token that reads a row; the number of tokens where none does.
-    """
+    """Counts of the rows that one memory reads for the documents of one text."""
 
     tokens: torch.Tensor
     reading: torch.Tensor
@@ -45,11 +39,7 @@ class TouchedTokens:
 
 
 def tables_in(folder: Path, config: PreTrainedConfig) -> list[NgramTable]:
-    """Return the tables of known n-grams of a saved model, by its files alone.
-
-    Raises:
-        ValueError: If the model has none.
-    """
+    """Return the tables of known n-grams of a saved model, by its files alone."""
     memories: Memories | None = config.memories() if hasattr(config, "memories") else None
     tables = [] if memories is None else exact_tables(memories, dict(sorted_tensors(folder, _is_table)))
     if not tables:
@@ -86,13 +76,7 @@ def touched_rows(
     counts: Mapping[tuple[str, str], TouchedTokens],
     certificate: Mapping[str, Any] | None,
 ) -> list[Row]:
-    """Return a row per text and memory.
-
-    Args:
-        texts: Documents by the name of their text.
-        counts: Counts by the names of text and memory.
-        certificate: Certificate of the model, if there is one: a text is `certified` if the certificate has its digest.
-    """
+    """Return a row per text and memory."""
     known = {} if certificate is None else {text["sha256"]: text["name"] for text in certificate["texts"]}
     certified = {name: texts_digest(documents) in known for name, documents in texts.items()} if known else {}
 

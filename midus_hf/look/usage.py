@@ -109,11 +109,7 @@ def _add(counts: torch.Tensor, chosen: torch.Tensor, times: torch.Tensor | None 
 
 @torch.no_grad()
 def _count_slots(counts: torch.Tensor, memory: Any, arguments: tuple[Any, ...], output: Any) -> None:
-    """Count the slots that a memory has retrieved.
-
-    The hook runs after the pass: if it retrieved before, without gradients, autocast would cache casts of the weights that have
-    no gradient, and the pass would use them.
-    """
+    """Count the slots that a memory has retrieved, behind the pass, which would use casts that autocast cached here."""
     if not is_in_backward():  # where activation checkpointing computes the pass again
         slots = memory.retrieve(arguments[0])[1]  # [..., H, k]
         _add(counts, slots.flatten(0, -3).transpose(0, 1).flatten(1))

@@ -12,14 +12,7 @@ from midus_hf.memories.hosting.parts import decoder_of
 
 
 class HostedMemory(NamedTuple):
-    """A memory with the layer that hosts it.
-
-    Args:
-        layer: Index of the decoder layer.
-        name: Name of the attached memory; empty if the layer was inserted for the memory.
-        block: The decoder layer.
-        module: Module of the memory.
-    """
+    """A memory with the layer that hosts it."""
 
     layer: int
     name: str
@@ -33,15 +26,7 @@ class HostedMemory(NamedTuple):
 
 
 def hosted_memories(model: nn.Module, *methods: str) -> list[HostedMemory]:
-    """Return the memories of a model that have one of some methods, in the order of layers; PEFT's copies have them too.
-
-    Args:
-        model: A causal language model whose decoder has `layers`.
-        methods: Names of methods: `retrieve` of slots, `route` to chapters, or `attend` to the depth.
-
-    Raises:
-        ValueError: If a parameter of one of these memories is offloaded.
-    """
+    """Return the memories of a model that have one of some methods, in the order of layers; PEFT's copies have them too."""
     hosts = []
     layers: Any = decoder_of(model).layers
     for layer, block in enumerate(layers):
@@ -72,9 +57,7 @@ def lacking(model: Any, part: str) -> ValueError:
 
 @contextlib.contextmanager
 def held_hooks() -> Iterator[Callable[[Any], object]]:
-    """Yield a function that takes the handles of hooks, and remove these hooks when the context ends.
-
-    Compiled code does not call hooks that were added after compilation, so all compiled models run uncompiled meanwhile.
-    """
+    """Yield a function that takes the handles of hooks, and remove these hooks when the context ends."""
+    # Compiled code does not call hooks that were added after compilation.
     with contextlib.ExitStack() as handles, torch.compiler.set_stance("force_eager"):
         yield lambda handle: handles.callback(handle.remove)

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -288,20 +287,3 @@ def squared_distances(embeddings: torch.Tensor, centroids: torch.Tensor) -> torc
     products = rows @ wide.T if wide.dim() == 2 else (wide @ rows.unsqueeze(-1)).squeeze(-1)
     lengths = rows.square().sum(-1, keepdim=True)
     return (lengths - 2 * products + wide.square().sum(-1)).float()
-
-
-def check_tree(tree: ClusterTree, model: Any) -> None:
-    """Check that a tree is the tree by which the texts of a model fetch blocks, or was grown from it."""
-    for name, layout in model.banks.layouts.items():
-        if (layout.blocks.branching, layout.num_levels) != (tree.branching, tree.levels):
-            raise ValueError(
-                f"memory {name!r} fetches blocks by a tree of {layout.num_levels} levels of {layout.blocks.branching}, and the "
-                f"retriever has {tree.levels} levels of {tree.branching}; expected the tree that the bank was trained with."
-            )
-    model.banks.check_tree(
-        tree.fingerprint,
-        "the retriever",
-        "If the model was saved with its tree, load the retriever from the folder of the model.",
-        roots=tree.roots,
-        grown_from=tree.grown_from,
-    )

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from midus_hf.banks.bank_description import growth_of
 from midus_hf.banks.block_reader import GENERIC
+from midus_hf.banks.model_banks import Banks, check_tree
 from midus_hf.banks.trained_bank import TrainedBank
+from midus_hf.config.fetched_blocks import TREE_FILES
 from midus_hf.files.checkpoint_files import BLOCK_STATES
+from midus_hf.files.json_text import parse_json
 from midus_hf.memories.hierarchical.fetching import IDS
 from midus_hf.models.host import MemoryModel
 from midus_hf.training.optim.parameter_groups import BLOCKS_GROUP, banks_of
@@ -53,7 +55,7 @@ class Blocks:
                     "give; expected an optimizer such as optim: adamw_torch. Or freeze the blocks: trainable: [3, 7] trains layers "
                     "alone."
                 )
-        self.banks: list[TrainedBank] = [trained for bank in banks for trained in bank.train_blocks().values()]
+        self.banks: list[TrainedBank] = [trained for bank in banks for trained in train_blocks(bank).values()]
         self._are_averaged = False
         if self.banks and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
             # DistributedDataParallel refuses a model without trained parameters, and accelerate avoids wrapping it only on GPUs.
@@ -116,6 +118,27 @@ class Blocks:
             bank.load_state(checkpoint / BLOCK_STATES / str(number))
 
 
+def train_blocks(banks: Banks) -> dict[str, TrainedBank]:
+    """Make blocks trainable, and return the banks; one that was trained before continues from its state."""
+    tree, folder = banks.tree
+    for name in banks.layouts:
+        bank = banks.bank(name)
+        if not isinstance(bank, TrainedBank):
+            bank.grow(tree=tree, **growth_of(folder))
+            bank = banks.opened[name] = TrainedBank(bank)
+        bank.tree = bank.bank.tree
+        # Paths of a tree that the bank's tree was grown from leave the bank its own tree.
+        bank.tree_folder = folder if bank.tree == tree else None
+    return banks.opened
+
+
+def growth_of(folder: Path | None) -> dict[str, Any]:
+    """Return `roots`, the nodes of the first level, and `grown_from`, the earlier fingerprints, of the tree in a folder, if any."""
+    path = None if folder is None else folder / TREE_FILES[1]
+    record = {} if path is None or not path.is_file() else parse_json(path.read_text(encoding="utf-8"))
+    return {"roots": record.get("roots"), "grown_from": tuple(record.get("grown_from", ()))}
+
+
 def draw_generic(seed: int, first: int, count: int, share: float) -> torch.Tensor:
     """Draw which of several consecutive sequences of a run fetch the generic memory, `[count]`, bool.
 
@@ -155,5 +178,5 @@ def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
                         f"tree {str(folder)!r} has {shape[0]} levels of {shape[1]}, and memory {name!r} fetches blocks by a tree "
                         f"of {own[0]} levels of {own[1]}; expected one tree. Build one of this shape."
                     )
-            banks.check_tree(fingerprint, "the corpus", remedy, **growth_of(folder))
-            banks.train_with_tree(fingerprint, folder)
+            check_tree(banks, fingerprint, "the corpus", remedy, **growth_of(folder))
+            banks.tree = (fingerprint, folder)

@@ -14,7 +14,6 @@ import torch
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import set_seed
 
-from midus_hf.banks.bank_description import grown_layouts
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.wording import first_line
 from midus_hf.files.checkpoint_files import CERTIFICATE
@@ -24,7 +23,7 @@ from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import refusing
 from midus_hf.topics.corpus import read_corpus, say
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.blocks import use_tree
+from midus_hf.training.blocks import growth_of, use_tree
 from midus_hf.training.callbacks import RunInterrupted, SaysSteps, StopInOrder
 from midus_hf.training.data.leaves import checked_paths, leaf_sequences
 from midus_hf.training.data.packing import PackedTexts, collate, packed_sequences
@@ -163,7 +162,8 @@ class TrainingRun:
         if arguments.tree is not None:
             from midus_hf.topics.tree import folder_of_tree
 
-            banks = grown_layouts(banks, folder_of_tree(Path(arguments.tree).expanduser()))
+            roots = growth_of(folder_of_tree(Path(arguments.tree).expanduser()))["roots"]
+            banks = {name: layout.with_roots(roots) for name, layout in banks.items()}
         packed, tree = self._sequences("corpus", self.read_texts(), banks)
         held_out = {}
         for name, path in arguments.eval_texts.items():

@@ -13,6 +13,8 @@ from peft import PeftModel
 from tiny import prompt
 from transformers import AutoModelForCausalLM
 
+from midus_hf.training.blocks import train_blocks
+
 GREEDY = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
 
 
@@ -68,7 +70,7 @@ def test_adapters_train_and_are_saved_apart(kind, tmp_path):
     model.save_pretrained(tmp_path / "base")
     adapted = adapted_model(model, **options).train()
     let_act(adapted)
-    banks = model.banks.train_blocks() if kind == "fetching" else {}
+    banks = train_blocks(model.banks) if kind == "fetching" else {}
     adapted(input_ids=prompt(6), labels=prompt(6), **inputs).loss.backward()
     assert all(len(bank.leaves()) == 4 for bank in banks.values()) and bool(banks) == (kind == "fetching")
     for name, parameter in adapted.named_parameters():

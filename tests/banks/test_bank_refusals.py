@@ -1,7 +1,6 @@
 """Banks and ids that do not fit a model are refused, and it is said why."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -60,26 +59,18 @@ def test_a_bank_of_another_base_is_refused_and_one_whose_base_nobody_knows_is_no
         assert "expected bbbb" in refused(tmp_path / f"copy-{layout.base}", known[1]), "copies keep the digest"
 
 
-ANOTHER_FORMAT = "bank.json has another format than 4; expected a bank that this version reads."
+ANOTHER_FORMAT = "bank.json is not of format 4; expected a bank that this version reads."
 
 
 @pytest.mark.parametrize(
     ("description", "message"),
     [
-        ("{", "bank.json is no JSON; expected the description of a bank. Copy the bank again."),
-        *((text, ANOTHER_FORMAT) for text in ("[]", "null", '"x"', "{}", '{"format": 3}')),
+        *((text, ANOTHER_FORMAT) for text in ("{", "[]", "null", '"x"', "{}", '{"format": 3}')),
         ('{"format": 4}', "belongs to another model: its layout is None. Put the model's own there."),
-        ({"tree": 5}, "has the tree 5; expected the fingerprint of a tree, or null. Copy the bank again."),
-        ({"seed": "5"}, "has the seed '5'; expected an integer. Copy the bank again."),
-        ({"roots": 3}, "has the roots 3; expected null, or a number from 4 on. Copy the bank again."),
-        ({"seed": None}, "has the seed None; expected an integer. Copy the bank again."),
     ],
 )
 def test_a_description_that_is_none_is_refused(description, message, folder):
-    """Without a seed, blocks that were never written would start as others than the model was trained with."""
-    path = folder / "bank.json"
-    is_text = isinstance(description, str)
-    path.write_text(description if is_text else json.dumps({**json.loads(path.read_text()), **description}))
+    (folder / "bank.json").write_text(description)
     assert refused(folder).endswith(message)
 
 

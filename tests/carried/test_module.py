@@ -42,6 +42,7 @@ NEEDED_BY = {
     "Skip": ("ultramem-v2",),
     "MemoryBank": ("hier-",),
     "BankLayout": ("hier-",),
+    "TrainedBank": (),
     "Tables": ("engram", "moc", "ultramem-v2"),
     "States": ("engram", "moc"),
     "Tokens": ("engram", "moc"),

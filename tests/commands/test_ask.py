@@ -105,7 +105,7 @@ def test_a_question_that_the_model_cannot_read_is_refused_in_one_line(ask, tmp_p
 def test_a_question_fetches_the_blocks_of_its_topic(path, line, banked, ask, monkeypatch):
     retriever = SimpleNamespace(tree=None, paths=lambda texts: torch.tensor([path]))
     monkeypatch.setattr("midus_hf.topics.memory_retriever.MemoryRetriever.load", lambda folder, device: retriever)
-    monkeypatch.setattr("midus_hf.topics.tree.check_tree", lambda tree, model: None)
+    monkeypatch.setattr("midus_hf.evaluation.fetching.check_tree_of", lambda model, tree: None)
     expected = answer_of(banked, QUESTION, memory_ids=torch.tensor([path]))
     assert ask(banked, QUESTION) == (0, expected + "\n", AS_TEXT + line)
 

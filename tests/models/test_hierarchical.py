@@ -23,6 +23,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 from midus_hf.banks.level_file import BankError
 from midus_hf.memories.hierarchical.fetching import folder_of_checkpoint
 from midus_hf.memories.hosting.heads import AttentionHost, unrotated
+from midus_hf.training.blocks import train_blocks
 
 
 @pytest.mark.parametrize("kind", [*KINDS, KINDS], ids=lambda kind: kind if isinstance(kind, str) else "all")
@@ -175,7 +176,7 @@ def test_it_is_saved_with_its_bank_and_loaded(native_family, kind, tmp_path):
 
 def test_what_blocks_have_learnt_is_saved_with_the_model(tmp_path):
     model = hierarchical_model("llama", "hier-ffn", tmp_path / "first", torch.float32, acting=False).train()
-    bank = model.banks.train_blocks()["hier-ffn"]
+    bank = train_blocks(model.banks)["hier-ffn"]
     model(prompt(), labels=prompt(), memory_ids=IDS).loss.backward()
     bank.step(1e-1, (0.9, 0.95), 1e-8, 0.0)
     model.eval().save_pretrained(tmp_path / "saved")
@@ -239,7 +240,7 @@ def test_gradients_of_blocks_are_those_of_hooks_on_the_base(native_family, kind,
         tiny_model(native_family, torch.float64),
         prompt(7),
     )
-    model.banks.train_blocks()
+    train_blocks(model.banks)
     _, actual = loss_and_gradients(model, tokens, memory_ids=IDS)
     native = stated_base(native, model, IDS)
     native(tokens, labels=tokens, use_cache=False).loss.backward()

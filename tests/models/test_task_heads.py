@@ -57,7 +57,7 @@ def test_a_head_reads_what_the_stack_computes_from_all_inputs_of_memories(case, 
     causal = CASES[case].model("llama", tmp_path)
     head, tokens = head_of(kind, causal), prompt()
     if CASES[case].fetches:
-        head.banks._open = causal.banks._open
+        head.banks.opened = causal.banks.opened
     given, mask = CASES[case].given(), torch.ones_like(tokens)
     mask[0, :5] = 0
     with torch.no_grad():

@@ -13,6 +13,8 @@ from pairs import by_default
 from tiny import prompt, tiny_model
 from transformers import AutoModel, AutoModelForCausalLM
 
+from midus_hf.training.blocks import train_blocks
+
 each_case = pytest.mark.parametrize("case", chosen())
 # How far sums in another order may be apart, by norms.
 RELATIVE = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -22,7 +24,7 @@ def trained(case, family, folder, dtype=None, **how):
     """Return a model in training mode, whose blocks train too."""
     model = CASES[case].model(family, folder, dtype, **how).train()
     if model.banks is not None:
-        model.banks.train_blocks()
+        train_blocks(model.banks)
     return model
 
 

@@ -199,7 +199,11 @@ def test_columns_of_a_table_are_text(folder, case, capsys):
         ("x.csv", "\ntext;id\na, b;1\n", "fields are separated by semicolons, not by commas"),
         ("x.csv", '\ufeff"text"\t"id"\na, b\t1\n', "fields are separated by tabs, not by commas"),
         ("x.tsv", 'text,id\n"a, b",1\n', "fields are separated by commas, not by tabs"),
-        ("x.csv.gz", gzip.compress(b"text;id\na, b;1\n", mtime=0), "fields are separated by semicolons, not by commas"),
+        (
+            "x.csv.gz",
+            gzip.compress(b"text;id\na, b;1\n", mtime=0),
+            "fields are separated by semicolons, not by commas",
+        ),
     ],
 )
 def test_separators_are_found_and_said_each_time(folder, name, table, said, capsys):

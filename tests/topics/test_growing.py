@@ -10,6 +10,7 @@ from models.hierarchical_models import IDS, hierarchical_model
 from tiny import prompt
 
 from midus_hf.banks import MemoryBank
+from midus_hf.banks.model_banks import check_tree
 from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.cli.clusters import main
 from midus_hf.topics.building import TreeOptions, build_tree, calibrate, grow_tree, held_out_rows
@@ -100,8 +101,8 @@ def test_a_model_computes_the_same_by_old_paths_and_takes_new_ones(tmp_path):
         before, bare = model(tokens, memory_ids=IDS).logits, model(tokens).logits
         model.banks.bank("hier-ffn").description["tree"] = "old"
         with pytest.raises(ValueError, match="expected one tree"):
-            model.banks.check_tree("other", "the corpus", "Remedy.")
-        model.banks.check_tree("new", "the corpus", "Remedy.", roots=branching + 1, grown_from=["old"])
+            check_tree(model.banks, "other", "the corpus", "Remedy.")
+        check_tree(model.banks, "new", "the corpus", "Remedy.", roots=branching + 1, grown_from=["old"])
         assert torch.equal(model(tokens, memory_ids=IDS).logits, before)
         assert torch.equal(model(tokens, memory_ids=torch.tensor([new] * len(tokens))).logits, bare)
 

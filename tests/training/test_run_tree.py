@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.level_file import BankError
 from midus_hf.cli.evaluate import main as midus_eval
+from midus_hf.evaluation.fetching import check_tree_of
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.memory_retriever import MemoryRetriever
-from midus_hf.topics.tree import ClusterTree, TreeOrigin, check_tree
+from midus_hf.topics.tree import ClusterTree, TreeOrigin
 from midus_hf.training.run import TrainingRun, train
 from upscalers.edits.banks import delete
 from upscalers.edits.checkpoint_edit import EditRequest
@@ -100,7 +101,7 @@ def test_a_model_is_asked_by_the_tree_beside_it(made, tmp_path):
     embedder = TextEmbedder(str(save_tiny_bert(tmp_path / "bert")))
     retriever = MemoryRetriever(ClusterTree.load(made / "model"), embedder)
     model = AutoModelForCausalLM.from_pretrained(made / "model")
-    check_tree(retriever.tree, model)
+    check_tree_of(model, retriever.tree)
     tokens = tiny_tokenizer()(["w1 w2"], return_tensors="pt")
     model.generate(**tokens, memory_ids=retriever.paths(["w1 w2"]), max_new_tokens=1)
 
@@ -139,7 +140,7 @@ def test_measuring_and_asking_refuse_another_tree(made, tmp_path, capsys):
     model = AutoModelForCausalLM.from_pretrained(made / "model")
     words = f"is of the tree with the fingerprint {OTHER.fingerprint[:16]}..., and the model's bank was trained with"
     with refused(re.escape(f"the retriever {words}")):
-        check_tree(OTHER, model)
+        check_tree_of(model, OTHER)
     text = ["--text", str(made / "other.jsonl"), "--sequence-length", "16"]
     for paths in (["--retriever", str(tmp_path / "retriever")], ["--path-column", "memory_ids"]):
         assert midus_eval([str(made / "model"), *text, *paths]) == 2

@@ -99,7 +99,7 @@ def test_the_list_of_methods_has_a_line_each_that_says_how_the_model_starts(comm
     [
         (
             ["--base", "{base}", "--method", "midus-hml", "--set", "layers=[1]"],
-            "Where its new layers go is said by --placement",
+            "It is an option of the command: --placement.",
         ),
         (["--base", "{base}", "--method", "midus-hml", "--set", "seed=1"], "It is an option of the command: --seed."),
         (["{base}", "midus-hml", "out"], "See 'upscale --help'."),

@@ -185,22 +185,6 @@ def test_new_layers_are_made_from_the_products_by_the_blocks_of_the_config(tmp_p
         assert torch.equal(logits(copied), logits(base))
 
 
-def test_partial_blocks_are_named_since_transformers_needs_kernels_for_them(tmp_path, command):
-    base = save_scaled(tmp_path / "base", block=PARTIAL)
-    done = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", "--dry-run")
-    assert done.status == 0
-    assert (
-        "blocks of 28 FP8 weights are partial. transformers computes with them where it has FP8 kernels; where it has none, as on "
-        "CPUs, it refuses them or multiplies them out wrongly, in the base too."
-    ) in " ".join(done.err.split())
-
-
-def test_weights_of_less_than_one_block_are_no_partial_ones(tmp_path, command):
-    base = save_scaled(tmp_path / "base", block=(128, 128))
-    done = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", "--dry-run")
-    assert done.status == 0 and "partial" not in done.err
-
-
 def test_a_list_of_kept_modules_under_its_other_name_is_followed(tmp_path):
     base = save_scaled(tmp_path / "base", kept=["model.layers.2.mlp.down_proj"])
     listed = config_of(base)["quantization_config"]["modules_to_not_convert"]
@@ -247,8 +231,8 @@ REFUSED = {
     ),
     "no quantization_config": (
         lambda base: edit_config(base, quantization_config=...),
-        "weight is stored as F8_E4M3; expected float32, float16 or bfloat16 weights. config.json has no quantization_config that "
-        "says what its scales mean. Start from the unquantised checkpoint.",
+        "weight is stored as F8_E4M3; expected float32, float16 or bfloat16 weights, or a quantization_config in config.json that "
+        "says what they mean. Start from the unquantised checkpoint.",
     ),
     "scales of activations": (
         quantized(activation_scheme="static"),

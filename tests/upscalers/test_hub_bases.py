@@ -75,10 +75,13 @@ def test_inspect_and_strip_take_a_revision_as_well(hub, bases, command, tmp_path
 @pytest.mark.parametrize(
     ("base", "message"),
     [
-        ("org/base@v9", "'org/base' has no revision 'v9' on the hub; expected a branch, a tag or a"),
-        ("org/base@" + "0" * 40, f"'org/base' has no revision '{'0' * 40}' on the hub;"),
-        ("org/base@", "'org/base@' has no revision behind '@'; expected a branch, a tag or a commit."),
-        ("./old@v1", "revision is 'v1', but './old' is local and has no revisions; expected a hub id."),
+        (
+            "org/base@v9",
+            "'org/base' is no local folder, and the Hub answers with status 404 (404 Client Error. Revision Not Found for",
+        ),
+        ("org/base@" + "0" * 40, "404 Client Error. Revision Not Found for"),
+        ("org/base@", "'org/base@' has no revision behind '@', or is local, where there are none; expected a hub id"),
+        ("./old@v1", "'./old@v1' has no revision behind '@', or is local, where there are none; expected a hub id"),
     ],
 )
 def test_a_revision_that_cannot_be_is_refused(two_revisions, command, tmp_path, base, message):

@@ -184,10 +184,10 @@ REFUSED = {
         r"has matrices \[32, 4\] and \[4, 64\] for model.layers.0.mlp.down_proj.weight; expected rank 4 and a product of \[32, 48\]",
     ),
     "another rank": (edited(r=8), r"expected rank 8 and a product of .* Give the base that the adapter was made for"),
-    "no matrices": (without_matrices, "has no adapter_model.safetensors; expected a LoRA that PEFT saved. Save it again"),
+    "no matrices": (without_matrices, r"or no adapter_model.safetensors \(FileNotFoundError\)"),
     "no config": (
         lambda base, adapter: (adapter / "adapter_config.json").unlink(),
-        r"has no sound adapter_config.json \(FileNotFoundError\); expected a LoRA that PEFT saved. Give its folder",
+        r"has no sound adapter_config.json or no .* \(FileNotFoundError\); expected a LoRA that PEFT saved. Give its folder",
     ),
 }  # fmt: skip
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.upscalers.checkpoints import SMALL
 from upscalers.methods.contract import get_method
 from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import MethodError
 from upscalers.runs.upscale import upscale
-from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
+from upscalers.tensors.recipes import Copy, Fill, Recipe
 
 Layers = list[dict[str, Recipe]]
 
@@ -54,25 +53,6 @@ FAULTS: dict[str, tuple[Callable[[Layers], Any], str]] = {
         changed(KEY, copied("model.layers.9.self_attn.k_proj.weight", (16, 32))),
         f"layer 2: {KEY} is made from model.layers.9.self_attn.k_proj.weight; expected a tensor of the base",
     ),
-    "a source of another role": (
-        changed(KEY, copied("model.layers.0.self_attn.v_proj.weight", (16, 32))),
-        f"layer 2: {KEY} is made from model.layers.0.self_attn.v_proj.weight, whose role is value; expected key",
-    ),
-    "a sum over two roles": (
-        changed(
-            KEY,
-            lambda recipe: Combine(
-                recipe.shape,
-                (("model.layers.0.self_attn.k_proj.weight", 0.5), ("model.layers.1.self_attn.v_proj.weight", 0.5)),
-            ),
-        ),
-        f"layer 2: {KEY} is made from model.layers.1.self_attn.v_proj.weight, whose role is value; expected key",
-    ),
-    "a source from outside the layers": (
-        changed("input_layernorm.weight", copied("model.norm.weight", (32,))),
-        "layer 2: input_layernorm.weight is made from model.norm.weight, whose role is model.norm.weight; expected "
-        "attention_norm",
-    ),
 }  # fmt: skip
 
 
@@ -106,18 +86,6 @@ def test_a_plan_without_a_layer_of_the_base_is_refused(base, tmp_path, monkeypat
         with pytest.raises(MethodError, match=message):
             upscale(base=base, method="solar", **request)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_tensor_of_a_memory_is_no_other_tensor_of_it(base, tmp_path, monkeypatch):
-    upscale(base=base, method="midus-hml", output=tmp_path / "once", options=SMALL["midus-hml"], placement="1")
-    rows = "memory.row_keys"
-
-    def swap(layers: Layers) -> None:
-        layers[1][rows] = Copy(layers[1][rows].shape, "model.layers.1.memory.column_keys")
-
-    spoil(monkeypatch, "llama-pro", swap)
-    with pytest.raises(MethodError, match=f"layer 1: {rows} is made from .*column_keys; expected the same tensor of"):
-        upscale(base=tmp_path / "once", method="llama-pro", placement="5", dry_run=True)
 
 
 def test_a_head_that_the_result_unties_must_be_there(shared_base, monkeypatch):

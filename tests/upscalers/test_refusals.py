@@ -79,7 +79,7 @@ DENSE = {
 OPT_DEUS = [
     ("regularization=0", r"regularization is 0\.0; expected a number above 0\."),
     ("tolerance=0", r"tolerance is 0\.0; expected a number above 0\."),
-    ("max_iterations=0", "max_iterations is 0; expected at least 1."),
+    ("max_iterations=0", "max_iterations is 0; expected a number above 0."),
     ("identity=zero_out_norm", "identity is 'zero_out_norm', but llama has no norm behind its projections"),
 ]  # fmt: skip
 LESA = [
@@ -136,9 +136,9 @@ ULTRAMEM = [
     ("site=behind-layer", "site is 'behind-layer'; expected one of: beside-ffn, skip."),
 ]  # fmt: skip
 MODA = [
-    ("layers=late:1", "layers is 'late:1', which chooses layer 3 alone; expected two or more, for a layer reads"),
+    ("layers=late:1", "layers is [3]; expected two or more, for a layer reads"),
     ("layers=[2]", "layers is [2]; expected two or more, for a layer reads what another in front of it wrote."),
-    ("layers=1", "layers is 1, which chooses layer 2 alone; expected two or more, for a layer reads what another in front of"),
+    ("layers=1", "layers is [2]; expected two or more, for a layer reads what another in front of"),
     ("layers=[2,4]", "layers is [2, 4]; expected all, a number from 1 to 4, a share such as 0.25, early:N, middle:N or"),
     ("joining=joint", "joining is 'joint', with which the new slots change what the base computes; expected added or"),
     (

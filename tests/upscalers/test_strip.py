@@ -125,26 +125,25 @@ def test_a_record_without_a_base_is_as_good_as_none(base, tmp_path, text):
     assert same_tensors(tmp_path / "stripped", base)
 
 
+NOT_OF_THE_MODEL = r"config\.json has a plan or new_memories \(in upscale\) that are not those of a model of 6 layers"
 NEW_BEFORE, NEW_AFTER = {"previous": None, "next": 0, "sources": [0]}, {"previous": 2, "next": 3, "sources": [3]}
 
 
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"plan": None}, "config.json has a malformed plan"),
-        ({"plan": [{"bas": 0}]}, "config.json has a malformed plan"),
-        ({"base_config": []}, "config.json has a malformed plan"),
-        ({"new_memories": [["x"]]}, r"config.json has a malformed plan \(.*new_memories is \[\['x'\]\], no list of names"),
-        ({"plan": [{"base": 0}, {"base": 1}]}, "the plan in config.json has 2 layers from 2 of 4 base layers, the model 6"),
+        ({"plan": None}, NOT_OF_THE_MODEL),
+        ({"plan": [{"bas": 0}]}, NOT_OF_THE_MODEL),
+        ({"base_config": []}, NOT_OF_THE_MODEL),
+        ({"new_memories": [["x"]]}, NOT_OF_THE_MODEL),
+        ({"new_memories": ["x"]}, NOT_OF_THE_MODEL),
+        ({"plan": [{"base": 0}, {"base": 1}]}, NOT_OF_THE_MODEL),
         (
             {"plan": [NEW_BEFORE, {"base": 0}, {"base": 1}, {"base": 2}, NEW_AFTER, {"base": 3}]},
             r"the base lacks \d+ tensors that its config asks for",
         ),
-        (
-            {"plan": [{"base": 0}, NEW_AFTER, {"base": 1}, {"base": 2}, NEW_AFTER, NEW_AFTER]},
-            "the plan in config.json has 6 layers from 3 of 4 base layers, the model 6; expected a plan of this model",
-        ),
-        ({"base_config": {"num_hidden_layers": 2**40}}, "has 6 layers from 4 of 1099511627776 base layers"),
+        ({"plan": [{"base": 0}, NEW_AFTER, {"base": 1}, {"base": 2}, NEW_AFTER, NEW_AFTER]}, NOT_OF_THE_MODEL),
+        ({"base_config": {"num_hidden_layers": 2**40}}, NOT_OF_THE_MODEL),
     ],
 )  # fmt: skip
 def test_an_entry_that_was_tampered_with_is_refused(base, tmp_path, entry, message):

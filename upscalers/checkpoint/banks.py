@@ -27,11 +27,8 @@ def create_banks(folder: Path, layouts: Mapping[str, BankLayout], dtype: str, se
     from midus_hf.banks.memory_bank import create_bank
 
     for name, layout in layouts.items():
-        create_bank(folder / BANKS_FOLDER / name, layout, getattr(torch, dtype), _seed_of(name, seed))
-
-
-def _seed_of(name: str, seed: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4], "little")
+        own_seed = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4], "little")
+        create_bank(folder / BANKS_FOLDER / name, layout, getattr(torch, dtype), own_seed)
 
 
 def carry_banks(
@@ -42,14 +39,7 @@ def carry_banks(
     tree: "ClusterTree | None" = None,
     tree_folder: Path | None = None,
 ) -> None:
-    """Copy banks of blocks from the checkpoint `source` to `folder`; blocks that were never written take no room in the copy either.
-
-    Blocks that are `deleted`, by level and index, are not copied, and the copy records them. The copies belong to `tree`, whose files
-    are in `tree_folder`; by default to the banks' own.
-
-    Raises:
-        RequestError: If a bank is absent or another model's, or a block on the disk is not what was written.
-    """
+    """Copy banks of blocks from the checkpoint `source` to `folder`; blocks that were never written take no room there."""
     if not layouts:
         return
     from midus_hf.banks.level_file import BankError
@@ -70,7 +60,7 @@ def tie_banks(folder: Path, layouts: Mapping[str, BankLayout]) -> None:
     """Let the descriptions of banks in a checkpoint's folder name the layers and the base of the model beside them."""
     if not layouts:
         return
-    from midus_hf.banks.bank_description import write_description
+    from midus_hf.banks.memory_bank import write_description
 
     for name, layout in layouts.items():
         bank = folder / BANKS_FOLDER / name

@@ -42,40 +42,23 @@ _PREDICTING = "num_nextn_predict_layers"
 # Heads of Transformers' general classes for tasks (`transformers.modeling_layers`).
 _TASK_HEADS = ("score.weight", "qa_outputs.weight")
 MOST_LAYERS = 10_000
-_LISTED = 3
 
 
 @dataclass(frozen=True)
 class BaseCheckpoint:
-    """An opened checkpoint: its config, its family, and the position of each of its tensors.
-
-    Args:
-        folder: Folder of the checkpoint.
-        config: The raw `config.json`; for a composite model, the config of the language model within it.
-        family: The family that the language model belongs to.
-        layout: What the config says of layers, tensors and memories.
-        tensors: Every tensor, by full name. If the folder has no weights, the tensors are planned from the config and
-            have no files. Tensors of a language model within a larger one have the names that they would have alone.
-        unexpected: Names of stored tensors that the architecture does not have; they are copied to the result.
-        composite: The composite model that the language model is a part of; None if the language model stands alone.
-        parts: Names of stored tensors that are parts of quantised weights, such as scales; they are among the unexpected tensors.
-        packed: Names of weights that are stored as parts alone, so that whoever carries the parts along carries them.
-        prefix: Prefix of `layers.` in tensor names: `"model."` or nothing. Default: `"model."`.
-        tied_head: Name of the head under which the embedding is stored, if the config ties both and the checkpoint stores the head
-            alone; None if the embedding has its own name. Default: None.
-    """
+    """An opened checkpoint: its config, its family, and the position of each of its tensors."""
 
     folder: Path
     config: Config
     family: "Architecture"
     layout: Layout
-    tensors: dict[str, StoredTensor]
-    unexpected: tuple[str, ...] = ()
+    tensors: dict[str, StoredTensor]  # by the names that they have in a language model alone
+    unexpected: tuple[str, ...] = ()  # stored, but not of the architecture; copied to the result
     composite: CompositeModel | None = None
-    parts: frozenset[str] = frozenset()
-    packed: frozenset[str] = frozenset()
+    parts: frozenset[str] = frozenset()  # parts of quantised weights, such as scales; among the unexpected
+    packed: frozenset[str] = frozenset()  # weights that are stored as parts alone
     prefix: str = _PREFIX
-    tied_head: str | None = None
+    tied_head: str | None = None  # under whose name alone the embedding is stored
 
     @property
     def num_layers(self) -> int:
@@ -98,10 +81,7 @@ class BaseCheckpoint:
         return layers
 
     def outer_names(self, num_layers: int) -> dict[str, str]:
-        """Return the names, in a model of `num_layers` layers, of tensors that belong to no layer, by their names here, as stored.
-
-        Layers that predict further tokens (`num_nextn_predict_layers`) stand behind all layers, and are numbered on.
-        """
+        """Return the names, in a model of `num_layers` layers, of tensors that belong to no layer, by their names here, as stored."""
         within = {name for layer in self.layer_names for name in layer.values()}
         names = {name: name for name in self.tensors if name not in within}
         for name in names:
@@ -175,10 +155,8 @@ def read_config(path: Path) -> Config:
             raise RequestError(f"{folder} has no config.json{_held_instead(folder)}")
     try:
         config = parse_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error.strerror}. Give another file.") from None
-    except ValueError as error:
-        raise RequestError(f"{path} is not JSON ({error}). Repair or download it again.") from None
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path} is not JSON, or cannot be read ({error}). Repair or download it again.") from None
     if not isinstance(config, dict):
         raise RequestError(f"{path} holds a {type(config).__name__}; expected a JSON object.")
     return config
@@ -199,15 +177,8 @@ def write_config(folder: Path, config: Config) -> None:
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def open_base(
-    folder: Path,
-    needs_weights: bool = True,
-    adapter: Adapter | None = None,
-) -> BaseCheckpoint:
-    """Open a checkpoint's folder, and check that it is complete and can be upscaled; without weights it cannot if it `needs_weights`.
-
-    The changes of an `adapter` are added to the weights when they are read.
-    """
+def open_base(folder: Path, needs_weights: bool = True, adapter: Adapter | None = None) -> BaseCheckpoint:
+    """Open a checkpoint's folder, and check that it is complete and can be upscaled; an `adapter` is merged as weights are read."""
     config = read_config(folder)
     composite: CompositeModel | None = None
     if isinstance(config.get(LANGUAGE_KEY), dict) and isinstance(config.get("model_type"), str):
@@ -215,9 +186,6 @@ def open_base(
     check_readable(config)
     if composite is not None:
         config = composite.language_config
-    dtype = config["dtype"] if config.get("dtype") is not None else config.get("torch_dtype")
-    if not isinstance(dtype, str | None):
-        raise RequestError(f"config.json has dtype = {dtype!r}; expected a name such as 'bfloat16'.")
     if (folder / ADAPTER_CONFIG).is_file() and (adapter is None or not adapter.folder.samefile(folder)):
         raise RequestError(
             "the base holds a PEFT adapter (adapter_config.json), which transformers would add when it loads the result; "
@@ -241,7 +209,8 @@ def open_base(
         carried = composite.spelling.others
         expected |= carried
     if stored is None:
-        dtype = SAFETENSORS_NAMES.get(str(dtype).removeprefix("torch."), "F32")
+        named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+        dtype = SAFETENSORS_NAMES.get(named, "F32")
         planned = {name: StoredTensor(dtype, shape) for name, shape in expected.items()}
         return BaseCheckpoint(folder, config, family, layout, planned, composite=composite)
 
@@ -272,17 +241,9 @@ def open_base(
     missing = [name for name in expected if name not in stored]
     if missing:
         check_lists(config)
-        held = {int(match["layer"]) for name in stored if (match := _LAYER_KEY.match(name))}
-        absent = [str(layer) for layer in range(layers) if layer not in held]
-        if absent and held:
-            raise RequestError(
-                f"config.json has num_hidden_layers = {layers}, but the base holds no tensor of layer{'s' * (len(absent) > 1)} "
-                f"{first_few(absent)}; expected layers from 0 to {layers - 1}. Correct num_hidden_layers, number layers without "
-                "gaps, or download the base again."
-            )
         raise RequestError(
-            f"the base lacks {len(missing)} tensors that its config asks for, such as {', '.join(missing[:_LISTED])}. "
-            "Download or save it again, or correct config.json."
+            f"the base lacks {len(missing)} tensors that its config asks for, {first_few(missing)}. Download or save it again, or "
+            f"correct config.json, which has num_hidden_layers = {layers}."
         )
     expected |= {name: shape for name, shape in layout.tied.items() if name in stored}
     for name, shape in expected.items():
@@ -296,26 +257,19 @@ def open_base(
         form = stored[name].dtype
         if form not in TORCH_NAMES and (name not in integers or INTEGER_NAMES.get(form) != integers[name]):
             wanted = integers.get(name, "float32, float16 or bfloat16")
-            remedy = "Start from the unquantised checkpoint."
-            if form.startswith("F8") and not config.get("quantization_config"):
-                remedy = f"config.json has no quantization_config that says what its scales mean. {remedy}"
-            raise RequestError(f"{name} is stored as {form}; expected {wanted} weights. {remedy}")
+            raise RequestError(
+                f"{name} is stored as {form}; expected {wanted} weights, or a quantization_config in config.json that says what they "
+                "mean. Start from the unquantised checkpoint."
+            )
     unexpected = tuple(name for name in stored if name not in expected)
     predicting = config.get(_PREDICTING) or 0
-    beyond = next(
-        (
-            name
-            for name in unexpected
-            if (match := _LAYER_KEY.match(name)) and int(match["layer"]) >= layers + predicting
-        ),
-        None,
-    )
-    if beyond:
-        also = f" and {_PREDICTING} = {predicting}" if predicting else ""
-        raise RequestError(
-            f"the base holds {beyond}, but config.json has num_hidden_layers = {layers}{also}. "
-            "Weights and config.json do not belong together."
-        )
+    for name in unexpected:
+        if (match := _LAYER_KEY.match(name)) and int(match["layer"]) >= layers + predicting:
+            also = f" and {_PREDICTING} = {predicting}" if predicting else ""
+            raise RequestError(
+                f"the base holds {name}, but config.json has num_hidden_layers = {layers}{also}. "
+                "Weights and config.json do not belong together."
+            )
     if adapter is not None:
         stored = _merged(adapter, stored, prefix, layout, config)
     return BaseCheckpoint(

@@ -52,14 +52,7 @@ class Spelling:
 
 @dataclass(frozen=True)
 class CompositeModel:
-    """The model around a language model.
-
-    Args:
-        config: The raw `config.json` of the composite model.
-        language_config: Config of the language model, with the values that transformers reads for it.
-        spellings: The ways in which checkpoints may name tensors; first, how transformers writes them today.
-        auto_class: Name of the Auto class of transformers that loads the composite model.
-    """
+    """The model around a language model."""
 
     config: Config
     language_config: Config
@@ -147,11 +140,15 @@ def _built(native: str) -> CompositeModel:
     from midus_hf.memories.hosting.parts import decoder_of
 
     model_type = json.loads(native)["model_type"]
-    if model_type not in CONFIG_MAPPING:
-        raise RequestError(
-            f"model_type {model_type!r} is unknown to transformers {__version__}; expected a model that it knows. Install a newer "
-            "transformers if the model is newer."
+
+    def refused(reason: str, expected: str) -> RequestError:
+        return RequestError(
+            f"model_type {model_type!r} {reason} (transformers {__version__}); expected {expected}. Install a newer transformers if "
+            "the model is newer, or save the language model as a checkpoint of its own first."
         )
+
+    if model_type not in CONFIG_MAPPING:
+        raise refused("is unknown", "a model that transformers knows")
     config_class = CONFIG_MAPPING[model_type]
     mappings: dict[str, Any] = {
         "AutoModelForImageTextToText": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -159,17 +156,12 @@ def _built(native: str) -> CompositeModel:
     }
     auto_class = next((name for name, mapping in mappings.items() if config_class in mapping), None)
     if auto_class is None:
-        raise RequestError(
-            f"model_type {model_type!r} holds a language model that transformers {__version__} loads with no class for text and "
-            "images or sounds; expected one of AutoModelForImageTextToText. Save the language model as a checkpoint of its own first."
-        )
+        raise refused("is loaded by no class for text and images or sounds", "one of AutoModelForImageTextToText")
     model = model_on_meta(json.loads(native), mappings[auto_class])
     language_config = model.config.get_text_config(decoder=True)
     if type(language_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise RequestError(
-            f"model_type {model_type!r} holds a language model, {language_config.model_type!r}, that transformers loads only within "
-            "a composite model; expected a language model that transformers loads alone too."
-        )
+        reason = f"holds a language model, {language_config.model_type!r}, that is never loaded alone"
+        raise refused(reason, "one that is loaded alone too")
     causal_lm: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(language_config)]
     with torch.device("meta"):
         alone = causal_lm(copy.deepcopy(language_config))
@@ -177,10 +169,8 @@ def _built(native: str) -> CompositeModel:
     paths = [name for name, module in model.named_modules() if type(module) is stack_class]
     heads = [name for name, module in model.named_modules() if module is head and head is not None]
     if len(paths) != 1 or len(heads) != 1 or type(getattr(alone, _STACK.rstrip("."), None)) is not stack_class:
-        raise RequestError(
-            f"model_type {model_type!r} holds its language model otherwise than {causal_lm.__name__}; expected one stack of "
-            f"class {stack_class.__name__} and one head. Save the language model as a checkpoint of its own first."
-        )
+        reason = f"holds its language model otherwise than {causal_lm.__name__}"
+        raise refused(reason, f"one stack of class {stack_class.__name__} and one head")
     held = model.state_dict(keep_vars=True)
     embedding = next(name for name, each in model.named_modules() if each is model.get_input_embeddings())
     own = embedding.removeprefix(f"{paths[0]}.")
@@ -196,8 +186,7 @@ def _built(native: str) -> CompositeModel:
     )
     direct = Spelling(f"{paths[0]}.", f"{heads[0]}.", _shapes(outside))
     values = {key: value for key, value in language_config.to_dict().items() if key not in _OF_FILE}
-    tied = getattr(model.config, "tie_word_embeddings", None)
-    if tied is not None:
+    if (tied := getattr(model.config, "tie_word_embeddings", None)) is not None:
         values["tie_word_embeddings"] = tied
     spellings = (written,) if written == direct else (written, direct)
     return CompositeModel(json.loads(native), json.loads(json.dumps(values)), spellings, auto_class)

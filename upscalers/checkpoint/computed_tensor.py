@@ -30,10 +30,7 @@ class ComputedTensor(StoredTensor):
 
 
 def read_tensor(stored: StoredTensor, dtype: "torch.dtype | None" = None) -> "torch.Tensor":
-    """Read or compute a tensor, and cast it unless it is stored as integers; by default it keeps its dtype.
-
-    It is read, not mapped: a mapping takes address space for a whole file, and products may round differently at another alignment.
-    """
+    """Read or compute a tensor, and cast it unless it is stored as integers; by default it keeps its dtype."""
     import torch
 
     if isinstance(stored, ComputedTensor):

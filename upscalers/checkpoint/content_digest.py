@@ -4,7 +4,6 @@ import hashlib
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.computed_tensor import ComputedTensor
@@ -26,10 +25,7 @@ def content_sha256(digests: Mapping[str, str]) -> str:
 
 
 class TensorDigests:
-    """Threads that compute the SHA-256 of dtype, shape and bytes of tensors; hashing releases the interpreter's lock.
-
-    `names` has the name in the result of each tensor to read. Leaving the context stops the reading.
-    """
+    """Threads that compute the SHA-256 of dtype, shape and bytes of tensors; hashing releases the interpreter's lock."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor], names: Mapping[str, str]):
         self._tensors = {name: tensor.as_stored for name, tensor in tensors.items()}
@@ -72,8 +68,6 @@ class TensorDigests:
                 left -= read
         return digest.hexdigest()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._stopped.set()
         self._pool.shutdown(cancel_futures=True)

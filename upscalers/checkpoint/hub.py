@@ -1,6 +1,5 @@
 """Upload of a checkpoint to the hub."""
 
-import shlex
 from pathlib import Path
 
 from midus_hf.model_names import answer_of_hub
@@ -20,13 +19,8 @@ def check_repo_id(repo_id: str) -> None:
 
 def check_account(repo_id: str) -> None:
     """Ask the hub who the account is, before anything is downloaded; refuse if nobody is logged in or the hub does not answer."""
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi
 
-    if constants.HF_HUB_OFFLINE:
-        raise RequestError(
-            f"push-to-hub is {repo_id!r}, but HF_HUB_OFFLINE is set; expected a hub that can be reached. "
-            "Unset it, or upload the output later."
-        )
     try:
         HfApi().whoami()
     except Exception as error:
@@ -34,11 +28,7 @@ def check_account(repo_id: str) -> None:
 
 
 def prepare_repository(repo_id: str, private: bool) -> str:
-    """Create the repository of a result unless it exists, before the first byte, and return its name with its owner.
-
-    Raises:
-        RequestError: If the hub refuses the repository or does not answer, or the repository is to be private and is public.
-    """
+    """Create the repository of a result unless it exists, before the first byte, and return its name with its owner."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -60,8 +50,7 @@ def _refusal(repo_id: str, error: Exception) -> RequestError:
     """Return what a person should know and do about an error of the hub's client."""
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-    reason = one_line(error)
+    status, reason = error.response.status_code if isinstance(error, HfHubHTTPError) else None, one_line(error)
     if status in (401, 403) or isinstance(error, LocalTokenNotFoundError):
         return RequestError(
             f"push-to-hub is {repo_id!r}, but the Hub does not let this account write there ({reason}); expected a repository of "
@@ -77,8 +66,3 @@ def push_folder(folder: Path, repository: str) -> str:
 
     commit = HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload upscaled checkpoint")
     return str(commit.commit_url)
-
-
-def upload_command(folder: Path, repository: str, private: bool) -> str:
-    """Return the shell command that uploads a folder, for a person to type after `push_folder` failed."""
-    return shlex.join(["hf", "upload", repository, str(folder), *(["--private"] if private else [])])

@@ -51,10 +51,11 @@ class Adapter:
         folder = adapter_folder(name, (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
         try:
             config = parse_json((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+            (folder / ADAPTER_WEIGHTS).open("rb").close()
         except (OSError, ValueError) as error:
             raise RequestError(
-                f"adapter {name!r} has no sound {ADAPTER_CONFIG} ({type(error).__name__}); expected a LoRA that PEFT "
-                "saved. Give its folder."
+                f"adapter {name!r} has no sound {ADAPTER_CONFIG} or no {ADAPTER_WEIGHTS} ({type(error).__name__}); expected a LoRA "
+                "that PEFT saved. Give its folder."
             ) from None
         adapter = cls(name, folder, config if isinstance(config, dict) else {})
         if adapter.config.get("peft_type") != "LORA":
@@ -63,10 +64,6 @@ class Adapter:
             is_start = key == "init_lora_weights" and value not in _HARMLESS_STARTS
             if is_start or (key not in _READ and value and (key, value) != ("bias", "none")):
                 raise adapter._refused(f"it has {key} = {value!r}")
-        if not (folder / ADAPTER_WEIGHTS).is_file():
-            raise RequestError(
-                f"adapter {name!r} has no {ADAPTER_WEIGHTS}; expected a LoRA that PEFT saved. Save it again."
-            )
         return adapter
 
     def sha256(self) -> str:
@@ -81,11 +78,7 @@ class Adapter:
         )
 
     def merged(self, tensors: Mapping[str, StoredTensor], prefix: str) -> dict[str, StoredTensor]:
-        """Return a base's tensors, by full name, in which weights that the adapter changes are read with the change.
-
-        Raises:
-            RequestError: If the adapter changes weights that the base does not have, or that have other shapes.
-        """
+        """Return a base's tensors, by full name, in which weights that the adapter changes are read with the change."""
         changed = dict(tensors)
         for module, parts in self._parts(tensors, prefix).items():
             of_embedding = "embedding_A" in parts
@@ -135,10 +128,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class MergedTensor(ComputedTensor):
-    """A weight with a change added, `W + scaling * B A`, as PEFT merges it; DoRA gives its rows the lengths of `magnitude`.
-
-    A is `[rank, inputs]` and B `[outputs, rank]`; the rows of an embedding are inputs.
-    """
+    """A weight with a change added, `W + scaling * B A`, as PEFT merges it; DoRA gives its rows the lengths of `magnitude`."""
 
     a: StoredTensor | None = None
     b: StoredTensor | None = None

@@ -8,7 +8,7 @@ the config.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,10 +55,7 @@ class ScaledTensor(ComputedTensor):
 
 @dataclass(frozen=True)
 class PackedTensor(ComputedTensor):
-    """Matrices of experts `[experts, inputs, outputs]` in MXFP4, whose parts are stored under names of their own.
-
-    `weight` has the numbers, `[experts, outputs, inputs / 32, 16]`, and `scales` the exponents, `[experts, outputs, inputs / 32]`.
-    """
+    """Matrices of experts `[experts, inputs, outputs]` in MXFP4, whose parts are stored under names of their own."""
 
     scales: StoredTensor | None = None
 
@@ -78,15 +75,7 @@ class PackedTensor(ComputedTensor):
 def with_products(
     stored: Mapping[str, StoredTensor], config: Config
 ) -> tuple[dict[str, StoredTensor], frozenset[str], frozenset[str]]:
-    """Return the tensors of a checkpoint with quantised weights as they are read, and which of them are stored otherwise.
-
-    Returns:
-        The tensors by name, the stored parts of weights among them; the names of parts, but for weights under their own names; and
-        the names of weights that are stored as parts alone.
-
-    Raises:
-        RequestError: If a quantised weight has no scales, or another number of them than it has blocks.
-    """
+    """Return the tensors of a checkpoint with quantised weights as they are read, and which of them are stored otherwise."""
     if quantised_form(config) == "mxfp4":
         packed = _packed(stored, config)
         return (
@@ -116,16 +105,6 @@ def with_products(
         tensors[name] = ScaledTensor(dtype, weight.shape, None, 0, weight, scales, block)
         parts.add(name + SUFFIX)
     return tensors, frozenset(parts), frozenset()
-
-
-def num_partly_scaled(tensors: Iterable[StoredTensor]) -> int:
-    """Return how many weights in FP8 have several blocks in a row or a column, the last of them partial."""
-    return sum(
-        isinstance(tensor, ScaledTensor)
-        and tensor.block is not None
-        and any(size > length and size % length for size, length in zip(tensor.shape, tensor.block, strict=True))
-        for tensor in tensors
-    )
 
 
 def _packed(stored: Mapping[str, StoredTensor], config: Config) -> dict[str, StoredTensor]:

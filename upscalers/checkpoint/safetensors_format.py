@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -100,10 +100,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """Lay out a file of tensors, each with name, dtype and shape: return the bytes in front of the data, and each tensor's position.
-
-    Wider dtypes come first, so that every tensor is aligned to the size of its items.
-    """
+    """Return the bytes in front of the data of a file of tensors (name, dtype, shape), and positions; wide dtypes come first."""
     header: dict[str, object] = {_METADATA: {"format": "pt"}}
     offsets: dict[str, int] = {}
     position = 0
@@ -149,19 +146,7 @@ def write_all(target: int, data: bytes | memoryview, start: int) -> None:
         view, start = view[written:], start + written
 
 
-class _SizedTensor(Protocol):
-    """A tensor, stored or planned."""
-
-    @property
-    def dtype(self) -> str:
-        """Dtype of the tensor, as safetensors names it."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes of the tensor's data."""
-
-
-def dtype_of_most(tensors: Iterable[_SizedTensor]) -> str:
+def dtype_of_most(tensors: Iterable[Any]) -> str:
     """Return the floating-point dtype that most bytes of the tensors have, as safetensors names it."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:

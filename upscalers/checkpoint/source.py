@@ -58,23 +58,16 @@ def name_and_revision(base: str) -> tuple[str, str | None]:
     name, at, revision = base.partition("@")
     if not at or Path(base).expanduser().exists():
         return base, None
-    if not revision:
-        raise RequestError(f"{base!r} has no revision behind '@'; expected a branch, a tag or a commit.")
-    if Path(name).expanduser().exists():
+    if not revision or Path(name).expanduser().exists():
         raise RequestError(
-            f"revision is {revision!r}, but {name!r} is local and has no revisions; expected a hub id. "
-            "Leave the revision out, or give the base's id on the hub."
+            f"{base!r} has no revision behind '@', or is local, where there are none; expected a hub id with a branch, tag or commit."
         )
     return name, revision
 
 
 @contextlib.contextmanager
 def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
-    """Bring a base (a folder, `config.json` or hub id with or without `@revision`) into a folder for the time of the context.
-
-    Raises:
-        RequestError: If there is no base of this name.
-    """
+    """Bring a base (a folder, `config.json` or hub id with or without `@revision`) into a folder for the time of the context."""
     name, revision = name_and_revision(base)
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
@@ -149,35 +142,24 @@ def _download(name: str, revision: str | None, config_only: bool) -> Path:
     if (folder / INDEX_FILE).is_file():
         _fetch(name, commit, (CONFIG_FILE, *map(glob.escape, sorted(indexed_weights(folder)))))
         return folder
-    raise RequestError(missing_weights(name, _listed(name, commit)))
+    from huggingface_hub import HfApi
+
+    try:
+        files = HfApi().list_repo_files(name, revision=commit)
+    except Exception as error:
+        raise _unavailable(name, error) from None
+    raise RequestError(missing_weights(name, files))
 
 
 def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str | None = None) -> Path:
     """Fetch the files of a repository that match the patterns; patterns without a match are ignored."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(wanted), ignore_patterns=ignored))
-    except GatedRepoError:
-        raise RequestError(
-            f"{name!r} is gated; accept its terms on the hub and log in with 'hf auth login'."
-        ) from None
     except HFValidationError as error:
         raise RequestError(f"{name!r} is no local folder and no hub id. {error}") from None
-    except RevisionNotFoundError:
-        raise RequestError(
-            f"{name!r} has no revision {revision!r} on the hub; expected a branch, a tag or a commit."
-        ) from None
-    except RepositoryNotFoundError:
-        raise RequestError(f"{name!r} is no local folder and was not found on the hub. Check its spelling.") from None
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:
         raise _unavailable(name, error) from None
 
@@ -186,13 +168,3 @@ def _unavailable(name: str, error: Exception) -> RequestError:
     """Return what a person should know about a name that the hub did not resolve."""
     reason = answer_of_hub(error) or "the Hub cannot be reached (or HF_HUB_OFFLINE is set)"
     return RequestError(f"{name!r} is no local folder, and {reason}. Give a folder otherwise.")
-
-
-def _listed(name: str, revision: str) -> list[str]:
-    """Return the names of a repository's files."""
-    from huggingface_hub import HfApi
-
-    try:
-        return HfApi().list_repo_files(name, revision=revision)
-    except Exception as error:
-        raise _unavailable(name, error) from None

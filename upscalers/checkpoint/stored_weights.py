@@ -13,11 +13,7 @@ _NOT_WEIGHTS = "training_args.bin"
 
 
 def stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor] | None:
-    """Return the position of each tensor of a checkpoint, by its stored name; None if it has no weights and `needs_weights` is False.
-
-    Raises:
-        RequestError: If weights are missing, of another format, or not sound.
-    """
+    """Return the position of each tensor of a checkpoint, by its stored name; None without weights that it needs not have."""
     if (folder / SINGLE_FILE).is_file():  # transformers prefers the single file where both exist
         return read_header(folder / SINGLE_FILE)
     if (folder / INDEX_FILE).is_file():
@@ -53,17 +49,14 @@ def _indexed_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTenso
     for name in files:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise RequestError(f"{index_path.name} names the shard {name!r}; expected a .safetensors file beside it.")
-        if not (folder / name).is_file():
-            if not needs_weights:
-                return None
-            raise RequestError(f"{index_path.name} names {name}, which is missing. Download or save the base again.")
-        headers[name] = read_header(folder / name)
-    absent = [name for name, file in weight_map.items() if name not in headers[str(file)]]
-    if absent:
-        raise RequestError(
-            f"{index_path.name} places {absent[0]} in {weight_map[absent[0]]}, which does not hold it "
-            f"({len(absent)} such tensors). Download or save the base again."
-        )
+        if not (folder / name).is_file() and not needs_weights:
+            return None
+        headers[name] = read_header(folder / name) if (folder / name).is_file() else {}
+    for name, file in weight_map.items():
+        if name not in headers[str(file)]:
+            raise RequestError(
+                f"{index_path.name} places {name} in {file}, which is missing or does not hold it. Download or save the base again."
+            )
     # transformers also loads tensors that the files hold but the index omits.
     forgotten = {name: tensor for header in headers.values() for name, tensor in header.items()}
     return {**forgotten, **{name: headers[str(file)][name] for name, file in weight_map.items()}}

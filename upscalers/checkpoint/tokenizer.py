@@ -20,16 +20,7 @@ def has_tokenizer(names: Iterable[str]) -> bool:
 
 
 def keep_tokenizer_class(base_folder: Path, folder: Path, progress: Progress) -> bool:
-    """Name the tokenizer's class in the upscaled folder where `AutoTokenizer`, which goes by `model_type`, would choose another.
-
-    A tokenizer of the base that does not work here is warned of.
-
-    Returns:
-        Whether `tokenizer_config.json` was changed.
-
-    Raises:
-        VerificationError: If a text becomes other ids nevertheless.
-    """
+    """Name the tokenizer's class in the upscaled folder where `AutoTokenizer`, which goes by `model_type`, would choose another."""
     if not has_tokenizer(path.name for path in folder.iterdir() if path.is_file()):
         return False
     from transformers import AutoTokenizer
@@ -45,13 +36,12 @@ def keep_tokenizer_class(base_folder: Path, folder: Path, progress: Progress) ->
         reason = "it is code of its publisher, which is never run" if is_code else first_line(error).rstrip(".")
         progress.warn(f"the base's tokenizer does not work here ({reason}); its files are copied unchanged.")
         return False
-    changed = False
-    if type(load(folder)) is not type(base):
+    changed = type(load(folder)) is not type(base)
+    if changed:
         path = folder / TOKENIZER_CONFIG
         config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         config["tokenizer_class"] = type(base).__name__
         path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        changed = True
     new = load(folder)
     if new(_TEXT)["input_ids"] != expected:
         raise VerificationError(

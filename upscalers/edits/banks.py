@@ -114,8 +114,8 @@ def _centroids(
     for name, layout in find_layouts(folder).items():
         with open_bank(folder, name, layout) as bank:
             for level in bank.layout.levels:
-                of_level = ((level, node) for node in range(bank.layout.blocks.nodes(level)))
-                left |= {node for node in of_level if bank.is_written(*node)}.difference(deleted.get(name, ()))
+                written = {(level, node) for node in bank.written(level) if node != GENERIC}
+                left |= written.difference(deleted.get(name, ()))
     k, centroids = tree.branching, tree.centroids
     nodes = [
         node for node in sorted(named) if node[1] != GENERIC and not centroids[node[0] - 1][node[1]].isnan().any()
@@ -138,12 +138,7 @@ def _lies_in(node: Node, other: Node, branching: int) -> bool:
 
 
 def list_banks(model: str | Path, memory: str | None = None) -> dict[str, Any]:
-    """Return `{"model", "fetched", "bank", "banks"}` of a checkpoint's banks, or of one memory's; parameters are summed over banks.
-
-    Each bank has `{"memory", "type", "branching", "tree", "fetched", "bank", "levels"}`, and each level with blocks
-    `{"level", "nodes", "parameters", "written", "deleted", "generic", "bytes_on_disk"}`: `parameters` is the number of parameters
-    per block, `written` and `deleted` have nodes, and `generic` is whether the block of the generic memory was written.
-    """
+    """Return `{"model", "fetched", "bank", "banks"}` of a checkpoint's banks, or of one memory's, with the nodes of each level."""
     with resolve_source(str(model)) as source:
         layouts = find_layouts(source.folder, memory)
         banks = [_listed(source.folder, name, layout) for name, layout in layouts.items()]
@@ -156,24 +151,20 @@ def list_banks(model: str | Path, memory: str | None = None) -> dict[str, Any]:
 
 
 def _listed(folder: Path, name: str, layout: BankLayout) -> dict[str, Any]:
-    levels = []
     with open_bank(folder, name, layout) as bank:
-        layout = bank.layout
-        for level in layout.levels:
-            written = bank.written(level)
-            path = folder / BANKS_FOLDER / name / level_file(level)
-            levels.append(
-                {
-                    "level": level,
-                    "nodes": layout.blocks.nodes(level),
-                    "parameters": layout.record_numel(level),
-                    "written": [node for node in written if node != GENERIC],
-                    "deleted": [node for node in bank.deleted(level) if node != GENERIC],
-                    "generic": GENERIC in written,
-                    "bytes_on_disk": path.stat().st_blocks * 512,
-                }
-            )
-        tree = bank.tree
+        layout, tree = bank.layout, bank.tree
+        levels = [
+            {
+                "level": level,
+                "nodes": layout.blocks.nodes(level),
+                "parameters": layout.record_numel(level),
+                "written": [node for node in bank.written(level) if node != GENERIC],
+                "deleted": [node for node in bank.deleted(level) if node != GENERIC],
+                "generic": bank.is_written(level, GENERIC),
+                "bytes_on_disk": (folder / BANKS_FOLDER / name / level_file(level)).stat().st_blocks * 512,
+            }
+            for level in layout.levels
+        ]
     return {
         "memory": name,
         "type": layout.memory_type,
@@ -234,17 +225,13 @@ def written_node(node: Node) -> str:
 def find_layouts(folder: Path, memory: str | None = None) -> dict[str, BankLayout]:
     """Return the layout of each bank by the name of its memory, or of the bank of one memory alone, or raise `RequestError`."""
     banks = open_base(folder, needs_weights=False).layout.memories.banks
-    if not banks:
+    chosen = {name: layout for name, layout in banks.items() if memory in (None, name)}
+    if not chosen:
         raise RequestError(
-            f"{folder} has no memory that fetches blocks; expected a checkpoint that upscale made with one."
+            f"{folder} has no memory {'' if memory is None else f'{memory!r} '}that fetches blocks; expected a checkpoint "
+            f"with one. Its are: {', '.join(banks) or 'none'}."
         )
-    if memory is None:
-        return dict(banks)
-    if memory not in banks:
-        raise RequestError(
-            f"{folder} has no memory {memory!r} that fetches blocks; expected one of: {', '.join(banks)}."
-        )
-    return {memory: banks[memory]}
+    return chosen
 
 
 @contextlib.contextmanager

@@ -79,8 +79,8 @@ def row_names(bank_bits: int | None) -> tuple[str, ...]:
     return ("bank",) if bank_bits is None else ("bank_integers", "bank_scales")
 
 
-def find_memories(model: BaseCheckpoint, name: str | None = None) -> list[ChapterMemory]:
-    """Return the memories of chapters that a checkpoint has, or the one of a name; refuse if there is none."""
+def find_memories(model: BaseCheckpoint, name: str | None = None, only: bool = False) -> list[ChapterMemory]:
+    """Return a checkpoint's memories of chapters, or the one of a name; refuse if there is none, or several and `only` one may be."""
     memories = {
         name: ChapterMemory(model, entry, entry.options)
         for name, entry in model.layout.memories.attached.items()
@@ -90,21 +90,11 @@ def find_memories(model: BaseCheckpoint, name: str | None = None) -> list[Chapte
         raise RequestError(
             f"{model.folder} has no memory of type 'chapters'; expected a model with one. Make it with 'upscale --method moc'."
         )
-    if name is not None and name not in memories:
+    if (name is not None and name not in memories) or (only and name is None and len(memories) > 1):
         raise RequestError(
-            f"memory is {name!r}; expected the name of a memory of chapters, of which the model has: {', '.join(memories)}."
+            f"memory is {name!r}; expected a memory of chapters, of which the model has: {', '.join(memories)}. Pass --memory NAME."
         )
     return list(memories.values()) if name is None else [memories[name]]
-
-
-def _only_memory(model: BaseCheckpoint, name: str | None) -> ChapterMemory:
-    memories = find_memories(model, name)
-    if len(memories) > 1:
-        names = ", ".join(memory.name for memory in memories)
-        raise RequestError(
-            f"the model has several memories of chapters, {names}; expected one of them. Pass --memory NAME."
-        )
-    return memories[0]
 
 
 def zero(request: EditRequest, chapters: str) -> dict[str, Any]:
@@ -122,7 +112,7 @@ def zero(request: EditRequest, chapters: str) -> dict[str, Any]:
     """
 
     def decide(model: BaseCheckpoint) -> EditDetails:
-        memory = _only_memory(model, request.memory)
+        (memory,) = find_memories(model, request.memory, only=True)
         own = range(memory.options.chapters)
         numbers = parse_numbers(chapters, len(own))
         return _arranged(memory, numbers, [None if number in numbers else number for number in own], own, {})
@@ -140,7 +130,7 @@ def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
     """
 
     def decide(model: BaseCheckpoint) -> EditDetails:
-        memory = _only_memory(model, request.memory)
+        (memory,) = find_memories(model, request.memory, only=True)
         options = memory.options
         numbers = parse_numbers(chapters, options.chapters)
         kept = [number for number in range(options.chapters) if number not in numbers]
@@ -210,7 +200,7 @@ def quantise(request: EditRequest, bits: int = 8) -> dict[str, Any]:
         raise RequestError(f"bits is {bits}; expected {' or '.join(map(str, _STORED_INTEGERS))}.")
 
     def decide(model: BaseCheckpoint) -> EditDetails:
-        memory = _only_memory(model, request.memory)
+        (memory,) = find_memories(model, request.memory, only=True)
         if memory.options.bank_bits is not None:
             raise RequestError(
                 f"memory {memory.name!r} has bank_bits = {memory.options.bank_bits} already; expected rows that were not rounded. "

@@ -43,10 +43,7 @@ class EditRequest:
 
 @dataclass(frozen=True)
 class EditDetails:
-    """What an edit does: the names of its memories (an inserted one is named by its type), and what it writes in place of tensors.
-
-    `details` is what the record says beside command, version and memories, and `options` what it changes in the memories' options.
-    """
+    """What an edit does: its memories, tensors that replace others, what the record says of it, and options that it changes."""
 
     memories: Sequence[str]
     tensors: Mapping[str, Sequence[OutputTensor]]
@@ -57,14 +54,7 @@ class EditDetails:
 def edit_checkpoint(
     command: str, request: EditRequest, decide: Callable[[BaseCheckpoint], EditDetails]
 ) -> dict[str, Any]:
-    """Write a copy of a checkpoint with the edit that `decide` gives for the opened checkpoint.
-
-    The config, `upscale.json` and the model card list the edit, as `command`. `upscale.json` no longer says that the model computes
-    what its base computes.
-
-    Returns:
-        `{"command", "memories", ..., "model", "output", "bytes_written", "seconds"}`, with the details of the edit.
-    """
+    """Write a copy of a checkpoint with the edit that `decide` gives, which config, record and card list as `command`."""
     started = time.perf_counter()
     progress = request.progress or Progress()
     with resolve_source(str(request.model)) as source:
@@ -115,7 +105,8 @@ def _write_siblings(
     write_config(partial, config)
     record, card = read_record(model.folder), model.folder / CARD_FILE
     if record is not None:
-        write_record(partial, _edited_record(record, edit))
+        unknown = {"identity": {"checked": None, "max_abs_diff": None}, "promises_identity": False}
+        write_record(partial, {**record, EDITS_KEY: [*(record.get(EDITS_KEY) or []), edit], **unknown})
     if card.is_file():
         (partial / CARD_FILE).write_text(_edited_card(card.read_text(encoding="utf-8"), edit), encoding="utf-8")
     # Which code is needed depends on options that the edit may change.
@@ -135,12 +126,6 @@ def _edited_config(config: Config, edit: dict[str, Any], options: Mapping[str, A
         entry[EDITS_KEY] = [*(entry.get(EDITS_KEY) or []), {**edit, "memories": own}]
         entry["base_config"] = _edited_config(entry["base_config"], edit, options)
     return config
-
-
-def _edited_record(record: dict[str, Any], edit: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of `upscale.json` with the edit recorded, and without a promise about the model that was edited."""
-    unknown = {"identity": {"checked": None, "max_abs_diff": None}, "promises_identity": False}
-    return {**record, EDITS_KEY: [*(record.get(EDITS_KEY) or []), edit], **unknown}
 
 
 def _edited_card(card: str, edit: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from midus_hf.files.outputs import CONFIG_KEY, has_config_entry
 from upscalers.checkpoint.base_checkpoint import open_base
+from upscalers.checkpoint.computed_tensor import read_tensor
 from upscalers.checkpoint.source import resolve_source
 from upscalers.edits.chapters import Bank, ChapterMemory, find_memories, written
 from upscalers.edits.checkpoint_edit import described
@@ -61,8 +62,6 @@ def list_chapters(model: str | Path, memory: str | None = None, progress: Progre
 
 
 def _listed_bank(memory: ChapterMemory, bank: Bank, progress: Progress) -> dict[str, Any]:
-    from upscalers.checkpoint.computed_tensor import read_tensor
-
     norms = []
     for number in range(memory.options.chapters):
         norms.append(_rows(memory, bank, number).norm(dim=-1).mean().item())
@@ -80,7 +79,6 @@ def _rows(memory: ChapterMemory, bank: Bank, number: int) -> "torch.Tensor":
     import torch
 
     from midus_hf.ops.chapters.quantisation import dequantise_rows
-    from upscalers.checkpoint.computed_tensor import read_tensor
 
     def read(name: str) -> torch.Tensor:
         whole = memory.model.tensors[name]

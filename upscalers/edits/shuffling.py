@@ -64,10 +64,8 @@ def _tables(model: BaseCheckpoint) -> Iterator[tuple[str, str]]:
     for entry in model.layout.memories.entries:
         memory = entry.name or entry.options.type
         within = f"{ATTACHED}.{entry.name}" if entry.is_attached else INSERTED
-        owners = [
-            (model.new_name(layer, within), entry.tensors_at(layer, model.layout.memories.sizes))
-            for layer in entry.layers
-        ]
+        sizes = model.layout.memories.sizes
+        owners = [(model.new_name(layer, within), entry.tensors_at(layer, sizes)) for layer in entry.layers]
         if entry.is_attached:
             shared = f"{model.prefix}{TABLES}.{entry.name}"
             tables = enumerate(model.layout.memories.tables(entry.name))

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from midus_hf.training.data.ngrams import TextKeys
 
 _PUBLISHED = "published"
-# Groups of names with one row that a line shows.
-_GROUPS = 3
 # Text of a token that holds a part of a character.
 _BROKEN = "\ufffd"
 
@@ -45,28 +43,18 @@ class Engram(AttachedMemoryMethod):
         (
             "corpus",
             str | None,
-            option(
-                None, "texts whose n-grams have a row, if the table is exact: a file, a folder or a dataset of the Hub"
-            ),
+            option(None, "texts whose n-grams have a row of an exact table: a file, folder or Hub dataset"),
         ),
-        (
-            "min_documents",
-            int,
-            option(1, "texts of the corpus that have an n-gram, at least, for it to have a row"),
-        ),
+        ("min_documents", int, option(1, "texts of the corpus that have an n-gram, at least, for it to have a row")),
         (
             "names",
             bool,
-            option(
-                False,
-                "whether each text of the corpus is a name, which has a row alone and one behind a space, of its last tokens, "
-                "at most max_order",
-            ),
+            option(False, "whether each text is a name: only its last tokens have rows, alone and behind a space"),
         ),
         (
             "compress",
             bool,
-            option(True, "whether tokens of like text count as one: without case, accents and kinds of white space"),
+            option(True, "whether tokens alike but for case, accents and kinds of white space count as one"),
         ),
     ]
 
@@ -92,22 +80,21 @@ class Engram(AttachedMemoryMethod):
             raise RequestError(
                 "known_tokens or known_ngrams is given; expected neither, since they follow from the tokenizer and the corpus."
             )
-        if (self.options.table == "exact") != (self.options.corpus is not None):
+        options = self.options
+        if (options.table == "exact") != (options.corpus is not None):
             raise RequestError(
-                f"table is {self.options.table!r} and corpus {self.options.corpus!r}; expected a corpus for table exact, and for it "
-                "alone. Pass --set table=exact --set corpus=FOLDER."
+                f"table is {options.table!r} and corpus {options.corpus!r}; expected a corpus for table exact, and for it alone. "
+                "Pass --set table=exact --set corpus=FOLDER."
             )
-        if self.options.min_documents < 1 or (self.options.min_documents > 1 and self.options.corpus is None):
+        if options.min_documents < 1 or (options.min_documents > 1 and options.corpus is None):
             raise RequestError(
-                f"min_documents is {self.options.min_documents}; expected at least 1, and a corpus for more than 1."
+                f"min_documents is {options.min_documents}; expected at least 1, and a corpus for more than 1."
             )
-        if self.options.names and (
-            self.options.corpus is None or (self.options.min_documents, self.options.min_order) != (1, 1)
-        ):
+        if options.names and (options.corpus is None or (options.min_documents, options.min_order) != (1, 1)):
             raise RequestError(
-                f"names is true, corpus {self.options.corpus!r}, min_documents {self.options.min_documents} and min_order "
-                f"{self.options.min_order}; expected a corpus of names, one a text, of one token or more. Pass --set corpus=FILE and "
-                "--set min_order=1, and leave min_documents out."
+                f"names is true, corpus {options.corpus!r}, min_documents {options.min_documents} and min_order {options.min_order}; "
+                "expected a corpus of names, one a text, of one token or more. Pass --set corpus=FILE and --set min_order=1, and "
+                "leave min_documents out."
             )
         if _vocabulary(base) >= MOST_TOKENS:
             raise RequestError(f"the base has {_vocabulary(base):,} tokens; expected fewer than {MOST_TOKENS:,}.")
@@ -125,32 +112,27 @@ class Engram(AttachedMemoryMethod):
         return tuple(sorted({own[min(1, len(own) - 1)], own[len(own) // 2]}))
 
     def concerns(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
-        if not self.options.compress or self._compresses(base):
-            return []
-        return [
+        concern = (
             "The base has no tokenizer: tokens are numbered by their ids, so spellings of a word have different rows."
-        ]
+        )
+        return [concern] if self.options.compress and not self._compresses(base) else []
 
     def remarks(self, base: BaseCheckpoint) -> list[str]:
         remarks = super().remarks(base)
         if self.options.corpus is None:
             return remarks
         kind = "ends of names" if self.options.names else "n-grams of the corpus"
-        return [*remarks, f"{len(self._ngrams(base)):,} {kind} have rows", *self._told_of_names()]
-
-    def _told_of_names(self) -> list[str]:
-        """Return lines on names that are longer than a row's n-gram, and on names that share a row."""
-        lines, most = [], self.options.max_order
+        remarks.append(f"{len(self._ngrams(base)):,} {kind} have rows")
         if self._cut:
-            lines.append(
-                f"names longer than {most} tokens, whose last {most} have the row: {len(self._cut):,} ({_shown(self._cut)})"
+            most, shown = self.options.max_order, _shown(self._cut)
+            remarks.append(
+                f"names longer than {most} tokens, whose last {most} have the row: {len(self._cut):,} ({shown})"
             )
-        groups = list({tuple(names): None for names in self._names.values() if len(names) > 1})
-        shared = {name for names in groups for name in names}
+        shared = {name: None for names in self._names.values() if len(names) > 1 for name in names}
         if shared and self.options.rows != 1:
-            shown = "; ".join(map(_shown, groups[:_GROUPS])) + "; ..." * (len(groups) > _GROUPS)
-            lines.append(f"names that share a row, since their n-grams are one: {len(shared):,} ({shown})")
-        return lines
+            shown = _shown(shared)
+            remarks.append(f"names that share a row, since their n-grams are one: {len(shared):,} ({shown})")
+        return remarks
 
     def entry(self, base: BaseCheckpoint, plan: Plan) -> MemoryEntry:
         entry = super().entry(base, plan)
@@ -242,22 +224,11 @@ def _tokenizer(base: BaseCheckpoint) -> Any:
 
 
 def like_tokens(tokenizer: Any) -> list[int]:
-    """Return for each id of a tokenizer the smallest id whose token has a like text (Engram, arXiv 2601.07372, section 2.2).
-
-    Texts are alike that are equal in NFKC, without accents, in small letters, with runs of white space as one space and none at the
-    ends. A token that holds a part of a character is like no other.
-    """
+    """Return for each id of a tokenizer the smallest id whose token has a like text (Engram, arXiv 2601.07372, section 2.2)."""
     from tokenizers import Regex, normalizers
 
-    like = normalizers.Sequence(
-        [
-            normalizers.NFKC(),
-            normalizers.NFD(),
-            normalizers.StripAccents(),
-            normalizers.Lowercase(),
-            normalizers.Replace(Regex(r"\s+"), " "),
-        ]
-    )
+    spaces, accents = normalizers.Replace(Regex(r"\s+"), " "), normalizers.StripAccents()
+    like = normalizers.Sequence([normalizers.NFKC(), normalizers.NFD(), accents, normalizers.Lowercase(), spaces])
     first: dict[str, int] = {}
     numbers = []
     for token in range(len(tokenizer)):

@@ -10,13 +10,11 @@ from midus_hf.memories.hierarchical.options import (
 from upscalers.methods.contract import HIERARCHICAL_MEMORIES, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
 
+_FETCHED = "fetched for a text from a bank by its topic (identity at start)"
+
 
 class FetchedMemoryMethod(AttachedMemoryMethod):
-    """Method that lets layers of the base compute with blocks that each text fetches, one per level of a tree of topics.
-
-    The bank is made beside the checkpoint without writing blocks: until a block is trained, it takes four bytes of the
-    disk.
-    """
+    """Method that lets layers of the base compute with blocks that each text fetches, one per level of a tree of topics."""
 
     paper = HIERARCHICAL_MEMORIES
     identity = True
@@ -27,9 +25,7 @@ class FetchedMemoryMethod(AttachedMemoryMethod):
 class HierFFN(FetchedMemoryMethod):
     """Fetched hidden units that widen every feed-forward network."""
 
-    summary = (
-        "hidden units of every feed-forward network, fetched for a text from a bank by its topic (identity at start)"
-    )
+    summary = f"hidden units of every feed-forward network, {_FETCHED}"
     memory_options = HierFFNOptions
 
 
@@ -37,9 +33,7 @@ class HierFFN(FetchedMemoryMethod):
 class HierKV(FetchedMemoryMethod):
     """Fetched keys and values that every token attends to beside the sequence."""
 
-    summary = (
-        "keys and values beside those of the sequence, fetched for a text from a bank by its topic (identity at start)"
-    )
+    summary = f"keys and values beside those of the sequence, {_FETCHED}"
     memory_options = HierKVOptions
 
 
@@ -47,7 +41,7 @@ class HierKV(FetchedMemoryMethod):
 class HierLoraFFN(FetchedMemoryMethod):
     """Fetched low-rank factors that are added to the projections of the feed-forward networks."""
 
-    summary = "low-rank factors of every feed-forward network, fetched for a text from a bank by its topic (identity at start)"
+    summary = f"low-rank factors of every feed-forward network, {_FETCHED}"
     memory_options = HierLoraFFNOptions
 
 
@@ -55,7 +49,7 @@ class HierLoraFFN(FetchedMemoryMethod):
 class HierLoraQK(FetchedMemoryMethod):
     """Fetched low-rank factors that are added to the query and key projections."""
 
-    summary = "low-rank factors of query and key projections, fetched for a text from a bank by its topic (identity at start)"
+    summary = f"low-rank factors of query and key projections, {_FETCHED}"
     memory_options = HierLoraQKOptions
 
 
@@ -63,5 +57,5 @@ class HierLoraQK(FetchedMemoryMethod):
 class HierLoraVO(FetchedMemoryMethod):
     """Fetched low-rank factors that are added to the value and output projections."""
 
-    summary = "low-rank factors of value and output projections, fetched for a text from a bank by its topic (identity at start)"
+    summary = f"low-rank factors of value and output projections, {_FETCHED}"
     memory_options = HierLoraVOOptions

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 _COLLAPSED = 0.5
 # Cosine to the neighbours' mean below which a prediction counts as unrelated; a neighbour itself has about 0.7.
 _UNRELATED = 0.1
-# Options that the training of a predictor takes.
-_TRAINING = ("hidden_size", "epochs", "batch_size", "learning_rate", "weight_decay", "norm_weight")
 _HIDDEN_NORMS = frozenset({"attention_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm"})
 
 
@@ -47,25 +45,21 @@ class LesaOptions(FusionOptions):
     device: str = option("cpu", "where predictors are trained: cpu, cuda, cuda:1")
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "epochs", "batch_size"):
-            count = getattr(self, name)
-            if count < 1:
-                raise RequestError(f"{name} is {count}; expected at least 1.")
-        if not 0 < self.learning_rate < float("inf"):
-            raise RequestError(f"learning_rate is {self.learning_rate}; expected a number above 0.")
-        if not 0 <= self.weight_decay < float("inf"):
-            raise RequestError(f"weight_decay is {self.weight_decay}; expected 0 or more.")
-        if not 0 <= self.norm_weight <= 1:
-            raise RequestError(f"norm_weight is {self.norm_weight}; expected 0 <= norm_weight <= 1.")
+        for name, is_right, expected in (
+            ("hidden_size", self.hidden_size >= 1, "at least 1"),
+            ("epochs", self.epochs >= 1, "at least 1"),
+            ("batch_size", self.batch_size >= 1, "at least 1"),
+            ("learning_rate", 0 < self.learning_rate < math.inf, "a number above 0"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "0 or more"),
+            ("norm_weight", 0 <= self.norm_weight <= 1, "0 <= norm_weight <= 1"),
+        ):
+            if not is_right:
+                raise RequestError(f"{name} is {getattr(self, name)}; expected {expected}.")
 
 
 @register_method("lesa")
 class Lesa(MatrixMethod):
-    """New layers whose matrices a network predicts from the two layers around them, in a basis that all layers share.
-
-    Each kind of matrix has a basis and a network. The network is trained on base layers that are two apart, with the
-    layer between them as the target, and applied to adjacent base layers. Biases are means of the neighbours' biases.
-    """
+    """New layers whose matrices a network predicts from the two layers around them, in a basis that all layers share."""
 
     summary = "new layers are predicted from the layers on both sides by networks trained on the base's layers"
     paper = LESA
@@ -97,23 +91,15 @@ class Lesa(MatrixMethod):
     def recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
         recipes = super().recipes(base, plan, seed)
         filled = self.filled_roles(base)
-        gaps = {
-            index: (layer.sources[1], layer.sources[0])
-            for index, layer in enumerate(plan.layers)
-            if isinstance(layer, New)
-        }
+        new = {index: layer for index, layer in enumerate(plan.layers) if isinstance(layer, New)}
+        gaps = {index: (layer.sources[1], layer.sources[0]) for index, layer in new.items()}
         tensors = base.layout.backbone_layers[0]
         matrices = [
-            matrix
-            for matrix in projections_of(tensors)
-            if matrix.role not in filled and matrix.name.endswith(".weight")
+            each for each in projections_of(tensors) if each.role not in filled and each.name.endswith(".weight")
         ]
-        solvers = [MatrixPrediction(base, matrix, gaps, seed, self.options) for matrix in matrices]
+        solvers = [(each, MatrixPrediction(base, each, gaps, seed, self.options)) for each in matrices]
         for index in gaps:
-            made = [
-                (each, SolverTensor(each.shape, solver, str(index)))
-                for each, solver in zip(matrices, solvers, strict=True)
-            ]
+            made = [(each, SolverTensor(each.shape, solver, str(index))) for each, solver in solvers]
             recipes[index] |= stacked(tensors, made)
         return recipes
 
@@ -127,7 +113,8 @@ class Lesa(MatrixMethod):
 
     def review(self, measurements: Sequence[Measurement]) -> list[str]:
         concerns = []
-        collapsed = _worst([row for row in measurements if row["norm_ratio"] < _COLLAPSED], "norm_ratio")
+        weak = [row for row in measurements if row["norm_ratio"] < _COLLAPSED]
+        collapsed = _worst(weak, "norm_ratio")
         if collapsed:
             concerns.append(
                 f"predictions collapsed: their norm is below {_COLLAPSED} of their neighbours' ({collapsed}); they do little at "
@@ -139,10 +126,8 @@ class Lesa(MatrixMethod):
             concerns.append(
                 f"the base's layers do not span all directions: {listed} singular values lie under the guard and are left out."
             )
-        unrelated = _worst(
-            [row for row in measurements if row["norm_ratio"] >= _COLLAPSED and row["cosine_to_mean"] < _UNRELATED],
-            "cosine_to_mean",
-        )
+        others = [row for row in measurements if row not in weak and row["cosine_to_mean"] < _UNRELATED]
+        unrelated = _worst(others, "cosine_to_mean")
         if unrelated and not self.identity:
             concerns.append(
                 f"predictions have a norm but no direction: their cosine to their neighbours' mean is below {_UNRELATED} "
@@ -161,19 +146,7 @@ def _worst(measurements: Sequence[Measurement], key: str) -> str:
 
 
 class MatrixPrediction(Solver):
-    """Solver that predicts one matrix [out, in] of every new layer.
-
-    Peak memory is `8 max(5 out^2, 2 out^2 + 5 out in)` bytes: the Gram matrix and its decomposition take five [out,
-    out] matrices in float64, and later the basis takes two of them beside five [out, in] matrices. All layers'
-    coordinates, `4 L out in` bytes, lie in a temporary file beside the output.
-
-    Args:
-        base: The base checkpoint.
-        matrix: The matrix: a tensor within each layer, or some of its rows.
-        gaps: The base layers before and after each new layer, by the index of the new layer.
-        seed: Seed of the run.
-        options: Options of the method.
-    """
+    """Solver of one matrix [out, in] of every new layer; it needs `8 max(5 out^2, 2 out^2 + 5 out in)` bytes of memory."""
 
     def __init__(
         self,
@@ -216,9 +189,8 @@ class MatrixPrediction(Solver):
             for layer in range(num_layers):
                 rows.write_layer(layer, basis.coordinates(matrix_of(layer)))
                 done()
-            training = {name: getattr(options, name) for name in _TRAINING}
             generator = torch.Generator().manual_seed(self._seed)
-            predictor = train_predictor(rows, generator, options.device, done, **training)
+            predictor = train_predictor(rows, generator, options, done)
             for index, (previous, following) in self._gaps.items():
                 matrix = basis.matrix(predict(predictor, rows, previous, following, options.device))
                 self._measure(index, matrix, matrix_of(previous), matrix_of(following), basis.num_left_out)

@@ -29,11 +29,5 @@ class MoDA(AttachedMemoryMethod):
                 "attention_slots is 'reused' and joining is 'added', which adds values of earlier layers that are not zero to what "
                 "the base computes; expected attention_slots none or projected, or joining interpolated."
             )
-        layers = self.layers(base)
-        if len(layers) == 1 and self.options.layers != list(layers):
-            raise RequestError(
-                f"layers is {self.options.layers!r}, which chooses layer {layers[0]} alone; expected two or more, for a layer reads "
-                "what another in front of it wrote. Choose more."
-            )
         with refusing_requests():
-            self._memory().check_layers(layers)
+            self._memory().check_layers(self.layers(base))

@@ -9,17 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from midus_hf.config.options import option
 from midus_hf.config.wording import install_extra
 from midus_hf.model_names import usable_device
-from upscalers.architecture.family import MATRIX_ROLES, LayerTensor, Projection, projections_of
+from upscalers.architecture.family import LayerTensor, Projection, projections_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import OPT_DEUS, register_method
-from upscalers.methods.dense_block import (
-    IDENTITY_HELP,
-    FusionMethod,
-    FusionOptions,
-    IdentityInit,
-    MatrixMethod,
-    mean,
-)
+from upscalers.methods.dense_block import IDENTITY_HELP, FusionMethod, FusionOptions, IdentityInit, MatrixMethod, mean
 from upscalers.plan.plan import New
 from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Recipe
@@ -46,27 +39,22 @@ class OptDeusOptions(FusionOptions):
         "sinkhorn", "entropic transport, or the exact assignment: a permutation, slow beyond a few thousand rows"
     )
     plan_scale: Literal["barycentric", "raw"] = option(
-        "barycentric",
-        "barycentric: each matched row is a mean of rows, as the method says; raw: plan entries as they are, which "
-        "shrinks matched rows by their number, as the released code does",
+        "barycentric", "matched rows are means of rows, as the method says, or, as released, shrink by their number"
     )
     regularization: float = option(0.06, "of the entropy, in units of the distance between rows")
     tolerance: float = option(1e-4, "largest L1 violation of the plan's marginals at which Sinkhorn stops")
     max_iterations: int = option(10000, "after which Sinkhorn stops all the same, with a warning")
     mlp_t_in: Literal["o_proj", "residual_mean"] = option(
         "o_proj",
-        "what maps the inputs of gate and up: the output projection's plan, as released, or its mean with the identity, "
-        "as for the norm in front",
+        "what maps inputs of gate and up: the output projection's plan, as released, or its mean with the identity",
     )
     precision: Literal["float64", "float32"] = option("float64", "what transport is computed in")
     device: str = option("cpu", "where it is computed: cpu, cuda, cuda:1")
 
     def __post_init__(self) -> None:
-        for name, value in (("regularization", self.regularization), ("tolerance", self.tolerance)):
-            if not 0 < value < float("inf"):
-                raise RequestError(f"{name} is {value}; expected a number above 0.")
-        if self.max_iterations < 1:
-            raise RequestError(f"max_iterations is {self.max_iterations}; expected at least 1.")
+        for name in ("regularization", "tolerance", "max_iterations"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise RequestError(f"{name} is {getattr(self, name)}; expected a number above 0.")
 
 
 @register_method("avg-deus")
@@ -84,10 +72,7 @@ class AvgDeus(FusionMethod):
 
 @register_method("opt-deus")
 class OptDeus(MatrixMethod):
-    """New layers with each matrix `(T^T W_previous + W_next) / 2`, where T is the transport plan between the rows.
-
-    The output projection's plan also maps the inputs of the feed-forward network, which reads what attention wrote.
-    """
+    """New layers with each matrix `(T^T W_previous + W_next) / 2`, where T is the transport plan between the rows."""
 
     summary = "new layers fuse the layers on both sides, neurons matched by optimal transport"
     paper = OPT_DEUS
@@ -114,15 +99,14 @@ class OptDeus(MatrixMethod):
     def review(self, measurements: Sequence[Measurement]) -> list[str]:
         concerns = []
         late = [row for row in measurements if not row["residual"] <= self.options.tolerance]
-        for role in MATRIX_ROLES:
-            rows = [row for row in late if row["tensor"] == role]
-            if rows:
-                worst, most = max(row["residual"] for row in rows), max(row["iterations"] for row in rows)
-                concerns.append(
-                    f"Sinkhorn did not converge for {role} of new layers {', '.join(str(row['layer']) for row in rows)}: residual "
-                    f"{worst:.2g} after {most} iterations, expected at most {self.options.tolerance:g}. Raise max_iterations, "
-                    "tolerance or regularization."
-                )
+        if late:
+            worst = max(late, key=lambda row: row["residual"])
+            concerns.append(
+                f"Sinkhorn did not converge for {', '.join(dict.fromkeys(row['tensor'] for row in late))} of new layers "
+                f"{', '.join(dict.fromkeys(str(row['layer']) for row in late))}: residual up to {worst['residual']:.2g} after "
+                f"{worst['iterations']} iterations, expected at most {self.options.tolerance:g}. Raise max_iterations, tolerance or "
+                "regularization."
+            )
         ordered = sorted(measurements, key=lambda row: -row["norm_ratio"])
         weak = {row["tensor"]: row for row in ordered if row["norm_ratio"] < _WEAK}  # the weakest layer per role
         if weak and self.options.plan_scale == "barycentric":
@@ -135,18 +119,7 @@ class OptDeus(MatrixMethod):
 
 
 class BlockFusion(Solver):
-    """Solver that fuses the layers on both sides of one new block.
-
-    Peak memory is `b (6 n^2 + 4 n D)` bytes, for n rows of the largest matrix, hidden size D, and b = 8 bytes per
-    number (4 in float32): six n x n matrices of the transport problem, and four n x D matrices.
-
-    Args:
-        base: The base checkpoint.
-        layer: The new layer; its sources are the next and the previous base layer, in this order.
-        index: Index of the new layer in the upscaled model.
-        filled: Roles that the identity fills. Their tensors are not made; their plan is solved only if others need it.
-        options: Options of the method.
-    """
+    """Solver that fuses the layers around a new block; it needs `b (6 n^2 + 4 n D)` bytes for n rows, and b bytes per number."""
 
     def __init__(self, base: BaseCheckpoint, layer: New, index: int, filled: frozenset[str], options: OptDeusOptions):
         super().__init__(f"layer {index}")
@@ -175,7 +148,7 @@ class BlockFusion(Solver):
         scratch.progress.stage(f"fusing {self.label}", len(self._weights) - ("down" in self._filled) + 1)
         for role in ("query", "key", "value"):
             previous, following = self._pair(scratch, role)
-            plan = self._transport(role, previous, following, scratch)
+            plan = self._transport(role, previous, following, scratch, previous)
             yield from self._fused(role, plan, scratch, previous, following)
             norm = self._norms.get(f"{role}_norm")
             if norm is not None:
@@ -183,23 +156,22 @@ class BlockFusion(Solver):
                 yield norm, ((self._barycentric(plan, one) + other) / 2).cpu()
             del plan  # free the plan before the next one is made
         previous, following = self._pair(scratch, "output_projection")
-        residual = self._transport("output_projection", previous, following, scratch)
+        residual = self._transport("output_projection", previous, following, scratch, previous)
         if "output_projection" not in self._filled:
             yield from self._fused("output_projection", residual, scratch, previous, following)
         yield from self._mlp_norm(residual, scratch)
-        for role in (role for role in ("gate", "up") if role in self._weights):
+        for role in ("gate", "up", "down"):
+            if role not in self._weights or role in self._filled:
+                continue
             previous, following = self._pair(scratch, role)
-            carried = residual.columns(previous)
-            if self._options.mlp_t_in == "residual_mean":
-                carried = (carried + previous) / 2
+            carried = previous
+            if role != "down":
+                carried = residual.columns(previous)
+                if self._options.mlp_t_in == "residual_mean":
+                    carried = (carried + previous) / 2
             plan = self._transport(role, carried, following, scratch, previous)
             yield from self._fused(role, plan, scratch, carried, following)
             del plan
-        if "down" not in self._filled:
-            previous, following = self._pair(scratch, "down")
-            yield from self._fused(
-                "down", self._transport("down", previous, following, scratch), scratch, previous, following
-            )
 
     def _pair(self, scratch: Scratch, role: str) -> "tuple[torch.Tensor, torch.Tensor]":
         """Return the previous and the next layer's matrix of a role."""
@@ -220,12 +192,7 @@ class BlockFusion(Solver):
         return previous, following
 
     def _transport(
-        self,
-        role: str,
-        source: "torch.Tensor",
-        target: "torch.Tensor",
-        scratch: Scratch,
-        original: "torch.Tensor | None" = None,
+        self, role: str, source: "torch.Tensor", target: "torch.Tensor", scratch: Scratch, original: "torch.Tensor"
     ) -> "Transport":
         """Compute and measure the plan between rows; `original` is the source before its inputs were mapped, to measure it."""
         from upscalers.solvers.transport import assignment, sinkhorn
@@ -234,37 +201,19 @@ class BlockFusion(Solver):
         if options.solver == "hungarian":
             plan = assignment(source, target, options.plan_scale)
         else:
-            plan = sinkhorn(
-                source,
-                target,
-                options.regularization,
-                options.tolerance,
-                options.max_iterations,
-                options.plan_scale,
-            )
+            limits = (options.regularization, options.tolerance, options.max_iterations)
+            plan = sinkhorn(source, target, *limits, options.plan_scale)
         seconds = time.perf_counter() - started
-        norm = (source if original is None else original).norm().item()
-        self.measurements.append(
-            {
-                "layer": self._index,
-                "tensor": role,
-                "norm_ratio": plan.rows(source).norm().item() / norm if norm else 1.0,
-                "effective_sources": plan.effective_sources,
-                "iterations": plan.iterations,
-                "residual": plan.residual,
-                "seconds": seconds,
-            }
-        )
+        norm = original.norm().item()
+        ratio = plan.rows(source).norm().item() / norm if norm else 1.0
+        measured = {name: getattr(plan, name) for name in ("effective_sources", "iterations", "residual")}
+        row = {"layer": self._index, "tensor": role, "norm_ratio": ratio, **measured, "seconds": seconds}
+        self.measurements.append(row)
         scratch.progress.advance()
         return plan
 
     def _fused(
-        self,
-        role: str,
-        plan: "Transport",
-        scratch: Scratch,
-        source: "torch.Tensor",
-        following: "torch.Tensor",
+        self, role: str, plan: "Transport", scratch: Scratch, source: "torch.Tensor", following: "torch.Tensor"
     ) -> "Iterator[tuple[str, torch.Tensor]]":
         """Yield the mean of matched and next rows, of the weight and of the bias."""
         yield self._weights[role].key, ((plan.rows(source) + following) / 2).cpu()

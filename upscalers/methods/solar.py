@@ -11,10 +11,7 @@ from upscalers.request.errors import RequestError
 
 @register_method("solar")
 class Solar(DenseMethod):
-    """Depthwise stacking (section 2): a copy of the base without its last m layers, then a copy without its first m.
-
-    The result has s = 2 (L - m) layers. Only the order is new, and everything is trained.
-    """
+    """Depthwise stacking (section 2): a copy of the base without its last m layers, then a copy without its first m."""
 
     summary = "depthwise stacking: the base without its last layers, then the base without its first"
     paper = SOLAR

@@ -28,15 +28,7 @@ _LAYER = re.compile(r"(^|\.)layers\.(\d+)(?=\.|$)")
 
 
 def follow_plan(base: BaseCheckpoint, plan: Plan) -> Config:
-    """Return the base's config with `num_hidden_layers` and every per-layer value carried over to the layers of the plan.
-
-    A new layer gets the type of the base layer whose attention it takes. Values that the base leaves implied are written out, since
-    after an insertion the family would imply wrong ones from the index.
-
-    Raises:
-        RequestError: If the config holds an undeclared list as long as the model has layers or an undeclared mapping by layer
-            index, if a declared list does not fit, or if the plan repeats layers that a memory needs once.
-    """
+    """Return the base's config with `num_hidden_layers` and every per-layer value carried over to the layers of the plan."""
     config = copy.deepcopy(base.config)
     unchanged = plan.sources == list(range(base.num_layers))
     config |= copy.deepcopy(base.layout.per_layer_values)
@@ -134,10 +126,7 @@ def _undeclared(path: str, description: str) -> RequestError:
 
 
 def followed_quantization(config: Config, plan: Plan, new_modules: Iterable[str]) -> dict[str, Any]:
-    """Return the `quantization_config` of a base for the upscaled model: modules that are not quantised, by their new layers.
-
-    The new modules, paths as transformers names them, are among these.
-    """
+    """Return the `quantization_config` of a base for the upscaled model: modules that are not quantised, by their new layers."""
     quantization = copy.deepcopy(config["quantization_config"])
     kept = quantization.get(KEPT_KEY, quantization.get(_KEPT_ALIAS))
     listed = [

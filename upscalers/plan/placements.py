@@ -8,13 +8,7 @@ from upscalers.request.errors import RequestError
 
 
 def place(placement: str, num_layers: int, num_new_layers: int | None) -> list[int]:
-    """Return the indices, in the upscaled model, of new layers that a policy's name or indices joined by commas stand for.
-
-    Without `num_new_layers`, K, a policy places half of the base's layers, or the largest smaller number that fits.
-
-    Raises:
-        RequestError: If the policy is unknown, or cannot place K layers among L.
-    """
+    """Return the indices, in the upscaled model, of new layers that a policy's name or indices joined by commas stand for."""
     if placement.replace(",", "").replace("-", "").replace(" ", "").isdigit():
         try:
             indices = [int(part) for part in placement.split(",")]
@@ -64,23 +58,22 @@ def llama_pro(num_layers: int, num_new_layers: int) -> list[int]:
     return [(group + 1) * stride + group for group in range(num_new_layers)]
 
 
+def _check_most(name: str, num_new_layers: int, most: int, place: str, num_layers: int) -> None:
+    if num_new_layers > most:
+        raise RequestError(
+            f"num-new-layers is {num_new_layers}; placement {name} fits at most {most}, one {place} the {num_layers} base layers."
+        )
+
+
 def top_heavy(num_layers: int, num_new_layers: int) -> list[int]:
     """Place one new layer in each of the last K gaps between base layers (OpT-DeUS, LESA)."""
-    if num_new_layers > num_layers - 1:
-        raise RequestError(
-            f"num-new-layers is {num_new_layers}; placement top-heavy fits at most {num_layers - 1}, one in each gap "
-            f"between the {num_layers} base layers."
-        )
+    _check_most("top-heavy", num_new_layers, num_layers - 1, "in each gap between", num_layers)
     return [num_layers - num_new_layers + 2 * index for index in range(num_new_layers)]
 
 
 def bottom_heavy(num_layers: int, num_new_layers: int) -> list[int]:
     """Place one new layer before each of the first K base layers."""
-    if num_new_layers > num_layers:
-        raise RequestError(
-            f"num-new-layers is {num_new_layers}; placement bottom-heavy fits at most {num_layers}, one before each "
-            "base layer."
-        )
+    _check_most("bottom-heavy", num_new_layers, num_layers, "before each of", num_layers)
     return [2 * index for index in range(num_new_layers)]
 
 

@@ -117,14 +117,10 @@ def insertion_plan(num_base_layers: int, new_indices: Sequence[int]) -> Plan:
     """Return the plan that inserts new layers at ascending indices of the upscaled model, or raise `RequestError`."""
     total = num_base_layers + len(new_indices)
     listed = ",".join(map(str, new_indices))
-    if list(new_indices) != sorted(set(new_indices)):
+    if list(new_indices) != sorted({*new_indices} & {*range(total)}):
         raise RequestError(
-            f"placement is {listed}; expected ascending indices without repetition. Sort them and drop repeats."
-        )
-    if new_indices and not (0 <= new_indices[0] and new_indices[-1] < total):
-        raise RequestError(
-            f"placement is {listed}; expected indices from 0 to {total - 1}, counted in the upscaled model of "
-            f"{num_base_layers} + {len(new_indices)} layers."
+            f"placement is {listed}; expected ascending indices without repetition from 0 to {total - 1}, counted in the upscaled "
+            f"model of {num_base_layers} + {len(new_indices)} layers."
         )
     inserted = set(new_indices)
     layers: list[Base | New] = []

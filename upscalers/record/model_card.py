@@ -26,21 +26,6 @@ _ADAPTERS = [
     "",
 ]
 
-# What the card says of the result, by whether the method promises identity and whether models were compared. Once the model is
-# trained, the card says the same, which holds of what it was.
-_BIRTH = {
-    (True, True): "Before any training it computes exactly what the base computes.",
-    (
-        True,
-        False,
-    ): "Before any training it computes exactly what the base computes, as the method promises; nothing was compared.",
-    (False, True): "It is meant to be trained: before that it is not promised to compute what the base computes.",
-    (
-        False,
-        False,
-    ): "It is meant to be trained: before that it is not promised to compute what the base computes; nothing was compared.",
-}
-
 
 def model_card(
     method: Method,
@@ -57,19 +42,27 @@ def model_card(
     repository: str | None,
     compared: bool,
 ) -> str:
-    """Return the text of `README.md`: metadata, how to load the model, parameters, how it was made, layers, licence and citation.
-
-    It never names the output folder, so that the same request gives the same bytes wherever the output lies.
-    """
+    """Return the text of `README.md`: metadata, how to load the model, parameters, how it was made, layers, licence and citation."""
     base_name = base.label
     writes = auto_class == "AutoModelForCausalLM" and has_tokenizer(path.name for path in base.folder.iterdir())
-    start = _BIRTH[method.identity, compared]
+    # Once the model is trained, the card says the same, which holds of what it was.
+    start = "It is meant to be trained: before that it is not promised to compute what the base computes"
+    if method.identity:
+        start = "Before any training it computes exactly what the base computes" + ", as the method promises" * (
+            not compared
+        )
+    start += "." if compared else "; nothing was compared."
     described = [plan.describe(index, memories) for index in range(plan.num_layers)]
     rows = [
         f"| **{index}** | **{description}** |" if index in plan.new_indices else f"| {index} | {description} |"
         for index, description in enumerate(described)
     ]
     measured = _measured(measurements) if measurements else []
+    paper = method.paper
+    bank = (
+        f"Beside the checkpoint lies a bank of {counts.bank or 0:,} parameters, of which each text fetches {counts.fetched or 0:,} "
+        "by its path in a tree of topics: `model(input_ids, memory_ids=paths)`."
+    )
     return "\n".join(
         [
             front_matter(base, carried, ["midus-hf", method.name, "upscaled"]),
@@ -88,7 +81,7 @@ def model_card(
             "|---|---|---|---|",
             f"| {counts.base:,} | {counts.new:,} | {counts.total:,} | {counts.trainable:,} |",
             "",
-            *_bank(counts),
+            *([] if counts.bank is None else [bank, ""]),
             "## How it was made",
             "",
             "`upscale --config FILE --output DIR` makes it again from:"
@@ -108,7 +101,11 @@ def model_card(
             *(_ADAPTERS if plan.renumbers else []),
             *measured,
             *licence_section(carried),
-            *_citation(method),
+            *(
+                []
+                if paper is None
+                else ["## Cite", "", f"{paper.title} ({paper.reference}).", "", "```bibtex", paper.bibtex, "```", ""]
+            ),
         ]
     )
 
@@ -118,16 +115,6 @@ def _change(plan: Plan, memories: Memories) -> str:
         return f"as {plan.num_layers} layers, {len(plan.new_indices)} of them new"
     attached = [memories.attached[name] for name in plan.new_memories]
     return "with memory " + ", ".join(f"{entry.site} of {len(entry.layers)} of them" for entry in attached)
-
-
-def _bank(counts: ParameterCounts) -> list[str]:
-    if counts.bank is None:
-        return []
-    return [
-        f"Beside the checkpoint lies a bank of {counts.bank:,} parameters, of which each text fetches {counts.fetched:,} by its path "
-        "in a tree of topics: `model(input_ids, memory_ids=paths)`.",
-        "",
-    ]
 
 
 def _measured(measurements: Sequence[Measurement]) -> list[str]:
@@ -143,29 +130,11 @@ def _measured(measurements: Sequence[Measurement]) -> list[str]:
     ]
 
 
-def _citation(method: Method) -> list[str]:
-    if method.paper is None:
-        return []
-    return [
-        "## Cite",
-        "",
-        f"{method.paper.title} ({method.paper.reference}).",
-        "",
-        "```bibtex",
-        method.paper.bibtex,
-        "```",
-        "",
-    ]
-
-
 _LICENCE_KEYS = ("license", "license_name", "license_link")
 
 
 def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
-    """Return what the base's model card says of licence, languages and own base, as `ModelCardData` takes it.
-
-    Without a card the result is empty; with one that cannot be read, too, and a warning says so.
-    """
+    """Return what the base's model card says of licence, languages and own base, as `ModelCardData` takes it."""
     from huggingface_hub.repocard import REGEX_YAML_BLOCK, ModelCard
 
     path = base.folder / CARD_FILE
@@ -194,11 +163,9 @@ def front_matter(base: Source, carried: dict[str, Any], tags: list[str]) -> str:
     from huggingface_hub import ModelCardData
 
     base_model = base.label if base.revision is not None else carried.get("base_model")
+    known: dict[str, Any] = {key: carried.get(key) for key in ("language", *_LICENCE_KEYS)}
     data = ModelCardData(
-        language=carried.get("language"),
-        license=carried.get("license"),
-        license_name=carried.get("license_name"),
-        license_link=carried.get("license_link"),
+        **known,
         library_name="transformers",
         pipeline_tag="text-generation",
         base_model=base_model,

@@ -24,11 +24,7 @@ EDITS_KEY = "edits"
 
 
 def config_entry(method: Method, base: BaseCheckpoint, plan: Plan, seed: int, reads_ahead: bool) -> Config:
-    """Return the config entry of an upscaled model, which says what training trains and how `strip` restores the base.
-
-    Unlike `upscale.json` it stays with the model when that is saved again. If a memory `reads_ahead` to later tokens, it has
-    `causal: False`, so that nobody compares the model's perplexity with other models'.
-    """
+    """Return the config entry of an upscaled model, which says what training trains and how `strip` restores the base."""
     return {
         "method": method.name,
         "new_layers": plan.new_indices,
@@ -116,27 +112,19 @@ def read_plan(entry: Config, model: BaseCheckpoint) -> Plan:
     """Return the plan in a config's entry; one that is malformed or of another model is refused."""
     try:
         memories = tuple(entry.get("new_memories", ()))
-        if not all(isinstance(name, str) for name in memories):
-            raise TypeError(f"new_memories is {list(memories)}, no list of names")
         plan = Plan.from_list(entry["plan"], entry["base_config"]["num_hidden_layers"], memories)
-        sound = (
+        is_sound = (
             0 < plan.num_base_layers <= MOST_LAYERS
+            and plan.num_layers == model.num_layers
             and sorted(plan.kept_indices) == list(range(plan.num_base_layers))
             and all(layer in range(plan.num_base_layers) for layer in plan.sources)
+            and model.layout.memories.attached.keys() >= {*memories}
         )
-    except (TypeError, KeyError, IndexError, AttributeError) as error:
+    except (TypeError, KeyError, IndexError, AttributeError):
+        is_sound = False
+    if not is_sound:
         raise RequestError(
-            f"config.json has a malformed plan ({error!r}). Restore the config that upscale wrote."
-        ) from None
-    absent = set(plan.new_memories) - model.layout.memories.attached.keys()
-    if absent:
-        raise RequestError(
-            f"config.json has no memory {min(map(str, absent))!r}, which upscale.new_memories names; expected it there. Restore the "
-            "config that upscale wrote."
-        )
-    if plan.num_layers != model.num_layers or not sound:
-        raise RequestError(
-            f"the plan in config.json has {plan.num_layers} layers from {len(plan.kept_indices)} of {plan.num_base_layers} base "
-            f"layers, the model {model.num_layers}; expected a plan of this model. Restore the config that upscale wrote."
+            f"config.json has a plan or new_memories (in upscale) that are not those of a model of {model.num_layers} layers; "
+            "expected what upscale wrote. Restore the config that it wrote."
         )
     return plan

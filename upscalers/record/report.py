@@ -7,16 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Numbers of parameters; a tied language head counts once.
-
-    Args:
-        base: Parameters of the base.
-        new: Parameters of the checkpoint that the base does not have.
-        total: Parameters of the checkpoint.
-        trainable: Parameters that the method trains, including new banks.
-        fetched: Parameters that each text fetches from new banks beside the checkpoint; None without new banks.
-        bank: Parameters of new banks, without the generic memory; None without new banks.
-    """
+    """Numbers of parameters; a tied head counts once. `fetched` and `bank` are of new banks, which `trainable` includes."""
 
     base: int
     new: int
@@ -36,14 +27,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Identity:
-    """Result of checking whether the upscaled model computes what the base computes.
-
-    Args:
-        checked: What was compared: `"logits"` for both models' logits on a fixed batch, None for nothing.
-        max_abs_diff: The largest absolute difference seen, 0.0 if the method promises identity; None if nothing was
-            compared.
-        compared: Both sides of the comparison with their dtypes, in words; None if nothing was compared.
-    """
+    """Whether the result computes what the base does: what was compared, the largest difference, and both sides in words."""
 
     checked: str | None
     max_abs_diff: float | None

@@ -8,26 +8,22 @@ from midus_hf.config.options import read_options
 from upscalers.request.errors import RequestError, refusing_requests
 
 _SEEDS = 2**63
-# What to say to an option of a method that is one of the command.
-_OF_THE_COMMAND = {
-    "layers": "Where its new layers go is said by --placement, such as --placement 3,7,11.",
-    "num_new_layers": "The number of new layers is --num-new-layers.",
-    **{name: f"It is an option of the command: --{name}." for name in ("placement", "seed", "dtype")},
-}
+_OF_THE_COMMAND = {"layers": "placement", "num_new_layers": "num-new-layers"}
+_OF_THE_COMMAND |= {name: name for name in ("placement", "seed", "dtype")}
 
 
 def parse_options(options_class: type, values: Mapping[str, Any], subject: str) -> Any:
     """Read options as `midus_hf.config.options.read_options` does, but refuse keys and values with `RequestError`."""
     fields = {field.name for field in dataclasses.fields(options_class)}
     for key in values.keys() & _OF_THE_COMMAND.keys() - fields:
-        raise RequestError(f"{subject} has no option {key!r}. {_OF_THE_COMMAND[key]}")
+        raise RequestError(
+            f"{subject} has no option {key!r}. It is an option of the command: --{_OF_THE_COMMAND[key]}."
+        )
     with refusing_requests():
         return read_options(options_class, values, subject)
 
 
 def check_seed(seed: Any) -> None:
     """Raise `RequestError` if a seed, of any type, is no whole number from 0 to 2^63 - 1."""
-    if type(seed) is not int:
-        raise RequestError(f"seed is {seed!r}; expected an integer.")
-    if not 0 <= seed < _SEEDS:
-        raise RequestError(f"seed is {seed}; expected a number from 0 to {_SEEDS - 1}.")
+    if type(seed) is not int or not 0 <= seed < _SEEDS:
+        raise RequestError(f"seed is {seed!r}; expected an integer from 0 to {_SEEDS - 1}.")

@@ -70,13 +70,12 @@ def write_adapter(adapter: str | Path, onto: str | Path, output: str | Path) -> 
         (partial / ADAPTER_CONFIG).write_text(json.dumps(moved, indent=2) + "\n", encoding="utf-8")
         copy_travelling_files(source, partial, Progress())
         num_bytes = (partial / ADAPTER_WEIGHTS).stat().st_size
-    matches = filter(None, map(_LAYER.match, modules))
     return {
         "adapter": str(adapter),
         "onto": str(onto),
         "output": str(output),
         "peft_type": config["peft_type"],
-        "layers": sorted({int(match["layer"]) for match in matches}),
+        "layers": sorted({int(match["layer"]) for match in map(_LAYER.match, modules) if match}),
         "modules": len(modules),
         "bytes_written": num_bytes,
         "seconds": time.perf_counter() - started,
@@ -91,31 +90,24 @@ def _read_adapter_config(folder: Path) -> Config:
             f"{folder} has no {ADAPTER_CONFIG}; expected the folder of a PEFT adapter. Give the one that save_pretrained wrote."
         )
     config = read_config(path)
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise RequestError(
-            f"{path} has peft_type = {kind!r}; expected 'LORA' (rsLoRA and DoRA too). Merge the adapter into the base with PEFT "
-            "(merge_and_unload), and upscale what comes out."
-        )
-    if config.get("layer_replication"):
-        raise RequestError(
-            f"{path} has layer_replication = {config['layer_replication']}, which repeats layers of the base; expected null. Merge "
-            "the adapter into the base (merge_and_unload), and upscale what comes out."
-        )
+    for key, expected in (("peft_type", "LORA"), ("layer_replication", None)):
+        if (config.get(key) or None) != expected:
+            raise RequestError(
+                f"{path} has {key} = {config.get(key)!r}; expected {expected!r}, as LoRA, rsLoRA and DoRA have. Merge the adapter "
+                "into the base with PEFT (merge_and_unload), and upscale what comes out."
+            )
     return config
 
 
 def _read_names(folder: Path) -> list[str]:
     """Return the names of an adapter's tensors; nothing that is pickled is read."""
     weights = folder / ADAPTER_WEIGHTS
-    if not weights.is_file():
-        raise RequestError(
-            f"{folder} has no {ADAPTER_WEIGHTS}; expected one. Pickled weights (adapter_model.bin) are never loaded: load the "
-            "adapter with PEFT, whose save_pretrained writes safetensors."
-        )
-    names = list(read_header(weights))
+    names = list(read_header(weights)) if weights.is_file() else []
     if not names:
-        raise RequestError(f"{weights} holds no tensors; expected those of an adapter. Save or download it again.")
+        raise RequestError(
+            f"{folder} has no tensors in {ADAPTER_WEIGHTS}; expected some. Pickled weights (adapter_model.bin) are never loaded: "
+            "load the adapter with PEFT, whose save_pretrained writes safetensors."
+        )
     return names
 
 
@@ -128,8 +120,7 @@ def _renumbered(name: str, plan: Plan, folder: Path, config: Config) -> str:
     if layer >= plan.num_base_layers:
         raise RequestError(
             f"the adapter in {folder} was made for another base, perhaps {config.get('base_model_name_or_path')!r}: {name} is of "
-            f"layer {layer}, and the base has {plan.num_base_layers} layers. Expected an adapter of the model that was upscaled. "
-            "Give one, or the model that was upscaled from its base."
+            f"layer {layer}, and the base has {plan.num_base_layers}. Give an adapter of the base, or what was made from its base."
         )
     return f"{match['before']}{plan.kept_indices[layer]}{name[match.end() :]}"
 

@@ -15,10 +15,7 @@ from upscalers.tensors.writer import OutputTensor, in_file_order
 
 
 def compare_with_base(digests: dict[str, str], entry: Config, record: dict[str, Any]) -> dict[str, Any]:
-    """Return `{"base_confirmed", "differing_tensors"}` of digests of weights, by name, and what entry and record say of the base's.
-
-    The first is whether all weights are the base's, byte for byte, the second how many are not; None if unknown.
-    """
+    """Return `{"base_confirmed", "differing_tensors"}` of digests by name: None if unknown."""
     if not digests:
         return {"base_confirmed": None, "differing_tensors": None}
     if content_sha256(digests) == entry[DIGEST_KEY]:
@@ -71,6 +68,4 @@ def keeps_base(model: str | Path) -> bool | None:
         opened = with_blocks_of_base(opened, plan)
         names = digested_names(opened, base_tensors(opened, plan))
         with TensorDigests(opened.tensors, names) as digests:
-            record = read_record(source.folder) or {}
-            confirmed: bool | None = compare_with_base(digests.finish(), entry, record)["base_confirmed"]
-            return confirmed
+            return compare_with_base(digests.finish(), entry, read_record(source.folder) or {})["base_confirmed"]

@@ -20,17 +20,7 @@ from upscalers.tensors.writer import OutputTensor, split_shards
 def extract(
     model: str | Path, output: str | Path, overwrite: bool = False, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Write the language model of a composite model, such as one that reads images, as a separate checkpoint, byte for byte.
-
-    If it was upscaled, it stays so; `strip` can no longer confirm the base, whose digest covers the composite model.
-
-    Returns:
-        `{"model", "output", "model_type", "num_layers", "left_out", "bytes_written", "seconds"}`, where `left_out` is the number of
-        tensors that do not belong to the language model.
-
-    Raises:
-        RequestError: If the model is a language model already, or the output cannot be made.
-    """
+    """Write the language model of a composite model as a separate checkpoint, byte for byte; return what was done, as a dict."""
     started = time.perf_counter()
     progress = progress or Progress()
     with resolve_source(str(model)) as source:

@@ -53,12 +53,13 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             for index in range(plan.num_layers)
         ]
         base = record.get("base")
+        unknown = f"unknown: {'strip does not restore the record of the base' if stripped else 'upscale.json is gone'}"
         banks = opened.layout.memories.banks.values()
         fetched = {"fetched": sum(bank.fetched for bank in banks), "bank": sum(bank.bank for bank in banks)}
         return {
             "model": str(model),
             "method": entry["method"],
-            "base": base.get("name") if isinstance(base, dict) else _UNKNOWN_BASE[bool(stripped)],
+            "base": base.get("name") if isinstance(base, dict) else unknown,
             "options": entry.get("options") or {},
             "seed": entry.get("seed"),
             "trainable": entry.get("trainable"),
@@ -78,17 +79,8 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
         }
 
 
-_UNKNOWN_BASE = {
-    False: "unknown: upscale.json is gone",
-    True: "unknown: strip does not restore the record of the base",
-}
-
-
 def inspect_code(folder: Path) -> dict[str, Any] | None:
-    """Return `{"file", "version", "as_generated"}` of the code that a checkpoint carries; None if it carries none.
-
-    `version` is what its header names, and `as_generated` whether it is byte for byte what this version generates for the config.
-    """
+    """Return `{"file", "version", "as_generated"}` of the code that a checkpoint carries; None if it carries none."""
     path = folder / CODE[0]
     if not path.is_file():
         return None

@@ -6,7 +6,6 @@ from midus_hf.files.outputs import CONFIG_KEY
 from upscalers.architecture.layout import change_of_settings, layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.merged_adapter import Adapter
-from upscalers.checkpoint.quantised_weights import num_partly_scaled
 from upscalers.checkpoint.safetensors_format import INTEGERS, SAFETENSORS_NAMES, TORCH_NAMES
 from upscalers.checkpoint.source import Source
 from upscalers.methods.contract import Method
@@ -23,16 +22,7 @@ from upscalers.tensors.writer import OutputTensor, in_file_order
 
 
 class Job:
-    """Everything that is decided before the first byte is written.
-
-    Attributes:
-        config: The raw config of the upscaled model, as far as it is known before anything is written.
-        layout: What the config says of the upscaled model.
-        made: Every tensor of the upscaled model, as the model reads it, in the order of the files.
-        written: The tensors of `made` that are written: layers of the base carry the parts of a packed weight, not the weight.
-        concerns: Facts that a person should know about the result.
-        new_banks: Layout of each bank that the upscaled model has and the base does not, by the name of its memory.
-    """
+    """Everything that is decided before the first byte is written."""
 
     def __init__(
         self,
@@ -42,7 +32,7 @@ class Job:
         plan: Plan,
         seed: int,
         dtype: str,
-        adapter: Adapter | None = None,
+        adapter: Adapter | None,
     ):
         self.method, self.base, self.source, self.plan = method, base, source, plan
         self.seed, self.dtype, self.adapter = seed, dtype, adapter
@@ -86,18 +76,12 @@ class Job:
                     like = recipe.source if isinstance(recipe, Copy) else base.layer_names[origin].get(name)
                     new_dtype = self.cast(base.dtype if like is None else base.tensors[like].dtype)
                 made_layers.append(OutputTensor(full_name, recipe, new_dtype))
+        # As the model reads them, and as they are written: layers of the base carry parts of packed weights, not the weights.
         self.made = in_file_order(made_outer, made_layers)
         self.written = [tensor for tensor in self.made if tensor.name not in in_parts]
         self.concerns = method.concerns(base, plan)
         if (pattern := pattern_concern(base, self.layout, self.config)) is not None:
             self.concerns = [*self.concerns, pattern]
-        partial = num_partly_scaled(base.tensors.values())
-        if partial:
-            self.concerns = [
-                *self.concerns,
-                f"blocks of {partial} FP8 weights are partial. transformers computes with them where it has FP8 kernels; where it "
-                "has none, as on CPUs, it refuses them or multiplies them out wrongly, in the base too.",
-            ]
         banks = self.layout.memories.banks
         self.new_banks = {name: layout for name, layout in banks.items() if name in plan.new_memories}
 

@@ -47,10 +47,7 @@ def written_from(
     copied: Callable[[str], None] = lambda name: None,
     stored_name: Callable[[str], str] = lambda name: name,
 ) -> Iterator[WriteSummary]:
-    """Write tensors and banks of a checkpoint to an output folder, which appears after the block if the block raises nothing.
-
-    The block writes the files beside them, to `folder.partial`. `copied` is called with the name of each tensor that was copied.
-    """
+    """Write tensors and banks to a folder that appears after the block, which writes the files beside them to `folder.partial`."""
     num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
     folder.check_space(num_bytes + bytes_of_banks(model.folder, banks))
     with shown(progress), folder.writing() as partial:

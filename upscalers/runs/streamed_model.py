@@ -1,6 +1,6 @@
 """A model that runs with the weights of one module in memory, reading them from the files when the module is called."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,7 @@ class RunningModel:
         see: Callable[[int, torch.Tensor], None],
         entering: Mapping[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Return the logits `[B, T, V]` of tokens `[B, T]`.
-
-        `see` is called with 0 and the residual stream `[B, T, D]` in front of the first layer, then with i and the stream behind the
-        i-th layer, counted from 1. Layers in `entering` read that stream instead of the model's own.
-        """
+        """Return logits `[B, T, V]`; `see` gets 0 and the stream before the layers, then i and that behind the i-th, from 1."""
         layers = self._stack.layers
         # Llama 4 moves ids to its embedding's device, which is the meta device until the embedding is called.
         handles = [
@@ -78,13 +74,7 @@ class LoadedModel(RunningModel):
 
 
 class StreamedModel(RunningModel):
-    """A language model that holds the weights of one module at a time; of a composite model, the language model runs alone.
-
-    The forward pass is the family's own; accelerate loads the weights of each module before its call and drops them after.
-
-    Raises:
-        VerificationError: If `tensors` lacks a tensor that the model class has, or has it with another shape.
-    """
+    """A language model that holds the weights of one module at a time; of a composite model, the language model runs alone."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype):
         config = language_config_in(folder)
@@ -125,20 +115,11 @@ def path_of_last_leaf(config: Any) -> tuple[int, ...] | None:
     return None
 
 
-class _StoredWeights(Mapping[str, torch.Tensor]):
+class _StoredWeights(dict[str, StoredTensor]):
     """Tensors by their names in the model, read again at each access."""
 
-    def __init__(self, places: dict[str, StoredTensor]):
-        self._places = places
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return read_tensor(self._places[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
+    def __getitem__(self, name: str) -> Any:
+        return read_tensor(super().__getitem__(name))
 
 
 def _places(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -36,9 +36,7 @@ def strip(
     """Write the base that a checkpoint was upscaled from: its config, and the bytes of its tensors.
 
     What training changed in base layers stays changed, what `--dtype` cast stays cast, and a vocabulary that was resized keeps its
-    size. The digest of the base in
-    the config reveals both, and the result reports them. A small `upscale.json` beside the weights says what the base
-    was stripped from.
+    size. The digest of the base in the config reveals it, and the result reports it. A small `upscale.json` says what was stripped.
 
     Args:
         model: An upscaled checkpoint, trained or not.
@@ -76,7 +74,11 @@ def strip(
         ):
             progress.stage("checking what was written", 1)
             write_part(source.folder, folder.partial, _base_config(entry, tensors, resized, progress), progress)
-            _restore_tokenizer_config(folder.partial, record)
+            if "tokenizer_config" in record:  # the change that `keep_tokenizer_class` made
+                if isinstance(record["tokenizer_config"], str):
+                    (folder.partial / TOKENIZER_CONFIG).write_text(record["tokenizer_config"], encoding="utf-8")
+                else:
+                    (folder.partial / TOKENIZER_CONFIG).unlink(missing_ok=True)
             hashes = digests.finish()
             comparison = compare_with_base(hashes, entry, record)
             if comparison["base_confirmed"] is False:
@@ -122,17 +124,6 @@ def _base_config(
         return config
     progress.warn(f"the base was {base_dtype}, and its tensors are {dtype} since it was upscaled; they stay so.")
     return {**{key: value for key, value in config.items() if key != "torch_dtype"}, "dtype": dtype}
-
-
-def _restore_tokenizer_config(folder: Path, record: dict[str, Any]) -> None:
-    """Undo the change that `keep_tokenizer_class` made."""
-    if "tokenizer_config" not in record:
-        return
-    text = record["tokenizer_config"]
-    if isinstance(text, str):
-        (folder / TOKENIZER_CONFIG).write_text(text, encoding="utf-8")
-    else:
-        (folder / TOKENIZER_CONFIG).unlink(missing_ok=True)
 
 
 def _base_shards(tensors: list[OutputTensor], record: dict[str, Any]) -> dict[str, list[OutputTensor]]:

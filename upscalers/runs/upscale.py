@@ -3,6 +3,7 @@
 import contextlib
 import re
 import resource
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_checkpoint import open_base
-from upscalers.checkpoint.hub import check_account, check_repo_id, prepare_repository, push_folder, upload_command
+from upscalers.checkpoint.hub import check_account, check_repo_id, prepare_repository, push_folder
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES
 from upscalers.checkpoint.source import resolve_source
@@ -140,12 +141,8 @@ def upscale(
         for concern in job.concerns:
             progress.warn(concern)
         counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.written)
-        outcome: dict[str, Any] = {
-            "bytes": Bytes(0, num_bytes),
-            "identity": Identity(None, None),
-            "kl_divergence": None,
-            "measurements": [],
-        }
+        outcome: dict[str, Any] = {"bytes": Bytes(0, num_bytes), "identity": Identity(None, None)}
+        outcome |= {"kl_divergence": None, "measurements": []}
         if output is not None:
             for name, layout in job.new_banks.items():
                 taken = sum(layout.file_bytes(level, ITEM_BYTES[job.cast(opened.dtype)]) for level in layout.levels)
@@ -188,12 +185,9 @@ def _push(folder: Path, repository: str, private: bool, report: UpscaleReport, p
     except (Exception, KeyboardInterrupt) as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         reason = "was interrupted" if interrupted else f"failed ({type(error).__name__}: {one_line(error)})"
-        raise PushError(
-            f"the upload to {repository} {reason}; {folder} is complete. "
-            f"Upload it with: {upload_command(folder, repository, private)}",
-            report,
-            interrupted,
-        ) from error
+        command = shlex.join(["hf", "upload", repository, str(folder), *(["--private"] if private else [])])
+        message = f"the upload to {repository} {reason}; {folder} is complete. Upload it with: {command}"
+        raise PushError(message, report, interrupted) from error
 
 
 def _peak_rss_bytes() -> int:

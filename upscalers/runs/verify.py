@@ -27,19 +27,7 @@ def compare_models(
     identity: bool,
     progress: Progress,
 ) -> tuple[Identity, float | None]:
-    """Run both models on a fixed batch, with the weights of one module in memory at a time, and compare their logits.
-
-    If identity is promised, hidden states are compared behind every layer as well.
-
-    Returns:
-        What was compared with what, with the largest absolute difference between logits that are finite; and the KL divergence
-        from the base's next-token distribution to the result's, mean over tokens with finite logits, in nats, or None.
-
-    Raises:
-        RequestError: If transformers cannot run the base.
-        VerificationError: If a tensor was not loaded as saved, transformers cannot run the result, or what was promised or must be
-            finite is not. The message names the first layer that differs.
-    """
+    """Run both models on a fixed batch, with the weights of one module in memory at a time, and compare their logits."""
     torch_dtype = getattr(torch, TORCH_NAMES[dtype])
     generator = torch.Generator().manual_seed(0)
     hidden_states: list[torch.Tensor] = []
@@ -95,7 +83,10 @@ def compare_models(
     if identity and (mismatches or not equal):
         compared = "hidden states" if equal else "logits"
         difference = mismatches[0][1] if equal else _largest_difference(base_logits, new_logits)
-        position = _place(mismatches[0][0] if mismatches else None, plan)
+        number = mismatches[0][0] if mismatches else None
+        position = "behind the last layer" if number is None else "in the embedding"
+        if number:
+            position = f"in layer {number - 1} ({plan.describe(number - 1)})"
         raise VerificationError(
             f"the upscaled model's {compared} differ from the base's by up to {difference:g}; expected a difference of exactly 0. "
             f"They first differ {position}."
@@ -118,11 +109,9 @@ def compare_models(
         progress.warn("every logit of the base is NaN or infinite, so that nothing was compared.")
         return Identity(None, None), None
     stored, run_in = TORCH_NAMES[base.dtype], TORCH_NAMES[dtype]
-    sides = (
-        f"base and result in {stored}"
-        if stored == run_in
-        else f"base rounded from {stored} to {run_in}, result in {run_in}"
-    )
+    sides = f"base and result in {stored}"
+    if stored != run_in:
+        sides = f"base rounded from {stored} to {run_in}, result in {run_in}"
     return Identity("logits", largest, sides), divergence
 
 
@@ -204,10 +193,3 @@ def _divergence(left: torch.Tensor, right: torch.Tensor) -> float | None:
 def _rows(left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield corresponding rows of two tensors of the same shape, a few rows at a time."""
     return zip(left.flatten(0, -2).split(_ROWS_AT_ONCE), right.flatten(0, -2).split(_ROWS_AT_ONCE), strict=True)
-
-
-def _place(number: int | None, plan: Plan) -> str:
-    """Return, as text, where two models first differ: in layer `number`, from 1; 0 is in front of all layers, None behind."""
-    if number:
-        return f"in layer {number - 1} ({plan.describe(number - 1)})"
-    return "in the embedding" if number == 0 else "behind the last layer"

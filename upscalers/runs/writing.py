@@ -39,29 +39,21 @@ class Writing:
     repository: str | None = None
 
     def run(self) -> dict[str, Any]:
-        """Write and verify the result, and return `bytes`, `identity`, `kl_divergence` and `measurements` of an `UpscaleReport`.
-
-        Raises:
-            RequestError: If NaN is refused or transformers cannot read the result; nothing of the result is left.
-            VerificationError: If the result does not do what the method promises; nothing of the result is left.
-        """
+        """Write and verify the result, and return `bytes`, `identity`, `kl_divergence` and `measurements` of an `UpscaleReport`."""
         job, progress = self.job, self.progress
         shards = split_shards(job.written, self.max_shard_bytes)
         digested = TensorDigests(job.base.tensors, weight_names(job.base))
         with self.folder.writing() as partial, digested as digests:
             config = copy.deepcopy(job.config)
-            self._write_config(partial, config)
-            writer = CheckpointWriter(
-                job.base.tensors,
-                scan=self.verify,
-                progress=progress,
-                copied=digests.add,
-                stored_name=job.base.stored_name,
-            )
+            write_config(partial, job.base.whole_config(config))
+            writer = CheckpointWriter(job.base.tensors, self.verify, progress, digests.add, job.base.stored_name)
             written = writer.write(partial, shards)
             for concern in job.method.review(written.measurements):
                 progress.warn(concern)
-            self._write_banks(partial)
+            if job.new_banks:
+                create_banks(partial, job.new_banks, TORCH_NAMES[job.cast(job.base.dtype)], job.seed)
+            carry_banks(job.base.folder, partial, job.base.layout.memories.banks)
+            tie_banks(partial, job.layout.memories.banks)
             record = self._write_siblings(partial, config)
             identity, kl_divergence = self._verify(partial, shards, config)
             progress.stage("recording what was done", 1)
@@ -75,21 +67,6 @@ class Writing:
             progress.advance()
         return outcome
 
-    def _write_config(self, partial: Path, config: Config) -> None:
-        write_config(partial, self.job.base.whole_config(config))
-
-    def _write_banks(self, partial: Path) -> None:
-        """Create the banks of new memories, and copy the banks of the base."""
-        job = self.job
-        if job.new_banks:
-            create_banks(partial, job.new_banks, TORCH_NAMES[job.cast(job.base.dtype)], job.seed)
-        carry_banks(job.base.folder, partial, job.base.layout.memories.banks)
-        self._tie_banks(partial, job.config)
-
-    def _tie_banks(self, partial: Path, config: Config) -> None:
-        """Update the descriptions of banks: their layers, which may have moved, and the base's digest, if the config has one."""
-        tie_banks(partial, layout_of(config).memories.banks)
-
     def _write_siblings(self, partial: Path, config: Config) -> dict[str, Any]:
         """Write the files beside the weights, and return what `strip` must know to undo changes to them."""
         self.progress.stage("checking config and tokenizer", 2)
@@ -98,19 +75,15 @@ class Writing:
         self.progress.advance()
         tokenizer_config = partial / TOKENIZER_CONFIG
         before = tokenizer_config.read_text(encoding="utf-8") if tokenizer_config.is_file() else None
-        record = (
-            {"tokenizer_config": before}
-            if keep_tokenizer_class(self.job.source.folder, partial, self.progress)
-            else {}
-        )
+        is_changed = keep_tokenizer_class(self.job.source.folder, partial, self.progress)
         if config["model_type"].startswith(MEMORY_PREFIX):
             from midus_hf.carried.module import write_code
 
             write_code(partial, validated)
             config["auto_map"] = validated.to_dict()["auto_map"]
-            self._write_config(partial, config)
+            write_config(partial, self.job.base.whole_config(config))
         self.progress.advance()
-        return record
+        return {"tokenizer_config": before} if is_changed else {}
 
     def _verify(
         self, partial: Path, shards: dict[str, list[OutputTensor]], config: Config
@@ -136,8 +109,8 @@ class Writing:
 
         job, counts, entry = self.job, self.job.counts(), config[CONFIG_KEY]
         entry[DIGEST_KEY] = content_sha256(digests)
-        self._write_config(partial, config)
-        self._tie_banks(partial, config)
+        write_config(partial, job.base.whole_config(config))
+        tie_banks(partial, layout_of(config).memories.banks)
         # A recipe names only bases on the hub: the path of a local base is private.
         request = {
             **({} if job.source.revision is None else {"base": f"{job.source.label}@{job.source.revision}"}),

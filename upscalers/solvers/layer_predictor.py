@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -22,11 +23,7 @@ SINGULAR_GUARD = 1e-6
 
 @dataclass(frozen=True)
 class SharedBasis:
-    """The economy singular value decomposition `[W_0 | W_1 | ...] = U diag(S) V^T` of L matrices [out, in].
-
-    Layer l is `W_l = U diag(S) V_l`, where `V_l` [r, in] is the layer's part of `V^T` (LESA, section 3). `vectors` is U [out, r],
-    `values` S [r], descending, both float64; `num_left_out` directions have a singular value below `SINGULAR_GUARD`.
-    """
+    """The economy SVD `[W_0 | W_1 | ...] = U diag(S) V^T` of matrices [out, in]: U [out, r] and S [r], descending, float64."""
 
     vectors: torch.Tensor
     values: torch.Tensor
@@ -42,11 +39,7 @@ class SharedBasis:
 
 
 def shared_basis(num_layers: int, matrix_of: Callable[[int], torch.Tensor], done: Callable[[], None]) -> SharedBasis:
-    """Compute a shared basis from the Gram matrix `sum_l W_l W_l^T` [out, out], with one layer, of `matrix_of`, in memory at a time.
-
-    Signs of singular vectors are arbitrary, so the largest entry of each vector, by absolute value, is made positive. `done` is
-    called after each layer, and after the decomposition.
-    """
+    """Compute a shared basis from the Gram matrix `sum_l W_l W_l^T` [out, out], with one layer in memory at a time."""
     gram, width = None, 0
     for layer in range(num_layers):
         matrix = matrix_of(layer)
@@ -69,10 +62,7 @@ def shared_basis(num_layers: int, matrix_of: Callable[[int], torch.Tensor], done
 
 
 class RowFile:
-    """File with the coordinates [r, L, in] of all layers, float32, of which any rows are read; it is gone after the context.
-
-    One row of consecutive layers lies in one piece.
-    """
+    """File with the coordinates [r, L, in] of all layers, float32, of which any rows are read; it is gone after the context."""
 
     def __init__(self, path: Path, num_rows: int, num_layers: int, width: int):
         self.num_rows, self.num_layers, self.width = num_rows, num_layers, width
@@ -104,10 +94,7 @@ class RowFile:
 
 
 def new_predictor(width: int, hidden_size: int, generator: torch.Generator) -> nn.Sequential:
-    """Return a network that maps rows of `[V_previous | V_next]` [rows, 2 in] to rows of `V` [rows, in].
-
-    It has two hidden layers with ReLU; its weights are drawn as `nn.Linear` draws weights, but from the generator.
-    """
+    """Return a network that maps rows of `[V_previous | V_next]` [rows, 2 in] to rows of `V` [rows, in]."""
     sizes = [2 * width, hidden_size, hidden_size, width]
     with torch.device("meta"):
         linears = [nn.Linear(inputs, outputs) for inputs, outputs in itertools.pairwise(sizes)]
@@ -120,32 +107,20 @@ def new_predictor(width: int, hidden_size: int, generator: torch.Generator) -> n
 
 
 def train_predictor(
-    rows: RowFile,
-    generator: torch.Generator,
-    device: str,
-    done: Callable[[], None],
-    *,
-    hidden_size: int,
-    epochs: int,
-    batch_size: int,
-    learning_rate: float,
-    weight_decay: float,
-    norm_weight: float,
+    rows: RowFile, generator: torch.Generator, options: Any, done: Callable[[], None]
 ) -> nn.Sequential:
-    """Train a predictor on every row of every inner layer l, which the rows of layers l - 1 and l + 1 predict, with AdamW.
-
-    `done` is called after each of the `epochs * ceil(r (L - 2) / batch_size)` steps. `norm_weight` is lambda of `predictor_loss`.
-    """
-    predictor = new_predictor(rows.width, hidden_size, generator).to(device)
-    optimizer = torch.optim.AdamW(predictor.parameters(), lr=learning_rate, weight_decay=weight_decay, fused=True)
+    """Train a predictor on every row of every inner layer l, which the rows of layers l - 1 and l + 1 predict, with AdamW."""
+    predictor = new_predictor(rows.width, options.hidden_size, generator).to(options.device)
+    rates = {"lr": options.learning_rate, "weight_decay": options.weight_decay}
+    optimizer = torch.optim.AdamW(predictor.parameters(), **rates, fused=True)
     inner_layers = rows.num_layers - 2
-    for _ in range(epochs):
+    for _ in range(options.epochs):
         order = torch.randperm(rows.num_rows * inner_layers, generator=generator)
-        for batch in order.split(batch_size):
+        for batch in order.split(options.batch_size):
             places = [(sample // inner_layers, sample % inner_layers) for sample in batch.tolist()]
-            previous, target, following = rows.read(places, 3).to(device).unbind(dim=1)
+            previous, target, following = rows.read(places, 3).to(options.device).unbind(dim=1)
             predicted = predictor(torch.cat([previous, following], dim=1))
-            loss = predictor_loss(predicted, target, norm_weight)
+            loss = predictor_loss(predicted, target, options.norm_weight)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -154,10 +129,7 @@ def train_predictor(
 
 
 def predictor_loss(predicted: torch.Tensor, target: torch.Tensor, norm_weight: float) -> torch.Tensor:
-    """Return `(1 - lambda) MSE + lambda (|predicted|_F - |target|_F)^2` over a batch [rows, in].
-
-    Without the second term, predictions of rows that cannot be predicted would shrink towards zero.
-    """
+    """Return `(1 - lambda) MSE + lambda (|predicted|_F - |target|_F)^2` over a batch [rows, in]."""
     norm_error = (predicted.norm() - target.norm()).square()
     return (1 - norm_weight) * nn.functional.mse_loss(predicted, target) + norm_weight * norm_error
 

@@ -11,11 +11,7 @@ _ABSORB = {torch.float32: 1e30, torch.float64: 1e100}
 
 @dataclass(frozen=True)
 class Transport:
-    """A plan T [n, m] between n source rows and m target rows: a matrix, or a permutation with one source row per target row.
-
-    `residual` is the L1 distance of its marginals from uniform ones, summed over both sides, and `effective_sources` the number of
-    source rows that a target row draws on: exp(entropy) of a column, mean over columns.
-    """
+    """A plan T [n, m] between n source and m target rows: a matrix, or a permutation with a source row per target row."""
 
     matrix: torch.Tensor | None
     permutation: torch.Tensor | None
@@ -47,12 +43,7 @@ def sinkhorn(
     max_iterations: int,
     plan_scale: Literal["barycentric", "raw"],
 ) -> Transport:
-    """Compute entropic optimal transport between uniform distributions over rows [n, c] and [m, c], with Euclidean costs.
-
-    The solver is POT's log-stabilised Sinkhorn. It starts from the row and column minima of the cost as potentials, so
-    that no row of its kernel underflows, however far apart the rows are. It stops at an L1 violation of the marginals of
-    `tolerance`. `"barycentric"` scales columns to sum to one; with `"raw"`, all entries sum to one.
-    """
+    """Compute entropic optimal transport between uniform distributions over rows [n, c] and [m, c], with Euclidean costs."""
     import ot
 
     n, m = len(source), len(target)

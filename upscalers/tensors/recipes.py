@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe(ABC):
-    """A way to make one output tensor.
-
-    Args:
-        shape: Shape of the output tensor.
-    """
+    """A way to make one output tensor."""
 
     shape: tuple[int, ...]
 
@@ -29,20 +25,12 @@ class Recipe(ABC):
 
     @abstractmethod
     def build(self, read: "ReadTensor") -> "torch.Tensor":
-        """Make the tensor, in float32 or wider, or in the dtype of its source; the writer casts the tensor once.
-
-        Args:
-            read: Function that reads a tensor of the base by its full name.
-        """
+        """Make the tensor, in float32 or wider, or in its source's dtype; `read` reads a tensor of the base by its full name."""
 
 
 @dataclass(frozen=True)
 class Copy(Recipe):
-    """Recipe that copies the bytes of a base tensor.
-
-    Args:
-        source: Full name of the tensor in the base.
-    """
+    """Recipe that copies the bytes of the base tensor `source`."""
 
     source: str
 
@@ -56,30 +44,20 @@ class Copy(Recipe):
 
 @dataclass(frozen=True)
 class Fill(Recipe):
-    """Recipe that fills the tensor with one value.
-
-    Args:
-        value: The value of every element.
-    """
+    """Recipe that fills the tensor with one value."""
 
     value: float
 
     def build(self, read: "ReadTensor") -> "torch.Tensor":
         import torch
 
-        value = torch.full(
-            (1,) * len(self.shape), self.value, dtype=torch.float64
-        )  # a single number needs strides of its own
+        value = torch.full((1,) * len(self.shape), self.value, dtype=torch.float64)  # one number, with strides
         return value.expand(self.shape)
 
 
 @dataclass(frozen=True)
 class Combine(Recipe):
-    """Recipe for a linear combination of base tensors, `sum_i c_i x_i`, element by element.
-
-    Args:
-        terms: Full names of the tensors x_i in the base, each with its coefficient c_i.
-    """
+    """Recipe for a linear combination of base tensors, `sum_i c_i x_i`; `terms` are the full names of x_i, with c_i."""
 
     terms: tuple[tuple[str, float], ...]
 
@@ -104,12 +82,7 @@ class Combine(Recipe):
 
 @dataclass(frozen=True)
 class Initialise(Recipe):
-    """Recipe for a fresh tensor, random or not.
-
-    Args:
-        initialiser: Function that fills a float32 tensor in place, drawing random numbers from the generator.
-        seed: Seed of the generator. The same seed gives the same bytes, whatever other tensors are made.
-    """
+    """Recipe for a fresh tensor: `initialiser` fills a float32 tensor in place, drawing from a generator of the `seed`."""
 
     initialiser: Callable[["torch.Tensor", "torch.Generator"], None]
     seed: int
@@ -124,11 +97,7 @@ class Initialise(Recipe):
 
 @dataclass(frozen=True)
 class Integers(Recipe):
-    """Recipe for a tensor of integers, which is stored in 64 bits whatever the dtype of the model.
-
-    Args:
-        make: Function that returns the tensor, int64.
-    """
+    """Recipe for a tensor of int64, which `make` returns; it is stored in 64 bits whatever the dtype of the model."""
 
     make: Callable[[], "torch.Tensor"]
 
@@ -138,13 +107,7 @@ class Integers(Recipe):
 
 @dataclass(frozen=True)
 class RowRange:
-    """A range of successive rows of a tensor.
-
-    Args:
-        source: Full name of the tensor that has the rows; None for rows of zeros.
-        first: Index of the first row.
-        count: Number of rows.
-    """
+    """A range of `count` successive rows of the tensor `source`, from row `first` on; None for rows of zeros."""
 
     source: str | None
     first: int
@@ -153,11 +116,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class Rows(Recipe):
-    """Recipe that stacks ranges of rows on top of each other. In a vector, every element is a row.
-
-    Args:
-        ranges: The ranges from top to bottom, which together make up the output.
-    """
+    """Recipe that stacks ranges of rows, from top to bottom. In a vector, every element is a row."""
 
     ranges: tuple[RowRange, ...]
 

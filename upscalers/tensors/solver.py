@@ -29,11 +29,7 @@ class Scratch:
 
 
 class Solver(ABC):
-    """Maker of several tensors that depend on each other, or on the same long computation. Solvers run one after another.
-
-    Args:
-        label: Name of the solver in progress displays.
-    """
+    """Maker of tensors that depend on each other, or on one long computation; `label` names it in progress displays."""
 
     # The most bytes that the solver writes into the scratch folder. Default: 0.
     scratch_bytes: int = 0
@@ -52,12 +48,7 @@ class Solver(ABC):
 
 @dataclass(frozen=True)
 class SolverTensor(Recipe):
-    """Recipe for a tensor that a solver makes.
-
-    Args:
-        solver: The solver that makes this tensor together with others.
-        key: The tensor's key among the tensors that the solver yields.
-    """
+    """Recipe for the tensor that a solver yields under `key`."""
 
     solver: Solver
     key: str
@@ -68,11 +59,7 @@ class SolverTensor(Recipe):
 
 @dataclass(frozen=True)
 class SolverStack(Recipe):
-    """Recipe for a tensor whose rows are tensors that solvers make, one below the other.
-
-    Args:
-        parts: Recipes of the tensors, from the first rows to the last.
-    """
+    """Recipe for a tensor whose rows are tensors that solvers make, one below the other."""
 
     parts: tuple[SolverTensor, ...]
 

@@ -21,7 +21,7 @@ from upscalers.checkpoint.safetensors_format import (
 )
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
-from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe, RowRange, Rows
+from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe, Rows
 from upscalers.tensors.solver import Measurement, Scratch, Solver, SolverTensor, solved_parts
 
 if TYPE_CHECKING:
@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 _CHUNK_ELEMENTS = 1 << 20
 _DEFAULT_SHARD_BYTES = 5 * 10**9
 _SCRATCH = ".scratch"
+# What is said of tensors that are not finite: of the base's, of those that new ones are computed from, and of new ones.
+_HELD = ("holds NaN or infinite values", "Repair the base, or pass --no-verify to go on.")
+_READ = ("holds NaN or infinite values, and new weights are computed from it", "Repair the base.")
+_MADE = (
+    "came out as NaN or infinite, though what it is made from is finite",
+    "Lower the factors or the learning rate for it.",
+)
 
 
 @dataclass(frozen=True)
@@ -79,12 +86,7 @@ def split_shards(
 
 
 class CheckpointWriter:
-    """Writer of a checkpoint's tensors that holds in memory at most what one recipe reads.
-
-    Tensors that are copied unchanged, or put together from rows, go from file to file inside the kernel. Tensors that solvers
-    make together follow after all others. With `scan`, every copied value is looked at, and refused if it is not finite. `copied` is
-    called with the name of each base tensor that was copied; `stored_name` gives the name in the files of a tensor.
-    """
+    """Writer of a checkpoint's tensors that holds in memory at most what one recipe reads; with `scan`, it refuses NaN."""
 
     def __init__(
         self,
@@ -102,11 +104,7 @@ class CheckpointWriter:
         self._bytes_read = 0
 
     def write(self, folder: Path, shards: dict[str, list[OutputTensor]]) -> WriteSummary:
-        """Write all shards, tensors by file name, into a folder, with an index unless a single shard needs none.
-
-        Raises:
-            RequestError: If a value is refused as NaN or infinite, or does not fit the output's dtype.
-        """
+        """Write all shards, tensors by file name, into a folder, with an index unless a single shard needs none."""
         bytes_written = 0
         placed: list[_Placement] = []
         for file_name, tensors in shards.items():
@@ -130,7 +128,11 @@ class CheckpointWriter:
                 make(one.tensor, target, one.start)
         measurements = self._solve(solved, folder)
         if set(shards) != {SINGLE_FILE}:
-            self._write_index(folder, shards)
+            sizes = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
+            places = {self._stored_name(each.name): file for file, shard in shards.items() for each in shard}
+            index = {"metadata": {"total_size": sizes}, "weight_map": places}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (folder / INDEX_FILE).write_text(text, encoding="utf-8")
         return WriteSummary(self._bytes_read, bytes_written, measurements)
 
     def _solve(self, placed: "list[_Placement]", folder: Path) -> list[Measurement]:
@@ -152,7 +154,7 @@ class CheckpointWriter:
                 for key, values in solver.solve(scratch):
                     for one in wanted.pop((solver, key)):
                         assert tuple(values.shape) == tuple(one.tensor.recipe.shape), (one.tensor.name, values.shape)
-                        _refuse_not_finite(values, one.tensor.name)
+                        _refuse_not_finite(values, one.tensor.name, *_MADE)
                         with _opened(one.file, os.O_RDWR) as target:
                             write_all(target, _to_bytes(values, one.tensor), one.start)
         finally:
@@ -178,26 +180,21 @@ class CheckpointWriter:
         if isinstance(recipe, Copy):
             source = self._sources[recipe.source].as_stored
             assert source.shape == recipe.shape, (tensor.name, recipe.shape)
-            with _reading(source) as file:
-                self._copy_bytes(file, source.start, target, start, tensor.num_bytes)
+            self._copy_bytes(source, 0, target, start, tensor.num_bytes)
             self._copied(recipe.source)
-        elif isinstance(recipe, Rows):  # any other file has a hole here, which reads as zeros
-            self._copy_rows(recipe.ranges, tensor.num_bytes // max(1, recipe.shape[0]), target, start)
-        self._progress.advance(tensor.num_bytes)
-
-    def _copy_rows(self, ranges: Sequence[RowRange], row_bytes: int, target: int, start: int) -> None:
-        for rows in ranges:
+        for rows in recipe.ranges if isinstance(recipe, Rows) else ():
+            row_bytes = tensor.num_bytes // recipe.shape[0]
             if rows.source is not None:  # a hole in the file reads as zeros
                 source = self._sources[rows.source].as_stored
                 assert 0 <= rows.first <= rows.first + rows.count <= source.shape[0], (rows, source.shape)
                 assert source.num_bytes == row_bytes * source.shape[0], (rows, source.shape)
-                with _reading(source) as file:
-                    first = source.start + rows.first * row_bytes
-                    self._copy_bytes(file, first, target, start, rows.count * row_bytes)
+                self._copy_bytes(source, rows.first * row_bytes, target, start, rows.count * row_bytes)
             start += rows.count * row_bytes
+        self._progress.advance(tensor.num_bytes)
 
-    def _copy_bytes(self, source: int, first: int, target: int, start: int, num_bytes: int) -> None:
-        copy_bytes(source, first, target, start, num_bytes)
+    def _copy_bytes(self, source: StoredTensor, first: int, target: int, start: int, num_bytes: int) -> None:
+        with _reading(source) as file:
+            copy_bytes(file, source.start + first, target, start, num_bytes)
         self._bytes_read += num_bytes
 
     def _build(self, tensor: OutputTensor, target: int, start: int) -> None:
@@ -209,10 +206,10 @@ class CheckpointWriter:
             for chunks in zip(*map(self._read_chunks, sources), strict=True):
                 if self._scan:
                     for chunk, name in zip(chunks, names, strict=True):
-                        _refuse_not_finite_base(chunk, name)
+                        _refuse_not_finite(chunk, name, *_HELD)
                 values = chunks[0] if isinstance(recipe, Copy) else recipe.combine(*chunks)
                 if isinstance(recipe, Combine) and all(chunk.isfinite().all() for chunk in chunks):
-                    _refuse_not_finite(values, tensor.name)
+                    _refuse_not_finite(values, tensor.name, *_MADE)
                 data = _to_bytes(values, tensor)
                 write_all(target, data, start)
                 start += len(data)
@@ -230,11 +227,8 @@ class CheckpointWriter:
 
         source = self._sources[name]
         chunks = list(self._read_chunks(source))
-        if not all(chunk.isfinite().all() for chunk in chunks):
-            raise RequestError(
-                f"{name} holds NaN or infinite values; expected finite weights, since new ones are computed from them. Repair "
-                "the base."
-            )
+        for chunk in chunks:
+            _refuse_not_finite(chunk, name, *_READ)
         return torch.cat(chunks).view(source.shape) if chunks else torch.empty(source.shape)
 
     def _read_chunks(self, source: StoredTensor) -> Iterator["torch.Tensor"]:
@@ -254,16 +248,6 @@ class CheckpointWriter:
                 self._bytes_read += len(data)
                 yield torch.frombuffer(data, dtype=dtype)
                 position += len(data)
-
-    def _write_index(self, folder: Path, shards: dict[str, list[OutputTensor]]) -> None:
-        index = {
-            "metadata": {"total_size": sum(tensor.num_bytes for shard in shards.values() for tensor in shard)},
-            "weight_map": {
-                self._stored_name(tensor.name): file_name for file_name, shard in shards.items() for tensor in shard
-            },
-        }
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / INDEX_FILE).write_text(text, encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -300,20 +284,9 @@ def _reading(source: StoredTensor) -> Iterator[int]:
         yield file.fileno()
 
 
-def _refuse_not_finite_base(values: "torch.Tensor", name: str) -> None:
+def _refuse_not_finite(values: "torch.Tensor", name: str, what: str, remedy: str) -> None:
     if not values.isfinite().all():
-        raise RequestError(
-            f"{name} holds {'NaN' if values.isnan().any() else 'infinite values'}; expected finite weights. Repair the base, or "
-            "pass --no-verify to go on."
-        )
-
-
-def _refuse_not_finite(values: "torch.Tensor", name: str) -> None:
-    if not values.isfinite().all():
-        raise RequestError(
-            f"{name} came out as NaN or infinite, though what it is made from is finite. Lower the factors, or the learning rate, "
-            "that it is made with."
-        )
+        raise RequestError(f"{name} {what}; expected finite weights. {remedy}")
 
 
 def _to_bytes(values: "torch.Tensor", tensor: OutputTensor) -> memoryview:

@@ -11,9 +11,11 @@ from topics.trees import random_tree
 from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.banks.model_banks import check_tree
 from midus_hf.cli import edit
 from midus_hf.files.checkpoint_files import BLOCK_STATES
 from midus_hf.topics.tree import ClusterTree
+from midus_hf.training.blocks import train_blocks
 from upscalers.edits.banks import delete
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.request.errors import RequestError
@@ -69,7 +71,7 @@ def trained(upscaled, tmp_path_factory):
     """The output of a run with checkpoints of two steps, in which block (2, 4) has learned."""
     folder = shutil.copytree(upscaled / "one", tmp_path_factory.mktemp("trained") / "run")
     model = AutoModelForCausalLM.from_pretrained(folder)
-    (blocks,) = model.banks.train_blocks().values()
+    (blocks,) = train_blocks(model.banks).values()
     for step in (1, 2):
         (blocks.block(2, 4) * torch.randn(blocks.layout.record_numel(2))).sum().backward()
         blocks.step(1e-2, (0.9, 0.95), 1e-8, 0.0)
@@ -208,7 +210,7 @@ def test_the_tree_loses_the_centroids_of_topics_without_a_block(with_trees, tmp_
         assert bank.tree == after.fingerprint == ClusterTree.load(bank.folder).fingerprint
         assert bank.description["grown_from"] == ([before.fingerprint] if gone else [])
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    opened.banks.check_tree(before.fingerprint, "the text", "")  # paths of other topics are what they were
+    check_tree(opened.banks, before.fingerprint, "the text", "")  # paths of other topics are what they were
     again = run("delete", tmp_path / "out", *words, "--output", tmp_path / "again", capsys=capsys)
     assert again["centroids"] == {"deleted": [], "kept": [f"{level}:{node}" for level, node in kept]}
     assert ClusterTree.load(tmp_path / "again").fingerprint == after.fingerprint
@@ -259,18 +261,6 @@ def test_no_file_of_the_result_has_what_the_block_has_learned(trained, tmp_path,
     assert "model.safetensors" in names and names.isdisjoint({BLOCK_STATES, "trainer_state.json"})
 
 
-def test_a_block_that_lost_its_mark_can_be_deleted(upscaled, tmp_path, capsys):
-    shutil.copytree(upscaled / "one", tmp_path / "model")
-    path = tmp_path / "model" / "memory_bank" / "hier-ffn" / "level-2.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-10 + 8] = 0  # the mark of node 7, of nine nodes and the generic memory
-    path.write_bytes(content)
-    line = refusal("delete", tmp_path / "model", "--node", "2:5", "--output", tmp_path / "no", capsys=capsys)
-    assert "block 7 of bank file" in line and "or delete the block" in line
-    done = run("delete", tmp_path / "model", "--node", "2:7", "--output", tmp_path / "out", capsys=capsys)
-    assert done["banks"] == {"hier-ffn": ["2:7"]} and bank_of(tmp_path / "out").deleted(2) == [7]
-
-
 @pytest.mark.parametrize(
     "words, message",
     [
@@ -278,7 +268,10 @@ def test_a_block_that_lost_its_mark_can_be_deleted(upscaled, tmp_path, capsys):
         (["--node", "x"], "node is 'x'; expected LEVEL:NODE, such as 2:52, or LEVEL:generic."),
         (["--node", "3:0"], "node '3:0' is of level 3; expected 1 to 2."),
         (["--node", "1:3"], "node '1:3' is not there; expected 0 to 2, or generic."),
-        (["--node", "1:0", "--memory", "moc"], "has no memory 'moc' that fetches blocks; expected one of: hier-ffn."),
+        (
+            ["--node", "1:0", "--memory", "moc"],
+            "has no memory 'moc' that fetches blocks; expected a checkpoint with one. Its are: hier-ffn.",
+        ),
     ],
     ids=["none", "word", "level", "node", "memory"],
 )

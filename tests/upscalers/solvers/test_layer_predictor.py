@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from upscalers.methods.lesa import LesaOptions
 from upscalers.solvers.layer_predictor import (
     RowFile,
     new_predictor,
@@ -37,11 +38,8 @@ def test_each_epoch_sees_every_sample_once_in_an_order_of_its_own(rows, monkeypa
         return read(places, num_layers)
 
     monkeypatch.setattr(file, "read", watched)
-    steps, options = [], {"learning_rate": 1e-3, "weight_decay": 0.01, "norm_weight": 5e-4}
-    generator = torch.Generator().manual_seed(0)
-    train_predictor(
-        file, generator, "cpu", lambda: steps.append(1), hidden_size=32, epochs=3, batch_size=16, **options
-    )
+    steps, options = [], LesaOptions(hidden_size=32, epochs=3, batch_size=16)
+    train_predictor(file, torch.Generator().manual_seed(0), options, lambda: steps.append(1))
     assert len(steps) == len(batches) == 3 * math.ceil(ROWS * 4 / 16)
     per_epoch = len(batches) // 3
     epochs = [[index for batch in batches[e * per_epoch : (e + 1) * per_epoch] for index in batch] for e in range(3)]
