@@ -24,15 +24,11 @@ from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import check_whole, load_tokenizer, refusing
 from midus_hf.saved_models import load_model as load_saved
 from midus_hf.training.arguments import MemoryArguments
-from midus_hf.training.saving import new_card, readable_card, source_of
+from midus_hf.training.saving import new_card, source_of
 
 
 def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
-    """Load the config of a run's model, and check what can be checked without weights.
-
-    Raises:
-        ValueError: If the config cannot be read, or lacks what a key needs.
-    """
+    """Load the config of a run's model, and check what can be checked without weights."""
     source = arguments.model_name_or_path or arguments.config_name
     if source is None:
         raise ValueError("model_name_or_path is None; expected the folder or Hub id of the model to train.")
@@ -43,8 +39,7 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(made_from, trust_remote_code=False)
     if arguments.config_name is not None and hasattr(config, "upscale"):
         del config.upscale  # it describes a base whose weights this model does not have
-    hosts_memory = isinstance(config, MemoryConfig)
-    if hosts_memory and getattr(arguments, "use_liger_kernel", False):
+    if isinstance(config, MemoryConfig) and getattr(arguments, "use_liger_kernel", False):
         raise ValueError(
             f"use_liger_kernel is true, and Liger has no kernels for {config.model_type}; expected a model without memory. "
             "Leave it out."
@@ -78,14 +73,12 @@ def check_sequence_length(key: str, sequence_length: int, config: PreTrainedConf
 
 
 def tokenizer_of(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that is saved with the model, or that the arguments name, or raise `ValueError`."""
+    """Load the tokenizer that is saved with the model, or that the arguments name."""
     source = arguments.model_name_or_path or arguments.tokenizer_name
     assert source is not None, "a config is named with a tokenizer"
-    message = (
-        f"tokenizer_name is {source!r}; expected the folder or Hub id of a tokenizer"
-        if arguments.model_name_or_path is None
-        else f"model_name_or_path is {source!r}, which has no tokenizer that loads"
-    )
+    message = f"tokenizer_name is {source!r}; expected the folder or Hub id of a tokenizer"
+    if arguments.model_name_or_path is not None:
+        message = f"model_name_or_path is {source!r}, which has no tokenizer that loads"
     with refusing(message, OSError, ValueError):
         return load_tokenizer(source)
 
@@ -104,20 +97,14 @@ def load_model(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedMode
         options = {"config": config, "attn_implementation": attention, "use_safetensors": True}
         model, missing = load_saved(source, **options)
     check_whole(source, missing)
-    return model, _accompanying_files(source)
-
-
-def _accompanying_files(model: str) -> dict[str, bytes]:
-    """Return the contents, by name, of files beside the model that match `ACCOMPANYING`; `{}` if the download fails."""
-    folder = Path(model)
+    folder = Path(source)
     if not folder.is_dir():
         try:
-            folder = Path(snapshot_download(model, allow_patterns=list(ACCOMPANYING)))
+            folder = Path(snapshot_download(source, allow_patterns=list(ACCOMPANYING)))
         except (HfHubHTTPError, OSError):
-            return {}
+            return model, {}
     paths = sorted(path for pattern in ACCOMPANYING for path in folder.glob(pattern) if path.is_file())
-    files = {path.name: path.read_bytes() for path in paths}
-    return files if CARD_FILE not in files else {**files, CARD_FILE: readable_card(files[CARD_FILE])}
+    return model, {path.name: path.read_bytes() for path in paths}
 
 
 def _expected(arguments: MemoryArguments) -> str:

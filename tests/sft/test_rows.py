@@ -8,8 +8,7 @@ import pytest
 from datasets import Dataset
 from sft.tiny_chats import character_tokenizer, write_rows
 
-from midus_hf.training.sft.rows import read_chats
-from midus_hf.training.sft.template import CHATML, set_template
+from midus_hf.training.sft.rows import CHATML, read_chats, set_template
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be kind"}

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.chat_template_utils import qwen2_5_chat_template
 
 from midus_hf.training.data.packing import IGNORED_LABEL
+from midus_hf.training.sft.rows import CHATML
 from midus_hf.training.sft.run import SftRun, finetune, has_loss
-from midus_hf.training.sft.template import CHATML
 
 REFUSES = "{{% if {} %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
 ALPACA = Path(__file__).parents[2] / "configs" / "sft" / "alpaca.jinja"

@@ -4,10 +4,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from midus_hf.training.sft.template import REASONING
-
 # Columns that chats may have beside those of their format, and instructions.
 OF_CHATS, OF_INSTRUCTIONS = ("system", "tools", "chat_template_kwargs"), ("system", "history", "input", "context")
+
+# Keys of messages that hold reasoning; a template reads one of them.
+REASONING = ("reasoning_content", "thinking", "reasoning")
 
 # Roles that chat templates know; ShareGPT has other names for two of them.
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -15,6 +16,7 @@ _ROLE_OF_NAME = {**{role: role for role in _ROLES}, "human": "user", "gpt": "ass
 
 # Keys of messages by which other trainers leave an answer out of the loss or weigh it, which TRL's trainer cannot.
 EXCLUSIONS = ("weight", "train", "loss", "loss_mask")
+_NO_ANSWER = "an empty answer; expected text. Fill it in"
 
 Row = Mapping[str, Any]
 
@@ -28,7 +30,7 @@ def as_texts(row: Row) -> dict[str, str]:
             )
     texts = {column: _text(row, column) for column in ("prompt", "completion")}
     if not texts["completion"].strip():
-        raise ValueError("an empty answer; expected text. Fill it in")
+        raise ValueError(_NO_ANSWER)
     return texts
 
 
@@ -41,15 +43,19 @@ def as_chat(row: Row, columns: tuple[str, ...]) -> dict[str, Any]:
     if columns[0] == "instruction":
         chat: dict[str, Any] = {"messages": _instructed(row, columns[1])}
     else:
-        chat = {"messages" if len(columns) == 1 else column: _messages(row, column) for column in columns}
-    messages = [message for each in chat.values() for message in each]
-    if not any(message["role"] == "assistant" for message in messages):
+        chat = {}
+        for column in columns:
+            given = row[column]
+            if not given or not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+                raise ValueError(f"{column!r}: {given!r:.60}; expected a list of messages. Correct it")
+            chat["messages" if len(columns) == 1 else column] = [_message(each) for each in given]
+    roles = {message["role"] for each in chat.values() for message in each}
+    if "assistant" not in roles:
         raise ValueError("no answer; expected a message of the assistant. Add it")
     if row.get("system"):
-        if any(message["role"] in ("system", "developer") for message in messages):
+        if roles & {"system", "developer"}:
             raise ValueError("'system' and a system message. Leave one of them out")
-        first, *_ = chat
-        chat[first].insert(0, {"role": "system", "content": _text(row, "system")})
+        next(iter(chat.values())).insert(0, {"role": "system", "content": _text(row, "system")})
     for column, kind, none in (("tools", list, None), ("chat_template_kwargs", dict, {})):
         if column in row:
             chat[column] = _parsed(row[column], kind, column) if row[column] else none
@@ -63,21 +69,15 @@ def _instructed(row: Row, answer: str) -> list[dict[str, Any]]:
         isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in turns
     ):
         raise ValueError(f"'history': {turns!r:.60}; expected a list of pairs of question and answer. Correct it")
-    parts = [_text(row, "instruction")]
-    parts += [_text(row, column) for column in ("input", "context") if row.get(column) is not None]
-    question = "\n\n".join(part for part in parts if part.strip())
+    context = [column for column in ("input", "context") if row.get(column) is not None]
+    question = "\n\n".join(part for column in ("instruction", *context) if (part := _text(row, column)).strip())
     if not question:
         raise ValueError("an empty instruction; expected text. Fill it in")
-    texts = [text for turn in (*turns, (question, _text(row, answer))) for text in turn]
-    roles = ("user", "assistant") * (len(texts) // 2)
-    return [_message({"role": role, "content": text}) for role, text in zip(roles, texts, strict=True)]
-
-
-def _messages(row: Row, column: str) -> list[dict[str, Any]]:
-    value = row[column]
-    if not value or not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise ValueError(f"{column!r}: {value!r:.60}; expected a list of messages. Correct it")
-    return [_message(message) for message in value]
+    return [
+        _message({"role": role, "content": text})
+        for turn in (*turns, (question, _text(row, answer)))
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
@@ -97,12 +97,10 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
                 f"a message with {key}: {message[key]}, which the loss would not follow; TRL learns every answer alike. End the chat "
                 "before the message"
             )
-    reasoning = [key for key in REASONING if message.get(key)]
-    for key in reasoning[1:]:
-        if message[key] != message[reasoning[0]]:
-            raise ValueError(
-                f"{key!r} and {reasoning[0]!r} with another text; a template reads one of them. Leave one out"
-            )
+    first, *others = [key for key in REASONING if message.get(key)] or [""]
+    for key in others:
+        if message[key] != message[first]:
+            raise ValueError(f"{key!r} and {first!r} with another text; a template reads one of them. Leave one out")
     if calls:
         if role != "assistant":
             raise ValueError(
@@ -110,7 +108,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
             )
         message["tool_calls"] = [_call(call) for call in _parsed(calls, list, "tool_calls")]
     elif role == "assistant" and not str(content or "").strip():
-        raise ValueError("an empty answer; expected text. Fill it in")
+        raise ValueError(_NO_ANSWER)
     message["content"] = "" if content is None and calls else content
     if not isinstance(message["content"], str):
         raise ValueError(f"a message of the {role} with the content {content!r:.60}; expected text. Correct it")
@@ -137,12 +135,10 @@ def _text(row: Row, column: str) -> str:
 
 def _parsed(value: Any, kind: type, name: str) -> Any:
     """Return a list or an object, parsed where it is JSON text."""
-    parsed = value
-    if isinstance(value, str):
-        try:
-            parsed = json.loads(value)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"{name!r}, which is not JSON: {error}. Correct it") from error
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{name!r}, which is not JSON: {error}. Correct it") from error
     if not isinstance(parsed, kind):
         expected = "a list" if kind is list else "an object"
         raise ValueError(f"{name!r}: {parsed!r:.60}; expected {expected}. Correct it")
