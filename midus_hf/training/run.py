@@ -28,10 +28,10 @@ from midus_hf.training.callbacks import RunInterrupted, SaysSteps, StopInOrder
 from midus_hf.training.data.packing import PackedTexts, checked_paths, collate, leaf_sequences, packed_sequences
 from midus_hf.training.loading import check_sequence_length, load_config, load_model, tokenizer_of
 from midus_hf.training.optim.freezing import hold_for_training, resolve_trainable, set_trainable, whole_numel
-from midus_hf.training.output import by_main_process, open_output, record_arguments
+from midus_hf.training.output import open_output, record_arguments
 from midus_hf.training.parallel import check_checkpoint, shares_parameters
 from midus_hf.training.protection import Protection
-from midus_hf.training.saving import SavedInPart, save_model, try_saving, upload_model
+from midus_hf.training.saving import SavedInPart, save_model, upload_model
 from midus_hf.training.trainer import MemoryTrainer
 
 
@@ -91,11 +91,7 @@ class TrainingRun:
         check_sequence_length(self.length_key, self.length, self.config)
         self.tokenizer = tokenizer_of(arguments)
         if arguments.adapters is None:
-            try:
-                resolve_trainable(self.config, arguments.trainable)
-            except ValueError:
-                self.read_texts()  # a mistake in the texts is told first: the command was perhaps given a wrong file
-                raise
+            resolve_trainable(self.config, arguments.trainable)
         self._opened = contextlib.ExitStack()
         self.checkpoint = open_output(arguments, self._opened)
         try:
@@ -113,7 +109,12 @@ class TrainingRun:
         set_seed(arguments.seed)
         self.model, self.files = load_model(arguments, self.config)
         self.uses_cache = self.model.config.use_cache
-        report = self._freeze()
+        if arguments.adapters is None:
+            report = str(set_trainable(self.model, arguments.trainable, arguments.frozen))
+        else:
+            from midus_hf.training.adapters import add_adapters
+
+            self.model, report = add_adapters(self.model, arguments.adapters)
         self.dtypes = hold_for_training(self.model, arguments.bf16)
         if is_main:
             print(report)
@@ -129,12 +130,13 @@ class TrainingRun:
                 self.protection.check_checkpoint(self.model, self.checkpoint)
             if is_main:
                 print(self.protection)
-        with refusing("the Trainer cannot be made", ImportError), self._asking_the_hub():
+        made = "push_to_hub is true, and the Trainer makes a repository"
+        of_hub = (HfHubHTTPError, OSError) if arguments.push_to_hub else ()
+        with refusing("the Trainer cannot be made", ImportError), refusing(made, *of_hub, reason=_why_not_made):
             self.trainer = self.make_trainer()
             self.trainer.get_optimizer_cls_and_kwargs(arguments)  # imports its package, which may be absent
         if self.checkpoint is not None:
             check_checkpoint(self.trainer, self.checkpoint)
-        by_main_process(arguments, partial(try_saving, self))
         if self.protection is not None and shares_parameters(self.trainer):
             raise ValueError(
                 "protect compares whole models, and the processes share parameters; expected processes that hold whole models. "
@@ -145,23 +147,6 @@ class TrainingRun:
         self.stop = StopInOrder(self.trainer.largest)
         self.trainer.add_callback(self.stop)
         self.trainer.add_callback(SaysSteps(self.texts.reads, num_sequences, least_steps))
-
-    def _freeze(self) -> str:
-        """Set what trains in the model, or put adapters on it; return a sentence about it."""
-        if self.arguments.adapters is None:
-            return str(set_trainable(self.model, self.arguments.trainable, self.arguments.frozen))
-        from midus_hf.training.adapters import add_adapters
-
-        self.model, report = add_adapters(self.model, self.arguments.adapters)
-        return report
-
-    def _asking_the_hub(self) -> contextlib.AbstractContextManager:
-        def reason(error: Exception) -> str:
-            said = answer_of_hub(error) or f"the Hub cannot be asked ({first_line(error)})"
-            return f"{said}. Or leave push_to_hub out, and upload the folder later."
-
-        errors = (HfHubHTTPError, OSError) if self.arguments.push_to_hub else ()
-        return refusing("push_to_hub is true, and the Trainer makes a repository", *errors, reason=reason)
 
     def _choose_epochs(self, num_sequences: int) -> bool:
         """Raise the number of epochs, if it may be, to what takes the least number of steps; return whether it was raised."""
@@ -279,6 +264,11 @@ class TrainingRun:
         with self._opened, without_library_bars():
             metrics = self.trainer.evaluate()
         return {name: metrics[f"eval_{name}_loss"] for name in self.arguments.eval_texts}
+
+
+def _why_not_made(error: Exception) -> str:
+    reason = answer_of_hub(error) or f"the Hub cannot be asked ({first_line(error)})"
+    return f"{reason}. Or leave push_to_hub out, and upload the folder later."
 
 
 def peak_memory_bytes() -> int:

@@ -1,4 +1,4 @@
-"""The trained model on the disk: what stands beside its weights is tried before training, so that nothing is lost at the end."""
+"""The trained model on the disk: it appears whole, and what fails beside its weights costs no weights."""
 
 import dataclasses
 import os
@@ -18,11 +18,9 @@ from midus_hf.config.wording import first_line
 from midus_hf.files.card_example import card_example
 from midus_hf.files.checkpoint_files import CARD_FILE, CONFIG_FILE, GENERATION_CONFIG, PARTIAL_MODEL, TRAINER_STATE
 from midus_hf.files.secrets import for_record
-from midus_hf.topics.corpus import say
 from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.checkpoints import latest_whole
-from midus_hf.training.optim.freezing import has_adapters, restore_dtypes, whole_numel
-from midus_hf.training.optim.parameter_groups import banks_of
+from midus_hf.training.optim.freezing import has_adapters, restore_dtypes
 from midus_hf.training.parallel import shares_parameters
 from midus_hf.training.protection import without_section
 
@@ -35,39 +33,6 @@ def source_of(arguments: MemoryArguments) -> str:
     """Return a phrase about where the model of a run came from."""
     key = "config_name" if arguments.model_name_or_path is None else "model_name_or_path"
     return f"{key} is {getattr(arguments, key)!r}"
-
-
-def try_saving(run: Any) -> None:
-    """Write once, before a `TrainingRun` trains, what will be written beside the weights, and take it away."""
-    output, partial_model = Path(run.arguments.output_dir), Path(run.arguments.output_dir, PARTIAL_MODEL)
-    try:
-        run.model.generation_config.validate(strict=True)
-    except ValueError as error:
-        say(f"the model's {GENERATION_CONFIG} contradicts itself, and is saved as it is: {first_line(error)}")
-    shutil.rmtree(partial_model, ignore_errors=True)
-    try:
-        partial_model.mkdir()
-        failures = _written(partial_model, {CONFIG_FILE: run.model.config.save_pretrained, **_beside_weights(run)})
-    finally:
-        shutil.rmtree(partial_model, ignore_errors=True)
-    if failures:
-        raise ValueError(
-            f"{source_of(run.arguments)}, of which the trained model cannot have {' and '.join(failures)}; expected files that can "
-            "be written again. Correct them there, or take them away."
-        )
-    needed, free = bytes_of_weights(run), shutil.disk_usage(output).free
-    if needed > free:
-        raise ValueError(
-            f"output_dir is {str(output)!r}, whose disk has {free / 1e9:.3f} GB free, and the trained model takes "
-            f"{needed / 1e9:.3f} GB; free some, or choose another folder."
-        )
-
-
-def bytes_of_weights(run: Any) -> int:
-    """Return about how many bytes the trained model of a run takes, with its banks."""
-    weights = sum(whole_numel(tensor) * run.dtypes[name].itemsize for name, tensor in run.model.named_parameters())
-    folders = [banks.of(name).folder for banks in banks_of(run.model) if banks.are_open for name in banks.layouts]
-    return weights + sum(512 * path.stat().st_blocks for folder in folders for path in folder.iterdir())
 
 
 def save_model(run: Any) -> list[str]:

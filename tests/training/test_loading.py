@@ -67,11 +67,6 @@ def test_a_base_without_the_layers_that_are_to_train_is_refused_before_its_weigh
         "or set adapters, such as"
     ):
         train(config_for(model=base))
-    (tmp_path / "rows.jsonl").write_text('{"Text": "w3"}')
-    with refused("corpus '.*rows.jsonl' has no column 'text', only Text; set text_column"):
-        train(config_for(model=base, corpus=tmp_path / "rows.jsonl"))
-    with refused("trainable is 'auto', and this llama model is a base"):
-        train(config_for(model=base, corpus=tmp_path / "rows.jsonl", text_column="Text"))
     assert not (tmp_path / "out").exists()
 
 

@@ -67,25 +67,17 @@ def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolve
     """Replace `"auto"` by what the config says, and refuse what is no choice, or not in the model."""
     record, kind = _record(config), config.model_type
     resolved: Any = record.get("trainable") if trainable == "auto" else trainable
-    if trainable == "auto" and not record:
+    if trainable == "auto" and resolved not in ("new", "all"):
         raise ValueError(
             f"trainable is 'auto', and this {kind} model is a base, not an upscaled model: nothing in it is new. Upscale it first, "
             "set trainable: all to train the base itself, or set adapters, such as adapters: {r: 16}."
         )
-    if trainable == "auto" and resolved not in ("new", "all"):
-        raise ValueError(
-            f"trainable is 'auto', but upscale.trainable in the config of this {kind} model is {resolved!r}; expected 'new' or "
-            "'all' there. Upscale the model first, or set trainable: all, or list layers, as in trainable: [3, 7]."
-        )
     if isinstance(resolved, list) and all(type(layer) is int for layer in resolved):
-        outside = _outside(config, resolved)
-        repeated = sorted({layer for layer in resolved if resolved.count(layer) > 1})
-        if not resolved:
-            raise ValueError("trainable is [], no layer; list at least one, or set trainable: all.")
-        if repeated:
-            raise ValueError(f"trainable is {resolved}, which repeats {repeated}; name each layer once.")
-        if outside:
-            raise ValueError(f"trainable is {resolved}, but this {kind} model has no layers {outside}.")
+        if not resolved or _outside(config, resolved) or len({*resolved}) < len(resolved):
+            layers = f"0 <= layer < {config.get_text_config().num_hidden_layers}"
+            raise ValueError(
+                f"trainable is {resolved}; expected layers of this {kind} model ({layers}), at least one, and each once."
+            )
     elif resolved == "new" or (isinstance(resolved, list) and set(resolved) <= set(_ROLES)):
         if not new_layers(config) and not record.get("new_memories"):
             raise ValueError(
@@ -100,18 +92,17 @@ def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolve
     return cast(Resolved, resolved)
 
 
-def _outside(config: PreTrainedConfig, layers: Sequence[int]) -> str:
-    """Return the layers that a model does not have, and what was expected, as a text; empty if it has all."""
-    num_layers = config.get_text_config().num_hidden_layers
-    outside = [layer for layer in layers if not 0 <= layer < num_layers]
-    return f"{outside}; expected 0 <= layer < {num_layers}" if outside else ""
+def _outside(config: PreTrainedConfig, layers: Sequence[int]) -> list[int]:
+    return [layer for layer in layers if not 0 <= layer < config.get_text_config().num_hidden_layers]
 
 
 def new_layers(config: PreTrainedConfig) -> list[int]:
     """Return the indices, ascending, of the layers added to the base, as `upscale` recorded them; empty if there are none."""
     layers = sorted(_record(config).get("new_layers") or [])
     if outside := _outside(config, layers):
-        raise ValueError(f"upscale.new_layers of the config names {outside}. Upscale the base again.")
+        raise ValueError(
+            f"upscale.new_layers of the config names {outside}, which the model does not have. Upscale the base again."
+        )
     return layers
 
 

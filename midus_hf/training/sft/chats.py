@@ -97,10 +97,6 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
                 f"a message with {key}: {message[key]}, which the loss would not follow; TRL learns every answer alike. End the chat "
                 "before the message"
             )
-    first, *others = [key for key in REASONING if message.get(key)] or [""]
-    for key in others:
-        if message[key] != message[first]:
-            raise ValueError(f"{key!r} and {first!r} with another text; a template reads one of them. Leave one out")
     if calls:
         if role != "assistant":
             raise ValueError(
@@ -143,14 +139,6 @@ def _parsed(value: Any, kind: type, name: str) -> Any:
         expected = "a list" if kind is list else "an object"
         raise ValueError(f"{name!r}: {parsed!r:.60}; expected {expected}. Correct it")
     return parsed
-
-
-def check_numbers(value: Any) -> None:
-    """Refuse whole numbers of more than 64 bits, which the tables that TRL makes of chats cannot hold."""
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError(f"the number {value}, of more than 64 bits; expected less. Write it as text")
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        check_numbers(inner)
 
 
 def without_nulls(value: Any) -> Any:

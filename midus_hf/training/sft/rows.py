@@ -14,7 +14,6 @@ from midus_hf.training.sft.chats import (
     REASONING,
     as_chat,
     as_texts,
-    check_numbers,
     without_nulls,
 )
 
@@ -82,7 +81,6 @@ def _converted(
             if template is None:
                 return as_texts(row)
             chat = as_chat(row, columns)
-            check_numbers(chat)
             check_written(chat, template)
         except ValueError as problem:
             raise ValueError(f"row {index + 1} of {source!r} has {problem}, or take the row out.") from problem
