@@ -90,12 +90,10 @@ class Blocks:
         self._are_averaged = False
 
     def save(self, checkpoint: Path) -> None:
-        """Save the blocks and their moments beside the optimizer's state."""
         for number, bank in enumerate(self.banks):
             bank.save_state(checkpoint / BLOCK_STATES / str(number))
 
     def load(self, checkpoint: Path) -> None:
-        """Load the blocks of a checkpoint, which belong to the model like its weights."""
         for number, bank in enumerate(self.banks):
             bank.load_state(checkpoint / BLOCK_STATES / str(number))
 

@@ -77,7 +77,6 @@ class StopInOrder(TrainerCallback):
         self.release()
 
     def release(self) -> None:
-        """Let signals act at once again."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}

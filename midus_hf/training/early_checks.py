@@ -83,7 +83,6 @@ def check_early(command: str, keys: Mapping[str, Any]) -> None:
 
 
 def check_data(key: str, value: Any) -> None:
-    """Refuse a run whose data is not named."""
     if not value:
         raise ValueError(f"config has no {key!r}; set it in the recipe, or by --{key}.")
 
@@ -119,7 +118,6 @@ def check_folder(output: Path, sources: Iterable[tuple[str, str]]) -> None:
 
 
 def holds_files(output: Path, files: list[str]) -> ValueError:
-    """Return the error for an output that holds files and is not resumed."""
     return ValueError(
         f"output_dir is {str(output)!r}, which holds {first_few(files)}; choose another folder, remove it, or set "
         "resume_from_checkpoint: true."

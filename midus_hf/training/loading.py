@@ -24,7 +24,7 @@ from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import check_whole, load_tokenizer, refusing
 from midus_hf.saved_models import load_model as load_saved
 from midus_hf.training.arguments import MemoryArguments
-from midus_hf.training.saving import new_card, source_of
+from midus_hf.training.saving import new_card
 
 
 def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
@@ -73,7 +73,6 @@ def check_sequence_length(key: str, sequence_length: int, config: PreTrainedConf
 
 
 def tokenizer_of(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that is saved with the model, or that the arguments name."""
     source = arguments.model_name_or_path or arguments.tokenizer_name
     assert source is not None, "a config is named with a tokenizer"
     message = f"tokenizer_name is {source!r}; expected the folder or Hub id of a tokenizer"
@@ -97,21 +96,26 @@ def load_model(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedMode
         options = {"config": config, "attn_implementation": attention, "use_safetensors": True}
         model, missing = load_saved(source, **options)
     check_whole(source, missing)
-    folder = Path(source)
+    return model, _accompanying_files(source)
+
+
+def _accompanying_files(model: str) -> dict[str, bytes]:
+    """Return the contents, by name, of files beside the model that match `ACCOMPANYING`; `{}` if the download fails."""
+    folder = Path(model)
     if not folder.is_dir():
         try:
-            folder = Path(snapshot_download(source, allow_patterns=list(ACCOMPANYING)))
+            folder = Path(snapshot_download(model, allow_patterns=list(ACCOMPANYING)))
         except (HfHubHTTPError, OSError):
-            return model, {}
+            return {}
     paths = sorted(path for pattern in ACCOMPANYING for path in folder.glob(pattern) if path.is_file())
-    return model, {path.name: path.read_bytes() for path in paths}
+    return {path.name: path.read_bytes() for path in paths}
 
 
 def _expected(arguments: MemoryArguments) -> str:
     """Return the beginning of messages about a model that cannot be loaded or made."""
-    is_made = arguments.model_name_or_path is None
-    what = "file, folder or Hub id of a language model's config" if is_made else "folder or Hub id of a language model"
-    return f"{source_of(arguments)}; expected the {what}"
+    if arguments.model_name_or_path is None:
+        return f"config_name is {arguments.config_name!r}; expected the file, folder or Hub id of a language model's config"
+    return f"model_name_or_path is {arguments.model_name_or_path!r}; expected the folder or Hub id of a language model"
 
 
 @contextlib.contextmanager

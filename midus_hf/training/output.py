@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,43 +29,36 @@ def open_output(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
 
     To close `opened` gives the output free, and takes it away if it holds nothing but the record of the run.
     """
-    output = Path(arguments.output_dir)
-
-    def open_here() -> Path | None:
-        check_folder(output, arguments.sources())
-        busy = f"output_dir {str(output)!r} is being written by another run. Wait for it, or choose another folder."
-        with contextlib.ExitStack() as opening:
-            opening.enter_context(alone_in(output, ValueError(busy)))
-            opening.callback(_take_back, output)
-            resume = arguments.resume_from_checkpoint
-            checkpoint = resumed_checkpoint(output, resume)
-            files = sorted(os.listdir(output))
-            if checkpoint is None and files:
-                is_begun = RUN_CONFIG in files and CONFIG_FILE not in files  # by a run that has trained no model yet
-                if resume != "auto" or not is_begun:
-                    raise holds_files(output, files)
-            if checkpoint is not None:
-                _check_same_run(arguments, checkpoint)
-            record_arguments(arguments)
-            opened.push(opening.pop_all())
-        return checkpoint
-
-    return by_main_process(arguments, open_here)
-
-
-def by_main_process(arguments: Any, make: Callable[[], Any]) -> Any:
-    """Return in all processes what a function returns in the main process, or raise in all the `ValueError` that it raises."""
-    outcome: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]  # what the main process returns or refuses, in all processes
     if arguments.process_index == 0:
         try:
-            outcome[0] = make()
+            outcome[0] = _open_here(arguments, opened)
         except ValueError as error:
             outcome[1] = str(error)
     broadcast_object_list(outcome)
-    made, refusal = outcome
+    checkpoint, refusal = outcome
     if refusal is not None:
         raise ValueError(refusal)
-    return made
+    return checkpoint
+
+
+def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
+    output, resume = Path(arguments.output_dir), arguments.resume_from_checkpoint
+    check_folder(output, arguments.sources())
+    busy = f"output_dir {str(output)!r} is being written by another run. Wait for it, or choose another folder."
+    with contextlib.ExitStack() as opening:
+        opening.enter_context(alone_in(output, ValueError(busy)))
+        opening.callback(_take_back, output)
+        checkpoint = resumed_checkpoint(output, resume)
+        files = sorted(os.listdir(output))
+        is_begun = RUN_CONFIG in files and CONFIG_FILE not in files  # by a run that has trained no model yet
+        if checkpoint is not None:
+            _check_same_run(arguments, checkpoint)
+        elif files and not (resume == "auto" and is_begun):
+            raise holds_files(output, files)
+        record_arguments(arguments)
+        opened.push(opening.pop_all())
+    return checkpoint
 
 
 def _take_back(output: Path) -> None:
@@ -76,7 +68,6 @@ def _take_back(output: Path) -> None:
 
 
 def record_arguments(arguments: Any) -> None:
-    """Write the arguments of a run into its output."""
     with whole_file(Path(arguments.output_dir, RUN_CONFIG)) as partial:
         partial.write_text(yaml.safe_dump(_record(arguments), sort_keys=False), encoding="utf-8")
 

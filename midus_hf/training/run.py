@@ -143,24 +143,19 @@ class TrainingRun:
                 "Start the run with configs/accelerate/ddp.yaml."
             )
         num_sequences = len(self.trainer.train_dataset)
-        least_steps = arguments.least_steps if self._choose_epochs(num_sequences) else 0
+        least_steps = arguments.least_steps
+        epochs = math.ceil(least_steps / math.ceil(num_sequences / arguments.sequences_per_step))
+        if epochs > arguments.num_train_epochs:  # nobody gave them, and they are too few for the least number of steps
+            arguments.num_train_epochs = epochs
+            if is_main:
+                record_arguments(arguments)
+        else:
+            least_steps = 0
         self.stop = StopInOrder(self.trainer.largest)
         self.trainer.add_callback(self.stop)
         self.trainer.add_callback(SaysSteps(self.texts.reads, num_sequences, least_steps))
 
-    def _choose_epochs(self, num_sequences: int) -> bool:
-        """Raise the number of epochs, if it may be, to what takes the least number of steps; return whether it was raised."""
-        arguments = self.arguments
-        epochs = math.ceil(arguments.least_steps / math.ceil(num_sequences / arguments.sequences_per_step))
-        if epochs <= arguments.num_train_epochs:
-            return False
-        arguments.num_train_epochs = epochs
-        if arguments.process_index == 0:
-            record_arguments(arguments)
-        return True
-
     def read_texts(self) -> Any:
-        """Return the rows of the texts that are trained on."""
         arguments = self.arguments
         named = {"split": arguments.corpus_split, "name": arguments.corpus_name}
         return read_corpus(arguments.corpus, text_column=arguments.text_column, **named)
@@ -205,7 +200,6 @@ class TrainingRun:
         return leaf_sequences(rows, self.tokenizer, self.length, **options), written.tree
 
     def make_trainer(self) -> Any:
-        """Return the Trainer of the run, with its data."""
         arguments, texts = self.arguments, self.texts
         if arguments.tree is not None or texts.tree is not None:
             use_tree(self.model, arguments.tree, texts.tree)
@@ -218,14 +212,7 @@ class TrainingRun:
         )
 
     def execute(self) -> TrainResult:
-        """Train, save the model, and return the result.
-
-        Raises:
-            FloatingPointError: If the loss, a gradient or a trained tensor stops being finite; what is not finite is
-                not saved.
-            SavedInPart: If the trained model could not be saved or uploaded whole.
-            RunInterrupted: If a signal ended training early, after a checkpoint was saved.
-        """
+        """Train, save the model, and return the result; raise `SavedInPart` if not all of it could be saved or uploaded."""
         arguments, trainer, output = self.arguments, self.trainer, Path(self.arguments.output_dir)
         try:
             with self.stop, without_library_bars():

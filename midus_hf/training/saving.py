@@ -18,7 +18,6 @@ from midus_hf.config.wording import first_line
 from midus_hf.files.card_example import card_example
 from midus_hf.files.checkpoint_files import CARD_FILE, CONFIG_FILE, GENERATION_CONFIG, PARTIAL_MODEL, TRAINER_STATE
 from midus_hf.files.secrets import for_record
-from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.checkpoints import latest_whole
 from midus_hf.training.optim.freezing import has_adapters, restore_dtypes
 from midus_hf.training.parallel import shares_parameters
@@ -29,21 +28,10 @@ class SavedInPart(RuntimeError):
     """Error of a run at whose end not all could be written; the message says what is on the disk, and where."""
 
 
-def source_of(arguments: MemoryArguments) -> str:
-    """Return a phrase about where the model of a run came from."""
-    key = "config_name" if arguments.model_name_or_path is None else "model_name_or_path"
-    return f"{key} is {getattr(arguments, key)!r}"
-
-
 def save_model(run: Any) -> list[str]:
     """Save the model of a `TrainingRun` whole, in the dtypes that it came with and without adapters; all processes call this.
 
-    Returns:
-        A phrase about each file beside the weights that could not be written.
-
-    Raises:
-        FloatingPointError: If what trains is not finite.
-        SavedInPart: If the weights could not be written, or not moved to their place.
+    Returns a phrase about each file beside the weights that could not be written.
     """
     trainer, model, is_main = run.trainer, run.model, run.arguments.process_index == 0
     trainer.check_finite()
@@ -100,7 +88,6 @@ def _move_into_place(partial_model: Path, output: Path) -> None:
 
 
 def upload_model(trainer: Any, arguments: Any) -> None:
-    """Upload what a run has saved, without its checkpoints."""
     repository, output = trainer.hub_model_id, arguments.output_dir
     options = {"token": arguments.hub_token, "ignore_patterns": ["checkpoint-*", ".*"]}
     try:

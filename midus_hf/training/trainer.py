@@ -214,7 +214,6 @@ class TrainsMemory(AnyTrainer):
         return self.lr_scheduler
 
     def largest(self, number: int) -> int:
-        """Return the largest of the numbers with which the processes call this method."""
         if self.args.world_size == 1:
             return int(number)
         return int(self.accelerator.gather(torch.tensor([int(number)], device=self.args.device)).max())
@@ -295,13 +294,9 @@ class TrainsMemory(AnyTrainer):
             self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Any:
-        """Clip as `Accelerator.clip_grad_norm_` does, blocks with the parameters, and rows of tables by themselves.
+        """Clip as `Accelerator.clip_grad_norm_` does, blocks with the parameters, and rows of tables by themselves; return the norm.
 
-        Returns:
-            The norm of all gradients before, a scalar.
-
-        Raises:
-            FloatingPointError: If the loss or the norm is not finite, since the step would spoil everything that trains.
+        A loss or a norm that is not finite raises, since the step would spoil everything that trains.
         """
         dense: list[Any] = list(parameters)
         tables = []

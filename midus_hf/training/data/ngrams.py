@@ -82,11 +82,9 @@ class NgramTable(NamedTuple):
 
     @property
     def num_known(self) -> int:
-        """Number of n-grams that have a row."""
         return int((self.ngrams < TAKEN_OUT).sum())
 
     def keys_of(self, texts: Sequence[str], tokenizer: Any) -> Iterator[TextKeys]:
-        """Yield the n-grams of texts, as `keys_of_texts` does."""
         return keys_of_texts(texts, tokenizer, self.options, self.token_numbers)
 
     def reads(self, keys: torch.Tensor) -> torch.Tensor:

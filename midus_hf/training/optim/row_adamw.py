@@ -21,28 +21,28 @@ _ROW_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 
 def check_sparse_values(trainer: Any) -> None:
-    """Refuse a Trainer that cannot take gradients of rows."""
-    optimizer = OptimizerNames(trainer.args.optim).value
-    refusal = None
-    if not _row_readers(trainer.model):
-        refusal = (
+    optimizer, args = OptimizerNames(trainer.args.optim).value, trainer.args
+    has_own = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
+    shares = args.world_size > 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    for is_refused, reason in (
+        (
+            not _row_readers(trainer.model),
             "no memory of this model reads few rows of a large table; expected one of type ultramem, chapters or ngram. Leave it "
-            "out"
-        )
-    elif optimizer not in _ROW_OPTIMIZERS:
-        refusal = (
+            "out.",
+        ),
+        (
+            optimizer not in _ROW_OPTIMIZERS,
             f"optim is {optimizer!r}; expected {' or '.join(_ROW_OPTIMIZERS)}, whose updates a step makes in the rows that it read. "
-            "Leave one of them out"
-        )
-    elif trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
-        refusal = (
-            "the Trainer was given an optimizer, which would be replaced; expected none. Leave out optimizers and "
-            "optimizer_cls_and_kwargs, or sparse_values"
-        )
-    elif trainer.args.world_size > 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        refusal = "several processes train, whose gradients must be dense; expected one process. Leave it out"
-    if refusal is not None:
-        raise ValueError(f"sparse_values is true, and {refusal}.")
+            "Leave one of them out.",
+        ),
+        (
+            has_own,
+            "the Trainer was given an optimizer, which would be replaced; expected none. Leave one of them out.",
+        ),
+        (shares, "several processes train, whose gradients must be dense; expected one process. Leave it out."),
+    ):
+        if is_refused:
+            raise ValueError(f"sparse_values is true, and {reason}")
 
 
 @contextlib.contextmanager
@@ -89,11 +89,10 @@ class RowAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one optimization step, as `Optimizer.step` does."""
-        tables = []
-        for group in self.param_groups:
-            for table in group["params"]:
-                if table.grad is not None and table.grad.is_sparse:
-                    tables.append((group, table, table.grad))
+        pairs = [(group, table) for group in self.param_groups for table in group["params"]]
+        tables = [
+            (group, table, table.grad) for group, table in pairs if table.grad is not None and table.grad.is_sparse
+        ]
         for _, table, _ in tables:
             table.grad = None
         try:

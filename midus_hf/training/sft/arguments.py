@@ -77,8 +77,3 @@ class SftArguments(MemoryArguments, SFTConfig):
         if self.activation_checkpointing is None and self.gradient_checkpointing is None:
             self.activation_checkpointing = True
         super().__post_init__()
-        if self.activation_offloading and self.use_cpu:
-            raise ValueError(
-                "activation_offloading is true, and the run computes on the CPU; expected an accelerator, whose memory it spares. "
-                "Leave it out."
-            )

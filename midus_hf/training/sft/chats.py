@@ -35,11 +35,7 @@ def as_texts(row: Row) -> dict[str, str]:
 
 
 def as_chat(row: Row, columns: tuple[str, ...]) -> dict[str, Any]:
-    """Return lists of messages, with `tools` and `chat_template_kwargs` where the row has these columns beside its format's.
-
-    Raises:
-        ValueError: If the row holds what a template would not get or TRL would not follow; the message is about the row.
-    """
+    """Return lists of messages, with `tools` and `chat_template_kwargs` where the row has them, or refuse what would be lost."""
     if columns[0] == "instruction":
         chat: dict[str, Any] = {"messages": _instructed(row, columns[1])}
     else:

@@ -43,11 +43,9 @@ class SftRun(TrainingRun):
     length_key = "max_length"
 
     def read_texts(self) -> Any:
-        """Return the chats, or prompts with their completions."""
         return read_chats(self.arguments, self.tokenizer)
 
     def read_data(self) -> RunTexts:
-        """Return the chats, and held-out texts as packed sequences."""
         arguments = self.arguments
         chats = self.read_texts()
         if arguments.completion_only_loss and "completion" not in chats.column_names:
@@ -62,7 +60,6 @@ class SftRun(TrainingRun):
         return RunTexts(chats, self.read_held_out(pack), "")  # what is read of them, the Trainer knows
 
     def make_trainer(self) -> SftTrainer:
-        """Make TRL's Trainer, and leave out sequences without an answer."""
         arguments, tokenizer, source = self.arguments, self.tokenizer, self.arguments.dataset_name
         self._check_banks()
         chats, held_out = self.texts.train, self.texts.held_out
