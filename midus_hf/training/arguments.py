@@ -140,26 +140,19 @@ class MemoryArguments(Rates):
                 f"{key} is {value!r}, for an optimizer that chooses its parameters itself, where a run makes the groups; expected "
                 "one such as adamw_torch. Leave it out."
             )
-        for name in _BATCH_KEYS:
-            value = getattr(self, name, None)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1.")
-        if getattr(self, "max_steps", -1) == 0 or self.num_train_epochs <= 0:
-            key = "num_train_epochs" if self.num_train_epochs <= 0 else "max_steps"
-            raise ValueError(
-                f"{key} is {getattr(self, key)}, with which nothing trains; expected more than 0. Leave it out, or give max_steps."
-            )
-        if not 0 <= self.generic_share <= 1:
-            raise ValueError(f"generic_share is {self.generic_share}; expected a share from 0 to 1.")
-        roles = get_args(TrainedRole)
-        if not set(self.frozen) <= set(roles):
-            raise ValueError(f"frozen is {self.frozen}; expected roles of memory tensors: {', '.join(roles)}.")
-        if not isinstance(self.trainable, list) and self.trainable not in ("auto", "new", "all"):
-            raise ValueError(
-                f"trainable is {self.trainable!r}; expected 'auto', 'new', 'all', or a list such as [3, 7]."
-            )
-        if isinstance(self.adapters, str):
-            raise ValueError(f'adapters is {self.adapters!r}; expected a mapping, such as {{"r": 16}}.')
+        roles, sizes = get_args(TrainedRole), [(name, getattr(self, name, None)) for name in _BATCH_KEYS]
+        is_choice = isinstance(self.trainable, list) or self.trainable in ("auto", "new", "all")
+        for key, is_wrong, expected in (
+            *((name, size is not None and size < 1, "at least 1") for name, size in sizes),
+            ("max_steps", getattr(self, "max_steps", -1) == 0, "more than 0, or -1 for num_train_epochs"),
+            ("num_train_epochs", self.num_train_epochs <= 0, "more than 0"),
+            ("generic_share", not 0 <= self.generic_share <= 1, "a share from 0 to 1"),
+            ("frozen", not set(self.frozen) <= set(roles), f"roles of memory tensors: {', '.join(roles)}"),
+            ("trainable", not is_choice, "'auto', 'new', 'all', or a list such as [3, 7]"),
+            ("adapters", isinstance(self.adapters, str), 'a mapping, such as {"r": 16}'),
+        ):
+            if is_wrong:
+                raise ValueError(f"{key} is {getattr(self, key)!r}; expected {expected}.")
         if self.adapters is not None:
             for other, free in (("trainable", "auto"), ("frozen", []), ("protect", None), ("config_name", None)):
                 if getattr(self, other) != free:
@@ -168,12 +161,8 @@ class MemoryArguments(Rates):
                         f"of a trained model train. Leave adapters out, or set {other}={free}."
                     )
         saved, made_from, tokenizer = self.model_name_or_path, self.config_name, self.tokenizer_name
-        given = tuple(each is not None for each in (saved, made_from, tokenizer))
-        if given not in (
-            (True, False, False),
-            (False, True, True),
-            (False, False, False),
-        ):  # scripts bring their own model
+        given = [each is not None for each in (saved, made_from, tokenizer)]
+        if given not in ([True, False, False], [False, True, True]) and any(given):  # scripts bring their own model
             raise ValueError(
                 f"model_name_or_path is {saved!r}, config_name {made_from!r} and tokenizer_name {tokenizer!r}; expected the first "
                 "alone, for a saved model with its own tokenizer, or the other two, for a model that is trained from the beginning."
@@ -243,20 +232,10 @@ _OWN_GROUPS = re.compile(r"(galore|apollo)_.*|(ada)?lomo")
 _BATCH_KEYS = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 
 # Keys that Transformers sets from others, or from the launcher.
-_DERIVED = {
-    *(
-        "accelerator_config",
-        "parallelism_config",
-        "local_rank",
-        "debug",
-        "do_eval",
-        "disable_tqdm",
-        "use_cpu",
-        "report_to",
-    ),
-    *("include_num_input_tokens_seen", "dataloader_pin_memory", "logging_nan_inf_filter"),
-    *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
-}
+_DERIVED = set(
+    "accelerator_config parallelism_config local_rank debug do_eval disable_tqdm use_cpu report_to include_num_input_tokens_seen "
+    "dataloader_pin_memory logging_nan_inf_filter gradient_checkpointing gradient_checkpointing_kwargs".split()
+)
 
 
 @dataclasses.dataclass(repr=False)

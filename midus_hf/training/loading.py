@@ -39,7 +39,8 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(made_from, trust_remote_code=False)
     if arguments.config_name is not None and hasattr(config, "upscale"):
         del config.upscale  # it describes a base whose weights this model does not have
-    if isinstance(config, MemoryConfig) and getattr(arguments, "use_liger_kernel", False):
+    hosts_memory = isinstance(config, MemoryConfig)
+    if hosts_memory and getattr(arguments, "use_liger_kernel", False):
         raise ValueError(
             f"use_liger_kernel is true, and Liger has no kernels for {config.model_type}; expected a model without memory. "
             "Leave it out."

@@ -282,21 +282,23 @@ def texts_digest(documents: Sequence[str]) -> str:
 
 def _digests(folder: Path, memories: Mapping[str, Any], tokenizer: Any) -> tuple[dict[str, str], dict[str, str]]:
     """Return the SHA-256 of each memory's table in a saved model; and of what else certified texts depend on, by their keys."""
-    tables = {name: _tensors_digest(folder, lambda each, name=name: f"{TABLES}.{name}." in each) for name in memories}
+    of_tables = {name: f"{TABLES}.{name}." for name in memories}
+    of_all = [*of_tables.values(), *(f".{ATTACHED}.{name}." for name in memories)]
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     kept = json.dumps({key: value for key, value in config.items() if key not in _OF_SAVING}, sort_keys=True)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     makes = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    return tables, {
-        "base_sha256": _tensors_digest(folder, lambda each: not any(_is_of(each, name) for name in memories)),
+    return {name: _tensors_digest(folder, [part], True) for name, part in of_tables.items()}, {
+        "base_sha256": _tensors_digest(folder, of_all, False),
         "config_sha256": hashlib.sha256(kept.encode()).hexdigest(),
         "tokenizer_sha256": hashlib.sha256(makes.encode()).hexdigest(),
     }
 
 
-def _tensors_digest(folder: Path, is_read: Callable[[str], bool]) -> str:
+def _tensors_digest(folder: Path, parts: Sequence[str], is_read: bool) -> str:
+    """Return the SHA-256 of the tensors whose names have one of some parts, or none of them."""
     digest = hashlib.sha256()
-    for name, tensor in sorted_tensors(folder, is_read):
+    for name, tensor in sorted_tensors(folder, lambda name: any(part in name for part in parts) is is_read):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

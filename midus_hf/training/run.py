@@ -107,6 +107,7 @@ class TrainingRun:
         with arguments.main_process_first(desc="reading texts"):
             self.texts = self.read_data()
         set_seed(arguments.seed)
+        self.model: Any
         self.model, self.files = load_model(arguments, self.config)
         self.uses_cache = self.model.config.use_cache
         if arguments.adapters is None:

@@ -45,7 +45,6 @@ def test_each_key_that_trl_adds_works_or_is_refused():
         ({"dataset_text_field": "body"}, "dataset_text_field is 'body'; expected 'text': rows are chats"),
         ({"eval_packing": False}, "eval_packing is False; expected None: held-out texts are always packed sequences. Leave it out."),
         ({"padding_free": True}, "padding_free is True; expected False: packing: true leaves padding out, and keeps max_length."),
-        ({"activation_offloading": True, "use_cpu": True}, "activation_offloading is true, and the run computes on the CPU"),
     ],
     ids=str,
 )  # fmt: skip

@@ -51,16 +51,12 @@ class TrainableReport:
         blocks = (
             f"the bank's blocks as texts fetch them, {self.fetched:,} of its {self.blocks:,} parameters by each text"
         )
+        start, total = f"Training {choice}{without}: ", f"{self.total_parameters:,} parameters"
         if self.blocks and not self.parameters:
-            return (
-                f"Training {choice}{without}: {blocks}; the {self.total_parameters:,} parameters beside the bank stay"
-            )
-        blocks = f"; {blocks}" if self.blocks else ""
+            return f"{start}{blocks}; the {total} beside the bank stay"
         layers = f"layers {', '.join(map(str, self.layers))} of {self.num_layers}" if self.layers else "no layer"
-        return (
-            f"Training {choice}{without}: {self.parameters:,} of {self.total_parameters:,} parameters "
-            f"({self.parameters / self.total_parameters:.2%}), in {layers}{blocks}"
-        )
+        share = f"{self.parameters:,} of {total} ({self.parameters / self.total_parameters:.2%})"
+        return f"{start}{share}, in {layers}{f'; {blocks}' if self.blocks else ''}"
 
 
 def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolved:

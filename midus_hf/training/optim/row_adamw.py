@@ -27,8 +27,8 @@ def check_sparse_values(trainer: Any) -> None:
     for is_refused, reason in (
         (
             not _row_readers(trainer.model),
-            "no memory of this model reads few rows of a large table; expected one of type ultramem, chapters or ngram. Leave it "
-            "out.",
+            "no memory of this model reads few rows of a large table; expected one of type ultramem, chapters or ngram. "
+            "Leave it out.",
         ),
         (
             optimizer not in _ROW_OPTIMIZERS,
