@@ -41,11 +41,6 @@ _HEADING = "## Protected texts\n"
 # Keys of a config that change when a model is only saved again.
 _OF_SAVING = ("transformers_version", "_name_or_path")
 
-_OTHER_MEMORY = (
-    "protect needs memories whose rows are the n-grams of a corpus, and {name} ({type}) trains too, which chooses rows by hidden "
-    "states: 20,480 tokens of articles read 99 to 100 % of the rows of a midus-hml bank with n = 64, so nothing is left to learn "
-    "with. Use a model that was upscaled with --method engram --set table=exact."
-)
 _FAULT = "This is a fault of midus_hf: please report it."
 
 
@@ -222,30 +217,26 @@ def _tables_of(model: Any) -> dict[str, torch.Tensor]:
 def _trained_tables(model: Any) -> list[NgramTable]:
     """Return the tables of the memories that train, or refuse a model in which anything else trains than exact tables."""
     memories: Memories | None = model.config.memories() if hasattr(model.config, "memories") else None
-    attached = {} if memories is None else memories.attached
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    names = [name for name in attached if any(_is_of(each, name) for each in trained)]
-    for name in names:
-        options = attached[name].options
-        if not isinstance(options, NgramOptions):
-            raise ValueError(_OTHER_MEMORY.format(name=name, type=options.type))
-        if options.table != "exact" or options.addressing != "content":
-            raise ValueError(
-                f"protect is given, and memory {name!r} has table {options.table!r} and addressing {options.addressing!r}, where "
-                "texts share rows; expected 'exact' and 'content'. Upscale with --set table=exact --set corpus=FOLDER."
-            )
-    others = [each for each in trained if not any(_is_of(each, name) for name in names)]
-    if others or not names:
-        inserted = next(iter(memories.inserted.values()), None) if memories is not None else None
-        if inserted is not None:
-            raise ValueError(_OTHER_MEMORY.format(name="an inserted layer", type=inserted.options.type))
-        raise ValueError(
-            f"protect is given, and {others[0] if others else 'no memory'} trains, which "
-            "every text reads; expected memories of known n-grams alone. Set trainable: new, and use a model that was upscaled with "
-            "--method engram --set table=exact."
-        )
-    assert memories is not None
-    return [table for table in exact_tables(memories, _tables_of(model)) if table.memory in names]
+    tables = [] if memories is None else exact_tables(memories, _tables_of(model))
+    tables = [table for table in tables if any(_is_of(each, table.memory) for each in trained)]
+    others = [each for each in trained if not any(_is_of(each, table.memory) for table in tables)]
+    if tables and not others:
+        return tables
+    what, reason = others[0] if others else "no memory", "which every text reads"
+    for entry in () if memories is None else memories.entries:
+        options = entry.options
+        if not entry.is_attached or any(_is_of(each, entry.name) for each in others):
+            what = f"{entry.name if entry.is_attached else 'an inserted layer'} ({options.type})"
+            reason = "which chooses rows by hidden states, and few texts read nearly all of them"
+            if isinstance(options, NgramOptions):
+                reason = (
+                    f"which has table {options.table!r} and addressing {options.addressing!r}, where texts share rows"
+                )
+    raise ValueError(
+        f"protect is given, and {what} trains, {reason}; expected memories of known n-grams alone. Set trainable: new, and use a "
+        "model that was upscaled with --method engram --set table=exact."
+    )
 
 
 def _take_out(model: Any, table: NgramTable, taken: torch.Tensor) -> int:
