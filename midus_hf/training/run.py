@@ -156,11 +156,6 @@ class TrainingRun:
         self.trainer.add_callback(self.stop)
         self.trainer.add_callback(SaysSteps(self.texts.reads, num_sequences, least_steps))
 
-    def read_texts(self) -> Any:
-        arguments = self.arguments
-        named = {"split": arguments.corpus_split, "name": arguments.corpus_name}
-        return read_corpus(arguments.corpus, text_column=arguments.text_column, **named)
-
     def read_data(self) -> RunTexts:
         """Return the corpus and held-out texts as sequences."""
         banks: dict[str, BankLayout] = self.config.memories().banks if isinstance(self.config, MemoryConfig) else {}
@@ -168,7 +163,9 @@ class TrainingRun:
             from midus_hf.topics.tree_files import folder_of_tree
 
             banks = grown_layouts(banks, folder_of_tree(Path(self.arguments.tree).expanduser()))
-        packed, tree = self._sequences("corpus", self.read_texts(), banks)
+        named = {"split": self.arguments.corpus_split, "name": self.arguments.corpus_name}
+        rows = read_corpus(self.arguments.corpus, text_column=self.arguments.text_column, **named)
+        packed, tree = self._sequences("corpus", rows, banks)
         held_out = self.read_held_out(lambda key, rows: self._sequences(key, rows, banks)[0])
         return RunTexts(packed.sequences, held_out, f"corpus: {packed.phrase(self.length)}", tree)
 

@@ -42,12 +42,9 @@ class SftRun(TrainingRun):
 
     length_key = "max_length"
 
-    def read_texts(self) -> Any:
-        return read_chats(self.arguments, self.tokenizer)
-
     def read_data(self) -> RunTexts:
         arguments = self.arguments
-        chats = self.read_texts()
+        chats = read_chats(arguments, self.tokenizer)
         if arguments.completion_only_loss and "completion" not in chats.column_names:
             raise ValueError(
                 f"completion_only_loss is true, and dataset_name is {arguments.dataset_name!r}, whose rows have no completion; "
