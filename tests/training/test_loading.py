@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from importlib.util import find_spec
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -117,3 +118,10 @@ def test_positions_are_those_that_the_config_says():
 
 def test_a_model_without_positions_has_no_longest_sequence():
     check_sequence_length("sequence_length", 1_000_000, MambaConfig())
+
+
+@pytest.mark.skipif(any(map(find_spec, ("flash_attn", "kernels"))), reason="it may be had here")
+def test_an_attention_whose_package_is_absent_is_refused_before_anything_is_written(config_for, tmp_path):
+    with refused("expected the folder or Hub id of a language model: .*FlashAttention2"):
+        train(config_for(attn_implementation="flash_attention_2"))
+    assert not (tmp_path / "out").exists()
