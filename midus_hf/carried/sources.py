@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 # Decorators that enter a definition in a table that does not travel.
-_MARKS = re.compile(r"^@register_(larger_)?family\n", flags=re.MULTILINE)
+_MARKS = re.compile(r"^@register_(composite_)?family\n", flags=re.MULTILINE)
 
 
 class Name(NamedTuple):

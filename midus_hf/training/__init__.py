@@ -6,24 +6,20 @@ Each name is imported on first use: preparing a model for another trainer needs 
 import importlib
 from typing import Any
 
-_MODULE_OF = {
-    "MemoryArguments": "arguments",
-    "MemoryTrainer": "trainer",
-    "Rates": "optim.rates",
-    "RunInterrupted": "callbacks",
-    "TrainArguments": "arguments",
-    "TrainResult": "run",
-    "TrainableReport": "optim.freezing",
-    "TrainsMemory": "trainer",
-    "group_schedules": "optim.parameter_groups",
-    "load_checkpoint": "checkpoints",
-    "lora_config": "adapters",
-    "parameter_groups": "optim.parameter_groups",
-    "set_trainable": "optim.freezing",
-    "train": "run",
+_NAMES = {
+    "adapters": ("lora_config",),
+    "arguments": ("MemoryArguments", "TrainArguments"),
+    "callbacks": ("RunInterrupted",),
+    "checkpoints": ("load_checkpoint",),
+    "optim.freezing": ("TrainableReport", "set_trainable"),
+    "optim.parameter_groups": ("group_schedules", "parameter_groups"),
+    "optim.rates": ("Rates",),
+    "run": ("TrainResult", "train"),
+    "trainer": ("MemoryTrainer", "TrainsMemory"),
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = list(_MODULE_OF)
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

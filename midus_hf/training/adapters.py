@@ -59,11 +59,7 @@ def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **
 
 
 def read_adapters(options: Mapping[str, Any]) -> tuple[LoraConfig, bool]:
-    """Return the `LoraConfig` of the key `adapters`, and whether what is new in the model trains whole beside the adapters.
-
-    Raises:
-        ValueError: If `layers` or a key of `LoraConfig` is unknown or wrong.
-    """
+    """Return the `LoraConfig` of the key `adapters`, and whether what is new in the model trains whole beside the adapters."""
     layers = options.get("layers", "base")
     if layers not in ("base", "all"):
         raise ValueError(
@@ -75,11 +71,7 @@ def read_adapters(options: Mapping[str, Any]) -> tuple[LoraConfig, bool]:
 
 
 def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[PeftModel, str]:
-    """Put adapters by the key `adapters` on a model from `from_pretrained`; return it wrapped, and a sentence on what trains.
-
-    Raises:
-        ValueError: If PEFT refuses the adapters, they could not be merged at the end, or nothing would train.
-    """
+    """Put adapters by the key `adapters` on a model from `from_pretrained`; return it wrapped, and a sentence on what trains."""
     config, trains_new = read_adapters(options)
     new = list(new_modules(model)) if trains_new else []
     config.modules_to_save = [*new, *(config.modules_to_save or [])] or None
@@ -92,7 +84,15 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[Pe
                 tuners_utils._check_lora_target_modules_mamba(config, cast(Any, native), name.rpartition(".")[2])
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"adapters cannot be put on this model: {error}") from error
-    _check_merge(adapted)
+    for name, module in adapted.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            try:  # on a copy: aLoRA cannot be merged, nor DoRA of rows of zeros, which new layers have
+                copy.deepcopy(module).merge(safe_merge=True)
+            except (ValueError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+                raise ValueError(
+                    f"adapters of {name.removeprefix('base_model.model.')} could not be merged at the end: {error} Change the "
+                    "keys of adapters, or leave the module out of target_modules or layers_to_transform."
+                ) from error
     banks: Banks | None = getattr(model, "banks", None)
     if banks is not None:
         banks.trainable = trains_new
@@ -107,16 +107,3 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[Pe
         f"{training:,} of {total:,} parameters ({training / total:.2%})"
         f"{f'; and the blocks of the bank, {blocks:,} parameters, as texts fetch them' if blocks else ''}"
     )
-
-
-def _check_merge(adapted: PeftModel) -> None:
-    """Check that adapters can be merged at the end, on copies: aLoRA cannot, nor DoRA of rows of zeros, which new layers have."""
-    for name, module in adapted.named_modules():
-        if isinstance(module, BaseTunerLayer):
-            try:
-                copy.deepcopy(module).merge(safe_merge=True)
-            except (ValueError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
-                raise ValueError(
-                    f"adapters of {name.removeprefix('base_model.model.')} could not be merged at the end: {error} Change the "
-                    "keys of adapters, or leave the module out of target_modules or layers_to_transform."
-                ) from error

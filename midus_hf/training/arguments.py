@@ -2,26 +2,20 @@
 
 import dataclasses
 import os
+import re
 import sys
-from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
-from transformers import SchedulerType, TrainingArguments
-from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy
-from transformers.training_args import OptimizerNames
+from transformers import TrainingArguments
 
 from midus_hf.config.declared_tensors import TrainedRole
-from midus_hf.config.wording import one_of
 from midus_hf.files.secrets import for_record
-from midus_hf.training.early_checks import check_data, check_packages, sources_of
+from midus_hf.training.early_checks import check_data, sources_of
 from midus_hf.training.optim.rates import Rates
 
 # Type of the key `trainable`.
 Trainable = Literal["auto", "new", "all"] | list[int | TrainedRole]
-
-# Value of `resume_from_checkpoint` that resumes a run if there is a whole checkpoint, and otherwise starts it.
-AUTO = "auto"
 
 # How `HfArgumentParser` reads a flag that may stand without a value.
 _FLAG = {"nargs": "?", "const": True}
@@ -103,14 +97,24 @@ class MemoryArguments(Rates):
         for name, value in vars(self).items():
             if type(value) is str and value.startswith("~/"):
                 setattr(self, name, os.path.expanduser(value))
-        self._follow_steps()
+        # Strategies that are not given follow from the steps that are.
+        if self.save_strategy is None:
+            self.save_strategy = "no" if self.save_steps is None else "steps"
+        self.save_steps = 500 if self.save_steps is None else self.save_steps
+        if self.eval_strategy is None:
+            unsaid = "no" if self.eval_text is None else "epoch"
+            self.eval_strategy = unsaid if self.eval_steps is None else "steps"
+        if getattr(self, "disable_tqdm", None) is None:
+            self.disable_tqdm = not sys.stderr.isatty()
+        self.use_cpu = getattr(self, "use_cpu", False) or not torch.accelerator.is_available()
         # Whether a run in float32 was not asked for, which it says when it starts.
         self.lacks_bf16 = False
         # Steps for which a run may raise `num_train_epochs`, which nobody gave; 0 if it may not.
         self.least_steps = 0
         if self.bf16 is None:
-            self.bf16 = not getattr(self, "fp16", False) and computes_bfloat16(getattr(self, "use_cpu", False))
-            self.lacks_bf16 = not self.bf16 and not getattr(self, "fp16", False)
+            has_fp16 = getattr(self, "fp16", False)
+            self.bf16 = not has_fp16 and computes_bfloat16(self.use_cpu)
+            self.lacks_bf16 = not self.bf16 and not has_fp16
         if not hasattr(TrainingArguments, "activation_checkpointing") and self.activation_checkpointing is not None:
             # The name before Transformers 5.24.
             self.gradient_checkpointing = self.activation_checkpointing
@@ -119,77 +123,56 @@ class MemoryArguments(Rates):
             self.protect = [self.protect]
         Rates.__post_init__(self)
         self._check_keys()
+        if self.config_name is not None and self.trainable == "auto":
+            self.trainable = "all"
         # A loss that is not finite ends the run, so the log must not leave it out of its means.
         self.logging_nan_inf_filter = False
         super_init = getattr(super(Rates, self), "__post_init__", None)
         if super_init is not None:
             super_init()
 
-    def _follow_steps(self) -> None:
-        """Let strategies that are not given follow from the steps that are."""
-        if self.save_strategy is None:
-            self.save_strategy = "no" if self.save_steps is None else "steps"
-        self.save_steps = 500 if self.save_steps is None else self.save_steps
-        if self.eval_strategy is None:
-            self.eval_strategy = (
-                "steps" if self.eval_steps is not None else "no" if self.eval_text is None else "epoch"
-            )
-        if getattr(self, "disable_tqdm", None) is None:
-            self.disable_tqdm = not sys.stderr.isatty()
-        self.use_cpu = getattr(self, "use_cpu", False) or not torch.accelerator.is_available()
-
     def _check_keys(self) -> None:
-        """Refuse keys out of their range, or that contradict others; let a new model train whole by default."""
-        check_packages(vars(self))
-        for name, kind in _NAMED.items():
-            value, names = getattr(self, name, None), [each.value for each in kind]
-            if value is not None and getattr(value, "value", value) not in names:
-                raise ValueError(f"{name} is {value!r}. {one_of(names)} Correct it, or leave it out.")
-        for name in _BATCH_KEYS:
-            value = getattr(self, name, None)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1.")
-        if getattr(self, "max_steps", -1) == 0 or self.num_train_epochs <= 0:
-            key = "num_train_epochs" if self.num_train_epochs <= 0 else "max_steps"
+        """Refuse keys out of their range, or that contradict others."""
+        optim, targets = getattr(self, "optim", None), getattr(self, "optim_target_modules", None)
+        if targets is not None or _OWN_GROUPS.fullmatch(str(getattr(optim, "value", optim))):
+            key, value = ("optim", optim) if targets is None else ("optim_target_modules", targets)
             raise ValueError(
-                f"{key} is {getattr(self, key)}, with which nothing trains; expected more than 0. Leave it out, or give max_steps."
+                f"{key} is {value!r}, for an optimizer that chooses its parameters itself, where a run makes the groups; expected "
+                "one such as adamw_torch. Leave it out."
             )
-        if not 0 <= self.generic_share <= 1:
-            raise ValueError(f"generic_share is {self.generic_share}; expected a share from 0 to 1.")
-        roles = get_args(TrainedRole)
-        for part in self.frozen:
-            if part not in roles:
-                raise ValueError(f"frozen is {self.frozen}; expected roles of memory tensors: {', '.join(roles)}.")
-        if not isinstance(self.trainable, list) and self.trainable not in ("auto", "new", "all"):
-            raise ValueError(
-                f"trainable is {self.trainable!r}; expected 'auto', 'new', 'all', or a list such as [3, 7]."
-            )
-        if isinstance(self.adapters, str):
-            raise ValueError(f'adapters is {self.adapters!r}; expected a mapping, such as {{"r": 16}}.')
+        roles, sizes = get_args(TrainedRole), [(name, getattr(self, name, None)) for name in _BATCH_KEYS]
+        is_choice = isinstance(self.trainable, list) or self.trainable in ("auto", "new", "all")
+        for key, is_wrong, expected in (
+            *((name, size is not None and size < 1, "at least 1") for name, size in sizes),
+            ("max_steps", getattr(self, "max_steps", -1) == 0, "more than 0, or -1 for num_train_epochs"),
+            ("num_train_epochs", self.num_train_epochs <= 0, "more than 0"),
+            ("generic_share", not 0 <= self.generic_share <= 1, "a share from 0 to 1"),
+            ("frozen", not set(self.frozen) <= set(roles), f"roles of memory tensors: {', '.join(roles)}"),
+            ("trainable", not is_choice, "'auto', 'new', 'all', or a list such as [3, 7]"),
+            ("adapters", isinstance(self.adapters, str), 'a mapping, such as {"r": 16}'),
+        ):
+            if is_wrong:
+                raise ValueError(f"{key} is {getattr(self, key)!r}; expected {expected}.")
         if self.adapters is not None:
-            for other, free in (("trainable", "auto"), ("frozen", []), ("protect", None)):
+            for other, free in (("trainable", "auto"), ("frozen", []), ("protect", None), ("config_name", None)):
                 if getattr(self, other) != free:
                     raise ValueError(
                         f"adapters is set and {other} is {getattr(self, other)!r}; with adapters, only adapters and new parts "
-                        f"of the model train. Leave adapters out, or set {other}={free}."
+                        f"of a trained model train. Leave adapters out, or set {other}={free}."
                     )
-        is_saved = self.model_name_or_path is not None
-        is_named = (
-            is_saved or self.config_name is not None or self.tokenizer_name is not None
-        )  # scripts bring their own model
-        if is_named and (is_saved == (self.config_name is not None) or is_saved == (self.tokenizer_name is not None)):
+        saved, made_from, tokenizer = self.model_name_or_path, self.config_name, self.tokenizer_name
+        given = [each is not None for each in (saved, made_from, tokenizer)]
+        if given not in ([True, False, False], [False, True, True]) and any(given):  # scripts bring their own model
             raise ValueError(
-                f"model_name_or_path is {self.model_name_or_path!r}, config_name {self.config_name!r} and tokenizer_name "
-                f"{self.tokenizer_name!r}; expected the first alone, for a saved model with its own tokenizer, or the other two, for "
-                "a model that is trained from the beginning."
+                f"model_name_or_path is {saved!r}, config_name {made_from!r} and tokenizer_name {tokenizer!r}; expected the first "
+                "alone, for a saved model with its own tokenizer, or the other two, for a model that is trained from the beginning."
             )
-        if self.config_name is not None and self.adapters is not None:
-            raise ValueError(
-                f"adapters is set and config_name is {self.config_name!r}; adapters are for weights that are trained already. "
-                "Give model_name_or_path, or leave them out."
-            )
-        if self.config_name is not None and self.trainable == "auto":
-            self.trainable = "all"
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Number of sequences of a step in all processes together."""
+        arguments: Any = self
+        return arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
 
     @property
     def eval_texts(self) -> dict[str, str]:
@@ -242,32 +225,16 @@ class MemoryArguments(Rates):
         return copied
 
 
-# Keys whose values are names, of which Transformers does not say the key.
-_NAMED: dict[str, Any] = {
-    "eval_strategy": IntervalStrategy,
-    "hub_strategy": HubStrategy,
-    "logging_strategy": IntervalStrategy,
-    "lr_scheduler_type": SchedulerType,
-    "optim": OptimizerNames,
-    "save_strategy": SaveStrategy,
-}
+# Optimizers that choose the parameters of their groups themselves.
+_OWN_GROUPS = re.compile(r"(galore|apollo)_.*|(ada)?lomo")
 
 # Keys of the size of batches. Transformers takes 0 and fails when it first reads data.
 _BATCH_KEYS = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 
 # Keys that Transformers sets from others, or from the launcher.
-_DERIVED = frozenset(
-    {
-        "accelerator_config",
-        "parallelism_config",
-        "local_rank",
-        "debug",
-        "do_eval",
-        "disable_tqdm",
-        "include_num_input_tokens_seen",
-        "dataloader_pin_memory",
-    }
-    | {"use_cpu", "gradient_checkpointing_kwargs", "gradient_checkpointing", "logging_nan_inf_filter", "report_to"}
+_DERIVED = set(
+    "accelerator_config parallelism_config local_rank debug do_eval disable_tqdm use_cpu report_to include_num_input_tokens_seen "
+    "dataloader_pin_memory logging_nan_inf_filter gradient_checkpointing gradient_checkpointing_kwargs".split()
 )
 
 
@@ -319,16 +286,10 @@ class TrainArguments(MemoryArguments, TrainingArguments):
 
 
 def computes_bfloat16(use_cpu: bool = False) -> bool:
-    """Return whether the device of a run has instructions for bfloat16.
-
-    A CPU without them emulates bfloat16, about nine times slower than float32.
-
-    Args:
-        use_cpu: Whether the run uses the CPU although there is an accelerator. Default: false.
-    """
+    """Return whether a run's device has instructions for bfloat16; a CPU without them emulates it, nine times slower than float32."""
     if torch.cuda.is_available() and not use_cpu:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if torch.accelerator.is_available() and not use_cpu:
         return True
-    able: Mapping[str, Any] = torch.cpu.get_capabilities()
+    able = torch.cpu.get_capabilities()
     return any(able.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))

@@ -15,7 +15,6 @@ from midus_hf.config.fetched_blocks import TREE_FILES
 from midus_hf.files.checkpoint_files import BLOCK_STATES
 from midus_hf.files.json_text import parse_json
 from midus_hf.memories.hierarchical.fetching import IDS
-from midus_hf.models.host import MemoryModel
 from midus_hf.training.optim.parameter_groups import BLOCKS_GROUP, banks_of
 
 
@@ -23,16 +22,9 @@ class Blocks:
     """Training of fetched blocks, for any kind of Trainer: blocks get gradients and separate AdamW moments.
 
     If several processes train, each averages the gradients over all processes before a step, so that blocks which only
-    some processes fetched stay equal in all.
-
-    Args:
-        generic_share: Share of sequences that fetch the blocks of the generic memory instead of the blocks of their
-            path (hierarchical memories, section 4). The choice follows from the seed and from the index of a sequence
-            among all sequences of the run, so the choice differs between epochs, and is the same when a run is resumed.
-            Default: 0.
-
-    Raises:
-        ValueError: If blocks train while parameters are sharded, gradients are scaled for float16, or no AdamW is there.
+    some processes fetched stay equal in all. A share of the sequences, `generic_share`, fetches the blocks of the generic memory
+    instead of those of its path (hierarchical memories, section 4), by the seed and the index of a sequence among all of the run:
+    the choice differs between epochs, and is the same when a run is resumed.
     """
 
     def __init__(self, trainer: Any, generic_share: float = 0.0):
@@ -46,14 +38,12 @@ class Blocks:
             )
         if banks:
             optimizer, _ = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(trainer.args)
-            if trainer.optimizer is not None or not {"betas", "eps"} <= inspect.signature(optimizer).parameters.keys():
-                given = (
-                    "a Trainer with an optimizer of its own" if trainer.optimizer is not None else optimizer.__name__
-                )
+            given = None if {"betas", "eps"} <= inspect.signature(optimizer).parameters.keys() else optimizer.__name__
+            if given or trainer.optimizer is not None:
                 raise ValueError(
-                    f"blocks of a memory bank train, by AdamW with the betas and eps of the run's optimizer, which {given} does not "
-                    "give; expected an optimizer such as optim: adamw_torch. Or freeze the blocks: trainable: [3, 7] trains layers "
-                    "alone."
+                    "blocks of a memory bank train, by AdamW with the betas and eps of the run's optimizer, which "
+                    f"{given or 'a Trainer with an optimizer of its own'} does not give; expected an optimizer such as optim: "
+                    "adamw_torch. Or freeze the blocks: trainable: [3, 7] trains layers alone."
                 )
         self.banks: list[TrainedBank] = [trained for bank in banks for trained in train_blocks(bank).values()]
         self._are_averaged = False
@@ -62,25 +52,19 @@ class Blocks:
             trainer.accelerator.prepare_model = partial(trainer.accelerator.prepare_model, evaluation_mode=True)
 
     def begin_pass(self, inputs: dict[str, Any] | list[Any]) -> None:
-        """Decide which sequences of a training pass fetch the blocks of the generic memory.
-
-        Raises:
-            ValueError: If blocks train, and the inputs are examples to generate from, as in TRL's GRPOTrainer.
-        """
+        """Decide which sequences of a training pass fetch the blocks of the generic memory."""
         if isinstance(inputs, list):
             if self.banks:
                 raise ValueError(
                     "blocks of a memory bank train, and this trainer generates its texts, for which it fetches none; expected a "
                     "trainer whose batches have memory_ids. Or freeze the blocks: set_trainable(model, [3, 7]) trains layers alone."
                 )
-            return
-        if IDS in inputs:
+        elif IDS in inputs:
             args, step, paths = self._trainer.args, self._trainer.state.global_step, inputs[IDS]
             self._pass = (step, self._pass[1] + 1 if self._pass[0] == step else 0)
-            pass_index = (
-                step * args.gradient_accumulation_steps + self._pass[1]
-            ) * args.world_size + args.process_index
-            is_generic = draw_generic(args.seed, pass_index * args.train_batch_size, len(paths), self.generic_share)
+            passes = step * args.gradient_accumulation_steps + self._pass[1]
+            first = (passes * args.world_size + args.process_index) * args.train_batch_size
+            is_generic = draw_generic(args.seed, first, len(paths), self.generic_share)
             inputs[IDS] = paths.masked_fill(is_generic[:, None].to(paths.device), GENERIC)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -108,12 +92,10 @@ class Blocks:
         self._are_averaged = False
 
     def save(self, checkpoint: Path) -> None:
-        """Save the blocks and their moments beside the optimizer's state."""
         for number, bank in enumerate(self.banks):
             bank.save_state(checkpoint / BLOCK_STATES / str(number))
 
     def load(self, checkpoint: Path) -> None:
-        """Load the blocks of a checkpoint, which belong to the model like its weights."""
         for number, bank in enumerate(self.banks):
             bank.load_state(checkpoint / BLOCK_STATES / str(number))
 
@@ -140,21 +122,13 @@ def growth_of(folder: Path | None) -> dict[str, Any]:
 
 
 def draw_generic(seed: int, first: int, count: int, share: float) -> torch.Tensor:
-    """Draw which of several consecutive sequences of a run fetch the generic memory, `[count]`, bool.
-
-    The first of them has the index `first` among all sequences of the run, from 0.
-    """
+    """Draw which of consecutive sequences of a run, from index `first`, fetch the generic memory, `[count]`, bool."""
     drawn = [np.random.default_rng([seed, number]).random() < share for number in range(first, first + count)]
     return torch.tensor(drawn, dtype=torch.bool)
 
 
 def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
-    """Check that a model's banks belong to the tree of a run, a folder or what the corpus names, and save trained banks with it.
-
-    Raises:
-        ValueError: If the two are different trees, the tree cannot be read or has another shape than a bank, or a bank was
-            trained with another tree.
-    """
+    """Check that a model's banks belong to the tree of a run, a folder or what the corpus names, and save trained banks with it."""
     fingerprint, folder, shape = corpus_tree, None, None
     if tree is not None:
         from midus_hf.topics.tree import ClusterTree, folder_of_tree
@@ -168,15 +142,14 @@ def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
         fingerprint, shape = loaded.fingerprint, (loaded.levels, loaded.branching)
         folder = folder_of_tree(Path(tree).expanduser())
     remedy = "Assign texts by the tree of the model, or train a model whose bank was not trained yet."
-    for module in model.modules():
-        if isinstance(module, MemoryModel) and module.own_banks and module.own_banks.are_open:
-            banks = module.own_banks
-            for name, layout in banks.layouts.items():
-                own = (layout.num_levels, layout.blocks.branching)
-                if shape not in (None, own):
-                    raise ValueError(
-                        f"tree {str(folder)!r} has {shape[0]} levels of {shape[1]}, and memory {name!r} fetches blocks by a tree "
-                        f"of {own[0]} levels of {own[1]}; expected one tree. Build one of this shape."
-                    )
+    for banks in banks_of(model):
+        for name, layout in banks.layouts.items() if banks.are_open else ():
+            own = (layout.num_levels, layout.blocks.branching)
+            if shape not in (None, own):
+                raise ValueError(
+                    f"tree {str(folder)!r} has {shape[0]} levels of {shape[1]}, and memory {name!r} fetches blocks by a tree "
+                    f"of {own[0]} levels of {own[1]}; expected one tree. Build one of this shape."
+                )
+        if banks.are_open:
             check_tree(banks, fingerprint, "the corpus", remedy, **growth_of(folder))
             banks.tree = (fingerprint, folder)

@@ -6,10 +6,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from midus_hf.topics.corpus import say
 
@@ -29,22 +29,16 @@ class RunInterrupted(KeyboardInterrupt):
 
 
 class SaysSteps(TrainerCallback):
-    """Callback that says before the first step what a run reads and in how many steps, and whether these are few.
-
-    Args:
-        reads: What the run reads, for the line.
-        num_sequences: Number of sequences that it trains on.
-        least_steps: Steps for which the number of epochs was chosen. Default: 0, it was given.
-    """
+    """Says before the first step what a run reads, in how many steps, and whether these are few."""
 
     def __init__(self, reads: str, num_sequences: int, least_steps: int = 0):
         self.reads, self.num_sequences, self.least_steps = reads, num_sequences, least_steps
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if args.process_index != 0:
             return
-        steps, sequences = state.max_steps, args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        times = steps * sequences / self.num_sequences
+        steps = state.max_steps
+        times = steps * args.sequences_per_step / self.num_sequences
         how_often = f"{times:.3g} times each" if times >= 1 else f"{times:.0%} of the sequences"
         chosen = (
             f"; num_train_epochs={args.num_train_epochs:g}, for {self.least_steps} steps" if self.least_steps else ""
@@ -61,42 +55,33 @@ class SaysSteps(TrainerCallback):
 class StopInOrder(TrainerCallback):
     """Callback that notes SIGINT and SIGTERM inside its context, and ends training, with a checkpoint, after the step.
 
-    All processes end training in the same step. A signal during the last step, or after it, changes nothing. A second
-    signal acts at once. Outside the main thread, where Python handles no signals, no signal is noted.
-
-    The callback also logs in steps and at ends of epochs that are saved or measured, and in the last step: a logged loss
-    is the mean since the previous event, so a resumed run logs the same losses as an uninterrupted run.
-
-    Args:
-        largest: Returns the largest of the numbers with which the processes call it.
+    All processes end training in the same step, since `largest` returns the largest of the numbers with which they call it. A signal
+    during the last step, or after it, changes nothing; a second one acts at once. Outside the main thread, where Python handles no
+    signals, none is noted. The callback also logs in steps and at ends of epochs that are saved or measured, and in the last step: a
+    logged loss is the mean since the previous event, so a resumed run logs the same losses as an uninterrupted run.
     """
 
     def __init__(self, largest: Callable[[int], int]):
         self.largest = largest
-        # The signal for which all processes have stopped; 0 if there was none.
-        self.signal_number = 0
+        self.signal_number = 0  # for which all processes have stopped; 0 if there was none
         self._noted, self._noted_at = 0, 0.0
         self._handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> "StopInOrder":
+    def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
             # A signal that the process ignores, as under nohup, stays ignored.
             handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
             self._handlers = {number: signal.signal(number, self._note) for number in handled}
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def release(self) -> None:
-        """Let signals act at once again."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         noted = self.largest(self._noted)
         if noted and state.global_step < state.max_steps and not control.should_training_stop:
             self.signal_number = noted
@@ -104,7 +89,7 @@ class StopInOrder(TrainerCallback):
         if control.should_save or control.should_evaluate or 0 < state.max_steps <= state.global_step:
             control.should_log = True
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.signal_number:  # training that stops ends the epoch, which would measure all held-out texts first
             control.should_evaluate = control.should_save = False
         if control.should_save or control.should_evaluate:

@@ -52,22 +52,17 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike) -> None:
         )
     tensors = dict(saved_tensors(model))
     with safe_open(path, "pt") as file:
-        saved = set(file.keys())
-        for names, relation in ((tensors.keys() - saved, "lacks"), (saved - tensors.keys(), "also has")):
-            if names:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        for name in sorted(tensors.keys() | shapes.keys()):
+            relation = "lacks" if name not in shapes else "also has" if name not in tensors else "has another shape of"
+            if name not in tensors or shapes.get(name) != tuple(tensors[name].shape):
                 raise ValueError(
-                    f"{path} {relation} {min(names)}, so other tensors trained in its run than in this model; resume with the same "
-                    "model and the same keys."
+                    f"{path} {relation} {name}, so other tensors trained in its run than in this model; resume with the same model "
+                    "and the same keys."
                 )
         with torch.no_grad():
             for name, tensor in tensors.items():
-                value = file.get_tensor(name)
-                if value.shape != tensor.shape:
-                    raise ValueError(
-                        f"{path} holds {name} of shape {tuple(value.shape)}, and the model has {tuple(tensor.shape)}; resume with "
-                        "the same model."
-                    )
-                tensor.copy_(value)
+                tensor.copy_(file.get_tensor(name))
 
 
 def checkpoints_in(output: str | os.PathLike) -> dict[int, Path]:
@@ -86,28 +81,24 @@ def damage_of(checkpoint: Path) -> str | None:
 
     Names and sizes of all files are compared before any file is read. Files that the manifest does not name are ignored.
     """
+    name = MANIFEST_FILE
     try:
         manifest = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return "it was not written to its end"
-    except (OSError, ValueError, RecursionError):
-        return f"its {MANIFEST_FILE} is damaged"
-    if not isinstance(manifest, dict) or TRAINER_STATE not in manifest:
-        return f"its {MANIFEST_FILE} is damaged"
-    name = ""
-    try:
-        for name, entry in manifest.items():
-            size = (checkpoint / name).stat().st_size
-            if size != entry["bytes"]:
-                return f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
-        for name, entry in manifest.items():
-            if _sha256(checkpoint / name) != entry["sha256"]:
+        entries = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
+        if TRAINER_STATE not in entries:
+            return f"its {MANIFEST_FILE} is damaged"
+        for name, (size, _) in entries.items():
+            own = (checkpoint / name).stat().st_size
+            if own != size:
+                return f"{name} has {own:,} bytes instead of {size:,}"
+        for name, (_, digest) in entries.items():
+            if _sha256(checkpoint / name) != digest:
                 return f"{name} does not have the contents that were written"
     except FileNotFoundError:
-        return f"{name} is missing"
+        return "it was not written to its end" if name == MANIFEST_FILE else f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read: {error.strerror or error}"
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return f"its {MANIFEST_FILE} is damaged"
     return None
 
@@ -133,11 +124,7 @@ def latest_whole(output: str | os.PathLike) -> Path | None:
 
 
 def resumed_checkpoint(output: str | os.PathLike, resume: bool | str | None) -> Path | None:
-    """Return the checkpoint that `resume_from_checkpoint` means; None for a run that starts.
-
-    Raises:
-        ValueError: If the checkpoint that is named is not whole, or none is whole.
-    """
+    """Return the checkpoint that `resume_from_checkpoint` means; None for a run that starts."""
     if not resume:
         return None
     if isinstance(resume, str) and resume != "auto":
@@ -166,14 +153,10 @@ def remove_checkpoint(checkpoint: Path) -> None:
 
 
 def finish_checkpoint(checkpoint: Path) -> None:
-    """Write the manifest that makes a checkpoint whole, after all of its other files.
-
-    The manifest holds `{"bytes": ..., "sha256": ...}` of each file by its path in the checkpoint, with `/` between the parts.
-    """
-    contents = sorted(checkpoint.rglob("*"))
+    """Write the manifest that makes a checkpoint whole, after all of its other files, with the size and digest of each."""
     manifest = {
         path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in contents
+        for path in sorted(checkpoint.rglob("*"))
         if path.is_file()
     }
     with whole_file(checkpoint / MANIFEST_FILE) as partial:

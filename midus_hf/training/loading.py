@@ -24,15 +24,11 @@ from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import check_whole, load_tokenizer, refusing
 from midus_hf.saved_models import load_model as load_saved
 from midus_hf.training.arguments import MemoryArguments
-from midus_hf.training.saving import new_card, readable_card, source_of
+from midus_hf.training.saving import new_card
 
 
 def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
-    """Load the config of a run's model, and check what can be checked without weights.
-
-    Raises:
-        ValueError: If the config cannot be read, or lacks what a key needs.
-    """
+    """Load the config of a run's model, and check what can be checked without weights."""
     source = arguments.model_name_or_path or arguments.config_name
     if source is None:
         raise ValueError("model_name_or_path is None; expected the folder or Hub id of the model to train.")
@@ -78,14 +74,11 @@ def check_sequence_length(key: str, sequence_length: int, config: PreTrainedConf
 
 
 def tokenizer_of(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that is saved with the model, or that the arguments name, or raise `ValueError`."""
     source = arguments.model_name_or_path or arguments.tokenizer_name
     assert source is not None, "a config is named with a tokenizer"
-    message = (
-        f"tokenizer_name is {source!r}; expected the folder or Hub id of a tokenizer"
-        if arguments.model_name_or_path is None
-        else f"model_name_or_path is {source!r}, which has no tokenizer that loads"
-    )
+    message = f"tokenizer_name is {source!r}; expected the folder or Hub id of a tokenizer"
+    if arguments.model_name_or_path is not None:
+        message = f"model_name_or_path is {source!r}, which has no tokenizer that loads"
     with refusing(message, OSError, ValueError):
         return load_tokenizer(source)
 
@@ -116,15 +109,14 @@ def _accompanying_files(model: str) -> dict[str, bytes]:
         except (HfHubHTTPError, OSError):
             return {}
     paths = sorted(path for pattern in ACCOMPANYING for path in folder.glob(pattern) if path.is_file())
-    files = {path.name: path.read_bytes() for path in paths}
-    return files if CARD_FILE not in files else {**files, CARD_FILE: readable_card(files[CARD_FILE])}
+    return {path.name: path.read_bytes() for path in paths}
 
 
 def _expected(arguments: MemoryArguments) -> str:
     """Return the beginning of messages about a model that cannot be loaded or made."""
-    is_made = arguments.model_name_or_path is None
-    what = "file, folder or Hub id of a language model's config" if is_made else "folder or Hub id of a language model"
-    return f"{source_of(arguments)}; expected the {what}"
+    if arguments.model_name_or_path is None:
+        return f"config_name is {arguments.config_name!r}; expected the file, folder or Hub id of a language model's config"
+    return f"model_name_or_path is {arguments.model_name_or_path!r}; expected the folder or Hub id of a language model"
 
 
 @contextlib.contextmanager

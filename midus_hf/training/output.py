@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from accelerate.utils import broadcast_object_list
 from midus_hf.files.checkpoint_files import CONFIG_FILE, RUN_CONFIG
 from midus_hf.files.outputs import alone_in, whole_file
 from midus_hf.files.secrets import for_record
-from midus_hf.training.arguments import AUTO
-from midus_hf.training.checkpoints import latest_whole, resumed_checkpoint
+from midus_hf.training.checkpoints import resumed_checkpoint
 from midus_hf.training.early_checks import check_folder, holds_files
 
 # Keys that may change when a run is resumed, because they do not change what is computed.
@@ -30,42 +28,37 @@ def open_output(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
     """Check that a run may write its output, lock and begin it in the main process, and return the checkpoint to resume from.
 
     To close `opened` gives the output free, and takes it away if it holds nothing but the record of the run.
-
-    Raises:
-        ValueError: If the output cannot be written, is being written, holds files and is not resumed, or holds an input or
-            lies in one; if there is no whole checkpoint to resume from, or a key that changes the run differs from it.
     """
-    output = Path(arguments.output_dir)
-
-    def open_here() -> Path | None:
-        check_folder(output, arguments.sources())
-        busy = f"output_dir {str(output)!r} is being written by another run. Wait for it, or choose another folder."
-        with contextlib.ExitStack() as opening:
-            opening.enter_context(alone_in(output, ValueError(busy)))
-            opening.callback(_take_back, output)
-            checkpoint = _checkpoint_to_resume(output, arguments.resume_from_checkpoint)
-            if checkpoint is not None:
-                _check_same_run(arguments, checkpoint)
-            record_arguments(arguments)
-            opened.push(opening.pop_all())
-        return checkpoint
-
-    return by_main_process(arguments, open_here)
-
-
-def by_main_process(arguments: Any, make: Callable[[], Any]) -> Any:
-    """Return in all processes what a function returns in the main process, or raise in all the `ValueError` that it raises."""
-    outcome: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]  # what the main process returns or refuses, in all processes
     if arguments.process_index == 0:
         try:
-            outcome[0] = make()
+            outcome[0] = _open_here(arguments, opened)
         except ValueError as error:
             outcome[1] = str(error)
     broadcast_object_list(outcome)
-    made, refusal = outcome
+    checkpoint, refusal = outcome
     if refusal is not None:
         raise ValueError(refusal)
-    return made
+    return checkpoint
+
+
+def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
+    output, resume = Path(arguments.output_dir), arguments.resume_from_checkpoint
+    check_folder(output, arguments.sources())
+    busy = f"output_dir {str(output)!r} is being written by another run. Wait for it, or choose another folder."
+    with contextlib.ExitStack() as opening:
+        opening.enter_context(alone_in(output, ValueError(busy)))
+        opening.callback(_take_back, output)
+        checkpoint = resumed_checkpoint(output, resume)
+        files = sorted(os.listdir(output))
+        is_begun = RUN_CONFIG in files and CONFIG_FILE not in files  # by a run that has trained no model yet
+        if checkpoint is not None:
+            _check_same_run(arguments, checkpoint)
+        elif files and not (resume == "auto" and is_begun):
+            raise holds_files(output, files)
+        record_arguments(arguments)
+        opened.push(opening.pop_all())
+    return checkpoint
 
 
 def _take_back(output: Path) -> None:
@@ -75,28 +68,12 @@ def _take_back(output: Path) -> None:
 
 
 def record_arguments(arguments: Any) -> None:
-    """Write the arguments of a run into its output."""
     with whole_file(Path(arguments.output_dir, RUN_CONFIG)) as partial:
         partial.write_text(yaml.safe_dump(_record(arguments), sort_keys=False), encoding="utf-8")
 
 
-def sequences_per_step(arguments: Any) -> int:
-    """Return the number of sequences of a step in all processes together."""
-    return arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-
-
 def _record(arguments: Any) -> dict[str, Any]:
-    return {**arguments.recorded(), _SEQUENCES: sequences_per_step(arguments)}
-
-
-def _checkpoint_to_resume(output: Path, resume: Any) -> Path | None:
-    if resume and resume != AUTO:
-        return resumed_checkpoint(output, resume)
-    whole, files = latest_whole(output) if resume == AUTO else None, sorted(os.listdir(output))
-    is_begun = RUN_CONFIG in files and CONFIG_FILE not in files  # by a run that has trained no model yet
-    if whole is None and files and not (resume == AUTO and is_begun):
-        raise holds_files(output, files)
-    return whole
+    return {**arguments.recorded(), _SEQUENCES: arguments.sequences_per_step}
 
 
 def _check_same_run(arguments: Any, checkpoint: Path) -> None:

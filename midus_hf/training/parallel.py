@@ -9,19 +9,12 @@ from typing import Any
 import torch
 from transformers.utils import CONFIG_NAME
 
-_WHOLE, _FSDP = "hold whole models", "share parameters by FSDP"
-_ZERO, _ZERO_3 = "share moments by DeepSpeed", "share parameters by DeepSpeed"
-
 
 def prepare_sharing(trainer: Any) -> None:
-    """Prepare FSDP or DeepSpeed for a Trainer's model, if accelerate was started with one of them.
+    """Prepare FSDP or DeepSpeed for a Trainer's model, or refuse what would fail to share, or round what is frozen.
 
     FSDP2 is given the layer classes of the model, unless the user named them, and computes in lower precision but
     reduces gradients and returns losses in float32.
-
-    Raises:
-        ValueError: If accelerate is told to shard but does not, as on CPUs; if it uses FSDP version 1; if DeepSpeed
-            would round frozen parameters, or its file has an optimizer or a scheduler.
     """
     for name, enabled in (("FSDP", trainer.is_fsdp_enabled), ("DeepSpeed", trainer.is_deepspeed_enabled)):
         if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true" and not enabled:
@@ -37,13 +30,35 @@ def prepare_sharing(trainer: Any) -> None:
                     f"the file of DeepSpeed has a section {section!r}, which would stand in place of the run's own groups and rates; "
                     "expected none. Take it out of the file."
                 )
-        _check_frozen(trainer)
+        dtype = dtype_of_deepspeed(trainer)
+        for name, parameter in trainer.model.named_parameters():
+            if dtype is not None and not parameter.requires_grad and parameter.dtype is torch.float32:
+                reason = "bf16 is asked for" if trainer.args.bf16 else f"the file of DeepSpeed asks for {dtype}"
+                raise ValueError(
+                    f"{reason}, and DeepSpeed casts a whole model to {dtype}: {name}, which is frozen in float32, would be "
+                    f"rounded; expected fp32, or a model in {dtype}. Start it with configs/accelerate/fsdp2.yaml."
+                )
         if _is_zero_3(trainer):
             # Despite the option's name, DeepSpeed gathers weights in the dtype that they have.
             settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None:
         _prepare_fsdp(plugin, trainer.model)
+
+
+def _prepare_fsdp(plugin: Any, model: Any) -> None:
+    if plugin.fsdp_version != 2:
+        raise ValueError(
+            f"fsdp_version is {plugin.fsdp_version}, which flattens parameters, so that matrices and norms cannot be told apart; "
+            "expected 2, as in configs/accelerate/fsdp2.yaml."
+        )
+    if plugin.transformer_cls_names_to_wrap is None:
+        # The model's class also names the family's own layers, of which a model has none if all its layers host memories.
+        names = {type(module).__name__ for module in model.modules()}
+        plugin.transformer_cls_names_to_wrap = sorted(names & set(model._no_split_modules or ()))
+    policy, full = plugin.mixed_precision_policy, torch.float32
+    if policy is not None and policy.param_dtype is not None:
+        plugin.mixed_precision_policy = dataclasses.replace(policy, reduce_dtype=full, output_dtype=full)
 
 
 def _deepspeed_settings(trainer: Any) -> dict[str, Any]:
@@ -71,48 +86,16 @@ def dtype_of_deepspeed(trainer: Any) -> str | None:
     return next((dtype for key, dtype in dtypes.items() if settings.get(key, {}).get("enabled") is True), None)
 
 
-def _check_frozen(trainer: Any) -> None:
-    """Refuse parameters frozen in float32, which DeepSpeed would cast to a lower precision and save in it."""
-    dtype = dtype_of_deepspeed(trainer)
-    for name, parameter in trainer.model.named_parameters():
-        if dtype is not None and not parameter.requires_grad and parameter.dtype is torch.float32:
-            reason = "bf16 is asked for" if trainer.args.bf16 else f"the file of DeepSpeed asks for {dtype}"
-            raise ValueError(
-                f"{reason}, and DeepSpeed casts a whole model to {dtype}: {name}, which is frozen in float32, would be "
-                f"rounded; expected fp32, or a model in {dtype}. Start it with configs/accelerate/fsdp2.yaml."
-            )
-
-
-def _prepare_fsdp(plugin: Any, model: Any) -> None:
-    if plugin.fsdp_version != 2:
-        raise ValueError(
-            f"fsdp_version is {plugin.fsdp_version}, which flattens parameters, so that matrices and norms cannot be told apart; "
-            "expected 2, as in configs/accelerate/fsdp2.yaml."
-        )
-    if plugin.transformer_cls_names_to_wrap is None:
-        # The model's class also names the family's own layers, of which a model has none if all its layers host memories.
-        names = {type(module).__name__ for module in model.modules()}
-        plugin.transformer_cls_names_to_wrap = sorted(names & set(model._no_split_modules or ()))
-    policy = plugin.mixed_precision_policy
-    if policy is not None and policy.param_dtype is not None:
-        plugin.mixed_precision_policy = dataclasses.replace(
-            policy, reduce_dtype=torch.float32, output_dtype=torch.float32
-        )
-
-
 def check_checkpoint(trainer: Any, checkpoint: Path) -> None:
-    """Check that the processes share parameters as a checkpoint's processes did.
+    """Refuse a checkpoint whose processes shared parameters in another way.
 
     A Trainer that shares in another way would find no moments of the optimizer, and go on without a word.
-
-    Raises:
-        ValueError: If they do not.
     """
     ways = (
-        (_FSDP, "pytorch_model_fsdp*", trainer.is_fsdp_enabled),
-        (_ZERO_3, "global_step*/zero_pp_rank_*_model_states.pt", _is_zero_3(trainer)),
-        (_ZERO, "global_step*", trainer.is_deepspeed_enabled),
-        (_WHOLE, "", True),
+        ("share parameters by FSDP", "pytorch_model_fsdp*", trainer.is_fsdp_enabled),
+        ("share parameters by DeepSpeed", "global_step*/zero_pp_rank_*_model_states.pt", _is_zero_3(trainer)),
+        ("share moments by DeepSpeed", "global_step*", trainer.is_deepspeed_enabled),
+        ("hold whole models", "", True),
     )
     saved_sharing = next(way for way, files, _ in ways if not files or any(checkpoint.glob(files)))
     own_sharing = next(way for way, _, is_own in ways if is_own)
@@ -128,7 +111,7 @@ def save_gathered(trainer: Any, output_dir: str | None) -> None:
 
     All processes call this. The others do not wait for the first, whose disk may be full.
     """
-    # All processes call this; DeepSpeed returns the model in the first process, and nothing in the others.
+    # DeepSpeed returns the model in the first process, and nothing in the others.
     state: dict[str, torch.Tensor] | None = trainer.accelerator.get_state_dict(
         trainer.model if trainer.is_fsdp_enabled else trainer.deepspeed
     )

@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +31,7 @@ from midus_hf.memories.entries import ATTACHED, TABLES, Memories
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.memories.ngram.options import MOST_TOKENS, NgramOptions
 from midus_hf.models.layer import without_memories
+from midus_hf.topics.corpus import read_corpus
 from midus_hf.training.data.ngrams import TAKEN_OUT, NgramTable, known_ngrams
 
 _TOKENS_PER_PASS = 1024
@@ -41,34 +41,22 @@ _HEADING = "## Protected texts\n"
 # Keys of a config that change when a model is only saved again.
 _OF_SAVING = ("transformers_version", "_name_or_path")
 
-_OTHER_MEMORY = (
-    "protect needs memories whose rows are the n-grams of a corpus, and {name} ({type}) trains too, which chooses rows by hidden "
-    "states: 20,480 tokens of articles read 99 to 100 % of the rows of a midus-hml bank with n = 64, so nothing is left to learn "
-    "with. Use a model that was upscaled with --method engram --set table=exact."
-)
+_FAULT = "This is a fault of midus_hf: please report it."
 
 
 class Protection:
-    """Texts that are protected in a run, and the tables out of which their n-grams were taken.
+    """Texts that are protected in a run, whose n-grams are taken out of the tables of the model here, before it trains."""
 
-    Args:
-        model: The model, before training; `requires_grad` says what trains. N-grams of the texts are taken out of its tables here.
-        tokenizer: Tokenizer of the model, which makes tokens of the texts.
-        texts: Documents of each protected source, by the source's name.
-
-    Raises:
-        ValueError: If anything trains but memories with exact tables, or no n-gram is left to learn with.
-    """
-
-    def __init__(self, model: Any, tokenizer: Any, texts: Mapping[str, Sequence[str]]):
-        self.texts, self._tokenizer = texts, tokenizer
+    def __init__(self, model: Any, tokenizer: Any, sources: Sequence[str], text_column: str):
+        read = [list(read_corpus(each, text_column=text_column, key="protect")[text_column]) for each in sources]
+        self.texts, self._tokenizer = dict(zip(_labels(sources), read, strict=True)), tokenizer
         self.counts: dict[str, dict[str, int]] = {}
         self._taken: dict[str, str] = {}
-        every = [text for documents in texts.values() for text in documents]
+        every = [text for documents in read for text in documents]
         for table in _trained_tables(model):
-            known, read = table.num_known, known_ngrams(table.keys_of(every, tokenizer))
-            taken = table.ngrams[(table.ngrams < TAKEN_OUT) & torch.isin(table.ngrams, read.to(table.ngrams.device))]
-            left = _take_out(model, table, read)
+            known, ngrams = table.num_known, known_ngrams(table.keys_of(every, tokenizer)).to(table.ngrams.device)
+            taken = table.ngrams[(table.ngrams < TAKEN_OUT) & torch.isin(table.ngrams, ngrams)]
+            left = _take_out(model, table, ngrams)
             if not left:
                 raise ValueError(
                     f"none of the {known:,} n-grams of memory {table.memory!r} is left, since the protected texts have all of them; "
@@ -88,15 +76,11 @@ class Protection:
         )
 
     def check_checkpoint(self, model: Any, checkpoint: Path) -> None:
-        """Check that a run which goes on from a checkpoint protects what it protected before.
-
-        Raises:
-            ValueError: If the tables of the checkpoint are not the tables of the model, which these texts gave.
-        """
-        tables = {name: tensor for name, tensor in model.named_buffers() if f"{TABLES}." in name}
+        """Refuse a checkpoint whose tables are not those that these texts gave."""
         path = checkpoint / TRAINED_FILE
         if not path.is_file():
             return
+        tables = _tables_of(model)
         with safe_open(path, "pt") as file:
             for name in tables.keys() & set(file.keys()):
                 if not torch.equal(file.get_tensor(name), tables[name].cpu()):
@@ -106,35 +90,24 @@ class Protection:
                     )
 
     def certify(self, model: Any, folder: Path) -> None:
-        """Compute the texts with and without the memories, and write the certificate and the section of the model card.
-
-        Args:
-            model: The trained model, with the dtypes in which it is saved.
-            folder: Folder of the saved model.
-
-        Raises:
-            RuntimeError: If a text has other logits than without the memories, which would be a fault of this package.
-        """
+        """Compute the texts with and without the memories, and write the certificate and the section of the saved model's card."""
+        count = f"{sum(map(len, self.texts.values())):,}"
+        print(f"the model is saved; comparing {count} protected texts with and without the memory", flush=True)
         texts = []
         for name, documents in self.texts.items():
-            compared = compare_texts(model, self._tokenizer, documents, list(self.counts))
-            if compared.differing:
+            tokens, differing = compare_texts(model, self._tokenizer, documents, list(self.counts))
+            if differing:
                 raise RuntimeError(
-                    f"{len(compared.differing)} of the texts of {name}, the first of them text {compared.differing[0]}, have other "
-                    "logits with the memories than without them; no certificate is written. This is a fault of midus_hf: please "
-                    "report it."
+                    f"{len(differing)} of the texts of {name}, the first of them text {differing[0]}, have other logits with the "
+                    f"memories than without them; no certificate is written. {_FAULT}"
                 )
             digest = texts_digest(documents)
-            texts.append({"name": name, "documents": len(documents), "tokens": compared.tokens, "sha256": digest})
+            texts.append({"name": name, "documents": len(documents), "tokens": tokens, "sha256": digest})
+        tables, beside = _digests(folder, self.counts, self._tokenizer)
         certificate = {
             "texts": texts,
-            "memories": {
-                name: {**counts, "table_sha256": tensors_digest(folder, partial(_is_table, memory=name))}
-                for name, counts in self.counts.items()
-            },
-            "base_sha256": tensors_digest(folder, partial(_is_of_none, memories=list(self.counts))),
-            "config_sha256": config_digest(folder),
-            "tokenizer_sha256": tokenizer_digest(self._tokenizer),
+            "memories": {name: {**counts, "table_sha256": tables[name]} for name, counts in self.counts.items()},
+            **beside,
             "computed": {
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "device": model.device.type,
@@ -147,9 +120,18 @@ class Protection:
         card = folder / CARD_FILE
         if card.is_file():
             with whole_file(card) as unfinished:
-                unfinished.write_text(
-                    without_section(card.read_text("utf-8")) + _section(certificate), encoding="utf-8"
-                )
+                content = without_section(card.read_text("utf-8")) + _section(texts, self.counts)
+                unfinished.write_text(content, encoding="utf-8")
+        print(f"protected: {count} texts have the same logits, bit for bit; {folder / CERTIFICATE} says which")
+
+
+def _labels(sources: Sequence[str]) -> list[str]:
+    """Return the last part of each path or id, with a number behind it where several have the same."""
+    names = [Path(source).name for source in sources]
+    return [
+        f"{name} {names[:number].count(name) + 1}" if names.count(name) > 1 else name
+        for number, name in enumerate(names)
+    ]
 
 
 def _text_of(key: int, tokenizer: Any) -> str:
@@ -161,17 +143,15 @@ def _text_of(key: int, tokenizer: Any) -> str:
     return tokenizer.decode(ids).strip()
 
 
-def _section(certificate: Mapping[str, Any]) -> str:
-    """Return the section of a model card on protected texts."""
+def _section(texts: Sequence[Mapping[str, Any]], memories: Mapping[str, Any]) -> str:
     rows = [
-        f"| {text['name']} | {text['documents']:,} | {text['tokens']:,} | `{text['sha256'][:16]}` |"
-        for text in certificate["texts"]
+        f"| {each['name']} | {each['documents']:,} | {each['tokens']:,} | `{each['sha256'][:16]}` |" for each in texts
     ]
     lines = "\n".join(rows)
     return f"""
 
 {_HEADING}
-No n-gram of these texts has a row in {", ".join(certificate["memories"])}: read on their own, they have the logits, bit for bit,
+No n-gram of these texts has a row in {", ".join(memories)}: read on their own, they have the logits, bit for bit,
 of the model without that memory. `{CERTIFICATE}` has all digests, and this repeats the comparison:
 
 ```sh
@@ -194,12 +174,7 @@ def without_section(card: str) -> str:
 
 
 class TextComparison(NamedTuple):
-    """Documents that were computed with and without memories.
-
-    Args:
-        tokens: Number of their tokens.
-        differing: Numbers of the documents whose logits differ.
-    """
+    """The number of tokens of documents, and the numbers of those whose logits differ with and without memories."""
 
     tokens: int
     differing: list[int]
@@ -207,80 +182,66 @@ class TextComparison(NamedTuple):
 
 def compare_texts(model: Any, tokenizer: Any, documents: Sequence[str], memories: Sequence[str]) -> TextComparison:
     """Compare the logits of documents, bit for bit, with and without the named memories, in passes of at most 1,024 tokens."""
-    length = min(
-        _TOKENS_PER_PASS, getattr(model.config.get_text_config(), "max_position_embeddings", _TOKENS_PER_PASS)
-    )
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", _TOKENS_PER_PASS)
     total, differing = 0, []
     with evaluating(model):
         for number, document in enumerate(tqdm(documents, desc="comparing texts", unit=" texts", disable=None)):
             ids = torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.int64, device=model.device)
             total += len(ids)
-            parts = ids.unsqueeze(0).split(length, 1) if len(ids) else ()
-            if not all(_has_same_logits(model, part, memories) for part in parts):
-                differing.append(number)
+            for part in ids.unsqueeze(0).split(min(_TOKENS_PER_PASS, positions), 1) if len(ids) else ():
+                logits = model(input_ids=part, use_cache=False).logits
+                with without_memories(decoder_of(model).layers, memories):
+                    if not torch.equal(model(input_ids=part, use_cache=False).logits, logits):
+                        differing.append(number)
+                        break
     return TextComparison(total, differing)
 
 
-def _has_same_logits(model: Any, ids: torch.Tensor, memories: Sequence[str]) -> bool:
-    """Return whether tokens `[1, T]` have the same logits, bit for bit, with and without memories."""
-    logits = model(input_ids=ids, use_cache=False).logits
-    with without_memories(decoder_of(model).layers, memories):
-        return torch.equal(model(input_ids=ids, use_cache=False).logits, logits)
-
-
 def exact_tables(memories: Memories, tensors: Mapping[str, torch.Tensor]) -> list[NgramTable]:
-    """Return the tables of all memories that read rows by known n-grams.
-
-    Args:
-        tensors: Tensors of the model's tables, by names that end as `model.memory_tables.ngram.0.ngrams` does.
-
-    Raises:
-        ValueError: If a table is not among the tensors.
-    """
+    """Return the tables of all memories that read rows by known n-grams, from tensors by their names in the model."""
     tables = []
     for name, entry in memories.attached.items():
         options = entry.options
         if isinstance(options, NgramOptions) and options.table == "exact" and options.addressing == "content":
-            own = {each.rpartition(".")[2]: tensor for each, tensor in tensors.items() if _is_table(each, name)}
+            own = {each.rpartition(".")[2]: tensor for each, tensor in tensors.items() if f"{TABLES}.{name}." in each}
             if "ngrams" not in own:
                 raise ValueError(f"the weights lack the table of memory {name!r}; expected a whole checkpoint.")
             tables.append(NgramTable(name, options, own["ngrams"], own.get("token_numbers")))
     return tables
 
 
+def _tables_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in model.named_buffers() if f"{TABLES}." in name}
+
+
 def _trained_tables(model: Any) -> list[NgramTable]:
     """Return the tables of the memories that train, or refuse a model in which anything else trains than exact tables."""
     memories: Memories | None = model.config.memories() if hasattr(model.config, "memories") else None
-    attached = {} if memories is None else memories.attached
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    names = [name for name in attached if any(_is_of(each, name) for each in trained)]
-    for name in names:
-        options = attached[name].options
-        if not isinstance(options, NgramOptions):
-            raise ValueError(_OTHER_MEMORY.format(name=name, type=options.type))
-        if options.table != "exact" or options.addressing != "content":
-            raise ValueError(
-                f"protect is given, and memory {name!r} has table {options.table!r} and addressing {options.addressing!r}, where "
-                "texts share rows; expected 'exact' and 'content'. Upscale with --set table=exact --set corpus=FOLDER."
-            )
-    others = [each for each in trained if not any(_is_of(each, name) for name in names)]
-    if others or not names:
-        inserted = next(iter(memories.inserted.values()), None) if memories is not None else None
-        if inserted is not None:
-            raise ValueError(_OTHER_MEMORY.format(name="an inserted layer", type=inserted.options.type))
-        raise ValueError(
-            f"protect is given, and {others[0] if others else 'no memory'} trains, which "
-            "every text reads; expected memories of known n-grams alone. Set trainable: new, and use a model that was upscaled with "
-            "--method engram --set table=exact."
-        )
-    assert memories is not None
-    tables = {name: tensor for name, tensor in model.named_buffers() if f"{TABLES}." in name}
-    return [table for table in exact_tables(memories, tables) if table.memory in names]
+    tables = [] if memories is None else exact_tables(memories, _tables_of(model))
+    tables = [table for table in tables if any(_is_of(each, table.memory) for each in trained)]
+    others = [each for each in trained if not any(_is_of(each, table.memory) for table in tables)]
+    if tables and not others:
+        return tables
+    what, reason = others[0] if others else "no memory", "which every text reads"
+    for entry in () if memories is None else memories.entries:
+        options = entry.options
+        if not entry.is_attached or any(_is_of(each, entry.name) for each in others):
+            what = f"{entry.name if entry.is_attached else 'an inserted layer'} ({options.type})"
+            reason = "which chooses rows by hidden states, and few texts read nearly all of them"
+            if isinstance(options, NgramOptions):
+                reason = (
+                    f"which has table {options.table!r} and addressing {options.addressing!r}, where texts share rows"
+                )
+    raise ValueError(
+        f"protect is given, and {what} trains, {reason}; expected memories of known n-grams alone. Set trainable: new, and use a "
+        "model that was upscaled with --method engram --set table=exact."
+    )
 
 
 def _take_out(model: Any, table: NgramTable, taken: torch.Tensor) -> int:
     """Take n-grams out of a memory's table, with their rows in all layers, and return how many are left."""
-    stays = (table.ngrams < TAKEN_OUT) & ~torch.isin(table.ngrams, taken.to(table.ngrams.device))
+    stays = (table.ngrams < TAKEN_OUT) & ~torch.isin(table.ngrams, taken)
     left = int(stays.sum())
     with torch.no_grad():
         kept = table.ngrams[stays]
@@ -298,15 +259,7 @@ def _take_out(model: Any, table: NgramTable, taken: torch.Tensor) -> int:
 
 def _is_of(name: str, memory: str) -> bool:
     """Return whether a tensor's name is that of an attached memory or of its tables."""
-    return f".{ATTACHED}.{memory}." in name or _is_table(name, memory)
-
-
-def _is_table(name: str, memory: str) -> bool:
-    return f"{TABLES}.{memory}." in name
-
-
-def _is_of_none(name: str, memories: Sequence[str]) -> bool:
-    return not any(_is_of(name, memory) for memory in memories)
+    return f".{ATTACHED}.{memory}." in name or f"{TABLES}.{memory}." in name
 
 
 def texts_digest(documents: Sequence[str]) -> str:
@@ -318,17 +271,25 @@ def texts_digest(documents: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def tokenizer_digest(tokenizer: Any) -> str:
-    """Return the SHA-256 of how a tokenizer makes tokens of a text."""
+def _digests(folder: Path, memories: Mapping[str, Any], tokenizer: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the SHA-256 of each memory's table in a saved model; and of what else certified texts depend on, by their keys."""
+    of_tables = {name: f"{TABLES}.{name}." for name in memories}
+    of_all = [*of_tables.values(), *(f".{ATTACHED}.{name}." for name in memories)]
+    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    kept = json.dumps({key: value for key, value in config.items() if key not in _OF_SAVING}, sort_keys=True)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    made = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(made.encode()).hexdigest()
+    makes = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    return {name: _tensors_digest(folder, [part], True) for name, part in of_tables.items()}, {
+        "base_sha256": _tensors_digest(folder, of_all, False),
+        "config_sha256": hashlib.sha256(kept.encode()).hexdigest(),
+        "tokenizer_sha256": hashlib.sha256(makes.encode()).hexdigest(),
+    }
 
 
-def tensors_digest(folder: Path, is_read: Callable[[str], bool]) -> str:
-    """Return the SHA-256 of the tensors of a saved model whose names a function accepts: names, dtypes, shapes and bytes."""
+def _tensors_digest(folder: Path, parts: Sequence[str], is_read: bool) -> str:
+    """Return the SHA-256 of the tensors whose names have one of some parts, or none of them."""
     digest = hashlib.sha256()
-    for name, tensor in sorted_tensors(folder, is_read):
+    for name, tensor in sorted_tensors(folder, lambda name: any(part in name for part in parts) is is_read):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -346,51 +307,33 @@ def sorted_tensors(folder: Path, is_read: Callable[[str], bool]) -> Iterator[tup
             yield name, file_of[name].get_tensor(name)
 
 
-def config_digest(folder: Path) -> str:
-    """Return the SHA-256 of a saved model's config, without what changes when the model is only saved again."""
-    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    kept = {key: value for key, value in config.items() if key not in _OF_SAVING}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+_CERTIFIED = {
+    "base_sha256": "a tensor beside the memory",
+    "config_sha256": "the config",
+    "tokenizer_sha256": "the tokenizer",
+}
 
 
 def read_certificate(folder: Path) -> dict[str, Any] | None:
-    """Return the certificate in the folder of a model, or None if there is none.
-
-    Raises:
-        ValueError: If the file is no certificate.
-    """
+    """Return the certificate in the folder of a model, or None if there is none."""
     path = folder / CERTIFICATE
     if not path.is_file():
         return None
-    known = {"texts", "memories", "base_sha256", "config_sha256", "tokenizer_sha256"}
     try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        is_whole = known <= values.keys() and all("table_sha256" in entry for entry in values["memories"].values())
-    except (ValueError, AttributeError, TypeError):
-        is_whole = False
-    if not is_whole:
-        raise ValueError(f"{path} is no certificate of midus train; remove it, or train with protect again.")
-    return values
+        certificate: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _ = [certificate[key] for key in ("texts", *_CERTIFIED)]
+        _ = [entry["table_sha256"] for entry in certificate["memories"].values()]
+    except (ValueError, AttributeError, TypeError, KeyError):
+        raise ValueError(f"{path} is no certificate of midus train; remove it, or train with protect again.") from None
+    return certificate
 
 
 def check_certificate(certificate: Mapping[str, Any], folder: Path, tokenizer: Any) -> None:
-    """Check that a certificate belongs to the weights and the tokenizer in a folder.
-
-    Raises:
-        ValueError: If the table, the other tensors or the tokenizer differ from what was certified.
-    """
-    differs = [
-        f"the table of memory {name!r}"
-        for name, entry in certificate["memories"].items()
-        if tensors_digest(folder, partial(_is_table, memory=name)) != entry["table_sha256"]
-    ]
-    beside = partial(_is_of_none, memories=list(certificate["memories"]))
-    if tensors_digest(folder, beside) != certificate["base_sha256"]:
-        differs.append("a tensor beside the memory")
-    if config_digest(folder) != certificate["config_sha256"]:
-        differs.append("the config")
-    if tokenizer_digest(tokenizer) != certificate["tokenizer_sha256"]:
-        differs.append("the tokenizer")
+    """Refuse a certificate if the table, other tensors, the config or the tokenizer differ from what was certified."""
+    memories = certificate["memories"]
+    tables, beside = _digests(folder, memories, tokenizer)
+    differs = [f"the table of memory {name!r}" for name in memories if tables[name] != memories[name]["table_sha256"]]
+    differs += [what for key, what in _CERTIFIED.items() if certificate[key] != beside[key]]
     if differs:
         raise ValueError(
             f"{folder / CERTIFICATE} does not fit the folder: {', '.join(differs)} changed since; expected what was certified. "

@@ -1,10 +1,10 @@
-"""The trained model on the disk: what stands beside its weights is tried before training, so that nothing is lost at the end."""
+"""The trained model on the disk: it appears whole, and what fails beside its weights costs no weights."""
 
-import codecs
 import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,8 @@ from midus_hf.config.wording import first_line
 from midus_hf.files.card_example import card_example
 from midus_hf.files.checkpoint_files import CARD_FILE, CONFIG_FILE, GENERATION_CONFIG, PARTIAL_MODEL, TRAINER_STATE
 from midus_hf.files.secrets import for_record
-from midus_hf.topics.corpus import say
-from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.checkpoints import latest_whole
-from midus_hf.training.optim.freezing import has_adapters, restore_dtypes, whole_numel
-from midus_hf.training.optim.parameter_groups import banks_of
+from midus_hf.training.optim.freezing import has_adapters, restore_dtypes
 from midus_hf.training.parallel import shares_parameters
 from midus_hf.training.protection import without_section
 
@@ -31,60 +28,10 @@ class SavedInPart(RuntimeError):
     """Error of a run at whose end not all could be written; the message says what is on the disk, and where."""
 
 
-def source_of(arguments: MemoryArguments) -> str:
-    """Return a phrase about where the model of a run came from."""
-    if arguments.model_name_or_path is not None:
-        return f"model_name_or_path is {arguments.model_name_or_path!r}"
-    return f"config_name is {arguments.config_name!r}"
-
-
-def try_saving(run: Any) -> None:
-    """Write once, before a `TrainingRun` trains, what will be written beside the weights, and take it away.
-
-    Raises:
-        ValueError: If something cannot be written, or the disk has no room for the weights.
-    """
-    output, partial = Path(run.arguments.output_dir), Path(run.arguments.output_dir, PARTIAL_MODEL)
-    try:
-        run.model.generation_config.validate(strict=True)
-    except ValueError as error:
-        say(f"the model's {GENERATION_CONFIG} contradicts itself, and is saved as it is: {first_line(error)}")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir()
-        failures = _written(partial, {CONFIG_FILE: run.model.config.save_pretrained, **_beside_weights(run)})
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    if failures:
-        raise ValueError(
-            f"{source_of(run.arguments)}, of which the trained model cannot have {' and '.join(failures)}; expected files that can "
-            "be written again. Correct them there, or take them away."
-        )
-    needed, free = bytes_of_weights(run), shutil.disk_usage(output).free
-    if needed > free:
-        raise ValueError(
-            f"output_dir is {str(output)!r}, whose disk has {free / 1e9:.3f} GB free, and the trained model takes "
-            f"{needed / 1e9:.3f} GB; free some, or choose another folder."
-        )
-
-
-def bytes_of_weights(run: Any) -> int:
-    """Return about how many bytes the trained model of a run takes, with its banks."""
-    weights = sum(whole_numel(tensor) * run.dtypes[name].itemsize for name, tensor in run.model.named_parameters())
-    opened = [banks for banks in banks_of(run.model) if banks.are_open]
-    folders = [banks.bank(name).folder for banks in opened for name in banks.layouts]
-    return weights + sum(512 * path.stat().st_blocks for folder in folders for path in folder.iterdir())
-
-
 def save_model(run: Any) -> list[str]:
     """Save the model of a `TrainingRun` whole, in the dtypes that it came with and without adapters; all processes call this.
 
-    Returns:
-        A phrase about each file beside the weights that could not be written.
-
-    Raises:
-        FloatingPointError: If what trains is not finite.
-        SavedInPart: If the weights could not be written, or not moved to their place.
+    Returns a phrase about each file beside the weights that could not be written.
     """
     trainer, model, is_main = run.trainer, run.model, run.arguments.process_index == 0
     trainer.check_finite()
@@ -95,59 +42,52 @@ def save_model(run: Any) -> list[str]:
     if has_adapters(model):
         trainer.model = model = model.merge_and_unload()
     model.config.use_cache = run.uses_cache
-    output, partial = Path(run.arguments.output_dir), Path(run.arguments.output_dir, PARTIAL_MODEL)
+    output, partial_model = Path(run.arguments.output_dir), Path(run.arguments.output_dir, PARTIAL_MODEL)
     pushes, trainer.args.push_to_hub = trainer.args.push_to_hub, False
     settings, is_saved, failures = model.generation_config, False, []
     try:
         if is_main:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(partial_model, ignore_errors=True)
         trainer.accelerator.wait_for_everyone()
         model.generation_config = GenerationConfig()  # no model is saved whose settings contradict one another
         try:
-            trainer.save_model(str(partial))
+            trainer.save_model(str(partial_model))
         finally:
-            model.generation_config = settings
+            model.generation_config, trainer.args.push_to_hub = settings, pushes
         is_saved = True
         if is_main:
-            (partial / "training_args.bin").unlink(missing_ok=True)
-            failures = _written(partial, _beside_weights(run))
-            _move_into_place(partial, output)
-    except (OSError, SafetensorError) as error:
-        if is_saved:
+            (partial_model / "training_args.bin").unlink(missing_ok=True)
+            failures = _written(partial_model, _beside_weights(run))
+            _move_into_place(partial_model, output)
+    except BaseException as error:
+        is_of_disk = isinstance(error, (OSError, SafetensorError))
+        if is_of_disk and is_saved:
             raise SavedInPart(
-                f"the trained model is in {partial}, and could not be moved to {output}: {first_line(error)}. Move the files of "
-                "both into a folder of their own."
+                f"the trained model is in {partial_model}, and could not be moved to {output}: {first_line(error)}. Move the files "
+                "of both into a folder of their own."
             ) from error
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial_model, ignore_errors=True)
+        if not is_of_disk:
+            raise
         whole = latest_whole(output) if is_main else None
         remedy = "start the run again" if whole is None else f"--resume_from_checkpoint true goes on from {whole}"
         raise SavedInPart(
             f"the trained model could not be saved in {output}: {first_line(error)}. Make room there, and {remedy}."
         ) from error
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    finally:
-        trainer.args.push_to_hub = pushes
     return failures
 
 
-def _move_into_place(partial: Path, output: Path) -> None:
+def _move_into_place(partial_model: Path, output: Path) -> None:
     """Move all into the output, the config last, since a folder without one is no model; what has the same name is replaced."""
     (output / CONFIG_FILE).unlink(missing_ok=True)
-    for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_FILE):
+    for path in sorted(partial_model.iterdir(), key=lambda path: path.name == CONFIG_FILE):
         if (output / path.name).is_dir():
             shutil.rmtree(output / path.name)
         os.replace(path, output / path.name)
-    partial.rmdir()
+    partial_model.rmdir()
 
 
 def upload_model(trainer: Any, arguments: Any) -> None:
-    """Upload what a run has saved, without its checkpoints.
-
-    Raises:
-        SavedInPart: If the hub does not take it.
-    """
     repository, output = trainer.hub_model_id, arguments.output_dir
     options = {"token": arguments.hub_token, "ignore_patterns": ["checkpoint-*", ".*"]}
     try:
@@ -161,21 +101,23 @@ def upload_model(trainer: Any, arguments: Any) -> None:
 
 def _beside_weights(run: Any) -> dict[str, Callable[[Path], object]]:
     """Return what writes the files beside config and weights into a folder, by what messages call the file."""
-    state, model, files = run.trainer.state, run.model, dict(run.files)
+    state, settings, files = run.trainer.state, run.model.generation_config, dict(run.files)
     if CARD_FILE in files:
-        card = without_section(files[CARD_FILE].decode()).encode()
-        files[CARD_FILE] = add_training(card, run.arguments, state)
+        # A byte that is no UTF-8 stays as it is.
+        card = without_section(files[CARD_FILE].decode(errors="surrogateescape"))
+        files[CARD_FILE] = add_training(card.encode(errors="surrogateescape"), run.arguments, state)
     shared = dataclasses.replace(state, best_model_checkpoint=for_record(state.best_model_checkpoint))
+
+    def write(name: str, content: bytes, folder: Path) -> None:
+        (folder / name).write_bytes(content)
+
     return {
         TRAINER_STATE: lambda folder: shared.save_to_json(str(folder / TRAINER_STATE)),
         "the tokenizer": run.tokenizer.save_pretrained,
-        GENERATION_CONFIG: lambda folder: model.generation_config.to_json_file(
+        GENERATION_CONFIG: lambda folder: settings.to_json_file(
             folder / GENERATION_CONFIG, keys_to_pop=["compile_config"]
         ),
-        **{
-            name: lambda folder, name=name, content=content: (folder / name).write_bytes(content)
-            for name, content in files.items()
-        },
+        **{name: partial(write, name, content) for name, content in files.items()},
     }
 
 
@@ -226,16 +168,6 @@ def _held_out(arguments: Any, state: TrainerState) -> str:
             rows.append(f"| {name or 'held out'} | {' | '.join(numbers)} |\n")
     head = "| text | loss before training | after | perplexity before | after |\n|---|---|---|---|---|\n"
     return f"\n{head}{''.join(rows)}" if rows else ""
-
-
-def readable_card(card: bytes) -> bytes:
-    """Return a model card in UTF-8; one in UTF-16, or of bytes that are no UTF-8, is converted, which a line says."""
-    try:
-        return card.decode().encode()
-    except UnicodeDecodeError:
-        encoding = "utf-16" if card.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "latin-1"
-    say(f"the model's {CARD_FILE} is not UTF-8; it is read as {encoding.upper()}, and saved as UTF-8")
-    return card.decode(encoding, errors="replace").encode()
 
 
 def _shared(value: Any) -> Any:

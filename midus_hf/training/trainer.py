@@ -26,8 +26,7 @@ from midus_hf.training.data.packing import IGNORED_LABEL
 from midus_hf.training.optim.freezing import has_adapters
 from midus_hf.training.optim.parameter_groups import banks_of, group_schedules, parameter_groups
 from midus_hf.training.optim.rates import Rates
-from midus_hf.training.optim.row_adamw import RowAdamW
-from midus_hf.training.optim.rows import check_sparse_values, clip_rows, row_gradients
+from midus_hf.training.optim.row_adamw import RowAdamW, check_sparse_values, clip_rows, row_gradients
 from midus_hf.training.parallel import (
     check_checkpoint,
     dtype_of_deepspeed,
@@ -46,13 +45,11 @@ else:
 class NotFiniteError(FloatingPointError):
     """Error of a run that reached numbers which are not finite, and ends without saving them."""
 
-
-def error_of(quantity: str, step: int) -> NotFiniteError:
-    """Return the error with which a run ends, about a quantity such as "loss is nan"."""
-    return NotFiniteError(
-        f"{quantity} at step {step}; expected a finite number. Lower the learning rates, and resume from a checkpoint before that "
-        "step."
-    )
+    def __init__(self, quantity: str, step: int):
+        super().__init__(
+            f"{quantity} at step {step}; expected a finite number. Lower the learning rates, and resume from a checkpoint before "
+            "that step."
+        )
 
 
 def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
@@ -60,11 +57,8 @@ def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     named = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     if not named or math.isfinite(nn.utils.get_total_norm([tensor for _, tensor in named], math.inf)):
         return None
-    for name, tensor in named:
-        value = tensor.abs().max().item()  # NaN if any number is NaN
-        if not math.isfinite(value):
-            return f"{name} holds {value}"
-    return None
+    largest = ((name, tensor.abs().max().item()) for name, tensor in named)  # NaN if any number is NaN
+    return next((f"{name} holds {value}" for name, value in largest if not math.isfinite(value)), None)
 
 
 class TrainsMemory(AnyTrainer):
@@ -89,31 +83,25 @@ class TrainsMemory(AnyTrainer):
         # Dtypes in which tensors of a model that processes share are saved, by name; other tensors keep their dtype.
         self.saved_dtypes: dict[str, torch.dtype] = {}
         prepare_sharing(self)
+        model: Any = self.model
         self.blocks: Blocks | None = None  # None for a model without banks
-        hosting: Any = self.model
-        if banks_of(hosting):
+        if banks_of(model):
             self.blocks = Blocks(self, 0.0 if options is None else options.generic_share)
         self.sparse_values = options is not None and options.sparse_values
         if self.sparse_values:
             check_sparse_values(self)
         if self.label_smoother is not None or self.compute_loss_func is not None:
-            self._refuse_losses_of_routers()
+            config = getattr(model, "config", None)
+            has_chapters = any(entry.get("type") == "chapters" for entry in getattr(config, "memory", None) or [])
+            if has_chapters or getattr(config, "output_router_logits", False):
+                key = "label_smoothing_factor" if self.label_smoother is not None else "compute_loss_func"
+                raise ValueError(
+                    f"{key} is set, with which the Trainer computes the loss itself and leaves out the losses of routers; "
+                    "expected a model without them. Leave it out."
+                )
         self._is_checkpointing = False
         # Of the held-out text that is being measured: the mean loss of each batch of this process, and its number of tokens.
         self._measured: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def _refuse_losses_of_routers(self) -> None:
-        """Refuse a model that adds its own losses, which a loss that the Trainer computes from logits leaves out."""
-        key = "label_smoothing_factor" if self.label_smoother is not None else "compute_loss_func"
-        config: Any = getattr(self.model, "config", None)
-        memories = getattr(config, "memory", None) or []
-        if any(entry.get("type") == "chapters" for entry in memories) or getattr(
-            config, "output_router_logits", False
-        ):
-            raise ValueError(
-                f"{key} is set, with which the Trainer computes the loss itself and leaves out the losses of the model's routers; "
-                "expected a model without them. Leave it out."
-            )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer.train` does; true resumes from the latest whole checkpoint, and passes over damaged ones.
@@ -191,9 +179,7 @@ class TrainsMemory(AnyTrainer):
             self._measured.append((loss.detach(), tokens))
         return loss, *others
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, torch.Tensor | Any], *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Take a training step as `Trainer.training_step` does, with the blocks that the texts fetch."""
         if self.blocks is not None:
             self.blocks.begin_pass(inputs)
@@ -205,8 +191,8 @@ class TrainsMemory(AnyTrainer):
             target: Any = self.model if model is None else model
             args: Any = self.args
             rates = args if isinstance(args, Rates) else Rates(args.learning_rate, weight_decay=args.weight_decay)
-            class_and_options = self.optimizer_cls_and_kwargs
-            optimizer_class, options = class_and_options or self.get_optimizer_cls_and_kwargs(self.args, target)
+            given = self.optimizer_cls_and_kwargs
+            optimizer_class, options = given or self.get_optimizer_cls_and_kwargs(self.args, target)
             if self.sparse_values:
                 optimizer_class, options = RowAdamW, {key: options[key] for key in options if key != "fused"}
             self.optimizer = optimizer_class(parameter_groups(target, rates), **options)
@@ -221,30 +207,19 @@ class TrainsMemory(AnyTrainer):
         if self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
             assert optimizer is not None
-            args: Any = self.args
-            self.lr_scheduler = group_schedules(
-                optimizer,
-                num_training_steps,
-                lr_scheduler_type=args.lr_scheduler_type,
-                warmup_steps=args.warmup_steps,
-                lr_scheduler_kwargs=args.lr_scheduler_kwargs,
-            )
+            keys = ("lr_scheduler_type", "warmup_steps", "lr_scheduler_kwargs")
+            options: dict[str, Any] = {key: getattr(self.args, key) for key in keys}
+            self.lr_scheduler = group_schedules(optimizer, num_training_steps, **options)
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
     def largest(self, number: int) -> int:
-        """Return the largest of the numbers with which the processes call this method."""
         if self.args.world_size == 1:
             return int(number)
-        numbers = self.accelerator.gather(torch.tensor([int(number)], device=self.args.device))
-        return int(numbers.max())
+        return int(self.accelerator.gather(torch.tensor([int(number)], device=self.args.device)).max())
 
     def check_finite(self) -> None:
-        """End the run if a trained tensor or block is not finite, before it is saved; all processes call this.
-
-        Raises:
-            FloatingPointError: If a tensor or block is not finite in any process.
-        """
+        """Raise a `FloatingPointError` if a trained tensor or block is not finite in any process; all processes call this."""
         assert isinstance(self.model, nn.Module)
         tensors: list[tuple[str, Any]] = []
         for name, parameter in self.model.named_parameters():
@@ -255,7 +230,7 @@ class TrainsMemory(AnyTrainer):
             tensors += bank.named_values()
         finding = first_not_finite(tensors)
         if self.largest(finding is not None):
-            raise error_of(finding or "what another process trains is not finite", self.state.global_step)
+            raise NotFiniteError(finding or "what another process trains is not finite", self.state.global_step)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as `Trainer.save_model` does, gathered from what processes share; all processes call this.
@@ -294,20 +269,13 @@ class TrainsMemory(AnyTrainer):
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 finish_checkpoint(folder)
-                self._remove_old_checkpoints(folder, limit)
+                for step, path in checkpoints_in(folder.parent).items():
+                    if limit is not None and step > self.state.global_step:
+                        remove_checkpoint(path)
+                best = self.state.best_model_checkpoint
+                rotate_checkpoints(str(folder.parent), save_total_limit=limit, best_model_checkpoint=best)
         finally:
             self._is_checkpointing, self.args.save_total_limit = False, limit
-
-    def _remove_old_checkpoints(self, newest: Path, limit: int | None) -> None:
-        """Remove checkpoints beyond the limit, and all of later steps than the one that was just written."""
-        for step, path in checkpoints_in(newest.parent).items():
-            if limit is not None and step > self.state.global_step:
-                remove_checkpoint(path)
-        rotate_checkpoints(
-            output_dir=str(newest.parent),
-            save_total_limit=limit,
-            best_model_checkpoint=self.state.best_model_checkpoint,
-        )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if Path(resume_from_checkpoint, TRAINED_FILE).is_file():
@@ -326,18 +294,14 @@ class TrainsMemory(AnyTrainer):
             self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Any:
-        """Clip as `Accelerator.clip_grad_norm_` does, blocks with the parameters, and rows of tables by themselves.
+        """Clip as `Accelerator.clip_grad_norm_` does, blocks with the parameters, and rows of tables by themselves; return the norm.
 
-        Returns:
-            The norm of all gradients before, a scalar.
-
-        Raises:
-            FloatingPointError: If the loss or the norm is not finite, since the step would spoil everything that trains.
+        A loss or a norm that is not finite raises, since the step would spoil everything that trains.
         """
         dense: list[Any] = list(parameters)
-        tables = (
-            [each for each in dense if each.grad is not None and each.grad.is_sparse] if self.sparse_values else []
-        )
+        tables = []
+        if self.sparse_values:
+            tables = [each for each in dense if each.grad is not None and each.grad.is_sparse]
         if tables:
             dense = [each for each in dense if each.grad is not None and not each.grad.is_sparse]
         if self.blocks is not None:
@@ -348,12 +312,11 @@ class TrainsMemory(AnyTrainer):
         # _tr_loss is summed over the steps since the last log event.
         step, loss = self.state.global_step + 1, self._tr_loss.item()
         if not math.isfinite(loss):
-            raise error_of(f"loss is {loss}", step)
-        if norm is None or math.isfinite(norm):
-            return norm
-        if self.accelerator.scaler is not None or dtype_of_deepspeed(self) == "float16":
-            return norm  # with float16, the gradient scaler itself skips a step whose gradients are not finite
-        raise error_of(f"gradient norm is {float(norm)}", step)
+            raise NotFiniteError(f"loss is {loss}", step)
+        if norm is not None and not math.isfinite(norm) and self.accelerator.scaler is None:
+            if dtype_of_deepspeed(self) != "float16":  # with which a scaler of gradients skips the step
+                raise NotFiniteError(f"gradient norm is {float(norm)}", step)
+        return norm
 
 
 class MemoryTrainer(TrainsMemory, Trainer):

@@ -60,7 +60,7 @@ def test_the_default_of_activation_checkpointing_is_that_of_trl(tmp_path):
             ["--packing=true", "--truncation_mode=keep_end"],
             "truncation_mode is 'keep_end', and packing keeps the first tokens",
         ),
-        (["--padding_free=true"], "padding_free is true and packing is not, with which TRL keeps no max_length"),
+        (["--padding_free=true"], "padding_free is True; expected False: packing: true leaves padding out"),
         (["--dataset_name=texts.jsonl"], "dataset_name is 'texts.jsonl', whose rows have text; expected"),
         (["--dataset_name=nothing.jsonl"], "dataset_name is "),
     ],

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from midus_hf.cli.sft import main
 from midus_hf.cli.train import read_arguments
 from midus_hf.training.sft.arguments import SftArguments
-from midus_hf.training.sft.template import CHATML
+from midus_hf.training.sft.rows import CHATML
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = REPOSITORY / "configs" / "sft"

@@ -8,8 +8,7 @@ import pytest
 from datasets import Dataset
 from sft.tiny_chats import character_tokenizer, write_rows
 
-from midus_hf.training.sft.rows import read_chats
-from midus_hf.training.sft.template import CHATML, set_template
+from midus_hf.training.sft.rows import CHATML, read_chats, set_template
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be kind"}
@@ -161,18 +160,12 @@ REFUSED = {
     "has a message of the user with the content [{'type': 'text'}]; expected text": {
         "messages": [{"role": "user", "content": [{"type": "text"}]}, ANSWER]
     },
-    "has 'thinking' and 'reasoning_content' with another text; a template reads one of them": {
-        "messages": [USER, {**ANSWER, "thinking": "a", "reasoning_content": "b"}]
-    },
     "has 'tool_calls' in a message of the user; expected the assistant": {"messages": [{**USER, "tool_calls": [CALL]}, ANSWER]},
     "has the call {'arguments': '{}'} in 'tool_calls'; expected a function with name": {
         "messages": [USER, {**ANSWER, "tool_calls": [{"arguments": "{}"}]}]
     },
     "row 2 of 'DATA' has 'arguments of add', which is not JSON: Expecting": {
         "messages": [USER, {**ANSWER, "tool_calls": [{"name": "add", "arguments": "{"}]}]
-    },
-    "row 2 of 'DATA' has the number 18446744073709551616, of more than 64 bits; expected less. Write it as text": {
-        "messages": [USER, {**ANSWER, "tool_calls": [{"name": "f", "arguments": {"n": [2**64]}}]}]
     },
     "row 2 of 'DATA' has 'tools', which is not JSON": {"messages": [USER, ANSWER], "tools": "["},
     "has 'chat_template_kwargs': ['a']; expected an object": {"messages": [USER, ANSWER], "chat_template_kwargs": '["a"]'},

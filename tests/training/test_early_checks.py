@@ -7,20 +7,16 @@ import re
 import pytest
 from commands.installed import run_alone
 from training.tiny_run import refused
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-from transformers.training_args import OptimizerNames
 
 from midus_hf.cli.train import main
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.model_names import small_columns
 from midus_hf.training import early_checks
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.early_checks import check_packages, key_names
+from midus_hf.training.early_checks import key_names
 from midus_hf.training.loading import load_config
+from midus_hf.training.run import TrainingRun
 from midus_hf.training.sft.arguments import SftArguments
-
-# Optimizers of torch and Transformers themselves.
-BUILT_IN = {"adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"}
 
 
 @pytest.mark.parametrize(("command", "kind"), [("train", TrainArguments), ("sft", SftArguments)])
@@ -35,46 +31,27 @@ def test_no_names_are_known_where_a_class_is_not_where_it_was(monkeypatch):
         assert key_names("train") is None
 
 
-def test_every_optimizer_and_reporter_of_transformers_is_known():
-    assert set(INTEGRATION_TO_CALLBACK) <= early_checks._REPORTERS.keys()
-    for name in {each.value for each in OptimizerNames} - BUILT_IN:
-        own = early_checks._OWN_GROUPS.fullmatch(name)
-        assert own or any(pattern.fullmatch(name) for pattern, _ in early_checks._OPTIMIZERS), name
-    assert not any(pattern.fullmatch(name) for name in BUILT_IN for pattern, _ in early_checks._OPTIMIZERS)
-
-
 @pytest.mark.parametrize(
-    ("keys", "lacking", "message"),
+    ("keys", "message"),
     [
-        ({"report_to": "wandb"}, "wandb", "report_to is 'wandb', which needs the package wandb, not installed; run: pip in"),
-        ({"report_to": ["none", "comet_ml"]}, "comet_ml", "report_to is 'comet_ml', which needs the package comet-ml, not"),
-        ({"optim": "paged_adamw_8bit"}, "bitsandbytes", "optim is 'paged_adamw_8bit', which needs the package bitsandbytes"),
-        ({"optim": "schedule_free_sgd"}, "schedulefree", "optim is 'schedule_free_sgd', which needs the package schedulefree"),
-        ({"use_liger_kernel": True}, "liger_kernel", "use_liger_kernel is True, which needs the package liger-kernel, not ins"),
-        ({"deepspeed": "ds.json"}, "deepspeed", "deepspeed is 'ds.json', which needs the package deepspeed, not installed"),
-        ({"attn_implementation": "me/kernel"}, "kernels", "attn_implementation is 'me/kernel', which needs the package kernels"),
-        ({"optim": "galore_adamw"}, "", "optim is 'galore_adamw', for an optimizer that chooses its parameters itself (package ga"),
-        ({"optim_target_modules": ["q"]}, "", "optim_target_modules is ['q'], for an optimizer that chooses its parameters its"),
+        ({"optim": "galore_adamw"}, "optim is 'galore_adamw', for an optimizer that chooses its parameters itself, where"),
+        ({"optim": "lomo"}, "optim is 'lomo', for an optimizer that chooses its parameters itself, where"),
+        ({"optim_target_modules": ["q"]}, "optim_target_modules is ['q'], for an optimizer that chooses its parameters its"),
     ],
     ids=str,
 )  # fmt: skip
-def test_a_package_that_a_key_needs_and_that_is_absent_is_named(keys, lacking, message, without):
-    without(lacking)
-    with refused(re.escape(message)):
-        check_packages(keys)
+def test_an_optimizer_that_chooses_its_parameters_is_refused(keys, message):
     needed = {"model_name_or_path": "m", "output_dir": "o", "bf16": False}
     for kind, data in ((TrainArguments, {"corpus": "c"}), (SftArguments, {"dataset_name": "d"})):
         with refused(re.escape(message)):
             from_mapping(kind, {**needed, **data, **keys})
 
 
-def test_a_package_that_serves_in_anothers_place_is_enough(without, monkeypatch):
-    without("tensorboard")
-    found = early_checks.importlib.util.find_spec
-    monkeypatch.setattr(
-        early_checks.importlib.util, "find_spec", lambda name: True if name == "tensorboardX" else found(name)
-    )
-    check_packages({"report_to": "tensorboard", "optim": "adamw_torch", "attn_implementation": "sdpa"})
+def test_an_optimizer_whose_package_is_absent_is_refused_before_training(config_for, without, tmp_path):
+    without("bitsandbytes")
+    with refused("the Trainer cannot be made: .*bitsandbytes"):
+        TrainingRun(config_for(optim="paged_adamw_8bit"))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -126,7 +103,6 @@ MODEL, CORPUS, CHATS = "--model_name_or_path=model", "--corpus=texts.jsonl", "--
         ("train", ["recipe.yaml", MODEL, CORPUS, "--output_dir=full"], "output_dir is 'full', which holds notes.txt; choose an"),
         ("train", ["recipe.yaml", MODEL, CORPUS, "--output_dir=model/x"], "output_dir is 'model/x', which lies in the model_na"),
         ("train", ["recipe.yaml", MODEL, "--corpus=wrong.jsonl"], "corpus 'wrong.jsonl' has no column 'text', only txt; set te"),
-        ("train", ["recipe.yaml", MODEL, CORPUS, "--report_to=dvclive"], "report_to is 'dvclive', which needs the package dvcl"),
         ("sft", ["recipe.yaml", MODEL, CHATS, "--max_lenght=1"], "'--max_lenght' is no key; expected --KEY VALUE (KEY: VALUE in a "),
         ("sft", ["recipe.yaml", MODEL, CHATS], "dataset_name is 'texts.jsonl', whose rows have text; expected the columns o"),
         ("sft", ["recipe.yaml", MODEL], "config has no 'dataset_name'; set it in the recipe, or by --dataset_name."),

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from importlib.util import find_spec
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -67,11 +68,6 @@ def test_a_base_without_the_layers_that_are_to_train_is_refused_before_its_weigh
         "or set adapters, such as"
     ):
         train(config_for(model=base))
-    (tmp_path / "rows.jsonl").write_text('{"Text": "w3"}')
-    with refused("corpus '.*rows.jsonl' has no column 'text', only Text; set text_column"):
-        train(config_for(model=base, corpus=tmp_path / "rows.jsonl"))
-    with refused("trainable is 'auto', and this llama model is a base"):
-        train(config_for(model=base, corpus=tmp_path / "rows.jsonl", text_column="Text"))
     assert not (tmp_path / "out").exists()
 
 
@@ -122,3 +118,10 @@ def test_positions_are_those_that_the_config_says():
 
 def test_a_model_without_positions_has_no_longest_sequence():
     check_sequence_length("sequence_length", 1_000_000, MambaConfig())
+
+
+@pytest.mark.skipif(any(map(find_spec, ("flash_attn", "kernels"))), reason="it may be had here")
+def test_an_attention_whose_package_is_absent_is_refused_before_anything_is_written(config_for, tmp_path):
+    with refused("expected the folder or Hub id of a language model: .*FlashAttention2"):
+        train(config_for(attn_implementation="flash_attention_2"))
+    assert not (tmp_path / "out").exists()

@@ -286,7 +286,10 @@ def refusal(texts, model, output, **changes):
 )
 def test_memories_by_hidden_states_are_refused_by_name(method, name, texts, tmp_path):
     message = refusal(texts, save_upscaled("llama", tmp_path / method, method), tmp_path / "run")
-    assert f"and {name} trains too" in message and "--method engram --set table=exact" in message
+    assert (
+        f"and {name} trains, which chooses rows by hidden states" in message
+        and "--method engram --set table=exact" in message
+    )
 
 
 @pytest.mark.parametrize(

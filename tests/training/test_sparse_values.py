@@ -8,8 +8,7 @@ from training.outcomes import assert_resumes, logged, weights
 from training.tiny_run import tiny_config
 from transformers import AutoModelForCausalLM, default_data_collator
 
-from midus_hf.training.optim.row_adamw import RowAdamW
-from midus_hf.training.optim.rows import clip_rows
+from midus_hf.training.optim.row_adamw import RowAdamW, clip_rows
 from midus_hf.training.run import train
 from midus_hf.training.trainer import MemoryTrainer
 

@@ -1,7 +1,5 @@
 """`midus train` from the outside: what it prints, what it writes, how it exits."""
 
-from importlib.util import find_spec
-
 import pytest
 from processes.warm import run_ranks
 from training.outcomes import assert_close_weights, by_step, logged
@@ -80,11 +78,6 @@ def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_p
         (
             "--learning_rte=1",
             "midus train: '--learning_rte' is no key; expected --KEY VALUE (KEY: VALUE in a recipe). See 'midus train --help'.",
-        ),
-        pytest.param(
-            "--attn_implementation=flash_attention_2",
-            "midus train: attn_implementation is 'flash_attention_2', which needs the package flash-attn or kernels, not",
-            marks=pytest.mark.skipif(any(map(find_spec, ("flash_attn", "kernels"))), reason="it may be had here"),
         ),
         (
             "--model_name_or_path=absent/model",

@@ -1,7 +1,6 @@
 """N-grams of texts, as memories with a table of known n-grams number them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +18,8 @@ _TEXTS_AT_ONCE = 1000
 class TextKeys(NamedTuple):
     """N-grams that end at each token of some texts, one text behind another.
 
-    Args:
-        keys: `[T, orders]`, int64; 0 where a text has fewer tokens up to this one.
-        texts: `[T]`, int64, index of each token's text among all texts.
-        ids: Ids of the tokens of each of these texts.
+    `keys`, `[T, orders]`, int64, are 0 where a text has fewer tokens up to this one; `texts`, `[T]`, int64, has the index of each
+    token's text among all texts; `ids` are the tokens of each of these texts.
     """
 
     keys: torch.Tensor
@@ -37,13 +34,9 @@ def keys_of_texts(
     token_numbers: torch.Tensor | None = None,
     special_tokens: bool = True,
 ) -> Iterator[TextKeys]:
-    """Yield the n-grams of texts, a thousand texts at a time; no n-gram reaches into another text.
+    """Yield the n-grams of texts of the orders of a memory, a thousand texts at a time; no n-gram reaches into another text.
 
-    Args:
-        tokenizer: Tokenizer of the model.
-        options: Options of the memory, which say the orders of n-grams.
-        token_numbers: `[V]`, int64, numbers of tokens of like text. Default: tokens are numbered by their ids.
-        special_tokens: Whether texts have the tokenizer's special tokens, as in training. Default: true.
+    `token_numbers`, `[V]`, int64, are the numbers of tokens of like text, by default their ids.
     """
     starts = range(0, len(texts), _TEXTS_AT_ONCE)
     for first in tqdm(starts, desc="reading n-grams", unit="k texts", disable=None, leave=False):
@@ -79,16 +72,8 @@ def last_ngrams(texts: Iterator[TextKeys]) -> Iterator[TextKeys]:
         yield part._replace(keys=part.keys * is_kept)
 
 
-@dataclass(frozen=True)
-class NgramTable:
-    """The n-grams that a memory knows.
-
-    Args:
-        memory: Name of the memory.
-        options: Options of the memory.
-        ngrams: `[N]`, int64, ascending; n-grams that were taken out leave `TAKEN_OUT` at the end.
-        token_numbers: `[V]`, int64, numbers of tokens of like text; None if tokens are numbered by their ids.
-    """
+class NgramTable(NamedTuple):
+    """The n-grams that a memory knows: `[N]`, int64, ascending, with `TAKEN_OUT` at the end; and numbers of tokens of like text."""
 
     memory: str
     options: NgramOptions
@@ -97,11 +82,9 @@ class NgramTable:
 
     @property
     def num_known(self) -> int:
-        """Number of n-grams that have a row."""
         return int((self.ngrams < TAKEN_OUT).sum())
 
     def keys_of(self, texts: Sequence[str], tokenizer: Any) -> Iterator[TextKeys]:
-        """Yield the n-grams of texts, as `keys_of_texts` does."""
         return keys_of_texts(texts, tokenizer, self.options, self.token_numbers)
 
     def reads(self, keys: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from midus_hf.banks.block_reader import check_paths
+from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.topics.corpus import DocumentPaths, read_paths
+
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
@@ -26,14 +30,7 @@ _DROPPED_SHARE = 0.01
 
 
 class PackedTexts(NamedTuple):
-    """Texts as sequences.
-
-    Args:
-        sequences: Rows with `input_ids`, and `labels`, `position_ids` and `memory_ids` where they are needed.
-        tokens: Number of tokens of the texts.
-        dropped: Number of tokens that are in no sequence.
-        is_short: Whether the end of a text, or of a leaf, is a sequence that is filled up.
-    """
+    """Sequences, the number of tokens of the texts, of tokens in no sequence, and whether a sequence is filled up at the end."""
 
     sequences: "Dataset"
     tokens: int
@@ -61,30 +58,17 @@ def packed_sequences(
     text_column: str = "text",
     vocab_size: int | None = None,
 ) -> PackedTexts:
-    """Return the texts of a dataset as sequences of tokens.
+    """Return texts as rows with `input_ids` `[T]`, of which the last may be shorter.
 
-    Args:
-        dataset: Rows of text, as from `read_corpus`.
-        tokenizer: A tokenizer with an EOS token; it adds its default special tokens.
-        sequence_length: T, tokens per sequence.
-        documents_apart: Whether tokens attend only within their text: positions then restart where a text begins.
-        key: Key of the arguments that names the texts, for messages. Default: `"corpus"`.
-        text_column: Column that holds the text. Default: `"text"`.
-        vocab_size: Number of ids that the model embeds. Default: None, unchecked.
-
-    Returns:
-        Rows with `input_ids` `[T]`. With `documents_apart` also `position_ids` `[T]` and `labels` `[T]`, in which the
-        first token of each text is no label, since nothing that it attends to predicts it. The last row may be shorter.
-
-    Raises:
-        ValueError: If the tokenizer has no EOS token or yields an id that the model does not embed, or the texts are
-            shorter than one sequence.
+    With `documents_apart`, tokens attend only within their text: rows also have `position_ids` `[T]`, which restart where a text
+    begins, and `labels` `[T]`, in which the first token of each text is no label, since nothing that it attends to predicts it.
+    `key` names the texts in messages; ids are checked against `vocab_size`, if it is given.
     """
     from datasets import Dataset, concatenate_datasets
 
-    tokens = tokenised(dataset, tokenizer, text_column, vocab_size)
-    packed = packed_by(tokens, Packer(sequence_length, documents_apart))
-    count = int(lengths_of(tokens).sum())
+    tokens, lengths = _tokenised(dataset, tokenizer, text_column, vocab_size)
+    packed = _packed_by(tokens, Packer(sequence_length, documents_apart))
+    count = int(lengths.sum())
     if not len(packed):
         raise ValueError(
             f"{key} has {count:,} tokens; expected at least one sequence of {sequence_length:,} tokens. Add text, or lower "
@@ -98,52 +82,87 @@ def packed_sequences(
     return PackedTexts(concatenate_datasets([packed, shorter]), count, 0, True)
 
 
-def lengths_of(tokens: "Dataset") -> np.ndarray:
-    """Return the number of tokens of each row that `tokenised` returns, `[rows]`, int64, without reading the tokens."""
-    import pyarrow.compute
-
-    return np.asarray(pyarrow.compute.list_value_length(tokens.data.column("input_ids")), np.int64)
-
-
 def _last_sequence(tokens: "Dataset", count: int, documents_apart: bool) -> dict[str, list[Any]] | None:
     """Return the columns of a sequence of the last tokens, fewer than others have; None if it would predict nothing."""
+    packer = Packer(count, documents_apart)
     pieces: list[np.ndarray] = []
-    is_begun = False  # whether the first piece is the end of a text
     for row in range(len(tokens) - 1, -1, -1):
         ids = tokens[row]["input_ids"]
         pieces.insert(0, np.asarray(ids[-count:], np.int32))
-        is_begun = count < len(ids)
+        packer.continues = count < len(ids)
         count -= len(pieces[0])
         if not count:
             break
-    last = Packer(sum(map(len, pieces)), documents_apart).end(pieces, is_begun)
+    last = packer({"input_ids": pieces})
     labels = last.get("labels", last["input_ids"])[0]
     return last if (labels[1:] != IGNORED_LABEL).any() else None
 
 
-def tokenised(
-    dataset: "Dataset", tokenizer: "PreTrainedTokenizerBase", text_column: str, vocab_size: int | None = None
-) -> "Dataset":
-    """Return the tokens of each text, ending in EOS, as rows with `input_ids`; all other columns are left out.
+def leaf_sequences(
+    dataset: "Dataset",
+    tokenizer: "PreTrainedTokenizerBase",
+    sequence_length: int,
+    *,
+    paths: np.ndarray,
+    depth: int | None = None,
+    documents_apart: bool,
+    text_column: str = "text",
+    vocab_size: int | None = None,
+) -> PackedTexts:
+    """Return texts as sequences within the leaves of a tree (hierarchical memories, appendix A.2), with `labels` and `memory_ids`.
 
-    Raises:
-        ValueError: As `packed_sequences`.
+    A leaf is a node of the deepest level, `depth`, that has blocks, so all texts of a leaf fetch the same blocks, by the path of the
+    first, of `paths` `[texts, p]`. The remainder of a leaf becomes a sequence too, filled up with EOS on which no loss is computed: a
+    leaf may have little text, and its blocks learn from no other text. A remainder of one token is left out: nothing predicts it.
     """
+    levels = paths[:, :depth]
+    order = np.lexsort(levels.T[::-1])
+    levels = levels[order]
+    ends = np.append((levels[1:] != levels[:-1]).any(1), True)
+    tokens, lengths = _tokenised(dataset, tokenizer, text_column, vocab_size)
+    lengths, tokens = lengths[order], tokens.select(order)
+    rests = np.add.reduceat(lengths, np.append(0, np.flatnonzero(ends)[:-1] + 1)) % sequence_length
+    tokens = tokens.add_column("memory_ids", list(paths[order])).add_column("ends_leaf", ends)
+    packed = _packed_by(tokens, Packer(sequence_length, documents_apart, fill=tokenizer.eos_token_id))
+    return PackedTexts(packed, int(lengths.sum()), int((rests == 1).sum()), bool((rests > 1).any()))
+
+
+def checked_paths(
+    dataset: "Dataset", banks: Mapping[str, BankLayout], path_column: str, text: str = "the corpus"
+) -> DocumentPaths:
+    """Return the paths of texts as `read_paths` does, and refuse those that do not fit the tree of the model's banks."""
+    if not banks:
+        raise ValueError(
+            f"path_column is {path_column!r}, but the model has no memory that fetches blocks; leave it out, or upscale with one of "
+            "the methods hier-ffn, hier-lora-qk, hier-lora-vo, hier-lora-ffn and hier-kv."
+        )
+    written = read_paths(dataset, path_column, text)
+    for layout in banks.values():
+        check_paths(torch.from_numpy(written.paths), layout, f"column {path_column!r} of {text}")
+    return written
+
+
+def _tokenised(
+    dataset: "Dataset", tokenizer: "PreTrainedTokenizerBase", text_column: str, vocab_size: int | None
+) -> tuple["Dataset", np.ndarray]:
+    """Return the tokens of each text, ending in EOS, as rows with `input_ids`, and their number, `[rows]`, int64."""
+    import pyarrow.compute
     from datasets.fingerprint import Hasher
 
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no EOS token, which ends every document; set eos_token in its folder.")
-    return dataset.map(
+    tokens = dataset.map(
         _tokenise,
         batched=True,
         batch_size=_TEXTS_A_BATCH,
         input_columns=[text_column],
         remove_columns=dataset.column_names,
         fn_kwargs={"tokenizer": tokenizer, "vocab_size": vocab_size},
-        features=features_of("input_ids"),
+        features=_features_of("input_ids"),
         new_fingerprint=Hasher.hash([_PROCEDURE, dataset._fingerprint, tokenizer, text_column, vocab_size]),
         desc="tokenising",
     )
+    return tokens, np.asarray(pyarrow.compute.list_value_length(tokens.data.column("input_ids")), np.int64)
 
 
 def _tokenise(texts: list[str], tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None) -> dict[str, Any]:
@@ -160,20 +179,21 @@ def _tokenise(texts: list[str], tokenizer: "PreTrainedTokenizerBase", vocab_size
 class Packer:
     """Cuts rows of tokens, batch by batch, into sequences.
 
-    Args:
-        documents_apart: Whether tokens attend only within their text, so that sequences have positions and labels.
-        fill: Id of the token that the last sequence of a leaf is filled up with. Default: None, there are no leaves, and
-            the remainder waits for the next batch.
+    With `documents_apart`, sequences have positions and labels. With `fill`, rows are of leaves, whose last sequences are filled up
+    with this token; otherwise the remainder waits for the next batch.
     """
 
     def __init__(self, sequence_length: int, documents_apart: bool, fill: int | None = None):
         self.sequence_length, self.documents_apart, self.fill = sequence_length, documents_apart, fill
+        self.continues = False  # whether the first piece goes on with a text whose beginning is in a sequence
         self._pieces: list[np.ndarray] = []  # tokens that are in no sequence yet
-        self._continues = False  # whether the first of them goes on with a text whose beginning is in a sequence
         self._path: Any = None  # of the first text of the leaf that these belong to
+        has_labels = documents_apart or fill is not None
+        conditions = {"position_ids": documents_apart, "labels": has_labels, "memory_ids": fill is not None}
+        self.columns = ["input_ids", *(name for name, is_present in conditions.items() if is_present)]
 
     def __call__(self, batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        packed: dict[str, list[Any]] = {name: [] for name in self.columns()}
+        packed: dict[str, list[Any]] = {name: [] for name in self.columns}
         if self.fill is None:
             self._pieces += [np.asarray(ids, np.int32) for ids in batch["input_ids"]]
             self._cut(packed)
@@ -186,28 +206,14 @@ class Packer:
                 self._path = None
         return packed
 
-    def end(self, pieces: list[np.ndarray], is_begun: bool) -> dict[str, list[Any]]:
-        """Return the columns of a sequence of pieces of texts; `is_begun` says whether the first is the end of a text."""
-        self._pieces, self._continues = pieces, is_begun
-        packed: dict[str, list[Any]] = {name: [] for name in self.columns()}
-        self._cut(packed, is_end=True)
-        return packed
-
-    def columns(self) -> list[str]:
-        """Return the names of the columns of a sequence."""
-        names = ["input_ids", *(["position_ids"] if self.documents_apart else [])]
-        names += ["labels"] if self.documents_apart or self.fill is not None else []
-        return names if self.fill is None else [*names, "memory_ids"]
-
     def _cut(self, packed: dict[str, list[Any]], is_end: bool = False) -> None:
         """Cut as many sequences as there are tokens for; at the end of a leaf, a filled up one that predicts a token."""
         length = self.sequence_length
         tokens = np.concatenate(self._pieces)
         starts = np.zeros(len(tokens), bool)
         starts[np.cumsum([0, *map(len, self._pieces[:-1])])] = True
-        starts[0] = not self._continues
-        whole = len(tokens) // length * length
-        end = len(tokens) if is_end else whole
+        starts[0] = not self.continues
+        end = len(tokens) if is_end else len(tokens) // length * length
         for begin in range(0, end, length):
             piece, is_start = tokens[begin : begin + length], starts[begin : begin + length]
             missing = length - len(piece)
@@ -218,27 +224,19 @@ class Packer:
                 is_start = np.concatenate([is_start, np.arange(missing) == 0])
             if missing and not (labels[1:] != IGNORED_LABEL).any():
                 continue  # a first token is not predicted, and the mean loss over no token is not a number
-            packed["input_ids"].append(piece)
-            if self.documents_apart:
-                index = np.arange(length)
-                packed["position_ids"].append(index - np.maximum.accumulate(np.where(is_start, index, 0)))
-            if "labels" in packed:
-                packed["labels"].append(labels)
-            if "memory_ids" in packed:
-                packed["memory_ids"].append(self._path)
+            index = np.arange(length)
+            positions = index - np.maximum.accumulate(np.where(is_start, index, 0))
+            made = {"input_ids": piece, "position_ids": positions, "labels": labels, "memory_ids": self._path}
+            for name, values in packed.items():
+                values.append(made[name])
         rest = tokens[end:]
         bounds = np.flatnonzero(starts[end:])
-        self._continues = bool(len(rest)) and not starts[end]
+        self.continues = bool(len(rest)) and not starts[end]
         self._pieces = [part for part in np.split(rest, bounds[bounds > 0]) if len(part)]
 
 
-def packed_by(tokens: "Dataset", packer: Packer) -> "Dataset":
-    """Return the sequences that a packer cuts from rows of tokens.
-
-    Args:
-        tokens: Rows as from `tokenised`, with the other columns that the packer reads.
-        packer: A packer that has cut nothing yet. With equal tokens and settings, sequences are read from the cache.
-    """
+def _packed_by(tokens: "Dataset", packer: Packer) -> "Dataset":
+    """Return the sequences that a packer cuts from rows of tokens, from the cache where these and its settings are equal."""
     from datasets.fingerprint import Hasher
 
     return tokens.map(
@@ -246,14 +244,13 @@ def packed_by(tokens: "Dataset", packer: Packer) -> "Dataset":
         batched=True,
         batch_size=_TEXTS_A_BATCH,
         remove_columns=tokens.column_names,
-        features=features_of(*packer.columns()),
+        features=_features_of(*packer.columns),
         new_fingerprint=Hasher.hash([_PROCEDURE, tokens._fingerprint, packer]),
         desc="packing",
     )
 
 
-def features_of(*names: str) -> Any:
-    """Return the `Features` of a dataset whose columns are lists of numbers: int64 for `memory_ids`, int32 for all others."""
+def _features_of(*names: str) -> Any:
     from datasets import Features, LargeList, Value
 
     return Features({name: LargeList(Value("int64" if name == "memory_ids" else "int32")) for name in names})

@@ -51,49 +51,28 @@ class TrainableReport:
         blocks = (
             f"the bank's blocks as texts fetch them, {self.fetched:,} of its {self.blocks:,} parameters by each text"
         )
+        start, total = f"Training {choice}{without}: ", f"{self.total_parameters:,} parameters"
         if self.blocks and not self.parameters:
-            return (
-                f"Training {choice}{without}: {blocks}; the {self.total_parameters:,} parameters beside the bank stay"
-            )
-        blocks = f"; {blocks}" if self.blocks else ""
+            return f"{start}{blocks}; the {total} beside the bank stay"
         layers = f"layers {', '.join(map(str, self.layers))} of {self.num_layers}" if self.layers else "no layer"
-        return (
-            f"Training {choice}{without}: {self.parameters:,} of {self.total_parameters:,} parameters "
-            f"({self.parameters / self.total_parameters:.2%}), in {layers}{blocks}"
-        )
+        share = f"{self.parameters:,} of {total} ({self.parameters / self.total_parameters:.2%})"
+        return f"{start}{share}, in {layers}{f'; {blocks}' if self.blocks else ''}"
 
 
 def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolved:
-    """Replace `"auto"` by what the config says, and check that what is to train exists.
-
-    Raises:
-        ValueError: If `trainable` is no choice; if it is `"auto"` and the config does not record what trains; if it
-            is `"new"` or a list of roles and the config records nothing new; if a list of layers is empty, names a layer
-            twice, or names a layer that the model does not have.
-    """
+    """Replace `"auto"` by what the config says, and refuse what is no choice, or not in the model."""
     record, kind = _record(config), config.model_type
     resolved: Any = record.get("trainable") if trainable == "auto" else trainable
-    if trainable == "auto" and not record:
+    if trainable == "auto" and resolved not in ("new", "all"):
         raise ValueError(
             f"trainable is 'auto', and this {kind} model is a base, not an upscaled model: nothing in it is new. Upscale it first, "
             "set trainable: all to train the base itself, or set adapters, such as adapters: {r: 16}."
         )
-    if trainable == "auto" and resolved not in ("new", "all"):
-        raise ValueError(
-            f"trainable is 'auto', but upscale.trainable in the config of this {kind} model is {resolved!r}; expected 'new' or "
-            "'all' there. Upscale the model first, or set trainable: all, or list layers, as in trainable: [3, 7]."
-        )
     if isinstance(resolved, list) and all(type(layer) is int for layer in resolved):
-        num_layers = config.get_text_config().num_hidden_layers
-        repeated = sorted({layer for layer in resolved if resolved.count(layer) > 1})
-        outside = [layer for layer in resolved if not 0 <= layer < num_layers]
-        if not resolved:
-            raise ValueError("trainable is [], no layer; list at least one, or set trainable: all.")
-        if repeated:
-            raise ValueError(f"trainable is {resolved}, which repeats {repeated}; name each layer once.")
-        if outside:
+        if not resolved or _outside(config, resolved) or len({*resolved}) < len(resolved):
+            layers = f"0 <= layer < {config.get_text_config().num_hidden_layers}"
             raise ValueError(
-                f"trainable is {resolved}, but this {kind} model has no layers {outside}; expected 0 <= layer < {num_layers}."
+                f"trainable is {resolved}; expected layers of this {kind} model ({layers}), at least one, and each once."
             )
     elif resolved == "new" or (isinstance(resolved, list) and set(resolved) <= set(_ROLES)):
         if not new_layers(config) and not record.get("new_memories"):
@@ -109,28 +88,22 @@ def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolve
     return cast(Resolved, resolved)
 
 
-def new_layers(config: PreTrainedConfig) -> list[int]:
-    """Return the indices, ascending, of the layers added to the base, as `upscale` recorded them; empty if there are none.
+def _outside(config: PreTrainedConfig, layers: Sequence[int]) -> list[int]:
+    return [layer for layer in layers if not 0 <= layer < config.get_text_config().num_hidden_layers]
 
-    Raises:
-        ValueError: If the model does not have one of the layers.
-    """
+
+def new_layers(config: PreTrainedConfig) -> list[int]:
+    """Return the indices, ascending, of the layers added to the base, as `upscale` recorded them; empty if there are none."""
     layers = sorted(_record(config).get("new_layers") or [])
-    num_layers = config.get_text_config().num_hidden_layers
-    outside = [layer for layer in layers if not 0 <= layer < num_layers]
-    if outside:
+    if outside := _outside(config, layers):
         raise ValueError(
-            f"upscale.new_layers of the config names {outside}; expected 0 <= layer < {num_layers}. Upscale the base again."
+            f"upscale.new_layers of the config names {outside}, which the model does not have. Upscale the base again."
         )
     return layers
 
 
 def new_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the layers and memories that were added to the base, and tables that layers share, by name; may be empty.
-
-    Raises:
-        ValueError: If the model lacks a layer or a memory that the config records.
-    """
+    """Return the layers and memories that were added to the base, and tables that layers share, by name; may be empty."""
     stack = decoder_of(model).layers
     modules = dict(model.named_modules())
     name_of_stack = next(name for name, module in modules.items() if module is stack)
@@ -242,18 +215,12 @@ def has_adapters(model: Any) -> bool:
 
 def _tensors_of(modules: Iterable[nn.Module], roles: Sequence[Any]) -> list[nn.Parameter]:
     """Return the parameters that have one of the roles in a memory within the modules."""
-    return [
-        memory.get_parameter(name)
-        for module in modules
-        for memory in module.modules()
-        if isinstance(memory, DeclaredModule)
-        for name in memory.names_of(*roles)
-        if name in dict(memory.named_parameters())
-    ]
+    memories = [each for module in modules for each in module.modules() if isinstance(each, DeclaredModule)]
+    parameters = [(memory.names_of(*roles), dict(memory.named_parameters())) for memory in memories]
+    return [own[name] for names, own in parameters for name in names if name in own]
 
 
 def _num_training(module: nn.Module) -> int:
-    """Return the number of a module's parameters that train."""
     return sum(whole_numel(parameter) for parameter in module.parameters() if parameter.requires_grad)
 
 
@@ -264,41 +231,34 @@ def _record(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def hold_for_training(model: PreTrainedModel, bf16: bool) -> dict[str, torch.dtype]:
-    """Cast every parameter to the dtype in which it is held while training.
+    """Cast every parameter to the dtype in which it is held while training; return the previous dtypes for `restore_dtypes`.
 
     Without `bf16`, everything is held in float32. With `bf16`, where autocast computes in bfloat16, parameters that
     train are held in float32, since bfloat16 would lose most updates of a small rate to rounding; frozen parameters
     keep their dtype. Running statistics of memories are held in float32 for the same reason.
-
-    Returns:
-        The previous dtypes, by name of the parameter or buffer, for `restore_dtypes`.
     """
     dtypes = {}
-    for name, parameter in model.named_parameters():
-        dtypes[name] = parameter.dtype
-        if not bf16 or parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    for name, buffer in _memory_buffers(model):
-        dtypes[name] = buffer.dtype
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.float()
+    for name, tensor in _held(model):
+        dtypes[name] = tensor.dtype
+        is_cast = not bf16 or tensor.requires_grad if isinstance(tensor, nn.Parameter) else tensor.is_floating_point()
+        if is_cast:
+            tensor.data = tensor.data.float()
     return dtypes
 
 
 def restore_dtypes(model: PreTrainedModel, dtypes: dict[str, torch.dtype]) -> None:
     """Cast everything back to the dtype that it had before `hold_for_training`. For frozen tensors this is exact."""
-    for name, tensor in (*model.named_parameters(), *_memory_buffers(model)):
+    for name, tensor in _held(model):
         tensor.data = tensor.data.to(dtypes[name])
 
 
-def _memory_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
-    """Return the buffers of memories with their full names."""
-    return [
-        (f"{prefix}.{name}", buffer)
-        for prefix, module in model.named_modules()
-        if isinstance(module, DeclaredModule)
-        for name, buffer in module.named_buffers()
-    ]
+def _held(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters of a model, and the buffers of its memories, with their full names."""
+    held: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
+    for prefix, module in model.named_modules():
+        if isinstance(module, DeclaredModule):
+            held += [(f"{prefix}.{name}", buffer) for name, buffer in module.named_buffers()]
+    return held
 
 
 def whole_numel(parameter: torch.Tensor) -> int:

@@ -75,9 +75,8 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
             members["keys"].append(parameter)
         else:
             # Norms with a row per head have two dimensions, but do not decay either; ZeRO-3 cuts matrices to vectors.
-            kind = (
-                "decay" if len(getattr(parameter, "ds_shape", parameter.shape)) > 1 and role != "norm" else "no_decay"
-            )
+            is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) > 1 and role != "norm"
+            kind = "decay" if is_matrix else "no_decay"
             if role is not None and rates.memory_learning_rate is not None:
                 kind = "memory" if kind == "decay" else "memory_no_decay"
             members[kind].append(parameter)

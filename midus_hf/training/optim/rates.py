@@ -10,23 +10,15 @@ ValueSchedule = Literal["constant", "fixed", "4x-to-1x"]
 # Kinds of tensor that memory keys can be trained as: see `Rates`.
 MemoryKeys = Literal["constant", "weights"]
 
-# Rate of memory values over that of all else, in a short run: values start at zero, and there are few steps to fill them.
-_VALUES_OVER_REST = 10
-
 
 def short_run_rates(rate: float) -> dict[str, float]:
-    """Return the rates of new parts of a model in a short run, as keys of `Rates`: values of memories learn ten times as fast."""
-    values = float(f"{_VALUES_OVER_REST * rate:.15g}")  # as a person writes it, 0.003 for ten times 3e-4
+    """Return the rates of new parts in a short run, as keys of `Rates`: values, which start at zero, learn ten times as fast."""
+    values = float(f"{10 * rate:.15g}")  # as a person writes it, 0.003 for ten times 3e-4
     return {"learning_rate": rate, "value_learning_rate": values}
 
 
 def trains_new_parts(keys: Mapping[str, Any], recorded: str | None) -> bool:
-    """Return whether a run trains adapters or new parts of a model alone, which learn at higher rates than a whole model.
-
-    Args:
-        keys: Keys of the run.
-        recorded: What the model's upscaling recorded as `trainable`; None for a plain model.
-    """
+    """Return whether keys train adapters or new parts alone, which learn at higher rates; `recorded` is what `upscale` recorded."""
     if keys.get("adapters") is not None:
         return True
     trainable = keys.get("trainable", "auto")
@@ -70,22 +62,12 @@ class Rates:
     value_weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("value_schedule", (*get_args(ValueSchedule), None)),
-            ("memory_keys", get_args(MemoryKeys)),
-        ):
+        schedules = (*get_args(ValueSchedule), None)
+        for name, choices in (("value_schedule", schedules), ("memory_keys", get_args(MemoryKeys))):
             if getattr(self, name) not in choices:
                 expected = ", ".join(map(repr, choices))
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {expected}.")
-        for name in (
-            "learning_rate",
-            "memory_learning_rate",
-            "key_value_learning_rate",
-            "value_learning_rate",
-        ):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} is {value}; expected a number above 0.")
-        for name in ("weight_decay", "value_weight_decay"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more.")
+        for name in (field.name for field in dataclasses.fields(Rates) if field.name.endswith(("rate", "decay"))):
+            value, is_rate = getattr(self, name), name.endswith("rate")
+            if value is not None and value <= 0 and (is_rate or value < 0):
+                raise ValueError(f"{name} is {value}; expected {'a number above 0' if is_rate else '0 or more'}.")

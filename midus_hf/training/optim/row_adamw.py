@@ -1,16 +1,78 @@
-"""AdamW that updates only the rows of a table that a step read (lazy Adam)."""
+"""AdamW that updates only the rows of a table that a step read (lazy Adam), and gradients of these rows."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
+from transformers.training_args import OptimizerNames
 
 from midus_hf.banks.trained_bank import adamw_update
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Factor by which the room for moments grows when it is used up, so that growth copies each row only a few times.
 _GROWTH = 1.5
+
+
+# Optimizers of Transformers whose updates `RowAdamW` computes row by row.
+_ROW_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+
+
+def check_sparse_values(trainer: Any) -> None:
+    optimizer, args = OptimizerNames(trainer.args.optim).value, trainer.args
+    has_own = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
+    shares = args.world_size > 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    for is_refused, reason in (
+        (
+            not _row_readers(trainer.model),
+            "no memory of this model reads few rows of a large table; expected one of type ultramem, chapters or ngram. "
+            "Leave it out.",
+        ),
+        (
+            optimizer not in _ROW_OPTIMIZERS,
+            f"optim is {optimizer!r}; expected {' or '.join(_ROW_OPTIMIZERS)}, whose updates a step makes in the rows that it read. "
+            "Leave one of them out.",
+        ),
+        (
+            has_own,
+            "the Trainer was given an optimizer, which would be replaced; expected none. Leave one of them out.",
+        ),
+        (shares, "several processes train, whose gradients must be dense; expected one process. Leave it out."),
+    ):
+        if is_refused:
+            raise ValueError(f"sparse_values is true, and {reason}")
+
+
+@contextlib.contextmanager
+def row_gradients(model: nn.Module) -> Iterator[None]:
+    """Make gradients of large tables sparse tensors of the rows that were read, inside the context."""
+    readers = _row_readers(model)
+    for reader in readers:
+        reader.sparse_gradient = True
+    try:
+        yield
+    finally:
+        for reader in readers:
+            reader.sparse_gradient = False
+
+
+def clip_rows(tables: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Coalesce the sparse gradients of tables, and scale them down to a joint norm of `max_norm`; return the norm before."""
+    gradients = []
+    for table in tables:
+        assert table.grad is not None
+        table.grad = table.grad.coalesce()
+        gradients.append(table.grad.values())
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    for gradient in gradients:
+        gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def _row_readers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "sparse_gradient")]
 
 
 class RowAdamW(torch.optim.AdamW):
@@ -27,11 +89,10 @@ class RowAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one optimization step, as `Optimizer.step` does."""
-        tables = []
-        for group in self.param_groups:
-            for table in group["params"]:
-                if table.grad is not None and table.grad.is_sparse:
-                    tables.append((group, table, table.grad))
+        pairs = [(group, table) for group in self.param_groups for table in group["params"]]
+        tables = [
+            (group, table, table.grad) for group, table in pairs if table.grad is not None and table.grad.is_sparse
+        ]
         for _, table, _ in tables:
             table.grad = None
         try:
@@ -65,8 +126,9 @@ class RowAdamW(torch.optim.AdamW):
         gradient = gradient.coalesce()
         shape = table.shape[: gradient.sparse_dim()]
         flat = table.view(shape.numel(), *table.shape[gradient.sparse_dim() :])  # [R, ...]
-        rows = _numbered(gradient.indices(), shape)
-        row_gradients = gradient.values().to(table.dtype)
+        rows, *others = gradient.indices()
+        for index, size in zip(others, shape[1:], strict=True):
+            rows = rows * size + index
         state = self.state[table]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -77,7 +139,7 @@ class RowAdamW(torch.optim.AdamW):
         means, squares = (state[key].view(-1, *flat.shape[1:]) for key in _MOMENTS)
         updated, mean, square = flat[rows], means[places], squares[places]
         settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-        adamw_update(updated, mean, square, row_gradients, state["step"].item(), **settings)
+        adamw_update(updated, mean, square, gradient.values().to(table.dtype), state["step"].item(), **settings)
         means.index_copy_(0, places, mean)
         squares.index_copy_(0, places, square)
         flat.index_copy_(0, rows, updated)
@@ -99,14 +161,6 @@ class RowAdamW(torch.optim.AdamW):
                 state[key] = _longer(state[key], len(state["rows"]), num_rows)
         known[table] = (state["rows"], place_of_row)
         return place_of_row[rows].long()
-
-
-def _numbered(indices: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return the flat number of each row, `[U]`, for indices `[len(shape), U]`."""
-    number = indices[0]
-    for index, size in zip(indices[1:], shape[1:], strict=True):
-        number = number * size + index
-    return number
 
 
 def _longer(moment: torch.Tensor, length: int, most: int) -> torch.Tensor:

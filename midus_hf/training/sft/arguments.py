@@ -18,6 +18,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         "rows are chats, or prompts and completions; midus train reads texts, by text_column",
     ),
     "eval_packing": ((None,), "held-out texts are always packed sequences"),
+    "padding_free": ((False,), "packing: true leaves padding out, and keeps max_length"),
     "loss_type": (("nll", "chunked_nll"), "the loss is the model's own, with the terms of its memories"),
 }
 
@@ -71,18 +72,8 @@ class SftArguments(MemoryArguments, SFTConfig):
                 f"truncation_mode is {self.truncation_mode!r}, and packing keeps the first tokens of long chats; expected "
                 "keep_start. Leave truncation_mode or packing out."
             )
-        if self.padding_free and not self.packing:
-            raise ValueError(
-                "padding_free is true and packing is not, with which TRL keeps no max_length; expected packing: true. Set it, or "
-                "leave padding_free out."
-            )
         if self.include_num_input_tokens_seen is None:
             self.include_num_input_tokens_seen = "all" if self.packing else "non_padding"
         if self.activation_checkpointing is None and self.gradient_checkpointing is None:
             self.activation_checkpointing = True
         super().__post_init__()
-        if self.activation_offloading and self.use_cpu:
-            raise ValueError(
-                "activation_offloading is true, and the run computes on the CPU; expected an accelerator, whose memory it spares. "
-                "Leave it out."
-            )

@@ -1,51 +1,63 @@
 """Rows of instruction data in the formats that TRL reads; what is refused is named by its row, what is not read in a line."""
 
+import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.topics.corpus import read_rows, say
-from midus_hf.training.early_checks import format_of, no_format
-from midus_hf.training.sft.chats import (
-    EXCLUSIONS,
-    OF_CHATS,
-    OF_INSTRUCTIONS,
-    as_chat,
-    as_texts,
-    check_numbers,
-    without_nulls,
-)
-from midus_hf.training.sft.template import WRITTEN, check_written, reads_key, set_template
+from midus_hf.training.early_checks import format_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
+# Columns that chats may have beside those of their format, and instructions.
+_OF_CHATS, _OF_INSTRUCTIONS = ("system", "tools", "chat_template_kwargs"), ("system", "history", "input", "context")
+
+# Keys of messages that hold reasoning; a template reads one of them.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+# Roles that chat templates know; ShareGPT has other names for two of them.
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROLE_OF_NAME = {**{role: role for role in _ROLES}, "human": "user", "gpt": "assistant"}
+
+# Keys of messages by which other trainers leave an answer out of the loss or weigh it, which TRL's trainer cannot.
+_EXCLUSIONS = ("weight", "train", "loss", "loss_mask")
+_NO_ANSWER = "an empty answer; expected text. Fill it in"
+
+Row = Mapping[str, Any]
 # Keys of messages that every template may read.
 _READ = ("role", "content", "name", "tool_call_id")
+# Keys of messages that are refused where the template does not write them.
+_WRITTEN = ("tool_calls", *_REASONING)
+
+_CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+# ChatML, with the marks around answers by which TRL finds their tokens.
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 
 
 def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset":
     """Return the rows of a run as TRL reads them: `messages`, or `prompt` and `completion`, with `tools` where there are any.
 
-    Columns and keys of messages that are not read are named on standard error.
-
-    Args:
-        arguments: The keys of `SftArguments` that begin with `dataset_` are read, and `chat_template_path`.
-        tokenizer: Tokenizer of the model, which gets the template that the arguments name, if the rows are chats.
-
-    Raises:
-        ValueError: If the data cannot be read or has no rows; if a row is of no format, has no answer, or has what the template
-            would not write; or as `set_template`.
+    Columns and keys of messages that are not read are named on standard error. The tokenizer gets the template that the arguments
+    name, if the rows are chats.
     """
     source = arguments.dataset_name
     rows = read_rows("dataset_name", source, split=arguments.dataset_train_split, name=arguments.dataset_config)
-    columns = format_of(rows.column_names)
-    if columns is None:
-        raise no_format(source, rows.column_names)
+    columns = format_of(source, rows.column_names)
     if not len(rows):
         raise ValueError(f"dataset_name is {source!r}, which has no rows. Add data.")
-    beside = OF_INSTRUCTIONS if columns[0] == "instruction" else OF_CHATS
+    beside = _OF_INSTRUCTIONS if columns[0] == "instruction" else _OF_CHATS
     kept = [column for column in rows.column_names if column in (*columns, *beside)]
     unread = [column for column in rows.column_names if column not in kept]
     template, kind = None, getattr(rows.features[columns[0]], "dtype", None)
@@ -76,13 +88,12 @@ def _converted(
             if template is None:
                 return as_texts(row)
             chat = as_chat(row, columns)
-            check_numbers(chat)
             check_written(chat, template)
         except ValueError as problem:
             raise ValueError(f"row {index + 1} of {source!r} has {problem}, or take the row out.") from problem
         for message in [message for name in messages for message in chat[name]]:
             held = [key for key, value in message.items() if value not in ("", [])]
-            known = (*_READ, *WRITTEN, *EXCLUSIONS)
+            known = (*_READ, *_WRITTEN, *_EXCLUSIONS)
             unread.update(f"messages.{key}" for key in held if key not in known and not reads_key(template, key))
         return {column: JsonText().encode_example(value) for column, value in chat.items()}
 
@@ -98,3 +109,168 @@ def _converted(
         desc="reading rows",
     )
     return converted, sorted(unread)
+
+
+def set_template(tokenizer: "PreTrainedTokenizerBase", named: str | None) -> None:
+    """Give a tokenizer the template that a person names: "chatml", or a file with a Jinja template; None keeps its own."""
+    if named == "chatml":
+        if not all(token in tokenizer.get_vocab() for token in _CHATML_TOKENS):
+            raise ValueError(
+                f"chat_template_path is 'chatml', whose tokens {' and '.join(_CHATML_TOKENS)} this tokenizer lacks; give a file with "
+                "a template of tokens that it has."
+            )
+        begins = tokenizer.bos_token_id is not None and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
+        tokenizer.chat_template = "{{ bos_token }}" * begins + CHATML
+    elif named is not None:
+        try:
+            tokenizer.chat_template = Path(named).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"chat_template_path is {named!r}; expected chatml, or a file with a Jinja template."
+            ) from error
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "the model's tokenizer has no chat template; set chat_template_path to chatml, or to a file with a template that has "
+            "{% generation %} around answers."
+        )
+
+
+def check_written(chat: Mapping[str, Any], template: str) -> None:
+    """Raise a `ValueError` if a template does not name a variable or a key of a message that a chat has beside its texts."""
+    variables = [*(["tools"] if chat.get("tools") else []), *(chat.get("chat_template_kwargs") or {})]
+    messages = [message for column in ("messages", "prompt", "completion") for message in chat.get(column, ())]
+    keys = [key for key in _WRITTEN if any(message.get(key) for message in messages)]
+    unwritten = [key for key in variables if not re.search(rf"\b{re.escape(key)}\b", template)]
+    unwritten += [key for key in keys if not reads_key(template, key)]
+    if unwritten:
+        raise ValueError(
+            f"{unwritten[0]!r}, which the chat template does not write. Set chat_template_path to one that does"
+        )
+
+
+def reads_key(template: str, key: str) -> bool:
+    """Return whether a template reads a key of messages, which differs from text such as `<thinking>` and from a variable."""
+    return re.search(rf"[.'\"]{re.escape(key)}\b", template) is not None
+
+
+def as_texts(row: Row) -> dict[str, str]:
+    """Return a prompt and its completion, to which no template is applied."""
+    for column in _OF_CHATS:
+        if row.get(column):
+            raise ValueError(
+                f"{column!r}, which only chats have, beside a prompt. Make it a chat, leave the column out"
+            )
+    texts = {column: _text(row, column) for column in ("prompt", "completion")}
+    if not texts["completion"].strip():
+        raise ValueError(_NO_ANSWER)
+    return texts
+
+
+def as_chat(row: Row, columns: tuple[str, ...]) -> dict[str, Any]:
+    """Return lists of messages, with `tools` and `chat_template_kwargs` where the row has them, or refuse what would be lost."""
+    if columns[0] == "instruction":
+        chat: dict[str, Any] = {"messages": _instructed(row, columns[1])}
+    else:
+        chat = {}
+        for column in columns:
+            given = row[column]
+            if not given or not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+                raise ValueError(f"{column!r}: {given!r:.60}; expected a list of messages. Correct it")
+            chat["messages" if len(columns) == 1 else column] = [_message(each) for each in given]
+    roles = {message["role"] for each in chat.values() for message in each}
+    if "assistant" not in roles:
+        raise ValueError("no answer; expected a message of the assistant. Add it")
+    if row.get("system"):
+        if roles & {"system", "developer"}:
+            raise ValueError("'system' and a system message. Leave one of them out")
+        next(iter(chat.values())).insert(0, {"role": "system", "content": _text(row, "system")})
+    for column, kind, none in (("tools", list, None), ("chat_template_kwargs", dict, {})):
+        if column in row:
+            chat[column] = _parsed(row[column], kind, column) if row[column] else none
+    return chat
+
+
+def _instructed(row: Row, answer: str) -> list[dict[str, Any]]:
+    """Return an instruction, followed by its context if there is any, and its answer, behind the turns of `history`."""
+    turns = row.get("history") or []
+    if not isinstance(turns, list) or not all(
+        isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in turns
+    ):
+        raise ValueError(f"'history': {turns!r:.60}; expected a list of pairs of question and answer. Correct it")
+    context = [column for column in ("input", "context") if row.get(column) is not None]
+    question = "\n\n".join(part for column in ("instruction", *context) if (part := _text(row, column)).strip())
+    if not question:
+        raise ValueError("an empty instruction; expected text. Fill it in")
+    return [
+        _message({"role": role, "content": text})
+        for turn in (*turns, (question, _text(row, answer)))
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with the names of TRL, parsed calls and no keys that are null, as if it had none."""
+    message = {key: value for key, value in message.items() if value is not None}
+    for name, key in (("from", "role"), ("value", "content")):
+        if name in message and key not in message:
+            message[key] = message.pop(name)
+    role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
+    if role not in list(_ROLE_OF_NAME):
+        expected = ", ".join(_ROLES)
+        raise ValueError(f"the role {role!r}, which no template knows; expected one of {expected}. Correct it")
+    role = message["role"] = _ROLE_OF_NAME[role]
+    for key in _EXCLUSIONS:
+        if message.get(key, 1) != 1:
+            raise ValueError(
+                f"a message with {key}: {message[key]}, which the loss would not follow; TRL learns every answer alike. End the chat "
+                "before the message"
+            )
+    if calls:
+        if role != "assistant":
+            raise ValueError(
+                f"'tool_calls' in a message of the {role}; expected the assistant to call tools. Correct it"
+            )
+        message["tool_calls"] = [_call(call) for call in _parsed(calls, list, "tool_calls")]
+    elif role == "assistant" and not str(content or "").strip():
+        raise ValueError(_NO_ANSWER)
+    message["content"] = "" if content is None and calls else content
+    if not isinstance(message["content"], str):
+        raise ValueError(f"a message of the {role} with the content {content!r:.60}; expected text. Correct it")
+    return message
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """Return a call of a tool, with arguments parsed where they are JSON text, which some templates would encode again."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(
+            f"the call {call!r:.60} in 'tool_calls'; expected a function with name and arguments. Correct it"
+        )
+    arguments = _parsed(function.get("arguments") or {}, dict, f"arguments of {function['name']}")
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _text(row: Row, column: str) -> str:
+    if not isinstance(row[column], str):
+        raise ValueError(f"{column!r}: {row[column]!r:.60}; expected text. Correct it")
+    return row[column]
+
+
+def _parsed(value: Any, kind: type, name: str) -> Any:
+    """Return a list or an object, parsed where it is JSON text."""
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{name!r}, which is not JSON: {error}. Correct it") from error
+    if not isinstance(parsed, kind):
+        expected = "a list" if kind is list else "an object"
+        raise ValueError(f"{name!r}: {parsed!r:.60}; expected {expected}. Correct it")
+    return parsed
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the keys, at any depth, that are null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value

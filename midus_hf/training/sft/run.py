@@ -8,7 +8,7 @@ import numpy as np
 
 from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import check_ids
-from midus_hf.topics.corpus import read_corpus, say
+from midus_hf.topics.corpus import say
 from midus_hf.training.data.packing import IGNORED_LABEL, packed_sequences
 from midus_hf.training.run import RunTexts, TrainingRun, TrainResult
 from midus_hf.training.sft.arguments import SftArguments
@@ -42,43 +42,21 @@ class SftRun(TrainingRun):
 
     length_key = "max_length"
 
-    def read_texts(self) -> Any:
-        """Return the chats, or prompts with their completions, or raise a `ValueError`."""
-        return read_chats(self.arguments, self.tokenizer)
-
     def read_data(self) -> RunTexts:
-        """Return the chats, and held-out texts as packed sequences.
-
-        Raises:
-            ValueError: If they cannot be read, or have no completions and the loss is asked for on completions alone.
-        """
         arguments = self.arguments
-        for key in ("eos_token", "pad_token"):
-            token = getattr(arguments, key)
-            if token is not None and token not in self.tokenizer.get_vocab():
-                raise ValueError(
-                    f"{key} is {token!r}, which is no token of the model's tokenizer; expected one of its tokens."
-                )
-        chats = self.read_texts()
+        chats = read_chats(arguments, self.tokenizer)
         if arguments.completion_only_loss and "completion" not in chats.column_names:
             raise ValueError(
                 f"completion_only_loss is true, and dataset_name is {arguments.dataset_name!r}, whose rows have no completion; "
                 "expected the columns prompt and completion. Leave completion_only_loss out."
             )
-        held_out = {}
-        for name, path in arguments.eval_texts.items():
-            key = f"eval_text {name}".rstrip()
-            rows = read_corpus(path, key=key)
-            packed = packed_sequences(rows, self.tokenizer, arguments.max_length, key=key, documents_apart=False)
-            held_out[name] = self.held_out_sequences(key, packed)
-        return RunTexts(chats, held_out, "")  # what is read of them, the Trainer knows
+
+        def pack(key: str, rows: Any) -> Any:
+            return packed_sequences(rows, self.tokenizer, self.length, key=key, documents_apart=False)
+
+        return RunTexts(chats, self.read_held_out(pack), "")  # what is read of them, the Trainer knows
 
     def make_trainer(self) -> SftTrainer:
-        """Make TRL's Trainer, and leave out sequences without an answer.
-
-        Raises:
-            ValueError: If nothing trains but blocks of a bank, the template refuses a row, or no answer is left.
-        """
         arguments, tokenizer, source = self.arguments, self.tokenizer, self.arguments.dataset_name
         self._check_banks()
         chats, held_out = self.texts.train, self.texts.held_out

@@ -4,9 +4,7 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from jinja2 import TemplateError
-from torch import nn
 from transformers import Trainer
 from trl import SFTTrainer
 
@@ -27,22 +25,14 @@ class SftTrainer(TrainsMemory, SFTTrainer):
         # TRL's constructor needs the tokenizer, but a Trainer that keeps it rewrites the special tokens in the model's config.
         self.processing_class = None
 
-    def _prepare_dataset(
-        self,
-        dataset: Any,
-        processing_class: Any,
-        args: Any,
-        packing: bool,
-        formatting_func: Any,
-        dataset_name: str,
-    ) -> Any:
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, packing: bool, *others: Any) -> Any:
         """Return tokens and labels as TRL makes them, of chats in two steps: checks need chats whole, before they are cut."""
         if "input_ids" in dataset.column_names:  # a held-out text
-            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+            return super()._prepare_dataset(dataset, processing_class, args, packing, *others)
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
         try:
-            encoded = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
+            encoded = super()._prepare_dataset(dataset, processing_class, whole, False, *others)
         except (TemplateError, RuntimeError, TypeError, KeyError, IndexError, AttributeError) as error:
             # A template is a program that computes with the chat, and can fail in any of these ways.
             _refuse_row(dataset, processing_class, self.chat_template, args)
@@ -51,41 +41,29 @@ class SftTrainer(TrainsMemory, SFTTrainer):
             ) from error
         self.first_labels = _check_encoded(encoded, processing_class, args)
         encoded = encoded.select_columns(["input_ids", "labels"])
-        return super()._prepare_dataset(encoded, processing_class, args, packing, formatting_func, dataset_name)
+        return super()._prepare_dataset(encoded, processing_class, args, packing, *others)
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, torch.Tensor | Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
-        return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return Trainer.compute_loss(self, *args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no card, since the run extends the card of its model."""
 
 
 def _refuse_row(dataset: Any, tokenizer: "PreTrainedTokenizerBase", template: str | None, arguments: Any) -> None:
-    """Raise a `ValueError` about the first chat that a template refuses, or in which it marks no answer, if there is one."""
+    """Raise a `ValueError` about the first chat that a template refuses, if there is one."""
     for number, row in enumerate(dataset, start=1):
         messages = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
         if not isinstance(messages[0], dict):
             return
-        options = {"return_dict": True, "return_assistant_tokens_mask": arguments.assistant_only_loss}
-        options |= {"tools": row.get("tools"), "chat_template": template, **row.get("chat_template_kwargs", {})}
-        location = f"row {number} of {arguments.dataset_name!r}"
+        options = {"tools": row.get("tools"), "chat_template": template, **row.get("chat_template_kwargs", {})}
         try:
-            encoded: Any = tokenizer.apply_chat_template(messages, **options)
+            tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:
             raise ValueError(
-                f"{location} is refused by the chat template: {first_line(error)}. Correct it, or take it out."
+                f"row {number} of {arguments.dataset_name!r} is refused by the chat template: {first_line(error)}. Correct it, or "
+                "take it out."
             ) from error
-        if not any(encoded.get("assistant_masks", [True])):
-            raise ValueError(
-                f"{location} has no answer that the chat template marks; expected {{% generation %}} around answers. Set "
-                "chat_template_path to a template that has it, or take the row out."
-            )
 
 
 def _check_encoded(encoded: Any, tokenizer: "PreTrainedTokenizerBase", arguments: Any) -> list[int]:
