@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import set_seed
+from transformers.integrations import integration_utils
 
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.wording import first_line
@@ -103,6 +104,11 @@ class TrainingRun:
     def _prepare(self) -> None:
         """Read texts and model, make the Trainer, and try what the end will do."""
         arguments, is_main = self.arguments, self.arguments.process_index == 0
+        for name in arguments.report_to or ():
+            if not getattr(integration_utils, f"is_{name}_available", lambda: True)():
+                raise ValueError(
+                    f"report_to is {name}, whose package is not installed; install it, or set report_to to none."
+                )
         with arguments.main_process_first(desc="reading texts"):
             self.texts = self.read_data()
         set_seed(arguments.seed)

@@ -54,6 +54,12 @@ def test_an_optimizer_whose_package_is_absent_is_refused_before_training(config_
     assert not (tmp_path / "out").exists()
 
 
+def test_a_reporter_whose_package_is_absent_is_refused_before_texts_are_read(config_for, without, tmp_path):
+    without("wandb")
+    with refused("report_to is wandb, whose package is not installed; install it, or set report_to to none"):
+        TrainingRun(config_for(report_to="wandb", output_dir=str(tmp_path / "out")))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "columns"),
     [

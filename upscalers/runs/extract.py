@@ -27,8 +27,8 @@ def extract(
         opened = open_base(source.folder)
         if opened.composite is None:
             raise RequestError(
-                f"{source.folder} is a language model alone, of type {opened.config['model_type']!r}; expected one within a larger "
-                "model. Use it as it is."
+                f"{source.folder} is a language model alone, of type {opened.config['model_type']!r}; expected one within a "
+                "composite model. Use it as it is."
             )
         outside = {*opened.surroundings, *opened.unexpected}
         tensors = [
