@@ -48,7 +48,7 @@ class NotFiniteError(FloatingPointError):
     def __init__(self, quantity: str, step: int):
         super().__init__(
             f"{quantity} at step {step}; expected a finite number. Lower the learning rates, and resume from a checkpoint before "
-            "that step."
+            "that step. '--debug underflow_overflow' names the first module that computes it."
         )
 
 
@@ -312,11 +312,19 @@ class TrainsMemory(AnyTrainer):
         # _tr_loss is summed over the steps since the last log event.
         step, loss = self.state.global_step + 1, self._tr_loss.item()
         if not math.isfinite(loss):
-            raise NotFiniteError(f"loss is {loss}", step)
+            raise NotFiniteError(f"loss is {loss}{self._broken_tensor()}", step)
         if norm is not None and not math.isfinite(norm) and self.accelerator.scaler is None:
             if dtype_of_deepspeed(self) != "float16":  # with which a scaler of gradients skips the step
                 raise NotFiniteError(f"gradient norm is {float(norm)}", step)
         return norm
+
+    def _broken_tensor(self) -> str:
+        """Say which tensor of the model is not finite, if one is and this process holds it whole."""
+        if shares_parameters(self):
+            return ""
+        model: Any = self.model
+        found = first_not_finite([*model.named_parameters(), *model.named_buffers()])
+        return "" if found is None else f", and {found},"
 
 
 class MemoryTrainer(TrainsMemory, Trainer):

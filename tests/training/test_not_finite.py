@@ -184,5 +184,10 @@ def test_what_a_scaler_of_gradients_leaves_out_is_left_to_it(upscaled, tmp_path)
         norm()
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
     assert norm() == math.inf
-    with pytest.raises(FloatingPointError, match="loss is nan at step 1"):
+    with pytest.raises(
+        FloatingPointError, match=r"loss is nan at step 1; .* '--debug underflow_overflow' names the first"
+    ):
+        norm(math.nan)
+    model.lm_head.weight.data[0, 0] = math.inf
+    with pytest.raises(FloatingPointError, match=r"loss is nan, and [\w.]+ holds inf, at step 1"):
         norm(math.nan)

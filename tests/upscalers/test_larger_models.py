@@ -211,7 +211,7 @@ def test_a_language_model_alone_is_not_extracted(base, tmp_path):
     [
         (
             "qwen2_5_vl",
-            "that is never loaded alone .transformers .*; expected one that is loaded alone too",
+            "that transformers loads only within a composite model .*; expected one that is loaded alone too",
         ),
         ("llama5", "model_type 'llama5' is unknown .transformers .* Install a newer transformers"),
         ("clip", "is loaded by no class for text and images or sounds"),

@@ -160,7 +160,7 @@ def _built(native: str) -> CompositeModel:
     model = model_on_meta(json.loads(native), mappings[auto_class])
     language_config = model.config.get_text_config(decoder=True)
     if type(language_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        reason = f"holds a language model, {language_config.model_type!r}, that is never loaded alone"
+        reason = f"holds a language model, {language_config.model_type!r}, that transformers loads only within a composite model"
         raise refused(reason, "one that is loaded alone too")
     causal_lm: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(language_config)]
     with torch.device("meta"):
