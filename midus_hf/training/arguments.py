@@ -23,7 +23,7 @@ _FLAG = {"nargs": "?", "const": True}
 
 @dataclasses.dataclass
 class MemoryArguments(Rates):
-    """Keys of a run that its model and memories need, to be mixed into a kind of `TrainingArguments`.
+    """Mixin with the arguments of models and memories, for a subclass of `TrainingArguments`.
 
     Write `class MyArguments(MemoryArguments, SFTConfig)`, as a dataclass, for arguments that a Trainer with `TrainsMemory`
     reads. Some defaults differ from Transformers' own: `learning_rate` is 1e-4, `lr_scheduler_type` `cosine` after
@@ -33,30 +33,30 @@ class MemoryArguments(Rates):
 
     Args:
         model_name_or_path: Folder or Hub id of the model to train. Give this or `config_name`.
-        config_name: File, folder or Hub id of a config, to train a new model with weights drawn by `seed`.
+        config_name: File, folder or Hub id of a config, to train a new model, initialised at random with `seed`.
         tokenizer_name: Folder or Hub id of the tokenizer, with `config_name` only: a saved model has its own tokenizer.
         attn_implementation: Installed attention, such as `sdpa`, as in `from_pretrained`. Default: transformers' choice.
         trainable: `"new"` (the added layers and memories), `"all"`, a list of layer indices such as `[3, 7]`, or a list
             of roles of tensors in added memories such as `[value]`. `"auto"` is `"new"` or `"all"`, as an upscaled
             model's config says, and `"all"` with `config_name`. Default: `"auto"`.
-        frozen: Roles of memory tensors (`midus_hf.config.declared_tensors.TrainedRole`) that stay frozen whatever
-            `trainable` says. Default: none.
+        frozen: Roles of memory tensors (`midus_hf.config.declared_tensors.TrainedRole`) that stay frozen regardless
+            of `trainable`. Default: none.
         adapters: LoRA by PEFT, merged into the weights at the end: keys of `LoraConfig` (by default `r` 16, `lora_alpha` 32,
-            and `target_modules` all linear layers), and `layers`. With `layers: base` (default) the base has adapters, and
-            new parts of the model train whole; with `all`, all layers have adapters, which alone train. Default: none.
+            and `target_modules` all linear layers), and `layers`. With `layers: base` (default) the base gets adapters and
+            new parts are trained in full; with `all`, all layers get adapters and nothing else trains. Default: none.
         sparse_values: Compute gradients of large value tables, and update them by AdamW, only in the rows that a step
             read. Needs `optim` `adamw_torch` or `adamw_torch_fused`, and one process. Default: false.
         generic_share: Share of the sequences with a path that read the generic memory instead of their path's blocks,
-            drawn anew each epoch (hierarchical memories, section 4). Default: 1 / 17.
-        protect: Texts that keep their logits bit for bit when they are read on their own, as `corpus`. Their n-grams are
-            taken out of the tables of the memories that train, which must be memories of known n-grams (`engram` with an
-            exact table) and all that trains. The texts are computed with and without the memories at the end, and
-            `certificate.json` says which they are. Default: none.
+            resampled each epoch (hierarchical memories, section 4). Default: 1 / 17.
+        protect: Texts that keep their logits bit for bit when they are the whole input, as `corpus`. Their n-grams are
+            removed from the tables of the memories that train, which must be memories of known n-grams (`engram` with an
+            exact table); no other parameter may train. The texts are computed with and without the memories at the end,
+            and `certificate.json` lists them. Default: none.
         eval_text: Held-out text as `corpus`, or a mapping from names to several texts, which `eval_strategy` measures as
             packed sequences: `eval_loss` in nats per token, and `eval_perplexity`. Default: none.
         bf16: Compute in bfloat16, with float32 masters of what trains; otherwise in float32. Default: true if the device
-            computes bfloat16; if not, one line says so.
-        activation_checkpointing: Compute activations again in the backward pass, in place of keeping them. Default: false.
+            computes bfloat16; if not, a message is printed.
+        activation_checkpointing: Recompute activations in the backward pass instead of storing them. Default: false.
         activation_checkpointing_kwargs: Arguments of `torch.utils.checkpoint`. Default: Transformers' choice.
         resume_from_checkpoint: True resumes from the latest whole checkpoint in `output_dir`, a path resumes from that
             checkpoint. `"auto"` resumes if there is a whole checkpoint, and otherwise starts. Default: false.

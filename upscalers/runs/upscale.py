@@ -60,7 +60,7 @@ def upscale(
         placement: `distributed`, `top-heavy`, `bottom-heavy`, `llama-pro`, or indices, `"1,4,7"` or
             `[1, 4, 7]`. Default: the method's own.
         options: The method's options. Default: none.
-        seed: Seed of everything random. Default: 0.
+        seed: Random seed. Default: 0.
         dtype: Dtype of the output: `auto`, `float32`, `bfloat16` or `float16`. Default: `"auto"`, the base's.
         max_shard_size: Largest size of a weight file, such as `"5GB"`, or a number of bytes. Default: `"5GB"`.
         dry_run: Whether to only report what would be done. Default: False.
@@ -73,7 +73,7 @@ def upscale(
             default.
         adapter: A folder or a hub id of a LoRA, rsLoRA or DoRA that PEFT saved, which is merged into the base while the base is
             read, as `merge_and_unload` does. Default: None.
-        progress: Display that shows every step. Default: none.
+        progress: Progress callback. Default: none.
 
     Returns:
         The report of the upscaling.

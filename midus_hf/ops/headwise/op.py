@@ -37,7 +37,7 @@ def headwise_memory(
 
     Head `h` retrieves its `k` best of `N = n * n` slots and sums their rows of the shared bank, weighted by the softmax
     of their scores. Then it multiplies the sum with its transform: `M_h = W_h sum_m alpha_m V[slot_m]` (HIVE, equation
-    16). The outputs of heads stand side by side, as in attention.
+    16). The outputs of heads are concatenated, as in attention.
 
     Because the transform is linear, rows can be transformed first, `E_h = V W_h^T`, and gathered afterwards. This is
     done if it is less work, for N tokens or more (in C for 3 N or more), and all E_h together have at most 2^28
