@@ -11,7 +11,7 @@ import torch
 from midus_hf.files.outputs import whole_file
 
 # Row 0 is the block of the generic memory, and row i + 1 that of node i.
-# Marks of rows.
+# Marks of rows. No mark is 0, since a file system that is damaged leaves pages of zeros.
 UNWRITTEN, WRITTEN, DELETED = 1, 2, 3
 
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
@@ -43,7 +43,17 @@ class MappedLevel:
 
     def row(self, row: int) -> torch.Tensor | None:
         """Return a row, `[numel]`, mapped from the file; None if it was never written or was deleted."""
-        return self.blocks[row] if row < len(self.marks) and self.marks[row] == WRITTEN else None
+        mark = int(self.marks[row]) if row < len(self.marks) else UNWRITTEN
+        if mark not in (UNWRITTEN, WRITTEN, DELETED):
+            block = f"block {row - 1}" if row else "the generic block"
+            raise BankError(
+                f"{block} of bank file {self.path} is without its mark. Copy the bank again, or delete the block."
+            )
+        return self.blocks[row] if mark == WRITTEN else None
+
+    def marked(self) -> list[int]:
+        """Return the rows that were written or deleted, or whose mark was lost, ascending."""
+        return (self.marks != UNWRITTEN).nonzero().flatten().tolist()
 
     def rows(self, mark: int) -> list[int]:
         """Return the rows with a mark, ascending."""

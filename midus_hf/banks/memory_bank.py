@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from midus_hf.banks.level_file import DELETED, WRITTEN, write_level
+from midus_hf.banks.level_file import DELETED, write_level
 from midus_hf.banks.mapped_bank import DESCRIPTION_FORMAT, MappedBank
 from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, TREE_FILES, BankLayout, level_file
 from midus_hf.files.outputs import whole_file
@@ -29,7 +29,8 @@ class MemoryBank(MappedBank):
 
     def written(self, level: int) -> list[int]:
         """Return the nodes of a level whose blocks were written, ascending; -1 for the generic memory."""
-        return [row - 1 for row in self._levels[level].rows(WRITTEN)]
+        rows = self._levels[level]
+        return [row - 1 for row in rows.marked() if rows.row(row) is not None]
 
     def deleted(self, level: int) -> list[int]:
         """Return the nodes of a level whose blocks were deleted and not written again, ascending."""
@@ -73,7 +74,11 @@ class MemoryBank(MappedBank):
             rows = self.layout.num_records(level)
             if is_own and not changed and len(source.marks) == rows:
                 continue
-            kept = {row: source.blocks[row].detach for row in source.rows(WRITTEN) if row not in gone}
+            kept = {
+                row: source.blocks[row].detach
+                for row in source.marked()
+                if row not in gone and source.row(row) is not None
+            }
             gone = {*gone, *source.rows(DELETED)} - changed.keys()
             write_level(
                 folder / level_file(level), rows, source.blocks.shape[1], self.dtype, {**kept, **changed}, gone

@@ -173,6 +173,9 @@ def assign(
             cutter, tokens = cutter_of(loaded, tree)
             paths = document_paths(retriever, cutter, documents[column], tokens)
         rows = rows_with_paths(documents, paths, loaded)
+        dates = [name for name, kind in documents.features.items() if "timestamp" in str(getattr(kind, "dtype", ""))]
+        if dates:
+            say(f"columns with dates are written as dates are read, in UTC if they had a zone: {', '.join(dates)}")
         with whole_file(output) as partial, partial.open("w", encoding="utf-8") as file:
             for row in tqdm(rows, desc="assigning", total=len(documents), unit=" documents", disable=None):
                 file.write(json.dumps(row, default=_as_text) + "\n")

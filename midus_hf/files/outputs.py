@@ -69,8 +69,9 @@ def whole_file(path: Path) -> Iterator[Path]:
             yield partial
             _sync(partial)
             os.replace(partial, path)
-        finally:
+        except BaseException:  # after the move, what has this name is another process's
             partial.unlink(missing_ok=True)
+            raise
 
 
 class OutputFolder:
@@ -139,8 +140,9 @@ class OutputFolder:
                 self._check()
                 yield self.partial
                 self._commit()
-            finally:
+            except BaseException:  # after the move, what has this name is another run's
                 shutil.rmtree(self.partial, ignore_errors=True)
+                raise
 
     def _commit(self) -> None:
         for file in filter(Path.is_file, self.partial.rglob("*")):

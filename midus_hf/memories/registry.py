@@ -5,6 +5,7 @@ has the layer, which is imported when a model is built; `costs.py` has its FLOPs
 `midus_hf.memories` of another package names such a folder, whose import registers the options.
 """
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -95,9 +96,14 @@ def layer_class(options: MemoryOptions) -> Any:
 def import_beside(options_class: type[MemoryOptions], name: str) -> None:
     """Import a module that lies beside the module of options, if there is one."""
     package = options_class.__module__.rpartition(".")[0]
-    module = f"{package}.{name}"
-    if package and importlib.util.find_spec(module) is not None:
-        importlib.import_module(module)
+    if package:
+        _import_from(package, name)
+
+
+@functools.cache  # each generation asks for decode caches
+def _import_from(package: str, name: str) -> None:
+    if importlib.util.find_spec(f"{package}.{name}") is not None:
+        importlib.import_module(f"{package}.{name}")
 
 
 def memory_type(name: Any) -> type[MemoryOptions]:

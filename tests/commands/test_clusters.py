@@ -204,7 +204,7 @@ def test_a_topic_that_the_tree_does_not_know_is_refused(named, tmp_path, capsys)
     )
 
 
-def test_assign_writes_values_as_they_are(tree, tmp_path):
+def test_assign_writes_values_as_they_are(tree, tmp_path, capsys):
     """Of JSON as they are written, of a table as text; a date of Parquet has no form of its own."""
     values = ["2013-05-18T05:48:54+02:00", 2**64, 3, 2.5, None, {"a": None, "b": [1, 0.1 + 0.2]}, {"b": "4"}, True]
     rows = [{"body": "w1 w2", "value": value} for value in values]
@@ -215,12 +215,14 @@ def test_assign_writes_values_as_they_are(tree, tmp_path):
         assert main([*words, "--output", str(tmp_path / "p.jsonl"), "--overwrite"]) == 0
         assigned = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
         assert repr([row["value"] for row in assigned]) == repr(expected)
+        assert "dates" not in capsys.readouterr().err
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     zone = pyarrow.timestamp("s", "Europe/Paris")
     at = pyarrow.array([datetime.datetime.fromisoformat(values[0])], zone)
     parquet.write_table(pyarrow.table({"body": ["w1 w2"], "at": at}), tmp_path / "rows.parquet")
     words = ["assign", "--tree", tree, "--column", "body", "--corpus", str(tmp_path / "rows.parquet")]
     assert main([*words, "--output", str(tmp_path / "p.jsonl"), "--overwrite"]) == 0
+    assert "columns with dates are written as dates are read, in UTC if they had a zone: at" in capsys.readouterr().err
     assert "05:48:54+02:00" in (tmp_path / "p.jsonl").read_text()
 
 

@@ -82,7 +82,22 @@ def test_what_an_unfinished_command_left_is_removed_unless_it_goes_on_from_there
 
 def test_a_silent_command_says_how_far_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(module, "SECONDS", 0.05)
-    waits = "import time; print({'loss': '3.25', 'epoch': 0.1}); time.sleep(1.5); print('saved')"
+    told, progress = tmp_path / "told", module.TrainingProgress.__str__
+
+    def noted(self) -> str:
+        text = progress(self)
+        if "step 1" in text:
+            told.touch()
+        return text
+
+    monkeypatch.setattr(module.TrainingProgress, "__str__", noted)
+    waits = f"""
+import pathlib, time
+print({{'loss': '3.25', 'epoch': 0.1}})
+while not pathlib.Path({str(told)!r}).exists():
+    time.sleep(0.01)
+print('saved')
+"""
     Phases(tmp_path, tmp_path, 1, {}).run(
         "a", "training", 1, sys.executable, "-c", waits, makes=tmp_path / "m", steps=4
     )

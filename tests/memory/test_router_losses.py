@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory.chapter_layers import WIDTH, by_loops, indices, layer, places_of, states
 
-from midus_hf.memories.chapters.losses import balance_loss, z_loss
+from midus_hf.memories.chapters.layer import balance_loss, z_loss
 from midus_hf.memories.hosting.reports import RouterReports
 from midus_hf.memories.hosting.token_places import TokenPlaces
 

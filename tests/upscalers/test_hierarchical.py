@@ -91,7 +91,7 @@ def test_another_tree_beside_the_first_is_refused(base, command, tmp_path, refus
     refused(done, "expected one tree, by whose nodes a text fetches from both.", ["once"])
 
 
-@pytest.mark.parametrize("damage", ["absent", "cut", "other"])
+@pytest.mark.parametrize("damage", ["absent", "cut", "other", "flipped"])
 def test_a_base_whose_bank_is_not_its_own_is_refused_and_nothing_is_left(damage, base, command, tmp_path, refused):
     upscale(base=base, method="hier-ffn", output=tmp_path / "new", options=SMALL, verify=False)
     once = trained(tmp_path / "new", tmp_path / "once")
@@ -101,8 +101,10 @@ def test_a_base_whose_bank_is_not_its_own_is_refused_and_nothing_is_left(damage,
         shutil.rmtree(folder)
     elif damage == "cut":
         path.write_bytes(path.read_bytes()[:-1])
-    else:
+    elif damage == "other":
         edit_description(folder)
+    else:
+        path.write_bytes(path.read_bytes()[:-1] + b"\x55")
     for words in (("--base", once, "--method", "llama-pro"), ("--base", once, "--method", "hier-kv", *SET)):
         done = command(*words, "--output", tmp_path / "out", "--no-verify")
         refused(done, str(folder), ["new", "once"])

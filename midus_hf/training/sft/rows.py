@@ -225,6 +225,12 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
                 f"a message with {key}: {message[key]}, which the loss would not follow; TRL learns every answer alike. End the chat "
                 "before the message"
             )
+    reasoning = [key for key in _REASONING if message.get(key)]
+    for key in reasoning[1:]:
+        if message[key] != message[reasoning[0]]:
+            raise ValueError(
+                f"{key!r} and {reasoning[0]!r} with another text; a template reads one of them. Leave one out"
+            )
     if calls:
         if role != "assistant":
             raise ValueError(
