@@ -77,7 +77,7 @@ class MemoryBank(MappedBank):
             kept = {
                 row: source.blocks[row].detach
                 for row in source.marked()
-                if row not in gone and source.row(row) is not None
+                if row not in changed and row not in gone and source.row(row) is not None
             }
             gone = {*gone, *source.rows(DELETED)} - changed.keys()
             write_level(

@@ -61,6 +61,21 @@ def test_what_is_written_to_a_linked_level_does_not_reach_the_other_copies(how, 
     assert torch.equal(bank.block(3, 5), record_of(bank.layout, 3, 5))
 
 
+@pytest.mark.parametrize("damaged", [0, 2, 6])
+def test_a_copy_takes_no_block_that_lost_its_mark_unless_it_is_replaced_or_deleted(damaged, bank, folder, tmp_path):
+    file = folder / "level-3.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) - 65 + damaged] = 0
+    file.write_bytes(content)
+    read, key = MemoryBank(folder, bank.layout), (3, damaged - 1)
+    with pytest.raises(BankError, match=r"is without its mark\. Copy the bank again, or delete the block"):
+        read.save(tmp_path / "copy")
+    read.save(tmp_path / "without", deleted=[key])
+    read.save(tmp_path / "other", {key: lambda: record_of(bank.layout, *key)})
+    assert MemoryBank(tmp_path / "without", bank.layout).deleted(3) == [damaged - 1]
+    assert torch.equal(MemoryBank(tmp_path / "other", bank.layout).block(*key), record_of(bank.layout, *key))
+
+
 def test_a_copy_that_broke_off_is_no_bank_and_a_save_into_its_own_folder_leaves_whole_files(
     bank, folder, tmp_path, interrupted_level
 ):

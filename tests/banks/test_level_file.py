@@ -57,6 +57,19 @@ def test_a_row_that_was_deleted_is_a_hole_without_a_block(tmp_path):
     assert level.row(2) is None and level.rows(DELETED) == [2] and not level.blocks[2].any()
 
 
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_a_mark_that_was_lost_names_its_block_whether_it_was_written_or_not(path, row):
+    """Zeros never mean that blocks were not written: these would vanish without a word."""
+    content = bytearray(path.read_bytes())
+    content[len(content) - ROWS + row] = 0
+    path.write_bytes(content)
+    name = "the generic block" if row == 0 else f"block {row - 1}"
+    with pytest.raises(
+        BankError, match=f"{name} of bank file {path} is without its mark. Copy the bank again, or delete"
+    ):
+        MappedLevel(path, ROWS, NUMEL).row(row)
+
+
 @pytest.mark.parametrize("damage", ["cut", "longer", "header", "empty", "other tensors", "gone", "rows", "numel"])
 def test_a_file_that_is_none_of_the_bank_is_refused(damage, path):
     content = path.read_bytes()
