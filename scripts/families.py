@@ -26,7 +26,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from midus_hf.config.backbone import PROVEN
 from midus_hf.models import families
-from midus_hf.models.families import WRITTEN
 from midus_hf.models.inference.architecture import architecture_of
 from midus_hf.models.inference.modules import family_source, is_composite
 from midus_hf.models.inference.proof import WIRINGS, prove, with_more_heads
@@ -277,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     if options.modules:
-        for model_type in WRITTEN:
+        for model_type in PROVEN:
             Path(families.__path__[0], f"{model_type}.py").write_text(family_source(model_type), encoding="utf-8")
         return 0
     text = PAGE.read_text(encoding="utf-8")

@@ -10,8 +10,8 @@ from models.fresh_process import run_python
 from tiny import FAMILIES as NATIVE
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
+from midus_hf.config.backbone import PROVEN
 from midus_hf.models import FAMILIES
-from midus_hf.models.families import WRITTEN
 from midus_hf.models.inference.modules import family_source
 from midus_hf.version import NEWEST_TRIED_TRANSFORMERS
 
@@ -24,7 +24,7 @@ def test_the_classes_of_a_family_extend_its_own(family):
     assert f"class {hosting.__name__}(MemoryForCausalLM, {native.__name__}):" in inspect.getsource(hosting)
 
 
-@pytest.mark.parametrize("model_type", WRITTEN)
+@pytest.mark.parametrize("model_type", PROVEN)
 def test_the_module_of_a_family_is_what_the_command_writes(model_type):
     path = Path(inspect.getsourcefile(FAMILIES[model_type]))
     assert path.name == f"{model_type}.py" and path.read_text() == family_source(model_type)
@@ -41,7 +41,7 @@ files = {family: sys.modules[each.__module__].__file__ for family, each in FAMIL
 made = [name for name in sys.modules if name.startswith("midus_hf.models.inference")]
 print([name for name in built if name != "Module"], made, all(map(open, files.values())), len(files))
 """
-    assert run_python(code, tmp_path, package_present=True) == f"[] [] True {len(WRITTEN)}\n"
+    assert run_python(code, tmp_path, package_present=True) == f"[] [] True {len(PROVEN)}\n"
 
 
 @pytest.mark.parametrize(("model_type", "network"), [("cohere", "mlp"), ("lfm2", "feed_forward"), ("mixtral", "mlp")])

@@ -156,7 +156,7 @@ def _built(content: str) -> Layout:
     ]
     # The last layers may take keys and values of earlier ones of their type.
     types_or_blank, first_shared = types or [""] * len(layers), len(layers) - num_shared
-    givers = (
+    sources = (  # of the keys and values that later layers take
         max((layer for layer in range(first_shared) if types_or_blank[layer] == each), default=first_shared)
         for each in {*types_or_blank[first_shared:]}
     )
@@ -177,7 +177,7 @@ def _built(content: str) -> Layout:
             for of_layer in layers
             for norm in ("attention_output_norm", "mlp_output_norm")
         ),
-        num_leading_layers=min(givers, default=len(layers)),
+        num_leading_layers=min(sources, default=len(layers)),
         expert_layers=frozenset(index for index, of_layer in enumerate(roles) if of_layer.has_experts),
         buffers=buffers,
         is_converted=stored.keys() != held.keys() - tied.keys(),
@@ -228,7 +228,7 @@ def settings_of(layer: "nn.Module", num_shared_layers: int = 0) -> Settings:
     Args:
         layer: A layer of the model.
         num_shared_layers: Number of layers that take keys and values of earlier layers. If there are none, which layers would give
-            theirs is no setting: Transformers 5.24 marks layers as givers all the same. Default: 0.
+            theirs is no setting: Transformers 5.24 marks these layers all the same. Default: 0.
     """
     idle = () if num_shared_layers else ("store_full_length_kv",)
     return {

@@ -20,10 +20,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from midus_hf.config.backbone import PROVEN
 from midus_hf.models.listing import show_in_transformers
-
-#: Families with a module here, by `model_type`.
-WRITTEN = ("gemma2", "gemma3_text", "llama", "mistral", "olmo2", "qwen2", "qwen3")
 
 #: Ends of the names of task heads' classes, as of the Auto classes that load them.
 HEAD_KINDS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -67,7 +65,7 @@ def register_composite_family(composite_class: Any) -> Any:
     return composite_class
 
 
-for _model_type in WRITTEN:  # each module registers its classes
+for _model_type in PROVEN:  # each module registers its classes
     try:
         importlib.import_module(f"{__name__}.{_model_type}")
     except Exception as error:  # an import of transformers by the user comes here too
