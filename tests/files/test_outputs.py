@@ -4,10 +4,11 @@ import contextlib
 import errno
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
-from midus_hf.files.outputs import alone_in, whole_file
+from midus_hf.files.outputs import OutputFolder, alone_in, unfinished_path, whole_file
 
 
 def test_it_is_there_when_it_is_complete(tmp_path):
@@ -70,6 +71,29 @@ def test_who_may_read_a_file_is_as_for_any_other(tmp_path):
     finally:
         os.umask(before)
     assert (tmp_path / "record.json").stat().st_mode & 0o777 == 0o640
+
+
+def test_what_another_process_begins_once_a_file_or_folder_was_moved_is_left_to_it(tmp_path, monkeypatch):
+    replace, rename = os.replace, Path.rename
+
+    def replaced(partial, path):
+        replace(partial, path)
+        Path(partial).write_text("another")
+
+    def renamed(partial, path):
+        rename(partial, path)
+        partial.mkdir()
+        (partial / "weights").write_text("another")
+
+    monkeypatch.setattr(os, "replace", replaced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    with whole_file(tmp_path / "record.json") as file:
+        file.write_text("mine")
+    with OutputFolder(tmp_path / "out").writing() as folder:
+        (folder / "weights").write_text("mine")
+    assert (tmp_path / "record.json").read_text() == (tmp_path / "out" / "weights").read_text() == "mine"
+    assert unfinished_path(tmp_path / "record.json").read_text() == "another"
+    assert (unfinished_path(tmp_path / "out") / "weights").read_text() == "another"
 
 
 def test_one_has_a_folder_at_a_time(tmp_path):
