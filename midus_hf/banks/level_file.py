@@ -14,7 +14,7 @@ from midus_hf.files.outputs import whole_file
 # Marks of rows. No mark is 0, since a file system that is damaged leaves pages of zeros.
 UNWRITTEN, WRITTEN, DELETED = 1, 2, 3
 
-_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
+SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
 _PAGE = 4096
 
 
@@ -71,7 +71,7 @@ def write_level(
     """Write the file of a level, which appears whole or not at all. Rows that are not written are holes: zeros without room."""
     row_bytes, end = numel * dtype.itemsize, rows * numel * dtype.itemsize
     header = {
-        "blocks": {"dtype": _DTYPES[dtype], "shape": [rows, numel], "data_offsets": [0, end]},
+        "blocks": {"dtype": SAFETENSORS_DTYPES[dtype], "shape": [rows, numel], "data_offsets": [0, end]},
         "marks": {"dtype": "U8", "shape": [rows], "data_offsets": [end, end + rows]},
     }
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -75,19 +75,34 @@ def quantise(
 def delete(
     model: Model,
     output: Output,
-    node: Annotated[list[str], option("Block, LEVEL:NODE or LEVEL:generic; may be repeated.", "NODE")],
+    node: Annotated[
+        list[str] | None, option("Block of a bank, LEVEL:NODE or LEVEL:generic; may be repeated.", "NODE")
+    ] = None,
+    name: Annotated[list[str] | None, option("Name of an entry of packs; may be repeated.", "NAME")] = None,
     memory: Memory = None,
     overwrite: Overwrite = False,
     subtree: Annotated[bool, flag("--subtree", "Blocks of all nodes below as well.")] = False,
     json_: Json = False,
 ) -> None:
-    """Delete what blocks have learned, in every bank. Deleted blocks add zero, like blocks that were never written.
+    """Delete what blocks have learned, in every bank, or entries of packs by their names.
+
+    Deleted blocks add zero, like blocks that were never written. A text with a deleted name is computed as without the memory.
 
     The tree of topics loses the centroids of nodes without a block at or below them, so that no text is assigned to these.
     """
-    from upscalers.edits import banks
+    from upscalers.edits import banks, packs
+    from upscalers.request.errors import RequestError
 
-    result = banks.delete(_request(model, output, memory, overwrite), node, subtree)
+    if bool(node) == bool(name) or (name and subtree):
+        raise RequestError("expected blocks (--node, perhaps with --subtree) or names of packs (--name), one of both.")
+    if name:
+        result = packs.delete_names(_request(model, output, memory, overwrite), name)
+        gone = [
+            f"{', '.join(map(' / '.join, entries))} of {each}" for each, entries in result["banks"].items() if entries
+        ]
+        show(result, json_, lambda _: print(f"{result['output']}: deleted {' and '.join(gone)}"))
+        return
+    result = banks.delete(_request(model, output, memory, overwrite), node or [], subtree)
     deleted = [f"{len(blocks):,} blocks of {name}" for name, blocks in result["banks"].items()]
     centroids = result["centroids"] or {}
     lines = [f"{result['output']}: deleted {' and '.join(deleted)}"]

@@ -187,3 +187,47 @@ class BankLayout:
                 places.append(BlockPlace(layer, name, start, tensor))
                 start += places[-1].numel
         return tuple(places)
+
+
+@dataclass(frozen=True)
+class PackLayout:
+    """Layout of a bank of packs: for each token of an entry, the keys and values of all layers that have the memory.
+
+    Args:
+        memory_type: Type of the memory, as in the config.
+        layers: Indices of the layers that have the memory, ascending.
+        kv_heads: K, key/value heads of each layer.
+        head_dim: d, size of a head.
+        base: SHA-256 of the weights that the model was upscaled from. Default: None, unknown.
+    """
+
+    memory_type: str
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    base: str | None = None
+
+    @property
+    def token_shape(self) -> tuple[int, int, int, int]:
+        """Shape of what is stored for a token, `[L, 2, K, d]`: keys, then values."""
+        return len(self.layers), 2, self.kv_heads, self.head_dim
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the layout as plain data, which tells the banks of different models apart."""
+        return {
+            "type": self.memory_type,
+            "layers": list(self.layers),
+            "base": self.base,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+        }
+
+    def difference(self, data: Any) -> str | None:
+        """Return the first difference between another layout, as plain data, and this one, in words; None if they fit."""
+        if not isinstance(data, dict):
+            return f"its layout is {data!r}"
+        for name, own in self.to_dict().items():
+            other = data.get(name)
+            if own != other and not (name == "base" and None in (own, other)):
+                return f"its {name} is {other!r}, and this model's {own!r}"
+        return None

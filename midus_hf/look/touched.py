@@ -1,21 +1,25 @@
-"""Positions of texts at which a model with a memory of known n-grams can differ from the model without it, told from ids alone."""
+"""Positions of texts at which a model with a memory of n-grams or names can differ from the model without it, told from ids alone."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
 
+from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.look.page import Row, TableOfWords, table_of
 from midus_hf.memories.entries import TABLES, Memories
+from midus_hf.memories.packs.bank import PackBank
+from midus_hf.memories.packs.names import NameTable
 from midus_hf.training.data.ngrams import NgramTable
 from midus_hf.training.protection import exact_tables, sorted_tensors, texts_digest
 
 HOW_TO_READ = (
-    "A token reads a row if an n-gram that ends at it has one. Up to the first such token of a document, the model computes what it "
-    "computes without the memory, bit for bit; a document without one is untouched. No model runs for this."
+    "A token reads a row if an n-gram that ends at it has one, and a pack from its name to the end of the document. Up to the first "
+    "such token of a document, the model computes what it computes without the memory, bit for bit; a document without one is "
+    "untouched. No model runs for this."
 )
 _COLUMNS = {
     "text": "{text}",
@@ -38,13 +42,25 @@ class TouchedTokens:
     first: torch.Tensor
 
 
-def tables_in(folder: Path, config: PreTrainedConfig) -> list[NgramTable]:
-    """Return the tables of known n-grams of a saved model, by its files alone."""
+class Names(NamedTuple):
+    """The names of a memory of packs."""
+
+    memory: str
+    table: NameTable
+
+
+def tables_in(folder: Path, config: PreTrainedConfig) -> list[NgramTable | Names]:
+    """Return the tables of known n-grams and of names of a saved model, by its files alone."""
     memories: Memories | None = config.memories() if hasattr(config, "memories") else None
-    tables = [] if memories is None else exact_tables(memories, dict(sorted_tensors(folder, _is_table)))
+    tables: list[NgramTable | Names] = []
+    if memories is not None:
+        tables += exact_tables(memories, dict(sorted_tensors(folder, _is_table)))
+        packs = {name: PackBank(folder / BANKS_FOLDER / name, layout) for name, layout in memories.packs.items()}
+        tables += [Names(name, bank.names) for name, bank in packs.items()]
     if not tables:
         raise ValueError(
-            f"{folder} has no memory of known n-grams; expected a model that was upscaled with --method engram --set table=exact."
+            f"{folder} has no memory of known n-grams or names; expected a model that was upscaled with --method packs, or with "
+            "--method engram --set table=exact."
         )
     return tables
 
@@ -53,8 +69,10 @@ def _is_table(name: str) -> bool:
     return f"{TABLES}." in name
 
 
-def touched(table: NgramTable, documents: Sequence[str], tokenizer: Any) -> TouchedTokens:
+def touched(table: NgramTable | Names, documents: Sequence[str], tokenizer: Any) -> TouchedTokens:
     """Return what a memory reads of documents."""
+    if isinstance(table, Names):
+        return _behind_names(table.table, documents, tokenizer)
     count = len(documents)
     tokens, reading = torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
     firsts = []
@@ -69,6 +87,17 @@ def touched(table: NgramTable, documents: Sequence[str], tokenizer: Any) -> Touc
         own = torch.arange(len(lengths)).repeat_interleave(lengths)
         firsts.append(first.scatter_reduce(0, own[reads], within[reads], "amin"))
     return TouchedTokens(tokens, reading, torch.cat(firsts))
+
+
+def _behind_names(names: NameTable, documents: Sequence[str], tokenizer: Any) -> TouchedTokens:
+    """Return how many tokens of documents stand at a name or behind one, which read its pack."""
+    tokens, first = [], []
+    for ids in tokenizer(list(documents), verbose=False)["input_ids"]:
+        found = names.entries(torch.tensor([ids], dtype=torch.int64))[0].nonzero()
+        tokens.append(len(ids))
+        first.append(int(found[0]) if len(found) else len(ids))
+    counts, firsts = torch.tensor(tokens), torch.tensor(first)
+    return TouchedTokens(counts, counts - firsts, firsts)
 
 
 def touched_rows(

@@ -10,7 +10,7 @@ from midus_hf.evaluation.text_rows import TextRows, read_rows
 from midus_hf.look.depth import DepthReading, depth_map, depth_panels, depth_rows, depth_table, record_depth
 from midus_hf.look.pictures import as_png, draw_panels
 from midus_hf.memories.depth_attention.layer import DepthAttention
-from midus_hf.memories.depth_attention.sequence_heads import SequenceHeads
+from midus_hf.memories.hosting.sequence_heads import SequenceHeads
 
 HEADS = 4
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import chapter_models, depth_models, hierarchical_models, ultramem_models
+from models import chapter_models, depth_models, hierarchical_models, pack_models, ultramem_models
 from models.hosting import host_of
 from models.upscaled import upscaled_model
 from pairs import by_default, in_turn
@@ -98,6 +98,11 @@ def _depth(family, folder, dtype, acting, small, *, kind):
     return depth_models.depth_model(family, kind, dtype, acting=acting, **sizes)
 
 
+def _packs(family, folder, dtype, acting, small):
+    sizes = {"num_hidden_layers": 2} if small else {"layers": [0, 1, 3]}
+    return pack_models.pack_model(family, folder, dtype, acting=acting, **sizes)
+
+
 def _fetched(family, folder, dtype, acting, small, *, kind):
     sizes = {"base": {"num_hidden_layers": 2}, "layers": [1]} if small else {}
     return hierarchical_models.hierarchical_model(family, kind, folder, dtype, acting=acting, **sizes)
@@ -130,6 +135,7 @@ CASES = (
         f"depth {kind}": Case(partial(_depth, kind=kind), is_base_at_first=kind not in ("joint", "added to reused"))
         for kind in depth_models.KINDS
     }
+    | {"packs": Case(_packs, reads_ids=True)}
     | {kind: Case(partial(_fetched, kind=kind), fetches=1) for kind in hierarchical_models.KINDS}
     | {"all fetched": Case(partial(_fetched, kind=hierarchical_models.KINDS), fetches=len(hierarchical_models.KINDS))}
 )
@@ -141,7 +147,7 @@ _REPEATED |= {f"depth {kind}" for kind in ("default", "bias", "some", "attention
 USUAL = [name for name in CASES if name not in _REPEATED]
 # One for each module of memory, at every site, where versions are the oldest and the newest have run the usual ones.
 FEWEST = ["headwise", "product-key", "chunk", "token behind layers", "ngram", "ultramem shared skip"]
-FEWEST += ["depth reused", "depth projected", "all fetched"]
+FEWEST += ["depth reused", "depth projected", "packs", "all fetched"]
 
 
 def chosen(names: Iterable[str] = CASES) -> list[str]:

@@ -155,7 +155,7 @@ def refusal(name, suffix=""):
         remedy = "expected `generate`, or continuous batching with attn_implementation 'sdpa' and transformers 5.23."
     return (
         f"attention '{name}'{suffix} does not tell by what its softmax divides, "
-        f"which a memory that reads the depth needs; {remedy}"
+        f"which a memory that attends needs; {remedy}"
     )
 
 
@@ -201,7 +201,7 @@ def test_vllm_makes_no_such_model(monkeypatch):
     with pytest.raises(ValueError) as raised:
         AutoModel.from_config(config)
     assert str(raised.value) == (
-        "attention 'vllm' does not tell by what its softmax divides, which a memory that reads the depth needs; expected a server "
+        "attention 'vllm' does not tell by what its softmax divides, which a memory that attends needs; expected a server "
         "that runs Transformers' own attention, such as `transformers serve`, or a method without it."
     )
     config.memory = []

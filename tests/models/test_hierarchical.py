@@ -21,7 +21,7 @@ from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
 from midus_hf.banks.level_file import BankError
-from midus_hf.memories.hierarchical.fetching import folder_of_checkpoint
+from midus_hf.memories.hosting.beside import folder_of_checkpoint
 from midus_hf.memories.hosting.heads import AttentionHost, unrotated
 from midus_hf.training.blocks import train_blocks
 

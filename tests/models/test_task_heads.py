@@ -56,8 +56,9 @@ def head_of(kind, model, **settings):
 def test_a_head_reads_what_the_stack_computes_from_all_inputs_of_memories(case, kind, tmp_path):
     causal = CASES[case].model("llama", tmp_path)
     head, tokens = head_of(kind, causal), prompt()
-    if CASES[case].fetches:
-        head.banks.opened = causal.banks.opened
+    for key, service in causal.model.services.items():
+        if hasattr(service, "banks"):
+            head.model.services[key].banks = service.banks
     given, mask = CASES[case].given(), torch.ones_like(tokens)
     mask[0, :5] = 0
     with torch.no_grad():

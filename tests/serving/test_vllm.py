@@ -68,7 +68,7 @@ def test_greedy_tokens_are_those_of_transformers(family, method, engine, bases, 
             {"memory_tokens": 24, "chapters": 12, "k": 2},
             "keeps nothing for the memory 'chapters', which reads",
         ),
-        ("moda", {}, "does not tell by what its softmax divides, which a memory that reads the depth needs"),
+        ("moda", {}, "does not tell by what its softmax divides, which a memory that attends needs"),
     ],
 )
 def test_a_memory_that_looks_back_is_refused_by_name(method, options, message, bases, tmp_path):

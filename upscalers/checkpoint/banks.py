@@ -6,11 +6,13 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER, BankLayout
+from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER, BankLayout, PackLayout
 from midus_hf.files.checkpoint_files import BANKS, is_of
 from upscalers.request.errors import RequestError
 
 if TYPE_CHECKING:
+    import torch
+
     from midus_hf.topics.tree import ClusterTree
 
 
@@ -20,21 +22,31 @@ def bank_files(folder: Path) -> set[Path]:
     return {path for path in candidates if path.is_file() and is_of(path.relative_to(folder), BANKS)}
 
 
-def create_banks(folder: Path, layouts: Mapping[str, BankLayout], dtype: str, seed: int) -> None:
+def create_banks(folder: Path, layouts: Mapping[str, BankLayout | PackLayout], dtype: str, seed: int) -> None:
     """Create banks whose blocks were never written. Each memory derives a seed of its own from `seed`, or two would learn alike."""
     import torch
 
     from midus_hf.banks.memory_bank import create_bank
 
     for name, layout in layouts.items():
+        if isinstance(layout, PackLayout):
+            _create_packs(folder / BANKS_FOLDER / name, layout, getattr(torch, dtype))
+            continue
         own_seed = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4], "little")
         create_bank(folder / BANKS_FOLDER / name, layout, getattr(torch, dtype), own_seed)
+
+
+def _create_packs(folder: Path, layout: PackLayout, dtype: "torch.dtype") -> None:
+    """Write a bank without an entry, which the method fills once the model around it can run."""
+    from midus_hf.memories.packs.writing import name_table, write_packs
+
+    write_packs(folder, layout, [], name_table({}, 1), [], [], dtype, 1, {"tokenizer": None})
 
 
 def carry_banks(
     source: Path,
     folder: Path,
-    layouts: Mapping[str, BankLayout],
+    layouts: Mapping[str, BankLayout | PackLayout],
     deleted: Mapping[str, Collection[tuple[int, int]]] | None = None,
     tree: "ClusterTree | None" = None,
     tree_folder: Path | None = None,
@@ -44,9 +56,13 @@ def carry_banks(
         return
     from midus_hf.banks.level_file import BankError
     from midus_hf.banks.memory_bank import MemoryBank
+    from midus_hf.memories.packs.bank import PackBank
 
     for name, layout in layouts.items():
         try:
+            if isinstance(layout, PackLayout):
+                PackBank(source / BANKS_FOLDER / name, layout).copy_to(folder / BANKS_FOLDER / name)
+                continue
             bank = MemoryBank(source / BANKS_FOLDER / name, layout)
             if tree is not None:
                 bank.grow(None, tree.fingerprint, tree.grown_from)
@@ -56,7 +72,7 @@ def carry_banks(
             raise RequestError(str(error)) from None
 
 
-def tie_banks(folder: Path, layouts: Mapping[str, BankLayout]) -> None:
+def tie_banks(folder: Path, layouts: Mapping[str, BankLayout | PackLayout]) -> None:
     """Let the descriptions of banks in a checkpoint's folder name the layers and the base of the model beside them."""
     if not layouts:
         return

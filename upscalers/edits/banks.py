@@ -72,8 +72,8 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
         gone, kept = (None, None) if tree is None else _centroids(source.folder, tree, named, deleted)
         memories = open_base(source.folder, needs_weights=False).layout.memories
         folder = CheckpointFolder(request.output, source.folder, request.overwrite)
-        files = _files_beside_banks(source.folder)
-        folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.banks))
+        files = files_beside_banks(source.folder)
+        folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.beside))
         with folder.writing() as partial, tempfile.TemporaryDirectory() as scratch:
             after = tree.without(gone) if tree is not None and gone else None
             if after is not None:
@@ -83,7 +83,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target)
             tree_folder = Path(scratch) if gone else None
-            carry_banks(source.folder, partial, memories.banks, deleted, after, tree_folder)
+            carry_banks(source.folder, partial, memories.beside, deleted, after, tree_folder)
     return {
         "command": "delete",
         "model": str(request.model),
@@ -246,7 +246,7 @@ def open_bank(folder: Path, name: str, layout: BankLayout) -> Iterator["MemoryBa
         raise RequestError(str(error)) from None
 
 
-def _files_beside_banks(folder: Path) -> list[Path]:
+def files_beside_banks(folder: Path) -> list[Path]:
     """Return the files of a checkpoint that hold no blocks; states that a run resumes from hold some."""
     weights, kinds = indexed_weights(folder), (WEIGHTS, CONFIG, CODE, RECORD, CARD)
     beside = [path for path in folder.iterdir() if path.name in weights or is_of(path.name, *kinds)]

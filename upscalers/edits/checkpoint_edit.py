@@ -69,7 +69,7 @@ def edit_checkpoint(
         result = {"command": command, "memories": list(decided.memories), **decided.details}
         edit = {**result, "version": importlib.metadata.version("midus-hf")}
         shards = edited_shards(opened, decided.tensors)
-        banks = opened.layout.memories.banks
+        banks = opened.layout.memories.beside
         folder = CheckpointFolder(request.output, source.folder, request.overwrite)
         with written_from(opened, folder, shards, banks, progress, stored_name=opened.stored_name) as written:
             _write_siblings(opened, folder.partial, edit, decided.options, progress)

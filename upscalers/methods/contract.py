@@ -3,6 +3,7 @@
 from abc import ABC
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from midus_hf.config.plugins import load_offered
@@ -13,6 +14,7 @@ from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.placements import place
 from upscalers.plan.plan import New, Plan, insertion_plan
 from upscalers.request.errors import RequestError
+from upscalers.request.progress import Progress
 from upscalers.tensors.layer_blocks import block_recipes
 from upscalers.tensors.recipes import Copy, Recipe
 from upscalers.tensors.solver import Measurement
@@ -170,6 +172,13 @@ class Method(ABC):
         names = base.outer_names(plan.num_layers)
         recipes: dict[str, Recipe] = {new: Copy(base.tensors[name].shape, name) for name, new in names.items()}
         return recipes | block_recipes(base, plan, self.config(base, plan))
+
+    def bank_bytes(self, base: BaseCheckpoint) -> int:
+        """Return the bytes that `fill_banks` writes. Default: 0."""
+        return 0
+
+    def fill_banks(self, base: BaseCheckpoint, plan: Plan, folder: Path, progress: Progress) -> None:  # noqa: B027 - most have none
+        """Fill the banks of the result, whose other files are in the folder, and which was compared with the base."""
 
     def new_layer_recipes(self, base: BaseCheckpoint, layer: New, index: int, seed: int) -> dict[str, Recipe]:
         """Return a recipe for each tensor of the new layer `index`, by its name within the layer.

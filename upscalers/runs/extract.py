@@ -37,7 +37,7 @@ def extract(
             if name not in outside
         ]
         folder = CheckpointFolder(output, source.folder, overwrite)
-        config, banks, shards = _config(opened), opened.layout.memories.banks, split_shards(tensors)
+        config, banks, shards = _config(opened), opened.layout.memories.beside, split_shards(tensors)
         with written_from(opened, folder, shards, banks, progress) as written:
             write_part(source.folder, folder.partial, config, progress)
     return {

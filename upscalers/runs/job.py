@@ -2,6 +2,7 @@
 
 import math
 
+from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.files.outputs import CONFIG_KEY
 from upscalers.architecture.layout import change_of_settings, layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
@@ -82,7 +83,7 @@ class Job:
         self.concerns = method.concerns(base, plan)
         if (pattern := pattern_concern(base, self.layout, self.config)) is not None:
             self.concerns = [*self.concerns, pattern]
-        banks = self.layout.memories.banks
+        banks = self.layout.memories.beside
         self.new_banks = {name: layout for name, layout in banks.items() if name in plan.new_memories}
 
     def _check(self, layers: list[dict[str, Recipe]], outer: dict[str, Recipe]) -> None:
@@ -127,7 +128,7 @@ class Job:
             total += 0 if isinstance(tensor.recipe, Copy) and tensor.recipe.source in uncounted else size
             new += size if self.plan.owns(tensor.name) else 0
         trainable = new if self.method.trainable == "new" else total
-        banks = self.new_banks.values()
+        banks = [layout for layout in self.new_banks.values() if isinstance(layout, BankLayout)]
         fetched, bank = sum(layout.fetched for layout in banks), sum(layout.bank for layout in banks)
         return ParameterCounts(base, new, total, trainable + bank, *((fetched, bank) if banks else ()))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from midus_hf.config.backbone import MEMORY_PREFIX
-from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.config.fetched_blocks import BankLayout, PackLayout
 from midus_hf.files.outputs import OutputFolder
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, tie_banks
@@ -42,7 +42,7 @@ def written_from(
     model: BaseCheckpoint,
     folder: CheckpointFolder,
     shards: dict[str, list[OutputTensor]],
-    banks: Mapping[str, BankLayout],
+    banks: Mapping[str, BankLayout | PackLayout],
     progress: Progress,
     copied: Callable[[str], None] = lambda name: None,
     stored_name: Callable[[str], str] = lambda name: name,
@@ -61,7 +61,7 @@ def write_part(source: Path, partial: Path, config: Config, progress: Progress) 
     """Write the files beside weights and banks of a checkpoint that has a part of the tensors of the one in the folder `source`."""
     copy_travelling_files(source, partial, progress)
     write_config(partial, config)
-    tie_banks(partial, open_base(partial).layout.memories.banks)
+    tie_banks(partial, open_base(partial).layout.memories.beside)
     if str(config.get("model_type")).startswith(MEMORY_PREFIX):
         write_code_of(partial)
 

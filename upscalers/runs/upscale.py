@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from midus_hf.config.fetched_blocks import BankLayout
 from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.hub import check_account, check_repo_id, prepare_repository, push_folder
@@ -145,6 +146,8 @@ def upscale(
         outcome |= {"kl_divergence": None, "measurements": []}
         if output is not None:
             for name, layout in job.new_banks.items():
+                if not isinstance(layout, BankLayout):
+                    continue
                 taken = sum(layout.file_bytes(level, ITEM_BYTES[job.cast(opened.dtype)]) for level in layout.levels)
                 if taken > folder.free_bytes():
                     progress.warn(
@@ -154,7 +157,7 @@ def upscale(
                     )
         if not dry_run:
             folder = CheckpointFolder(str(output), source.folder, overwrite)
-            carried = bytes_of_banks(source.folder, opened.layout.memories.banks)
+            carried = bytes_of_banks(source.folder, opened.layout.memories.beside) + chosen.bank_bytes(opened)
             folder.check_space(num_bytes + carried + job.scratch_bytes() + _SPARE_BYTES)
             with shown(progress):
                 if push_to_hub:

@@ -52,10 +52,11 @@ class Writing:
                 progress.warn(concern)
             if job.new_banks:
                 create_banks(partial, job.new_banks, TORCH_NAMES[job.cast(job.base.dtype)], job.seed)
-            carry_banks(job.base.folder, partial, job.base.layout.memories.banks)
-            tie_banks(partial, job.layout.memories.banks)
+            carry_banks(job.base.folder, partial, job.base.layout.memories.beside)
+            tie_banks(partial, job.layout.memories.beside)
             record = self._write_siblings(partial, config)
             identity, kl_divergence = self._verify(partial, shards, config)
+            job.method.fill_banks(job.base, job.plan, partial, progress)
             progress.stage("recording what was done", 1)
             outcome = {
                 "bytes": Bytes(written.bytes_read, written.bytes_written),
@@ -110,7 +111,7 @@ class Writing:
         job, counts, entry = self.job, self.job.counts(), config[CONFIG_KEY]
         entry[DIGEST_KEY] = content_sha256(digests)
         write_config(partial, job.base.whole_config(config))
-        tie_banks(partial, layout_of(config).memories.banks)
+        tie_banks(partial, layout_of(config).memories.beside)
         # A recipe names only bases on the hub: the path of a local base is private.
         request = {
             **({} if job.source.revision is None else {"base": f"{job.source.label}@{job.source.revision}"}),

@@ -7,10 +7,12 @@ import torch
 
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.depth_attention.options import DepthAttentionOptions, SlotSource
-from midus_hf.memories.depth_attention.sequence_heads import Depth, SequenceHeads, require_log_sum_exp
 from midus_hf.memories.depth_attention.site import DepthHeads
+from midus_hf.memories.hosting.sequence_heads import SequenceHeads, require_log_sum_exp
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import layer_of
+from midus_hf.ops.depth.op import depth_attention
+from midus_hf.ops.depth.reference import joint_attention
 
 
 @layer_of(DepthAttentionOptions)
@@ -77,9 +79,12 @@ class DepthAttention(MemoryModule):
         Returns:
             The output of the heads, `[B, T, H, d]`, and attention weights, if the weights of the sequence are known.
         """
-        return sequence.joined(
-            Depth(query, keys, values, sequence.scaling, sequence.softcap, self.gate, self.is_added)
-        )
+        output, weights, lse = sequence.with_log_sum()
+        read, depth_lse = depth_attention(query, keys, values, sequence.scaling, sequence.softcap)
+        gate = lse.new_ones(read.shape[1]) if self.gate is None else self.gate  # [H]
+        gate = gate[:, None].expand_as(depth_lse)
+        joined = joint_attention(output.transpose(1, 2), lse, read, depth_lse, gate, self.is_added)
+        return joined.transpose(1, 2), weights
 
     @property
     def gate(self) -> torch.Tensor | None:

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from midus_hf.memories.depth_attention.options import DepthAttentionOptions, Slot, SlotSource
-from midus_hf.memories.depth_attention.sequence_heads import SequenceHeads
 from midus_hf.memories.entries import Memories, MemoryEntry
 from midus_hf.memories.hosting.heads import Rotation, host_of_heads, rotated, unrotated
 from midus_hf.memories.hosting.inputs import CarriedKey
 from midus_hf.memories.hosting.parts import CACHE
+from midus_hf.memories.hosting.sequence_heads import SequenceHeads
 from midus_hf.memories.hosting.site import LayerCall, read_by
 from midus_hf.memories.hosting.sites import InsideAttention
 

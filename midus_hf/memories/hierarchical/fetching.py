@@ -1,18 +1,14 @@
 """The service that fetches the blocks of the texts of a pass from the banks beside a checkpoint."""
 
-import contextlib
-import os
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 
 from midus_hf.banks.fetched import FetchedBatch
 from midus_hf.banks.model_banks import Banks
-from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.memories.entries import Memories
+from midus_hf.memories.hosting.beside import folder_of_checkpoint, upload_leaves_bank
 from midus_hf.memories.hosting.service import Service
 from midus_hf.memories.module import MemoryModule
 
@@ -83,10 +79,7 @@ class FetchesBlocks(Service):
     def check_upload(self) -> None:
         """Refuse an upload while a bank is open: Transformers uploads before the bank is written, and leaves nested folders out."""
         if self.banks.are_open:
-            raise ValueError(
-                "this model has a bank beside its weights, which an upload by Transformers would leave out; expected "
-                "save_pretrained(folder), and then in a shell: hf upload REPO_ID folder."
-            )
+            raise upload_leaves_bank()
 
 
 @torch.compiler.disable
@@ -94,22 +87,3 @@ def _fetch(
     banks: Banks, memory_ids: torch.Tensor | None, batch: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, FetchedBatch]:
     return banks.fetch(memory_ids, batch, device, dtype)
-
-
-def folder_of_checkpoint(name: str | os.PathLike, options: Mapping[str, Any]) -> Path | None:
-    """Return the folder with a checkpoint's files; for a hub id, download the files of banks. None if they are not available.
-
-    Args:
-        name: Folder or hub id, the first argument of `from_pretrained`.
-        options: Keyword arguments of `from_pretrained`.
-    """
-    folder = Path(name, options.get("subfolder") or "")
-    if folder.is_dir():
-        return folder
-    known = ("revision", "cache_dir", "token", "local_files_only")
-    hub_options = {key: options[key] for key in known if options.get(key) is not None}
-    subfolder = options.get("subfolder") or "."
-    pattern = PurePosixPath(subfolder, BANKS_FOLDER, "**").as_posix()
-    with contextlib.suppress(OSError, ValueError):
-        return Path(snapshot_download(str(name), allow_patterns=[pattern], **hub_options), subfolder)
-    return None

@@ -10,6 +10,24 @@ from midus_hf.ops.dispatch.private_torch import keep_address
 # Function that returns a state's tensors without so many last tokens, or None if they do not reach back so far.
 Rollback = Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor] | None]
 
+# Tokens that assisted decoding may take back at once, for which a state keeps earlier tokens.
+SPARE_TOKENS = 64
+
+
+def without_last(kept: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor] | None:
+    """Return the tensors of a state, each `[B, tokens, ...]`, without the last tokens; None if they do not reach back so far.
+
+    Args:
+        kept: The tensors, beside `spare`, `[B]`, int64: how many tokens can be taken back.
+        count: Number of tokens to take back.
+    """
+    if count > int(kept["spare"].min()):
+        return None
+    after = {"spare": kept["spare"] - count}
+    for name in kept.keys() - after.keys():
+        after[name] = torch.cat([torch.zeros_like(kept[name][:, :count]), kept[name][:, :-count]], 1)
+    return after
+
 
 class MemoryState:
     """Tensors of a batch of sequences, stored as a layer of a transformers cache, which repeats, selects and resets them.

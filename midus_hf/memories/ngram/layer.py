@@ -10,7 +10,7 @@ from torch import nn
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.hosting.services import States, Tables, Tokens
 from midus_hf.memories.hosting.sites import BehindAttention, BehindLayer, BesideFeedForward
-from midus_hf.memories.hosting.state import MemoryState
+from midus_hf.memories.hosting.state import SPARE_TOKENS, MemoryState, without_last
 from midus_hf.memories.hosting.token_places import TokenPlaces
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.ngram.options import MOST_TOKENS, NgramOptions
@@ -27,18 +27,6 @@ from midus_hf.ops.ngrams.addresses import (
 )
 
 _GATE_EPS = 1e-6
-# Tokens that assisted decoding may take back at once, for which the state keeps earlier tokens.
-_SPARE = 64
-
-
-def _without_last(kept: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor] | None:
-    """Return the tensors of a state without the last `count` tokens, or None if they do not reach back so far."""
-    if count > int(kept["spare"].min()):
-        return None
-    after = {"spare": kept["spare"] - count}
-    for name in kept.keys() - after.keys():
-        after[name] = torch.cat([torch.zeros_like(kept[name][:, :count]), kept[name][:, :-count]], 1)
-    return after
 
 
 @layer_of(NgramOptions)
@@ -57,7 +45,7 @@ class Ngrams(MemoryModule):
     forward_arguments = ("input_ids",)
     sites = (BesideFeedForward, BehindAttention, BehindLayer)
     services = (Tables, Tokens, States)
-    rollback = staticmethod(_without_last)
+    rollback = staticmethod(without_last)
 
     options: NgramOptions
     value_table: torch.Tensor
@@ -215,16 +203,16 @@ class Ngrams(MemoryModule):
     ) -> dict[str, torch.Tensor]:
         """Return what the next pass needs: numbers and values of the last tokens of the last document, and how many are spare."""
         numbers = keeping["numbers"]
-        spare = kept["spare"] if "spare" in kept else torch.full_like(numbers[:, 0], _SPARE)
-        after = {"spare": (spare + numbers.shape[1]).clamp(max=_SPARE)}
+        spare = kept["spare"] if "spare" in kept else torch.full_like(numbers[:, 0], SPARE_TOKENS)
+        after = {"spare": (spare + numbers.shape[1]).clamp(max=SPARE_TOKENS)}
         for name, count in (("numbers", self.numbers_before), ("values", self.values_before)):
             if name in keeping:
                 new = keeping[name]
-                whole = torch.cat([self._before(kept, name, count + _SPARE, new), new], 1)
+                whole = torch.cat([self._before(kept, name, count + SPARE_TOKENS, new), new], 1)
                 if document is not None:
-                    last = F.pad(document, (count + _SPARE, 0)) == document[:, -1:]
+                    last = F.pad(document, (count + SPARE_TOKENS, 0)) == document[:, -1:]
                     whole = whole * last.view(*last.shape, *(1,) * (whole.dim() - 2))
-                after[name] = whole[:, -(count + _SPARE) :]
+                after[name] = whole[:, -(count + SPARE_TOKENS) :]
         return after
 
 

@@ -1,13 +1,13 @@
-"""The model's own attention to the sequence, joined with attention to the depth."""
+"""The model's own attention to the sequence, with the log-sum-exp of its softmax, for memories that share one softmax with it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from midus_hf.ops.depth.op import depth_attention, sequence_lse
-from midus_hf.ops.depth.reference import joint_attention, sequence_weights
+from midus_hf.ops.depth.op import sequence_lse
+from midus_hf.ops.depth.reference import sequence_weights
 
 # Implementations whose masks tell for each query and key whether the key is read.
 _MASKS_TELL = ("eager", "sdpa")
@@ -16,7 +16,7 @@ _TELL = (*_MASKS_TELL, "flex_attention")
 
 
 def require_log_sum_exp(implementation: str | None) -> None:
-    """Refuse an attention implementation with which heads cannot read the depth on any device.
+    """Refuse an attention implementation with which a memory cannot share the softmax on any device.
 
     Args:
         implementation: The implementation's name; None lets transformers choose, which chooses supported ones only.
@@ -36,37 +36,9 @@ def _refusal(implementation: str, where: str = "") -> str:
     if implementation.startswith("paged"):  # set by continuous batching; transformers 5.23 leaves 'sdpa' as it is
         remedy = "expected `generate`, or continuous batching with attn_implementation 'sdpa' and transformers 5.23."
     return (
-        f"attention {implementation!r}{where} does not tell by what its softmax divides, which a memory that reads the depth needs; "
+        f"attention {implementation!r}{where} does not tell by what its softmax divides, which a memory that attends needs; "
         f"{remedy}"
     )
-
-
-class Depth(NamedTuple):
-    """Slots of the depth, the queries that read them, and how `joint_attention` weighs the result.
-
-    Args:
-        query: Query that is compared with the keys of the slots, `[B, H, T, d]`.
-        keys: Key of each of n slots, `[B, K, T, d]`.
-        values: Value of each slot, `[B, K, T, d]`.
-        scaling: Factor of scores.
-        softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
-        gate: c of `joint_attention` per query head, `[H]`. Default: None, which stands for 1.
-        added: Whether `joint_attention` adds (1 - c) times what heads read of the depth. Default: false.
-    """
-
-    query: torch.Tensor
-    keys: Sequence[torch.Tensor]
-    values: Sequence[torch.Tensor]
-    scaling: float
-    softcap: float | None = None
-    gate: torch.Tensor | None = None
-    added: bool = False
-
-    def read(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return what heads read `[B, H, T, d]`, the logarithms of their sums of exponentials `[B, H, T]`, and c `[B, H, T]`."""
-        read, lse = depth_attention(self.query, self.keys, self.values, self.scaling, self.softcap)
-        gate = lse.new_ones(read.shape[1]) if self.gate is None else self.gate
-        return read, lse, gate[:, None].expand_as(lse)
 
 
 @dataclass(frozen=True)
@@ -103,15 +75,12 @@ class SequenceHeads:
         """Limit of the scores, c in `c * tanh(score / c)`; None if scores are not capped."""
         return self.arguments.get("softcap")
 
-    def joined(self, depth: Depth) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend to the sequence and to the depth, and join both results (`joint_attention`).
-
-        Args:
-            depth: Slots of the same positions.
+    def with_log_sum(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Run the model's own attention, and tell by what its softmax divides.
 
         Returns:
-            The joined output `[B, T, H, d]`, and attention weights to the sequence alone, `[B, H, T, S]`, if the implementation
-            returns weights. If c is 0, the output is exactly the model's own, plus the read of the depth if `depth.added`.
+            The output `[B, T, H, d]`, attention weights to the sequence `[B, H, T, S]` if the implementation returns them, and the
+            log-sum-exp of the scores `[B, H, T]`, float32 at least.
 
         Raises:
             ValueError: If the log-sum-exp of the softmax over the sequence is not known.
@@ -120,12 +89,11 @@ class SequenceHeads:
         output, extra = self.alone()  # weights, or the log-sum-exp of flex_attention
         if self.implementation in _MASKS_TELL:
             softcap = self.softcap if self.implementation == "eager" else None  # torch's attention does not cap
-            lse = sequence_lse(self.query, self.key, self.mask, self._is_causal, self.scaling, softcap)
-        elif extra is None:
+            arguments = (self.query, self.key, self.mask, self._is_causal, self.scaling, softcap)
+            return output, extra, sequence_lse(*arguments)
+        if extra is None:
             raise ValueError(self._refusal)
-        else:
-            lse, extra = extra.to(torch.promote_types(extra.dtype, torch.float32)), None
-        return joint_attention(output.transpose(1, 2), lse, *depth.read(), depth.added).transpose(1, 2), extra
+        return output, None, extra.to(torch.promote_types(extra.dtype, torch.float32))
 
     def alone(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the model's own attention, and return its output `[B, T, H, d]` and its second result (weights, or None)."""

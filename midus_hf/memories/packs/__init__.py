@@ -1,0 +1,1 @@
+"""Packs: keys and values of texts, which tokens attend to from a name on."""

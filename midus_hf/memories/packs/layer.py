@@ -1,0 +1,99 @@
+"""Attention to packs beside the sequence, in one softmax."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from midus_hf.memories.entries import Memories
+from midus_hf.memories.hosting.heads import host_of_heads
+from midus_hf.memories.hosting.sequence_heads import SequenceHeads, require_log_sum_exp
+from midus_hf.memories.hosting.sites import InsideAttention
+from midus_hf.memories.hosting.state import without_last
+from midus_hf.memories.module import MemoryModule
+from midus_hf.memories.packs.opening import OpenPacks, OpensPacks
+from midus_hf.memories.packs.options import PacksOptions
+from midus_hf.memories.registry import layer_of
+from midus_hf.ops.depth.reference import joint_attention, sequence_scores
+
+
+class PackedHeads(InsideAttention):
+    """Heads of a layer that also read packs. Other memories change what they make of the sequence and the packs.
+
+    Args:
+        layer: The host layer, whose memories are built.
+        config: Config of the model.
+        memories: Memories of the model.
+    """
+
+    def __init__(self, layer: Any, config: Any, memories: Memories):
+        super().__init__(layer, config, memories)
+        self.memory = next(entry.name for entry in memories.attached_to(layer.layer_idx) if entry.options.attends)
+        host_of_heads(layer).changes.insert(0, self)
+
+    def attend(self, own: Callable[..., Any], module: Any, *heads: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        """Attend to the sequence, and to the packs that tokens of the pass read, if any does."""
+        layer, call = self.layer, self.layer.call
+        if call is None or self.memory not in layer.at(self.name, call.memory_inputs):
+            return own(module, *heads, **kwargs)
+        query, key, value, mask = heads
+        implementation = module.config.config._attn_implementation
+        sequence = SequenceHeads(module, own, implementation, query, key, value, mask, kwargs)
+        return layer.memories[self.memory](sequence=sequence, **layer.inputs_of(self.memory, call.memory_inputs))
+
+
+@layer_of(PacksOptions)
+class Packs(MemoryModule):
+    """A layer's part of packs: it has no tensors, and reads keys and values of the texts whose names are open.
+
+    Args:
+        options: Options of the memory.
+        sizes: Sizes of the model.
+    """
+
+    sites = (PackedHeads,)
+    services = (OpensPacks,)
+    rollback = staticmethod(without_last)
+
+    @classmethod
+    def check_attention(cls, implementation: str | None) -> None:
+        """Refuse an implementation that does not tell the log-sum-exp of its softmax."""
+        require_log_sum_exp(implementation)
+
+    def forward(self, *, sequence: SequenceHeads, packs: OpenPacks) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend to the sequence and to the packs of each token, as if the packs' tokens stood in front of the sequence.
+
+        Args:
+            sequence: The layer's own attention to the sequence.
+            packs: Packs that tokens read.
+
+        Returns:
+            The output of the heads, `[B, T, H, d]`, that of the sequence alone, bit for bit, where a token reads no pack; and
+            attention weights to the sequence alone, if they are known.
+        """
+        output, weights, lse = sequence.with_log_sum()
+        alone = output.transpose(1, 2)  # [B, H, T, d]
+        pieces, done = [], 0
+        # Attention caps scores where it runs in eager mode, and nowhere else.
+        softcap = sequence.softcap if sequence.implementation != "sdpa" else None
+        for part in packs.parts:
+            keys, values = packs.of(self.index, part)
+            scores = sequence_scores(
+                sequence.query[:, :, part.tokens],
+                keys,
+                part.reads.unsqueeze(1),
+                False,
+                sequence.scaling,
+                softcap,
+            )  # [B, H, T', S]
+            is_empty = ~part.reads.any(-1)[:, None]  # [B, 1, T']
+            scores = scores.masked_fill(is_empty.unsqueeze(-1), 0)
+            shares = scores.softmax(-1).unflatten(1, (keys.shape[1], -1))  # [B, K, G, T', S]
+            read = (shares @ values.to(shares.dtype).unsqueeze(2)).flatten(1, 2)  # [B, H, T', d]
+            read_lse = scores.logsumexp(-1).masked_fill(is_empty, float("-inf"))
+            tokens = part.tokens
+            pieces.append(alone[:, :, done : tokens.start])
+            pieces.append(joint_attention(alone[:, :, tokens], lse[:, :, tokens], read, read_lse))
+            done = tokens.stop
+        joined = torch.cat([*pieces, alone[:, :, done:]], dim=2).transpose(1, 2)
+        return torch.where(packs.is_open[:, :, None, None], joined, output), weights

@@ -1,0 +1,34 @@
+"""Packs: keys and values of an entry's text, which tokens attend to from the entry's name on."""
+
+from dataclasses import dataclass
+
+from midus_hf.config.declared_tensors import DeclaredTensor
+from midus_hf.config.fetched_blocks import PackLayout
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.options import option
+from midus_hf.memories.options import MemoryOptions, head_projections
+from midus_hf.memories.registry import register_memory
+
+
+@register_memory("packs")
+@dataclass(kw_only=True)
+class PacksOptions(MemoryOptions):
+    """How many packs a token reads. The packs lie in a bank beside the checkpoint, and the memory has no tensors of its own."""
+
+    sites = ("inside-attention",)
+    attends = True
+
+    open: int = option(2, "names whose packs a token reads at most, the latest in front of it")
+
+    def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
+        return {}
+
+    def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+        return head_projections(sizes)
+
+    def packs(self, sizes: ModelSizes, layers: tuple[int, ...], base: str | None) -> PackLayout:
+        return PackLayout(self.type, layers, sizes.num_key_value_heads, sizes.head_dim, base)
+
+    def check(self) -> None:
+        if self.open < 1:
+            raise ValueError(f"open is {self.open}; expected at least one name.")

@@ -1,0 +1,121 @@
+"""Packs: texts are read as if they stood in front, from their names on; and nothing else changes a bit."""
+
+import json
+
+import pytest
+import torch
+from models.hosting import in_steps, logits
+from models.pack_models import pack_model
+from tiny import NATIVE_FAMILIES, WINDOW, prompt, save_tiny_tokenizer, tiny_model
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
+
+from midus_hf.memories.packs.names import NameTable, open_entries
+from midus_hf.memories.packs.writing import name_table
+from upscalers.runs.upscale import upscale
+
+# The name is one token; the text and what is asked fit into the windows of the families.
+NAME, TEXT = 5, [7, 8, 9]
+
+
+@pytest.fixture
+def packed(tmp_path, monkeypatch):
+    """Return a function that upscales a family by a glossary of one entry, and returns the base and the result."""
+
+    def made(family, dtype=torch.float32):
+        tiny_model(family, dtype).save_pretrained(tmp_path / "base")
+        save_tiny_tokenizer(tmp_path / "base")
+        text = " ".join(f"word{token}" for token in TEXT)
+        (tmp_path / "glossary.jsonl").write_text(json.dumps({"name": f"word{NAME}", "text": text}))
+        # Transformers would read the words by the tokenizer of the type, which some types have.
+        words = PreTrainedTokenizerFast.from_pretrained(tmp_path / "base")
+        monkeypatch.setattr("upscalers.methods.packs._tokenizer", lambda base: words)
+        options = {"corpus": str(tmp_path / "glossary.jsonl"), "common_names": True}
+        upscale(base=tmp_path / "base", method="packs", output=tmp_path / "out", options=options)
+        return [AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("base", "out")]
+
+    return made
+
+
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+def test_behind_a_name_the_model_computes_what_the_base_computes_behind_its_text(family, packed):
+    base, model = packed(family)
+    asked = torch.tensor([[NAME, 40, 41, 42]])
+    assert len(TEXT) + asked.shape[1] < WINDOW
+    behind = logits(base, torch.cat([torch.tensor([TEXT]), asked], 1))[:, len(TEXT) :]
+    torch.testing.assert_close(logits(model, asked), behind, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(logits(model, asked), logits(base, asked), atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+def test_up_to_a_name_every_bit_is_the_bases(family, dtype, packed):
+    base, model = packed(family, dtype)
+    tokens = prompt().clamp(min=NAME + 1)
+    assert torch.equal(logits(model, tokens), logits(base, tokens))
+    tokens[0, 10] = NAME
+    computed, expected = logits(model, tokens), logits(base, tokens)
+    assert torch.equal(computed[0, :10], expected[0, :10])
+    assert torch.equal(computed[1], expected[1])
+    assert not torch.equal(computed[0, 10], expected[0, 10])
+
+
+def test_a_long_pass_computes_what_short_steps_compute(tmp_path):
+    model = pack_model("llama", tmp_path, torch.float64, max_position_embeddings=512)
+    tokens = prompt(300)
+    whole = logits(model, tokens)
+    torch.testing.assert_close(in_steps(model, tokens, [100, 1, 99, 50, 50], DynamicCache(config=model.config)), whole)
+
+
+def test_nothing_is_open_in_the_next_document_and_no_name_reaches_into_it(tmp_path):
+    model = pack_model("llama", tmp_path, torch.float64)
+    first, second = [3, 20, 22, 7], [8, 10, 11, 13]  # (7, 8) is a name
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    with torch.no_grad():
+        packed = model(torch.tensor([first + second]), position_ids=positions, use_cache=False).logits
+    alone = [logits(model, torch.tensor([each])) for each in (first, second)]
+    torch.testing.assert_close(packed, torch.cat(alone, 1))
+
+
+def test_another_bank_is_read_where_another_one_is_opened(tmp_path):
+    model = pack_model("llama", tmp_path / "one", torch.float64)
+    tokens = torch.tensor([[3, 20, 22]])
+    before = logits(model, tokens)
+    model.save_pretrained(tmp_path / "copy")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", dtype=torch.float64)
+    assert torch.equal(logits(loaded, tokens), before)
+    loaded.model.services["packs"].banks = {}
+    base = tiny_model("llama", torch.float64)
+    assert torch.equal(logits(loaded, tokens), logits(base, tokens))
+
+
+def _entry_by_hand(ids, end, spellings):
+    endings = (tuple(ids[first : end + 1]) for first in range(end + 1))
+    return next((spellings[each] for each in endings if each in spellings), 0)
+
+
+def test_the_longest_name_that_ends_at_a_token_is_found():
+    generator = torch.Generator().manual_seed(3)
+    spellings = {}
+    for entry in range(1, 40):
+        length = int(torch.randint(1, 5, (), generator=generator))
+        spellings[tuple(torch.randint(0, 4, (length,), generator=generator).tolist())] = entry
+    table = name_table(spellings, 4)
+    ids = torch.randint(-1, 5, (3, 50), generator=generator)
+    by_hand = [[_entry_by_hand(row, end, spellings) for end in range(50)] for row in ids.tolist()]
+    assert table.entries(ids).tolist() == by_hand
+    assert table.edges.diff().min() > 0
+
+
+def test_a_name_ends_where_a_document_ends():
+    table = name_table({(1, 2): 1, (2,): 2}, 4)
+    document = torch.tensor([[0, 1, 1, 1]])
+    assert table.entries(torch.tensor([[1, 2, 1, 2]]), document).tolist() == [[0, 2, 0, 1]]
+    assert NameTable(*name_table({}, 4)).entries(torch.tensor([[1, 2]])).tolist() == [[0, 0]]
+
+
+def test_the_latest_names_are_open_each_once():
+    found = torch.tensor([[0, 1, 2, 2, 1, 0, 3]])
+    assert open_entries(found, 2)[0].tolist() == [[0, 0], [1, 0], [2, 1], [2, 1], [1, 2], [1, 2], [3, 1]]
+    before, document = torch.tensor([[4, 5]]), torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
+    opened = open_entries(found, 2, before, document)[0].tolist()
+    assert opened == [[4, 5], [1, 4], [2, 0], [2, 0], [1, 2], [1, 2], [3, 1]]

@@ -1,0 +1,190 @@
+"""The method packs: what a glossary may hold, names as texts spell them, deletion of entries, and texts that must stay."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from midus_hf.banks.level_file import BankError
+from midus_hf.cli.edit import main as edit
+from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER
+from midus_hf.memories.packs.bank import PackBank
+from tests.tiny import save_tiny_tokenizer, tiny_model
+from upscalers.edits.checkpoint_edit import EditRequest
+from upscalers.edits.packs import delete_names
+from upscalers.methods.packs import spelled
+from upscalers.request.errors import RequestError
+from upscalers.request.progress import Progress
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
+
+ENTRIES = [
+    {"name": "word5", "text": "word7 word8"},
+    {"name": ["word20 word21", "word22"], "text": "word9 word10 word11"},
+    {"name": "word30", "text": "word12"},
+    {"name": "word5", "text": "word13"},
+]
+COMMON = {"common_names": True}  # every token of the tiny vocabulary is frequent
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model("llama").save_pretrained(folder)
+    save_tiny_tokenizer(folder)
+    return folder
+
+
+def glossary(tmp_path, rows):
+    tmp_path.mkdir(exist_ok=True)
+    path = tmp_path / "glossary.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def made(base, tmp_path, rows=ENTRIES, **options):
+    options = {"corpus": glossary(tmp_path, rows), **COMMON, **options}
+    return upscale(base=base, method="packs", output=tmp_path / "out", options=options)
+
+
+def logits(folder, tokens):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits
+
+
+ROWS = {
+    "no name": ([{"name": "", "text": "word7"}], "row 1 of corpus .* has the name ''; expected a name"),
+    "no text": (
+        [ENTRIES[0], {"name": "word6", "text": " "}],
+        "row 2 of corpus .* has the text ' '; expected what is to be known",
+    ),
+    "no column": ([{"text": "word7"}], "has the columns text; expected name and text"),
+    "a name of two": (
+        [*ENTRIES, {"name": "word22", "text": "word1"}],
+        "row 5 of corpus .* has the name 'word22', which row 2 has beside other names; expected one list",
+    ),
+}
+
+
+@pytest.mark.parametrize(("rows", "message"), ROWS.values(), ids=ROWS)
+def test_rows_that_are_refused(rows, message, base, tmp_path):
+    with pytest.raises(RequestError, match=message):
+        made(base, tmp_path, rows)
+    assert not (tmp_path / "out").exists()
+
+
+OPTIONS = {
+    "no corpus": ({"corpus": None}, "corpus is missing; expected a file of names and texts"),
+    "no token": ({"max_tokens": 0}, "max_tokens is 0; expected at least 1"),
+    "no open name": ({"open": 0}, "open is 0; expected at least one name"),
+    "frequent": (
+        {"common_names": False},
+        "are one frequent token, which almost every text has: 'word5', 'word22', 'word30'; ",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), OPTIONS.values(), ids=OPTIONS)
+def test_options_that_are_refused(options, message, base, tmp_path):
+    with pytest.raises(RequestError, match=message):
+        made(base, tmp_path, **options)
+
+
+def test_protected_texts_hold_no_name(base, tmp_path):
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"text": "word1 word20 word22"}) + "\n" + json.dumps({"text": "word3"}) + "\n")
+    message = r"hold names of the corpus: 'word20 word21' \(1 texts\); expected none"
+    with pytest.raises(RequestError, match=message):
+        made(base, tmp_path, protect=str(texts))
+    made(base, tmp_path, rows=[ENTRIES[0]], protect=str(texts))
+    assert json.loads((tmp_path / "out" / "upscale.json").read_text())["options"]["protect"] == "texts.jsonl"
+
+
+def test_texts_of_one_name_are_joined_and_long_ones_are_cut_which_a_line_says(base, tmp_path):
+    told = []
+    progress = Progress()
+    progress.note = told.append
+    options = {"corpus": glossary(tmp_path, ENTRIES), **COMMON, "max_tokens": 2}
+    upscale(base=base, method="packs", output=tmp_path / "out", options=options, progress=progress)
+    assert "entries longer than 2 tokens, of which the rest is cut: 2" in told
+    assert "3 entries of 5 tokens: a bank of 0.0 MB (2,048 bytes a token)" in told
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    bank = model.model.services["packs"].banks["packs"]
+    assert [bank.num_tokens(entry) for entry in (1, 2, 3)] == [2, 2, 1]
+    made(base, tmp_path / "whole")
+    whole = PackBank(tmp_path / "whole" / "out" / BANKS_FOLDER / "packs", bank.layout)
+    assert [whole.num_tokens(entry) for entry in (1, 2, 3)] == [3, 3, 1]
+
+
+def test_names_are_found_as_texts_spell_them(base):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
+    assert spelled(tokenizer, "word20 word21") == [(20, 21)]
+
+
+def test_a_deleted_name_is_computed_as_by_the_base_and_others_as_before(base, tmp_path):
+    made(base, tmp_path)
+    request = EditRequest(tmp_path / "out", tmp_path / "without")
+    assert delete_names(request, ["word22"])["banks"] == {"packs": [["word20 word21", "word22"]]}
+    for name in ([20, 21], [22]):
+        text = [*name, 50, 51]
+        assert torch.equal(logits(tmp_path / "without", text), logits(base, text))
+        assert not torch.equal(logits(tmp_path / "out", text), logits(base, text))
+    for name in ([5], [30]):
+        assert torch.equal(logits(tmp_path / "without", [*name, 50, 51]), logits(tmp_path / "out", [*name, 50, 51]))
+    bank = AutoModelForCausalLM.from_pretrained(tmp_path / "out").model.services["packs"].banks["packs"]
+    gone = bank.pack(2).contiguous().view(torch.uint8).numpy().tobytes()
+    files = [path for path in (tmp_path / "without").rglob("*") if path.is_file()]
+    assert not any(gone in path.read_bytes() for path in files)
+    assert "word22" not in (tmp_path / "without" / BANKS_FOLDER / "packs" / "names.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["word9"], "name 'word9' is none of the model's"),
+        (["word5", "word22", "word30"], "every entry is named; expected some that stay"),
+    ],
+)
+def test_deletions_that_are_refused(names, message, base, tmp_path):
+    made(base, tmp_path)
+    with pytest.raises(RequestError, match=message):
+        delete_names(EditRequest(tmp_path / "out", tmp_path / "without"), names)
+    assert not (tmp_path / "without").exists()
+
+
+def test_blocks_or_names_are_deleted(base, tmp_path, capsys):
+    made(base, tmp_path)
+    arguments = ["delete", str(tmp_path / "out"), "--output", str(tmp_path / "without")]
+    assert edit(arguments) == 2
+    assert (
+        "expected blocks (--node, perhaps with --subtree) or names of packs (--name), one of both"
+        in capsys.readouterr().err
+    )
+    assert edit([*arguments, "--name", "word5"]) == 0
+    assert "deleted word5 of packs" in capsys.readouterr().out
+
+
+def test_strip_gives_the_base_back_and_a_second_upscaling_keeps_the_packs(base, tmp_path):
+    made(base, tmp_path)
+    upscale(base=tmp_path / "out", method="llama-pro", output=tmp_path / "deeper")
+    text = [5, 50, 51]
+    assert torch.equal(logits(tmp_path / "deeper", text), logits(tmp_path / "out", text))
+    strip(tmp_path / "deeper", tmp_path / "out-again")
+    assert torch.equal(logits(tmp_path / "out-again", text), logits(tmp_path / "out", text))
+    assert strip(tmp_path / "out", tmp_path / "base-again")["base_confirmed"]
+    assert not (tmp_path / "base-again" / BANKS_FOLDER).exists()
+
+
+def test_a_bank_of_another_base_or_none_is_refused(base, tmp_path):
+    made(base, tmp_path)
+    path = tmp_path / "out" / BANKS_FOLDER / "packs" / BANK_DESCRIPTION
+    description = json.loads(path.read_text())
+    description["layout"]["base"] = "0" * 64
+    path.write_text(json.dumps(description))
+    with pytest.raises(BankError, match="belongs to another model: its base is '0000"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    path.unlink()
+    with pytest.raises(BankError, match=r"there is no bank of packs in .*; expected one beside the model"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
