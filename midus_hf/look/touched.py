@@ -13,6 +13,7 @@ from midus_hf.look.page import Row, TableOfWords, table_of
 from midus_hf.memories.entries import TABLES, Memories
 from midus_hf.memories.packs.bank import PackBank
 from midus_hf.memories.packs.names import NameTable
+from midus_hf.memories.packs.options import pack_layouts
 from midus_hf.training.data.ngrams import NgramTable
 from midus_hf.training.protection import exact_tables, sorted_tensors, texts_digest
 
@@ -55,7 +56,9 @@ def tables_in(folder: Path, config: PreTrainedConfig) -> list[NgramTable | Names
     tables: list[NgramTable | Names] = []
     if memories is not None:
         tables += exact_tables(memories, dict(sorted_tensors(folder, _is_table)))
-        packs = {name: PackBank(folder / BANKS_FOLDER / name, layout) for name, layout in memories.packs.items()}
+        packs = {
+            name: PackBank(folder / BANKS_FOLDER / name, layout) for name, layout in pack_layouts(memories).items()
+        }
         tables += [Names(name, bank.names) for name, bank in packs.items()]
     if not tables:
         raise ValueError(

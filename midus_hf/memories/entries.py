@@ -107,19 +107,6 @@ class Memories:
             if (blocks := entry.options.fetched(self.sizes)) is not None
         }
 
-    @property
-    def packs(self) -> dict[str, Any]:
-        """Layouts of the banks of packs (`PackLayout`), by the name of the memory."""
-        layouts = {
-            name: each.options.packs(self.sizes, each.layers, self.base) for name, each in self.attached.items()
-        }
-        return {name: layout for name, layout in layouts.items() if layout is not None}
-
-    @property
-    def beside(self) -> dict[str, Any]:
-        """Layouts of all banks that lie beside the weights, by the name of the memory."""
-        return {**self.banks, **self.packs}
-
 
 # Memories of a model without memory. The sizes in it mean nothing.
 NO_MEMORIES = Memories((), ModelSizes(hidden_size=0, num_heads=1))

@@ -116,10 +116,6 @@ class MemoryOptions:
         """Return the `FetchedBlocks` that each text fetches for a layer from the checkpoint's bank. Default: None, no blocks."""
         return None
 
-    def packs(self, sizes: ModelSizes, layers: tuple[int, ...], base: str | None) -> Any:
-        """Return the `PackLayout` of the checkpoint's bank of packs, with the arguments of that class. Default: None, no packs."""
-        return None
-
 
 def head_projections(sizes: ModelSizes) -> dict[str, tuple[int, int]]:
     """Return the widths of the projections around heads whose keys and values a memory adds to."""

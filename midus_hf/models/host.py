@@ -20,7 +20,7 @@ from midus_hf.memories.entries import Memories, memories_of
 from midus_hf.memories.hosting.inputs import MemoryInputs, arguments_of_pass
 from midus_hf.memories.hosting.parts import CACHE, named_cache
 from midus_hf.memories.hosting.service import Service
-from midus_hf.memories.hosting.services import States, scale_initial
+from midus_hf.memories.hosting.services import scale_initial
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import layer_class
 from midus_hf.memories.tables import DeclaredModule
@@ -281,9 +281,7 @@ class MemoryModel(HostsMemory):
             service.key: service(
                 self, memories, {key: memory for key, memory in hosted.items() if service in memory.services}
             )
-            for service in sorted(
-                needed, key=lambda service: issubclass(service, States)
-            )  # which may add a cache to a pass
+            for service in sorted(needed, key=lambda service: service.may_add_cache)
         }
         self._makes_inputs = bool(memories.attached or self.services or self._taken_arguments)
         self._no_split_modules = {

@@ -124,7 +124,7 @@ def test_a_memory_of_blocks_must_say_what_they_hold():
 
 
 def test_every_type_of_the_package_passes_the_check_of_those_of_other_packages_and_has_texts():
-    assert len(MEMORY_TYPES) == 12
+    assert len(MEMORY_TYPES) == 13
     for name, options in MEMORY_TYPES.items():
         check_declaration(name, options)
         assert options.__doc__ and options.sites, name

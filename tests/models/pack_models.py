@@ -8,6 +8,7 @@ from tiny import tiny_model
 
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.memories.packs.bank import PackBank
+from midus_hf.memories.packs.options import pack_layouts
 from midus_hf.memories.packs.writing import name_table, write_packs
 
 ENTRIES = 5
@@ -23,7 +24,7 @@ def pack_model(
     layers = list(range(native.config.num_hidden_layers)) if layers is None else layers
     model = host_of(native, {"type": "packs", "layers": layers})
     if acting:
-        layout = model.config.memories().packs["packs"]
+        layout = pack_layouts(model.config.memories())["packs"]
         path, generator = folder / BANKS_FOLDER / "packs", torch.Generator().manual_seed(5)
         lengths = range(2, 2 + ENTRIES)
         packs = [torch.randn(length, *layout.token_shape, generator=generator).to(dtype) for length in lengths]

@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING
 
 from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER, BankLayout, PackLayout
 from midus_hf.files.checkpoint_files import BANKS, is_of
+from midus_hf.memories.entries import Memories
+from midus_hf.memories.packs.options import pack_layouts
 from upscalers.request.errors import RequestError
 
 if TYPE_CHECKING:
     import torch
 
     from midus_hf.topics.tree import ClusterTree
+
+
+def banks_beside(memories: Memories) -> dict[str, BankLayout | PackLayout]:
+    """Return the layouts of all banks that lie beside a model's weights, by the name of the memory."""
+    return {**memories.banks, **pack_layouts(memories)}
 
 
 def bank_files(folder: Path) -> set[Path]:

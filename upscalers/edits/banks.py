@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout, level_file
 from midus_hf.files.checkpoint_files import CARD, CODE, CONFIG, RECORD, WEIGHTS, indexed_weights, is_of
-from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
+from upscalers.checkpoint.banks import banks_beside, bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import resolve_source, travelling_files
 from upscalers.edits.checkpoint_edit import EditRequest
@@ -73,7 +73,9 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
         memories = open_base(source.folder, needs_weights=False).layout.memories
         folder = CheckpointFolder(request.output, source.folder, request.overwrite)
         files = files_beside_banks(source.folder)
-        folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.beside))
+        folder.check_space(
+            sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, banks_beside(memories))
+        )
         with folder.writing() as partial, tempfile.TemporaryDirectory() as scratch:
             after = tree.without(gone) if tree is not None and gone else None
             if after is not None:
@@ -83,7 +85,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target)
             tree_folder = Path(scratch) if gone else None
-            carry_banks(source.folder, partial, memories.beside, deleted, after, tree_folder)
+            carry_banks(source.folder, partial, banks_beside(memories), deleted, after, tree_folder)
     return {
         "command": "delete",
         "model": str(request.model),

@@ -11,6 +11,7 @@ from typing import Any
 from midus_hf.files.checkpoint_files import CARD_FILE, CODE
 from midus_hf.files.outputs import CONFIG_KEY, has_config_entry
 from upscalers.architecture.family import Config
+from upscalers.checkpoint.banks import banks_beside
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read_config, write_config
 from upscalers.checkpoint.source import copy_travelling_files, resolve_source
 from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan, read_record, write_record
@@ -69,7 +70,7 @@ def edit_checkpoint(
         result = {"command": command, "memories": list(decided.memories), **decided.details}
         edit = {**result, "version": importlib.metadata.version("midus-hf")}
         shards = edited_shards(opened, decided.tensors)
-        banks = opened.layout.memories.beside
+        banks = banks_beside(opened.layout.memories)
         folder = CheckpointFolder(request.output, source.folder, request.overwrite)
         with written_from(opened, folder, shards, banks, progress, stored_name=opened.stored_name) as written:
             _write_siblings(opened, folder.partial, edit, decided.options, progress)

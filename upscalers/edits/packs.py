@@ -7,7 +7,8 @@ from typing import Any
 
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.config.wording import one_of
-from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
+from midus_hf.memories.packs.options import pack_layouts
+from upscalers.checkpoint.banks import banks_beside, bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.edits.banks import files_beside_banks
@@ -39,7 +40,7 @@ def delete_names(request: EditRequest, names: Sequence[str]) -> dict[str, Any]:
     started = time.perf_counter()
     with resolve_source(str(request.model)) as source:
         memories = open_base(source.folder, needs_weights=False).layout.memories
-        layouts = {name: layout for name, layout in memories.packs.items() if request.memory in (None, name)}
+        layouts = {name: layout for name, layout in pack_layouts(memories).items() if request.memory in (None, name)}
         if not layouts:
             raise RequestError(
                 f"{source.folder} has no memory {'' if request.memory is None else f'{request.memory!r} '}of packs; expected a "
@@ -64,14 +65,18 @@ def delete_names(request: EditRequest, names: Sequence[str]) -> dict[str, Any]:
             )
         folder = CheckpointFolder(request.output, source.folder, request.overwrite)
         files = files_beside_banks(source.folder)
-        folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.beside))
+        folder.check_space(
+            sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, banks_beside(memories))
+        )
         with folder.writing() as partial:
             for path in files:
                 target = partial / path.relative_to(source.folder)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target)
             carry_banks(
-                source.folder, partial, {name: each for name, each in memories.beside.items() if name not in banks}
+                source.folder,
+                partial,
+                {name: each for name, each in banks_beside(memories).items() if name not in banks},
             )
             for memory, bank in banks.items():
                 write_without(bank, partial / BANKS_FOLDER / memory, gone[memory])

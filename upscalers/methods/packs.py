@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.config.options import option
 from midus_hf.config.wording import first_few, install_extra
-from midus_hf.memories.packs.options import PacksOptions
+from midus_hf.memories.packs.options import PacksOptions, pack_layouts
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES
 from upscalers.checkpoint.tokenizer import has_tokenizer
@@ -80,18 +80,18 @@ class Packs(AttachedMemoryMethod):
         return recorded
 
     def check_machine(self) -> None:
-        if importlib.util.find_spec("datasets") is None:
-            raise RequestError(f"a corpus needs datasets, which is not installed; {install_extra('train')}.")
-
-    def check(self, base: BaseCheckpoint) -> None:
         if self.options.corpus is None:
             raise RequestError(
                 'corpus is missing; expected a file of names and texts, a row {"name": ..., "text": ...} for each entry. Pass --set '
                 "corpus=FILE."
             )
+        if importlib.util.find_spec("datasets") is None:
+            raise RequestError(f"a corpus needs datasets, which is not installed; {install_extra('train')}.")
+
+    def check(self, base: BaseCheckpoint) -> None:
         if self.options.max_tokens < 1:
             raise RequestError(f"max_tokens is {self.options.max_tokens}; expected at least 1.")
-        if not has_tokenizer(path.name for path in base.folder.iterdir()):
+        if self.options.corpus is not None and not has_tokenizer(path.name for path in base.folder.iterdir()):
             raise RequestError(
                 f"{base.folder} has no tokenizer, by which the corpus becomes tokens; expected one beside the weights. Copy it there."
             )
@@ -99,11 +99,10 @@ class Packs(AttachedMemoryMethod):
 
     def remarks(self, base: BaseCheckpoint) -> list[str]:
         glossary, options = self.glossary(base), self.options
-        size = self.bank_bytes(base)
         remarks = [
             *super().remarks(base),
-            f"{len(glossary.ids):,} entries of {glossary.tokens:,} tokens: a bank of {size / 1e6:,.1f} MB "
-            f"({size // max(1, glossary.tokens):,} bytes a token)",
+            f"{len(glossary.ids):,} entries of {glossary.tokens:,} tokens: a bank of {self.bank_bytes(base) / 1e6:,.1f} MB "
+            f"({self._token_bytes(base):,} bytes a token)",
         ]
         if glossary.cut:
             remarks.append(
@@ -114,9 +113,12 @@ class Packs(AttachedMemoryMethod):
         return remarks
 
     def bank_bytes(self, base: BaseCheckpoint) -> int:
+        return self.glossary(base).tokens * self._token_bytes(base)
+
+    def _token_bytes(self, base: BaseCheckpoint) -> int:
+        """Return the bytes of the keys and values of a token, 2 L K d numbers."""
         sizes, layers = base.layout.sizes, len(self.layers(base))
-        numbers = 2 * layers * sizes.num_key_value_heads * sizes.head_dim
-        return self.glossary(base).tokens * numbers * ITEM_BYTES[base.dtype]
+        return 2 * layers * sizes.num_key_value_heads * sizes.head_dim * ITEM_BYTES[base.dtype]
 
     def glossary(self, base: BaseCheckpoint) -> Glossary:
         """Return the entries of the corpus, which is read once.
@@ -124,6 +126,8 @@ class Packs(AttachedMemoryMethod):
         Raises:
             RequestError: If a row has no name or no text, if two entries have the same name among others, or if a name is too common.
         """
+        if self.options.corpus is None:  # in a dry run
+            return Glossary([], [], {}, 0)
         if self._glossary is None:
             self._glossary = self._read(_tokenizer(base))
         return self._glossary
@@ -185,7 +189,7 @@ class Packs(AttachedMemoryMethod):
         (name,) = plan.new_memories
         glossary = self.glossary(base)
         model = _load(folder)
-        layout = model.config.get_text_config().memories().packs[name]
+        layout = pack_layouts(model.config.get_text_config().memories())[name]
         progress.stage("reading the corpus", len(glossary.ids), "entries")
         write_packs(
             folder / BANKS_FOLDER / name,

@@ -24,6 +24,8 @@ class Service:
     key: ClassVar[str]
     #: Whether a pass passes a memory by for which the service made nothing; the value of a pass then has the memory's name as a key.
     is_required: ClassVar[bool] = False
+    #: Whether a pass may get a cache from the service, which then comes after services that ask whether there is one.
+    may_add_cache: ClassVar[bool] = False
 
     def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         pass

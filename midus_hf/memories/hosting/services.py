@@ -54,28 +54,6 @@ class Tables(Service):
         return {"tables": value[name, layer]} if value and (name, layer) in value else {}
 
 
-def places_of(arguments: Mapping[str, Any], own: Mapping[str, Any]) -> TokenPlaces:
-    """Return where padding is and documents begin in a pass, by its arguments."""
-    mask = arguments["attention_mask"]
-    tells_padding = isinstance(mask, torch.Tensor) and mask.dim() == 2
-    tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
-    return token_places(
-        mask if own["token_mask"] is None else own["token_mask"],
-        arguments["position_ids"],
-        tokens.shape[1],
-        may_hold_documents=not tells_padding and arguments[CACHE] is None,
-    )
-
-
-def add_token_mask(inputs: dict[str, Any], attention_mask: Any) -> None:
-    """Add a mask of padding to the inputs of the next pass of a generation."""
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-        tokens = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
-        # Of one stride whatever the length before, since compiled code would be compiled again for each token.
-        own = attention_mask[:, -tokens.shape[1] :]
-        inputs["token_mask"] = own.clone(memory_format=torch.contiguous_format)
-
-
 class Tokens(Service):
     """Padding and documents of a pass, as `tokens`, a `TokenPlaces`."""
 
@@ -83,7 +61,15 @@ class Tokens(Service):
 
     def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> TokenPlaces:
         """Return where padding is and documents begin."""
-        return places_of(arguments, own)
+        mask = arguments["attention_mask"]
+        tells_padding = isinstance(mask, torch.Tensor) and mask.dim() == 2
+        tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
+        return token_places(
+            mask if own["token_mask"] is None else own["token_mask"],
+            arguments["position_ids"],
+            tokens.shape[1],
+            may_hold_documents=not tells_padding and arguments[CACHE] is None,
+        )
 
     @staticmethod
     def given(value: Any, name: str, layer: int) -> dict[str, Any]:
@@ -92,7 +78,11 @@ class Tokens(Service):
 
     def prepare_inputs(self, inputs: dict[str, Any], attention_mask: Any) -> None:
         """Add a mask of padding, since static caches get a mask of another form."""
-        add_token_mask(inputs, attention_mask)
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+            tokens = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
+            # Of one stride whatever the length before, since compiled code would be compiled again for each token.
+            own = attention_mask[:, -tokens.shape[1] :]
+            inputs["token_mask"] = own.clone(memory_format=torch.contiguous_format)
 
 
 class States(Service):
@@ -102,6 +92,7 @@ class States(Service):
     """
 
     key = "state"
+    may_add_cache = True
 
     def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         self.stateful = dict(hosted)

@@ -11,12 +11,13 @@ from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.beside import folder_of_checkpoint, upload_leaves_bank
 from midus_hf.memories.hosting.inputs import arguments_of_pass
-from midus_hf.memories.hosting.services import States, add_token_mask, places_of
+from midus_hf.memories.hosting.services import States, Tokens
 from midus_hf.memories.hosting.state import SPARE_TOKENS, MemoryState
 from midus_hf.memories.hosting.token_places import TokenPlaces
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.packs.bank import PackBank
 from midus_hf.memories.packs.names import open_entries
+from midus_hf.memories.packs.options import pack_layouts
 
 # Tokens of a pass whose packs are read at once: each reads among the packs that any of them has open.
 _TOKENS_AT_ONCE = 128
@@ -74,7 +75,8 @@ class OpensPacks(States):
     def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         first = {name: min(layer for other, layer in hosted if other == name) for name, _ in hosted}
         super().__init__(model, memories, {(name, layer): hosted[name, layer] for name, layer in first.items()})
-        self.layouts = memories.packs
+        self.tokens = Tokens(model, memories, hosted)
+        self.layouts = pack_layouts(memories)
         self.most = {name: hosted[name, first[name]].options.open for name in first}
         self.banks: dict[str, PackBank] = {}
         # The packs of the latest pass by the entries of its rows, which a generation reads again for each token.
@@ -85,7 +87,7 @@ class OpensPacks(States):
         if not self.banks:
             return {}
         ids = arguments_of_pass({"input_ids"}, arguments, own)["input_ids"]
-        places = places_of(arguments, own)
+        places = self.tokens.of_pass(model, arguments, own)
         states = super().of_pass(model, arguments, own)
         return self._open(ids, places, states, model.dtype)
 
@@ -185,7 +187,7 @@ class OpensPacks(States):
 
     def prepare_inputs(self, inputs: dict[str, Any], attention_mask: Any) -> None:
         """Add a mask of padding, since static caches get a mask of another form."""
-        add_token_mask(inputs, attention_mask)
+        self.tokens.prepare_inputs(inputs, attention_mask)
 
     def after_loading(self, name: Any, arguments: Mapping[str, Any]) -> None:
         """Open the banks that lie beside the checkpoint.

@@ -6,6 +6,7 @@ from midus_hf.config.declared_tensors import DeclaredTensor
 from midus_hf.config.fetched_blocks import PackLayout
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
+from midus_hf.memories.entries import Memories
 from midus_hf.memories.options import MemoryOptions, head_projections
 from midus_hf.memories.registry import register_memory
 
@@ -26,9 +27,16 @@ class PacksOptions(MemoryOptions):
     def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
         return head_projections(sizes)
 
-    def packs(self, sizes: ModelSizes, layers: tuple[int, ...], base: str | None) -> PackLayout:
-        return PackLayout(self.type, layers, sizes.num_key_value_heads, sizes.head_dim, base)
-
     def check(self) -> None:
         if self.open < 1:
             raise ValueError(f"open is {self.open}; expected at least one name.")
+
+
+def pack_layouts(memories: Memories) -> dict[str, PackLayout]:
+    """Return the layout of each bank of packs, by the name of the memory."""
+    sizes = memories.sizes
+    return {
+        name: PackLayout(entry.options.type, entry.layers, sizes.num_key_value_heads, sizes.head_dim, memories.base)
+        for name, entry in memories.attached.items()
+        if isinstance(entry.options, PacksOptions)
+    }

@@ -264,7 +264,7 @@ def test_no_file_of_the_result_has_what_the_block_has_learned(trained, tmp_path,
 @pytest.mark.parametrize(
     "words, message",
     [
-        ([], "Missing option '--node'."),
+        ([], "expected blocks (--node, perhaps with --subtree) or names of packs (--name), one of both."),
         (["--node", "x"], "node is 'x'; expected LEVEL:NODE, such as 2:52, or LEVEL:generic."),
         (["--node", "3:0"], "node '3:0' is of level 3; expected 1 to 2."),
         (["--node", "1:3"], "node '1:3' is not there; expected 0 to 2, or generic."),
