@@ -154,14 +154,6 @@ def test_every_command_tells_the_version(command, monkeypatch, capsys):
             "midus flops: No such option: --bach (Possible options: --batch). See 'midus flops --help'.",
         ),
         ("midus methods", "midus: No such command 'methods'. See 'midus --help'."),
-        (
-            "midus train notes --text-colum body",
-            "midus train: '--text-colum' is no key; expected --KEY VALUE (KEY: VALUE in a recipe). See 'midus train --help'.",
-        ),
-        (
-            "midus sft --dataset-nam chats.jsonl",
-            "midus sft: '--dataset-nam' is no key; expected --KEY VALUE (KEY: VALUE in a recipe). See 'midus sft --help'.",
-        ),
         ("upscale strp", "upscale: No such command 'strp'. Did you mean 'strip'? See 'upscale --help'."),
         ("upscale strip --k", "upscale strip: No such option: --k. See 'upscale strip --help'."),
     ],

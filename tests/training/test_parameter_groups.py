@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -140,6 +141,27 @@ def test_a_wrapper_that_renames_parameters_changes_no_group(model):
     inner = parameter_groups(model, Rates(learning_rate=1e-3))
     outer = parameter_groups(torch.nn.ModuleDict({"wrapped": model}), Rates(learning_rate=1e-3))
     assert [[id(p) for p in group["params"]] for group in outer] == [[id(p) for p in g["params"]] for g in inner]
+
+
+@pytest.mark.parametrize(("family", "trainable"), [("qwen2", "new"), ("gemma3", "all")])
+def test_norms_and_biases_of_a_familys_own_class_do_not_decay_and_matrices_do(
+    family, trainable, native, config_for, tmp_path
+):
+    model = AutoModelForCausalLM.from_pretrained(shutil.copytree(native(family), tmp_path / "model"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(-1)
+    model.save_pretrained(tmp_path / "model")
+    run = TrainingRun(config_for(model=tmp_path / "model", trainable=trainable, weight_decay=0.5))
+    before = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+    for parameter in run.model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    run.trainer.create_optimizer().step()
+    for name, parameter in run.model.named_parameters():
+        decays = parameter.requires_grad and "norm" not in name and not name.endswith("bias")
+        expected = before[name] * (1 - 1e-2 * 0.5) if decays else before[name]
+        assert torch.equal(parameter, expected), name
 
 
 def test_without_keys_and_values_there_is_no_group_for_them():
