@@ -118,12 +118,8 @@ def test_a_bank_without_a_tree_is_not_read_which_a_line_says(banked, ask, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--device", "cuda:99"], "device is 'cuda:99'"),
-        (["--dtype", "int8"], "dtype is 'int8'"),
-    ],
-)
+    ("words", "message"), [(["--device", "cuda:99"], "device is 'cuda:99'"), (["--dtype", "int8"], "dtype is 'int8'")]
+)  # fmt: skip
 def test_what_it_refuses(words, message, model, ask):
     status, out, err = ask(model, QUESTION, *words)
     assert (status, out, err.count("\n")) == (2, "", 1) and message in err

@@ -151,28 +151,12 @@ def test_names_of_topics_are_the_nodes_of_a_tree(named, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "row", "message"),
     [
-        (
-            ["--topic-column", "kind"],
-            {},
-            "the corpus has no column 'kind', only body, topic, part; expected a column with the name",
-        ),
-        (
-            ["--topic-column", "topic"],
-            {"topic": " "},
-            "row 61 of the corpus, without blank ones, has ' ' under 'topic'; expected",
-        ),
-        (
-            ["--topic-column", "topic"],
-            {"topic": 3},
-            "row 61 of the corpus, without blank ones, has 3 under 'topic'; expected",
-        ),
-        (
-            ["--topic-column", "topic", "--levels", "2"],
-            {},
-            "--topic-column is 'topic', whose names are the nodes; --branching",
-        ),
+        (["--topic-column", "kind"], {}, "the corpus has no column 'kind', only body, topic, part; expected a column with the name"),
+        (["--topic-column", "topic"], {"topic": " "}, "row 61 of the corpus, without blank ones, has ' ' under 'topic'; expected"),
+        (["--topic-column", "topic"], {"topic": 3}, "row 61 of the corpus, without blank ones, has 3 under 'topic'; expected"),
+        (["--topic-column", "topic", "--levels", "2"], {}, "--topic-column is 'topic', whose names are the nodes; --branching"),
     ],
-)
+)  # fmt: skip
 def test_names_that_are_no_topics_are_refused(named, words, row, message, capsys):
     build, corpus, _ = named
     if row:
@@ -258,22 +242,13 @@ def test_report_shows_nodes_with_their_words(tree, capsys):
 MODELS = "--embedding-model BERT --tokenizer BERT --output out"
 REFUSALS = [
     (f"build --corpus absent {MODELS}", "corpus is 'absent', which is no file or"),
-    (
-        f"build --corpus absent.txt {MODELS}",
-        "corpus is 'absent.txt', which does not exist; expected a file, a folder or a dat",
-    ),
+    (f"build --corpus absent.txt {MODELS}", "corpus is 'absent.txt', which does not exist; expected a file, a folder or a dat"),
     (
         "build --corpus CORPUS --column body --embedding-model no --tokenizer BERT --output out",
         "embedding model is 'no', which is no folder here, and the Hub cannot be reached",
     ),
-    (
-        "build --corpus CORPUS --embedding-model BERT --tokenizer no --output out",
-        "tokenizer is 'no', which is no folder here, and",
-    ),
-    (
-        "build --corpus CORPUS --column body --embedding-model BERT --tokenizer EMPTY --output out",
-        "tokenizer is 'EMPTY', which",
-    ),
+    ("build --corpus CORPUS --embedding-model BERT --tokenizer no --output out", "tokenizer is 'no', which is no folder here, and"),
+    ("build --corpus CORPUS --column body --embedding-model BERT --tokenizer EMPTY --output out", "tokenizer is 'EMPTY', which"),
     (f"build --corpus CORPUS --column body {MODELS} --branching 1", "branching is 1;"),
     (f"build --corpus CORPUS {MODELS}", "corpus 'CORPUS' has no column 'text', only body, topic; set text_column"),
     ("assign --tree TREE --corpus CORPUS --output p.txt", "output is 'p.txt'; expected a file ending in .jsonl."),
@@ -288,7 +263,7 @@ REFUSALS = [
         "report --tree TREE --corpus SHORT.jsonl",
         "SHORT.jsonl has no document 59; expected the corpus that the tree was built from. Give it by --corpus.",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSALS, ids=[words for words, _ in REFUSALS])

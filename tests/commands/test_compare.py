@@ -160,10 +160,7 @@ def runs(monkeypatch):
 
 
 ONE_FAILED = ({"full/recipe/seed-0": "no memory"}, "one run failed, full/recipe/seed-0: no memory.")
-TWO_FAILED = (
-    {"full/recipe/seed-0": "no memory", "b": "c"},
-    "2 runs failed, the first full/recipe/seed-0: no memory.",
-)
+TWO_FAILED = ({"full/recipe/seed-0": "no memory", "b": "c"}, "2 runs failed, the first full/recipe/seed-0: no memory.")
 
 
 FAILED = {
@@ -205,13 +202,9 @@ def test_where_the_base_fails_that_is_the_line(run, config, runs, tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "places"),
-    [
-        (["--jobs", "3"], (3, [])),
-        (["--devices", "0, 2"], (1, ["0", "2"])),
-        (["--devices", "1", "--jobs", "1"], (1, ["1"])),
-    ],
+    [(["--jobs", "3"], (3, [])), (["--devices", "0, 2"], (1, ["0", "2"])), (["--devices", "1", "--jobs", "1"], (1, ["1"]))],
     ids=["jobs", "devices", "one of both"],
-)
+)  # fmt: skip
 def test_jobs_and_devices_are_places_for_runs(run, config, measured, runs, words, places):
     assert run(config, *words).status == 0
     assert runs.started == [places]

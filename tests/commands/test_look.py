@@ -344,19 +344,10 @@ REFUSALS = [
     ("usage TRAINED TEXT --dtype int8", "dtype is 'int8'; expected auto, float32, bfloat16 or float16."),
     ("usage BROKEN TEXT --device cpu", "model is 'BROKEN', which cannot be loaded on cpu"),
     ("usage TRAINED TEXT --output a.txt", f"output is 'a.txt'; expected a file ending in {FILES}."),
-    (
-        "usage TRAINED TEXT --output /absent/a.csv",
-        "output is '/absent/a.csv', in a folder that does not exist; create",
-    ),
-    (
-        "usage TRAINED TEXT --sequence-length 4000",
-        "sequence_length is 4000; the model was made for at most 128 tokens.",
-    ),
+    ("usage TRAINED TEXT --output /absent/a.csv", "output is '/absent/a.csv', in a folder that does not exist; create"),
+    ("usage TRAINED TEXT --sequence-length 4000", "sequence_length is 4000; the model was made for at most 128 tokens."),
     ("usage BASE TEXT", "this llama model has no memory that retrieves slots, reads chapters or fetches blocks;"),
-    (
-        "usage DEPTH TEXT",
-        "this midus_llama model has no memory that retrieves slots, reads chapters or fetches blocks;",
-    ),
+    ("usage DEPTH TEXT", "this midus_llama model has no memory that retrieves slots, reads chapters or fetches blocks;"),
     ("usage TRAINED TEXT --retriever TREE", "and this model fetches no blocks; leave it out."),
     ("heads BASE --tasks piqa --limit 0", "Invalid value for '--limit': "),
     ("heads BASE --tasks piqa --text a.txt", "No such option: --text"),
@@ -371,7 +362,7 @@ REFUSALS = [
     ("depth DEPTH TEXT --layer 0 --head 0", "layer is 0; expected one that reads the depth: 1, 2, 3."),
     ("depth DEPTH TEXT --layer 1 --head 4", "head is 4; expected one from 0 to 3, those of layer 1."),
     ("depth BASE TEXT", "this llama model has no memory that reads the depth; expected one upscaled"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSALS, ids=[words for words, _ in REFUSALS])

@@ -201,14 +201,11 @@ METHODS = {
     "midus-hml": (HEADWISE, ALL_CONTROLS),
     "midus-pkm": ({"method": "midus-pkm", "num_new_layers": 1, "options": {"n": 4, "k": 2}}, ALL_CONTROLS),
     "midus-linear": ({"method": "midus-linear", "num_new_layers": 1, "options": {"slots": 6, "k": 2}}, ALL_CONTROLS),
-    "moc": (
-        {"method": "moc", "options": {"layers": 1, "memory_tokens": 12, "chapters": 6, "k": 2, "chunk_size": 4}},
-        ALL_CONTROLS,
-    ),
+    "moc": ({"method": "moc", "options": {"layers": 1, "memory_tokens": 12, "chapters": 6, "k": 2, "chunk_size": 4}}, ALL_CONTROLS),
     "ultramem-v2": ({"method": "ultramem-v2", "options": {"n": 8, "k": 4, "share": "ring:4"}}, ALL_CONTROLS),
     "moda": ({"method": "moda"}, []),
     "llama-pro": ({"method": "llama-pro", "num_new_layers": 1}, []),
-}
+}  # fmt: skip
 
 
 def controls_of(room: Path, output: Path, method: str) -> tuple[Comparison, list]:

@@ -183,15 +183,9 @@ def refusal(capsys, *arguments) -> tuple[int, str]:
         (["{text}", "--text", "{text}"], "expected the folder of a model, or its Hub id"),
         (["{base}", "--text", "{text}", "--sequence-length", "1000"], "made for at most 256 tokens"),
         (["{base}", "--text", "{text}", "--max-tokens", "0"], "max_tokens is 0; expected at least 1"),
-        (
-            ["{base}", "--text", "{text}", "--sequence-length", "32", "--dtype", "int8"],
-            "dtype is 'int8'; expected auto, float32",
-        ),
+        (["{base}", "--text", "{text}", "--sequence-length", "32", "--dtype", "int8"], "dtype is 'int8'; expected auto, float32"),
         (["{base}", "--text", "{text}", "--device", "gpu"], "device is 'gpu', which cannot be used here ("),
-        (
-            ["{base}", "--text", "{text}", "--retriever", "{room}/absent"],
-            "whose tree.json cannot be read (No such file",
-        ),
+        (["{base}", "--text", "{text}", "--retriever", "{room}/absent"], "whose tree.json cannot be read (No such file"),
         (["{base}", "--text", "{text}", "--limit", "many"], "Invalid value for '--limit'"),
         (["{base}", "--txet", "{text}"], "No such option: --txet"),
         pytest.param(["{base}", "--tasks", "boolq", "--data", "{room}"], "holds no boolq.jsonl", marks=needs_harness),
@@ -201,13 +195,9 @@ def refusal(capsys, *arguments) -> tuple[int, str]:
             ["{room}/lacking", "--text", "{text}", "--sequence-length", "32"],
             "lacks 1 of its tensors, such as model.layers.2.mlp.up_proj.weight, which would be random",
         ),
-        pytest.param(
-            ["{base}", "--tasks", "bolq", "--data", "{room}/questions"],
-            "task is 'bolq'; expected",
-            marks=needs_harness,
-        ),
+        pytest.param(["{base}", "--tasks", "bolq", "--data", "{room}/questions"], "task is 'bolq'; expected", marks=needs_harness),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_request_gets_one_line_and_status_2(room, capsys, monkeypatch, arguments, message):
     if "bolq" in arguments:
         from lm_eval.tasks import TaskManager

@@ -10,6 +10,7 @@ import pytest
 import torch
 from evaluation.byte_models import byte_model, byte_tokenizer, save_byte_model, save_upscaled
 from evaluation.questions import QUESTIONS, write_questions
+from training.tiny_run import refused
 from transformers import AutoModelForCausalLM
 
 from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
@@ -26,17 +27,14 @@ from midus_hf.evaluation.harness import Tasks
 PROMPTS = {
     "piqa": ("Question: Open a jar\nAnswer:", ["Twist the lid.", "Shout at it."]),
     "openbookqa": ("Predators eat", ["lions", "humans", "bunnies", "grass"]),
-    "commonsenseqa": (
-        "Question: Where is a book?\nA. sea\nB. sky\nC. shelf\nD. stove\nE. soup\nAnswer:",
-        ["A", "B", "C", "D", "E"],
-    ),
+    "commonsenseqa": ("Question: Where is a book?\nA. sea\nB. sky\nC. shelf\nD. stove\nE. soup\nAnswer:", ["A", "B", "C", "D", "E"]),
     "boolq": ("Sky -- It is blue.\nQuestion: is the sky blue?\nAnswer:", ["no", "yes"]),
     "logiqa": (
         "Passage: A is B.\nQuestion: So?\nChoices:\nA. B is A\nB. A is B\nC. no A\nD. no B\nAnswer:",
         ["B is A", "A is B", "no A", "no B"],
     ),
     "mmlu": ("2 + 2 =\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer:", ["A", "B", "C", "D"]),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -168,19 +166,14 @@ def test_atomic_numbers_and_facts_are_those_that_the_model_writes(data):
 )
 def test_a_row_that_asks_for_no_fact_is_refused(tmp_path, line):
     (tmp_path / "facts.jsonl").write_text('{"question": "Who", "answers": ["you"]}\n\n' + line + "\n")
-    with pytest.raises(
-        ValueError,
-        match=r"line 3 of .*facts\.jsonl is .*; expected an object of JSON with question, a text, and answers",
-    ):
+    with refused(r"line 3 of .*facts\.jsonl is .*; expected an object of JSON with question, a text, and answers"):
         Tasks(["facts"], data=tmp_path)
 
 
 @pytest.mark.parametrize("answer", ["the", "A", "?!", "", "Washington, DC", "Kyiv (Kiev)", "Yes. No", "two\nlines"])
 def test_an_answer_that_nothing_could_equal_is_refused(tmp_path, answer):
     (tmp_path / "facts.jsonl").write_text(json.dumps({"question": "Who", "answers": ["you", answer]}) + "\n")
-    with pytest.raises(
-        ValueError, match=r"line 1 of .*facts\.jsonl has the answer .*; expected more than articles and punctuation"
-    ):
+    with refused(r"line 1 of .*facts\.jsonl has the answer .*; expected more than articles and punctuation"):
         Tasks(["facts"], data=tmp_path)
 
 
@@ -224,7 +217,7 @@ def test_a_date_that_the_model_writes_is_right(tmp_path):
 )
 def test_questions_that_are_no_text_are_refused_before_a_model_is_loaded(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content.encode("cp1252"))
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         Tasks([Path(name).stem], data=tmp_path)
 
 
@@ -288,9 +281,7 @@ def test_the_harness_describes_no_machine(data, tmp_path, monkeypatch, capfd):
 @pytest.mark.parametrize("with_questions", [False, True])
 def test_an_unknown_task_is_refused_with_where_tasks_are_found(data, with_questions, monkeypatch):
     monkeypatch.setattr("midus_hf.evaluation.harness._own_tasks", lambda: TaskManager(include_defaults=False))
-    with pytest.raises(
-        ValueError, match=r"task is 'pica'; expected a task of lm-eval .* one of atomic_numbers, .*piqa"
-    ):
+    with refused(r"task is 'pica'; expected a task of lm-eval .* one of atomic_numbers, .*piqa"):
         Tasks(["pica"], data=data if with_questions else None)
 
 
@@ -304,15 +295,15 @@ def test_a_task_of_the_harness_is_found_by_name(monkeypatch):
 
 def test_a_local_task_without_data_says_what_is_missing(monkeypatch):
     monkeypatch.setattr("midus_hf.evaluation.harness._own_tasks", lambda: TaskManager(include_defaults=False))
-    with pytest.raises(ValueError, match=r"task is 'facts'; .* with the folder of their questions as data, one of"):
+    with refused(r"task is 'facts'; .* with the folder of their questions as data, one of"):
         Tasks(["facts"])
 
 
 def test_a_folder_without_the_questions_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no piqa\.jsonl; expected a row of JSON per question"):
+    with refused(r"holds no piqa\.jsonl; expected a row of JSON per question"):
         Tasks(["piqa"], data=tmp_path)
 
 
 def test_an_include_path_that_is_no_folder_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"include_path is '.*absent'; expected a folder of task files"):
+    with refused(r"include_path is '.*absent'; expected a folder of task files"):
         Tasks(["piqa"], include_path=tmp_path / "absent")

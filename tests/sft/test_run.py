@@ -194,15 +194,11 @@ WHOLE = "<|im_start|>user\nsay 1"
         (MESSAGES, {"completion_only_loss": False}, "it is 1<|im_end|>2<|im_end|>"),
         (MESSAGES, {"assistant_only_loss": False, "completion_only_loss": True}, "2<|im_end|>"),
         ({"prompt": "1 + 2 =", "completion": " 3"}, {"completion_only_loss": False}, "1 + 2 = 3<eos>"),
-        (
-            {"prompt": "1 =", "completion": " 3"},
-            {"assistant_only_loss": False, "completion_only_loss": True},
-            " 3<eos>",
-        ),
+        ({"prompt": "1 =", "completion": " 3"}, {"assistant_only_loss": False, "completion_only_loss": True}, " 3<eos>"),
         ({"messages": chat(1)}, {"completion_only_loss": False}, "it is 1<|im_end|>2<|im_end|>"),
         ({"messages": chat(1)}, {"completion_only_loss": True}, None),
     ],
-)
+)  # fmt: skip
 def test_the_loss_is_computed_where_the_arguments_say(row, options, expected, config_for, base, tmp_path):
     config = config_for(model=base(), data=write_rows(tmp_path / "x.jsonl", [row]), **options)
     if expected is None:

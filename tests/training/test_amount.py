@@ -79,11 +79,7 @@ def test_a_run_whose_epochs_are_chosen_is_resumed_by_the_same_words(lettered, tm
 @pytest.mark.parametrize(
     ("keys", "steps", "line"),
     [
-        (
-            {"max_steps": 3},
-            "3 steps (8% of the sequences)",
-            "3 steps are few, in which a model learns little: raise max_steps\n",
-        ),
+        ({"max_steps": 3}, "3 steps (8% of the sequences)", "3 steps are few, in which a model learns little: raise max_steps\n"),
         (
             {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 20},
             "2 steps (1.05 times each)",
@@ -91,7 +87,7 @@ def test_a_run_whose_epochs_are_chosen_is_resumed_by_the_same_words(lettered, tm
         ),
         ({"max_steps": 30}, "30 steps (79% of the sequences)", None),
     ],
-)
+)  # fmt: skip
 def test_few_steps_are_said_with_what_gives_more(keys, steps, line, config_for, capsys):
     train(config_for(**keys))
     out, err = capsys.readouterr()

@@ -19,10 +19,7 @@ from midus_hf.training.run import train
         (lambda model: (model / "config.json").unlink(), "expected the folder or Hub id of a language model: "),
         (lambda model: (model / "config.json").write_text("{"), "expected the folder or Hub id of a language model: "),
         (lambda model: (model / "model.safetensors").unlink(), "expected the folder or Hub id of a language model: "),
-        (
-            lambda model: (model / "model.safetensors").write_bytes(b"torn"),
-            "expected the folder or Hub id of a language model: ",
-        ),
+        (lambda model: (model / "model.safetensors").write_bytes(b"torn"), "expected the folder or Hub id of a language model: "),
         (lambda model: [path.unlink() for path in model.glob("tokenizer*")], "which has no tokenizer that loads: "),
         *(
             (
@@ -36,7 +33,7 @@ from midus_hf.training.run import train
         *("no_config", "torn_config", "no_weights", "torn_weights", "no_tokenizer"),
         *("pointer_to_config", "pointer_to_weights", "pointer_to_tokenizer"),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_cannot_be_loaded_is_refused(upscaled, config_for, tmp_path, spoil, message):
     model = tmp_path / "model"
     shutil.copytree(upscaled("llama"), model)

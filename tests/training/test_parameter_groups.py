@@ -42,27 +42,16 @@ CASES = [
             {"key_value_learning_rate": 2e-3, "value_learning_rate": rate, "value_schedule": schedule},
             [WITH_TRANSFORMS, NO_DECAY, ("keys", "keys", 2e-3, 0, "constant"), ("values", "values", lr, 0, schedule)],
         )
-        for schedule, rate, lr in (
-            ("constant", 1e-2, 1e-2),
-            ("fixed", 1e-2, 1e-2),
-            ("fixed", None, 2e-3),
-            ("4x-to-1x", None, 2e-3),
-        )
+        for schedule, rate, lr in (("constant", 1e-2, 1e-2), ("fixed", 1e-2, 1e-2), ("fixed", None, 2e-3), ("4x-to-1x", None, 2e-3))
     ),
-    (
-        {"memory_learning_rate": 2e-3},
-        [DECAY, NO_DECAY, ("memory", "transforms", 2e-3, 0.1, "fixed"), KEYS, VALUES],
-    ),
-    (
-        {"memory_keys": "weights"},
-        [("decay", "weights transforms keys", 1e-3, 0.1, "fixed"), NO_DECAY, VALUES],
-    ),
+    ({"memory_learning_rate": 2e-3}, [DECAY, NO_DECAY, ("memory", "transforms", 2e-3, 0.1, "fixed"), KEYS, VALUES]),
+    ({"memory_keys": "weights"}, [("decay", "weights transforms keys", 1e-3, 0.1, "fixed"), NO_DECAY, VALUES]),
     (
         {"memory_keys": "weights", "memory_learning_rate": 2e-3},
         [DECAY, NO_DECAY, ("memory", "keys transforms", 2e-3, 0.1, "fixed"), VALUES],
     ),
     ({"value_weight_decay": 0.1}, [WITH_TRANSFORMS, NO_DECAY, KEYS, ("values", "values", 1e-3, 0.1, "constant")]),
-]
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -112,13 +101,10 @@ QUERY_NORM, KEY_TENSORS = {"query_norm_weight", "query_norm_bias"}, {*KINDS["key
     ("rates", "expected"),
     [
         ({}, {"decay": (PROJECTION, 1e-3, 0.1), "no_decay": (QUERY_NORM, 1e-3, 0)}),
-        (
-            {"memory_learning_rate": 2e-3},
-            {"memory": (PROJECTION, 2e-3, 0.1), "memory_no_decay": (QUERY_NORM, 2e-3, 0)},
-        ),
+        ({"memory_learning_rate": 2e-3}, {"memory": (PROJECTION, 2e-3, 0.1), "memory_no_decay": (QUERY_NORM, 2e-3, 0)}),
     ],
     ids=["plain", "memory"],
-)
+)  # fmt: skip
 def test_what_a_memory_has_beside_keys_and_values_can_have_rates_of_its_own(rates, expected):
     """Its norms do not decay, though they have a row per head."""
     memory = build("product-key", hidden_size=8, num_heads=2, n=4, k=2, query_norm="batch")
