@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from evaluation.byte_models import byte_model, byte_tokenizer, save_byte_model, save_upscaled
+from evaluation.byte_models import byte_model, byte_tokenizer
 from evaluation.questions import QUESTIONS, write_questions
 from training.tiny_run import refused
-from transformers import AutoModelForCausalLM
 
 from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
 
@@ -259,16 +258,6 @@ def test_limit_and_worked_examples_reach_the_harness(data):
     scores = tasks.run(byte_model("llama", max_position_embeddings=512), byte_tokenizer(), num_fewshot=1, limit=2)
     assert list(scores) == ["piqa", "boolq"]
     assert {(score["num_fewshot"], score["num_questions"]) for score in scores.values()} == {(1, 2)}
-
-
-def test_an_upscaled_model_scores_as_its_base(family, data, tmp_path):
-    base = save_byte_model(family, tmp_path / "base", max_position_embeddings=256)
-    upscaled = save_upscaled(base, tmp_path / "upscaled")
-    tasks = Tasks(["piqa", "openbookqa"], data=data)
-    first, second = (
-        tasks.run(AutoModelForCausalLM.from_pretrained(folder), byte_tokenizer()) for folder in (base, upscaled)
-    )
-    assert first == second
 
 
 def test_the_harness_describes_no_machine(data, tmp_path, monkeypatch, capfd):

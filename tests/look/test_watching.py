@@ -1,5 +1,6 @@
 """Whatever is watched: a model computes what it did, and keeps no hook."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ def tokens_of(counts_per_token: int) -> Callable[[Any], set[float]]:
 
 WATCHES = {
     "slots": Watch(lambda folder: memory_model("llama"), record_usage, tokens_of(4 * 3), "memory"),
+    "slots of product keys": Watch(lambda folder: memory_model("llama", "product-key"), record_usage, tokens_of(4 * 3), "memory"),
     "opened chapters": Watch(
         lambda folder: routed_model(routing="chunk", chunk_size=4), record_usage, tokens_of(2), "memories.chapters"
     ),
@@ -80,6 +82,21 @@ def test_a_model_computes_what_it_did_and_keeps_nothing(watch, tmp_path):
     with pytest.raises(RuntimeError, match="stopped"), watch.record(model):
         raise RuntimeError("stopped")
     assert hooks_and_attributes(model) == before
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_losses_gradients_and_running_statistics_are_what_they_were(watch, bf16, tmp_path):
+    results = []
+    for number, context in enumerate((contextlib.nullcontext, watch.record)):
+        model = watch.model(tmp_path / str(number)).train()
+        with context(model), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = model(ROW, labels=ROW, use_cache=False, **watch.inputs).loss
+            loss.backward()
+        gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        results.append({"loss": loss, **gradients, **{f"state {key}": one for key, one in model.state_dict().items()}})
+    plain, watched = results
+    assert plain.keys() == watched.keys() and any(watch.memory in name for name in plain)
+    assert all(torch.equal(tensor, watched[name]) for name, tensor in plain.items())
 
 
 def test_a_generated_token_counts_once(watch, tmp_path):

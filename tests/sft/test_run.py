@@ -311,20 +311,6 @@ def test_packed_chats_do_not_see_one_another(config_for, family, base):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("memory", [False, True], ids=["native", "memory"])
-def test_adapters_are_trained_and_merged(config_for, memory, base, tmp_path):
-    model = base("llama", memory)
-    options = {"adapters": {"r": 4}, "trainable": "auto", "save_steps": 2}
-    finetune(config_for(model=model, **options))
-    changed = moved(model, tmp_path / "out")
-    linear = {name for name in changed if name.endswith("_proj.weight")}
-    new = {name for name in changed if re.search(r"layers\.[14]\.", name)} if memory else set()
-    assert linear and changed == linear | new and any("value_bank" in name for name in new) == memory
-    shutil.copytree(tmp_path / "out", tmp_path / "before")
-    again = finetune(config_for(model=model, resume_from_checkpoint=True, **options))
-    assert again.steps == 3 and moved(tmp_path / "before", tmp_path / "out") == set()
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -359,12 +345,6 @@ def test_chapters_train_with_the_losses_of_their_routers_and_their_bank_can_be_k
     kept = set(weights(tmp_path / "out")) - changed
     assert any("router_weight" in name for name in changed) and kept
     assert all(name.endswith("bank") for name in kept)
-
-
-def test_data_without_an_answer_is_refused_and_writes_nothing(config_for, base, tmp_path):
-    with refused("row 1 of .* has no answer; expected a message of the assistant"):
-        finetune(config_for(model=base(), data=write_rows(tmp_path / "rows.jsonl", [{"messages": chat(1)[:1]}])))
-    assert not (tmp_path / "out" / "config.json").exists()
 
 
 def test_named_texts_are_measured(config_for, tmp_path):

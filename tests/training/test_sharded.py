@@ -1,14 +1,16 @@
 """Two processes whose parameters FSDP2 shards train as one that has all; the trained model is a plain folder."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_multi_gpu_env
 from processes.warm import run_ranks
-from training.accelerate_configs import launched_environment
 from training.outcomes import as_it_was_at, largest_difference, logged, moved
 from training.tiny_run import refused, save_upscaled
 from training.two_processes import (
@@ -34,6 +36,21 @@ from midus_hf.training.parallel import (
 from midus_hf.training.run import TrainingRun
 
 SHARDING = Path(__file__).with_name("sharding_rank.py")
+CONFIGS = Path(__file__).parents[2] / "configs" / "accelerate"
+
+
+def launched_environment(name: str) -> dict[str, str]:
+    """The variables that `accelerate launch --config_file` sets, beside those that are there."""
+    words = ["--config_file", str(CONFIGS / f"{name}.yaml"), "script.py"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    environment = prepare_multi_gpu_env(arguments)
+    return {
+        variable: value
+        for variable, value in environment.items()
+        if variable.startswith(("ACCELERATE_", "FSDP_")) and os.environ.get(variable) != value
+    }
+
+
 ENVIRONMENT = launched_environment("fsdp2")
 
 
