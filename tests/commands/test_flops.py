@@ -60,10 +60,7 @@ def test_a_type_that_is_not_counted_is_refused_without_torch(monkeypatch, folder
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [
-        ("{", "config.json is not JSON"),
-        ("[]", "config.json holds a list; expected a JSON object"),
-    ],
+    [("{", "config.json is not JSON"), ("[]", "config.json holds a list; expected a JSON object")],
 )
 def test_a_config_that_cannot_be_counted_is_2_and_one_line(content, message, folder, capsys):
     (folder / "config.json").write_text(content)

@@ -305,11 +305,7 @@ def test_one_page_joins_all_answers_and_checks_the_base_once(run, room, tmp_path
         str(room.trained)
     ]
     page = (tmp_path / "page.html").read_text()
-    titles = (
-        "Slots, chapters and blocks used",
-        "How far predictions moved",
-        "Loss without a part",
-    )
+    titles = ("Slots, chapters and blocks used", "How far predictions moved", "Loss without a part")
     assert all(title in page for title in titles)
     results = page.partition("<h2>")[0]
     assert all(

@@ -7,10 +7,7 @@ import pytest
 
 from demo.report import write_report
 
-MEASURED = {
-    "perplexity": {"perplexity": 33.8613, "tokens": 100},
-    "parameters": 134_515_008,
-}
+MEASURED = {"perplexity": {"perplexity": 33.8613, "tokens": 100}, "parameters": 134_515_008}
 
 WEIGHTS = {"tensors": 272, "bytes": 538_060_032, "sha256": "0123456789abcdef" * 4}
 

@@ -72,8 +72,7 @@ def expected_shares(model, tokens):
 
 @pytest.mark.parametrize("kind", ["default", "reused", "joint", "bias", "added to reused", "some"])
 @pytest.mark.parametrize(
-    ("of_family", "attention"),
-    [("llama", "eager"), ("llama", "sdpa"), ("gemma2", "eager"), ("gemma3", "sdpa")],
+    ("of_family", "attention"), [("llama", "eager"), ("llama", "sdpa"), ("gemma2", "eager"), ("gemma3", "sdpa")]
 )
 def test_shares_are_what_values_are_multiplied_with(of_family, kind, attention):
     model = depth_model(of_family, kind)

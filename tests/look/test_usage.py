@@ -12,15 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from training.tiny_run import refused
 
 from midus_hf.evaluation.text_rows import TextRows, read_rows
-from midus_hf.look.usage import (
-    MemoryUsage,
-    every_count,
-    record_usage,
-    summarise,
-    usage_curve,
-    usage_rows,
-    usage_table,
-)
+from midus_hf.look.usage import MemoryUsage, every_count, record_usage, summarise, usage_curve, usage_rows, usage_table
 
 
 def read_inputs(model, tokens) -> dict[int, torch.Tensor]:

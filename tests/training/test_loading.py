@@ -82,11 +82,7 @@ OF_TABLES = "no memory of this model reads few rows of a large table; expected o
 def test_what_a_model_cannot_do_is_refused_before_anything_is_written(
     kind, options, message, upscaled, fetching, corpus, tmp_path
 ):
-    model = {
-        "headwise": lambda: upscaled("llama"),
-        "none": lambda: None,
-        "fetching": lambda: fetching,
-    }[kind]()
+    model = {"headwise": lambda: upscaled("llama"), "none": lambda: None, "fetching": lambda: fetching}[kind]()
     with refused(message):
         train(tiny_config(model, corpus, tmp_path / "out", **options))
     assert not (tmp_path / "out").exists()

@@ -14,13 +14,7 @@ from midus_hf.training.data.ngrams import TAKEN_OUT
 from midus_hf.training.protection import compare_texts, read_certificate
 from midus_hf.training.run import train
 from tests.tiny import FAMILIES, save_tiny_model
-from tests.training.tiny_run import (
-    document,
-    letter_tokenizer,
-    tiny_config,
-    tiny_tokenizer,
-    write_corpus,
-)
+from tests.training.tiny_run import document, letter_tokenizer, tiny_config, tiny_tokenizer, write_corpus
 from upscalers.runs.upscale import upscale
 
 MEMORY = "model.layers.1.memories.ngram.value_table"
