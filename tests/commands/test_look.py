@@ -61,17 +61,8 @@ def room(tmp_path_factory):
         lines = [" ".join(f"w{id}" for id in row.tolist()) for row in rows_of(kind).rows]
         of_kinds += ["--text", f"{kind}={write_documents(folder / f'{kind}.jsonl', lines)}"]
     three = write_documents(folder / "three.jsonl", [document(length, length) for length in (20, 12, 7)])
-    return SimpleNamespace(
-        base=base,
-        made=made,
-        trained=folder / "trained",
-        chapters=folder / "chapters",
-        depth=folder / "depth",
-        data=folder,
-        text=text,
-        kinds=of_kinds,
-        three=["--text", str(three)],
-    )
+    models = {name: folder / name for name in ("base", "made", "trained", "chapters", "depth")}
+    return SimpleNamespace(**models, data=folder, text=text, kinds=of_kinds, three=["--text", str(three)])
 
 
 @pytest.fixture(scope="module")

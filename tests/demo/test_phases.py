@@ -124,14 +124,8 @@ def test_training_counts_from_the_checkpoint_that_it_goes_on_from(monkeypatch):
 
 def test_a_run_that_goes_on_does_not_measure_its_start_again(tmp_path):
     ends = ["--save_total_limit=1", "--resume_from_checkpoint=auto"]
-    first = [
-        "--max_steps=50",
-        "--save_steps=10",
-        *ends,
-        "--eval_steps=10",
-        "--eval_on_start=true",
-        "--disable_tqdm=true",
-    ]
+    measures = ["--eval_steps=10", "--eval_on_start=true", "--disable_tqdm=true"]
+    first = ["--max_steps=50", "--save_steps=10", *ends, *measures]
     assert schedule(50, 5, tmp_path) == first
     (tmp_path / "checkpoint-10").mkdir()
     assert schedule(50, 5, tmp_path) == first  # the checkpoint is not whole, so that nothing goes on from it

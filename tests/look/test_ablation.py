@@ -95,12 +95,9 @@ def test_of_a_model_that_was_upscaled_twice_the_last_time_counts(tmp_path):
 def test_a_plan_that_drops_layers_of_the_base_leaves_no_base(tmp_path):
     config = loaded(save_native("llama", tmp_path)).config
     model = tiny_model("llama")
-    model.config.upscale = {
-        **config.upscale,
-        "plan": [{"base": 0}, {"new": True}, {"base": 2}, {"base": 3}],
-        "new_layers": [1],
-        "base_config": {"num_hidden_layers": 4},
-    }
+    plan = [{"base": 0}, {"new": True}, {"base": 2}, {"base": 3}]
+    changes = {"plan": plan, "new_layers": [1], "base_config": {"num_hidden_layers": 4}}
+    model.config.upscale = {**config.upscale, **changes}
     assert not has_whole_base(model)
     assert ablation_table(ablate(model, [TEXT])).rows[-1][0] == "loss of what is left"
 

@@ -76,13 +76,14 @@ def test_paths_below_the_home_folder_are_read_and_recorded_by_a_tilde(monkeypatc
 def test_no_form_of_arguments_shows_a_secret_and_a_copy_keeps_it():
     read = from_mapping(TrainArguments, {**NEEDED, "hub_token": "opensesame", "run_name": "hf_Planted0Planted1"})
     read.fsdp_config = {"api_key": "opensesame"}
-    for shown in (
+    shapes = (
         str(read),
         repr(read),
         repr(read.recorded()),
         read.to_json_string(),
         repr(pickle.loads(pickle.dumps(read))),
-    ):
+    )
+    for shown in shapes:
         assert "<hidden>" in shown and "opensesame" not in shown and "Planted" not in shown
     assert copy.copy(read).hub_token == "opensesame"
 

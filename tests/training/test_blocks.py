@@ -105,14 +105,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(blocks_for, tmp_path, changes):
 def test_the_model_of_the_best_step_comes_with_the_blocks_of_that_step(blocks_for, tmp_path, monkeypatch):
     give_held_out_losses(monkeypatch, best_at(4))
     texts = held_out_rows(tmp_path / "held_out.jsonl", [0] * 3)
-    best = {
-        "eval_text": str(texts),
-        "eval_steps": 2,
-        "save_steps": 2,
-        "load_best_model_at_end": True,
-        "save_total_limit": 1,
-    }
-    train(blocks_for(lr_scheduler_type="constant", **best))
+    best = {"save_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1, "lr_scheduler_type": "constant"}
+    train(blocks_for(eval_text=str(texts), eval_steps=2, **best))
     monkeypatch.undo()
     train(blocks_for("four", max_steps=4, lr_scheduler_type="constant"))
     assert_same_blocks(bank_of(tmp_path / "out"), bank_of(tmp_path / "four"))
@@ -191,14 +185,9 @@ def test_one_block_of_each_lora_memory_trains_as_the_lora_of_peft(tmp_path):
     rank = 5
     save_tiny_model("llama", tmp_path / "0")
     for number, method in enumerate(("hier-lora-ffn", "hier-lora-vo", "hier-lora-qk")):
+        base, output = tmp_path / f"{number}", tmp_path / f"{number + 1}"
         options = {"sizes": [rank], "branching": 2, "layers": "all"}
-        upscale(
-            base=tmp_path / f"{number}",
-            method=method,
-            output=tmp_path / f"{number + 1}",
-            options=options,
-            verify=False,
-        )
+        upscale(base=base, method=method, output=output, options=options, verify=False)
     model, base = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("3", "0"))
     set_trainable(model, "new")
     adapted = get_peft_model(base, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))

@@ -257,15 +257,9 @@ def arguments_of(tmp_path, **options):
 
 
 def test_a_trainer_takes_the_rates_of_its_arguments(upscaled, tmp_path):
-    arguments = arguments_of(
-        tmp_path,
-        learning_rate=1e-3,
-        memory_learning_rate=2e-3,
-        weight_decay=0.1,
-        warmup_steps=0.1,
-        lr_scheduler_type="warmup_stable_decay",
-        lr_scheduler_kwargs={"num_decay_steps": 10},
-    )
+    options = {"learning_rate": 1e-3, "memory_learning_rate": 2e-3, "weight_decay": 0.1, "warmup_steps": 0.1}
+    decays = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 10}}
+    arguments = arguments_of(tmp_path, **options, **decays)
     trainer = MemoryTrainer(AutoModelForCausalLM.from_pretrained(upscaled("llama")), arguments)
     trainer.create_optimizer_and_scheduler(num_training_steps=20)
     result = {group["name"]: group["initial_lr"] for group in trainer.optimizer.param_groups}

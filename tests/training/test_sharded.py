@@ -98,13 +98,8 @@ def test_a_sharded_run_goes_on_exactly(step, whole, tmp_path):
 @pytest.mark.product
 def test_more_processes_share_what_two_have_saved(whole, tmp_path):
     output = as_it_was_at(2, whole, tmp_path / "out")
-    words = [
-        whole.with_name("recipe.yaml"),
-        "--per_device_train_batch_size=1",
-        "--resume_from_checkpoint=true",
-        f"--output_dir={output}",
-    ]
-    run = run_ranks(SHARDING, SCRIPT, *words, processes=4, **ENVIRONMENT)
+    words = [whole.with_name("recipe.yaml"), "--per_device_train_batch_size=1", f"--output_dir={output}"]
+    run = run_ranks(SHARDING, SCRIPT, *words, "--resume_from_checkpoint=true", processes=4, **ENVIRONMENT)
     assert run.returncode == 0, run.stderr
     assert logged(output, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-5)
     assert largest_difference(output, whole) < 1e-4

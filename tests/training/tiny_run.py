@@ -106,14 +106,15 @@ def save_native(family: str, folder: Path, dtype: torch.dtype = torch.float32, *
     tiny_model(family, dtype, num_hidden_layers=6).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     record = {
-        "method": "llama-pro",
-        "new_layers": NEW_LAYERS,
-        "trainable": "new",
+        **{
+            "method": "llama-pro",
+            "options": {"identity": "auto"},
+            "seed": 0,
+            "trainable": "new",
+            "new_layers": NEW_LAYERS,
+        },
         "plan": [{"new": layer in NEW_LAYERS} for layer in range(6)],
-        "options": {"identity": "auto"},
-        "seed": 0,
-        "base_dtype": "float32",
-        "base_config": {**config, "num_hidden_layers": 4},
+        **{"base_dtype": "float32", "base_config": {**config, "num_hidden_layers": 4}},
         **record,
     }
     (folder / "config.json").write_text(json.dumps({**config, "upscale": record}), encoding="utf-8")
