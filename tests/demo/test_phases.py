@@ -9,6 +9,7 @@ import textwrap
 import time
 
 import pytest
+from pairs import by_default
 
 from demo import phases as module
 from demo.phases import Phases, TrainingProgress, duration, schedule
@@ -159,7 +160,10 @@ run_demo(lambda: Phases(folder, folder, 1, {}).run("a", "doing a", 1, sys.execut
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", by_default([signal.SIGTERM], SIGNALS), ids=lambda number: number.name)
 def test_a_signal_lets_the_command_end_in_order_and_its_time_is_kept(number, tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path)]
     process = subprocess.Popen(

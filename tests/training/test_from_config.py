@@ -75,9 +75,9 @@ def test_weights_follow_from_the_seed(begun):
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(begun):
-    assert_resumes(begun, 10)
+    assert_resumes(begun, 2, max_steps=4)
     with refused(r"seed is 5, but the run to resume has 'its default'; give the same"):
-        train(begun("parts", save_steps=10, save_total_limit=None, resume_from_checkpoint=True, seed=5))
+        train(begun("parts", max_steps=4, save_steps=2, save_total_limit=None, resume_from_checkpoint=True, seed=5))
 
 
 def test_the_card_names_no_base_and_no_local_path(begun, tmp_path):
