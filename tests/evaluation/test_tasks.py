@@ -151,31 +151,6 @@ def test_atomic_numbers_and_facts_are_those_that_the_model_writes(data):
     assert [(each["num_fewshot"], each["num_questions"]) for each in scores.values()] == [(0, 2), (0, 2)]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{broken",
-        "[]",
-        '{"question": "Who", "answer": "you"}',
-        '{"question": " ", "answers": ["you"]}',
-        '{"question": "Who", "answers": []}',
-        '{"question": "Who", "answers": "you"}',
-        '{"question": "When", "answers": [1492]}',
-    ],
-)
-def test_a_row_that_asks_for_no_fact_is_refused(tmp_path, line):
-    (tmp_path / "facts.jsonl").write_text('{"question": "Who", "answers": ["you"]}\n\n' + line + "\n")
-    with refused(r"line 3 of .*facts\.jsonl is .*; expected an object of JSON with question, a text, and answers"):
-        Tasks(["facts"], data=tmp_path)
-
-
-@pytest.mark.parametrize("answer", ["the", "A", "?!", "", "Washington, DC", "Kyiv (Kiev)", "Yes. No", "two\nlines"])
-def test_an_answer_that_nothing_could_equal_is_refused(tmp_path, answer):
-    (tmp_path / "facts.jsonl").write_text(json.dumps({"question": "Who", "answers": ["you", answer]}) + "\n")
-    with refused(r"line 1 of .*facts\.jsonl has the answer .*; expected more than articles and punctuation"):
-        Tasks(["facts"], data=tmp_path)
-
-
 DATES = ["2004-01-25", "1937-05-27", "1986-02-09T10:00:00Z"]
 
 
@@ -204,20 +179,6 @@ def test_a_date_that_the_model_writes_is_right(tmp_path):
     request.resps, task._instances = [" 2004-01-25."], [request]
     task.apply_filters()
     assert task.process_results(document, [request.filtered_resps["first-clause"]]) == {"exact_match": 1.0}
-
-
-@pytest.mark.parametrize("name", ["facts.jsonl", "piqa.jsonl"])
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n", "is a Git LFS pointer, not the file"),
-        ('{"question": "Who", "answers": ["Ren\u00e9"]}\n', "not UTF-8, perhaps Windows-1252. Save it as UTF-8"),
-    ],
-)
-def test_questions_that_are_no_text_are_refused_before_a_model_is_loaded(name, content, message, tmp_path):
-    (tmp_path / name).write_bytes(content.encode("cp1252"))
-    with refused(message):
-        Tasks([Path(name).stem], data=tmp_path)
 
 
 def log_likelihood(model, tokenizer, prompt: str, continuation: str) -> float:
@@ -267,13 +228,6 @@ def test_the_harness_describes_no_machine(data, tmp_path, monkeypatch, capfd):
     assert "git" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("with_questions", [False, True])
-def test_an_unknown_task_is_refused_with_where_tasks_are_found(data, with_questions, monkeypatch):
-    monkeypatch.setattr("midus_hf.evaluation.harness._own_tasks", lambda: TaskManager(include_defaults=False))
-    with refused(r"task is 'pica'; expected a task of lm-eval .* one of atomic_numbers, .*piqa"):
-        Tasks(["pica"], data=data if with_questions else None)
-
-
 def test_a_task_of_the_harness_is_found_by_name(monkeypatch):
     """Of one of its tasks alone: it takes seconds to look through the files of all."""
     folder = Path(evaluator.__file__).with_name("tasks") / "hellaswag"
@@ -282,15 +236,42 @@ def test_a_task_of_the_harness_is_found_by_name(monkeypatch):
     assert Tasks(["hellaswag"]).specs == ["hellaswag"]
 
 
-def test_a_local_task_without_data_says_what_is_missing(monkeypatch):
+FACT = '{"question": "Who", "answers": ["you"]}\n\n'
+NO_FACT = r"line 3 of .*facts\.jsonl is .*; expected an object of JSON with question, a text, and answers"
+NO_ANSWER = r"line 1 of .*facts\.jsonl has the answer .*; expected more than articles and punctuation"
+NO_TEXT = {
+    "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n": "is a Git LFS pointer, not the file",
+    '{"question": "Who", "answers": ["Ren\u00e9"]}\n': "not UTF-8, perhaps Windows-1252. Save it as UTF-8",
+}
+UNKNOWN = r"task is 'pica'; expected a task of lm-eval .* one of atomic_numbers, .*piqa"
+# A task, what its file holds (nothing: there is no file; None: there is no folder of questions), and what is said.
+REFUSED = [
+    ("facts", FACT + "{broken", NO_FACT),
+    ("facts", FACT + "[]", NO_FACT),
+    ("facts", FACT + '{"question": "Who", "answer": "you"}', NO_FACT),
+    ("facts", FACT + '{"question": " ", "answers": ["you"]}', NO_FACT),
+    ("facts", FACT + '{"question": "Who", "answers": []}', NO_FACT),
+    ("facts", FACT + '{"question": "Who", "answers": "you"}', NO_FACT),
+    ("facts", FACT + '{"question": "When", "answers": [1492]}', NO_FACT),
+    *(
+        ("facts", json.dumps({"question": "Who", "answers": ["you", answer]}), NO_ANSWER)
+        for answer in ("the", "A", "?!", "", "Washington, DC", "Kyiv (Kiev)", "Yes. No", "two\nlines")
+    ),
+    *((name, content, message) for name in ("facts", "piqa") for content, message in NO_TEXT.items()),
+    ("piqa", "", r"holds no piqa\.jsonl; expected a row of JSON per question"),
+    ("pica", "", UNKNOWN),
+    ("pica", None, UNKNOWN),
+    ("facts", None, r"task is 'facts'; .* with the folder of their questions as data, one of"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), REFUSED)
+def test_what_cannot_be_asked_is_refused_before_a_model_is_loaded(name, content, message, tmp_path, monkeypatch):
     monkeypatch.setattr("midus_hf.evaluation.harness._own_tasks", lambda: TaskManager(include_defaults=False))
-    with refused(r"task is 'facts'; .* with the folder of their questions as data, one of"):
-        Tasks(["facts"])
-
-
-def test_a_folder_without_the_questions_is_refused(tmp_path):
-    with refused(r"holds no piqa\.jsonl; expected a row of JSON per question"):
-        Tasks(["piqa"], data=tmp_path)
+    if content:
+        (tmp_path / f"{name}.jsonl").write_bytes(content.encode("cp1252"))
+    with refused(message):
+        Tasks([name], data=None if content is None else tmp_path)
 
 
 def test_an_include_path_that_is_no_folder_is_refused(tmp_path):
