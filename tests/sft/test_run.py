@@ -72,14 +72,6 @@ def test_answers_and_the_tokens_that_end_them_have_a_loss(config_for, base, tmp_
     assert everything["labels"] == everything["input_ids"] == run.trainer.train_dataset[0]["input_ids"]
 
 
-@pytest.mark.parametrize("answers_only", [True, False])
-def test_completions_have_a_loss_and_an_end(answers_only, config_for, base, tmp_path):
-    data = write_rows(tmp_path / "x.jsonl", [{"prompt": "1 + 2 =", "completion": " 3"}])
-    options = {"chat_template_path": None, "assistant_only_loss": answers_only}
-    run = SftRun(config_for(model=base(), data=data, **options))
-    assert learned(run.trainer.train_dataset[0]) == ("" if answers_only else "1 + 2 =") + " 3<eos>"
-
-
 @pytest.mark.parametrize("own", [ALPACA, None])
 def test_a_template_of_ones_own_and_those_that_trl_knows_find_answers(own, config_for, base, tmp_path):
     """Qwen's template marks no answers; TRL trains by its own version, and the tokenizer keeps what it has."""
@@ -183,6 +175,7 @@ def test_arguments_stay_as_they_are_given(config_for, base, tmp_path):
 
 
 MESSAGES = {"prompt": chat(1)[:2] + chat(1)[2:3], "completion": chat(1)[3:]}
+TEXTS = {"prompt": "1 + 2 =", "completion": " 3"}
 WHOLE = "<|im_start|>user\nsay 1"
 
 
@@ -192,9 +185,11 @@ WHOLE = "<|im_start|>user\nsay 1"
         (MESSAGES, {}, "2<|im_end|>"),
         (MESSAGES, {"assistant_only_loss": False}, WHOLE),
         (MESSAGES, {"completion_only_loss": False}, "it is 1<|im_end|>2<|im_end|>"),
-        (MESSAGES, {"assistant_only_loss": False, "completion_only_loss": True}, "2<|im_end|>"),
-        ({"prompt": "1 + 2 =", "completion": " 3"}, {"completion_only_loss": False}, "1 + 2 = 3<eos>"),
-        ({"prompt": "1 =", "completion": " 3"}, {"assistant_only_loss": False, "completion_only_loss": True}, " 3<eos>"),
+        (MESSAGES, {"assistant_only_loss": False, "completion_only_loss": True}, "2<|im_end|>\n"),
+        (TEXTS, {"chat_template_path": None}, " 3<eos>"),
+        (TEXTS, {"chat_template_path": None, "assistant_only_loss": False}, "1 + 2 = 3<eos>"),
+        (TEXTS, {"completion_only_loss": False}, "1 + 2 = 3<eos>"),
+        (TEXTS, {"assistant_only_loss": False, "completion_only_loss": True}, " 3<eos>"),
         ({"messages": chat(1)}, {"completion_only_loss": False}, "it is 1<|im_end|>2<|im_end|>"),
         ({"messages": chat(1)}, {"completion_only_loss": True}, None),
     ],
@@ -208,7 +203,7 @@ def test_the_loss_is_computed_where_the_arguments_say(row, options, expected, co
             SftRun(config)
     else:
         text = learned(SftRun(config).trainer.train_dataset[0])
-        assert text.startswith(WHOLE) if expected == WHOLE else text.strip() == expected.strip()
+        assert text.startswith(WHOLE) if expected == WHOLE else text == expected
 
 
 def test_tokens_are_counted_as_the_arguments_say(config_for):
