@@ -121,13 +121,6 @@ def test_usage_counts_the_tokens_that_were_read(run, room, tmp_path):
     assert json.loads(limited.out)["texts"]["short.txt"]["tokens"] == 40
 
 
-def test_usage_says_which_files_of_a_folder_were_not_read(run, room, tmp_path):
-    write_text(tmp_path / "a.txt")
-    (tmp_path / "b.doc").touch()
-    done = run("usage", room.trained, "--text", tmp_path, "--json")
-    assert f"text {str(tmp_path)!r}: 1 of 2 files are read; not read: 1 .doc\n" in done.err
-
-
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_bars_are_for_terminals(is_terminal, run, room, library_bars, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)

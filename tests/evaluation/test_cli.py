@@ -171,7 +171,6 @@ def refusal(capsys, *arguments) -> tuple[int, str]:
         (["{room}/a/b", "--text", "{text}"], "expected the folder of a model, or its Hub id"),
         (["{text}", "--text", "{text}"], "expected the folder of a model, or its Hub id"),
         (["{base}", "--text", "{text}", "--sequence-length", "32", "--dtype", "int8"], "dtype is 'int8'; expected auto, float32"),
-        (["{base}", "--text", "{text}", "--device", "gpu"], "device is 'gpu', which cannot be used here ("),
         (["{base}", "--text", "{text}", "--retriever", "{room}/absent"], "whose tree.json cannot be read (No such file"),
         (["{base}", "--text", "{text}", "--limit", "many"], "Invalid value for '--limit'"),
         (["{base}", "--txet", "{text}"], "No such option: --txet"),
@@ -229,15 +228,6 @@ def test_perplexity_needs_no_harness(room, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     cli.main([str(room / "base"), "--text", str(room / "text.txt"), "--sequence-length", "32", "--json"])
     assert json.loads(capsys.readouterr().out)["models"][0]["tasks"] == {}
-
-
-def test_a_text_needs_datasets(room, capsys, without):
-    without("datasets")
-    status, line = refusal(capsys, room / "base", "--text", room / "text.txt")
-    needed = (
-        f"text '{room / 'text.txt'}' needs the package datasets, which is not installed; run: pip install datasets"
-    )
-    assert (status, line) == (2, f"midus eval: {needed}")
 
 
 HELPER = """
