@@ -20,21 +20,13 @@ ROW = prompt(5, 1)
 
 
 class Watch(NamedTuple):
-    """A way to watch models.
+    """A way to watch models."""
 
-    Args:
-        model: Makes one, given a folder.
-        record: The context.
-        tokens: How many tokens each memory was seen to read, given what was recorded.
-        memory: Name of the memory's module, or nothing if it has no parameters.
-        inputs: Of a pass, beside tokens.
-    """
-
-    model: Callable[[Any], Any]
+    model: Callable[[Any], Any]  # made in a folder
     record: Callable[[Any], Any]
-    tokens: Callable[[Any], set[float]]
-    memory: str = ""
-    inputs: dict[str, Any] = {}
+    tokens: Callable[[Any], set[float]]  # that each memory was seen to read
+    memory: str = ""  # name of its module, or nothing if it has no parameters
+    inputs: dict[str, Any] = {}  # of a pass, beside tokens
 
 
 def tokens_of(counts_per_token: int) -> Callable[[Any], set[float]]:

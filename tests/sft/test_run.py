@@ -357,11 +357,8 @@ def test_named_texts_are_measured(config_for, tmp_path):
 @pytest.mark.product
 @pytest.mark.parametrize("packing", [False, True])
 def test_two_processes_fine_tune_as_one(packing, base, chats, tmp_path):
-    """Sequences differ in how many of their tokens are labelled, so losses are weighted by these over both.
-
-    Keys have gradients of 1e-8 while values are near zero, and AdamW by its default epsilon would make whole steps of how
-    the sums of one and two processes are rounded.
-    """
+    """Sequences differ in how many of their tokens are labelled, so losses are weighted by these over both."""
+    # Keys have gradients of 1e-8 while values are near zero: by the default epsilon, AdamW would make steps of how sums are rounded.
     one, two = tmp_path / "one", tmp_path / "two"
     options = {"max_steps": 3, "packing": packing, "max_length": 126, "logging_steps": 1, "adam_epsilon": 1e-4}
     config = sft_config(base("llama", True), chats, one, per_device_train_batch_size=4, **options)
