@@ -355,10 +355,8 @@ def test_a_wrong_request_is_told_in_one_line(run, room, bank, tmp_path, words, m
     done = run(*[part for word in words.split() for part in replaced.get(word, [word])], refused=True)
     assert done.out == ""
     line = done.err.splitlines()[-1]
-    assert (
-        line.startswith(f"midus look {words.split()[0]}: ")
-        and message.replace("BROKEN", str(broken)).replace("BASE", str(room.base)) in line
-    )
+    assert line.startswith(f"midus look {words.split()[0]}: ")
+    assert message.replace("BROKEN", str(broken)).replace("BASE", str(room.base)) in line
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(run, room, tmp_path):

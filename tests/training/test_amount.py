@@ -55,10 +55,11 @@ def test_every_fact_of_a_glossary_is_read_in_a_hundred_steps(lettered, tmp_path,
     epochs = math.ceil(100 / math.ceil((whole + 1) / 4))
     assert "num_train_epochs=3 (more for fewer than 100 steps)" in err and " few," not in err
     steps = epochs * math.ceil((whole + 1) / 4)
-    assert (
+    said = (
         f"corpus: {len(tokens):,} of {len(tokens):,} tokens are read, in {whole + 1} sequences of 60, the last filled up; "
         f"{steps} steps ({steps * 4 / (whole + 1):.3g} times each); num_train_epochs={epochs}, for 100 steps\n"
-    ) in out
+    )
+    assert said in out
     expected = [tokens[begin : begin + 60] for begin in range(0, len(tokens), 60)]
     assert sorted(read) == sorted(expected * epochs)
     assert f"num_train_epochs: {epochs}\n" in (tmp_path / "out" / "train_config.yaml").read_text()
