@@ -49,82 +49,74 @@ def test_build_says_what_it_has_made(bert, corpus, tmp_path, capsys):
     assert main([*build_words(bert, corpus, tmp_path / "tree"), "--overwrite", "--seed", "3"]) == 0
 
 
-def test_assign_writes_the_path_of_each_document(tree, corpus, tmp_path, capsys):
-    output = tmp_path / "paths.jsonl"
-    words = ["assign", "--tree", tree, "--corpus", corpus, "--output", str(output), "--column", "body"]
-    assert main(words) == 0
+def assign_words(tree, corpus, output, *more) -> list[str]:
+    words = ["assign", "--tree", tree, "--corpus", corpus, "--output", output, "--column", "body", "--device", "cpu"]
+    return [*map(str, words), *more]
+
+
+def rows_of(path) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def write_lines(path: Path, *rows) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def assigned_by(tree, corpus, output) -> list[dict]:
+    assert main(assign_words(tree, corpus, output, "--overwrite")) == 0
+    return rows_of(output)
+
+
+def test_assign_writes_the_path_of_each_document_keeps_all_columns_and_says_which_tree_it_was(
+    tree, corpus, tmp_path, capsys
+):
+    output, again = tmp_path / "paths.jsonl", tmp_path / "again.jsonl"
+    assert main(assign_words(tree, corpus, output)) == 0
     assert capsys.readouterr().out == f"{output}: paths of 60 documents\n"
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    rows = rows_of(output)
     assert [row["document"] for row in rows] == list(range(60))
-    assert all(
-        row["windows"] == [row["memory_ids"]] and row["memory_ids"][0] == row["memory_ids"][1] // 3 for row in rows
-    )
-    assert main(words) == 2
+    for row in rows:
+        assert row["windows"] == [row["memory_ids"]] and row["memory_ids"][0] == row["memory_ids"][1] // 3
+    added = ("document", "memory_ids", "memory_tree", "windows")
+    assert [{key: value for key, value in row.items() if key not in added} for row in rows] == rows_of(corpus)
+    fingerprint = json.loads(Path(tree, "tree.json").read_text())["fingerprint"]
+    assert {row["memory_tree"] for row in rows} == {fingerprint}
+    assert main(assign_words(tree, corpus, output)) == 2
     assert "exists; pass --overwrite to replace it" in capsys.readouterr().err
-    assert main([*words, "--overwrite"]) == 0
+    assert assigned_by(tree, output, again) == rows, "an assigned corpus is assigned again"
 
 
 def test_assign_embeds_nothing_of_the_corpus_that_the_tree_was_built_from(tree, corpus, tmp_path, capsys, monkeypatch):
-    words = ["assign", "--tree", tree, "--corpus", corpus, "--column", "body"]
-    changed = tmp_path / "changed.jsonl"
-    changed.write_text(Path(corpus).read_text() + '{"body": "w1"}\n')
-    assert main([*words[:4], str(changed), *words[5:], "--output", str(tmp_path / "embedded.jsonl")]) == 0
+    changed = write_lines(tmp_path / "changed.jsonl", *rows_of(corpus), {"body": "w1"})
+    embedded = assigned_by(tree, changed, tmp_path / "embedded.jsonl")
     assert "whose embeddings it has" not in capsys.readouterr().err
 
     def embed(*_):
         raise ValueError("a model is loaded")
 
     monkeypatch.setattr("midus_hf.topics.memory_retriever.TextEmbedder", embed)
-    assert main([*words, "--output", str(tmp_path / "reused.jsonl")]) == 0
+    assert assigned_by(tree, corpus, tmp_path / "reused.jsonl") == embedded[:-1]
     assert "the tree was built from this corpus, whose embeddings it has" in capsys.readouterr().err
-    embedded = (tmp_path / "embedded.jsonl").read_text().splitlines()
-    assert (tmp_path / "reused.jsonl").read_text().splitlines() == [
-        line.replace('"body": "w1", "topic": null', "") for line in embedded[:-1]
-    ]
-    words[4] = str(changed)
-    assert "a model is loaded" in last_line([*words, "--output", str(tmp_path / "no.jsonl")], capsys)
-
-
-def test_assign_keeps_all_columns_and_says_which_tree_it_was(tree, corpus, tmp_path):
-    words = ["assign", "--tree", tree, "--column", "body", "--corpus"]
-    assert main([*words, corpus, "--output", str(tmp_path / "p.jsonl")]) == 0
-    rows = [json.loads(line) for line in Path(corpus).read_text().splitlines()]
-    assigned = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
-    added = {"document", "memory_ids", "memory_tree", "windows"}
-    assert all(row.keys() - added == {"body", "topic"} for row in assigned)
-    assert [{key: row[key] for key in ("body", "topic")} for row in assigned] == rows
-    fingerprint = json.loads(Path(tree, "tree.json").read_text())["fingerprint"]
-    assert {row["memory_tree"] for row in assigned} == {fingerprint}
-    again = tmp_path / "again.jsonl"
-    assert main([*words, str(tmp_path / "p.jsonl"), "--output", str(again)]) == 0
-    assert [json.loads(line) for line in again.read_text().splitlines()] == assigned, (
-        "an assigned corpus is assigned again"
-    )
+    assert "a model is loaded" in last_line(assign_words(tree, changed, tmp_path / "no.jsonl"), capsys)
 
 
 @pytest.fixture
 def named(bert, tmp_path):
     """Return a function that builds a tree of named topics, and its corpus."""
-    corpus, output = tmp_path / "named.jsonl", tmp_path / "named"
-    kinds = [("plants", "trees"), ("plants", "herbs"), ("stars", "near")]
+    output, kinds = tmp_path / "named", [("plants", "trees"), ("plants", "herbs"), ("stars", "near")]
     rows = [
         {"body": f"w{number % 3 * 20 + number % 20} w{number % 3 * 20 + 7}", "topic": topic, "part": part}
         for number in range(60)
         for topic, part in [kinds[number % 3]]
     ]
-    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus = write_lines(tmp_path / "named.jsonl", *rows)
 
     def build(*more) -> int:
         words = f"build --corpus {corpus} --embedding-model {bert} --tokenizer {bert} --output {output} --column body --device cpu"
         return main([*words.split(), *more])
 
     return build, corpus, output
-
-
-def assigned_by(tree, corpus, output) -> list[dict]:
-    words = ["assign", "--tree", str(tree), "--column", "body", "--corpus", str(corpus), "--output", str(output)]
-    assert main([*words, "--overwrite", "--device", "cpu"]) == 0
-    return [json.loads(line) for line in output.read_text().splitlines()]
 
 
 def test_names_of_topics_are_the_nodes_of_a_tree(named, tmp_path, capsys):
@@ -137,8 +129,7 @@ def test_names_of_topics_are_the_nodes_of_a_tree(named, tmp_path, capsys):
     path_of = {("plants", "trees"): [0, 0], ("plants", "herbs"): [0, 1], ("stars", "near"): [1, 2]}
     assert all(row["memory_ids"] == path_of[row["topic"], row["part"]] for row in by_name)
     assert all(row["windows"] == [row["memory_ids"]] for row in by_name)
-    without = tmp_path / "without.jsonl"
-    without.write_text("".join(json.dumps({"body": row["body"]}) + "\n" for row in by_name))
+    without = write_lines(tmp_path / "without.jsonl", *({"body": row["body"]} for row in by_name))
     near = assigned_by(tree, without, tmp_path / "q.jsonl")  # texts alone, as those of a question
     assert "paths are those" not in capsys.readouterr().err
     assert {tuple(row["memory_ids"]) for row in near} <= {*map(tuple, path_of.values()), (-1, -1)}
@@ -151,28 +142,12 @@ def test_names_of_topics_are_the_nodes_of_a_tree(named, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "row", "message"),
     [
-        (
-            ["--topic-column", "kind"],
-            {},
-            "the corpus has no column 'kind', only body, topic, part; expected a column with the name",
-        ),
-        (
-            ["--topic-column", "topic"],
-            {"topic": " "},
-            "row 61 of the corpus, without blank ones, has ' ' under 'topic'; expected",
-        ),
-        (
-            ["--topic-column", "topic"],
-            {"topic": 3},
-            "row 61 of the corpus, without blank ones, has 3 under 'topic'; expected",
-        ),
-        (
-            ["--topic-column", "topic", "--levels", "2"],
-            {},
-            "--topic-column is 'topic', whose names are the nodes; --branching",
-        ),
+        (["--topic-column", "kind"], {}, "the corpus has no column 'kind', only body, topic, part; expected a column with the name"),
+        (["--topic-column", "topic"], {"topic": " "}, "row 61 of the corpus, without blank ones, has ' ' under 'topic'; expected"),
+        (["--topic-column", "topic"], {"topic": 3}, "row 61 of the corpus, without blank ones, has 3 under 'topic'; expected"),
+        (["--topic-column", "topic", "--levels", "2"], {}, "--topic-column is 'topic', whose names are the nodes; --branching"),
     ],
-)
+)  # fmt: skip
 def test_names_that_are_no_topics_are_refused(named, words, row, message, capsys):
     build, corpus, _ = named
     if row:
@@ -185,65 +160,47 @@ def test_a_topic_that_the_tree_does_not_know_is_refused(named, tmp_path, capsys)
     build, corpus, tree = named
     assert build("--topic-column", "topic") == 0
     capsys.readouterr()
-    corpus.write_text(json.dumps({"body": "w1", "topic": "moons"}) + "\n")
-    words = [
-        "assign",
-        "--tree",
-        str(tree),
-        "--column",
-        "body",
-        "--corpus",
-        str(corpus),
-        "--output",
-        str(tmp_path / "p.jsonl"),
-    ]
-    line = last_line(words, capsys)
-    assert (
-        "row 1 of the corpus, without blank ones, has the topic 'moons', which the tree does not know; expected"
-        in line
-    )
+    write_lines(corpus, {"body": "w1", "topic": "moons"})
+    line = last_line(assign_words(tree, corpus, tmp_path / "p.jsonl"), capsys)
+    message = "row 1 of the corpus, without blank ones, has the topic 'moons', which the tree does not know; expected"
+    assert message in line
 
 
 def test_assign_writes_values_as_they_are(tree, tmp_path, capsys):
     """Of JSON as they are written, of a table as text; a date of Parquet has no form of its own."""
     values = ["2013-05-18T05:48:54+02:00", 2**64, 3, 2.5, None, {"a": None, "b": [1, 0.1 + 0.2]}, {"b": "4"}, True]
     rows = [{"body": "w1 w2", "value": value} for value in values]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "rows.jsonl", *rows)
     (tmp_path / "rows.csv").write_text("body,value\nw1 w2,007\nw1 w2,18446744073709551616\nw1 w2,2013-05-18\n")
     for name, expected in (("rows.jsonl", values), ("rows.csv", ["007", "18446744073709551616", "2013-05-18"])):
-        words = ["assign", "--tree", tree, "--column", "body", "--corpus", str(tmp_path / name)]
-        assert main([*words, "--output", str(tmp_path / "p.jsonl"), "--overwrite"]) == 0
-        assigned = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+        assigned = assigned_by(tree, tmp_path / name, tmp_path / "p.jsonl")
         assert repr([row["value"] for row in assigned]) == repr(expected)
         assert "dates" not in capsys.readouterr().err
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     zone = pyarrow.timestamp("s", "Europe/Paris")
     at = pyarrow.array([datetime.datetime.fromisoformat(values[0])], zone)
     parquet.write_table(pyarrow.table({"body": ["w1 w2"], "at": at}), tmp_path / "rows.parquet")
-    words = ["assign", "--tree", tree, "--column", "body", "--corpus", str(tmp_path / "rows.parquet")]
-    assert main([*words, "--output", str(tmp_path / "p.jsonl"), "--overwrite"]) == 0
+    (row,) = assigned_by(tree, tmp_path / "rows.parquet", tmp_path / "p.jsonl")
     assert "columns with dates are written as dates are read, in UTC if they had a zone: at" in capsys.readouterr().err
-    assert "05:48:54+02:00" in (tmp_path / "p.jsonl").read_text()
+    assert "05:48:54+02:00" in row["at"]
 
 
 def test_assign_replaces_no_column_of_a_person_and_takes_what_parquet_has(tree, tmp_path, capsys):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    own, table = tmp_path / "own.jsonl", tmp_path / "rows.parquet"
-    own.write_text('{"text": "w1 w2", "document": "Letter 5"}\n')
-    words = ["assign", "--tree", tree, "--device", "cpu", "--corpus"]
-    line = last_line([*words, str(own), "--output", str(tmp_path / "p.jsonl")], capsys)
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    own, table = (
+        write_lines(tmp_path / "own.jsonl", {"body": "w1 w2", "document": "Letter 5"}),
+        tmp_path / "rows.parquet",
+    )
+    line = last_line(assign_words(tree, own, tmp_path / "p.jsonl"), capsys)
     assert "the corpus has a column 'document', which is written beside the paths of documents" in line
     times = {"day": [datetime.date(2024, 5, 6)], "when": [datetime.datetime(2024, 5, 6, 7, 8)]}
-    rows = {"text": ["w1 w2"], **times, "score": [0.5]}
+    rows = {"body": ["w1 w2"], **times, "score": [0.5]}
     parquet.write_table(pyarrow.table(rows), table)
-    assert main([*words, str(table), "--output", str(tmp_path / "p.jsonl")]) == 0
-    (row,) = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
-    assert (row["day"], row["when"], row["score"], row["text"]) == ("2024-05-06", "2024-05-06T07:08:00", 0.5, "w1 w2")
+    (row,) = assigned_by(tree, table, tmp_path / "p.jsonl")
+    assert (row["day"], row["when"], row["score"], row["body"]) == ("2024-05-06", "2024-05-06T07:08:00", 0.5, "w1 w2")
     capsys.readouterr()
     parquet.write_table(pyarrow.table({**rows, "picture": [b"x"]}), table)
-    line = last_line([*words, str(table), "--output", str(tmp_path / "q.jsonl")], capsys)
+    line = last_line(assign_words(tree, table, tmp_path / "q.jsonl"), capsys)
     assert "a row has the bytes b'x'; expected text" in line and not (tmp_path / "q.jsonl").exists()
 
 
@@ -258,22 +215,13 @@ def test_report_shows_nodes_with_their_words(tree, capsys):
 MODELS = "--embedding-model BERT --tokenizer BERT --output out"
 REFUSALS = [
     (f"build --corpus absent {MODELS}", "corpus is 'absent', which is no file or"),
-    (
-        f"build --corpus absent.txt {MODELS}",
-        "corpus is 'absent.txt', which does not exist; expected a file, a folder or a dat",
-    ),
+    (f"build --corpus absent.txt {MODELS}", "corpus is 'absent.txt', which does not exist; expected a file, a folder or a dat"),
     (
         "build --corpus CORPUS --column body --embedding-model no --tokenizer BERT --output out",
         "embedding model is 'no', which is no folder here, and the Hub cannot be reached",
     ),
-    (
-        "build --corpus CORPUS --embedding-model BERT --tokenizer no --output out",
-        "tokenizer is 'no', which is no folder here, and",
-    ),
-    (
-        "build --corpus CORPUS --column body --embedding-model BERT --tokenizer EMPTY --output out",
-        "tokenizer is 'EMPTY', which",
-    ),
+    ("build --corpus CORPUS --embedding-model BERT --tokenizer no --output out", "tokenizer is 'no', which is no folder here, and"),
+    ("build --corpus CORPUS --column body --embedding-model BERT --tokenizer EMPTY --output out", "tokenizer is 'EMPTY', which"),
     (f"build --corpus CORPUS --column body {MODELS} --branching 1", "branching is 1;"),
     (f"build --corpus CORPUS {MODELS}", "corpus 'CORPUS' has no column 'text', only body, topic; set text_column"),
     ("assign --tree TREE --corpus CORPUS --output p.txt", "output is 'p.txt'; expected a file ending in .jsonl."),
@@ -288,7 +236,7 @@ REFUSALS = [
         "report --tree TREE --corpus SHORT.jsonl",
         "SHORT.jsonl has no document 59; expected the corpus that the tree was built from. Give it by --corpus.",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSALS, ids=[words for words, _ in REFUSALS])
@@ -312,38 +260,30 @@ def last_line(words: list[str], capsys) -> str:
 
 
 def test_a_corpus_without_text_makes_no_tree_and_no_paths(tree, bert, tmp_path, capsys):
-    blank, nothing = tmp_path / "blank.jsonl", tmp_path / "nothing.jsonl"
-    blank.write_text('{"text": " "}\n{"text": "\\n"}\n')
-    nothing.touch()
+    (tmp_path / "blank.jsonl").write_text('{"body": " "}\n{"body": "\\n"}\n')
+    (tmp_path / "nothing.jsonl").touch()
     (tmp_path / "empty").mkdir()
-    for corpus in (blank, nothing):
+    for name in ("blank.jsonl", "nothing.jsonl"):
         expected = "is empty: it has no text with a visible character. Add text to it."
-        words = ["build", "--corpus", str(corpus), "--embedding-model", bert, "--tokenizer", bert, "--device", "cpu"]
-        assert last_line([*words, "--output", str(tmp_path / "out")], capsys).endswith(expected)
+        assert last_line(build_words(bert, tmp_path / name, tmp_path / "out"), capsys).endswith(expected)
         assert not (tmp_path / "out" / "tree.json").exists()
-        words = ["assign", "--tree", tree, "--corpus", str(corpus), "--output", str(tmp_path / "paths.jsonl")]
-        assert last_line(words, capsys).endswith(expected)
+        assert last_line(assign_words(tree, tmp_path / name, tmp_path / "paths.jsonl"), capsys).endswith(expected)
         assert not list(tmp_path.glob("*paths*"))
-    words = ["assign", "--tree", tree, "--corpus", str(tmp_path / "empty"), "--output", str(tmp_path / "paths.jsonl")]
-    assert "which has no text; expected files ending in" in last_line(words, capsys)
+    line = last_line(assign_words(tree, tmp_path / "empty", tmp_path / "paths.jsonl"), capsys)
+    assert "which has no text; expected files ending in" in line
 
 
-def test_what_leaves_only_empty_clusters_is_refused(bert, tmp_path, capsys):
-    """Two texts make one cluster: its siblings are empty, and no path leads to them."""
-    corpus, paths = tmp_path / "two.jsonl", tmp_path / "paths.jsonl"
-    corpus.write_text('{"body": "w1 w2", "topic": "a"}\n{"body": "w3", "topic": "b"}\n')
-    assert main(build_words(bert, str(corpus), tmp_path / "tree")) == 0
+def test_two_texts_make_one_cluster_and_no_path_leads_to_its_empty_siblings(bert, tmp_path, capsys):
+    corpus = write_lines(tmp_path / "two.jsonl", {"body": "w1 w2", "topic": "a"}, {"body": "w3", "topic": "b"})
+    assert main(build_words(bert, corpus, tmp_path / "tree")) == 0
     out, err = capsys.readouterr()
-    assert "2 windows in 1 of 9 leaves" in out
-    assert "2 windows cannot fill 9 leaves" in err
-    words = ["assign", "--tree", str(tmp_path / "tree"), "--corpus", str(corpus), "--column", "body"]
-    words += ["--output", str(paths)]
-    assert main(words) == 0
-    assert [json.loads(line)["memory_ids"] for line in paths.read_text().splitlines()] == [[0, 0], [0, 0]]
+    assert "2 windows in 1 of 9 leaves" in out and "2 windows cannot fill 9 leaves" in err
+    assigned = assigned_by(tmp_path / "tree", corpus, tmp_path / "paths.jsonl")
+    assert [row["memory_ids"] for row in assigned] == [[0, 0], [0, 0]]
     assert main(["report", "--tree", str(tmp_path / "tree"), "--level", "2"]) == 0
 
 
 def test_a_tree_that_does_not_say_how_windows_are_cut_is_refused(bert, corpus, tmp_path, capsys):
     random_tree(width=WIDTH, origin=TreeOrigin(embedding_model=bert)).save(tmp_path / "bare")
-    words = ["assign", "--tree", str(tmp_path / "bare"), "--corpus", corpus, "--output", str(tmp_path / "p.jsonl")]
-    assert "does not say how windows are cut; expected a tree that" in last_line([*words, "--column", "body"], capsys)
+    line = last_line(assign_words(tmp_path / "bare", corpus, tmp_path / "p.jsonl"), capsys)
+    assert "does not say how windows are cut; expected a tree that" in line

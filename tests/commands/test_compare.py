@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,13 +72,8 @@ def test_a_dry_run_and_a_report_say_what_is_done(run, config, measured, tmp_path
     done = run(config, "--report", "--json")
     assert done.status == 0, done.err
     report = json.loads(done.out)
-    assert [variant["name"] for variant in report["variants"]] == ["hml"] and (
-        report["missing"],
-        report["failures"],
-    ) == (
-        6,
-        {},
-    )
+    assert [variant["name"] for variant in report["variants"]] == ["hml"]
+    assert (report["missing"], report["failures"]) == (6, {})
     assert (tmp_path / "out" / "report.html").is_file()
     done = run(config, "--report")
     assert done.status == 0 and "Runs that are not done: 6." in done.out
@@ -94,9 +88,8 @@ def test_a_dry_run_refuses_results_of_other_texts(run, config, measured, room, m
 
 
 def test_a_dry_run_says_that_null_controls_follow(run, config):
-    assert "then null controls, which are not counted here" in " ".join(
-        run(config, "--set", "controls=true", "--dry-run").out.split()
-    )
+    done = run(config, "--set", "controls=true", "--dry-run")
+    assert "then null controls, which are not counted here" in " ".join(done.out.split())
 
 
 def test_settings_win(run, config):
@@ -115,11 +108,9 @@ def test_settings_win(run, config):
         (["--devices", "0,"], "devices is '0,'; expected numbers of GPUs, such as 0,1."),
         (["--devices", ""], "--devices is ''; expected a value. Fill it in"),
         (["--devices", "0,1", "--jobs", "3"], "jobs is 3, and devices names 2; expected one run per device. Leave jobs out."),
-        (["--set", "seeds=[]"], "seeds is empty; expected one or more."),
         (["--set", "seed=1"], "config has no option 'seed'. Expected one of: base, "),
-        (["--set", "variants.hml.upscale.method=hml"], "variants.hml.upscale: method 'hml' is unknown."),
     ],
-    ids=["no jobs", "a device", "a list that ends", "no device", "jobs and devices", "seeds", "a key", "a method"],
+    ids=["no jobs", "a device", "a list that ends", "no device", "jobs and devices", "a key"],
 )  # fmt: skip
 @pytest.mark.parametrize("how", [[], ["--dry-run"], ["--report"]], ids=["run", "dry run", "report"])
 def test_a_wrong_request_is_told_in_one_line(run, config, tmp_path, how, words, message):
@@ -147,12 +138,10 @@ def test_a_report_of_nothing_says_so(run, config, tmp_path):
 @pytest.fixture
 def runs(monkeypatch):
     """End runs at once in place of running them, with words for those that fail."""
-    pretended = SimpleNamespace(failures={}, raises=None, started=[])
+    pretended = SimpleNamespace(failures={}, started=[])
 
     def run_all(comparison, variants, jobs, devices) -> dict[str, str]:
         pretended.started.append((jobs, devices))
-        if pretended.raises is not None:
-            raise pretended.raises
         return dict(pretended.failures)
 
     monkeypatch.setattr("midus_hf.compare.running.run_all", run_all)
@@ -160,10 +149,7 @@ def runs(monkeypatch):
 
 
 ONE_FAILED = ({"full/recipe/seed-0": "no memory"}, "one run failed, full/recipe/seed-0: no memory.")
-TWO_FAILED = (
-    {"full/recipe/seed-0": "no memory", "b": "c"},
-    "2 runs failed, the first full/recipe/seed-0: no memory.",
-)
+TWO_FAILED = ({"full/recipe/seed-0": "no memory", "b": "c"}, "2 runs failed, the first full/recipe/seed-0: no memory.")
 
 
 FAILED = {
@@ -197,35 +183,15 @@ def test_where_the_base_fails_that_is_the_line(run, config, runs, tmp_path):
     runs.failures = {"base": "midus eval ended with status 2"}
     done = run(config)
     assert (done.status, done.out) == (1, "")
-    assert (
-        done.err.splitlines()[-1]
-        == f"midus compare: {tmp_path / 'out'} holds no result yet: midus eval ended with status 2"
-    )
+    line = f"midus compare: {tmp_path / 'out'} holds no result yet: midus eval ended with status 2"
+    assert done.err.splitlines()[-1] == line
 
 
 @pytest.mark.parametrize(
     ("words", "places"),
-    [
-        (["--jobs", "3"], (3, [])),
-        (["--devices", "0, 2"], (1, ["0", "2"])),
-        (["--devices", "1", "--jobs", "1"], (1, ["1"])),
-    ],
+    [(["--jobs", "3"], (3, [])), (["--devices", "0, 2"], (1, ["0", "2"])), (["--devices", "1", "--jobs", "1"], (1, ["1"]))],
     ids=["jobs", "devices", "one of both"],
-)
+)  # fmt: skip
 def test_jobs_and_devices_are_places_for_runs(run, config, measured, runs, words, places):
     assert run(config, *words).status == 0
     assert runs.started == [places]
-
-
-def test_an_interrupted_comparison_is_130_and_says_that_it_goes_on(run, config, runs):
-    runs.raises = KeyboardInterrupt()
-    done = run(config)
-    assert (done.status, done.out) == (130, "")
-    assert done.err.splitlines()[-1] == "midus compare: interrupted"
-
-
-def test_a_terminated_comparison_is_143(run, config, runs, monkeypatch):
-    monkeypatch.setattr("midus_hf.compare.running.run_all", lambda *_: signal.raise_signal(signal.SIGTERM))
-    done = run(config)
-    assert (done.status, done.out) == (143, "")
-    assert done.err.splitlines()[-1] == "midus compare: interrupted"

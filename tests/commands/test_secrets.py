@@ -52,31 +52,18 @@ def test_upscaled_and_trained_models_hold_no_secrets(home, hub, left):  # noqa: 
     planted = (f"--fsdp_config={{api_key: {NAMED}}}", f"--run_name={BY_ITSELF}", f"--model_name_or_path={home / 'up'}")
     pushes = ("--push_to_hub=true", f"--hub_token={TOKEN}", "--hub_strategy=every_save", "--save_steps=1")
     held = write_corpus(home / "held", 2)
-    best = (
-        f"--eval_text={{held: {held}}}",
-        "--eval_steps=1",
-        "--load_best_model_at_end=true",
-        "--metric_for_best_model=held_loss",
-    )
+    best = (f"--eval_text={{held: {held}}}", "--eval_steps=1", "--load_best_model_at_end=true")
+    best += ("--metric_for_best_model=held_loss",)
     words = [recipe, *planted, *pushes, *best, "--report_to=tensorboard", "--hub_always_push=true"]
     trained = (f"--corpus={corpus}", "--sequence_length=16", f"--output_dir={home / 'tr'}", "--hub_model_id=me/tr")
     output = left("midus", "tr", "train", *words, *trained)
-    assert (
-        "train_config.yaml" in hub.repositories["me/tr"].files
-        and "training_args.bin" in hub.repositories["me/tr"].files
-    )
+    assert {"train_config.yaml", "training_args.bin"} <= set(hub.repositories["me/tr"].files)
     assert "model_name_or_path: ~/up\n" in (output / "train_config.yaml").read_text()
     assert "corpus: corpus\n" in (output / "README.md").read_text()
     assert [path for path in output.rglob("*") if "tfevents" in path.name]
-    tuned = (
-        f"--dataset_name={chats}",
-        "--chat_template_path=chatml",
-        "--max_length=64",
-        f"--output_dir={home / 'sft'}",
-    )
-    left(
-        "midus", "sft", "sft", recipe, *planted, f"--hub_token={NAMED}", "--adapters={r: 2}", "--save_steps=1", *tuned
-    )
+    planted += (f"--hub_token={NAMED}", f"--output_dir={home / 'sft'}", "--adapters={r: 2}", "--save_steps=1")
+    chats_of = (f"--dataset_name={chats}", "--chat_template_path=chatml", "--max_length=64")
+    left("midus", "sft", "sft", recipe, *planted, *chats_of)
 
 
 def test_comparisons_hold_no_secrets(home, left, monkeypatch):

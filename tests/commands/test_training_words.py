@@ -3,10 +3,8 @@
 import json
 
 import pytest
-from commands.installed import run_in_process
 
 from midus_hf.cli.train import read_arguments
-from tests.training.tiny_run import save_upscaled, write_corpus
 
 
 @pytest.fixture
@@ -71,9 +69,8 @@ def test_steps_of_a_recipe_count_before_epochs_which_a_line_says(tmp_path, capsy
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("{corpus: c, model_name_or_path: m, output_dir: o, max_steps: 3}")
     assert read(str(recipe), "--num_train_epochs", "2").max_steps == 3
-    assert (
-        capsys.readouterr().err == "max_steps=3 counts, and not num_train_epochs; --max_steps -1 lets epochs count\n"
-    )
+    line = "max_steps=3 counts, and not num_train_epochs; --max_steps -1 lets epochs count\n"
+    assert capsys.readouterr().err == line
     arguments = read(str(recipe), "--num_train_epochs", "2", "--max_steps", "-1")
     assert (arguments.max_steps, arguments.num_train_epochs, capsys.readouterr().err) == (-1, 2, "")
 
@@ -81,39 +78,3 @@ def test_steps_of_a_recipe_count_before_epochs_which_a_line_says(tmp_path, capsy
 def test_chats_are_fine_tuned_on_likewise(model):
     arguments = read("chats.jsonl", "--model", model, "--output", "o", command="sft")
     assert (arguments.dataset_name, arguments.max_length, arguments.learning_rate) == ("chats.jsonl", 256, 1e-3)
-
-
-def test_a_folder_of_texts_trains_a_model(tmp_path, monkeypatch, capsys):
-    model = save_upscaled("llama", tmp_path)
-    corpus = write_corpus(tmp_path / "notes", documents=4, length=200)
-    words = [str(corpus), "--model", str(model), "--output", str(tmp_path / "out"), "--sequence_length", "64"]
-    words += ["--num_train_epochs", "3"]
-    assert run_in_process("midus train", words, monkeypatch) == 0
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-    assert "12 steps" in capsys.readouterr().out.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["notes"],
-            "--output is missing; run 'midus train TEXTS --model MODEL --output DIR', or give a recipe, a .yaml",
-        ),
-        (["notes", "--output", "o"], "config has no 'model_name_or_path'; set it in the recipe, or by --model."),
-        (["{model}"], "model' is a model, and texts are expected; run 'midus train TEXTS --model"),
-        (["corpus=notes", "--model", "{model}", "--output", "o"], "corpus is 'corpus=notes', which does not exist"),
-        (
-            ["notes", "--lr", "1e-4", "--model", "m", "--output", "o"],
-            "'--lr' is no key; expected --KEY VALUE (KEY: VALUE",
-        ),
-        (["notes", "--corpus", "other"], "corpus is given twice, by 'notes' and by --corpus; expected it once. Leave"),
-        (["absent.yaml"], "config is 'absent.yaml', which cannot be read"),
-        (["nowhere/x.txt", "--model", "{model}", "--output", "o"], "corpus is 'nowhere/x.txt', which does not exist"),
-    ],
-    ids=str,
-)
-def test_a_wrong_request_is_told_in_one_line(words, message, model, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert run_in_process("midus train", [word.replace("{model}", model) for word in words], monkeypatch) == 2
-    assert message in capsys.readouterr().err

@@ -56,14 +56,7 @@ def keys(room: Path, output: Path, variants: dict[str, Any], **changes: Any) -> 
 
 
 class SmallComparison:
-    """A comparison whose runs are done in this process.
-
-    Args:
-        room: From `write_room`.
-        output: Of the comparison.
-        variants: As in a file.
-        changes: Of other keys.
-    """
+    """A comparison in a room of `write_room` whose runs are done in this process."""
 
     def __init__(self, room: Path, output: Path, variants: dict[str, Any], **changes: Any):
         self.comparison, self.variants = plan(from_mapping(Comparison, keys(room, output, variants, **changes)))

@@ -170,20 +170,11 @@ CAUTIONS = {
         [*HML_3, *(result("full", [0.5, 0.6, 0.7], seed=seed) for seed in SEEDS), *FULL_ELSE],
         ["Unequal numbers of tokens: full 300, hml 200."],
     ),
-    "rates": (
-        [*HML_3[:-1], *FULL_3],
-        ["Rates without a result: hml 0.0001.", "Unequal numbers of rates: full 3, hml 2."],
-    ),
-    "rates of all": (
-        [*HML_3[:-2], *FULL_3[:-2]],
-        ["Rates without a result: full 0.01 and 0.0001, hml 0.01 and 0.0001."],
-    ),
+    "rates": ([*HML_3[:-1], *FULL_3], ["Rates without a result: hml 0.0001.", "Unequal numbers of rates: full 3, hml 2."]),
+    "rates of all": ([*HML_3[:-2], *FULL_3[:-2]], ["Rates without a result: full 0.01 and 0.0001, hml 0.01 and 0.0001."]),
     "readings": (
         [*HML_3, *(dataclasses.replace(one, request=DOCUMENTS_APART) for one in FULL_3)],
-        [
-            "Texts read in different ways: base by default, full document_mask=True, text_column=body, bf16=False, "
-            "hml by default."
-        ],
+        ["Texts read in different ways: base by default, full document_mask=True, text_column=body, bf16=False, hml by default."],
     ),
     "defaults by name": ([*HML_3, *(dataclasses.replace(one, request=DEFAULTS) for one in FULL_3)], []),
     "not causal": (
@@ -198,15 +189,12 @@ CAUTIONS = {
         ],
     ),
     "sizes within a tenth": ([*HML_3, *(dataclasses.replace(one, trained_parameters=1200) for one in FULL_3)], []),
-    "all parameters": (
-        [*HML_3, *(dataclasses.replace(one, trained_parameters=10**9, request=TRAINS_ALL) for one in FULL_3)],
-        [],
-    ),
+    "all parameters": ([*HML_3, *(dataclasses.replace(one, trained_parameters=10**9, request=TRAINS_ALL) for one in FULL_3)], []),
     "an end of the rates": (
         [*HML_3, *(result("full", [1.0, 1.0], seed=seed, rate=1e-4) for seed in SEEDS), *FULL_3[:1], *FULL_ELSE[:1]],
         ["Best rate at an end of its list: full 0.0001."],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CAUTIONS)

@@ -50,10 +50,7 @@ def test_the_table_of_variants_has_the_numbers_that_a_hand_computes():
         "starts at base": "",
     }
     assert rows["full"]["rate"] == "0.001" and rows["full"]["domain loss"] == f"1.7500 ± {0.5 / math.sqrt(2):.4f}"
-    assert {key: value for key, value in rows["base"].items() if value} == {
-        "variant": "base",
-        "domain loss": "3.0000",
-    }
+    assert {key: value for key, value in rows["base"].items() if value} == {"variant": "base", "domain loss": "3.0000"}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -242,59 +243,57 @@ def test_null_controls_that_are_not_done_are_counted(pretended):
     assert [(one.variant, one.seed) for one in results] == [("a", 0), ("a", 1), ("a+one-row", 0)] and missing == 1
 
 
+def written(name: str) -> Callable[..., object]:
+    """What changes a file of the comparison's folder."""
+    return lambda folder, _: (folder / name).write_text("after")
+
+
+def of_a_control(folder: Path, _) -> None:
+    """The result of a null control, as another request would have left it."""
+    path = folder / "out/runs/a+one-row/0.001/seed-0.json"
+    path.write_text(path.read_text().replace('"n": 1', '"n": 2'))
+
+
+def of_the_base(_, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midus_hf.compare.origins.base_digest", lambda base: "another")
+
+
+OTHER_TEXT = "base was done with another content of the corpus or of a text; expected the same."
+# What changes files, keys of the comparison and of the variant, and what is said of it.
 CHANGED = {
-    "base": ({"base": "other"}, {}, "base was done with another base; expected the same. Give the variant another name, choose"),
-    "a text": ({"retention": {"stars": "stars.txt"}}, {}, "base was done with another texts.stars; expected the same."),
+    "base": (
+        None, {"base": "other"}, {},
+        "base was done with another base; expected the same. Give the variant another name, choose",
+    ),
+    "a text": (None, {"retention": {"stars": "stars.txt"}}, {}, "base was done with another texts.stars; expected the same."),
+    # Texts are measured at other steps too, so that the last one is.
     "steps": (
-        {},
-        {"train": {"corpus": "corpus", "max_steps": 8}},
-        # Texts are measured at other steps too, so that the last one is.
+        None, {}, {"train": {"corpus": "corpus", "max_steps": 8}},
         "a/0.001/seed-0 was done with another train.max_steps, train.eval_steps; expected the same.",
     ),
-    "sizes": ({}, {"upscale": {**UPSCALE, "options": {"n": 5}}}, "a/0.001/seed-0 was done with another upscale.options.n; expected"),
+    "sizes": (
+        None, {}, {"upscale": {**UPSCALE, "options": {"n": 5}}},
+        "a/0.001/seed-0 was done with another upscale.options.n; expected",
+    ),
+    "a control": (of_a_control, {}, {}, "a+one-row/0.001/seed-0 was done with another upscale.options.n;"),
+    "content of the base": (of_the_base, {}, {}, "base was done with another content of the base; expected the same."),
+    **{name: (written(name), {}, {}, OTHER_TEXT) for name in ("corpus", "plants.txt", "herbs.txt")},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("changed", CHANGED)
-def test_another_request_of_what_is_done_is_refused_before_anything_runs(pretended, changed):
+def test_another_request_of_what_is_done_is_refused_before_anything_runs(pretended, changed, monkeypatch):
     a = variant("a", upscale=UPSCALE)
+    for name in ("corpus", "plants.txt", "herbs.txt"):
+        (pretended.folder / name).write_text("before")
     pretended.run([a])
     pretended.names()
-    changes, change_of_variant, message = CHANGED[changed]
+    change, changes, change_of_variant, message = CHANGED[changed]
+    if change is not None:
+        change(pretended.folder, monkeypatch)
     with pytest.raises(ValueError) as refused:
         pretended.run([variant("new"), dataclasses.replace(a, **change_of_variant)], **changes)
     assert message in str(refused.value) and pretended.names() == []
-
-
-def test_a_control_that_was_done_with_another_request_is_refused_before_anything_runs(pretended):
-    a = variant("a", upscale=UPSCALE)
-    pretended.run([a])
-    pretended.names()
-    path = pretended.folder / "out/runs/a+one-row/0.001/seed-0.json"
-    path.write_text(path.read_text().replace('"n": 1', '"n": 2'))
-    with pytest.raises(ValueError, match=r"a\+one-row/0\.001/seed-0 was done with another upscale\.options\.n;"):
-        pretended.run([a], seeds=[0, 1])
-    assert pretended.names() == []
-
-
-@pytest.mark.parametrize("name", ["corpus", "plants.txt", "herbs.txt"])
-def test_other_texts_under_the_same_names_are_refused(pretended, name):
-    (pretended.folder / name).write_text("before")
-    pretended.run([variant("a")])
-    pretended.names()
-    (pretended.folder / name).write_text("after")
-    with pytest.raises(
-        ValueError, match=r"base was done with another content of the corpus or of a text; expected the same\."
-    ):
-        pretended.run([variant("a")])
-    assert pretended.names() == []
-
-
-def test_another_base_under_the_same_name_is_refused(pretended, monkeypatch):
-    pretended.run([variant("a")])
-    monkeypatch.setattr("midus_hf.compare.origins.base_digest", lambda base: "another")
-    with pytest.raises(ValueError, match=r"base was done with another content of the base; expected the same\."):
-        pretended.run([variant("a")])
 
 
 def test_another_comparison_in_the_same_output_is_refused_while_one_runs(pretended, monkeypatch):

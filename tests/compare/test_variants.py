@@ -1,11 +1,12 @@
 """Variants as they would run: keys from files, sizes by a budget, what trains, and what is refused before anything runs."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import yaml
-from compare.small_comparison import HEADWISE, keys, write_room
+from compare.small_comparison import HEADWISE, keys, training, write_room
 
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.report import plan_records
@@ -51,21 +52,12 @@ def test_files_stand_in_place_of_mappings_and_what_a_comparison_sets_is_left_out
     recipe = file({**HEADWISE, "base": "other", "output": "elsewhere", "seed": 7, "overwrite": True})
     (result,) = planned({"hml": {"upscale": recipe, "train": {"learning_rate": 0.5}}})[1]
     assert result == report and result.upscale == HEADWISE
-    recipe = file(
-        {
-            "learning_rate": 0.5,
-            "model_name_or_path": "other",
-            "seed": 7,
-            "eval_text": "text",
-            "resume_from_checkpoint": True,
-        }
-    )
+    ours = {"model_name_or_path": "other", "seed": 7, "eval_text": "text", "resume_from_checkpoint": True}
+    recipe = file({"learning_rate": 0.5, **ours})
     assert planned({"hml": {"upscale": HEADWISE, "train": recipe}})[1] == [report]
 
 
 def test_a_file_for_all_variants_is_read_and_a_variant_s_keys_win(room, planned, file):
-    from compare.small_comparison import training
-
     shared = file({**training(room), "model_name_or_path": "other", "output_dir": "elsewhere"})
     report = keys(room, room / "out", {"a": {"train": {"learning_rate": 0.5}}, "b": {}}) | {"train": shared}
     comparison, variants = plan(from_mapping(Comparison, report))
@@ -77,11 +69,7 @@ def test_a_file_for_all_variants_is_read_and_a_variant_s_keys_win(room, planned,
 
 
 def test_a_variant_of_the_base_trains_all_of_it_unless_it_is_told_what(planned):
-    variants = {
-        "full": {},
-        "some": {"train": {"trainable": [0, 3]}},
-        "hml": {"upscale": HEADWISE},
-    }
+    variants = {"full": {}, "some": {"train": {"trainable": [0, 3]}}, "hml": {"upscale": HEADWISE}}
     _, result = planned(variants)
     assert [variant.train.get("trainable") for variant in result] == ["all", [0, 3], None]
     assert [variant.upscale for variant in result] == [None, None, HEADWISE]
@@ -244,92 +232,70 @@ def test_what_is_refused_before_anything_runs(planned, tmp_path, refused):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"domain": {"plants": "absent.txt"}}, "domain.plants is 'absent.txt', which does not exist; expected a file or a folder"),
-        ({"retention": {"stars": "absent"}}, "retention.stars is 'absent', which does not exist; expected a file or a folder"),
-        ({"base": "absent"}, "variants.a.upscale: "),
-        ({"train": {"corpus": "absent.txt"}}, "train.corpus is 'absent.txt', which does not exist; expected"),
-        ({"train": {"eval_text": "text"}}, "train has 'eval_text', which the comparison sets for each run; leave it out."),
-    ],
-    ids=["domain", "retention", "base", "corpus", "text of runs"],
-)  # fmt: skip
-def test_what_is_refused_of_all_variants(planned, changes, message):
+SHARES = "which shares text with domain.plants, "
+# Of all variants; ROOM and FILES are the folders that the fixtures write.
+REFUSED_OF_ALL = [
+    ({"domain": {"plants": "absent.txt"}}, "domain.plants is 'absent.txt', which does not exist; expected a file or a folder"),
+    ({"retention": {"stars": "absent"}}, "retention.stars is 'absent', which does not exist; expected a file or a folder"),
+    ({"variants": {"a": {"upscale": HEADWISE}}, "base": "absent"}, "variants.a.upscale: "),
+    ({"base": "FILES/bare"}, "base is 'FILES/bare', whose config or tokenizer cannot be loaded: "),
+    ({"base": "ROOM/corpus"}, "base is 'ROOM/corpus', a folder without config.json; expected that of a saved model."),
+    ({"train": {"corpus": "absent.txt"}}, "train.corpus is 'absent.txt', which does not exist; expected"),
+    ({"train": {"eval_text": "text"}}, "train has 'eval_text', which the comparison sets for each run; leave it out."),
+    (
+        {"variants": {"a": {}, "b": {"train": {"corpus": "FILES/rows.jsonl"}}}},
+        "variants.b.train.corpus 'FILES/rows.jsonl' has no column 'text', only body; set",
+    ),
+    ({"variants": {"a": {"train": "FILES/windows.yaml"}}}, "variants.a.train.sequence_length is 16, and that of train is 32;"),
+    ({"retention": {"stars": "FILES/short.txt"}}, "retention.stars has 6 tokens; expected at least one sequence of 32 tokens"),
+    (
+        {"retention": {"stars": "ROOM/base/../plants.txt"}},
+        f"retention.stars is 'ROOM/base/../plants.txt', {SHARES}'ROOM/plants.txt'; expected texts that differ.",
+    ),
+    ({"validation": {"herbs": "ROOM/plants.txt"}}, f"validation.herbs is 'ROOM/plants.txt', {SHARES}'ROOM/plants.txt'; expected"),
+    ({"validation": {"herbs": "FILES/copy.txt"}}, f"validation.herbs is 'FILES/copy.txt', {SHARES}"),
+    (
+        {"variants": {"a": {}, "b": {"train": {"corpus": "ROOM/herbs.txt"}}}},
+        "validation.herbs is 'ROOM/herbs.txt', which b trains on, since its corpus is 'ROOM/herbs.txt'; expected text that no",
+    ),
+    *(
+        (
+            {kind: {"read": f"ROOM/{text}"}},
+            f"{kind}.read is 'ROOM/{text}', which a trains on, since its corpus is 'ROOM/corpus'; expected text that no variant",
+        )
+        for kind in ("domain", "retention", "validation")
+        for text in ("corpus", "corpus/1.txt")
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(room, tmp_path_factory) -> Path:
+    """A folder with texts and a base that cannot be compared."""
+    folder = tmp_path_factory.mktemp("files")
+    shutil.copytree(room / "base", folder / "bare", ignore=shutil.ignore_patterns("tokenizer*", "special*"))
+    shutil.copyfile(room / "plants.txt", folder / "copy.txt")
+    (folder / "short.txt").write_text("short")
+    (folder / "rows.jsonl").write_text('{"body": "Roses are red."}\n')
+    (folder / "windows.yaml").write_text("sequence_length: 16\n")
+    return folder
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED_OF_ALL, ids=str)
+def test_what_is_refused_of_all_variants(room, planned, files, changes, message):
+    def placed(words: str) -> str:
+        return words.replace("ROOM", str(room)).replace("FILES", str(files))
+
+    changes = json.loads(placed(json.dumps(changes)))
     with pytest.raises(ValueError) as refusal:
-        planned({"a": {"upscale": HEADWISE}}, **changes)
-    assert str(refusal.value).startswith(message), refusal.value
+        planned(changes.pop("variants", {"a": {}}), **changes)
+    assert str(refusal.value).startswith(placed(message)), refusal.value
 
 
-def test_one_text_under_two_names_is_refused(room, planned):
-    with pytest.raises(
-        ValueError,
-        match=r"retention\.stars is .*, which shares text with domain\.plants, .*; expected texts that differ\.",
-    ):
-        planned({"a": {}}, retention={"stars": str(room / "base" / ".." / "plants.txt")})
-    with pytest.raises(
-        ValueError,
-        match=r"validation\.herbs is .*, which shares text with domain\.plants, .*; expected texts that differ\.",
-    ):
-        planned({"a": {}}, validation={"herbs": str(room / "plants.txt")})
-    (room / "copy.txt").write_bytes((room / "plants.txt").read_bytes())
-    with pytest.raises(ValueError, match=r"validation\.herbs is .*copy.txt', which shares text with domain\.plants"):
-        planned({"a": {}}, validation={"herbs": str(room / "copy.txt")})
-
-
-@pytest.mark.parametrize("kind", ["domain", "retention", "validation"])
-@pytest.mark.parametrize("text", ["corpus", "corpus/1.txt"])
-def test_a_text_that_is_trained_on_is_refused(room, planned, kind, text):
-    with pytest.raises(ValueError) as refusal:
-        planned({"a": {}}, **{kind: {"read": str(room / text)}})
-    assert str(refusal.value) == (
-        f"{kind}.read is {str(room / text)!r}, which a trains on, since its corpus is {str(room / 'corpus')!r}; expected text that "
-        "no variant trains on."
-    )
-
-
-def test_a_text_that_one_variant_trains_on_is_refused(room, planned):
-    with pytest.raises(
-        ValueError, match=r"^validation\.herbs is .*herbs\.txt', which b trains on, since its corpus is"
-    ):
-        planned({"a": {}, "b": {"train": {"corpus": str(room / "herbs.txt")}}})
-
-
-def test_windows_of_its_own_are_refused_in_a_file_of_a_variant_too(room, planned, file):
-    with pytest.raises(ValueError, match=r"^variants\.a\.train\.sequence_length is 16, and that of train is 32;"):
-        planned({"a": {"train": file({"sequence_length": 16})}})
+def test_windows_and_columns_of_a_variant_are_read_as_a_run_reads_them(planned, file, files):
     (variant,) = planned({"a": {"train": file({"sequence_length": "3.2e1"})}})[1]
     assert variant.train["sequence_length"] == "3.2e1"
-
-
-def test_a_text_of_less_than_a_sequence_is_refused(tmp_path, planned):
-    (tmp_path / "short.txt").write_text("short")
-    with pytest.raises(
-        ValueError, match=r"^retention\.stars has \d tokens; expected at least one sequence of 32 tokens"
-    ):
-        planned({"a": {}}, retention={"stars": str(tmp_path / "short.txt")})
-
-
-def test_a_base_without_a_tokenizer_is_refused(room, tmp_path, planned):
-    shutil.copytree(room / "base", tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "special*"))
-    with pytest.raises(ValueError, match=r"^base is '.*bare', whose config or tokenizer cannot be loaded: "):
-        planned({"a": {}}, base=str(tmp_path / "bare"))
-
-
-def test_a_base_that_is_no_model_is_refused(room, planned):
-    with pytest.raises(
-        ValueError, match=r"^base is '.*corpus', a folder without config\.json; expected that of a saved model\."
-    ):
-        planned({"a": {}}, base=str(room / "corpus"))
-
-
-def test_a_corpus_that_no_run_could_read_is_refused(tmp_path, planned):
-    (tmp_path / "rows.jsonl").write_text('{"body": "Roses are red."}\n')
-    with pytest.raises(
-        ValueError, match=r"^variants\.b\.train\.corpus '.*rows\.jsonl' has no column 'text', only body; set"
-    ):
-        planned({"a": {}, "b": {"train": {"corpus": str(tmp_path / "rows.jsonl")}}})
-    planned({"a": {}, "b": {"train": {"corpus": str(tmp_path / "rows.jsonl"), "text_column": "body"}}})
+    planned({"a": {}, "b": {"train": {"corpus": str(files / "rows.jsonl"), "text_column": "body"}}})
 
 
 def test_an_output_that_is_a_file_is_refused(planned, tmp_path):

@@ -182,11 +182,7 @@ def test_the_command_measures_by_the_paths_that_rows_have_as_training_does(model
     rows = [{"text": text, "memory_ids": path} for text, path in zip(DOCUMENTS, paths, strict=True)]
     rows.insert(2, {"text": " ", "memory_ids": None})  # no document, so nobody asks for its path
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [
-        "--text",
-        str(tmp_path / "texts.jsonl"),
-        *"--sequence-length 16 --json --path-column memory_ids".split(),
-    ]
+    words = ["--text", str(tmp_path / "texts.jsonl"), *"--sequence-length 16 --json --path-column memory_ids".split()]
     plain = save_byte_model("llama", tmp_path / "plain")
     main([str(model_folder), str(plain), *words])
     fetched, alike = (report["perplexity"]["perplexity"] for report in json.loads(capsys.readouterr().out)["models"])

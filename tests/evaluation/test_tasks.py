@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from evaluation.byte_models import byte_model, byte_tokenizer, save_byte_model, save_upscaled
+from evaluation.byte_models import byte_model, byte_tokenizer
 from evaluation.questions import QUESTIONS, write_questions
-from transformers import AutoModelForCausalLM
+from training.tiny_run import refused
 
 from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
 
@@ -26,17 +26,14 @@ from midus_hf.evaluation.harness import Tasks
 PROMPTS = {
     "piqa": ("Question: Open a jar\nAnswer:", ["Twist the lid.", "Shout at it."]),
     "openbookqa": ("Predators eat", ["lions", "humans", "bunnies", "grass"]),
-    "commonsenseqa": (
-        "Question: Where is a book?\nA. sea\nB. sky\nC. shelf\nD. stove\nE. soup\nAnswer:",
-        ["A", "B", "C", "D", "E"],
-    ),
+    "commonsenseqa": ("Question: Where is a book?\nA. sea\nB. sky\nC. shelf\nD. stove\nE. soup\nAnswer:", ["A", "B", "C", "D", "E"]),
     "boolq": ("Sky -- It is blue.\nQuestion: is the sky blue?\nAnswer:", ["no", "yes"]),
     "logiqa": (
         "Passage: A is B.\nQuestion: So?\nChoices:\nA. B is A\nB. A is B\nC. no A\nD. no B\nAnswer:",
         ["B is A", "A is B", "no A", "no B"],
     ),
     "mmlu": ("2 + 2 =\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer:", ["A", "B", "C", "D"]),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -154,36 +151,6 @@ def test_atomic_numbers_and_facts_are_those_that_the_model_writes(data):
     assert [(each["num_fewshot"], each["num_questions"]) for each in scores.values()] == [(0, 2), (0, 2)]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{broken",
-        "[]",
-        '{"question": "Who", "answer": "you"}',
-        '{"question": " ", "answers": ["you"]}',
-        '{"question": "Who", "answers": []}',
-        '{"question": "Who", "answers": "you"}',
-        '{"question": "When", "answers": [1492]}',
-    ],
-)
-def test_a_row_that_asks_for_no_fact_is_refused(tmp_path, line):
-    (tmp_path / "facts.jsonl").write_text('{"question": "Who", "answers": ["you"]}\n\n' + line + "\n")
-    with pytest.raises(
-        ValueError,
-        match=r"line 3 of .*facts\.jsonl is .*; expected an object of JSON with question, a text, and answers",
-    ):
-        Tasks(["facts"], data=tmp_path)
-
-
-@pytest.mark.parametrize("answer", ["the", "A", "?!", "", "Washington, DC", "Kyiv (Kiev)", "Yes. No", "two\nlines"])
-def test_an_answer_that_nothing_could_equal_is_refused(tmp_path, answer):
-    (tmp_path / "facts.jsonl").write_text(json.dumps({"question": "Who", "answers": ["you", answer]}) + "\n")
-    with pytest.raises(
-        ValueError, match=r"line 1 of .*facts\.jsonl has the answer .*; expected more than articles and punctuation"
-    ):
-        Tasks(["facts"], data=tmp_path)
-
-
 DATES = ["2004-01-25", "1937-05-27", "1986-02-09T10:00:00Z"]
 
 
@@ -212,20 +179,6 @@ def test_a_date_that_the_model_writes_is_right(tmp_path):
     request.resps, task._instances = [" 2004-01-25."], [request]
     task.apply_filters()
     assert task.process_results(document, [request.filtered_resps["first-clause"]]) == {"exact_match": 1.0}
-
-
-@pytest.mark.parametrize("name", ["facts.jsonl", "piqa.jsonl"])
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n", "is a Git LFS pointer, not the file"),
-        ('{"question": "Who", "answers": ["Ren\u00e9"]}\n', "not UTF-8, perhaps Windows-1252. Save it as UTF-8"),
-    ],
-)
-def test_questions_that_are_no_text_are_refused_before_a_model_is_loaded(name, content, message, tmp_path):
-    (tmp_path / name).write_bytes(content.encode("cp1252"))
-    with pytest.raises(ValueError, match=message):
-        Tasks([Path(name).stem], data=tmp_path)
 
 
 def log_likelihood(model, tokenizer, prompt: str, continuation: str) -> float:
@@ -268,30 +221,11 @@ def test_limit_and_worked_examples_reach_the_harness(data):
     assert {(score["num_fewshot"], score["num_questions"]) for score in scores.values()} == {(1, 2)}
 
 
-def test_an_upscaled_model_scores_as_its_base(family, data, tmp_path):
-    base = save_byte_model(family, tmp_path / "base", max_position_embeddings=256)
-    upscaled = save_upscaled(base, tmp_path / "upscaled")
-    tasks = Tasks(["piqa", "openbookqa"], data=data)
-    first, second = (
-        tasks.run(AutoModelForCausalLM.from_pretrained(folder), byte_tokenizer()) for folder in (base, upscaled)
-    )
-    assert first == second
-
-
 def test_the_harness_describes_no_machine(data, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)  # where there is no repository, of which git would tell
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", None)
     Tasks(["piqa"], data=data).run(byte_model("llama", max_position_embeddings=256), byte_tokenizer(), limit=1)
     assert "git" not in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("with_questions", [False, True])
-def test_an_unknown_task_is_refused_with_where_tasks_are_found(data, with_questions, monkeypatch):
-    monkeypatch.setattr("midus_hf.evaluation.harness._own_tasks", lambda: TaskManager(include_defaults=False))
-    with pytest.raises(
-        ValueError, match=r"task is 'pica'; expected a task of lm-eval .* one of atomic_numbers, .*piqa"
-    ):
-        Tasks(["pica"], data=data if with_questions else None)
 
 
 def test_a_task_of_the_harness_is_found_by_name(monkeypatch):
@@ -302,17 +236,44 @@ def test_a_task_of_the_harness_is_found_by_name(monkeypatch):
     assert Tasks(["hellaswag"]).specs == ["hellaswag"]
 
 
-def test_a_local_task_without_data_says_what_is_missing(monkeypatch):
+FACT = '{"question": "Who", "answers": ["you"]}\n\n'
+NO_FACT = r"line 3 of .*facts\.jsonl is .*; expected an object of JSON with question, a text, and answers"
+NO_ANSWER = r"line 1 of .*facts\.jsonl has the answer .*; expected more than articles and punctuation"
+NO_TEXT = {
+    "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n": "is a Git LFS pointer, not the file",
+    '{"question": "Who", "answers": ["Ren\u00e9"]}\n': "not UTF-8, perhaps Windows-1252. Save it as UTF-8",
+}
+UNKNOWN = r"task is 'pica'; expected a task of lm-eval .* one of atomic_numbers, .*piqa"
+# A task, what its file holds (nothing: there is no file; None: there is no folder of questions), and what is said.
+REFUSED = [
+    ("facts", FACT + "{broken", NO_FACT),
+    ("facts", FACT + "[]", NO_FACT),
+    ("facts", FACT + '{"question": "Who", "answer": "you"}', NO_FACT),
+    ("facts", FACT + '{"question": " ", "answers": ["you"]}', NO_FACT),
+    ("facts", FACT + '{"question": "Who", "answers": []}', NO_FACT),
+    ("facts", FACT + '{"question": "Who", "answers": "you"}', NO_FACT),
+    ("facts", FACT + '{"question": "When", "answers": [1492]}', NO_FACT),
+    *(
+        ("facts", json.dumps({"question": "Who", "answers": ["you", answer]}), NO_ANSWER)
+        for answer in ("the", "A", "?!", "", "Washington, DC", "Kyiv (Kiev)", "Yes. No", "two\nlines")
+    ),
+    *((name, content, message) for name in ("facts", "piqa") for content, message in NO_TEXT.items()),
+    ("piqa", "", r"holds no piqa\.jsonl; expected a row of JSON per question"),
+    ("pica", "", UNKNOWN),
+    ("pica", None, UNKNOWN),
+    ("facts", None, r"task is 'facts'; .* with the folder of their questions as data, one of"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), REFUSED)
+def test_what_cannot_be_asked_is_refused_before_a_model_is_loaded(name, content, message, tmp_path, monkeypatch):
     monkeypatch.setattr("midus_hf.evaluation.harness._own_tasks", lambda: TaskManager(include_defaults=False))
-    with pytest.raises(ValueError, match=r"task is 'facts'; .* with the folder of their questions as data, one of"):
-        Tasks(["facts"])
-
-
-def test_a_folder_without_the_questions_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no piqa\.jsonl; expected a row of JSON per question"):
-        Tasks(["piqa"], data=tmp_path)
+    if content:
+        (tmp_path / f"{name}.jsonl").write_bytes(content.encode("cp1252"))
+    with refused(message):
+        Tasks([name], data=None if content is None else tmp_path)
 
 
 def test_an_include_path_that_is_no_folder_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"include_path is '.*absent'; expected a folder of task files"):
+    with refused(r"include_path is '.*absent'; expected a folder of task files"):
         Tasks(["piqa"], include_path=tmp_path / "absent")

@@ -1,14 +1,17 @@
-"""Texts become rows in which every token is predicted once, and what a model loses on them is what it gives."""
+"""Texts become rows in which every token is predicted once; what a model loses on them, and its perplexity, is what it gives."""
+
+import math
 
 import pytest
 import torch
-from evaluation.byte_models import byte_model, byte_tokenizer
+from evaluation.byte_models import VOCABULARY_SIZE, byte_model, byte_tokenizer
+from evaluation.measured import perplexity
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_model
 from tokenizers import normalizers
 from torch.nn import functional as F
-from training.tiny_run import tiny_tokenizer
+from training.tiny_run import refused, tiny_tokenizer
 
 from midus_hf.evaluation.text_rows import automatic_bos, read_rows, text_rows
 
@@ -61,7 +64,7 @@ def test_every_token_is_predicted_once_and_max_tokens_keeps_rows_from_all_over_t
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 def test_losses_are_those_of_each_row_alone(batch_size):
-    model = tiny_model("llama").train()
+    model = tiny_model("llama", attention_dropout=0.5).train()
     documents = [words(3, 4, 5, 9), words(10, 11, 90), words(12, 60, 5)]
     text = text_rows("text", documents, tiny_tokenizer(), CONFIG)
     losses = read_rows(model, text, batch_size=batch_size)
@@ -81,22 +84,17 @@ def test_losses_are_those_of_each_row_alone(batch_size):
         ({"sequence_length": 0}, r"sequence_length is 0; expected at least 1\."),
         ({"sequence_length": 129}, r"sequence_length is 129; the model was made for at most 128 tokens\."),
         ({"max_tokens": 0}, r"max_tokens is 0; expected at least 1\."),
-        (
-            {"sequence_length": 9, "joined": True},
-            r"text 'text' has 1 tokens to predict; expected at least 9\. Give more",
-        ),
+        ({"sequence_length": 9, "joined": True}, r"text 'text' has 1 tokens to predict; expected at least 9\. Give more"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_request_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         text_rows("text", [words(3, 4)], tiny_tokenizer(), CONFIG, **options)
 
 
 @pytest.mark.parametrize("documents", [[], [words(3)]])
 def test_a_text_without_a_token_to_predict_is_refused(documents):
-    with pytest.raises(
-        ValueError, match=r"text 'text' has 0 tokens to predict; expected at least 1\. Give more text\."
-    ):
+    with refused(r"text 'text' has 0 tokens to predict; expected at least 1\. Give more text\."):
         text_rows("text", documents, tiny_tokenizer(), CONFIG)
 
 
@@ -105,3 +103,59 @@ def test_a_broken_model_is_told():
     model.lm_head.weight.data.fill_(torch.nan)
     with pytest.raises(RuntimeError, match=r"the loss of text 'text' is not a finite number"):
         read_rows(model, text_rows("text", ["abc"], byte_tokenizer(), CONFIG))
+
+
+DOCUMENTS = ["The first document.", "A second one, with ünïcödé: 猫.", "And a third."]
+
+
+def token_by_token(model, tokenizer, documents, sequence_length) -> tuple[float, int]:
+    """Mean negative log-likelihood and number of tokens: one forward pass a token, everything in float64."""
+    ids = []
+    for document in documents[:-1]:
+        ids += tokenizer(document + "\n\n", add_special_tokens=False).input_ids
+    ids += tokenizer(documents[-1], add_special_tokens=False).input_ids
+    writes_bos = tokenizer("x").input_ids[0] == tokenizer.bos_token_id
+    total, count = 0.0, 0
+    first = 0 if writes_bos else 1
+    for target in range(first, len(ids)):
+        window_start = first + (target - first) // sequence_length * sequence_length
+        before = [tokenizer.bos_token_id] if writes_bos else [ids[window_start - 1]]
+        context = torch.tensor([before + ids[window_start:target]])
+        with torch.no_grad():
+            logits = model(context).logits[0, -1].double()
+        total -= torch.log_softmax(logits, dim=-1)[ids[target]].item()
+        count += 1
+    return total / count, count
+
+
+@pytest.mark.parametrize("writes_bos", [False, True], ids=["without-bos", "with-bos"])
+def test_it_equals_a_loop_over_tokens_in_float64(family, writes_bos):
+    model = byte_model(family).double()
+    tokenizer = byte_tokenizer(writes_bos=writes_bos)
+    result = perplexity(model, tokenizer, DOCUMENTS, sequence_length=24, batch_size=3)
+    loss, count = token_by_token(model, tokenizer, DOCUMENTS, 24)
+    assert result.tokens == count
+    # Norms and rotary angles are computed in float32 whatever the weights are.
+    assert math.log(result.perplexity) == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_uniform_model_has_the_perplexity_of_its_vocabulary():
+    model, tokenizer = byte_model("llama"), byte_tokenizer(writes_bos=True)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    text = "猫 and ü\n"
+    result = perplexity(model, tokenizer, [text, text], sequence_length=8)
+    assert result.perplexity == pytest.approx(VOCABULARY_SIZE, rel=1e-6)
+    assert result.tokens == 2 * len(text.encode()) + 2
+
+
+def test_low_precision_weights_are_summed_in_high_precision():
+    model, tokenizer = byte_model("llama"), byte_tokenizer()
+    exact = perplexity(model, tokenizer, DOCUMENTS, sequence_length=16)
+    rounded = perplexity(model.to(torch.bfloat16), tokenizer, DOCUMENTS, sequence_length=16)
+    assert rounded.perplexity != exact.perplexity
+    assert rounded.perplexity == pytest.approx(exact.perplexity, rel=0.05)
+
+
+def test_the_default_window_is_what_the_model_was_made_for():
+    result = perplexity(byte_model("llama"), byte_tokenizer(), ["word " * 100])
+    assert (result.sequence_length, result.tokens) == (128, 499)

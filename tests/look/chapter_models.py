@@ -20,12 +20,7 @@ READ = {"a": [0, 1, 2], "b": [0, 4, 5]}
 
 
 def routed_model(family: str = "llama", **options: Any) -> PreTrainedModel:
-    """A model whose residual stream says in its first element of what kind a token is: nothing else is added there.
-
-    Args:
-        family: Of the table.
-        options: Of the memory that differ.
-    """
+    """A model whose residual stream says in its first element of what kind a token is: nothing else is added there."""
     config = TINY_FAMILIES[family].config()
     sizes = {"memory_tokens": CHAPTERS * TOKENS, "chapters": CHAPTERS, "k": 2, "routing": "token"}
     entry = {"type": "chapters", **sizes, "layers": LAYERS, **options}
@@ -51,13 +46,7 @@ def routed_model(family: str = "llama", **options: Any) -> PreTrainedModel:
 
 
 def rows_of(kinds: str, lengths: tuple[int, ...] = (12, 12, 7), name: str | None = None) -> TextRows:
-    """A text whose tokens are of these kinds in turn, a document per row.
-
-    Args:
-        kinds: Such as `"a"` or `"ab"`.
-        lengths: Of the rows.
-        name: Of the text. Default: its kinds.
-    """
+    """A text whose tokens are of these kinds in turn, such as `"ab"`, a document per row."""
     generator = torch.Generator().manual_seed(len(kinds))
     rows = []
     for length in lengths:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from look.upscaled_folders import METHODS, acting, loaded, saved_pair, saved_with_bank
 from tiny import prompt, save_tiny_model, tiny_model
-from training.tiny_run import save_native
+from training.tiny_run import refused, save_native
 
 from midus_hf.evaluation.text_rows import TextRows, read_rows
 from midus_hf.look.ablation import ablate, ablation_finding, ablation_panels, ablation_table
@@ -95,12 +95,9 @@ def test_of_a_model_that_was_upscaled_twice_the_last_time_counts(tmp_path):
 def test_a_plan_that_drops_layers_of_the_base_leaves_no_base(tmp_path):
     config = loaded(save_native("llama", tmp_path)).config
     model = tiny_model("llama")
-    model.config.upscale = {
-        **config.upscale,
-        "plan": [{"base": 0}, {"new": True}, {"base": 2}, {"base": 3}],
-        "new_layers": [1],
-        "base_config": {"num_hidden_layers": 4},
-    }
+    plan = [{"base": 0}, {"new": True}, {"base": 2}, {"base": 3}]
+    changes = {"plan": plan, "new_layers": [1], "base_config": {"num_hidden_layers": 4}}
+    model.config.upscale = {**config.upscale, **changes}
     assert not has_whole_base(model)
     assert ablation_table(ablate(model, [TEXT])).rows[-1][0] == "loss of what is left"
 
@@ -121,9 +118,8 @@ def test_losses_are_those_of_the_model_without_each_part(method):
             alone = read_rows(model, TEXT, batch_size=2)
         assert (row.part, row.kind, tuple(row.layers)) == (part.name, part.kind, part.layers)
         assert row.loss == alone.mean and row.effect == effect_between(usual, alone)
-        assert (
-            row.effect.difference == pytest.approx(row.loss - usual.mean, abs=1e-9) and row.effect.standard_error > 0
-        )
+        assert row.effect.difference == pytest.approx(row.loss - usual.mean, abs=1e-9)
+        assert row.effect.standard_error > 0
 
 
 def test_rows_fetch_by_the_path_of_their_document(tmp_path):
@@ -163,9 +159,7 @@ def test_a_compiled_model_does_without_its_parts_too():
 def test_a_part_that_the_model_does_not_have_is_refused_at_once(part, missing):
     model = loaded(saved_pair("llama", "moc")[1])
     before = state_of(model)
-    with pytest.raises(
-        ValueError, match=f"part is '{part.name}', and the model has no {missing}; expected a part of this"
-    ):
+    with refused(f"part is '{part.name}', and the model has no {missing}; expected a part of this"):
         switched_off(model, [*added_parts(model), part]).__enter__()
     assert state_of(model) == before
 

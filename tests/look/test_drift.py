@@ -5,6 +5,7 @@ import torch
 from look.upscaled_folders import METHODS, acting, loaded, saved_pair
 from tiny import prompt, save_tiny_model, tiny_model
 from torch.nn import functional as F
+from training.tiny_run import refused
 
 from midus_hf.evaluation.text_rows import TextRows, read_rows
 from midus_hf.look.drift import base_within, drift, drift_rows, drift_table, other_base
@@ -54,13 +55,13 @@ def test_long_rows_are_compared_in_parts(monkeypatch):
 
 
 def test_a_base_of_other_tokens_is_refused():
-    with pytest.raises(ValueError, match="the model predicts 128 tokens and the base 96; expected one vocabulary"):
+    with refused("the model predicts 128 tokens and the base 96; expected one vocabulary"):
         other_base(tiny_model("llama"), tiny_model("llama", vocab_size=96))
 
 
 def test_batches_of_no_rows_are_refused():
     model = tiny_model("llama")
-    with pytest.raises(ValueError, match="batch_size is 0; expected at least 1"):
+    with refused("batch_size is 0; expected at least 1"):
         drift(model, other_base(model, model), [TEXT], batch_size=0)
 
 
@@ -74,9 +75,7 @@ def test_broken_weights_are_an_error():
 def test_a_model_without_some_layers_of_its_base_does_not_hold_it():
     model = loaded(saved_pair("llama", "midus-hml")[1])
     model.config.upscale["plan"].pop(0)
-    with pytest.raises(
-        ValueError, match="base is 'self', but the model does not have all layers of its base; expected"
-    ):
+    with refused("base is 'self', but the model does not have all layers of its base; expected"):
         base_within(model)
 
 

@@ -1,5 +1,6 @@
 """Whatever is watched: a model computes what it did, and keeps no hook."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from look.memory_models import memory_model
 from models.depth_models import depth_model
 from models.hierarchical_models import hierarchical_model
 from tiny import prompt
+from training.tiny_run import refused
 
 from midus_hf.look.depth import record_depth
 from midus_hf.look.usage import record_usage
@@ -18,21 +20,13 @@ ROW = prompt(5, 1)
 
 
 class Watch(NamedTuple):
-    """A way to watch models.
+    """A way to watch models."""
 
-    Args:
-        model: Makes one, given a folder.
-        record: The context.
-        tokens: How many tokens each memory was seen to read, given what was recorded.
-        memory: Name of the memory's module, or nothing if it has no parameters.
-        inputs: Of a pass, beside tokens.
-    """
-
-    model: Callable[[Any], Any]
+    model: Callable[[Any], Any]  # made in a folder
     record: Callable[[Any], Any]
-    tokens: Callable[[Any], set[float]]
-    memory: str = ""
-    inputs: dict[str, Any] = {}
+    tokens: Callable[[Any], set[float]]  # that each memory was seen to read
+    memory: str = ""  # name of its module, or nothing if it has no parameters
+    inputs: dict[str, Any] = {}  # of a pass, beside tokens
 
 
 def tokens_of(counts_per_token: int) -> Callable[[Any], set[float]]:
@@ -40,17 +34,10 @@ def tokens_of(counts_per_token: int) -> Callable[[Any], set[float]]:
 
 
 WATCHES = {
-    "slots": Watch(
-        lambda folder: memory_model("llama"),
-        record_usage,
-        tokens_of(4 * 3),
-        "memory",
-    ),
+    "slots": Watch(lambda folder: memory_model("llama"), record_usage, tokens_of(4 * 3), "memory"),
+    "slots of product keys": Watch(lambda folder: memory_model("llama", "product-key"), record_usage, tokens_of(4 * 3), "memory"),
     "opened chapters": Watch(
-        lambda folder: routed_model(routing="chunk", chunk_size=4),
-        record_usage,
-        tokens_of(2),
-        "memories.chapters",
+        lambda folder: routed_model(routing="chunk", chunk_size=4), record_usage, tokens_of(2), "memories.chapters"
     ),
     "depth": Watch(
         lambda folder: depth_model(),
@@ -64,7 +51,7 @@ WATCHES = {
         tokens_of(1),
         inputs={"memory_ids": torch.tensor([[1, 4, 13]])},
     ),
-}
+}  # fmt: skip
 
 
 def hooks_and_attributes(model) -> list[Any]:
@@ -89,6 +76,21 @@ def test_a_model_computes_what_it_did_and_keeps_nothing(watch, tmp_path):
     assert hooks_and_attributes(model) == before
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_losses_gradients_and_running_statistics_are_what_they_were(watch, bf16, tmp_path):
+    results = []
+    for number, context in enumerate((contextlib.nullcontext, watch.record)):
+        model = watch.model(tmp_path / str(number)).train()
+        with context(model), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = model(ROW, labels=ROW, use_cache=False, **watch.inputs).loss
+            loss.backward()
+        gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        results.append({"loss": loss, **gradients, **{f"state {key}": one for key, one in model.state_dict().items()}})
+    plain, watched = results
+    assert plain.keys() == watched.keys() and any(watch.memory in name for name in plain)
+    assert all(torch.equal(tensor, watched[name]) for name, tensor in plain.items())
+
+
 def test_a_generated_token_counts_once(watch, tmp_path):
     model = watch.model(tmp_path)
     with watch.record(model) as recorded:
@@ -105,6 +107,6 @@ def test_offloaded_memory_is_refused(name):
     last.to("meta")
     before = hooks_and_attributes(model)
     message = rf"the memory of layer {path.split('.')[2]} is offloaded; expected its parameters on a device"
-    with pytest.raises(ValueError, match=message), watch.record(model):
+    with refused(message), watch.record(model):
         pass
     assert hooks_and_attributes(model) == before

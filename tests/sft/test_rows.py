@@ -7,6 +7,7 @@ import types
 import pytest
 from datasets import Dataset
 from sft.tiny_chats import character_tokenizer, write_rows
+from training.tiny_run import refused, tiny_tokenizer
 
 from midus_hf.training.sft.rows import CHATML, read_chats, set_template
 
@@ -23,10 +24,7 @@ def read(data, tokenizer=None, template="chatml"):
 
 CHATS = {
     "messages": ({"messages": [USER, ANSWER]}, [USER, ANSWER]),
-    "ShareGPT": (
-        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
-        [USER, ANSWER],
-    ),
+    "ShareGPT": ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}, [USER, ANSWER]),
     "roles in conversations": ({"conversations": [USER, ANSWER]}, [USER, ANSWER]),
     "Alpaca": ({"instruction": "Hi", "input": "", "output": "Hello"}, [USER, ANSWER]),
     "Alpaca with input": (
@@ -34,12 +32,7 @@ CHATS = {
         [{"role": "user", "content": "Add\n\n1 2"}, {"role": "assistant", "content": "3"}],
     ),
     "what other rows lack": (
-        {
-            "conversations": [
-                {"from": "human", "value": "Hi", "weight": 1},
-                {"role": "gpt", "content": "Hello", "id": 7},
-            ]
-        },
+        {"conversations": [{"from": "human", "value": "Hi", "weight": 1}, {"role": "gpt", "content": "Hello", "id": 7}]},
         [{**USER, "weight": 1}, {**ANSWER, "id": 7}],
     ),
     "a column system": ({"messages": [USER, ANSWER], "system": "Be kind"}, [SYSTEM, USER, ANSWER]),
@@ -48,7 +41,7 @@ CHATS = {
         [SYSTEM, USER, ANSWER, {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "Ciao"}],
     ),
     "Dolly": ({"instruction": "Hi", "context": None, "response": "Hello", "category": "x"}, [USER, ANSWER]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CHATS)
@@ -181,10 +174,6 @@ REFUSED = {
     "row 2 of 'DATA' has 'tool_calls', which the chat template does not": {"messages": [USER, {**ANSWER, "tool_calls": [CALL]}]},
     "row 2 of 'DATA' has 'thinking', which the chat template does not": {"messages": [USER, {**ANSWER, "thinking": "hm"}]},
     "has 'think', which the chat template": {"messages": [USER, ANSWER], "chat_template_kwargs": {"think": True}},
-}  # fmt: skip
-
-
-REFUSED_OF_OTHER_FORMATS = {
     "row 1 of 'DATA' has 'system', which only chats have": {"prompt": "a", "completion": "b", "system": "c"},
     "row 1 of 'DATA' has 'tools', which only chats have": {"prompt": "a", "completion": "b", "tools": "[{}]"},
     "row 1 of 'DATA' has 'completion': None; expected text": {"prompt": "a", "completion": None},
@@ -205,27 +194,18 @@ REFUSED_OF_OTHER_FORMATS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("message", REFUSED_OF_OTHER_FORMATS)
-def test_what_would_be_lost_of_other_formats_is_refused(message, tmp_path):
-    data = write_rows(tmp_path / "x.jsonl", [REFUSED_OF_OTHER_FORMATS[message]])
-    with pytest.raises(ValueError, match=re.escape(message.replace("DATA", str(data)))):
-        read(data)
-
-
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_would_be_lost_is_refused(message, tmp_path):
     row = REFUSED[message]
-    data = write_rows(tmp_path / "x.jsonl", [row if "text" in row else {"messages": [USER, ANSWER]}, row])
-    with pytest.raises(ValueError, match=re.escape(message.replace("DATA", str(data)))):
+    data = write_rows(tmp_path / "x.jsonl", [{"messages": [USER, ANSWER]}, row] if "messages" in row else [row])
+    with refused(re.escape(message.replace("DATA", str(data)))):
         read(data)
 
 
 def test_text_and_comments_of_a_template_do_not_write_a_key(tmp_path):
     (tmp_path / "own.jinja").write_text("{# message.thinking #}<thinking>{% if thinking %}{% endif %}" + CHATML)
     data = write_rows(tmp_path / "x.jsonl", [{"messages": [USER, {**ANSWER, "thinking": "hm"}]}])
-    with pytest.raises(
-        ValueError, match=r"has 'thinking', which the chat template does not write\. Set chat_template_path"
-    ):
+    with refused(r"has 'thinking', which the chat template does not write\. Set chat_template_path"):
         read(data, template=str(tmp_path / "own.jinja"))
 
 
@@ -241,11 +221,9 @@ def test_a_template_that_writes_what_rows_hold_is_taken(tmp_path):
 
 
 def test_templates_that_cannot_be_are_refused_with_what_to_give():
-    with pytest.raises(ValueError, match="tokenizer has no chat template; set chat_template_path to chatml"):
+    with refused("tokenizer has no chat template; set chat_template_path to chatml"):
         set_template(character_tokenizer(), None)
-    with pytest.raises(ValueError, match="chat_template_path is 'absent'; expected chatml, or a file"):
+    with refused("chat_template_path is 'absent'; expected chatml, or a file"):
         set_template(character_tokenizer(), "absent")
-    with pytest.raises(ValueError, match=r"whose tokens .* this tokenizer lacks"):
-        from training.tiny_run import tiny_tokenizer
-
+    with refused(r"whose tokens .* this tokenizer lacks"):
         set_template(tiny_tokenizer(), "chatml")

@@ -72,14 +72,6 @@ def test_answers_and_the_tokens_that_end_them_have_a_loss(config_for, base, tmp_
     assert everything["labels"] == everything["input_ids"] == run.trainer.train_dataset[0]["input_ids"]
 
 
-@pytest.mark.parametrize("answers_only", [True, False])
-def test_completions_have_a_loss_and_an_end(answers_only, config_for, base, tmp_path):
-    data = write_rows(tmp_path / "x.jsonl", [{"prompt": "1 + 2 =", "completion": " 3"}])
-    options = {"chat_template_path": None, "assistant_only_loss": answers_only}
-    run = SftRun(config_for(model=base(), data=data, **options))
-    assert learned(run.trainer.train_dataset[0]) == ("" if answers_only else "1 + 2 =") + " 3<eos>"
-
-
 @pytest.mark.parametrize("own", [ALPACA, None])
 def test_a_template_of_ones_own_and_those_that_trl_knows_find_answers(own, config_for, base, tmp_path):
     """Qwen's template marks no answers; TRL trains by its own version, and the tokenizer keeps what it has."""
@@ -183,6 +175,7 @@ def test_arguments_stay_as_they_are_given(config_for, base, tmp_path):
 
 
 MESSAGES = {"prompt": chat(1)[:2] + chat(1)[2:3], "completion": chat(1)[3:]}
+TEXTS = {"prompt": "1 + 2 =", "completion": " 3"}
 WHOLE = "<|im_start|>user\nsay 1"
 
 
@@ -192,17 +185,15 @@ WHOLE = "<|im_start|>user\nsay 1"
         (MESSAGES, {}, "2<|im_end|>"),
         (MESSAGES, {"assistant_only_loss": False}, WHOLE),
         (MESSAGES, {"completion_only_loss": False}, "it is 1<|im_end|>2<|im_end|>"),
-        (MESSAGES, {"assistant_only_loss": False, "completion_only_loss": True}, "2<|im_end|>"),
-        ({"prompt": "1 + 2 =", "completion": " 3"}, {"completion_only_loss": False}, "1 + 2 = 3<eos>"),
-        (
-            {"prompt": "1 =", "completion": " 3"},
-            {"assistant_only_loss": False, "completion_only_loss": True},
-            " 3<eos>",
-        ),
+        (MESSAGES, {"assistant_only_loss": False, "completion_only_loss": True}, "2<|im_end|>\n"),
+        (TEXTS, {"chat_template_path": None}, " 3<eos>"),
+        (TEXTS, {"chat_template_path": None, "assistant_only_loss": False}, "1 + 2 = 3<eos>"),
+        (TEXTS, {"completion_only_loss": False}, "1 + 2 = 3<eos>"),
+        (TEXTS, {"assistant_only_loss": False, "completion_only_loss": True}, " 3<eos>"),
         ({"messages": chat(1)}, {"completion_only_loss": False}, "it is 1<|im_end|>2<|im_end|>"),
         ({"messages": chat(1)}, {"completion_only_loss": True}, None),
     ],
-)
+)  # fmt: skip
 def test_the_loss_is_computed_where_the_arguments_say(row, options, expected, config_for, base, tmp_path):
     config = config_for(model=base(), data=write_rows(tmp_path / "x.jsonl", [row]), **options)
     if expected is None:
@@ -212,7 +203,7 @@ def test_the_loss_is_computed_where_the_arguments_say(row, options, expected, co
             SftRun(config)
     else:
         text = learned(SftRun(config).trainer.train_dataset[0])
-        assert text.startswith(WHOLE) if expected == WHOLE else text.strip() == expected.strip()
+        assert text.startswith(WHOLE) if expected == WHOLE else text == expected
 
 
 def test_tokens_are_counted_as_the_arguments_say(config_for):
@@ -315,32 +306,17 @@ def test_packed_chats_do_not_see_one_another(config_for, family, base):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("memory", [False, True], ids=["native", "memory"])
-def test_adapters_are_trained_and_merged(config_for, memory, base, tmp_path):
-    model = base("llama", memory)
-    options = {"adapters": {"r": 4}, "trainable": "auto", "save_steps": 2}
-    finetune(config_for(model=model, **options))
-    changed = moved(model, tmp_path / "out")
-    linear = {name for name in changed if name.endswith("_proj.weight")}
-    new = {name for name in changed if re.search(r"layers\.[14]\.", name)} if memory else set()
-    assert linear and changed == linear | new and any("value_bank" in name for name in new) == memory
-    shutil.copytree(tmp_path / "out", tmp_path / "before")
-    again = finetune(config_for(model=model, resume_from_checkpoint=True, **options))
-    assert again.steps == 3 and moved(tmp_path / "before", tmp_path / "out") == set()
+RESUMED = {
+    "plain": {},
+    "packing": {"packing": True, "max_length": 126, "memory_learning_rate": 2e-2, "value_learning_rate": 1e-3},
+    "lora": {"adapters": {"r": 4, "lora_dropout": 0.1}, "trainable": "auto"},
+    "frozen": {"frozen": ["value"]},
+}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"packing": True, "max_length": 126, "memory_learning_rate": 2e-2, "value_learning_rate": 1e-3},
-        {"adapters": {"r": 4, "lora_dropout": 0.1}, "trainable": "auto"},
-        {"frozen": ["value"]},
-    ],
-    ids=["plain", "packing", "lora", "frozen"],
-)
-def test_a_resumed_run_has_the_losses_and_the_weights_of_one_that_was_never_interrupted(config_for, options):
-    assert_resumes(config_for, 2, finetune, max_steps=5, **options)
+@pytest.mark.parametrize("case", by_default(["packing", "lora"], RESUMED))
+def test_a_resumed_run_has_the_losses_and_the_weights_of_one_that_was_never_interrupted(config_for, case):
+    assert_resumes(config_for, 2, finetune, max_steps=4, **RESUMED[case])
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -365,12 +341,6 @@ def test_chapters_train_with_the_losses_of_their_routers_and_their_bank_can_be_k
     assert all(name.endswith("bank") for name in kept)
 
 
-def test_data_without_an_answer_is_refused_and_writes_nothing(config_for, base, tmp_path):
-    with refused("row 1 of .* has no answer; expected a message of the assistant"):
-        finetune(config_for(model=base(), data=write_rows(tmp_path / "rows.jsonl", [{"messages": chat(1)[:1]}])))
-    assert not (tmp_path / "out" / "config.json").exists()
-
-
 def test_named_texts_are_measured(config_for, tmp_path):
     texts = {}
     for name, words in (("one", "it is 1 "), ("two", "say 22 ")):
@@ -387,11 +357,8 @@ def test_named_texts_are_measured(config_for, tmp_path):
 @pytest.mark.product
 @pytest.mark.parametrize("packing", [False, True])
 def test_two_processes_fine_tune_as_one(packing, base, chats, tmp_path):
-    """Sequences differ in how many of their tokens are labelled, so losses are weighted by these over both.
-
-    Keys have gradients of 1e-8 while values are near zero, and AdamW by its default epsilon would make whole steps of how
-    the sums of one and two processes are rounded.
-    """
+    """Sequences differ in how many of their tokens are labelled, so losses are weighted by these over both."""
+    # Keys have gradients of 1e-8 while values are near zero: by the default epsilon, AdamW would make steps of how sums are rounded.
     one, two = tmp_path / "one", tmp_path / "two"
     options = {"max_steps": 3, "packing": packing, "max_length": 126, "logging_steps": 1, "adam_epsilon": 1e-4}
     config = sft_config(base("llama", True), chats, one, per_device_train_batch_size=4, **options)
@@ -399,7 +366,9 @@ def test_two_processes_fine_tune_as_one(packing, base, chats, tmp_path):
     recipe.write_text(yaml.safe_dump(config.recorded()))
     finetune(config)
     script = Path(__file__).with_name("midus_sft.py")
-    run = run_ranks(script, recipe, "--per_device_train_batch_size=2", f"--output_dir={two}")
+    # The record leaves out what is false, where a device that computes bfloat16 has it by default.
+    words = ["--bf16=false", "--per_device_train_batch_size=2", f"--output_dir={two}"]
+    run = run_ranks(script, recipe, *words)
     assert run.returncode == 0, run.stderr
     assert logged(two) == pytest.approx(logged(one), rel=1e-5) and len(logged(one)) == 3
     assert_close_weights(one, two)

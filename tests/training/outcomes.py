@@ -41,12 +41,7 @@ def by_step(output: Path, name: str) -> dict[int, Any]:
 
 
 def exact_log(output: Path, name: str = "epoch") -> list[dict[str, Any]]:
-    """Return what a log says of the computation, without its last event and how long anything took.
-
-    Args:
-        output: Folder of the run.
-        name: What events must have: `loss` leaves those of evaluations out.
-    """
+    """Return what a log says of the computation, without its last event and times; `loss` leaves evaluations out."""
     of_steps = [event for event in events(output, name) if not {"total_flos", "trained_parameters"} & event.keys()]
     return [{key: value for key, value in event.items() if key not in OF_TIME} for event in of_steps]
 
@@ -107,17 +102,7 @@ def as_it_was_at(step: int, whole: Path, output: Path) -> Path:
 def assert_resumes(
     config_for: Callable[..., TrainArguments], step: int, train: Callable = train, **options: Any
 ) -> Path:
-    """Compare a run that nobody disturbed with one that was killed behind a checkpoint and resumed.
-
-    Args:
-        config_for: Gives the options of a run by the name of its output.
-        step: Of the checkpoint.
-        train: Trains by such options.
-        options: Of both runs.
-
-    Returns:
-        The output of the resumed run.
-    """
+    """Compare a run that nobody disturbed with one that was killed behind a checkpoint and resumed; return the output of this one."""
     options = {"save_steps": step, "save_total_limit": None, **options}
     whole = Path(train(config_for("whole", **options)).output)
     parts = as_it_was_at(step, whole, whole.with_name("parts"))

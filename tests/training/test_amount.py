@@ -29,6 +29,11 @@ def lettered(tmp_path_factory):
     return save_upscaled("llama", tmp_path_factory.mktemp("lettered"), tokenizer=letter_tokenizer())
 
 
+def words_of(texts, model, output) -> list[str]:
+    """What the command is told of a short run."""
+    return [str(texts), f"--model={model}", f"--output={output}", "--sequence_length=60", "--bf16=false"]
+
+
 def test_every_fact_of_a_glossary_is_read_in_a_hundred_steps(lettered, tmp_path, monkeypatch, capsys):
     read: list[list[int]] = []
     step = MemoryTrainer.training_step
@@ -44,24 +49,17 @@ def test_every_fact_of_a_glossary_is_read_in_a_hundred_steps(lettered, tmp_path,
     tokens = [token for text in glossary() for token in [*letter_tokenizer()(text)["input_ids"], 2]]
     whole, rest = divmod(len(tokens), 60)
     assert rest > 0.01 * len(tokens)
-    words = [
-        str(texts),
-        "--model",
-        str(lettered),
-        "--output",
-        str(tmp_path / "out"),
-        "--sequence_length=60",
-        "--bf16=false",
-    ]
+    words = words_of(texts, lettered, tmp_path / "out")
     assert main(words) == 0
     out, err = capsys.readouterr()
     epochs = math.ceil(100 / math.ceil((whole + 1) / 4))
     assert "num_train_epochs=3 (more for fewer than 100 steps)" in err and " few," not in err
     steps = epochs * math.ceil((whole + 1) / 4)
-    assert (
+    said = (
         f"corpus: {len(tokens):,} of {len(tokens):,} tokens are read, in {whole + 1} sequences of 60, the last filled up; "
         f"{steps} steps ({steps * 4 / (whole + 1):.3g} times each); num_train_epochs={epochs}, for 100 steps\n"
-    ) in out
+    )
+    assert said in out
     expected = [tokens[begin : begin + 60] for begin in range(0, len(tokens), 60)]
     assert sorted(read) == sorted(expected * epochs)
     assert f"num_train_epochs: {epochs}\n" in (tmp_path / "out" / "train_config.yaml").read_text()
@@ -70,17 +68,8 @@ def test_every_fact_of_a_glossary_is_read_in_a_hundred_steps(lettered, tmp_path,
 def test_a_run_whose_epochs_are_chosen_is_resumed_by_the_same_words(lettered, tmp_path, monkeypatch):
     texts = tmp_path / "texts.txt"
     texts.write_text(" ".join(glossary()))
-    words = [
-        str(texts),
-        "--model",
-        str(lettered),
-        "--output",
-        str(tmp_path / "out"),
-        "--sequence_length=60",
-        "--bf16=false",
-    ]
+    words = [*words_of(texts, lettered, tmp_path / "out"), "--save_steps=18"]
     monkeypatch.setattr("midus_hf.cli.train._LEAST_STEPS", 20)
-    words += ["--save_steps=18"]
     assert main(words) == 0
     first = logged(tmp_path / "out")
     assert len(first) == 20
@@ -89,29 +78,25 @@ def test_a_run_whose_epochs_are_chosen_is_resumed_by_the_same_words(lettered, tm
 
 
 @pytest.mark.parametrize(
-    ("keys", "line"),
+    ("keys", "steps", "line"),
     [
-        ({"max_steps": 3}, "3 steps are few, in which a model learns little: raise max_steps\n"),
+        ({"max_steps": 3}, "3 steps (8% of the sequences)", "3 steps are few, in which a model learns little: raise max_steps\n"),
         (
             {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 20},
+            "2 steps (1.05 times each)",
             "2 steps are few, in which a model learns little: num_train_epochs=50 takes at least 100\n",
         ),
-        ({"max_steps": 30}, None),
+        ({"max_steps": 30}, "30 steps (79% of the sequences)", None),
     ],
-)
-def test_few_steps_are_said_with_what_gives_more(keys, line, config_for, capsys):
+)  # fmt: skip
+def test_few_steps_are_said_with_what_gives_more(keys, steps, line, config_for, capsys):
     train(config_for(**keys))
     out, err = capsys.readouterr()
     assert err.endswith(line) if line else "few" not in err
     read = (
         "corpus: 1,216 of 1,220 tokens are read, in 76 sequences of 16; the last 4 fill no sequence and are dropped; "
     )
-    share = {
-        3: "3 steps (8% of the sequences)",
-        -1: "2 steps (1.05 times each)",
-        30: "30 steps (79% of the sequences)",
-    }
-    assert f"{read}{share[keys['max_steps']]}\n" in out
+    assert f"{read}{steps}\n" in out
 
 
 @pytest.mark.parametrize("keys", [{}, {"document_mask": True}], ids=str)

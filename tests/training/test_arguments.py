@@ -76,13 +76,14 @@ def test_paths_below_the_home_folder_are_read_and_recorded_by_a_tilde(monkeypatc
 def test_no_form_of_arguments_shows_a_secret_and_a_copy_keeps_it():
     read = from_mapping(TrainArguments, {**NEEDED, "hub_token": "opensesame", "run_name": "hf_Planted0Planted1"})
     read.fsdp_config = {"api_key": "opensesame"}
-    for shown in (
+    shapes = (
         str(read),
         repr(read),
         repr(read.recorded()),
         read.to_json_string(),
         repr(pickle.loads(pickle.dumps(read))),
-    ):
+    )
+    for shown in shapes:
         assert "<hidden>" in shown and "opensesame" not in shown and "Planted" not in shown
     assert copy.copy(read).hub_token == "opensesame"
 
@@ -127,10 +128,7 @@ def test_a_flag_gives_a_value_of_the_type_of_its_key(flags, key, expected, recip
         (["--value_schedule", "4x"], "argument --value_schedule/--value-schedule: invalid choice: '4x'"),
         (["--trainable", "[buffer]"], "trainable[0] is 'buffer'; expected a whole number or 'key' or"),
         (["--adapters", "{r: 1, r: 2}"], "--adapters has 'r' twice, in lines 1 and 1"),
-        (
-            ["--max_step", "9"],
-            "'--max_step' is no key; expected --KEY VALUE (KEY: VALUE in a recipe). See 'midus train --help'.",
-        ),
+        (["--max_step", "9"], "'--max_step' is no key; expected --KEY VALUE (KEY: VALUE in a recipe). See 'midus train --help'."),
         (["--lr", "null"], "'--lr' is no key"),
         (["--seed", "null"], "seed is None; expected a whole number."),
         (["--trainable", "null"], "trainable is None; expected 'auto', 'new', 'all', or a list such as [3, 7]."),
@@ -138,7 +136,7 @@ def test_a_flag_gives_a_value_of_the_type_of_its_key(flags, key, expected, recip
         (["--seed", "1", "2"], "'2' is no value of a key; expected --KEY VALUE."),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_flag_that_says_nothing_is_refused(flags, message, recipe):
     with refused(re.escape(message)):
         read_arguments("train", [str(recipe), *flags])

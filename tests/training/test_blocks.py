@@ -11,7 +11,7 @@ from processes.warm import run_ranks
 from tiny import save_tiny_model
 from training.block_runs import LEAVES, TYPES, assert_same_blocks, bank_of, save_fetching
 from training.outcomes import assert_resumes, logged, moved, weights
-from training.tiny_run import document, refused
+from training.tiny_run import best_at, document, give_held_out_losses, refused
 from training.two_processes import SCRIPT, write_recipe
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -96,6 +96,20 @@ def test_the_generic_memory_is_drawn_by_the_place_in_the_run_alone():
 def test_a_resumed_run_is_the_uninterrupted_one(blocks_for, tmp_path, changes):
     parts = assert_resumes(blocks_for, 3, **changes)
     assert_same_blocks(bank_of(tmp_path / "whole"), bank_of(parts))
+    checkpoint = tmp_path / "whole" / "checkpoint-3"
+    assert not (checkpoint / "memory_bank").exists() and not list(checkpoint.glob("model*.safetensors"))
+    names = sorted(path.name for path in checkpoint.glob("block_states/0/*"))
+    assert names == ["level-1.safetensors", "level-2.safetensors"]
+
+
+def test_the_model_of_the_best_step_comes_with_the_blocks_of_that_step(blocks_for, tmp_path, monkeypatch):
+    give_held_out_losses(monkeypatch, best_at(4))
+    texts = held_out_rows(tmp_path / "held_out.jsonl", [0] * 3)
+    best = {"save_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1, "lr_scheduler_type": "constant"}
+    train(blocks_for(eval_text=str(texts), eval_steps=2, **best))
+    monkeypatch.undo()
+    train(blocks_for("four", max_steps=4, lr_scheduler_type="constant"))
+    assert_same_blocks(bank_of(tmp_path / "out"), bank_of(tmp_path / "four"))
 
 
 def test_accumulated_gradients_are_those_of_one_batch(blocks_for, tmp_path):
@@ -171,14 +185,9 @@ def test_one_block_of_each_lora_memory_trains_as_the_lora_of_peft(tmp_path):
     rank = 5
     save_tiny_model("llama", tmp_path / "0")
     for number, method in enumerate(("hier-lora-ffn", "hier-lora-vo", "hier-lora-qk")):
+        base, output = tmp_path / f"{number}", tmp_path / f"{number + 1}"
         options = {"sizes": [rank], "branching": 2, "layers": "all"}
-        upscale(
-            base=tmp_path / f"{number}",
-            method=method,
-            output=tmp_path / f"{number + 1}",
-            options=options,
-            verify=False,
-        )
+        upscale(base=base, method=method, output=output, options=options, verify=False)
     model, base = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("3", "0"))
     set_trainable(model, "new")
     adapted = get_peft_model(base, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))

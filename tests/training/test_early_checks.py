@@ -3,9 +3,10 @@
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 
 import pytest
-from commands.installed import run_alone
 from training.tiny_run import refused
 
 from midus_hf.cli.train import main
@@ -79,53 +80,77 @@ def test_columns_of_small_files_are_read(name, content, columns, tmp_path):
     assert small_columns(str(tmp_path / name)) == columns
 
 
-@pytest.fixture
-def room(tmp_path):
-    """A folder with what a request names."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "notes.txt").touch()
-    (tmp_path / "recipe.yaml").write_text("max_steps: 2\n")
-    (tmp_path / "misspelt.yaml").write_text("max_step: 2\n")
-    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "a"}))
-    (tmp_path / "wrong.jsonl").write_text(json.dumps({"txt": "a"}))
-    return tmp_path
-
-
 MODEL, CORPUS, CHATS = "--model_name_or_path=model", "--corpus=texts.jsonl", "--dataset_name=texts.jsonl"
+MISTAKES = [
+    ("train", ["recipe.yaml", MODEL, CORPUS, "--max_step=1"], "'--max_step' is no key; expected --KEY VALUE (KEY: VALUE in a "),
+    ("train", ["recipe.yaml", "max_steps=1", MODEL, CORPUS], "'max_steps' is no key; expected --KEY VALUE (KEY: VALUE in a rec"),
+    ("train", ["misspelt.yaml", MODEL, CORPUS], "'max_step' is no key; expected --KEY VALUE (KEY: VALUE in a recipe)"),
+    ("train", ["recipe.yaml", CORPUS], "config has no 'model_name_or_path'; set it in the recipe, or by --model."),
+    ("train", ["recipe.yaml", MODEL], "config has no 'corpus'; set it in the recipe, or by --corpus."),
+    ("train", ["recipe.yaml", MODEL, "--corpus=no.txt"], "corpus is 'no.txt', which does not exist; expected a file"),
+    ("train", ["texts.jsonl", "--model", "./no", "--output", "o"], "model_name_or_path is './no', which does not exist"),
+    ("train", ["recipe.yaml", MODEL, CORPUS, "--output_dir=full"], "output_dir is 'full', which holds notes.txt; choose an"),
+    ("train", ["recipe.yaml", MODEL, CORPUS, "--output_dir=model/x"], "output_dir is 'model/x', which lies in the model_na"),
+    ("train", ["recipe.yaml", MODEL, "--corpus=wrong.jsonl"], "corpus 'wrong.jsonl' has no column 'text', only txt; set te"),
+    ("train", ["recipe.yaml", CORPUS, "--model=absent/model"], "model_name_or_path is 'absent/model', which is no folder here, and"),
+    ("train", ["notes"], "--output is missing; run 'midus train TEXTS --model MODEL --output DIR', or give a recipe, a .yaml"),
+    ("train", ["notes", "--output", "o"], "config has no 'model_name_or_path'; set it in the recipe, or by --model."),
+    ("train", ["./model"], "'./model' is a model, and texts are expected; run 'midus train TEXTS --model"),
+    ("train", ["corpus=notes", "--model", "model", "--output", "o"], "corpus is 'corpus=notes', which does not exist"),
+    ("train", ["nowhere/x.txt", "--model", "model", "--output", "o"], "corpus is 'nowhere/x.txt', which does not exist"),
+    ("train", ["notes", "--lr", "1e-4", "--model", "m", "--output", "o"], "'--lr' is no key; expected --KEY VALUE (KEY: VALUE"),
+    ("train", ["notes", "--corpus", "other"], "corpus is given twice, by 'notes' and by --corpus; expected it once. Leave"),
+    ("train", ["absent.yaml"], "config is 'absent.yaml', which cannot be read"),
+    ("sft", ["recipe.yaml", MODEL, CHATS, "--max_lenght=1"], "'--max_lenght' is no key; expected --KEY VALUE (KEY: VALUE in a "),
+    ("sft", ["recipe.yaml", MODEL, CHATS], "dataset_name is 'texts.jsonl', whose rows have text; expected the columns o"),
+    ("sft", ["recipe.yaml", MODEL], "config has no 'dataset_name'; set it in the recipe, or by --dataset_name."),
+    ("eval", ["model", "--text", "no.txt"], "text is 'no.txt', which does not exist; expected a file, a folder or a da"),
+    ("eval", ["model", "--text", "wrong.jsonl"], "text 'wrong.jsonl' has no column 'text', only txt; set text_column"),
+    ("cluster build", ["--output", "t", "--corpus", "wrong.jsonl", "--embedding-model", "model", "--tokenizer", "model"],
+     "corpus 'wrong.jsonl' has no column 'text'"),
+    ("cluster build", ["--output", "t", "--corpus", "texts.jsonl", "--embedding-model", "no/x", "--tokenizer", "t"],
+     "embedding model is 'no/x', which is no folder here, and the Hub cannot be reached"),
+]  # fmt: skip
+ASKED = """
+import contextlib, io, json, sys
+from midus_hf.cli import entry_points
+
+endings = []
+for words in json.loads(sys.argv[1]):
+    sys.argv, said = ["midus", *words], [io.StringIO(), io.StringIO()]
+    with contextlib.redirect_stdout(said[0]), contextlib.redirect_stderr(said[1]):
+        try:
+            status = entry_points.midus()
+        except SystemExit as stopped:
+            status = stopped.code
+    imported = [name for name in ("torch", "transformers", "datasets", "trl") if name in sys.modules]
+    endings.append([status, *(each.getvalue() for each in said), imported])
+print(json.dumps(endings))
+"""
 
 
-@pytest.mark.parametrize(
-    ("command", "words", "message"),
-    [
-        ("train", ["recipe.yaml", MODEL, CORPUS, "--max_step=1"], "'--max_step' is no key; expected --KEY VALUE (KEY: VALUE in a "),
-        ("train", ["recipe.yaml", "max_steps=1", MODEL, CORPUS], "'max_steps' is no key; expected --KEY VALUE (KEY: VALUE in a rec"),
-        ("train", ["misspelt.yaml", MODEL, CORPUS], "'max_step' is no key; expected --KEY VALUE (KEY: VALUE in a recipe)"),
-        ("train", ["recipe.yaml", CORPUS], "config has no 'model_name_or_path'; set it in the recipe, or by --model."),
-        ("train", ["recipe.yaml", MODEL], "config has no 'corpus'; set it in the recipe, or by --corpus."),
-        ("train", ["recipe.yaml", MODEL, "--corpus=no.txt"], "corpus is 'no.txt', which does not exist; expected a file"),
-        ("train", ["texts.jsonl", "--model", "./no", "--output", "o"], "model_name_or_path is './no', which does not exist"),
-        ("train", ["recipe.yaml", MODEL, CORPUS, "--output_dir=full"], "output_dir is 'full', which holds notes.txt; choose an"),
-        ("train", ["recipe.yaml", MODEL, CORPUS, "--output_dir=model/x"], "output_dir is 'model/x', which lies in the model_na"),
-        ("train", ["recipe.yaml", MODEL, "--corpus=wrong.jsonl"], "corpus 'wrong.jsonl' has no column 'text', only txt; set te"),
-        ("sft", ["recipe.yaml", MODEL, CHATS, "--max_lenght=1"], "'--max_lenght' is no key; expected --KEY VALUE (KEY: VALUE in a "),
-        ("sft", ["recipe.yaml", MODEL, CHATS], "dataset_name is 'texts.jsonl', whose rows have text; expected the columns o"),
-        ("sft", ["recipe.yaml", MODEL], "config has no 'dataset_name'; set it in the recipe, or by --dataset_name."),
-        ("eval", ["model", "--text", "no.txt"], "text is 'no.txt', which does not exist; expected a file, a folder or a da"),
-        ("eval", ["model", "--text", "wrong.jsonl"], "text 'wrong.jsonl' has no column 'text', only txt; set text_column"),
-        ("cluster build", ["--output", "t", "--corpus", "wrong.jsonl", "--embedding-model", "model", "--tokenizer", "model"],
-         "corpus 'wrong.jsonl' has no column 'text'"),
-        ("cluster build", ["--output", "t", "--corpus", "texts.jsonl", "--embedding-model", "no/x", "--tokenizer", "t"],
-         "embedding model is 'no/x', which is no folder here, and the Hub cannot be reached"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_mistake_is_told_before_libraries_are_imported(command, words, message, room):
-    unimported = "print([name for name in ('torch', 'transformers', 'datasets', 'trl') if name in sys.modules])"
-    done = run_alone(f"midus {command}", words, unimported, room)
-    assert (done.returncode, done.stdout) == (2, "[]\n"), done.stderr
-    assert done.stderr.startswith(f"midus {command}: {message}") and len(done.stderr.splitlines()) == 1
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory) -> list[list]:
+    """How each mistake ends, one behind the other in one process: its status, what it prints, and what is imported by then."""
+    room = tmp_path_factory.mktemp("room")
+    for folder, file, content in (("model", "config.json", "{}"), ("full", "notes.txt", "")):
+        (room / folder).mkdir()
+        (room / folder / file).write_text(content)
+    for file, content in (("recipe.yaml", "max_steps: 2\n"), ("misspelt.yaml", "max_step: 2\n")):
+        (room / file).write_text(content)
+    for file, column in (("texts.jsonl", "text"), ("wrong.jsonl", "txt")):
+        (room / file).write_text(json.dumps({column: "a"}))
+    requests = json.dumps([[*command.split(), *words] for command, words, _ in MISTAKES])
+    line = [sys.executable, "-c", ASKED, requests]
+    return json.loads(subprocess.run(line, cwd=room, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.parametrize("number", range(len(MISTAKES)), ids=lambda number: f"{number} {MISTAKES[number][0]}")
+def test_a_mistake_is_told_before_libraries_are_imported(number, endings):
+    command, _, message = MISTAKES[number]
+    status, out, err, imported = endings[number]
+    assert (status, out, imported) == (2, "", []), err
+    assert err.startswith(f"midus {command}: {message}") and len(err.splitlines()) == 1
 
 
 def test_kernels_that_do_nothing_for_a_model_are_refused(config_for):
@@ -140,10 +165,8 @@ def test_kernels_that_do_nothing_for_a_model_are_refused(config_for):
 def test_a_hub_that_cannot_be_asked_for_a_repository_is_told_in_one_line(words, tmp_path, capsys):
     assert main([*words, "--push_to_hub=true", "--hub_model_id=me/model"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        line.startswith(
-            "midus train: push_to_hub is true, and the Trainer makes a repository: the Hub cannot be asked ("
-        )
-        and "upload the folder later" in line
+    assert line.startswith(
+        "midus train: push_to_hub is true, and the Trainer makes a repository: the Hub cannot be asked ("
     )
+    assert "offline" in line and "upload the folder later" in line
     assert not (tmp_path / "out").exists()

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from training.tiny_run import refused
 from transformers import AutoModelForCausalLM, TrainerState
 
 from midus_hf.cli.train import main
@@ -39,12 +38,6 @@ def test_a_card_that_is_no_utf8_keeps_its_bytes(model, config_for, tmp_path):
     train(config_for(model=model, max_steps=1))
     saved = (tmp_path / "out" / "README.md").read_bytes()
     assert saved.startswith(CARD.encode("latin-1") + b"\n## Trained with\n")
-
-
-def test_a_hub_that_cannot_be_reached_is_refused_before_training(config_for, tmp_path):
-    with refused("push_to_hub is true, and the Trainer makes a repository: the Hub cannot be asked .*offline"):
-        TrainingRun(config_for(max_steps=1, push_to_hub=True, hub_model_id="me/x"))
-    assert not (tmp_path / "out").exists()
 
 
 def test_files_that_fail_at_the_end_leave_a_model_that_loads_and_are_named(

@@ -87,39 +87,23 @@ WORDS = "expected 'auto', 'new', 'all', a list of layer indices, or one of roles
     ("kind", "options", "message"),
     [
         *(
-            (
-                "native",
-                {"upscale": record, "trainable": "auto"},
-                "and this llama model is a base, not an upscaled model: ",
-            )
+            ("native", {"upscale": record, "trainable": "auto"}, "and this llama model is a base, not an upscaled model: ")
             for record in (None, {}, {"method": "x"}, {"trainable": ["new"]})
         ),
         *(
-            (
-                "native",
-                {"trainable": layers},
-                f"is {layers}; expected layers of this llama model (0 <= layer < 6), at least one",
-            )
+            ("native", {"trainable": layers}, f"is {layers}; expected layers of this llama model (0 <= layer < 6), at least one")
             for layers in ([], [3, 1, 3, 1], [1, 6], [-1, 2])
         ),
         *(
             ("upscaled", {"upscale": record, "trainable": "new"}, "or set trainable: all")
             for record in (None, {}, {"new_layers": []})
         ),
-        (
-            "upscaled",
-            {"upscale": {"new_layers": [1, 6]}, "trainable": "new"},
-            "names [6], which the model does not have.",
-        ),
+        ("upscaled", {"upscale": {"new_layers": [1, 6]}, "trainable": "new"}, "names [6], which the model does not have."),
         *(
             ("upscaled", {"trainable": trainable}, f"trainable is {trainable!r}; {WORDS}")
             for trainable in ("none", None, 3, [True], ["3"])
         ),
-        (
-            "upscaled",
-            {"trainable": ["router"]},
-            "is ['router'], but the new memories of this midus_llama model have no",
-        ),
+        ("upscaled", {"trainable": ["router"]}, "is ['router'], but the new memories of this midus_llama model have no"),
         (
             "upscaled",
             {"trainable": "new", "frozen": ["router"]},
@@ -137,7 +121,7 @@ WORDS = "expected 'auto', 'new', 'all', a list of layer indices, or one of roles
         ),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_cannot_train_is_refused(kind, options, message, load):
     model = load(kind, **{key: value for key, value in options.items() if key == "upscale"})
     with refused(re.escape(message)):

@@ -75,9 +75,9 @@ def test_weights_follow_from_the_seed(begun):
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(begun):
-    assert_resumes(begun, 10)
+    assert_resumes(begun, 2, max_steps=4)
     with refused(r"seed is 5, but the run to resume has 'its default'; give the same"):
-        train(begun("parts", save_steps=10, save_total_limit=None, resume_from_checkpoint=True, seed=5))
+        train(begun("parts", max_steps=4, save_steps=2, save_total_limit=None, resume_from_checkpoint=True, seed=5))
 
 
 def test_the_card_names_no_base_and_no_local_path(begun, tmp_path):
@@ -118,21 +118,12 @@ def test_listed_layers_alone_may_train(begun):
             {"config_name": "absent.json"},
             r"config_name is 'absent\.json'; expected the file, folder or Hub id of a language model's config",
         ),
-        (
-            {"config_name": "./absent"},
-            r"config_name is '\./absent'; expected the file, folder or Hub id of a language",
-        ),
-        (
-            {"tokenizer_name": "./absent"},
-            r"tokenizer_name is '\./absent'; expected the folder or Hub id of a tokenizer: ",
-        ),
-        (
-            {"attn_implementation": "none_such"},
-            "Specified `attn_implementation=.none_such.` is not supported",
-        ),
+        ({"config_name": "./absent"}, r"config_name is '\./absent'; expected the file, folder or Hub id of a language"),
+        ({"tokenizer_name": "./absent"}, r"tokenizer_name is '\./absent'; expected the folder or Hub id of a tokenizer: "),
+        ({"attn_implementation": "none_such"}, "Specified `attn_implementation=.none_such.` is not supported"),
         ({"sequence_length": 999}, "sequence_length is 999, but the model has positions for 128 tokens"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_loaded_is_refused_in_one_line(changes, message, begun, tmp_path):
     with refused(message) as refusal:
         TrainingRun(begun(**changes))

@@ -76,10 +76,8 @@ def test_the_command_tells_how_to_go_on_and_has_no_traceback(number, status, wor
     saved = last_checkpoint(tmp_path / "out")
     step = int(saved.name.rpartition("-")[2])
     err = capfd.readouterr().err
-    assert (
-        err.splitlines()[-1]
-        == f"midus train: interrupted after step {step:,}; --resume_from_checkpoint true goes on from {saved}"
-    )
+    line = f"midus train: interrupted after step {step:,}; --resume_from_checkpoint true goes on from {saved}"
+    assert err.splitlines()[-1] == line
     assert HINT in err and "Traceback" not in err
 
 

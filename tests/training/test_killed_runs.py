@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairs import by_default
 from processes.warm import run_warm
 from safetensors.torch import load_file
 from training.block_runs import bank_of
@@ -17,21 +18,20 @@ from midus_hf.training.checkpoints import checkpoints_in, damage_of
 
 HELPER = Path(__file__).with_name("killed_runs.py")
 STATE, BANK = "block_states/0", "memory_bank/hier-ffn"
-# Where runs are killed, each a resumption of the one before it.
+# Where runs are killed, each a resumption of the one before it; those of a checkpoint are of the run that goes on from checkpoint 2.
+STEP, MANIFEST = ("step", "", 3), ("os.rename", "checkpoint-4/.manifest.json.midus-partial", 1)
+IN_A_CHECKPOINT = [
+    *(("os.mkdir", "checkpoint-4", 1), ("os.mkdir", f"checkpoint-4/{STATE}", 1)),
+    ("open", "checkpoint-4/trainer_state.json", 1),
+]
+REMOVAL = ("shutil.rmtree", "checkpoint-2", 1)
+OF_THE_MODEL = [
+    ("os.rename", f".partial_model/{BANK}/.level-1.safetensors.midus-partial", 1),
+    ("os.rename", ".partial_model/memory_bank", 1),
+]
 KILLS = {
-    "steps-and-checkpoints": [
-        ("step", "", 3),
-        # Of the run that goes on from checkpoint 2.
-        ("os.mkdir", "checkpoint-4", 1),
-        ("os.mkdir", f"checkpoint-4/{STATE}", 1),
-        ("open", "checkpoint-4/trainer_state.json", 1),
-        ("os.rename", "checkpoint-4/.manifest.json.midus-partial", 1),
-    ],
-    "the-end": [
-        ("shutil.rmtree", "checkpoint-2", 1),
-        ("os.rename", f".partial_model/{BANK}/.level-1.safetensors.midus-partial", 1),
-        ("os.rename", ".partial_model/memory_bank", 1),
-    ],
+    "steps-and-checkpoints": by_default([STEP, MANIFEST], [STEP, *IN_A_CHECKPOINT, MANIFEST]),
+    "the-end": by_default(OF_THE_MODEL, [REMOVAL, *OF_THE_MODEL]),
 }
 
 
@@ -53,14 +53,8 @@ def runs(fetching, assigned, tmp_path_factory):
     list_ = [asked("whole", "--save_total_limit=null")]
     for name, kills in KILLS.items():
         for number, kill in enumerate(kills):
-            list_.append(
-                asked(
-                    name,
-                    f"--resume_from_checkpoint={'true' if number else 'false'}",
-                    kill=kill,
-                    copy=f"{name}-{number}",
-                )
-            )
+            resumes = f"--resume_from_checkpoint={'true' if number else 'false'}"
+            list_.append(asked(name, resumes, kill=kill, copy=f"{name}-{number}"))
         list_.append(asked(name, "--resume_from_checkpoint=true"))
     roots = os.pathsep.join(map(str, HELPER.parents[1:3]))
     process = run_warm(HELPER.read_text(encoding="utf-8"), json.dumps(list_), PYTHONPATH=roots)
@@ -116,11 +110,8 @@ def test_a_killed_run_leaves_whole_checkpoints_and_no_bank_that_is_not_whole(run
         for level in layout.levels:
             for index in bank.written(level):
                 bank.block(level, index)
-        for level in layout.levels:
-            name = f"level-{level}.safetensors"
-            assert (folder / name).read_bytes() == (runs / "whole" / BANK / name).read_bytes(), (
-                "a bank that opens has all of its blocks"
-            )
+            name = f"level-{level}.safetensors"  # a bank that opens has all of its blocks
+            assert (folder / name).read_bytes() == (runs / "whole" / BANK / name).read_bytes()
     assert complete_checkpoints(runs / left)
     for step in complete_checkpoints(runs / left):
         assert_same_state(runs / left / f"checkpoint-{step}", runs / "whole" / f"checkpoint-{step}")

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from training.tiny_run import tiny_tokenizer
+from training.tiny_run import refused, tiny_tokenizer
 
 from midus_hf.config.fetched_blocks import BankLayout, FetchedBlocks
 
@@ -83,7 +83,7 @@ def test_a_remainder_that_predicts_nothing_is_left_out(count, apart):
 
 
 def test_a_model_without_banks_is_refused():
-    with pytest.raises(ValueError, match="path_column is 'path', but the model has no memory that fetches blocks"):
+    with refused("path_column is 'path', but the model has no memory that fetches blocks"):
         checked_paths(rows(), {}, "path")
 
 
@@ -99,5 +99,5 @@ def test_a_model_without_banks_is_refused():
 def test_paths_of_another_tree_are_refused(path, message):
     banks = {"hier-ffn": BankLayout("hier-ffn", (0,), FetchedBlocks(2, ({},) * 2))}
     checked_paths(rows([[-1, -1], [1, 2]] * 3), banks, "path")
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         checked_paths(rows([path] * 6), banks, "path")

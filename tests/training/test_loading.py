@@ -3,6 +3,7 @@
 import re
 import shutil
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -13,17 +14,22 @@ from midus_hf.training.loading import check_sequence_length
 from midus_hf.training.run import train
 
 
+def without_values(model: Path) -> None:
+    """Take a tensor of a memory out of the weights of a model."""
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.1.memory.value_bank"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (lambda model: (model / "config.json").unlink(), "expected the folder or Hub id of a language model: "),
         (lambda model: (model / "config.json").write_text("{"), "expected the folder or Hub id of a language model: "),
         (lambda model: (model / "model.safetensors").unlink(), "expected the folder or Hub id of a language model: "),
-        (
-            lambda model: (model / "model.safetensors").write_bytes(b"torn"),
-            "expected the folder or Hub id of a language model: ",
-        ),
+        (lambda model: (model / "model.safetensors").write_bytes(b"torn"), "expected the folder or Hub id of a language model: "),
         (lambda model: [path.unlink() for path in model.glob("tokenizer*")], "which has no tokenizer that loads: "),
+        (without_values, r"whose checkpoint lacks 1 of its tensors, such as model.layers.1.memory.value_bank"),
         *(
             (
                 lambda model, name=name: (model / name).write_text("version https://git-lfs.github.com/spec/v1\n"),
@@ -33,28 +39,18 @@ from midus_hf.training.run import train
         ),
     ],
     ids=[
-        *("no_config", "torn_config", "no_weights", "torn_weights", "no_tokenizer"),
+        *("no_config", "torn_config", "no_weights", "torn_weights", "no_tokenizer", "a_tensor_less"),
         *("pointer_to_config", "pointer_to_weights", "pointer_to_tokenizer"),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_cannot_be_loaded_is_refused(upscaled, config_for, tmp_path, spoil, message):
     model = tmp_path / "model"
     shutil.copytree(upscaled("llama"), model)
     spoil(model)
-    with refused(f"^model_name_or_path is '{re.escape(str(model))}'.*{message}") as refusal:
+    with refused(f"^model(_name_or_path)? is '{re.escape(str(model))}'.*{message}") as refusal:
         train(config_for(model=model))
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_weights_that_lack_a_tensor_are_refused(upscaled, config_for, tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(upscaled("llama"), model)
-    tensors = load_file(model / "model.safetensors")
-    del tensors["model.layers.1.memory.value_bank"]
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with refused(r"whose checkpoint lacks 1 of its tensors, such as model.layers.1.memory.value_bank"):
-        train(config_for(model=model))
 
 
 def test_a_base_without_the_layers_that_are_to_train_is_refused_before_its_weights_are_read(
@@ -85,11 +81,7 @@ OF_TABLES = "no memory of this model reads few rows of a large table; expected o
 def test_what_a_model_cannot_do_is_refused_before_anything_is_written(
     kind, options, message, upscaled, fetching, corpus, tmp_path
 ):
-    model = {
-        "headwise": lambda: upscaled("llama"),
-        "none": lambda: None,
-        "fetching": lambda: fetching,
-    }[kind]()
+    model = {"headwise": lambda: upscaled("llama"), "none": lambda: None, "fetching": lambda: fetching}[kind]()
     with refused(message):
         train(tiny_config(model, corpus, tmp_path / "out", **options))
     assert not (tmp_path / "out").exists()
@@ -107,17 +99,11 @@ def test_a_sequence_longer_than_the_model_has_positions_for_is_refused_before_an
         (model / name).unlink()
     with refused(r"sequence_length is 129, but the model has positions for 128 tokens\. Lower "):
         train(tiny_config(model, tmp_path / "absent", tmp_path / "out", sequence_length=129))
-
-
-def test_positions_are_those_that_the_config_says():
     config = LlamaConfig(max_position_embeddings=64)
     check_sequence_length("sequence_length", 64, config)
     with refused(r"positions for 64 tokens"):
         check_sequence_length("sequence_length", 65, config)
-
-
-def test_a_model_without_positions_has_no_longest_sequence():
-    check_sequence_length("sequence_length", 1_000_000, MambaConfig())
+    check_sequence_length("sequence_length", 1_000_000, MambaConfig())  # which has none
 
 
 @pytest.mark.skipif(any(map(find_spec, ("flash_attn", "kernels"))), reason="it may be had here")

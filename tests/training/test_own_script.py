@@ -21,6 +21,11 @@ from tests.docs.snippets import take
     for piece in ("MemoryTrainer, set_trainable\n\n", "group_schedules", "SFTTrainer")
 )
 STEPS = 6
+ARGUMENTS = {
+    **{"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "weight_decay": 0.1},
+    **{"warmup_steps": 1, "lr_scheduler_type": "cosine", "use_cpu": True, "bf16": False, "logging_steps": 1},
+    **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True},
+}
 
 
 @pytest.fixture
@@ -39,22 +44,7 @@ def scene(tmp_path, monkeypatch):
             "texts": texts,
             "dataset": [{"input_ids": ids, "labels": ids} for ids in tokens],
             "collator": default_data_collator,
-            "arguments": arguments_class(
-                output_dir=str(tmp_path / "out"),
-                max_steps=STEPS,
-                per_device_train_batch_size=2,
-                learning_rate=1e-2,
-                weight_decay=0.1,
-                warmup_steps=1,
-                lr_scheduler_type="cosine",
-                use_cpu=True,
-                bf16=False,
-                logging_steps=1,
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-                **options,
-            ),
+            "arguments": arguments_class(output_dir=str(tmp_path / "out"), **ARGUMENTS, **options),
         }
 
     return make
@@ -102,7 +92,7 @@ def state(model) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("block", "trainer_class"),
     [(WITH_MEMORY_TRAINER, MemoryTrainer), (WITH_PLAIN_TRAINER, Trainer)],
-    ids=["docs", "docs-plain"],
+    ids=["own", "plain"],
 )
 def test_what_is_said_for_trainer(upscaled, scene, monkeypatch, block, trainer_class):
     settings = scene(upscaled("llama"))

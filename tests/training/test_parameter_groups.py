@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -41,27 +42,16 @@ CASES = [
             {"key_value_learning_rate": 2e-3, "value_learning_rate": rate, "value_schedule": schedule},
             [WITH_TRANSFORMS, NO_DECAY, ("keys", "keys", 2e-3, 0, "constant"), ("values", "values", lr, 0, schedule)],
         )
-        for schedule, rate, lr in (
-            ("constant", 1e-2, 1e-2),
-            ("fixed", 1e-2, 1e-2),
-            ("fixed", None, 2e-3),
-            ("4x-to-1x", None, 2e-3),
-        )
+        for schedule, rate, lr in (("constant", 1e-2, 1e-2), ("fixed", 1e-2, 1e-2), ("fixed", None, 2e-3), ("4x-to-1x", None, 2e-3))
     ),
-    (
-        {"memory_learning_rate": 2e-3},
-        [DECAY, NO_DECAY, ("memory", "transforms", 2e-3, 0.1, "fixed"), KEYS, VALUES],
-    ),
-    (
-        {"memory_keys": "weights"},
-        [("decay", "weights transforms keys", 1e-3, 0.1, "fixed"), NO_DECAY, VALUES],
-    ),
+    ({"memory_learning_rate": 2e-3}, [DECAY, NO_DECAY, ("memory", "transforms", 2e-3, 0.1, "fixed"), KEYS, VALUES]),
+    ({"memory_keys": "weights"}, [("decay", "weights transforms keys", 1e-3, 0.1, "fixed"), NO_DECAY, VALUES]),
     (
         {"memory_keys": "weights", "memory_learning_rate": 2e-3},
         [DECAY, NO_DECAY, ("memory", "keys transforms", 2e-3, 0.1, "fixed"), VALUES],
     ),
     ({"value_weight_decay": 0.1}, [WITH_TRANSFORMS, NO_DECAY, KEYS, ("values", "values", 1e-3, 0.1, "constant")]),
-]
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -111,13 +101,10 @@ QUERY_NORM, KEY_TENSORS = {"query_norm_weight", "query_norm_bias"}, {*KINDS["key
     ("rates", "expected"),
     [
         ({}, {"decay": (PROJECTION, 1e-3, 0.1), "no_decay": (QUERY_NORM, 1e-3, 0)}),
-        (
-            {"memory_learning_rate": 2e-3},
-            {"memory": (PROJECTION, 2e-3, 0.1), "memory_no_decay": (QUERY_NORM, 2e-3, 0)},
-        ),
+        ({"memory_learning_rate": 2e-3}, {"memory": (PROJECTION, 2e-3, 0.1), "memory_no_decay": (QUERY_NORM, 2e-3, 0)}),
     ],
     ids=["plain", "memory"],
-)
+)  # fmt: skip
 def test_what_a_memory_has_beside_keys_and_values_can_have_rates_of_its_own(rates, expected):
     """Its norms do not decay, though they have a row per head."""
     memory = build("product-key", hidden_size=8, num_heads=2, n=4, k=2, query_norm="batch")
@@ -140,6 +127,27 @@ def test_a_wrapper_that_renames_parameters_changes_no_group(model):
     inner = parameter_groups(model, Rates(learning_rate=1e-3))
     outer = parameter_groups(torch.nn.ModuleDict({"wrapped": model}), Rates(learning_rate=1e-3))
     assert [[id(p) for p in group["params"]] for group in outer] == [[id(p) for p in g["params"]] for g in inner]
+
+
+@pytest.mark.parametrize(("family", "trainable"), [("qwen2", "new"), ("gemma3", "all")])
+def test_norms_and_biases_of_a_familys_own_class_do_not_decay_and_matrices_do(
+    family, trainable, native, config_for, tmp_path
+):
+    model = AutoModelForCausalLM.from_pretrained(shutil.copytree(native(family), tmp_path / "model"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(-1)
+    model.save_pretrained(tmp_path / "model")
+    run = TrainingRun(config_for(model=tmp_path / "model", trainable=trainable, weight_decay=0.5))
+    before = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+    for parameter in run.model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    run.trainer.create_optimizer().step()
+    for name, parameter in run.model.named_parameters():
+        decays = parameter.requires_grad and "norm" not in name and not name.endswith("bias")
+        expected = before[name] * (1 - 1e-2 * 0.5) if decays else before[name]
+        assert torch.equal(parameter, expected), name
 
 
 def test_without_keys_and_values_there_is_no_group_for_them():
@@ -249,15 +257,9 @@ def arguments_of(tmp_path, **options):
 
 
 def test_a_trainer_takes_the_rates_of_its_arguments(upscaled, tmp_path):
-    arguments = arguments_of(
-        tmp_path,
-        learning_rate=1e-3,
-        memory_learning_rate=2e-3,
-        weight_decay=0.1,
-        warmup_steps=0.1,
-        lr_scheduler_type="warmup_stable_decay",
-        lr_scheduler_kwargs={"num_decay_steps": 10},
-    )
+    options = {"learning_rate": 1e-3, "memory_learning_rate": 2e-3, "weight_decay": 0.1, "warmup_steps": 0.1}
+    decays = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 10}}
+    arguments = arguments_of(tmp_path, **options, **decays)
     trainer = MemoryTrainer(AutoModelForCausalLM.from_pretrained(upscaled("llama")), arguments)
     trainer.create_optimizer_and_scheduler(num_training_steps=20)
     result = {group["name"]: group["initial_lr"] for group in trainer.optimizer.param_groups}

@@ -291,20 +291,17 @@ def test_a_small_copy_trains(name, corpus, tmp_path):
         small["num_hidden_layers"] = 2
     (tmp_path / "config.json").write_text(json.dumps(small))
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    words = {
-        "config_name": tmp_path / "config.json",
-        "tokenizer_name": tmp_path / "tokenizer",
-        "output_dir": tmp_path / "out",
+    options = {
+        **{
+            "config_name": tmp_path / "config.json",
+            "tokenizer_name": tmp_path / "tokenizer",
+            "output_dir": tmp_path / "out",
+        },
+        **{"corpus": corpus, "corpus_split": "null", "sequence_length": 16, "bf16": "false"},
+        **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 3, "logging_steps": 1},
+        **{"warmup_steps": 0.1, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": "null"},
     }
-    words |= {
-        "corpus": corpus,
-        "sequence_length": 16,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 1,
-    }
-    words |= {"max_steps": 3, "logging_steps": 1, "warmup_steps": 0.1, "bf16": "false", "corpus_split": "null"}
-    words["lr_scheduler_type"], words["lr_scheduler_kwargs"] = "cosine", "null"
-    overrides = [f"--{key}={value}" for key, value in words.items()]
+    overrides = [f"--{key}={value}" for key, value in options.items()]
     assert train(of_run(name, *overrides)).steps == 3
     assert len(logged(tmp_path / "out")) == 3
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
@@ -313,27 +310,21 @@ def test_a_small_copy_trains(name, corpus, tmp_path):
     assert all(tensor.any() for tensor in started_at_zero)
 
 
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
 QWEN2_5_0_5B = {
-    "model_type": "qwen2",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
+    **dict(zip(_SIZES, (896, 4864, 24, 14, 2, 151936), strict=True)),
+    **{"model_type": "qwen2", "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
 }
 GEMMA_3_270M = {
-    "model_type": "gemma3_text",
-    "hidden_size": 640,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 18,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "vocab_size": 262144,
-    "torch_dtype": "bfloat16",
+    **dict(zip(_SIZES, (640, 2048, 18, 4, 1, 262144), strict=True)),
+    **{"model_type": "gemma3_text", "head_dim": 256, "torch_dtype": "bfloat16"},
 }
 # Id, config, and what table 2 prints of each: millions that are fetched, billions of the bank.
 FETCHING_BASES = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pairs import by_default
 from safetensors.torch import load_file
-from tiny import FAMILIES
+from tiny import FAMILIES, WINDOW, prompt
 from training.outcomes import (
     assert_resumes,
     assert_same_run,
@@ -84,16 +84,8 @@ def test_checkpoints_hold_what_trains_and_the_optimizer_and_only_the_latest_are_
     train(config_for(save_steps=4, max_steps=12))
     folders = sorted((tmp_path / "out").glob("checkpoint-*"))
     assert [path.name for path in folders] == ["checkpoint-12", "checkpoint-8"]
-    assert sorted(path.name for path in folders[0].iterdir()) == [
-        *(
-            "manifest.json",
-            "optimizer.pt",
-            "rng_state.pth",
-            "scheduler.pt",
-            "trained.safetensors",
-            "trainer_state.json",
-        )
-    ]
+    files = "manifest.json optimizer.pt rng_state.pth scheduler.pt trained.safetensors trainer_state.json"
+    assert sorted(path.name for path in folders[0].iterdir()) == files.split()
     tensors = load_file(folders[0] / "trained.safetensors")
     assert set(tensors) == {name for name in weights(upscaled("llama")) if is_new(name)}
     model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
@@ -166,3 +158,30 @@ def test_fp32_computes_in_float32_whatever_the_checkpoint_holds(config_for, tmp_
     run.execute()
     assert {tensor.dtype for tensor in weights(tmp_path / "out").values()} == {torch.bfloat16}
     assert all(is_new(name) for name in moved(model, tmp_path / "out"))
+
+
+def test_with_a_document_mask_logits_are_those_of_each_document_alone(family, upscaled):
+    lengths = (5, 2 * WINDOW, 3)
+    model = AutoModelForCausalLM.from_pretrained(upscaled(family)).eval()
+    model.config.use_cache = False
+    with torch.no_grad():
+        for layer in (1, 4):
+            model.model.layers[layer].memory.value_bank.normal_(generator=torch.Generator().manual_seed(layer))
+    tokens = prompt(length=sum(lengths), batch=1)[0]  # [T]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    with torch.no_grad():
+        packed = model(input_ids=tokens[None], position_ids=positions[None]).logits
+        alone = torch.cat([model(input_ids=part[None]).logits for part in tokens.split(lengths)], dim=1)
+        joined = model(input_ids=tokens[None]).logits
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(joined, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_with_a_document_mask_gives_the_model_positions_and_no_cache(config_for):
+    run = TrainingRun(config_for(document_mask=True, sequence_length=122))
+    batch = next(iter(run.trainer.get_train_dataloader()))
+    assert set(batch) == {"input_ids", "labels", "position_ids"}
+    assert run.model.config.use_cache is False
+    restarts = batch["position_ids"][:, 1:] == 0
+    assert restarts.any()
+    assert torch.equal(batch["labels"][:, 1:] == -100, restarts)

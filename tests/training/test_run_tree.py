@@ -38,21 +38,14 @@ def named(assigned, path, tree):
 
 @pytest.fixture(scope="module")
 def made(fetching, assigned, tmp_path_factory):
-    """Both trees, a corpus assigned by each, and a model that was trained with the first; nobody may change them."""
+    """Both trees, a smaller one, a corpus assigned by each, and a model trained with the first; nobody may change them."""
     folder = tmp_path_factory.mktemp("trees")
     for name, tree in (("tree", TREE), ("other", OTHER)):
         tree.save(folder / name)
         named(assigned, folder / f"{name}.jsonl", tree)
-    train(
-        config_of(
-            fetching,
-            folder / "tree.jsonl",
-            folder / "model",
-            tree=str(folder / "tree"),
-            save_steps=3,
-            max_steps=3,
-        )
-    )
+    random_tree(2, 2, width=WIDTH).save(folder / "small")
+    keys = {"tree": str(folder / "tree"), "save_steps": 3, "max_steps": 3}
+    train(config_of(fetching, folder / "tree.jsonl", folder / "model", **keys))
     return folder
 
 
@@ -106,32 +99,33 @@ def test_a_model_is_asked_by_the_tree_beside_it(made, tmp_path):
     model.generate(**tokens, memory_ids=retriever.paths(["w1 w2"]), max_new_tokens=1)
 
 
-def test_a_corpus_of_another_tree_than_that_of_the_bank_is_refused(blocks_for, made, tmp_path):
-    message = (
-        f"the corpus is of the tree with the fingerprint {OTHER.fingerprint[:16]}..., and the model's bank was trained with "
-        f"{TREE.fingerprint[:16]}...; expected one tree, since a node has another topic in another tree."
-    )
-    for changes in ({}, {"trainable": "all"}, {"tree": str(made / "other")}):
-        with refused(re.escape(message)):
-            TrainingRun(blocks_for(model=made / "model", corpus=made / "other.jsonl", **changes))
+OF_ANOTHER_TREE = (
+    f"the corpus is of the tree with the fingerprint {OTHER.fingerprint[:16]}..., and the model's bank was trained with "
+    f"{TREE.fingerprint[:16]}...; expected one tree, since a node has another topic in another tree."
+)
+OF_ANOTHER_SHAPE = "has 2 levels of 2, and memory 'hier-ffn' fetches blocks by a tree of 2 levels of 3"
+
+
+@pytest.mark.parametrize(
+    ("model", "corpus", "keys", "message"),
+    [
+        *(
+            ("model", "other.jsonl", keys, re.escape(OF_ANOTHER_TREE))
+            for keys in ({}, {"trainable": "all"}, {"tree": "other"})
+        ),
+        (None, "tree.jsonl", {"tree": "other"}, rf"corpus belongs to the tree .* {TREE.fingerprint[:16]}.*, and tree .*other"),
+        (None, "tree.jsonl", {"tree": "small"}, "expected one tree"),
+        (None, None, {"tree": "small"}, OF_ANOTHER_SHAPE),
+    ],
+)  # fmt: skip
+def test_texts_and_trees_of_another_tree_are_refused(
+    model, corpus, keys, message, blocks_for, made, assigned, fetching, tmp_path
+):
+    keys = {**keys, "tree": str(made / keys["tree"])} if "tree" in keys else keys
+    paths = {"model": made / model if model else fetching, "corpus": made / corpus if corpus else assigned}
+    with refused(message):
+        TrainingRun(blocks_for(**paths, **keys))
     assert not (tmp_path / "out").exists()
-
-
-def test_a_tree_that_the_texts_do_not_name_is_refused(blocks_for, made, tmp_path):
-    config = blocks_for(corpus=made / "tree.jsonl", tree=str(made / "other"))
-    with refused(rf"corpus belongs to the tree .* {TREE.fingerprint[:16]}.*, and tree .*other"):
-        TrainingRun(config)
-    random_tree(2, 2, width=WIDTH).save(tmp_path / "small")
-    config = blocks_for(corpus=made / "tree.jsonl", tree=str(tmp_path / "small"))
-    with refused("expected one tree"):
-        TrainingRun(config)
-
-
-def test_a_tree_of_another_shape_is_refused(blocks_for, tmp_path):
-    random_tree(2, 2, width=WIDTH).save(tmp_path / "small")
-    config = blocks_for(tree=str(tmp_path / "small"))
-    with refused(r"has 2 levels of 2, and memory 'hier-ffn' fetches blocks by a tree of 2 levels of 3"):
-        TrainingRun(config)
 
 
 def test_measuring_and_asking_refuse_another_tree(made, tmp_path, capsys):

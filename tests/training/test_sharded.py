@@ -1,14 +1,16 @@
 """Two processes whose parameters FSDP2 shards train as one that has all; the trained model is a plain folder."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_multi_gpu_env
 from processes.warm import run_ranks
-from training.accelerate_configs import launched_environment
 from training.outcomes import as_it_was_at, largest_difference, logged, moved
 from training.tiny_run import refused, save_upscaled
 from training.two_processes import (
@@ -34,6 +36,21 @@ from midus_hf.training.parallel import (
 from midus_hf.training.run import TrainingRun
 
 SHARDING = Path(__file__).with_name("sharding_rank.py")
+CONFIGS = Path(__file__).parents[2] / "configs" / "accelerate"
+
+
+def launched_environment(name: str) -> dict[str, str]:
+    """The variables that `accelerate launch --config_file` sets, beside those that are there."""
+    words = ["--config_file", str(CONFIGS / f"{name}.yaml"), "script.py"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    environment = prepare_multi_gpu_env(arguments)
+    return {
+        variable: value
+        for variable, value in environment.items()
+        if variable.startswith(("ACCELERATE_", "FSDP_")) and os.environ.get(variable) != value
+    }
+
+
 ENVIRONMENT = launched_environment("fsdp2")
 
 
@@ -81,13 +98,8 @@ def test_a_sharded_run_goes_on_exactly(step, whole, tmp_path):
 @pytest.mark.product
 def test_more_processes_share_what_two_have_saved(whole, tmp_path):
     output = as_it_was_at(2, whole, tmp_path / "out")
-    words = [
-        whole.with_name("recipe.yaml"),
-        "--per_device_train_batch_size=1",
-        "--resume_from_checkpoint=true",
-        f"--output_dir={output}",
-    ]
-    run = run_ranks(SHARDING, SCRIPT, *words, processes=4, **ENVIRONMENT)
+    words = [whole.with_name("recipe.yaml"), "--per_device_train_batch_size=1", f"--output_dir={output}"]
+    run = run_ranks(SHARDING, SCRIPT, *words, "--resume_from_checkpoint=true", processes=4, **ENVIRONMENT)
     assert run.returncode == 0, run.stderr
     assert logged(output, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-5)
     assert largest_difference(output, whole) < 1e-4
@@ -98,10 +110,8 @@ def test_a_sharded_checkpoint_is_for_sharded_runs_and_a_whole_one_for_others(who
     recipe = whole.with_name("recipe.yaml")
     words = [str(recipe), "--per_device_train_batch_size=4"]
     assert main([*words, "--resume_from_checkpoint=true", f"--output_dir={whole}"]) == 2
-    assert (
-        "checkpoint-6 was saved by processes that share parameters by FSDP, and these hold whole models"
-        in capsys.readouterr().err
-    )
+    message = "checkpoint-6 was saved by processes that share parameters by FSDP, and these hold whole models"
+    assert message in capsys.readouterr().err
     assert main([*words, f"--output_dir={tmp_path / 'one'}"]) == 0
     refused = run_ranks(
         SHARDING, SCRIPT, recipe, "--resume_from_checkpoint=true", f"--output_dir={tmp_path / 'one'}", **ENVIRONMENT
@@ -218,13 +228,6 @@ def test_of_the_third_stage_a_model_is_put_together_once_and_its_tied_tensors_sa
     assert saved == [of_first, {}]
 
 
-@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
-def test_rates_of_deepspeeds_file_are_refused(section):
-    message = f"the file of DeepSpeed has a section '{section}', which would stand in place of the run's own groups and rates"
-    with refused(message):
-        sharding(**{section: {"type": "AdamW"}})
-
-
 @pytest.mark.parametrize(("stage", "shared"), [(0, False), (1, False), (2, False), (3, True)])
 def test_parameters_are_shared_from_the_third_stage_on(stage, shared):
     zero = {"stage": stage}
@@ -278,26 +281,31 @@ def test_a_matrix_that_was_cut_decays_as_a_matrix():
     assert groups["decay"][0] is matrix and groups["no_decay"][0] is norm
 
 
-def test_deepspeed_rounds_nothing_that_is_frozen():
-    """It casts a whole model to bfloat16 and saves that."""
-    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
-    model[0].requires_grad_(False)
-    with refused(
-        r"bf16 is asked for, and DeepSpeed casts a whole model to bfloat16: 0\.weight, which is frozen in float32, would be "
-        r"rounded; expected fp32, or a model in bfloat16\. Start it with configs/accelerate/fsdp2\.yaml\."
-    ):
-        sharding(model, half=True)
-    sharding(model)
+OF_FILE = "the file of DeepSpeed"
+ROUNDED = (
+    r"DeepSpeed casts a whole model to {0}: 0\.weight, which is frozen in float32, would be rounded; expected fp32, or a "
+    r"model in {0}\. Start it with configs/accelerate/fsdp2\.yaml\."
+)
+IN_PLACE = "which would stand in place of the run's own groups and rates"
+REFUSED_BY_DEEPSPEED = [
+    *(
+        (False, {section: {"type": "AdamW"}}, f"{OF_FILE} has a section '{section}', {IN_PLACE}")
+        for section in ("optimizer", "scheduler")
+    ),
+    (True, {}, "bf16 is asked for, and " + ROUNDED.format("bfloat16")),
+    # accelerate leaves what the file says as it is.
+    *(
+        (False, {key: {"enabled": True}}, f"{OF_FILE} asks for {dtype}, and " + ROUNDED.format(dtype))
+        for key, dtype in (("bf16", "bfloat16"), ("fp16", "float16"))
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("half", "settings", "message"), REFUSED_BY_DEEPSPEED)
+def test_rates_of_deepspeeds_file_and_what_would_round_frozen_weights_are_refused(half, settings, message):
+    """It casts a whole model to half precision and saves that."""
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 2)])
+    with refused(message):
+        sharding(model, half=half, **settings)
+    sharding(model, bf16={"enabled": False}, fp16={"enabled": False})
     sharding(torch.nn.ModuleList([model[0].to(torch.bfloat16), model[1]]), half=True)
-
-
-@pytest.mark.parametrize(("key", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")], ids=["bf16", "fp16"])
-def test_nor_where_its_own_file_asks_for_half_precision_and_the_run_does_not(key, dtype):
-    """accelerate leaves what the file says as it is."""
-    frozen = torch.nn.Linear(2, 2).requires_grad_(False)
-    with refused(
-        rf"the file of DeepSpeed asks for {dtype}, and DeepSpeed casts a whole model to {dtype}: weight, which is frozen in "
-        rf"float32, would be rounded; expected fp32, or a model in {dtype}\. Start it with configs/accelerate/fsdp2\.yaml\."
-    ):
-        sharding(frozen, **{key: {"enabled": True}})
-    sharding(frozen, **{key: {"enabled": False}})

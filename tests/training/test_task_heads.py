@@ -1,5 +1,7 @@
 """Heads over upscaled models train, with PEFT too, and TRL trains upscaled models on preferences and rewards."""
 
+import itertools
+
 import pytest
 import torch
 from adapters.adapted_models import let_act
@@ -7,7 +9,7 @@ from datasets import Dataset
 from pairs import by_default
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import prompt
-from training.tiny_run import tiny_tokenizer
+from training.tiny_run import refused, tiny_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -20,21 +22,13 @@ from midus_hf.training.adapters import lora_config
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
 
-TASKS = {
-    AutoModelForSequenceClassification: "SEQ_CLS",
-    AutoModelForTokenClassification: "TOKEN_CLS",
-}
+TASKS = {AutoModelForSequenceClassification: "SEQ_CLS", AutoModelForTokenClassification: "TOKEN_CLS"}
 # Methods: an inserted memory, an attached one with routers, and copies of layers, whose classes are the family's own.
 METHODS = ("midus-hml", "moc", "llama-pro")
 QUIET = {
-    "max_steps": 3,
-    "use_cpu": True,
-    "bf16": False,
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
+    **{"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1},
+    **{"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True},
 }
-QUIET |= {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1}
 
 
 @pytest.fixture
@@ -43,7 +37,7 @@ def head(upscaled):
 
     def load(auto, method="llama-pro", **settings):
         torch.manual_seed(1)
-        settings = {"num_labels": 2, "pad_token_id": 0, **settings}
+        settings = {} if auto is AutoModelForCausalLM else {"num_labels": 2, "pad_token_id": 0, **settings}
         return auto.from_pretrained(upscaled("llama", method), **settings)
 
     return load
@@ -80,7 +74,7 @@ def test_a_trainer_of_memories_trains_a_classifier(method, head, tmp_path):
         assert torch.equal(tensor, before[name]) != is_new(name, model.config), name
 
 
-@pytest.mark.parametrize("auto", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+@pytest.mark.parametrize("auto", TASKS)
 def test_adapters_and_the_head_are_saved_loaded_and_merged(auto, head, tmp_path):
     """Use `lora_config`, which trains new layers whole, and a plain config of PEFT, which knows the head by its name."""
     for number, make in enumerate(
@@ -108,83 +102,59 @@ def preferences():
     return Dataset.from_list(rows)
 
 
-class MemoryRewardTrainer(TrainsMemory, RewardTrainer):
-    """TRL's trainer of rewards with the parameter groups of a memory model."""
+def rewards(completions, **_):
+    """Of each text: its different words, and a word that it may have."""
+    return [float(len(set(text.split()))) + text.count("w1") for text in completions]
 
 
-class MemoryDPOTrainer(TrainsMemory, DPOTrainer):
-    """TRL's trainer on preferences with the parameter groups of a memory model."""
+# Trainers of TRL with their arguments, those that differ from `QUIET`, and what they are given beside texts.
+TRAINERS = {
+    RewardTrainer: (RewardConfig, {"max_length": 16}, {}),
+    DPOTrainer: (DPOConfig, {"max_length": 16}, {}),
+    GRPOTrainer: (
+        GRPOConfig,
+        {"num_generations": 4, "max_completion_length": 8, "per_device_train_batch_size": 4},
+        {"reward_funcs": rewards},
+    ),
+}
 
 
-class MemoryGRPOTrainer(TrainsMemory, GRPOTrainer):
-    """TRL's trainer on rewards of groups with the parameter groups of a memory model."""
+@pytest.mark.parametrize(
+    ("trainer_class", "method"),
+    by_default(zip(TRAINERS, ("moc", "moc", "llama-pro"), strict=True), itertools.product(TRAINERS, METHODS)),
+)
+def test_trl_trains_on_rewards_and_preferences(trainer_class, method, head, tmp_path):
+    model = head(AutoModelForCausalLM, method)
+    if trainer_class is RewardTrainer:
+        model = head(AutoModelForSequenceClassification, method, num_labels=1)
+    set_trainable(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    arguments_class, options, given = TRAINERS[trainer_class]
 
+    class WithMemory(TrainsMemory, trainer_class):
+        """TRL's trainer with the parameter groups of a memory model."""
 
-def check_moved(model, before):
-    """Check that what trains has moved, and nothing else by one bit."""
+    trainer = WithMemory(
+        model,
+        args=arguments_class(output_dir=str(tmp_path), **{**QUIET, **options}),
+        train_dataset=preferences() if trainer_class is not GRPOTrainer else preferences().select_columns(["prompt"]),
+        processing_class=tiny_tokenizer(),
+        **given,
+    )
+    trainer.train()
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert moved and moved <= trains
-
-
-@pytest.mark.parametrize("method", by_default(["moc"], METHODS))
-def test_trl_trains_a_reward_model(method, head, tmp_path):
-    model = head(AutoModelForSequenceClassification, method, num_labels=1)
-    set_trainable(model)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    trainer = MemoryRewardTrainer(
-        model,
-        RewardConfig(output_dir=tmp_path, max_length=16, **QUIET),
-        train_dataset=preferences(),
-        processing_class=tiny_tokenizer(),
-    )
-    trainer.train()
-    check_moved(model, before)
-    assert not torch.equal(model.score.weight, before["score.weight"])
-    trainer.save_model(tmp_path / "saved")
-    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
-    assert type(saved) is type(model) and torch.equal(logits_of(saved), logits_of(model))
-
-
-@pytest.mark.parametrize("method", by_default(["moc"], METHODS))
-def test_trl_trains_on_preferences(method, upscaled, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(upscaled("llama", method))
-    set_trainable(model)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    trainer = MemoryDPOTrainer(
-        model,
-        args=DPOConfig(output_dir=str(tmp_path), max_length=16, **QUIET),
-        train_dataset=preferences(),
-        processing_class=tiny_tokenizer(),
-    )
-    trainer.train()
-    check_moved(model, before)
-
-
-@pytest.mark.parametrize("method", by_default(["llama-pro"], METHODS))
-def test_trl_trains_on_rewards_of_groups(method, upscaled, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(upscaled("llama", method))
-    set_trainable(model)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    settings = {**QUIET, "per_device_train_batch_size": 4}
-    trainer = MemoryGRPOTrainer(
-        model,
-        reward_funcs=lambda completions, **_: [
-            float(len(set(text.split()))) + text.count("w1") for text in completions
-        ],
-        args=GRPOConfig(output_dir=str(tmp_path), num_generations=4, max_completion_length=8, **settings),
-        train_dataset=preferences().select_columns(["prompt"]),
-        processing_class=tiny_tokenizer(),
-    )
-    trainer.train()
-    check_moved(model, before)
+    if trainer_class is RewardTrainer:
+        assert "score.weight" in moved
+        trainer.save_model(tmp_path / "saved")
+        saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+        assert type(saved) is type(model) and torch.equal(logits_of(saved), logits_of(model))
 
 
 def test_a_trainer_that_generates_its_texts_refuses_to_train_blocks(upscaled, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(upscaled("llama", "hier-ffn"))
     set_trainable(model)
     trainer = MemoryTrainer(model, TrainingArguments(tmp_path, **QUIET), train_dataset=[])
-    with pytest.raises(
-        ValueError, match=r"generates its texts, for which it fetches none; expected a trainer .* Or freeze the blocks"
-    ):
+    with refused(r"generates its texts, for which it fetches none; expected a trainer .* Or freeze the blocks"):
         trainer.training_step(model, [{"prompt": "w5"}])

@@ -43,12 +43,7 @@ def test_it_trains_resumes_and_leaves_a_model(words, tmp_path, monkeypatch, caps
 
 
 def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_path):
-    words += [
-        f"--eval_text={corpus}",
-        "--eval_steps=2",
-        "--save_steps=2",
-        "--load_best_model_at_end=true",
-    ]
+    words += [f"--eval_text={corpus}", "--eval_steps=2", "--save_steps=2", "--load_best_model_at_end=true"]
     # Gloo's threads abort, now and then, a process that still has them at its exit: here it always fails.
     spy = tmp_path / "spy.py"
     spy.write_text(FAILS_IF_THE_GROUP_IS_NOT_LEFT)
@@ -68,28 +63,11 @@ def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_p
     assert_close_weights(one, shared)
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        (
-            "--corpus=short.txt",
-            "midus train: corpus has 2 tokens; expected at least one sequence of 16 tokens. Add text, or lower sequence_length",
-        ),
-        (
-            "--learning_rte=1",
-            "midus train: '--learning_rte' is no key; expected --KEY VALUE (KEY: VALUE in a recipe). See 'midus train --help'.",
-        ),
-        (
-            "--model_name_or_path=absent/model",
-            "midus train: model_name_or_path is 'absent/model', which is no folder here, and the Hub cannot be reached",
-        ),
-    ],
-)
-def test_a_wrong_request_is_told_in_one_line_and_writes_nothing(words, tmp_path, monkeypatch, capsys, word, message):
-    monkeypatch.chdir(tmp_path)
+def test_a_wrong_request_is_told_in_one_line_and_writes_nothing(words, tmp_path, capsys):
     (tmp_path / "short.txt").write_text("w3")
-    assert main([*words, word]) == 2
+    assert main([*words, f"--corpus={tmp_path / 'short.txt'}"]) == 2
     out, err = capsys.readouterr()
+    message = "midus train: corpus has 2 tokens; expected at least one sequence of 16 tokens. Add text, or lower sequence_length"
     assert out == "" and err.startswith(message) and err.count("\n") == 1, err
     assert not (tmp_path / "out").exists()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training.outcomes import as_it_was_at, assert_same_run, exact_log, flip, forget_the_model, moved
+from training.outcomes import as_it_was_at, assert_same_run, exact_log, flip, moved
 from training.tiny_run import refused, tiny_config
 
 from midus_hf.cli.train import main
@@ -251,7 +251,6 @@ def test_a_killed_publication_leaves_no_config_and_the_next_start_completes_it(r
         with pytest.raises(KeyboardInterrupt):
             train(resumed())
     assert not (output / "config.json").exists()
-    forget_the_model(output) if (output / "config.json").exists() else None
     train(resumed())
     assert_same_run(output, whole)
     assert not (output / ".partial_model").exists()

@@ -81,16 +81,8 @@ def save_upscaled(
 ) -> Path:
     """Save a tiny base, upscale it to `folder / "model"`, and give both a tokenizer.
 
-    Only then: for some model types transformers loads a tokenizer of words as the family's own class, which cannot read
-    words, and what is upscaled reads as its base does.
-
-    Args:
-        family: Of the base.
-        folder: Where both are saved, the base as `folder / "base"`.
-        method: By which it is upscaled.
-        options: Of the method, beside those of `METHODS`.
-        tokenizer: By default one of words.
-        base_options: Of `save_tiny_model`.
+    Only then: for some model types transformers loads a tokenizer of words, which is the default, as the family's own class,
+    which cannot read words, and what is upscaled reads as its base does. `base_options` are those of `save_tiny_model`.
     """
     base = save_tiny_model(family, folder / "base", **base_options)
     request = METHODS[method]
@@ -106,14 +98,15 @@ def save_native(family: str, folder: Path, dtype: torch.dtype = torch.float32, *
     tiny_model(family, dtype, num_hidden_layers=6).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     record = {
-        "method": "llama-pro",
-        "new_layers": NEW_LAYERS,
-        "trainable": "new",
+        **{
+            "method": "llama-pro",
+            "options": {"identity": "auto"},
+            "seed": 0,
+            "trainable": "new",
+            "new_layers": NEW_LAYERS,
+        },
         "plan": [{"new": layer in NEW_LAYERS} for layer in range(6)],
-        "options": {"identity": "auto"},
-        "seed": 0,
-        "base_dtype": "float32",
-        "base_config": {**config, "num_hidden_layers": 4},
+        **{"base_dtype": "float32", "base_config": {**config, "num_hidden_layers": 4}},
         **record,
     }
     (folder / "config.json").write_text(json.dumps({**config, "upscale": record}), encoding="utf-8")
@@ -144,12 +137,7 @@ def refused(message: str, error: type[ValueError] = ValueError) -> AbstractConte
 
 
 def give_held_out_losses(monkeypatch: pytest.MonkeyPatch, curve: Callable[[int], float]) -> None:
-    """Let the held-out text of all runs have given losses: which step is best must not depend on how a processor rounds.
-
-    Args:
-        monkeypatch: Of the test.
-        curve: The loss after so many steps.
-    """
+    """Let held-out text have the loss that a curve has at a step: which is best must not depend on how a processor rounds."""
     loop = MemoryTrainer.evaluation_loop
 
     def evaluation_loop(trainer: MemoryTrainer, *args: Any, **kwargs: Any) -> Any:

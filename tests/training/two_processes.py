@@ -38,17 +38,9 @@ def write_recipe(folder: Path, model: Path, corpus: Path | str, **options: Any) 
 def assert_shared_run_is_that_of_one(
     method: str, shared: Callable[..., Any], corpus: Path, folder: Path, tolerance: float = 1e-5, **options: Any
 ) -> None:
-    """Train in processes that share what one process holds whole, and compare with one process.
+    """Train by words of a command in processes that share what one process holds whole, and compare with one process.
 
     It is done also at rates of their own for values and memories, with held-out text, and back to the best checkpoint.
-
-    Args:
-        method: That made the model.
-        shared: Trains by the words of a command.
-        corpus: What is trained on.
-        folder: Where runs are written to.
-        tolerance: Of what is logged, relative.
-        options: Of both runs.
     """
     if method == "midus-hml":
         options |= {"value_learning_rate": 3e-2, "memory_learning_rate": 2e-3}
