@@ -133,10 +133,7 @@ def test_a_model_with_a_bank_is_not_uploaded_without_it(base, hub, tmp_path):
 
 
 HF = "from huggingface_hub.cli.hf import main; main()"
-
-
 MAY_NOT = "but the Hub does not let this account write there ("
-
 
 REFUSED = {
     "no login": ("HF_TOKEN", "", "me/x", MAY_NOT),
@@ -166,7 +163,6 @@ def test_without_a_hub_that_lets_the_person_write_nothing_is_begun(
 
 
 RIGHTS = "check the name, and log in with 'hf auth login' to an account that has the right to it"
-
 
 ANSWERS = {
     0: r"the Hub does not answer \(.*\); try again later",

@@ -96,16 +96,12 @@ def test_single_precision_makes_nearly_the_same(sharp_base, tmp_path):
 
 
 SOLVED = ["query", "key", "value", "output_projection", "gate", "up"]
-
-
 COLUMNS = ["norm_ratio", "effective_sources", "iterations", "residual", "seconds"]
-
 
 WEAK = (
     r"matched rows keep little of their norm \(.*\): they have no counterparts, so that what is fused is near half the next "
     r"layer's\. solver=hungarian keeps it\."
 )
-
 
 LATE = (
     r"Sinkhorn did not converge for \w+(, \w+)+ of new layers 2, 4: residual up to (?P<worst>0\.\d+) after 1 iterations, "
