@@ -119,15 +119,11 @@ def test_a_request_is_refused_without_torch_and_transformers(arguments, message,
 
 
 def seconds_of(run, *arguments) -> float:
-    """Least seconds of a processor that a few runs took; what else the machine does is not counted."""
-
-    def seconds() -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert run(*arguments).returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    return min(seconds() for _ in range(ATTEMPTS))
+    """Seconds of a processor that a run took; what else the machine does is not counted."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert run(*arguments).returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 STARTED_BY_A_LARGE_PROCESS = """
@@ -147,13 +143,14 @@ def test_peak_memory_is_that_of_the_process_itself_whoever_started_it(tmp_path):
 
 
 def test_help_answers_at_once():
-    assert seconds_of(run_upscale, "--help") < HELP_SECONDS
+    assert any(seconds_of(run_upscale, "--help") < HELP_SECONDS for _ in range(ATTEMPTS))
 
 
 def test_a_dry_run_takes_about_as_long_as_importing_the_models_of_transformers(tmp_path):
     folder = write_config(tmp_path / "base", LLAMA_3_1_8B)
-    planning = seconds_of(run_upscale, "--base", folder, "--method", "midus-hml", "--dry-run")
-    assert planning < 1.5 * seconds_of(run_python, "import midus_hf.models")
+    words = ("--base", folder, "--method", "midus-hml", "--dry-run")
+    limits = (1.5 * seconds_of(run_python, "import midus_hf.models") for _ in range(ATTEMPTS))
+    assert any(seconds_of(run_upscale, *words) < limit for limit in limits)
 
 
 def test_a_dry_run_does_without_shards_that_the_index_names(tmp_path):
