@@ -95,31 +95,6 @@ def test_the_list_of_methods_has_a_line_each_that_says_how_the_model_starts(comm
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["--base", "{base}", "--method", "midus-hml", "--set", "layers=[1]"],
-            "It is an option of the command: --placement.",
-        ),
-        (["--base", "{base}", "--method", "midus-hml", "--set", "seed=1"], "It is an option of the command: --seed."),
-        (["{base}", "midus-hml", "out"], "See 'upscale --help'."),
-        (
-            ["--base", "{base}", "--method", "midus-hml", "--k", "8"],
-            "No such option: --k. See 'upscale --help'.",
-        ),
-        (
-            ["--base", "{base}", "--method", "lora"],
-            "'lora' is unknown. Adapters are trained on the base itself: 'midus train",
-        ),
-        (["--base", "{base}", "--method", "hml"], "'hml' is unknown. Expected one of: "),
-    ],
-)
-def test_words_that_people_try_are_answered_with_what_to_type(words, message, command, base):
-    outcome = command(*[word.replace("{base}", str(base)) for word in words], "--dry-run")
-    assert (outcome.status, outcome.err.count("\n")) == (2, 1) and message in outcome.err
-
-
-@pytest.mark.parametrize(
     ("method", "placement"), [("moc", "none: it adds no layers"), ("solar", "its own"), ("midus-hml", "distributed")]
 )
 def test_a_method_says_what_places_its_layers(command, method, placement):

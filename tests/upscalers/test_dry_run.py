@@ -129,17 +129,15 @@ def seconds_of(run, *arguments) -> float:
 STARTED_BY_A_LARGE_PROCESS = """
 import subprocess, sys
 held = bytearray(b"x") * 1_500_000_000
-code = "import sys; from midus_hf.cli.upscale import main; sys.exit(main())"
-subprocess.run([sys.executable, "-c", code, *sys.argv[1:]], check=True)
+code = "from upscalers.runs.upscale import _peak_rss_bytes; print(_peak_rss_bytes())"
+subprocess.run([sys.executable, "-c", code], check=True)
 """
 
 
-def test_peak_memory_is_that_of_the_process_itself_whoever_started_it(tmp_path):
-    folder = write_config(tmp_path / "base", LLAMA_3_2_1B)
-    words = ("--base", folder, "--method", "midus-hml", "--dry-run", "--json")
-    done = run_python(STARTED_BY_A_LARGE_PROCESS, *words)
+def test_peak_memory_is_that_of_the_process_itself_whoever_started_it():
+    done = run_python(STARTED_BY_A_LARGE_PROCESS)
     assert done.returncode == 0, done.stderr
-    assert 10_000_000 < json.loads(done.stdout)["peak_rss_bytes"] < 1_000_000_000
+    assert 10_000_000 < int(done.stdout) < 1_000_000_000
 
 
 def test_help_answers_at_once():

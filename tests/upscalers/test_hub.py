@@ -219,11 +219,6 @@ def test_a_private_repository_is_made_private_and_a_public_one_is_not_taken_for_
     assert 'from_pretrained("me/open", trust_remote_code=True)' in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_private_is_refused_where_nothing_is_uploaded(base, command, refused):
-    message = "private is given without push-to-hub; expected both. Pass --push-to-hub REPO as well."
-    refused(command("--base", base, *REQUEST, "--private"), message, None)
-
-
 def test_a_connection_that_dies_while_uploading_keeps_report_and_checkpoint_and_names_what_uploads_it(
     base, hub, command, tmp_path, monkeypatch
 ):
