@@ -170,6 +170,6 @@ def test_a_dry_run_does_without_shards_that_the_index_names(tmp_path):
         ({"placement": []}, "placement '' is unknown"),
     ],
 )
-def test_the_python_call_refuses_what_the_command_line_would(tmp_path, changes, message):
+def test_the_python_call_refuses_what_the_command_line_would(base, changes, message):
     with pytest.raises(RequestError, match=message):
-        upscale(base=save_base(tmp_path / "base"), method="midus-hml", dry_run=True, **changes)
+        upscale(base=base, method="midus-hml", dry_run=True, **changes)
