@@ -290,18 +290,11 @@ def refuse(tmp_path, capsys):
     return run
 
 
-def test_a_model_that_was_not_upscaled_is_refused(adapter, made, refuse):
-    refuse([adapter, "--onto", made("llama", "midus-hml")[0]], r"was not made by upscale: .* Give an upscaled model")
-
-
-def test_an_output_that_exists_or_lies_inside_the_adapter_is_refused(adapter, made, refuse):
-    words = [adapter, "--onto", made("llama", "midus-hml")[1]]
-    refuse(words, r"output \S+ exists; expected a folder to make\. Choose another folder", adapter)
-    refuse(words, r"lies inside the base", adapter / "inside")
-
-
-def test_an_adapter_that_is_nowhere_is_refused(made, tmp_path, refuse, adapter):
+def test_words_that_name_no_adapter_model_or_output_are_refused(adapter, made, tmp_path, refuse):
+    base, upscaled = made("llama", "midus-hml")
+    refuse([adapter, "--onto", base], r"was not made by upscale: .* Give an upscaled model")
     refuse(
-        [tmp_path / "absent", "--onto", made("llama", "midus-hml")[1]],
-        r"is no folder and no hub id; expected one of them",
+        [adapter, "--onto", upscaled], r"output \S+ exists; expected a folder to make\. Choose another folder", adapter
     )
+    refuse([adapter, "--onto", upscaled], r"lies inside the base", adapter / "inside")
+    refuse([tmp_path / "absent", "--onto", upscaled], r"is no folder and no hub id; expected one of them")

@@ -1,6 +1,5 @@
 """Continual pretraining with adapters of PEFT: what trains, what comes out, and what is refused."""
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -174,9 +173,8 @@ def test_modules_that_mamba_reads_by_itself_are_refused_for_our_types_too(upscal
         add_adapters(model, {"layers": "all", "target_modules": ["out_proj"]})
 
 
-def test_without_peft_it_is_named(base, config_for, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
+def test_without_peft_it_is_named(base, config_for, without):
+    without("peft")
     message = f"adapters need peft, which is not installed; {install_extra('train')}, or leave adapters out."
     with refused(re.escape(message)):
         TrainingRun(config_for(model=base, adapters={}))

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import HfApi, constants
+from huggingface_hub import HfApi, constants, set_client_factory
+from huggingface_hub.utils._http import default_client_factory
 
 from midus_hf.cli import upscale as cli
 from tests.upscalers.checkpoints import save_base
-from tests.upscalers.hub_server import TOKEN, LoopbackHub
+from tests.upscalers.hub_server import TOKEN, Hub
 
 # llama.cpp's Python package is no dependency: `make test-gguf` has it.
 collect_ignore = [] if importlib.util.find_spec("llama_cpp") else ["test_llama_cpp.py"]
@@ -101,14 +102,15 @@ def point_client_at(address: str, monkeypatch) -> None:
 
 
 @pytest.fixture
-def hub(monkeypatch, tmp_path) -> Iterator[LoopbackHub]:
+def hub(monkeypatch, tmp_path) -> Iterator[Hub]:
     """An empty hub, which huggingface_hub's client in this process talks to; the working directory is the test's own."""
-    with LoopbackHub() as server:
-        point_client_at(server.address, monkeypatch)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        monkeypatch.chdir(tmp_path)
-        yield server
+    made = Hub()
+    set_client_factory(made.client)
+    point_client_at(made.address, monkeypatch)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.chdir(tmp_path)
+    yield made
+    set_client_factory(default_client_factory)

@@ -202,14 +202,6 @@ def test_a_memory_inside_attention_is_in_the_layers_that_have_attention(command,
     assert config_of(tmp_path / "out")["memory"][0]["layers"] == [3]
 
 
-def test_projections_of_other_widths_than_the_memory_has_are_refused(command, tmp_path, refused):
-    """Give values another width than keys, which the tiny model of the proof does not."""
-    tiny_model("mimo_v2_flash", v_head_dim=4, head_dim=8).save_pretrained(tmp_path / "base")
-    outcome = command("--base", tmp_path / "base", "--method", "hier-kv", "--output", tmp_path / "out")
-    refused(outcome, r"no layer of the base has the projections that hier-kv needs; expected key from 32 to 16, value from 32 to 16, "
-            r"output_projection from 32 to 32, as config\.json says\. Choose another method\.", left=["base"])  # fmt: skip
-
-
 def test_a_site_that_layers_have_no_part_for_is_refused_and_another_one_is_not(command, tmp_path, refused):
     tiny_model("cohere").save_pretrained(tmp_path / "base")
     request = ["--base", tmp_path / "base", "--output", tmp_path / "out"]
@@ -220,18 +212,27 @@ def test_a_site_that_layers_have_no_part_for_is_refused_and_another_one_is_not(c
     assert command(*request, "--set", "memory_tokens=16", "--set", "site=behind-layer").status == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_attention_heads": "four"}, "config has num_attention_heads = 'four'; expected a positive integer"),
-        ({"rms_norm_eps": "small"}, "transformers cannot build the model that config.json describes"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, r"the base is quantised \(quantization_config: mxfp4\)"),
-    ],
-)
-def test_a_checkpoint_that_is_not_what_its_config_says_is_refused(changes, message, command, tmp_path, refused):
-    tiny_model("mixtral").save_pretrained(tmp_path / "base")
+# Type, what its tiny model and its config differ in, method, and what is said.
+REFUSED = [
+    ("mixtral", {}, {"num_attention_heads": "four"}, "ultramem-v2",
+     "config has num_attention_heads = 'four'; expected a positive integer"),
+    ("mixtral", {}, {"rms_norm_eps": "small"}, "ultramem-v2", "transformers cannot build the model that config.json describes"),
+    ("mixtral", {}, {"quantization_config": {"quant_method": "mxfp4"}}, "ultramem-v2",
+     r"the base is quantised \(quantization_config: mxfp4\)"),
+    # Values of another width than keys, which the tiny model of the proof does not have.
+    ("mimo_v2_flash", {"v_head_dim": 4, "head_dim": 8}, {}, "hier-kv",
+     r"no layer of the base has the projections that hier-kv needs; expected key from 32 to 16, value from 32 to 16, "
+     r"output_projection from 32 to 32, as config\.json says\. Choose another method\."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "sizes", "changes", "method", "message"), REFUSED)
+def test_a_checkpoint_that_a_memory_does_not_fit_is_refused(
+    model_type, sizes, changes, method, message, command, tmp_path, refused
+):
+    tiny_model(model_type, **sizes).save_pretrained(tmp_path / "base")
     edit_config(tmp_path / "base", **changes)
-    outcome = command("--base", tmp_path / "base", "--method", "ultramem-v2", "--output", tmp_path / "out")
+    outcome = command("--base", tmp_path / "base", "--method", method, "--output", tmp_path / "out")
     refused(outcome, message, left=["base"])
 
 

@@ -98,6 +98,12 @@ REQUESTS = [
     (["--base", "a--b"], "'a--b' is no local folder and no hub id"),
     (["--base", __file__], r"test_bad_input\.py' is a file; expected a folder, .* Give the folder of the checkpoint"),
     (["--output", ""], "--output is ''; expected a value. Fill it in"),
+    (["--set", "layers=[1]"], r"It is an option of the command: --placement\."),
+    (["--set", "seed=1"], r"It is an option of the command: --seed\."),
+    (["--k", "8"], r"No such option: --k\. See 'upscale --help'\."),
+    (["--method", "lora"], "'lora' is unknown. Adapters are trained on the base itself: 'midus train"),
+    (["--method", "hml"], r"'hml' is unknown\. Expected one of: "),
+    (["--private"], "private is given without push-to-hub; expected both. Pass --push-to-hub REPO as well."),
     (["--push-to-hub", "me/my/model"], "push-to-hub is 'me/my/model'; expected a repository such as me/model"),
 ]  # fmt: skip
 

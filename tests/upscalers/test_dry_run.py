@@ -119,41 +119,36 @@ def test_a_request_is_refused_without_torch_and_transformers(arguments, message,
 
 
 def seconds_of(run, *arguments) -> float:
-    """Least seconds of a processor that a few runs took; what else the machine does is not counted."""
-
-    def seconds() -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert run(*arguments).returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    return min(seconds() for _ in range(ATTEMPTS))
+    """Seconds of a processor that a run took; what else the machine does is not counted."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert run(*arguments).returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 STARTED_BY_A_LARGE_PROCESS = """
 import subprocess, sys
 held = bytearray(b"x") * 1_500_000_000
-code = "import sys; from midus_hf.cli.upscale import main; sys.exit(main())"
-subprocess.run([sys.executable, "-c", code, *sys.argv[1:]], check=True)
+code = "from upscalers.runs.upscale import _peak_rss_bytes; print(_peak_rss_bytes())"
+subprocess.run([sys.executable, "-c", code], check=True)
 """
 
 
-def test_peak_memory_is_that_of_the_process_itself_whoever_started_it(tmp_path):
-    folder = write_config(tmp_path / "base", LLAMA_3_2_1B)
-    words = ("--base", folder, "--method", "midus-hml", "--dry-run", "--json")
-    done = run_python(STARTED_BY_A_LARGE_PROCESS, *words)
+def test_peak_memory_is_that_of_the_process_itself_whoever_started_it():
+    done = run_python(STARTED_BY_A_LARGE_PROCESS)
     assert done.returncode == 0, done.stderr
-    assert 10_000_000 < json.loads(done.stdout)["peak_rss_bytes"] < 1_000_000_000
+    assert 10_000_000 < int(done.stdout) < 1_000_000_000
 
 
 def test_help_answers_at_once():
-    assert seconds_of(run_upscale, "--help") < HELP_SECONDS
+    assert any(seconds_of(run_upscale, "--help") < HELP_SECONDS for _ in range(ATTEMPTS))
 
 
 def test_a_dry_run_takes_about_as_long_as_importing_the_models_of_transformers(tmp_path):
     folder = write_config(tmp_path / "base", LLAMA_3_1_8B)
-    planning = seconds_of(run_upscale, "--base", folder, "--method", "midus-hml", "--dry-run")
-    assert planning < 1.5 * seconds_of(run_python, "import midus_hf.models")
+    words = ("--base", folder, "--method", "midus-hml", "--dry-run")
+    limits = (1.5 * seconds_of(run_python, "import midus_hf.models") for _ in range(ATTEMPTS))
+    assert any(seconds_of(run_upscale, *words) < limit for limit in limits)
 
 
 def test_a_dry_run_does_without_shards_that_the_index_names(tmp_path):
@@ -175,6 +170,6 @@ def test_a_dry_run_does_without_shards_that_the_index_names(tmp_path):
         ({"placement": []}, "placement '' is unknown"),
     ],
 )
-def test_the_python_call_refuses_what_the_command_line_would(tmp_path, changes, message):
+def test_the_python_call_refuses_what_the_command_line_would(base, changes, message):
     with pytest.raises(RequestError, match=message):
-        upscale(base=save_base(tmp_path / "base"), method="midus-hml", dry_run=True, **changes)
+        upscale(base=base, method="midus-hml", dry_run=True, **changes)

@@ -226,20 +226,17 @@ def test_spellings_are_apart_without_compression_and_without_a_tokenizer(spoken_
         ({**NAMES, "min_documents": 2}, "corpus 'x', min_documents 2 and min_order 1; expected a corpus of names"),
         ({"known_tokens": 5}, "known_tokens or known_ngrams is given; expected neither"),
         ({**EXACT, "corpus": "/nowhere"}, "corpus is '/nowhere'"),
+        (
+            {**EXACT, "corpus": "words.txt"},
+            "words.txt has no n-gram of 2 tokens or more that 1 of its texts have; expected n-grams to",
+        ),
     ],
 )
-def test_what_it_refuses(options, message, spoken_base, tmp_path):
+def test_what_it_refuses(options, message, spoken_base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.txt").write_text("cat")
     with pytest.raises(RequestError, match=message):
         upscale(base=spoken_base, method="engram", output=tmp_path / "out", options=options)
-
-
-def test_a_corpus_without_ngrams_is_refused(spoken_base, tmp_path):
-    (tmp_path / "words.txt").write_text("cat")
-    with pytest.raises(
-        RequestError,
-        match=r"words.txt has no n-gram of 2 tokens or more that 1 of its texts have; expected n-grams to",
-    ):
-        made(spoken_base, tmp_path, **EXACT, corpus=str(tmp_path / "words.txt"))
 
 
 def test_an_exact_table_needs_a_tokenizer(base, corpus, tmp_path):

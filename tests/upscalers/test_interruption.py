@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from pairs import by_default, in_turn
 
 from tests.upscalers.checkpoints import SMALL_MEMORY, file_digests, load, logits, save_base
 from upscalers.request.errors import RequestError
@@ -48,7 +49,10 @@ def tiny_bases(tmp_path_factory):
     return results
 
 
-@pytest.mark.parametrize("file", ["model-00002-of-", "config.json", "modeling_midus.py", "README.md", "upscale.json"])
+FILES = ["model-00002-of-", "config.json", "modeling_midus.py", "README.md", "upscale.json"]
+
+
+@pytest.mark.parametrize("file", by_default(["model-00002-of-", "upscale.json"], FILES))
 def test_killed_while_it_writes_a_run_leaves_nothing_that_the_next_one_minds(tiny_bases, tmp_path, file):
     base, output = tiny_bases[0][0], tmp_path / "out"
 
@@ -100,8 +104,7 @@ def test_killed_before_either_of_its_renames_a_run_leaves_the_old_output_or_none
     assert os.listdir(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize("files", [0, 1])
-@pytest.mark.parametrize("deleted", ["replaced", "made"])
+@pytest.mark.parametrize(("deleted", "files"), in_turn(["replaced", "made"], [0, 1]))
 def test_killed_while_it_deletes_a_run_leaves_what_the_next_one_removes(tiny_bases, tmp_path, deleted, files):
     """What it replaced, once the new output stands in its place; or what it made, once the work failed."""
     (first, old), (second, new) = tiny_bases

@@ -170,8 +170,6 @@ def test_a_base_without_any_output_projection_is_refused(base, tmp_path):
 
 
 NOT_CAUSAL = "routing is 'sequence', so chapters are chosen by all tokens of a text, later ones included"
-
-
 HEADING = "## Know before use"
 
 

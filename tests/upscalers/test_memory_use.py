@@ -35,7 +35,6 @@ CONFIG = {
     "dtype": "bfloat16",
 }
 
-
 # A layer of 41 MB that computes little.
 NARROW = {"hidden_size": 512, "intermediate_size": 12_288}
 

@@ -51,18 +51,15 @@ def test_a_commit_that_fails_puts_the_old_checkpoint_back(tmp_path, monkeypatch)
     assert (tmp_path / "out" / "config.json").read_text() == text("old")
 
 
-def test_an_empty_folder_may_be_replaced_on_request(tmp_path):
+def test_an_empty_folder_may_be_replaced_on_request_and_a_file_never(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RequestError, match="file is a file, so --overwrite will not delete it"):
+        CheckpointFolder(tmp_path / "file", overwrite=True)
     (tmp_path / "out").mkdir()
     with pytest.raises(RequestError, match="exists"):
         CheckpointFolder(tmp_path / "out")
     write(tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "config.json").read_text() == text("new")
-
-
-def test_a_file_is_never_replaced(tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(RequestError, match="file is a file, so --overwrite will not delete it"):
-        CheckpointFolder(tmp_path / "file", overwrite=True)
 
 
 def test_the_output_may_lie_neither_inside_the_base_nor_around_it(tmp_path):

@@ -77,9 +77,6 @@ def test_a_new_layer_has_the_type_of_the_next_base_layer_and_the_last_one_of_the
     config = tiny_config("gemma2", layer_types=[SLIDING, FULL, SLIDING, FULL])
     assert followed(config, [0, 2, 6])["layer_types"] == [SLIDING, SLIDING, FULL, FULL, SLIDING, FULL, FULL]
     assert followed(config, [0, 2, 6])["num_hidden_layers"] == 7
-
-
-def test_a_family_without_layer_types_is_given_none():
     assert "layer_types" not in followed(tiny_config("llama"), [1])
 
 

@@ -170,7 +170,6 @@ extra_gated_prompt: Say yes.
 # The base's own words
 """
 
-
 NEW_TAGS = ["midus-hf", "midus-hml", "upscaled"]
 
 

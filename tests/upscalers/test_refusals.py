@@ -232,12 +232,6 @@ def test_numbers_of_a_list_may_stand_in_one_line(value):
     assert options.sizes == [768, 256, 16, 0] and all(type(size) is int for size in options.sizes)
 
 
-def test_what_is_no_list_of_numbers_is_refused_with_forms_that_are_accepted():
-    message = r"sizes is '768,x'; expected a list, each item of it a whole number, such as \[4, 2\] or 4,2\."
-    with pytest.raises(RequestError, match=message):
-        parse_options(HierFFNOptions, {"sizes": "768,x"}, "method hier-ffn")
-
-
 def test_options_are_described_for_people():
     described = {row["name"]: row for row in describe_options(Presets)}
     assert described["steps"] == {"name": "steps", "type": "a whole number", "default": 10, "help": "how many"}
@@ -310,11 +304,20 @@ def test_a_preset_sets_several_options_and_given_ones_win():
     assert parse_options(Presets, {}, "method x").scale == {"down": 0.5}
 
 
-def test_an_unknown_preset_is_refused():
-    with pytest.raises(RequestError, match="preset is 'slow'; expected one of: fast"):
-        parse_options(Presets, {"preset": "slow"}, "method x")
-    with pytest.raises(RequestError, match="method midus-hml has no option 'preset'"):
-        parse_options(HeadwiseOptions, {"preset": "fast"}, "method midus-hml")
+LIST = r"sizes is '768,x'; expected a list, each item of it a whole number, such as \[4, 2\] or 4,2\."
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "method", "message"),
+    [
+        (Presets, {"preset": "slow"}, "x", "preset is 'slow'; expected one of: fast"),
+        (HeadwiseOptions, {"preset": "fast"}, "midus-hml", "method midus-hml has no option 'preset'"),
+        (HierFFNOptions, {"sizes": "768,x"}, "hier-ffn", LIST),
+    ],
+)
+def test_values_that_no_option_takes_are_refused(options, values, method, message):
+    with pytest.raises(RequestError, match=message):
+        parse_options(options, values, f"method {method}")
 
 
 @pytest.mark.parametrize("attributes", [{}, {"identity": "auto"}], ids=["nothing", "a word"])

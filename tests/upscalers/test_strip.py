@@ -21,6 +21,7 @@ from tests.upscalers.checkpoints import (
     write_tensors,
 )
 from tests.upscalers.dense.requests import upscaled
+from tests.upscalers.solvers.recording import Recorder
 from upscalers.checkpoint import content_digest as digests
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.request.errors import RequestError
@@ -40,20 +41,16 @@ def test_a_base_of_one_shard_with_an_index_comes_back_as_one(tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_vocabulary_that_was_resized_stays_resized_and_this_is_said(family, tmp_path):
-    base, printed = save_base(tmp_path / "base", family), []
-
-    class Progress:
-        start = advance = stage = finish = lambda self, *_: None
-
-        def warn(self, message):
-            printed.append(message)
+    base, progress = save_base(tmp_path / "base", family), Recorder()
 
     model = load(unverified(base, tmp_path / "out"))
     model.resize_token_embeddings(140)
     model.save_pretrained(tmp_path / "resized")
-    stripped = strip(tmp_path / "resized", tmp_path / "stripped", progress=Progress())
-    assert printed[0] == "the vocabulary was resized from 128 to 140 tokens since it was upscaled; it stays so."
-    assert "byte for byte: of another size, trained since it was upscaled, or cast" in printed[1]
+    stripped = strip(tmp_path / "resized", tmp_path / "stripped", progress=progress)
+    assert (
+        progress.warnings[0] == "the vocabulary was resized from 128 to 140 tokens since it was upscaled; it stays so."
+    )
+    assert "byte for byte: of another size, trained since it was upscaled, or cast" in progress.warnings[1]
     assert stripped["base_confirmed"] is False and config_of(tmp_path / "stripped")["vocab_size"] == 140
     tokens = torch.tensor([[5, 139, 6, 130, 7]])
     with torch.no_grad():
@@ -63,17 +60,11 @@ def test_a_vocabulary_that_was_resized_stays_resized_and_this_is_said(family, tm
 
 
 def test_what_was_cast_stays_cast_and_this_is_said(base, tmp_path):
-    printed = []
+    progress = Recorder()
 
-    class Progress:
-        start = advance = stage = finish = lambda self, *_: None
-
-        def warn(self, message):
-            printed.append(message)
-
-    strip(unverified(base, tmp_path / "out", dtype="bfloat16"), tmp_path / "stripped", progress=Progress())
+    strip(unverified(base, tmp_path / "out", dtype="bfloat16"), tmp_path / "stripped", progress=progress)
     assert {tensor.dtype for tensor in read_tensors(tmp_path / "stripped").values()} == {torch.bfloat16}
-    assert printed == [
+    assert progress.warnings == [
         "the base was float32, and its tensors are bfloat16 since it was upscaled; they stay so.",
         "39 of 39 tensors are not the base's, byte for byte: trained since it was upscaled, or cast. Where the base itself is "
         "needed, take the base's own checkpoint.",

@@ -102,8 +102,6 @@ def test_a_new_layer_behind_a_layer_that_gives_keys_and_values_is_refused(placem
 
 
 NUM_LAYERS = 4
-
-
 PREDICTING = ("enorm.weight", "shared_head.head.weight", "mlp.experts.3.up_proj.weight")
 
 

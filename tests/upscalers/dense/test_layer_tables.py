@@ -69,7 +69,6 @@ def test_llama_pro_copies_byte_for_byte_what_does_not_make_the_identity(native_f
 
 S, F = "sliding_attention", "full_attention"
 
-
 # Bases of six layers, with the types that transformers would derive from their other values.
 WITH_TYPES = {
     "gemma3": {"num_hidden_layers": 6, "layer_types": [S, S, F, S, S, F]},
@@ -84,10 +83,8 @@ WITH_TYPES = {
     },
 }
 
-
 # What older files say instead of listing the types.
 DERIVED_FROM = {"gemma3": {"sliding_window_pattern": 3}}
-
 
 TYPES_OF_RESULTS = {
     ("gemma3", "solar"): [S, S, F, S, S, S, F, S, S, F],
@@ -100,7 +97,6 @@ TYPES_OF_RESULTS = {
     ("qwen2", "llama-pro"): [F, F, F, F, S, S, S, S, S, S],
     ("qwen2", "avg-deus"): [F, F, F, F, S, S, S, S, S, S],
 }
-
 
 TYPES_OF_RESULTS |= {
     ("qwen3", method): types for (family, method), types in TYPES_OF_RESULTS.items() if family == "qwen2"
@@ -194,11 +190,8 @@ def test_a_plan_after_which_the_index_no_longer_implies_the_types_is_warned_of(
 
 RECIPES = Path(__file__).parents[3] / "configs" / "upscale"
 
-
 # Of hierarchical memories `tests/training/test_recipes.py` has the recipes.
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("hier-"))
-
-
 PUBLISHED = {"meta-llama/Llama-3.2-1B": LLAMA_3_2_1B, "meta-llama/Llama-3.1-8B": LLAMA_3_1_8B}
 
 

@@ -120,7 +120,6 @@ HIDDEN_NORMS = (
     "post_feedforward_layernorm.weight",
 )
 
-
 ROLES = ["query", "key", "value", "output_projection", "gate", "up", "down"]
 
 
