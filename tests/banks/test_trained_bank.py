@@ -176,6 +176,8 @@ def broken_state(file, change: str) -> None:
         file.unlink()
     elif change == "no tensors":
         file.write_bytes(b"text")
+    elif change == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
 
 
 @pytest.mark.parametrize(
@@ -188,6 +190,7 @@ def broken_state(file, change: str) -> None:
         ("no nodes", "nodes"),
         ("no file", "No such file"),
         ("no tensors", "header|Header"),
+        ("cut", ""),
     ],
 )
 def test_a_state_that_is_not_of_this_bank_is_refused(folder, tmp_path, change, message):

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from pairs import by_default
+from pairs import in_turn
 from tiny import NATIVE_FAMILIES, save_tiny_model
 from transformers import CONFIG_MAPPING
 
@@ -40,12 +40,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 # The number of lines that the code of a checkpoint may have, by method.
 MOST_LINES = dict.fromkeys(METHODS, 3600) | {"midus-hml": 2800}
 
-_USUAL = [("llama", method) for method in METHODS] + [
-    (family, "midus-hml") for family in NATIVE_FAMILIES if family != "llama"
-]
 ALL_CASES = [(family, method) for family in NATIVE_FAMILIES for method in METHODS]
-# Families with methods: by default every method on one family, and every family with one method.
-CASES = by_default(_USUAL, ALL_CASES)
+# Families with methods: by default every method with one family, the families in turn.
+CASES = [(family, method) for method, family in in_turn(METHODS, NATIVE_FAMILIES)]
 # Types that no table describes, with methods: linear attention, experts, latent attention.
 INFERRED = [
     (model_type, method)

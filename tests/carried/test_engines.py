@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import inspect
+import itertools
 import json
 import sys
 import textwrap
@@ -11,13 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from carried.made import CASES, METHODS
-from tiny import prompt
+from carried.made import METHODS
+from pairs import by_default
+from tiny import NATIVE_FAMILIES, prompt
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # Methods whose memories can be served where requests lie in one row.
 LOOK_AT_ONE_TOKEN = ("midus-hml", "midus-linear", "midus-pkm", "ultramem-v2")
+# By default every family, whose layers make the calls, and the other methods on one.
+SERVED = [(family, LOOK_AT_ONE_TOKEN[0]) for family in NATIVE_FAMILIES]
+SERVED += [("llama", method) for method in LOOK_AT_ONE_TOKEN[1:]]
+served = pytest.mark.parametrize(
+    ("family", "method"), by_default(SERVED, itertools.product(NATIVE_FAMILIES, LOOK_AT_ONE_TOKEN))
+)
 
 
 def copy_of_code(folder: Path, name: str) -> Any:
@@ -34,7 +42,8 @@ def of_llama(module: Any, kind: str) -> Any:
     return getattr(module, f"MidusLlama{kind}")
 
 
-@pytest.mark.parametrize("method", METHODS)
+# Memories that are inserted, that share tables, that fetch blocks, and that keep states.
+@pytest.mark.parametrize("method", by_default(["midus-hml", "ultramem-v2", "hier-kv", "moc"], METHODS))
 def test_a_model_takes_a_config_whose_classes_are_of_another_copy_of_its_code(method, checkpoints):
     """An engine sends the config to another process by value, where the model's own code is loaded from its file."""
     folder = checkpoints("llama", method)
@@ -85,7 +94,7 @@ def attention_calls(module: nn.Module) -> list[ast.Call]:
     return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in taken]
 
 
-@pytest.mark.parametrize(("family", "method"), [case for case in CASES if case[1] in LOOK_AT_ONE_TOKEN])
+@served
 def test_each_layer_has_one_module_whose_source_calls_the_attention_function_once(family, method, checkpoints):
     """vLLM reads the source of each forward, and gives a cache to each layer index of those in which it finds the call."""
     folder = checkpoints(family, method)
@@ -104,7 +113,7 @@ def test_each_layer_has_one_module_whose_source_calls_the_attention_function_onc
                 assert isinstance(keyword.value, ast.Constant) or text.partition(".")[0] == "self", text
 
 
-@pytest.mark.parametrize(("family", "method"), [case for case in CASES if case[1] in LOOK_AT_ONE_TOKEN])
+@served
 def test_keyword_arguments_of_an_engine_reach_the_attention_of_every_layer(family, method, checkpoints, monkeypatch):
     """SGLang's Transformers backend passes a batch and attention by layer, which the attention function reads."""
     folder = checkpoints(family, method)

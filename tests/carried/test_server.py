@@ -25,7 +25,8 @@ _EXPECTED = """
 import json
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig, pipeline
-found = {}
+from transformers.cli.serving.model_manager import ModelManager
+found, manager = {}, ModelManager(device="cpu", trust_remote_code=True)  # what `transformers serve` loads models with
 for name in ("headwise", "chapters"):
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
@@ -35,6 +36,7 @@ for name in ("headwise", "chapters"):
     tokens = model.generate(ids, **greedy)[0, ids.shape[1]:]
     generator = pipeline("text-generation", model=name, trust_remote_code=True, device="cpu")
     (of_pipeline,) = generator(text, return_full_text=False, **greedy)
+    served, processor = manager.load_model_and_processor(manager.process_model_name(name))
     try:
         results = model.generate_batch(
             ids.tolist(),
@@ -47,7 +49,9 @@ for name in ("headwise", "chapters"):
     found[name] = {
         "module": type(model).__module__, "text": tokenizer.decode(tokens), "tokens": tokens.tolist(),
         "pipeline": of_pipeline["generated_text"], "batched": batched,
+        "served": [type(served).__module__, processor.decode(served.generate(ids, **greedy)[0, ids.shape[1]:])],
     }
+manager.shutdown()
 print(json.dumps(found))
 """
 
@@ -123,6 +127,7 @@ def answer(address: str, model: str) -> str:
     return choice(address, "chat/completions", model, messages=messages)["message"]["content"]
 
 
+@pytest.mark.product
 def test_a_server_of_many_models_runs_the_code_of_each_without_the_package(folder, alone):
     with server(folder, False) as address:
         for name in ("headwise", "chapters"):  # classes of the same names, of two modules
@@ -145,10 +150,11 @@ def test_a_server_of_one_model_answers_what_generate_does(folder, alone):
     assert alone["headwise"]["text"] in " ".join(talk.stdout.split()), talk.stderr + talk.stdout
 
 
-def test_pipelines_and_continuous_batching_run_the_code_of_a_checkpoint(alone):
+def test_pipelines_continuous_batching_and_what_serves_run_the_code_of_a_checkpoint(alone):
     for result in alone.values():
         assert result["module"].endswith(".modeling_midus")
         assert result["pipeline"] == result["text"]
+        assert result["served"] == [result["module"], result["text"]]
     assert alone["headwise"]["batched"] == [alone["headwise"]["tokens"]]
     assert alone["chapters"]["batched"].startswith(
         "continuous batching lays the tokens of several requests in one row and keeps nothing for the memory 'chapters'"

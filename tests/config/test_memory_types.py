@@ -131,9 +131,9 @@ def test_every_type_of_the_package_passes_the_check_of_those_of_other_packages_a
         assert all(field.metadata["help"] for field in fields(options)), name
 
 
-def test_declarations_are_read_without_torch_and_transformers():
+def test_declarations_are_read_and_counted_without_torch_and_transformers():
     code = (
-        "import sys, midus_hf.memories.entries, midus_hf.memories.registry as m; "
+        "import sys, midus_hf.memories.entries, midus_hf.memories.flops, midus_hf.memories.registry as m; "
         "print(*m.MEMORY_TYPES, *{'torch', 'transformers'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

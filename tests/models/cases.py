@@ -111,6 +111,9 @@ def _fetched(family, folder, dtype, acting, small, *, kind):
 INSERTED = {
     "headwise": {},
     "headwise everywhere": {"new_layers": (0, 1, 3, 5, 6)},
+    "headwise with everything": {
+        "memory_options": {"output_projection": True, "inner_residual": True, "query_norm": "batch"}
+    },
     "product-key": {"memory_type": "product-key"},
     "linear": {"memory_type": "linear"},
 }

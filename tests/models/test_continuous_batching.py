@@ -7,7 +7,7 @@ import torch
 import transformers
 from models.cases import CASES
 from models.chapter_models import chapter_model
-from pairs import by_default
+from pairs import by_default, in_turn
 from tiny import WINDOW, tiny_model
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -53,8 +53,7 @@ def with_attention(model: Any, name: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("case", by_default(USUAL, LOOK_AT_ONE_TOKEN))
+@pytest.mark.parametrize(("case", "attention"), in_turn(LOOK_AT_ONE_TOKEN, ["sdpa", "eager"], kept=USUAL))
 def test_requests_get_the_tokens_that_they_get_one_by_one(family, case, attention, tmp_path):
     attention = "eager" if family == "gemma2" else attention  # it has no sdpa
     model = with_attention(CASES[case].model(family, tmp_path, torch.float32), attention)

@@ -103,25 +103,22 @@ EXPECTED = "expected integers [batch, 3], for each row a node of each level of t
 
 # tests/banks/test_bank_refusals.py has every message.
 @pytest.mark.parametrize(
-    ("ids", "message"),
+    ("arguments", "message"),
     [
-        (IDS[:1], "memory_ids has 1 rows; expected 2, one for each text of the batch."),
-        (IDS.float(), f"memory_ids is (2, 3), torch.float32; {EXPECTED}"),
+        ({"memory_ids": IDS[:1]}, "memory_ids has 1 rows; expected 2, one for each text of the batch."),
+        ({"memory_ids": IDS.float()}, f"memory_ids is (2, 3), torch.float32; {EXPECTED}"),
+        ({"memory_ids": IDS, "memory_blocks": IDS}, BOTH),
     ],
-    ids=["rows", "floats"],
+    ids=["rows", "floats", "both"],
 )
-def test_ids_that_do_not_fit_are_refused(ids, message, tmp_path):
+def test_ids_that_do_not_fit_are_refused(arguments, message, tmp_path):
     model = hierarchical_model("llama", "hier-kv", tmp_path)
+    if "memory_blocks" in arguments:
+        arguments = {**arguments, "memory_blocks": model.fetch_memory(IDS)}
     for call in (model, model.model):
         with pytest.raises(ValueError) as raised:
-            call(prompt(), memory_ids=ids)
+            call(prompt(), **arguments)
         assert str(raised.value) == message
-
-
-def test_ids_and_blocks_together_are_refused(tmp_path):
-    model = hierarchical_model("llama", "hier-kv", tmp_path)
-    with pytest.raises(ValueError, match=BOTH):
-        model(prompt(), memory_ids=IDS, memory_blocks=model.fetch_memory(IDS))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,15 +133,14 @@ def test_blocks_of_another_number_of_rows_are_refused(kind, tmp_path):
 
 
 def test_without_an_open_bank_ids_are_refused_and_texts_without_ids_are_not():
-    model = host_of(tiny_model("llama"), entry_of("hier-kv"))
+    model, generic = (
+        host_of(tiny_model("llama"), entry_of("hier-kv", without_ids=how)) for how in ("none", "generic")
+    )
     assert torch.equal(logits(model, prompt()), logits(tiny_model("llama"), prompt()))
-    with pytest.raises(BankError) as raised:
-        model(prompt(), memory_ids=IDS)
-    assert str(raised.value) == NOT_OPEN
-    generic = host_of(tiny_model("llama"), entry_of("hier-kv", without_ids="generic"))
-    with pytest.raises(BankError) as raised:
-        generic(prompt())
-    assert str(raised.value) == NOT_OPEN
+    for call in (lambda: model(prompt(), memory_ids=IDS), lambda: generic(prompt())):
+        with pytest.raises(BankError) as raised:
+            call()
+        assert str(raised.value) == NOT_OPEN
 
 
 def test_a_model_without_banks_does_not_know_ids():

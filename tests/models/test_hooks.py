@@ -42,35 +42,32 @@ def test_the_memories_of_a_copy_are_those_of_the_copy(row, copied, tmp_path):
         assert not torch.equal(logits_of(other, row), before)
 
 
+def replaced(module):
+    """As quantisation replaces linear layers, and vLLM linear layers and norms: a new module with the same weights."""
+    if isinstance(module, nn.Linear):
+        made = nn.Linear(module.in_features, module.out_features, bias=False, dtype=module.weight.dtype)
+    else:
+        made = type(module)(len(module.weight)).to(module.weight.dtype)
+    made.load_state_dict(module.state_dict())
+    return made
+
+
+def wrapped(module):
+    """As adapters wrap linear layers, and copy modules that they save: a copy, which has the hooks too."""
+    return nn.Sequential(copy.deepcopy(module))
+
+
 @on_rows
-def test_modules_that_take_the_place_of_others_have_the_hooks_too(row, tmp_path):
-    """As quantisation replaces linear layers, and vLLM linear layers and norms."""
+@pytest.mark.parametrize("change", [replaced, wrapped])
+def test_modules_that_take_the_place_of_others_run_the_hooks_once(row, change, tmp_path):
     model = CASES[row].model(FAMILY, tmp_path)
     before = logits_of(model, row)
     for layer in layers_with_sites(model):
         for part in (layer.self_attn, layer.mlp):
             for name, child in list(part.named_children()):
                 if isinstance(child, nn.Linear):
-                    replaced = nn.Linear(child.in_features, child.out_features, bias=False, dtype=child.weight.dtype)
-                    replaced.load_state_dict(child.state_dict())
-                    setattr(part, name, replaced)
-        norm = type(layer.post_attention_layernorm)(len(layer.post_attention_layernorm.weight)).to(prompt().device)
-        norm.load_state_dict(layer.post_attention_layernorm.state_dict())
-        layer.post_attention_layernorm = norm.to(layer.post_feedforward_layernorm.weight.dtype)
-    assert torch.equal(logits_of(model, row), before)
-
-
-@on_rows
-def test_a_module_that_wraps_another_does_not_run_the_hooks_twice(row, tmp_path):
-    """As adapters wrap linear layers, and copy modules that they save."""
-    model = CASES[row].model(FAMILY, tmp_path)
-    before = logits_of(model, row)
-    for layer in layers_with_sites(model):
-        for part in (layer.self_attn, layer.mlp):
-            for name, child in list(part.named_children()):
-                if isinstance(child, nn.Linear):
-                    setattr(part, name, nn.Sequential(copy.deepcopy(child)))
-        layer.post_attention_layernorm = nn.Sequential(copy.deepcopy(layer.post_attention_layernorm))
+                    setattr(part, name, change(child))
+        layer.post_attention_layernorm = change(layer.post_attention_layernorm)
     assert torch.equal(logits_of(model, row), before)
 
 

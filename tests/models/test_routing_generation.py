@@ -91,21 +91,6 @@ def test_a_prompt_in_parts_gives_the_tokens_of_a_whole_one(routing):
         assert torch.equal(model.generate(prompt(PROMPT), **GREEDY, prefill_chunk_size=size), expected)
 
 
-def test_a_cache_that_another_model_filled_is_refused():
-    base, model = chapter_pair(routing="chunk")
-    cache = base(prompt(PROMPT), use_cache=True)[CACHE]
-    with pytest.raises(
-        ValueError, match="the cache holds tokens, but not what the memories of this model keep of them"
-    ):
-        model(prompt(1), **{CACHE: cache})
-    model(prompt(1), **{CACHE: DynamicCache(config=model.config)})
-
-
-def test_a_cache_without_layers_is_refused():
-    with pytest.raises(ValueError, match="the cache is a tuple, which has no place for what memories keep"):
-        chapter_model(routing="chunk")(prompt(1), **{CACHE: ((),)})
-
-
 def test_no_state_is_kept_where_tokens_choose_for_themselves():
     base, model = chapter_pair(routing="token")
     cache = base(prompt(PROMPT), use_cache=True)[CACHE]
@@ -113,31 +98,11 @@ def test_no_state_is_kept_where_tokens_choose_for_themselves():
     assert not any(isinstance(layer, MemoryState) for layer in cache.layers)
 
 
-def test_looking_ahead_keeps_no_cache_and_takes_none():
+def test_looking_ahead_keeps_no_cache():
     model = chapter_model(routing="sequence")
     with looking_ahead("sequence"):
         generated = model.generate(prompt(PROMPT), **GREEDY, return_dict_in_generate=True)
     assert generated.get(CACHE) is None
-    with pytest.raises(ValueError, match="a cache is passed, but a memory of this model looks at the whole sequence"):
-        model.generate(prompt(PROMPT), **{CACHE: DynamicCache(config=model.config)})
-
-
-def test_looking_ahead_takes_no_embeddings_which_need_a_cache():
-    model = chapter_model(routing="sequence")
-    embedded = model.get_input_embeddings()(prompt(PROMPT))
-    with pytest.raises(
-        ValueError, match="inputs_embeds is given, but a memory of this model looks at the whole sequence"
-    ):
-        model.generate(inputs_embeds=embedded, **GREEDY)
-
-
-def test_looking_ahead_cannot_continue_from_a_cache():
-    model = chapter_model(routing="sequence")
-    cache = model(prompt(PROMPT), use_cache=True)[CACHE]
-    with pytest.raises(
-        ValueError, match="routing is 'sequence', which looks at the whole sequence, and a cache holds a part"
-    ):
-        model(prompt(1), **{CACHE: cache})
 
 
 def test_what_is_kept_is_as_large_as_a_token():
@@ -172,3 +137,46 @@ def test_an_empty_cache_without_a_config_will_do(native_family):
     model = chapter_model(native_family, routing="chunk")
     generated = model.generate(prompt(PROMPT), **{CACHE: DynamicCache()}, **GREEDY)
     assert torch.equal(generated, model.generate(prompt(PROMPT), **GREEDY))
+
+
+def filled_by(model):
+    return {CACHE: model(prompt(PROMPT), use_cache=True)[CACHE]}
+
+
+REFUSED = {
+    "of another model": (
+        "chunk",
+        lambda base, model: model(prompt(1), **filled_by(base)),
+        "the cache holds tokens, but not what the memories of this model keep of them",
+    ),
+    "without layers": (
+        "chunk",
+        lambda base, model: model(prompt(1), **{CACHE: ((),)}),
+        "the cache is a tuple, which has no place for what memories keep",
+    ),
+    "looking ahead": (
+        "sequence",
+        lambda base, model: model.generate(prompt(PROMPT), **{CACHE: DynamicCache(config=model.config)}),
+        "a cache is passed, but a memory of this model looks at the whole sequence",
+    ),
+    "of embeddings, looking ahead": (
+        "sequence",
+        lambda base, model: model.generate(inputs_embeds=model.get_input_embeddings()(prompt(PROMPT)), **GREEDY),
+        "inputs_embeds is given, but a memory of this model looks at the whole sequence",
+    ),
+    "continued, looking ahead": (
+        "sequence",
+        lambda base, model: model(prompt(1), **filled_by(model)),
+        "routing is 'sequence', which looks at the whole sequence, and a cache holds a part",
+    ),
+}
+
+
+@pytest.mark.parametrize("cache", REFUSED)
+def test_a_cache_that_does_not_hold_what_a_pass_needs_is_refused(cache):
+    routing, call, message = REFUSED[cache]
+    base, model = chapter_pair(routing=routing)
+    with pytest.raises(ValueError, match=message):
+        call(base, model)
+    if routing == "chunk":
+        model(prompt(1), **{CACHE: DynamicCache(config=model.config)})

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from models.cases import CASES, GREEDY, chosen_in_turn
+from models.cases import CASES, GREEDY, INSERTED, chosen_in_turn
 from models.depth_models import depth_model
 from models.gradients import loss_and_gradients
 from models.hosting import host_of, logits
@@ -121,3 +121,14 @@ def test_what_depth_acts_through_learns_from_the_first_step_and_the_rest_from_th
     assert all(second[name].any() for name in new)
     optimizer.step()
     assert not [name for name, value in new.items() if torch.equal(value, started[name])]
+
+
+@pytest.mark.parametrize("case", INSERTED)
+def test_what_is_inserted_learns_by_its_values_alone_and_one_step_on_them_leaves_the_base(pair, case):
+    base, model = pair(case)
+    (entry,) = model.config.memories().entries
+    learn = {name for name, gradient in loss_and_gradients(model.train(), prompt())[1].items() if gradient.any()}
+    values = {f"model.layers.{layer}.memory.value_bank" for layer in entry.layers}
+    assert {name for name in learn if name.startswith(tuple(f"model.layers.{at}." for at in entry.layers))} == values
+    torch.optim.SGD([model.get_parameter(name) for name in values], lr=1.0).step()
+    assert not torch.equal(logits(model.eval(), prompt()), logits(base, prompt()))

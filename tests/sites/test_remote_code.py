@@ -56,10 +56,12 @@ def named(cases: list[tuple[str, str]], by: str) -> dict[str, tuple[str, str, st
     return {f"{case.replace(' ', '-')}-{family}-{by}": (case, family, by) for case, family in cases}
 
 
-_USUAL = named([*((case, "llama") for case in CASES), ("inside-attention", "gemma3")], "saved")
-_USUAL |= named([("skip", "gemma3"), ("inserted", "gemma3")], "upscaled")
-_NAMES = _USUAL | named([("inside-attention", family) for family in NATIVE_FAMILIES], "saved")
-_NAMES |= named([("beside-ffn", "gemma3")], "upscaled")
+# By default each class of a toy, tables that layers share, and what either way of saving left; tests/carried has every site.
+_USUAL = named([("shared tables", "llama"), ("inside-ffn", "llama"), ("inside heads", "llama")], "saved")
+_USUAL |= named([("inside-attention", "gemma3")], "saved") | named([("inserted", "gemma3")], "upscaled")
+_NAMES = _USUAL | named([(case, "llama") for case in CASES], "saved")
+_NAMES |= named([("inside-attention", family) for family in NATIVE_FAMILIES], "saved")
+_NAMES |= named([("skip", "gemma3"), ("beside-ffn", "gemma3")], "upscaled")
 each_name = pytest.mark.parametrize("name", by_default(_USUAL, _NAMES))
 
 

@@ -50,6 +50,12 @@ LAYERS = (
         (["--set", "rank=0"], r"rank is 0; expected 1 or more\."),
         (["--set", "rank=two"], "rank is 'two'; expected a whole number"),
         (["--set", "rnak=2"], r"toy has no option 'rnak'\. Expected one of: .*rank"),
+        # The last of two methods counts.
+        (["--method", "toy-ffn", "--set", "span=1"], "toy-ffn has no option 'span'"),
+        (
+            ["--method", "toy-inserted", "--set", "share=2"],
+            "memory of type 'toy' is inserted, and its options make its layers share tables",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
@@ -60,12 +66,6 @@ def test_a_wrong_request_is_refused_in_one_line(arguments, message, base, comman
         assert outcome.err.startswith("upscale: ") and outcome.err.count("\n") == 1
         assert re.search(message, outcome.err), outcome.err
         assert list(tmp_path.iterdir()) == []
-
-
-def test_a_span_for_a_memory_without_skips_is_no_option(base, command, tmp_path):
-    outcome = command("--base", base, "--method", "toy-ffn", "--output", tmp_path / "out", "--set", "span=1")
-    assert outcome.status == 2
-    assert "toy-ffn has no option 'span'" in outcome.err
 
 
 @pytest.mark.parametrize("layers", [[1], [0, 1], [4]])
@@ -126,6 +126,13 @@ INSERTED = {"type": "toy", "site": "inserted", "layers": [1]}
         ([{"type": "toy", "layers": [0], "name": "a.b"}], r"'toy' has name = 'a\.b'; expected words joined by hyphens"),
         ([{"type": "toy", "layers": [0], "name": "a--b"}], "'toy' has name = 'a--b'; expected words joined by hyphens"),
         ([{"type": "toy", "layers": [0], "name": ""}], "'toy' has name = ''; expected words joined by hyphens"),
+        *(
+            (
+                [{"type": "toy", "layers": [0, 1], "name": name}],
+                f"has name = '{name}'; expected words joined by hyphens, and no word of a torch",
+            )
+            for name in ("keys", "type", "forward")
+        ),
         ([{"type": "toy", "layers": [0], "name": 5}], "'toy' has name = 5; expected words joined by hyphens"),
         ([{"type": "toy", "layers": [0], "site": "inside-ffn"}], "'toy' has site = 'inside-ffn'; expected one of: beside-ffn"),
         ([{"type": "toy-ffn", "layers": [0], "site": "inserted"}], "'toy-ffn' has site = 'inserted'; expected one of: inside-ffn"),
@@ -144,20 +151,3 @@ def test_planning_and_models_refuse_a_wrong_entry_with_the_same_words(memory, me
     with pytest.raises(ValueError, match=message) as by_model, torch.device("meta"):
         HOSTS["llama"].config_class(**fields, memory=memory)
     assert str(by_planning.value) == str(by_model.value)
-
-
-@pytest.mark.parametrize("name", ["keys", "type", "forward"])
-def test_a_name_that_no_module_can_have_is_refused_where_the_entry_is_read(name):
-    fields = {key: value for key, value in FAMILIES["llama"].config().to_dict().items() if key != "model_type"}
-    with pytest.raises(
-        ValueError, match=f"has name = '{name}'; expected words joined by hyphens, and no word of a torch"
-    ):
-        HOSTS["llama"].config_class(**fields, memory=[{"type": "toy", "name": name, "layers": [0, 1]}])
-
-
-def test_an_inserted_memory_that_would_share_tables_is_refused(base, command, tmp_path):
-    for way in (["--output", tmp_path / "out"], ["--dry-run"]):
-        outcome = command("--base", base, "--method", "toy-inserted", *way, "--set", "share=2")
-        assert outcome.status == 2
-        assert "memory of type 'toy' is inserted, and its options make its layers share tables" in outcome.err
-        assert list(tmp_path.iterdir()) == []
