@@ -13,7 +13,7 @@ from midus_hf.memories.packs.bank import PackBank
 from tests.tiny import save_tiny_tokenizer, tiny_model
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.edits.packs import delete_names
-from upscalers.methods.packs import spelled
+from upscalers.methods.packs import spelled_names
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
 from upscalers.runs.strip import strip
@@ -120,7 +120,8 @@ def test_texts_of_one_name_are_joined_and_long_ones_are_cut_which_a_line_says(ba
 
 def test_names_are_found_as_texts_spell_them(base):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
-    assert spelled(tokenizer, "word20 word21") == [(20, 21)]
+    assert spelled_names(tokenizer, ["word20 word21", "word3"]) == [[(20, 21)], [(3,)]]
+    assert spelled_names(tokenizer, []) == []
 
 
 def test_a_deleted_name_is_computed_as_by_the_base_and_others_as_before(base, tmp_path):

@@ -135,24 +135,23 @@ class Packs(AttachedMemoryMethod):
     def _read(self, tokenizer: Any) -> Glossary:
         corpus, texts = self.options.corpus, _entries(self.options.corpus)
         titles = list(texts)
+        owners = {name: entry for entry, names in enumerate(titles, 1) for name in names}
         spellings: dict[tuple[int, ...], int] = {}
         common: dict[str, None] = {}
-        capitals: dict[tuple[int, ...], int] = {}
-        for entry, names in enumerate(titles, 1):
-            for name in names:
-                for ids in spelled(tokenizer, name):
-                    spellings.setdefault(ids, entry)
-                    if len(ids) == 1 and ids[0] < _COMMON:
-                        common[name] = None
-                if name[:1] != name[:1].upper():
-                    capitals |= dict.fromkeys(spelled(tokenizer, name[:1].upper() + name[1:]), entry)
+        for (name, entry), spelled in zip(owners.items(), spelled_names(tokenizer, [*owners]), strict=True):
+            for ids in spelled:
+                spellings.setdefault(ids, entry)
+                if len(ids) == 1 and ids[0] < _COMMON:
+                    common[name] = None
         if common and not self.options.common_names:
             raise RequestError(
                 f"names of corpus {corpus} are one frequent token, which almost every text has: {first_few([*map(repr, common)])}; "
                 "expected names that few texts have. Take them out, or pass --set common_names=true."
             )
-        for spelling, entry in capitals.items():  # a name as it is written goes before another one's capital
-            spellings.setdefault(spelling, entry)
+        capitals = {f"{name[:1].upper()}{name[1:]}": entry for name, entry in owners.items()}
+        for entry, spelled in zip(capitals.values(), spelled_names(tokenizer, [*capitals]), strict=True):
+            for ids in spelled:  # a name as it is written goes before another one's capital
+                spellings.setdefault(ids, entry)
         read = tokenizer(list(texts.values()), verbose=False)["input_ids"]
         most = self.options.max_tokens
         return Glossary(titles, [ids[:most] for ids in read], spellings, sum(len(ids) > most for ids in read))
@@ -244,19 +243,22 @@ def _entries(corpus: str) -> dict[tuple[str, ...], str]:
     return texts
 
 
-def spelled(tokenizer: Any, name: str) -> list[tuple[int, ...]]:
-    """Return the token ids of a name where texts have it: at the beginning, behind a space, a quote, a bracket or a line break.
+def spelled_names(tokenizer: Any, names: Sequence[str]) -> list[list[tuple[int, ...]]]:
+    """Return for each name its token ids where texts have it: at their beginning, behind a space, quote, bracket or line break.
 
     The ids are those of tokens that hold a character of the name, so a space or quote may be part of the first.
     """
-    spellings: dict[tuple[int, ...], None] = {}
+    spelled: list[dict[tuple[int, ...], None]] = [{} for _ in names]
     for front in _IN_FRONT:
-        read = tokenizer(front + name, add_special_tokens=False, return_offsets_mapping=True)
-        pairs = zip(read["input_ids"], read["offset_mapping"], strict=True)
-        ids = tuple(token for token, (_, end) in pairs if end > len(front))
-        if ids:
-            spellings[ids] = None
-    return list(spellings)
+        texts = [front + name for name in names]
+        read = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False) if texts else {}
+        for found, ids, offsets in zip(
+            spelled, *(read.get(key, ()) for key in ("input_ids", "offset_mapping")), strict=True
+        ):
+            own = tuple(token for token, (_, end) in zip(ids, offsets, strict=True) if end > len(front))
+            if own:
+                found[own] = None
+    return [list(found) for found in spelled]
 
 
 def tokenizer_digest(folder: Path) -> str | None:
