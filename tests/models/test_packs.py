@@ -1,44 +1,22 @@
 """Packs: texts are read as if they stood in front, from their names on; and nothing else changes a bit."""
 
-import json
-
 import pytest
 import torch
 from models.hosting import in_steps, logits
-from models.pack_models import pack_model
-from tiny import NATIVE_FAMILIES, WINDOW, prompt, save_tiny_tokenizer, tiny_model
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
+from models.pack_models import model_of_texts, pack_model
+from tiny import NATIVE_FAMILIES, WINDOW, prompt, tiny_model
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from midus_hf.memories.packs.names import NameTable, open_entries
 from midus_hf.memories.packs.writing import name_table
-from upscalers.runs.upscale import upscale
 
 # The name is one token; the text and what is asked fit into the windows of the families.
 NAME, TEXT = 5, [7, 8, 9]
 
 
-@pytest.fixture
-def packed(tmp_path, monkeypatch):
-    """Return a function that upscales a family by a glossary of one entry, and returns the base and the result."""
-
-    def made(family, dtype=torch.float32):
-        tiny_model(family, dtype).save_pretrained(tmp_path / "base")
-        save_tiny_tokenizer(tmp_path / "base")
-        text = " ".join(f"word{token}" for token in TEXT)
-        (tmp_path / "glossary.jsonl").write_text(json.dumps({"name": f"word{NAME}", "text": text}))
-        # Transformers would read the words by the tokenizer of the type, which some types have.
-        words = PreTrainedTokenizerFast.from_pretrained(tmp_path / "base")
-        monkeypatch.setattr("upscalers.methods.packs._tokenizer", lambda base: words)
-        options = {"corpus": str(tmp_path / "glossary.jsonl"), "common_names": True}
-        upscale(base=tmp_path / "base", method="packs", output=tmp_path / "out", options=options)
-        return [AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("base", "out")]
-
-    return made
-
-
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
-def test_behind_a_name_the_model_computes_what_the_base_computes_behind_its_text(family, packed):
-    base, model = packed(family)
+def test_behind_a_name_the_model_computes_what_the_base_computes_behind_its_text(family, tmp_path):
+    base, model = model_of_texts(family, tmp_path, torch.float32, {NAME: TEXT, 6: TEXT[:1]})
     asked = torch.tensor([[NAME, 40, 41, 42]])
     assert len(TEXT) + asked.shape[1] < WINDOW
     behind = logits(base, torch.cat([torch.tensor([TEXT]), asked], 1))[:, len(TEXT) :]
@@ -48,8 +26,8 @@ def test_behind_a_name_the_model_computes_what_the_base_computes_behind_its_text
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
-def test_up_to_a_name_every_bit_is_the_bases(family, dtype, packed):
-    base, model = packed(family, dtype)
+def test_up_to_a_name_every_bit_is_the_bases(family, dtype, tmp_path):
+    base, model = model_of_texts(family, tmp_path, dtype, {NAME: TEXT})
     tokens = prompt().clamp(min=NAME + 1)
     assert torch.equal(logits(model, tokens), logits(base, tokens))
     tokens[0, 10] = NAME

@@ -196,7 +196,7 @@ class Packs(AttachedMemoryMethod):
             glossary.titles,
             self._table(base),
             [len(ids) for ids in glossary.ids],
-            _packs(model, layout.layers, glossary.ids, progress),
+            read_packs(model, layout.layers, glossary.ids, progress),
             model.dtype,
             _FILE_BYTES,
             {"tokenizer": tokenizer_digest(folder)},
@@ -294,10 +294,20 @@ def _load(folder: Path) -> Any:
     return model.eval()
 
 
-def _packs(
+def read_packs(
     model: Any, layers: Sequence[int], texts: Sequence[Sequence[int]], progress: Progress
 ) -> Iterator["torch.Tensor"]:
-    """Yield the keys and values of texts, `[m, L, 2, K, d]`, read a few texts at a time; keys are moved to positions -m to -1."""
+    """Yield the keys and values of texts, which a model reads a few at a time; keys are moved to the positions -m to -1.
+
+    Args:
+        model: A model with packs, whose bank is not open or empty.
+        layers: Indices of the L layers that have the memory.
+        texts: Token ids of each text, of m tokens.
+        progress: Display, which advances by one for each text.
+
+    Yields:
+        `[m, L, 2, K, d]`, in the dtype of the model.
+    """
     import torch
 
     from midus_hf.memories.hosting.parts import decoder_of
