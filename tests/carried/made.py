@@ -1,10 +1,11 @@
 """Small checkpoints of every method that adds memory, made once for all tests of this folder."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from pairs import in_turn
-from tiny import NATIVE_FAMILIES, save_tiny_model
+from tiny import NATIVE_FAMILIES, save_tiny_model, save_tiny_tokenizer
 from transformers import CONFIG_MAPPING
 
 from midus_hf.models.inference.tiny import tiny_model
@@ -24,8 +25,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "midus-pkm": {"n": 8, "k": 2},
     "moc": {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 3},
     "moda": {},
+    "packs": {"common_names": True},
     "ultramem-v2": {"n": 8, "k": 4},
 }
+# Of random tokens, every third is the name of an entry of packs.
+ENTRIES = [{"name": f"word{token}", "text": f"word{token} word{token + 1} word1"} for token in range(3, 126, 3)]
 
 # Kinds of these methods whose memories need other parts of a model, by a name: the method, and options beside its own.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,11 +70,15 @@ class Checkpoints:
         # Transformers calls the package of remote code after the last folder.
         output = self._folder / family / f"{family}_{method}"
         if not output.exists():
-            base = self._folder / family / "base"
+            base = self._folder / family / ("spoken" if method == "packs" else "base")
             if not base.exists() and family in NATIVE_FAMILIES:
                 save_tiny_model(family, base)
             elif not base.exists():
                 tiny_model(family, vocab_size=128).save_pretrained(base)
             method, changes = KINDS.get(method, (method, {}))
+            if method == "packs":
+                save_tiny_tokenizer(base)
+                changes = {"corpus": str(self._folder / "glossary.jsonl")}
+                Path(changes["corpus"]).write_text("\n".join(map(json.dumps, ENTRIES)))
             upscale(base=base, method=method, output=output, options={**METHODS[method], **changes}, verify=False)
         return output

@@ -32,7 +32,8 @@ OTHERS = {"torch", "transformers", "safetensors", "huggingface_hub"}
 
 # Parts that some memories need, by the methods that need them, or by how their names begin.
 NEEDED_BY = {
-    "AttentionHost": ("hier-kv", "moda"),
+    "AttentionHost": ("hier-kv", "moda", "packs"),
+    "PackBank": ("packs",),
     "AttentionAdapters": ("hier-lora-qk", "hier-lora-vo"),
     "AttentionHeads": ("hier-kv",),
     "DepthHeads": ("moda",),
@@ -44,8 +45,8 @@ NEEDED_BY = {
     "BankLayout": ("hier-",),
     "TrainedBank": (),
     "Tables": ("engram", "moc", "ultramem-v2"),
-    "States": ("engram", "moc"),
-    "Tokens": ("engram", "moc"),
+    "States": ("engram", "moc", "packs"),
+    "Tokens": ("engram", "moc", "packs"),
     "RouterReports": ("moc",),
     "WholeSequences": ("moc",),
     "ScaledInitialisation": ("ultramem-v2",),
