@@ -15,7 +15,7 @@ import matplotlib
 
 from docs.pictures.canvas import Picture
 from docs.pictures.layers import deus, lesa, llama_pro, solar
-from docs.pictures.memories import engram, hierarchical, midus, moc, moda, ultramem_v2
+from docs.pictures.memories import engram, hierarchical, midus, moc, moda, packs, ultramem_v2
 
 IMAGES = Path(__file__).parents[1] / "images"
 STYLE: Any = {"svg.hashsalt": "architecture", "svg.fonttype": "path", "font.family": "DejaVu Sans"}
@@ -31,6 +31,7 @@ PICTURES: Mapping[str, Callable[[], Picture]] = {
     "ultramem-v2": ultramem_v2,
     "engram": engram,
     "moda": moda,
+    "packs": packs,
 }
 
 

@@ -324,3 +324,23 @@ def moda() -> Picture:
     picture.text(514, 355, "output of the head, to $W_O$", SMALL, FAINT, "left")
     picture.legend("base", "new", "zero")
     return picture
+
+
+def packs() -> Picture:
+    """Draw a text whose tokens attend to the pack of a name from the name on."""
+    picture = Picture(250)
+    picture.title(14, "A bank beside the weights")
+    picture.box(14, 60, 190, 46, "pack of a name: keys and\nvalues of its entry's text", "table", size=SMALL)
+    picture.box(14, 150, 190, 46, "names, as exact tokens,\nin each spelling", "table", size=SMALL)
+    picture.arrow((109, 150), (109, 106))
+    picture.title(270, "Attention in every layer")
+    words = ("the", "port", "of", "Kestrel", "is", "...")
+    for number, word in enumerate(words):
+        left = 270 + 68 * number
+        is_open = number >= 3
+        picture.box(left, 150, 60, 28, word, "new" if is_open else "base", size=SMALL)
+        if is_open:
+            picture.arrow((left + 30, 150), (left + 30, 83), (204, 83), color=BLUE)
+    picture.text(270, 196, "read what the base reads, bit for bit", SMALL, FAINT, "left")
+    picture.text(474, 132, "read the pack too, in one softmax", SMALL, BLUE, "left")
+    return picture

@@ -40,7 +40,7 @@ def model_of_texts(family: str, folder: Any, dtype: torch.dtype, texts: dict[int
     tiny_model(family, dtype).save_pretrained(folder / "base")
     native = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype).eval()
     layers = list(range(native.config.num_hidden_layers))
-    host = host_of(native, {"type": "packs", "layers": layers})
+    host = host_of(native, {"type": "packs", "layers": layers, "score_bias": 0.0})
     host.save_pretrained(folder / "host")
     open_bank(host, folder / "host", [], {})
     model = AutoModelForCausalLM.from_pretrained(folder / "host", dtype=dtype).eval()

@@ -201,7 +201,7 @@ def test_a_model_in_a_subfolder_has_its_bank_there(tmp_path):
 def test_of_a_model_on_the_hub_the_files_of_its_banks_are_downloaded(subfolder, tmp_path, monkeypatch):
     request = {}
     monkeypatch.setattr(
-        "midus_hf.memories.hierarchical.fetching.snapshot_download",
+        "midus_hf.memories.hosting.beside.snapshot_download",
         lambda name, **arguments: request.update(arguments, name=name) or str(tmp_path),
     )
     options = {"revision": "v1", "subfolder": subfolder, "dtype": "auto", "token": None}

@@ -44,6 +44,17 @@ def test_a_long_pass_computes_what_short_steps_compute(tmp_path):
     torch.testing.assert_close(in_steps(model, tokens, [100, 1, 99, 50, 50], DynamicCache(config=model.config)), whole)
 
 
+def test_a_bias_raises_the_scores_of_packs_and_no_others(tmp_path):
+    base, model = model_of_texts("llama", tmp_path, torch.float32, {NAME: TEXT})
+    asked, cache = torch.tensor([[NAME, 40, 41, 42]]), DynamicCache(config=model.config)
+    for layer in model.model.layers:
+        layer.memories["packs"].options.score_bias = -1e9
+    torch.testing.assert_close(logits(model, asked), logits(base, asked))
+    for layer in model.model.layers:
+        layer.memories["packs"].options.score_bias = 2.0
+    torch.testing.assert_close(in_steps(model, asked, [1, 1, 1, 1], cache), logits(model, asked))
+
+
 def test_nothing_is_open_in_the_next_document_and_no_name_reaches_into_it(tmp_path):
     model = pack_model("llama", tmp_path, torch.float64)
     first, second = [3, 20, 22, 7], [8, 10, 11, 13]  # (7, 8) is a name

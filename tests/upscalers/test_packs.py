@@ -79,6 +79,7 @@ OPTIONS = {
     "no corpus": ({"corpus": None}, "corpus is missing; expected a file of names and texts"),
     "no token": ({"max_tokens": 0}, "max_tokens is 0; expected at least 1"),
     "no open name": ({"open": 0}, "open is 0; expected at least one name"),
+    "bias": ({"score_bias": float("inf")}, "score_bias is inf; expected a number"),
     "frequent": (
         {"common_names": False},
         "are one frequent token, which almost every text has: 'word5', 'word22', 'word30'; ",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _COMMON = 1000
 # What may stand in front of a name: nothing, a space, an opening quote or bracket, a line break.
 _IN_FRONT = ("", " ", '"', "(", "\n")
-_TEXTS_AT_ONCE = 16
+_TEXTS_AT_ONCE = 64
 _FILE_BYTES = 5_000_000_000
 
 

@@ -46,6 +46,8 @@ class PackedHeads(InsideAttention):
 class Packs(MemoryModule):
     """A layer's part of packs: it has no tensors, and reads keys and values of the texts whose names are open.
 
+    The scores of packs are raised by `score_bias`; at 0, a token reads what it would read if the packs' texts stood in front.
+
     Args:
         options: Options of the memory.
         sizes: Sizes of the model.
@@ -53,6 +55,7 @@ class Packs(MemoryModule):
 
     sites = (PackedHeads,)
     services = (OpensPacks,)
+    options: PacksOptions
     rollback = staticmethod(without_last)
 
     @classmethod
@@ -61,7 +64,7 @@ class Packs(MemoryModule):
         require_log_sum_exp(implementation)
 
     def forward(self, *, sequence: SequenceHeads, packs: OpenPacks) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend to the sequence and to the packs of each token, as if the packs' tokens stood in front of the sequence.
+        """Attend to the sequence and to the packs of each token, in one softmax.
 
         Args:
             sequence: The layer's own attention to the sequence.
@@ -71,6 +74,16 @@ class Packs(MemoryModule):
             The output of the heads, `[B, T, H, d]`, that of the sequence alone, bit for bit, where a token reads no pack; and
             attention weights to the sequence alone, if they are known.
         """
+        bias = self.options.score_bias
+        if packs.is_whole and sequence.query.shape[2] == 1 and sequence.mask is None:  # a step of a generation
+            (part,) = packs.parts
+            heads, own = packs.of(self.index, part), (sequence.key, sequence.value)
+            key, value = (torch.cat(both, 2) for both in zip(heads, own, strict=True))
+            mask = sequence.query.new_zeros(1, 1, 1, key.shape[2])
+            mask[..., : part.reads.shape[-1]] = bias
+            return sequence.own(
+                sequence.module, sequence.query, key, value, mask if bias else None, **sequence.arguments
+            )
         output, weights, lse = sequence.with_log_sum()
         alone = output.transpose(1, 2)  # [B, H, T, d]
         pieces, done = [], 0
@@ -86,10 +99,12 @@ class Packs(MemoryModule):
                 sequence.scaling,
                 softcap,
             )  # [B, H, T', S]
+            scores = scores + bias
             is_empty = ~part.reads.any(-1)[:, None]  # [B, 1, T']
             scores = scores.masked_fill(is_empty.unsqueeze(-1), 0)
-            shares = scores.softmax(-1).unflatten(1, (keys.shape[1], -1))  # [B, K, G, T', S]
-            read = (shares @ values.to(shares.dtype).unsqueeze(2)).flatten(1, 2)  # [B, H, T', d]
+            shares = scores.softmax(-1).unflatten(1, (keys.shape[1], -1)).flatten(2, 3)  # [B, K, G * T', S]
+            read = shares @ values.to(shares.dtype)  # [B, K, G * T', d]
+            read = read.unflatten(2, (-1, scores.shape[2])).flatten(1, 2)  # [B, H, T', d]
             read_lse = scores.logsumexp(-1).masked_fill(is_empty, float("-inf"))
             tokens = part.tokens
             pieces.append(alone[:, :, done : tokens.start])

@@ -39,11 +39,13 @@ class OpenPacks(NamedTuple):
         heads: `[L, 2, B, K, S, d]`, keys and values of all packs that a row opens, side by side.
         parts: The tokens, part by part, with the slots that they read.
         is_open: `[B, T]`, bool, whether a token reads any.
+        is_whole: Whether every token reads all slots of its row.
     """
 
     heads: torch.Tensor
     parts: tuple[PackPart, ...]
     is_open: torch.Tensor
+    is_whole: bool
 
     def of(self, layer: int, part: PackPart) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values for the tokens of a part, each `[B, K, S', d]`, of a layer by its number among those with packs."""
@@ -60,7 +62,7 @@ class OpenPacks(NamedTuple):
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
 
         parts = tuple(PackPart(part.tokens, moved(part.slots), moved(part.reads)) for part in self.parts)
-        return OpenPacks(moved(self.heads), parts, moved(self.is_open))
+        return OpenPacks(moved(self.heads), parts, moved(self.is_open), self.is_whole)
 
 
 class OpensPacks(States):
@@ -147,7 +149,7 @@ class OpensPacks(States):
         if name not in self._latest or self._latest[name][0] != key:
             self._latest[name] = key, *self._stacked(self.banks[name], rows, device, dtype)
         _, heads, owners = self._latest[name]
-        parts = []
+        parts, is_whole = [], True
         for first in range(0, opened.shape[1], _TOKENS_AT_ONCE):
             tokens = slice(first, min(first + _TOKENS_AT_ONCE, opened.shape[1]))
             part, slots, of_slots = opened[:, tokens], None, owners
@@ -159,8 +161,9 @@ class OpensPacks(States):
                 slots = used.int().argsort(dim=1, descending=True, stable=True)[:, :most]
                 of_slots = owners.gather(1, slots)
             reads = (of_slots[:, None, :, None] == part[:, :, None]).any(-1) & (of_slots > 0)[:, None]  # [B, T', S']
+            is_whole = is_whole and slots is None and bool(reads.all())
             parts.append(PackPart(tokens, slots if slots is None else slots.to(device), reads.to(device)))
-        return OpenPacks(heads, tuple(parts), (opened > 0).any(-1).to(device))
+        return OpenPacks(heads, tuple(parts), (opened > 0).any(-1).to(device), is_whole)
 
     def _stacked(
         self, bank: PackBank, rows: tuple[tuple[int, ...], ...], device: torch.device, dtype: torch.dtype

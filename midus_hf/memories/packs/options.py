@@ -20,6 +20,10 @@ class PacksOptions(MemoryOptions):
     attends = True
 
     open: int = option(2, "names whose packs a token reads at most, the latest in front of it")
+    score_bias: float = option(
+        0.75,
+        "number added to the scores of packs before the softmax; 0: packs are read as if their texts stood in front",
+    )
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         return {}

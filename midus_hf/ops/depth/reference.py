@@ -164,9 +164,10 @@ def sequence_scores(
 ) -> torch.Tensor:
     """Return the masked scores of the sequence, `[B, H, T, S]`, float32 at least, with the arguments of `sequence_lse`."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    grouped = query.to(wide).unflatten(1, (key.shape[1], -1))  # [B, K, G, T, d]
+    grouped = query.to(wide).unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # [B, K, G * T, d]
     with without_autocast(query.device.type):
-        scores = (grouped @ key.to(wide).unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scaling  # [B, H, T, S]
+        scores = grouped @ key.to(wide).transpose(-1, -2) * scaling  # [B, K, G * T, S]
+    scores = scores.unflatten(2, (-1, query.shape[2])).flatten(1, 2)  # [B, H, T, S]
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     if is_causal:
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + first)
