@@ -9,7 +9,7 @@ from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Json, argument, flag, option, show, show_tables
 from midus_hf.config.wording import first_few
 
-Model = Annotated[str, argument("A checkpoint that upscale made; it stays as it is.", "DIR")]
+Model = Annotated[str, argument("A checkpoint with memory; it stays as it is.", "DIR")]
 Chapters = Annotated[str, option("Chapters by number, such as 3,7-9.", "LIST")]
 Memory = Annotated[str | None, option("One of several memories.  [default: all, or the only one]", "NAME")]
 
@@ -65,10 +65,10 @@ def quantise(
     bits: Annotated[int, option("Bits of quantised rows: 8 or 4.", "N")] = 8,
     json_: Json = False,
 ) -> None:
-    """Round banks of chapters to integers with a scale per row. Quantised banks need less room, and do not train."""
-    from upscalers.edits import chapters as edits
+    """Round values of slots and chapters to integers with a scale per row. They need less room, and do not train."""
+    from upscalers.edits.quantising import quantise
 
-    _show_edit(edits.quantise(_request(model, output, memory, overwrite), bits), json_)
+    _show_edit(quantise(_request(model, output, memory, overwrite), bits), json_)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,25 +14,44 @@ from models.hosting import logits
 from models.upscaled import upscaled_model
 from pairs import by_default, in_turn
 from tiny import prompt, save_tiny_model
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from midus_hf.memories.decode_cache import decode_cache
 from midus_hf.memories.module import MemoryModule
-from midus_hf.memories.quantise import quantise_tables
 from midus_hf.memories.tables import DeclaredModule, read_rows
 from midus_hf.ops import op_choices
 from midus_hf.ops.chapters.quantisation import dequantise_rows, quantise_rows
 from midus_hf.training.optim.freezing import set_trainable
 from upscalers import upscale
+from upscalers.edits.checkpoint_edit import EditRequest
+from upscalers.edits.quantising import quantise
+from upscalers.request.errors import RequestError
+from upscalers.runs.strip import strip
 
-ALL_KINDS = ("headwise", "product-key", "linear", *(f"ultramem {kind}" for kind in ultramem_models.KINDS))
+TABLES = ("value_bank", "value_table", ".bank")
+ALL_KINDS = (
+    "headwise",
+    "product-key",
+    "linear",
+    "token behind layers",
+    *(f"ultramem {kind}" for kind in ultramem_models.KINDS),
+)
 # Tables of each layer, with heads and without, and tables that layers share.
-KINDS = by_default(["headwise", "product-key", "linear", "ultramem own", "ultramem ring"], ALL_KINDS)
+KINDS = by_default(
+    ["headwise", "product-key", "linear", "token behind layers", "ultramem own", "ultramem ring"], ALL_KINDS
+)
 
 
 def acting(kind: str, dtype: torch.dtype = torch.float32, small: bool = False) -> Any:
     """Return a model whose memories of a kind act, in eval mode; a small one has few layers."""
     return CASES[kind].model("llama", None, dtype, small=small)  # type: ignore[arg-type]
+
+
+def rounded(model: Any, folder: Path, bits: int = 8) -> Any:
+    """Save a model, round its tables, and load the result."""
+    model.save_pretrained(folder / "floats")
+    quantise(EditRequest(folder / "floats", folder / "integers"), bits)
+    return AutoModelForCausalLM.from_pretrained(folder / "integers")
 
 
 def with_rows_that_integers_stand_for(model: Any, rounded: Any, bits: int) -> Any:
@@ -45,51 +65,36 @@ def with_rows_that_integers_stand_for(model: Any, rounded: Any, bits: int) -> An
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_pass_computes_with_the_rows_that_integers_stand_for(kind, bits):
-    model = acting(kind)
-    rounded = copy.deepcopy(model)
-    quantise_tables(rounded, bits)
-    expected = with_rows_that_integers_stand_for(copy.deepcopy(model), rounded, bits)
+@pytest.mark.parametrize(("kind", "dtype"), in_turn(KINDS, [torch.float32, torch.bfloat16]))
+def test_a_pass_computes_with_the_rows_that_integers_stand_for(kind, dtype, bits, tmp_path):
+    rounded(acting(kind, dtype), tmp_path, bits)
+    # Loaded, since a model that is cast keeps angles of rotation in another dtype, and copied, since products of one row depend on
+    # where weights are mapped.
+    model, small = (
+        copy.deepcopy(AutoModelForCausalLM.from_pretrained(tmp_path / name)) for name in ("floats", "integers")
+    )
+    expected = with_rows_that_integers_stand_for(copy.deepcopy(model), small, bits)
     for tokens in (prompt(), prompt(1, 1)):  # many rows, of which a table may be all, and few
         with op_choices(backend="reference"):
-            assert torch.equal(logits(rounded, tokens), logits(expected, tokens))
-            assert not torch.equal(logits(rounded, tokens), logits(model, tokens))
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_tables_take_the_bytes_of_their_integers_and_scales(kind, bits):
-    model = acting(kind, torch.bfloat16)
-    tables = [tensor for name, tensor in model.named_parameters() if name.endswith(("value_bank", "value_table"))]
-    before = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    quantise_tables(model, bits)
-    after = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+            assert torch.equal(logits(small, tokens), logits(expected, tokens))
+            assert not torch.equal(logits(small, tokens), logits(model, tokens))
+    tokens = prompt(5)
+    assert torch.equal(small.generate(tokens, **GREEDY), expected.generate(tokens, **GREEDY))
+    tables = [tensor for name, tensor in model.named_parameters() if name.endswith(TABLES)]
+    before, after = (sum(tensor.nbytes for tensor in (*one.parameters(), *one.buffers())) for one in (model, small))
     saved = sum(tensor.nbytes - tensor.numel() * bits // 8 - tensor.nbytes // tensor.shape[-1] for tensor in tables)
     assert before - after == saved > 0
-
-
-@pytest.mark.parametrize(("kind", "dtype"), in_turn(KINDS, [torch.float32, torch.bfloat16]))
-def test_a_saved_model_loads_with_equal_results(kind, dtype, tmp_path):
-    # Loaded first, since a model that is cast keeps angles of rotation in another dtype than one that is loaded.
-    acting(kind, dtype).save_pretrained(tmp_path / "floats")
-    model, tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "floats"), prompt(5)
-    quantise_tables(model, 4)
-    model.save_pretrained(tmp_path / "integers")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "integers")
-    assert torch.equal(logits(loaded, tokens), logits(model, tokens))
-    assert torch.equal(loaded.generate(tokens, **GREEDY), model.generate(tokens, **GREEDY))
 
 
 _LOAD = """
 import torch
 from transformers import AutoModelForCausalLM
 for name in ("headwise", "product-key", "ultramem ring"):
-    model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(f"{name}/integers", trust_remote_code=True)
     assert type(model).__module__.startswith("transformers_modules"), type(model)
     with torch.no_grad():
         logits = model(torch.load("tokens.pt")).logits
-    assert torch.equal(logits, torch.load(f"{name}/logits.pt")), f"{name}: other logits"
+    assert torch.equal(logits, torch.load(f"{name}/integers/logits.pt")), f"{name}: other logits"
 """
 
 
@@ -97,17 +102,14 @@ def test_saved_models_load_without_the_package(tmp_path):
     tokens = prompt(5)
     torch.save(tokens, tmp_path / "tokens.pt")
     for kind in ("headwise", "product-key", "ultramem ring"):
-        model = acting(kind)
-        quantise_tables(model)
-        model.save_pretrained(tmp_path / kind)
+        model = rounded(acting(kind), tmp_path / kind)
         with op_choices(backend="reference"):
-            torch.save(logits(model, tokens), tmp_path / kind / "logits.pt")
+            torch.save(logits(model, tokens), tmp_path / kind / "integers" / "logits.pt")
     run_python(_LOAD, tmp_path, package_present=False)
 
 
-def test_values_are_not_kept_expanded():
-    model = acting("headwise")
-    quantise_tables(model)
+def test_values_are_not_kept_expanded(tmp_path):
+    model = rounded(acting("headwise"), tmp_path)
     with decode_cache(model), torch.no_grad():
         memories = [module for module in model.modules() if isinstance(module, MemoryModule)]
         assert memories and all(memory.decode_cache is None for memory in memories)
@@ -140,10 +142,10 @@ class _LogitsOf(torch.nn.Module):
         fewest=[("headwise", None)],
     ),
 )
-def test_a_model_is_exported_as_one_graph_for_any_number_of_tokens(kind, bits):
+def test_a_model_is_exported_as_one_graph_for_any_number_of_tokens(kind, bits, tmp_path):
     model, tokens = acting(kind, small=True), prompt(7)
     if bits is not None:
-        quantise_tables(model, bits)
+        model = rounded(model, tmp_path, bits)
     sizes = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
     with op_choices(backend="reference"):
         graph = torch.export.export(_LogitsOf(model), (tokens,), dynamic_shapes=sizes).module()
@@ -157,46 +159,94 @@ def _unfinite(model: Any) -> Any:
     return model
 
 
-def _rounded(model: Any) -> Any:
-    quantise_tables(model)
-    return model
+def _odd() -> Any:
+    sizes = {"hidden_size": 36, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    return upscaled_model("llama", acting=True, **sizes)
 
 
 REFUSED = {
-    "bits": (lambda: acting("headwise"), 2, "bits is 2; expected 8 or 4"),
-    "training": (lambda: acting("headwise").train(), 8, "training mode.*expected model.eval()"),
-    "twice": (lambda: _rounded(acting("headwise")), 4, "has value_bits = 8 already"),
-    "chapters": (lambda: acting("token behind layers"), 8, "type 'chapters'.*midus edit quantise"),
-    "no table": (lambda: upscaled_model("llama", new_layers=()), 8, "no table of values"),
-    "infinite": (lambda: _unfinite(acting("product-key")), 8, "value_bank has a number that is not finite"),
-    "offloaded": (lambda: acting("product-key").to("meta"), 8, "value_bank is on the meta device.*without offloading"),
+    "bits": (lambda: acting("headwise"), {"bits": 2}, "bits is 2; expected 8 or 4"),
+    "other values": (
+        lambda: acting("ngram"),
+        {},
+        "'ngram' is of type 'ngram', whose values cannot be rounded.*--memory",
+    ),
+    "no table": (
+        lambda: upscaled_model("llama", new_layers=()),
+        {},
+        "no table of values; expected a model with a mem",
+    ),
+    "memory": (
+        lambda: acting("headwise"),
+        {"memory": "other"},
+        "memory is 'other'; expected .* the model has: headwise",
+    ),
+    "infinite": (
+        lambda: _unfinite(acting("product-key")),
+        {},
+        "value_bank holds NaN or infinite values.*expected finite",
+    ),
     "odd": (
-        lambda: upscaled_model(
-            "llama", acting=True, hidden_size=36, num_attention_heads=4, num_key_value_heads=2, head_dim=8
-        ),
-        4,
+        _odd,
+        {"bits": 4},
         "value_bits is 4 and hidden_size / num_attention_heads is 9; expected an even width",
     ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_rounded_is_refused(case):
-    make, bits, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message):
-        quantise_tables(make(), bits)
+def test_what_cannot_be_rounded_is_refused(case, tmp_path):
+    make, words, message = REFUSED[case]
+    make().save_pretrained(tmp_path / "model")
+    request = EditRequest(tmp_path / "model", tmp_path / "out", words.get("memory"))
+    with pytest.raises(RequestError, match=message):
+        quantise(request, words.get("bits", 8))
+    assert not (tmp_path / "out").exists()
 
 
-def test_a_model_of_integers_does_not_train():
-    model = _rounded(acting("headwise"))
+def test_a_model_of_integers_is_neither_rounded_again_nor_trained(tmp_path):
+    model = rounded(acting("headwise"), tmp_path)
+    with pytest.raises(
+        RequestError, match="'headwise' has value_bits = 8 already; expected values that were not rounded"
+    ):
+        quantise(EditRequest(tmp_path / "integers", tmp_path / "twice"), 4)
     with pytest.raises(ValueError, match="type 'headwise' has value_bits = 8, and integers do not train"):
         set_trainable(model, "new")
 
 
-def test_no_model_is_upscaled_with_integers(tmp_path):
+def test_memories_of_a_stack_are_rounded_together_or_one_by_name(tmp_path):
+    base = save_tiny_model("llama", tmp_path / "base")
+    requests = (("midus-hml", {"n": 8}), ("moc", {"memory_tokens": 8, "chapters": 4, "k": 1}), ("midus-hml", {"n": 8}))
+    for number, (method, options) in enumerate(requests):
+        upscale(base=base, method=method, output=tmp_path / f"{number}", options=options, verify=False)
+        base = tmp_path / f"{number}"
+    quantise(EditRequest(base, tmp_path / "all"), 4)
+    quantise(EditRequest(base, tmp_path / "one", "chapters"))
+    read = {name: AutoConfig.from_pretrained(tmp_path / name).memory for name in ("all", "one")}
+    bits = {name: [entry.get("value_bits", entry.get("bank_bits")) for entry in read[name]] for name in read}
+    assert bits["all"] == [4, 4, 4] and sorted(map(str, bits["one"])) == ["8", "None", "None"]
+    strip(tmp_path / "all", tmp_path / "stripped")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "stripped")
+    assert {module.options.type for module in model.modules() if isinstance(module, MemoryModule)} == {
+        "headwise",
+        "chapters",
+    }
+    assert sum(name.endswith("_integers") for name, _ in model.named_buffers()) == sum(
+        name.endswith(TABLES) for name, _ in AutoModelForCausalLM.from_pretrained(tmp_path / "1").named_parameters()
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("midus-hml", {"n": 8, "value_bits": 8}),
+        ("moc", {"memory_tokens": 8, "chapters": 4, "k": 1, "bank_bits": 8}),
+    ],
+)
+def test_no_model_is_upscaled_with_integers(method, options, tmp_path):
     save_tiny_model("llama", tmp_path / "base")
-    with pytest.raises(ValueError, match=r"value_bits is 8, but new values have yet to learn.*quantise_tables"):
-        upscale(base=tmp_path / "base", method="midus-hml", output=tmp_path / "out", options={"n": 8, "value_bits": 8})
+    with pytest.raises(ValueError, match=r"_bits is 8, but new values have yet to learn.*midus edit quantise"):
+        upscale(base=tmp_path / "base", method=method, output=tmp_path / "out", options=options)
 
 
 class _AsTorchaoDoes(torch.nn.Parameter):

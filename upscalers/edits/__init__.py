@@ -1,1 +1,1 @@
-"""Edits of checkpoints: chapters set to zero, pruned, rounded and listed; and the null control that permutes rows of values."""
+"""Edits of checkpoints: chapters set to zero, pruned and listed, values rounded, and the null control that permutes rows."""

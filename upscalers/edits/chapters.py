@@ -1,32 +1,23 @@
-"""Memories of chapters in a checkpoint, and their edits: chapters set to zero or pruned, and banks rounded to integers."""
+"""Memories of chapters in a checkpoint, and their edits: chapters set to zero, or pruned."""
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any
 
 from midus_hf.memories.chapters.options import ChaptersOptions
 from midus_hf.memories.entries import ATTACHED, TABLES, MemoryEntry
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.edits.checkpoint_edit import EditDetails, EditRequest, edit_checkpoint
-from upscalers.request.errors import RequestError, refusing_requests
-from upscalers.tensors.recipes import Recipe, RowRange, Rows
+from upscalers.request.errors import RequestError
+from upscalers.tensors.recipes import RowRange, Rows
 from upscalers.tensors.writer import OutputTensor
-
-if TYPE_CHECKING:
-    import torch
-
-    from upscalers.tensors.recipes import ReadTensor
 
 # For each position of the result the chapter of the model that comes there; None is a chapter of zeros.
 Origins = Sequence[int | None]
 
-# Dtype of integer rows, as safetensors names it, by the number of bits.
-_STORED_INTEGERS = {8: "I8", 4: "U8"}
-_ROWS_AT_ONCE = 1 << 12
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -65,18 +56,13 @@ class ChapterMemory:
     def _bank(self, layers: tuple[int, ...], prefix: str) -> Bank:
         return Bank(
             layers,
-            tuple(prefix + name for name in row_names(self.options.bank_bits)),
+            tuple(prefix + name for name in self.options.bank(self.model.layout.memories.sizes)),
             tuple(self._in_layer(layer, "router_weight") for layer in layers),
             tuple(self._in_layer(layer, "router_bias") for layer in layers),
         )
 
     def _in_layer(self, layer: int, name: str) -> str:
         return self.model.new_name(layer, f"{ATTACHED}.{self.name}.{name}")
-
-
-def row_names(bank_bits: int | None) -> tuple[str, ...]:
-    """Return the names of a bank's tensors with a row per memory token; `bank_bits` is None for a bank that is not rounded."""
-    return ("bank",) if bank_bits is None else ("bank_integers", "bank_scales")
 
 
 def find_memories(model: BaseCheckpoint, name: str | None = None, only: bool = False) -> list[ChapterMemory]:
@@ -164,7 +150,7 @@ def _arranged(
         for name in (*bank.router_weights, *bank.router_biases):
             make(name, routers, 1)
     counts = {"chapters_before": memory.options.chapters, "chapters_after": len(rows)}
-    return EditDetails([memory.name], tensors, {"chapters": written(numbers), **counts}, options)
+    return EditDetails([memory.name], tensors, {"chapters": written(numbers), **counts}, {memory.name: options})
 
 
 def _ranges(origins: Origins, rows: int, name: str) -> tuple[RowRange, ...]:
@@ -180,67 +166,6 @@ def _ranges(origins: Origins, rows: int, name: str) -> tuple[RowRange, ...]:
         count = (1 + len(others)) * rows
         ranges.append(RowRange(None, 0, count) if key is None else RowRange(name, first * rows, count))
     return tuple(ranges)
-
-
-def quantise(request: EditRequest, bits: int = 8) -> dict[str, Any]:
-    """Round all rows of all banks of a memory to the nearest integers, with one scale per row. The rows no longer train.
-
-    Args:
-        request: The checkpoint to read and the folder to make.
-        bits: Bits per integer, 8 or 4. Default: 8.
-
-    Returns:
-        As from `edit_checkpoint`, with `bits`.
-
-    Raises:
-        RequestError: If the bits are neither 8 nor 4; if the rows are rounded already, have an odd width with 4 bits,
-            or hold a number that is not finite; or if the output cannot be made.
-    """
-    if bits not in _STORED_INTEGERS:
-        raise RequestError(f"bits is {bits}; expected {' or '.join(map(str, _STORED_INTEGERS))}.")
-
-    def decide(model: BaseCheckpoint) -> EditDetails:
-        (memory,) = find_memories(model, request.memory, only=True)
-        if memory.options.bank_bits is not None:
-            raise RequestError(
-                f"memory {memory.name!r} has bank_bits = {memory.options.bank_bits} already; expected rows that were not rounded. "
-                "Start from the checkpoint before it was quantised."
-            )
-        options = dataclasses.replace(memory.options, bank_bits=cast(Literal[8, 4], bits))
-        with refusing_requests():
-            options.check_fit(model.layout.memories.sizes)
-        tensors = {bank.rows[0]: _rounded(memory, bank.rows[0], bits) for bank in memory.banks}
-        return EditDetails([memory.name], tensors, {"bits": bits}, {"bank_bits": bits})
-
-    return edit_checkpoint("quantise", request, decide)
-
-
-def _rounded(memory: ChapterMemory, name: str, bits: int) -> list[OutputTensor]:
-    count, width = memory.model.tensors[name].shape
-    prefix = name.removesuffix(row_names(None)[0])
-    integers, scales = row_names(bits)
-    shape = (count, width if bits == 8 else width // 2)
-    return [
-        OutputTensor(prefix + integers, _RoundedPart(shape, name, bits, "integers"), _STORED_INTEGERS[bits]),
-        OutputTensor(prefix + scales, _RoundedPart((count,), name, bits, "scales"), "F32"),
-    ]
-
-
-@dataclass(frozen=True)
-class _RoundedPart(Recipe):
-    """Recipe for one of the two parts of a rounded table: the integers or the scales of its rows."""
-
-    source: str
-    bits: int
-    part: Literal["integers", "scales"]
-
-    def build(self, read: "ReadTensor") -> "torch.Tensor":
-        import torch
-
-        from midus_hf.ops.chapters.quantisation import quantise_rows
-
-        part = ("integers", "scales").index(self.part)
-        return torch.cat([quantise_rows(rows, self.bits)[part] for rows in read(self.source).split(_ROWS_AT_ONCE)])
 
 
 def parse_numbers(text: str, num_chapters: int) -> tuple[int, ...]:

@@ -3,18 +3,20 @@
 import copy
 import importlib.metadata
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from midus_hf.config.declared_tensors import DeclaredTensor
 from midus_hf.files.checkpoint_files import CARD_FILE, CODE
 from midus_hf.files.outputs import CONFIG_KEY, has_config_entry
+from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.banks import banks_beside
-from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read_config, write_config
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
 from upscalers.checkpoint.source import copy_travelling_files, resolve_source
-from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan, read_record, write_record
+from upscalers.record.provenance import EDITS_KEY, read_plan, read_record, write_record
 from upscalers.request.progress import Progress
 from upscalers.runs.output_folder import CheckpointFolder, write_code_of, written_from
 from upscalers.tensors.recipes import Copy
@@ -30,7 +32,7 @@ class EditRequest:
     Args:
         model: A checkpoint with memory, trained or not: a folder or a hub id.
         output: The folder to make.
-        memory: Name of the memory of chapters, needed if the model has several. Default: the only one.
+        memory: Name of the memory, or type of an inserted one. Default: all memories, or the only one where an edit is of one.
         overwrite: Whether to replace an existing checkpoint, under the conditions of `upscale`. Default: False.
         progress: Display that shows every step. Default: none.
     """
@@ -44,12 +46,12 @@ class EditRequest:
 
 @dataclass(frozen=True)
 class EditDetails:
-    """What an edit does: its memories, tensors that replace others, what the record says of it, and options that it changes."""
+    """What an edit does: its memories, tensors that replace others, what the record says, and options that change, by memory."""
 
     memories: Sequence[str]
     tensors: Mapping[str, Sequence[OutputTensor]]
     details: Mapping[str, Any]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def edit_checkpoint(
@@ -59,14 +61,14 @@ def edit_checkpoint(
     started = time.perf_counter()
     progress = request.progress or Progress()
     with resolve_source(str(request.model)) as source:
-        entry = read_config_entry(read_config(source.folder), source.folder)
         opened = open_base(source.folder)
         decided = decide(opened)
-        plan = read_plan(entry, opened)
-        if not all(plan.owns(name) for name in decided.tensors):
-            progress.warn(
-                "some of what is edited belongs to the base of this upscaling: what strip gives back will have the edit too."
-            )
+        if has_config_entry(opened.config):
+            plan = read_plan(opened.config[CONFIG_KEY], opened)
+            if not all(plan.owns(name) for name in decided.tensors):
+                progress.warn(
+                    "some of what is edited belongs to the base of this upscaling: what strip gives back will have the edit too."
+                )
         result = {"command": command, "memories": list(decided.memories), **decided.details}
         edit = {**result, "version": importlib.metadata.version("midus-hf")}
         shards = edited_shards(opened, decided.tensors)
@@ -82,6 +84,26 @@ def edit_checkpoint(
         "bytes_written": written.bytes_written,
         "seconds": time.perf_counter() - started,
     }
+
+
+def name_of(entry: MemoryEntry) -> str:
+    """Return the name by which an edit knows a memory: that of an attached one, and the type of an inserted one."""
+    return entry.name or entry.options.type
+
+
+def value_tables(model: BaseCheckpoint) -> Iterator[tuple[str, str, DeclaredTensor]]:
+    """Yield the full name of each table of values that is not rounded, the name of its memory, and its declaration."""
+    memories = model.layout.memories
+    for entry in memories.entries:
+        within = f"{ATTACHED}.{entry.name}" if entry.is_attached else INSERTED
+        owners = [(model.new_name(layer, within), entry.tensors_at(layer, memories.sizes)) for layer in entry.layers]
+        shared = f"{model.prefix}{TABLES}.{entry.name}"
+        tables = enumerate(entry.options.tables(memories.sizes, entry.layers))
+        owners += [(f"{shared}.{number}", table.tensors) for number, table in tables]
+        for owner, tensors in owners:
+            for name, tensor in tensors.items():
+                if tensor.role == "value":
+                    yield f"{owner}.{name}", name_of(entry), tensor
 
 
 def edited_shards(
@@ -118,10 +140,10 @@ def _write_siblings(
 def _edited_config(config: Config, edit: dict[str, Any], options: Mapping[str, Any]) -> Config:
     """Return the config after an edit, with the edit recorded; if it is of memories of the base, in the base's config too."""
     config = copy.deepcopy(config)
-    memories = {entry.get("name", entry["type"]): entry for entry in config.get("memory") or []}
-    own = [name for name in edit["memories"] if name in memories]
-    for name in own:
-        memories[name].update(options)
+    memories = [(entry.get("name", entry["type"]), entry) for entry in config.get("memory") or []]
+    own = [name for name in edit["memories"] if name in dict(memories)]
+    for name, entry in memories:
+        entry.update(options.get(name, {}))
     if own and has_config_entry(config):
         entry = config[CONFIG_KEY]
         entry[EDITS_KEY] = [*(entry.get(EDITS_KEY) or []), {**edit, "memories": own}]

@@ -1,14 +1,12 @@
 """The null control `shuffled-addresses`: a trained checkpoint with its rows of values in another order."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.memories.controls import num_value_rows
-from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
-from upscalers.edits.checkpoint_edit import EditDetails, EditRequest, edit_checkpoint
+from upscalers.edits.checkpoint_edit import EditDetails, EditRequest, edit_checkpoint, value_tables
 from upscalers.request.errors import RequestError
 from upscalers.request.options import check_seed
 from upscalers.request.progress import Progress
@@ -41,13 +39,12 @@ def shuffle(
         As from `edit_checkpoint`, with `seed`, and with the number of shuffled tables as `tables`.
 
     Raises:
-        RequestError: If the seed is out of range, the model was not made by `upscale` or has no rows of values, or the
-            output cannot be made.
+        RequestError: If the seed is out of range, the model has no rows of values, or the output cannot be made.
     """
     check_seed(seed)
 
     def decide(opened: BaseCheckpoint) -> EditDetails:
-        tables = dict(_tables(opened))
+        tables = {name: memory for name, memory, tensor in value_tables(opened) if num_value_rows(tensor) > 1}
         if not tables:
             raise RequestError(
                 f"{opened.folder} has no table of values with a row for each of several slots; expected a model with a memory that "
@@ -57,23 +54,6 @@ def shuffle(
         return EditDetails(list(dict.fromkeys(tables.values())), tensors, {"seed": seed, "tables": len(tables)})
 
     return edit_checkpoint("shuffle", EditRequest(model, output, None, overwrite, progress), decide)
-
-
-def _tables(model: BaseCheckpoint) -> Iterator[tuple[str, str]]:
-    """Yield the full name of each table of values with several rows, and the name of its memory."""
-    for entry in model.layout.memories.entries:
-        memory = entry.name or entry.options.type
-        within = f"{ATTACHED}.{entry.name}" if entry.is_attached else INSERTED
-        sizes = model.layout.memories.sizes
-        owners = [(model.new_name(layer, within), entry.tensors_at(layer, sizes)) for layer in entry.layers]
-        if entry.is_attached:
-            shared = f"{model.prefix}{TABLES}.{entry.name}"
-            tables = enumerate(model.layout.memories.tables(entry.name))
-            owners += [(f"{shared}.{number}", table.tensors) for number, table in tables]
-        for owner, tensors in owners:
-            for name, tensor in tensors.items():
-                if num_value_rows(tensor) > 1:
-                    yield f"{owner}.{name}", memory
 
 
 def _permuted(model: BaseCheckpoint, name: str, seed: int) -> OutputTensor:

@@ -10,6 +10,7 @@ from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.config.options import option
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
 from midus_hf.memories.options import InsertedOptions, MemoryOptions, SiteName
+from midus_hf.memories.retrieval.options import bits_option
 from upscalers.architecture.family import Config, kept_roles
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import METHODS, MIDUS, Method
@@ -27,11 +28,11 @@ class HostedMemoryMethod(Method):
     def check(self, base: BaseCheckpoint) -> None:
         if base.composite is not None:
             base.composite.check_hosts()
-        bits = getattr(self.options, "value_bits", None)
-        if bits is not None:
+        name = bits_option(self.options)
+        if name is not None and getattr(self.options, name) is not None:
             raise RequestError(
-                f"value_bits is {bits}, but new values have yet to learn, which integers cannot; expected null. Train the model, "
-                "then round its values with midus_hf.memories.quantise_tables."
+                f"{name} is {getattr(self.options, name)}, but new values have yet to learn, which integers cannot; expected null. "
+                "Train the model, then round its values with midus edit quantise."
             )
 
     @classmethod

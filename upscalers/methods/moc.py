@@ -5,7 +5,6 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import MIXTURE_OF_CHAPTERS, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
 from upscalers.plan.plan import Plan
-from upscalers.request.errors import RequestError
 
 
 @register_method("moc")
@@ -19,14 +18,6 @@ class MixtureOfChapters(AttachedMemoryMethod):
     identity = True
     memory_options = ChaptersOptions
     default_layers = 0.25
-
-    def check(self, base: BaseCheckpoint) -> None:
-        super().check(base)
-        if self.options.bank_bits is not None:
-            raise RequestError(
-                f"bank_bits is {self.options.bank_bits}, but a new bank has yet to learn, which integers cannot; expected "
-                "null. Train the model, then round its bank with midus edit quantise."
-            )
 
     def concerns(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
         if not self.options.reads_ahead:

@@ -20,7 +20,7 @@ RANDOM_SLOTS: Mapping[DeclaredControl, Mapping[str, Any]] = {"random-slots": {"a
 
 ValueBits = Literal[8, 4]
 VALUE_BITS_HELP = (
-    "bits per element of values that no longer train, whose rows are integers with a scale each, as quantise_tables makes them; "
+    "bits per element of values that no longer train, whose rows are integers with a scale each, as midus edit quantise makes them; "
     "null: the values train"
 )
 
@@ -103,6 +103,11 @@ def in_bits(values: Mapping[str, DeclaredTensor], bits: ValueBits | None) -> dic
         stored[f"{name}_integers"] = DeclaredTensor(shape, "buffer", ZEROS, dtype="int8" if bits == 8 else "uint8")
         stored[f"{name}_scales"] = DeclaredTensor(tuple(rows), "buffer", ONES)
     return stored
+
+
+def bits_option(options: Any) -> str | None:
+    """Return the name of the option that says in how many bits a memory's values are stored; None if they cannot be rounded."""
+    return next((name for name in ("value_bits", "bank_bits") if hasattr(options, name)), None)
 
 
 def check_size(options: RetrievalOptions, name: str, description: str) -> None:

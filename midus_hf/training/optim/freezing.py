@@ -12,7 +12,7 @@ from midus_hf.banks.model_banks import Banks
 from midus_hf.config.declared_tensors import TrainedRole
 from midus_hf.memories.entries import ATTACHED, TABLES
 from midus_hf.memories.hosting.parts import decoder_of
-from midus_hf.memories.quantise import refuse_quantised
+from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.tables import DeclaredModule
 from midus_hf.training.arguments import Trainable
 
@@ -150,7 +150,7 @@ def set_trainable(
             f"this {kind} model is wrapped by PEFT, which has set what trains; expected the model itself. Say it in the config "
             "instead: get_peft_model(model, lora_config(model))."
         )
-    refuse_quantised(model)
+    _refuse_quantised(model)
     resolved = resolve_trainable(model.config, trainable)
     layers: nn.ModuleList = decoder_of(model).layers
     trained: list[nn.Module | nn.Parameter] = list(task_head(model))
@@ -211,6 +211,16 @@ def task_head(model: PreTrainedModel) -> list[nn.Module]:
 def has_adapters(model: Any) -> bool:
     """Return whether PEFT has wrapped a model; PEFT need not be installed."""
     return hasattr(model, "peft_config")
+
+
+def _refuse_quantised(model: nn.Module) -> None:
+    for module in model.modules():
+        bits = getattr(module.options, "value_bits", None) if isinstance(module, MemoryModule) else None
+        if bits is not None:
+            raise ValueError(
+                f"a memory of type {module.options.type!r} has value_bits = {bits}, and integers do not train; expected a model with "
+                "value_bits = null. Train the checkpoint from which midus edit quantise made this one."
+            )
 
 
 def _tensors_of(modules: Iterable[nn.Module], roles: Sequence[Any]) -> list[nn.Parameter]:

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.upscalers.checkpoints import save_base, tensor_files
-from upscalers.edits.chapters import quantise
 from upscalers.edits.checkpoint_edit import EditRequest
+from upscalers.edits.quantising import quantise
 from upscalers.runs.upscale import upscale
 
 # C, T and the layers with a memory of the checkpoints.
