@@ -53,5 +53,5 @@ def open_bank(model: Any, folder: Any, packs: list[torch.Tensor], spellings: dic
     """Write a bank of packs, and open it for a model."""
     path, layout = folder / BANKS_FOLDER / "packs", pack_layouts(model.config.memories())["packs"]
     titles, lengths = [[f"entry {number}"] for number in range(len(packs))], [len(pack) for pack in packs]
-    write_packs(path, layout, titles, name_table(spellings, 128), lengths, packs, model.dtype, 2000, {})
+    write_packs(path, layout, titles, name_table(spellings, 128), lengths, packs, model.dtype, 2000)
     model.model.services["packs"].banks = {"packs": PackBank(path, layout)}

@@ -47,7 +47,7 @@ def _create_packs(folder: Path, layout: PackLayout, dtype: "torch.dtype") -> Non
     """Write a bank without an entry, which the method fills once the model around it can run."""
     from midus_hf.memories.packs.writing import name_table, write_packs
 
-    write_packs(folder, layout, [], name_table({}, 1), [], [], dtype, 1, {"tokenizer": None})
+    write_packs(folder, layout, [], name_table({}, 1), [], [], dtype, 1)
 
 
 def carry_banks(

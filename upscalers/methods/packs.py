@@ -1,6 +1,5 @@
 """Packs: what a text says, opened by the names in it, from a glossary of names and texts."""
 
-import hashlib
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -199,7 +198,6 @@ class Packs(AttachedMemoryMethod):
             read_packs(model, layout.layers, glossary.ids, progress),
             model.dtype,
             _FILE_BYTES,
-            {"tokenizer": tokenizer_digest(folder)},
         )
 
 
@@ -259,12 +257,6 @@ def spelled_names(tokenizer: Any, names: Sequence[str]) -> list[list[tuple[int, 
             if own:
                 found[own] = None
     return [list(found) for found in spelled]
-
-
-def tokenizer_digest(folder: Path) -> str | None:
-    """Return the SHA-256 of a checkpoint's `tokenizer.json`; None if there is none."""
-    path = folder / "tokenizer.json"
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def _vocabulary(base: BaseCheckpoint) -> int:

@@ -5,10 +5,9 @@ import shutil
 import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from midus_hf.banks.level_file import SAFETENSORS_DTYPES
 from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, PackLayout
@@ -55,7 +54,6 @@ def write_packs(
     packs: Iterable[torch.Tensor],
     dtype: torch.dtype,
     max_file_bytes: int,
-    beside: Mapping[str, Any],
 ) -> None:
     """Write a bank, whose description is written last.
 
@@ -68,7 +66,6 @@ def write_packs(
         packs: Keys and values of each entry, `[m, L, 2, K, d]`, one after another.
         dtype: Dtype in which they are stored.
         max_file_bytes: Bytes of a file at most, if an entry takes no more.
-        beside: What the description has besides.
     """
     folder.mkdir(parents=True, exist_ok=True)
     token_bytes = dtype.itemsize * torch.Size(layout.token_shape).numel()
@@ -98,7 +95,7 @@ def write_packs(
         first += len(group)
     starts = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
     with whole_file(folder / NAMES_FILE) as partial:
-        save_file({"edges": table.edges, "ends": table.ends, "starts": starts}, partial)
+        partial.write_bytes(save({"edges": table.edges, "ends": table.ends, "starts": starts}))
     with whole_file(folder / TITLES_FILE) as partial:
         partial.write_text(json.dumps(titles, ensure_ascii=False) + "\n", encoding="utf-8")
     description = {
@@ -107,7 +104,6 @@ def write_packs(
         "vocab_size": table.vocab_size,
         "longest": table.longest,
         "files": files,
-        **beside,
     }
     with whole_file(folder / BANK_DESCRIPTION) as partial:
         partial.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
@@ -125,11 +121,9 @@ def write_without(bank: PackBank, folder: Path, gone: Collection[int]) -> None:
     new = {old: number for number, old in enumerate(left, 1)}
     spellings = {ids: new[entry] for ids, entry in _spellings(bank.names).items() if entry in new}
     titles = titles_of(bank)
-    described = bank.description
-    beside = {key: described[key] for key in described.keys() - {"format", "layout", "vocab_size", "longest", "files"}}
     packs = (bank.pack(entry) for entry in left)
     dtype = bank.pack(1).dtype
-    largest = max(file["tokens"] for file in described["files"]) * dtype.itemsize
+    largest = max(file["tokens"] for file in bank.description["files"]) * dtype.itemsize
     shutil.rmtree(folder, ignore_errors=True)
     write_packs(
         folder,
@@ -140,7 +134,6 @@ def write_without(bank: PackBank, folder: Path, gone: Collection[int]) -> None:
         packs,
         dtype,
         largest * torch.Size(bank.layout.token_shape).numel(),
-        beside,
     )
 
 
