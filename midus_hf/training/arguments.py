@@ -191,11 +191,13 @@ class MemoryArguments(Rates):
         Strategies that follow from steps are left out, and steps of what is not done.
         """
         values: dict[str, Any] = {}
+        # Without the key, another device would compute in bfloat16.
+        asked = () if self.lacks_bf16 or getattr(self, "fp16", False) else ("bf16",)
         for field in dataclasses.fields(self):
             default = field.default_factory() if callable(field.default_factory) else field.default
             value = getattr(self, field.name)
             value = getattr(value, "value", value)
-            is_default = value == default or (value is False and default is None)
+            is_default = value == default or (value is False and default is None and field.name not in asked)
             if field.name not in _DERIVED and not field.name.endswith("_token") and not is_default:
                 values[field.name] = value
         for kind in ("save", "eval"):

@@ -60,6 +60,19 @@ def test_saving_and_measuring_follow_their_steps():
     assert [from_mapping(TrainArguments, one.recorded()).eval_strategy for one in read] == ["epoch", "no"]
 
 
+def test_float32_that_was_asked_for_is_recorded(monkeypatch):
+    monkeypatch.setattr("midus_hf.training.arguments.computes_bfloat16", lambda use_cpu: False)
+    asked, unasked = (
+        from_mapping(TrainArguments, NEEDED | {"bf16": False}),
+        from_mapping(TrainArguments, _without_bf16()),
+    )
+    assert asked.recorded()["bf16"] is False and "bf16" not in unasked.recorded()
+
+
+def _without_bf16():
+    return {key: value for key, value in NEEDED.items() if key != "bf16"}
+
+
 def test_a_model_that_is_made_from_a_config_trains_whole_unless_said_otherwise():
     begun = {"config_name": "c", "tokenizer_name": "t", "output_dir": "o", "corpus": "c", "bf16": False}
     assert from_mapping(TrainArguments, begun).trainable == "all"
