@@ -4,6 +4,7 @@ import json
 import struct
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import torch
@@ -60,6 +61,13 @@ class MappedLevel:
         return (self.marks == mark).nonzero().flatten().tolist()
 
 
+def file_head(tensors: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """Return what stands in front of the bytes of tensors in a safetensors file: whole pages, so that the tensors begin with one."""
+    text = json.dumps(tensors, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _PAGE)
+    return struct.pack("<Q", len(text)) + text
+
+
 def write_level(
     path: Path,
     rows: int,
@@ -74,16 +82,15 @@ def write_level(
         "blocks": {"dtype": SAFETENSORS_DTYPES[dtype], "shape": [rows, numel], "data_offsets": [0, end]},
         "marks": {"dtype": "U8", "shape": [rows], "data_offsets": [end, end + rows]},
     }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _PAGE)
+    head = file_head(header)
     marks = bytearray([UNWRITTEN]) * rows
     with whole_file(path) as partial, partial.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(head)
         for row, record in sorted(records.items()):
-            file.seek(8 + len(text) + row * row_bytes)
+            file.seek(len(head) + row * row_bytes)
             file.write(record().detach().to("cpu", dtype).contiguous().view(torch.uint8).numpy().data)
             marks[row] = WRITTEN
         for row in deleted:
             marks[row] = DELETED
-        file.seek(8 + len(text) + end)
+        file.seek(len(head) + end)
         file.write(marks)

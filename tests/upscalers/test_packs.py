@@ -61,6 +61,10 @@ ROWS = {
         "row 2 of corpus .* has the text ' '; expected what is to be known",
     ),
     "no column": ([{"text": "word7"}], "has the columns text; expected name and text"),
+    "one token sequence": (
+        [*ENTRIES, {"name": "unknown", "text": "word1"}, {"name": "unheard", "text": "word2"}],
+        "name 'unheard' of corpus .* has the tokens of 'unknown', another entry; expected names that the tokenizer tells apart",
+    ),
     "a name of two": (
         [*ENTRIES, {"name": "word22", "text": "word1"}],
         "row 5 of corpus .* has the name 'word22', which row 2 has beside other names; expected one list",
@@ -110,7 +114,7 @@ def test_texts_of_one_name_are_joined_and_long_ones_are_cut_which_a_line_says(ba
     options = {"corpus": glossary(tmp_path, ENTRIES), **COMMON, "max_tokens": 2}
     upscale(base=base, method="packs", output=tmp_path / "out", options=options, progress=progress)
     assert "entries longer than 2 tokens, of which the rest is cut: 2" in told
-    assert "3 entries of 5 tokens: a bank of 0.0 MB (512 bytes a token)" in told
+    assert "3 entries of 5 tokens: a bank of 0.0 MB in float32 (512 bytes a token)" in told
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     bank = model.model.services["packs"].banks["packs"]
     assert [bank.num_tokens(entry) for entry in (1, 2, 3)] == [2, 2, 1]

@@ -96,8 +96,8 @@ class Engram(AttachedMemoryMethod):
                 "expected a corpus of names, one a text, of one token or more. Pass --set corpus=FILE and --set min_order=1, and "
                 "leave min_documents out."
             )
-        if _vocabulary(base) >= MOST_TOKENS:
-            raise RequestError(f"the base has {_vocabulary(base):,} tokens; expected fewer than {MOST_TOKENS:,}.")
+        if vocabulary_of(base) >= MOST_TOKENS:
+            raise RequestError(f"the base has {vocabulary_of(base):,} tokens; expected fewer than {MOST_TOKENS:,}.")
         if self.options.table == "exact" and not has_tokenizer(path.name for path in base.folder.iterdir()):
             raise RequestError(
                 f"{base.folder} has no tokenizer, by which the corpus becomes tokens; expected one beside the weights. Copy it "
@@ -139,7 +139,7 @@ class Engram(AttachedMemoryMethod):
         assert isinstance(entry.options, NgramOptions)
         options = replace(
             entry.options,
-            known_tokens=_vocabulary(base) if self._compresses(base) else 0,
+            known_tokens=vocabulary_of(base) if self._compresses(base) else 0,
             known_ngrams=len(self._ngrams(base)) if self.options.corpus else 0,
         )
         return replace(entry, options=options)
@@ -162,9 +162,9 @@ class Engram(AttachedMemoryMethod):
         """Return the number of each token, `[V]`, int64: the smallest id among tokens of like text."""
         import torch
 
-        numbers = torch.arange(_vocabulary(base))
+        numbers = torch.arange(vocabulary_of(base))
         if self._compresses(base):
-            known = like_tokens(_tokenizer(base))[: len(numbers)]
+            known = like_tokens(tokenizer_of(base))[: len(numbers)]
             numbers[: len(known)] = torch.tensor(known, dtype=torch.int64)
         return numbers
 
@@ -180,7 +180,7 @@ class Engram(AttachedMemoryMethod):
             numbers = self._token_numbers(base)
             if self.options.names:  # a name begins a text, or stands behind a space; no special token is part of it
                 texts = [form for text in texts for form in (text, f" {text}")]
-            keys = keys_of_texts(texts, _tokenizer(base), options, numbers, special_tokens=not self.options.names)
+            keys = keys_of_texts(texts, tokenizer_of(base), options, numbers, special_tokens=not self.options.names)
             if self.options.names:
                 keys = self._noting(texts, last_ngrams(keys))
             self._keys = known_ngrams(keys, self.options.min_documents)
@@ -211,12 +211,13 @@ def _shown(names: Iterable[str]) -> str:
     return first_few([repr(textwrap.shorten(name, 40, placeholder="...")) for name in names])
 
 
-def _vocabulary(base: BaseCheckpoint) -> int:
+def vocabulary_of(base: BaseCheckpoint) -> int:
     """Return V, the number of rows of the embedding."""
     return base.tensors[f"{base.prefix}embed_tokens.weight"].shape[0]
 
 
-def _tokenizer(base: BaseCheckpoint) -> Any:
+def tokenizer_of(base: BaseCheckpoint) -> Any:
+    """Return the tokenizer of a base, or raise `RequestError`."""
     from midus_hf.saved_models import load_tokenizer, refusing
 
     with refusing_requests(), refusing("the tokenizer of the base cannot be loaded", OSError, ValueError):

@@ -11,9 +11,10 @@ from midus_hf.config.options import option
 from midus_hf.config.wording import first_few, install_extra
 from midus_hf.memories.packs.options import PacksOptions, pack_layouts
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
-from upscalers.checkpoint.safetensors_format import ITEM_BYTES
+from upscalers.checkpoint.safetensors_format import ITEM_BYTES, TORCH_NAMES
 from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.methods.contract import register_method
+from upscalers.methods.engram import tokenizer_of, vocabulary_of
 from upscalers.methods.memory_methods import AttachedMemoryMethod
 from upscalers.plan.plan import Plan
 from upscalers.request.errors import RequestError, refusing_requests
@@ -101,7 +102,7 @@ class Packs(AttachedMemoryMethod):
         remarks = [
             *super().remarks(base),
             f"{len(glossary.ids):,} entries of {glossary.tokens:,} tokens: a bank of {self.bank_bytes(base) / 1e6:,.1f} MB "
-            f"({self._token_bytes(base):,} bytes a token)",
+            f"in {TORCH_NAMES[base.dtype]} ({self._token_bytes(base):,} bytes a token)",
         ]
         if glossary.cut:
             remarks.append(
@@ -139,7 +140,11 @@ class Packs(AttachedMemoryMethod):
         common: dict[str, None] = {}
         for (name, entry), spelled in zip(owners.items(), spelled_names(tokenizer, [*owners]), strict=True):
             for ids in spelled:
-                spellings.setdefault(ids, entry)
+                if spellings.setdefault(ids, entry) != entry:
+                    raise RequestError(
+                        f"name {name!r} of corpus {corpus} has the tokens of {titles[spellings[ids] - 1][0]!r}, another entry; "
+                        "expected names that the tokenizer tells apart. Give both rows the same list of names, which joins them."
+                    )
                 if len(ids) == 1 and ids[0] < _COMMON:
                     common[name] = None
         if common and not self.options.common_names:
@@ -179,7 +184,7 @@ class Packs(AttachedMemoryMethod):
     def _table(self, base: BaseCheckpoint) -> "NameTable":
         from midus_hf.memories.packs.writing import name_table
 
-        return name_table(self.glossary(base).spellings, _vocabulary(base))
+        return name_table(self.glossary(base).spellings, vocabulary_of(base))
 
     def fill_banks(self, base: BaseCheckpoint, plan: Plan, folder: Path, progress: Progress) -> None:
         from midus_hf.memories.packs.writing import write_packs
@@ -259,15 +264,8 @@ def spelled_names(tokenizer: Any, names: Sequence[str]) -> list[list[tuple[int, 
     return [list(found) for found in spelled]
 
 
-def _vocabulary(base: BaseCheckpoint) -> int:
-    return base.tensors[f"{base.prefix}embed_tokens.weight"].shape[0]
-
-
 def _tokenizer(base: BaseCheckpoint) -> Any:
-    from midus_hf.saved_models import load_tokenizer, refusing
-
-    with refusing_requests(), refusing("the tokenizer of the base cannot be loaded", OSError, ValueError):
-        tokenizer = load_tokenizer(str(base.folder))
+    tokenizer = tokenizer_of(base)
     if not tokenizer.is_fast:
         raise RequestError(
             f"the tokenizer of {base.folder} is a {type(tokenizer).__name__}, which does not tell where its tokens stand in a text; "

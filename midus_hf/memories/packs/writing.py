@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save
 
-from midus_hf.banks.level_file import SAFETENSORS_DTYPES
+from midus_hf.banks.level_file import SAFETENSORS_DTYPES, file_head
 from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, PackLayout
 from midus_hf.files.outputs import whole_file
 from midus_hf.memories.packs.bank import NAMES_FILE, PACKS_FORMAT, TITLES_FILE, PackBank
@@ -70,10 +69,13 @@ def write_packs(
     folder.mkdir(parents=True, exist_ok=True)
     token_bytes = dtype.itemsize * torch.Size(layout.token_shape).numel()
     groups: list[list[int]] = []
+    held = 0  # tokens of the last file
     for length in lengths:
-        if not groups or (sum(groups[-1]) + length) * token_bytes > max_file_bytes:
+        if not groups or (held + length) * token_bytes > max_file_bytes:
             groups.append([])
+            held = 0
         groups[-1].append(length)
+        held += length
     source, files, first = iter(packs), [], 1
     for number, group in enumerate(groups, 1):
         name, tokens = f"packs-{number:05}.safetensors", sum(group)
@@ -83,10 +85,8 @@ def write_packs(
             "shape": [tokens, *layout.token_shape],
             "data_offsets": [0, end],
         }
-        header = json.dumps({"packs": described}, separators=(",", ":")).encode()
-        header += b" " * (-(8 + len(header)) % 4096)
         with whole_file(folder / name) as partial, partial.open("wb") as file:
-            file.write(struct.pack("<Q", len(header)) + header)
+            file.write(file_head({"packs": described}))
             for length in group:
                 pack = next(source)
                 assert len(pack) == length, "lengths are those of the packs"
@@ -116,7 +116,7 @@ def titles_of(bank: PackBank) -> list[list[str]]:
 
 
 def write_without(bank: PackBank, folder: Path, gone: Collection[int]) -> None:
-    """Write a bank without some entries, counted from 1. Files that hold none of them are copied; no file has a deleted byte."""
+    """Write a bank without some entries, counted from 1, into another folder, whose files have no byte of them."""
     left = [entry for entry in range(1, len(bank) + 1) if entry not in gone]
     new = {old: number for number, old in enumerate(left, 1)}
     spellings = {ids: new[entry] for ids, entry in _spellings(bank.names).items() if entry in new}
