@@ -7,6 +7,7 @@ from models.pack_models import model_of_texts, pack_model
 from tiny import NATIVE_FAMILIES, WINDOW, prompt, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from midus_hf.banks.level_file import BankError
 from midus_hf.memories.packs.names import NameTable, open_entries
 from midus_hf.memories.packs.writing import name_table
 
@@ -53,6 +54,15 @@ def test_a_bias_raises_the_scores_of_packs_and_no_others(tmp_path):
     for layer in model.model.layers:
         layer.memories["packs"].options.score_bias = 2.0
     torch.testing.assert_close(in_steps(model, asked, [1, 1, 1, 1], cache), logits(model, asked))
+
+
+def test_a_bank_that_cannot_be_downloaded_is_refused(tmp_path, monkeypatch):
+    model = pack_model("llama", tmp_path, torch.float64)
+    monkeypatch.setattr("midus_hf.memories.packs.opening.folder_of_checkpoint", lambda name, arguments: None)
+    with pytest.raises(
+        BankError, match="the bank of packs of org/model is not at hand, without which no name would be known"
+    ):
+        model.model.services["packs"].after_loading("org/model", {})
 
 
 def test_nothing_is_open_in_the_next_document_and_no_name_reaches_into_it(tmp_path):

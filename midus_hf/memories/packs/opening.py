@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from midus_hf.banks.level_file import BankError
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.beside import folder_of_checkpoint, upload_leaves_bank
@@ -198,10 +199,16 @@ class OpensPacks(States):
         Raises:
             BankError: If a bank is absent, or belongs to another model.
         """
-        folder = None if name is None else folder_of_checkpoint(name, arguments)
-        if folder is not None:
-            self.banks = {each: PackBank(Path(folder, BANKS_FOLDER, each), its) for each, its in self.layouts.items()}
-            self._latest.clear()
+        if name is None:  # made of a state that was passed
+            return
+        folder = folder_of_checkpoint(name, arguments)
+        if folder is None:
+            raise BankError(
+                f"the bank of packs of {name} is not at hand, without which no name would be known; expected a folder, or a "
+                "repository that can be read. Download it while the Hub can be reached."
+            )
+        self.banks = {each: PackBank(Path(folder, BANKS_FOLDER, each), its) for each, its in self.layouts.items()}
+        self._latest.clear()
 
     def after_saving(self, folder: Any) -> None:
         """Write open banks beside the weights."""
