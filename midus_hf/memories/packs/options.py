@@ -21,7 +21,7 @@ class PacksOptions(MemoryOptions):
 
     open: int = option(2, "names whose packs a token reads at most, the latest in front of it")
     score_bias: float = option(
-        0.75,
+        1.0,
         "number added to the scores of packs before the softmax; 0: packs are read as if their texts stood in front",
     )
 
