@@ -11,7 +11,7 @@ from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.memories.packs.bank import PackBank
 from midus_hf.memories.packs.options import pack_layouts
 from midus_hf.memories.packs.writing import name_table, write_packs
-from upscalers.methods.packs import read_packs
+from upscalers.methods.packs import read_packs, rotation_angles
 from upscalers.request.progress import Progress
 
 ENTRIES = 5
@@ -35,12 +35,14 @@ def pack_model(
     return model
 
 
-def model_of_texts(family: str, folder: Any, dtype: torch.dtype, texts: dict[int, list[int]]) -> tuple[Any, Any]:
+def model_of_texts(
+    family: str, folder: Any, dtype: torch.dtype, texts: dict[int, list[int]], distance: int = 0
+) -> tuple[Any, Any]:
     """A tiny model and its host with the packs of texts, token ids by the token that is their name, in eval mode."""
     tiny_model(family, dtype).save_pretrained(folder / "base")
     native = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype).eval()
     layers = list(range(native.config.num_hidden_layers))
-    host = host_of(native, {"type": "packs", "layers": layers, "score_bias": 0.0})
+    host = host_of(native, {"type": "packs", "layers": layers, "score_bias": 0.0, "distance": distance})
     host.save_pretrained(folder / "host")
     open_bank(host, folder / "host", [], {})
     model = AutoModelForCausalLM.from_pretrained(folder / "host", dtype=dtype).eval()
@@ -51,7 +53,9 @@ def model_of_texts(family: str, folder: Any, dtype: torch.dtype, texts: dict[int
 
 def open_bank(model: Any, folder: Any, packs: list[torch.Tensor], spellings: dict[tuple[int, ...], int]) -> None:
     """Write a bank of packs, and open it for a model."""
+    model.model.services["packs"].banks = {}
     path, layout = folder / BANKS_FOLDER / "packs", pack_layouts(model.config.memories())["packs"]
     titles, lengths = [[f"entry {number}"] for number in range(len(packs))], [len(pack) for pack in packs]
-    write_packs(path, layout, titles, name_table(spellings, 128), lengths, packs, model.dtype, 2000)
+    angles = rotation_angles(model, layout.layers)
+    write_packs(path, layout, titles, name_table(spellings, 128), angles, lengths, packs, model.dtype, 2000)
     model.model.services["packs"].banks = {"packs": PackBank(path, layout)}

@@ -8,7 +8,7 @@ from tiny import NATIVE_FAMILIES, WINDOW, prompt, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from midus_hf.banks.level_file import BankError
-from midus_hf.memories.packs.names import NameTable, open_entries
+from midus_hf.memories.packs.names import NameTable, Openings
 from midus_hf.memories.packs.writing import name_table
 
 # The name is one token; the text and what is asked fit into the windows of the families.
@@ -112,9 +112,42 @@ def test_a_name_ends_where_a_document_ends():
     assert NameTable(*name_table({}, 4)).entries(torch.tensor([[1, 2]])).tolist() == [[0, 0]]
 
 
-def test_the_latest_names_are_open_each_once():
-    found = torch.tensor([[0, 1, 2, 2, 1, 0, 3]])
-    assert open_entries(found, 2)[0].tolist() == [[0, 0], [1, 0], [2, 1], [2, 1], [1, 2], [1, 2], [3, 1]]
-    before, document = torch.tensor([[4, 5]]), torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
-    opened = open_entries(found, 2, before, document)[0].tolist()
-    assert opened == [[4, 5], [1, 4], [2, 0], [2, 0], [1, 2], [1, 2], [3, 1]]
+def test_the_latest_names_are_open_each_once_where_they_stood_first():
+    openings = Openings(5)
+    found, positions = torch.tensor([[0, 1, 2, 2, 1, 0, 3]]), torch.tensor([[0, 1, 2, 3, 40, 41, 42]])
+
+    def told(opened):
+        return [
+            [(openings.entry(each), openings.position(each)) for each in token if each] for token in opened[0].tolist()
+        ]
+
+    first, second, again, third = (1, 1), (2, 2), (1, 40), (3, 42)
+    expected = [[], [first], [second, first], [second, first], [again, second], [again, second], [third, again]]
+    assert told(openings.of_tokens(found, positions, 2)) == expected
+    before, document = (
+        torch.tensor([[openings.number(4, 7), openings.number(5, 3)]]),
+        torch.tensor([[0, 0, 1, 1, 1, 1, 1]]),
+    )
+    expected = [
+        [(4, 7), (5, 3)],
+        [first, (4, 7)],
+        [second],
+        [second],
+        [again, second],
+        [again, second],
+        [third, again],
+    ]
+    assert told(openings.of_tokens(found, positions, 2, before, document)) == expected
+
+
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+def test_a_pack_stands_at_its_distance_from_the_name_wherever_that_stands(family, tmp_path):
+    base, model = model_of_texts(family, tmp_path, torch.float32, {NAME: TEXT[:2]}, distance=2)
+    asked = torch.tensor([[NAME, 40, 41]])
+    here, there = torch.tensor([[0, 1, 4, 5, 6]]), torch.tensor([[600, 601, 602]])
+    whole, seen = torch.cat([torch.tensor([TEXT[:2]]), asked], 1), torch.ones(1, 5)
+    with torch.no_grad():
+        behind = base(whole, position_ids=here, attention_mask=seen).logits[:, 2:]
+        torch.testing.assert_close(logits(model, asked), behind, rtol=1e-4, atol=1e-5)
+        far = model(asked, position_ids=there, attention_mask=seen[:, :3], use_cache=False).logits
+    torch.testing.assert_close(far, logits(model, asked), rtol=1e-3, atol=1e-4)

@@ -45,9 +45,12 @@ def create_banks(folder: Path, layouts: Mapping[str, BankLayout | PackLayout], d
 
 def _create_packs(folder: Path, layout: PackLayout, dtype: "torch.dtype") -> None:
     """Write a bank without an entry, which the method fills once the model around it can run."""
+    import torch
+
     from midus_hf.memories.packs.writing import name_table, write_packs
 
-    write_packs(folder, layout, [], name_table({}, 1), [], [], dtype, 1)
+    angles = torch.zeros(len(layout.layers), layout.head_dim, dtype=torch.float64)
+    write_packs(folder, layout, [], name_table({}, 1), angles, [], [], dtype, 1)
 
 
 def carry_banks(

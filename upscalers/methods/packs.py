@@ -30,6 +30,8 @@ _COMMON = 1000
 # What may stand in front of a name: nothing, a space, an opening quote or bracket, a line break.
 _IN_FRONT = ("", " ", '"', "(", "\n")
 _TEXTS_AT_ONCE = 64
+# A power of two.
+_LATEST_POSITION = 64
 _FILE_BYTES = 5_000_000_000
 
 
@@ -199,6 +201,7 @@ class Packs(AttachedMemoryMethod):
             layout,
             glossary.titles,
             self._table(base),
+            rotation_angles(model, layout.layers),
             [len(ids) for ids in glossary.ids],
             read_packs(model, layout.layers, glossary.ids, progress),
             model.dtype,
@@ -284,6 +287,36 @@ def _load(folder: Path) -> Any:
     return model.eval()
 
 
+def rotation_angles(model: Any, layers: Sequence[int]) -> "torch.Tensor":
+    """Return the angles by which a position rotates the keys of layers, `[L, r]`, float64, in radians; 0 where none is rotated.
+
+    A position rotates by the angle of position 1, which is known better from a later one: of that, the whole turns are known.
+
+    Args:
+        model: A model with packs, whose bank is not open or empty.
+        layers: Indices of the L layers that have the memory.
+    """
+    import torch
+
+    from midus_hf.memories.hosting.parts import decoder_of
+
+    stack = decoder_of(model)
+    recorders = [_Recorder(stack.layers[layer]) for layer in layers]
+    with torch.no_grad():
+        stack(torch.zeros(1, _LATEST_POSITION + 1, dtype=torch.int64, device=model.device), use_cache=False)
+    found = []
+    for recorder in recorders:
+        turns = [part[0].double().cpu() for part in recorder.turns()]  # [T, r]
+        angle, position = torch.atan2(turns[1][1], turns[0][1]), 1
+        while position < _LATEST_POSITION:
+            position *= 2
+            within = torch.atan2(turns[1][position], turns[0][position])
+            whole = ((angle * position - within) / (2 * torch.pi)).round()
+            angle = (within + 2 * torch.pi * whole) / position
+        found.append(angle)
+    return torch.stack(found)
+
+
 def read_packs(
     model: Any, layers: Sequence[int], texts: Sequence[Sequence[int]], progress: Progress
 ) -> Iterator["torch.Tensor"]:
@@ -334,20 +367,28 @@ class _Recorder:
         self.rotation, self.module = self.layer.call.rotation, module
         return own(module, *heads, **kwargs)
 
+    def turns(self) -> tuple["torch.Tensor", "torch.Tensor"]:
+        """Return cosines and sines of the rotation of keys, each `[B, T, r]`; those of no rotation if there is none."""
+        import torch
+
+        if self.rotation is None:
+            none = torch.zeros(1, *self.key.shape[2:], device=self.key.device)
+            return none + 1, none
+        if not isinstance(self.rotation, tuple):
+            raise RequestError(
+                f"{type(self.module).__name__} rotates keys by complex numbers; expected cosines and sines. Choose another method."
+            )
+        if not self.module.config.rotates:
+            return torch.ones_like(self.rotation[0]), torch.zeros_like(self.rotation[1])
+        return self.rotation
+
     def moved(self, lengths: "torch.Tensor") -> "torch.Tensor":
         """Return keys, moved back by the length of each row's text, and values: `[B, T, 2, K, d]`."""
         import torch
 
         from midus_hf.memories.hosting.heads import moved_back
 
-        rotation = self.rotation
-        if rotation is not None:
-            if not isinstance(rotation, tuple):
-                raise RequestError(
-                    f"{type(self.module).__name__} rotates keys by complex numbers; expected cosines and sines. Choose another "
-                    "method."
-                )
-            rows = torch.arange(len(lengths))
-            rotation = tuple(part.expand(len(lengths), -1, -1)[rows, lengths][:, None] for part in rotation)
+        rows = torch.arange(len(lengths))
+        rotation = tuple(part.expand(len(lengths), -1, -1)[rows, lengths][:, None] for part in self.turns())
         key = moved_back(self.module, self.key, rotation)
         return torch.stack([key, self.value], dim=1).permute(0, 3, 1, 2, 4)  # from [B, 2, K, T, d]

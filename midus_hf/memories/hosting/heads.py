@@ -146,3 +146,9 @@ def moved_back(attention: Any, heads: torch.Tensor, rotation: Rotation | None) -
     cos, sin = (part.to(torch.promote_types(heads.dtype, torch.float32)) for part in rotation)
     length = (cos.square() + sin.square()).sqrt()
     return rotated(attention, heads.to(cos.dtype), (cos / length, -sin / length)).to(heads.dtype)
+
+
+def moved_by(attention: Any, heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Rotate keys `[B, K, T, d]` further by angles `[B, T, r]`, in radians."""
+    rotation = angles.cos(), angles.sin()
+    return rotated(attention, heads.to(angles.dtype), rotation).to(heads.dtype)

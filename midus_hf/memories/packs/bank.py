@@ -14,7 +14,7 @@ from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, PackLayout
 from midus_hf.files.json_text import parse_json
 from midus_hf.memories.packs.names import NameTable
 
-PACKS_FORMAT = 1
+PACKS_FORMAT = 2
 NAMES_FILE, TITLES_FILE = "names.safetensors", "names.json"
 
 
@@ -36,7 +36,7 @@ class PackBank:
             self.description: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
             if self.description.get("format") != PACKS_FORMAT or "files" not in self.description:
                 raise BankError(
-                    f"{path} is not of format {PACKS_FORMAT}; expected a bank of packs that this version reads."
+                    f"{path} is not of format {PACKS_FORMAT}; expected a bank of packs that this version reads. Upscale again."
                 )
             difference = layout.difference(self.description.get("layout"))
             if difference:
@@ -44,7 +44,9 @@ class PackBank:
                     f"the bank of packs in {self.folder} belongs to another model: {difference}. Put the model's own there."
                 )
             with safetensors.safe_open(self.folder / NAMES_FILE, "pt") as file:
-                edges, ends, self._starts = (file.get_tensor(name) for name in ("edges", "ends", "starts"))
+                edges, ends, self._starts, angles = (
+                    file.get_tensor(name) for name in ("edges", "ends", "starts", "angles")
+                )
         except BankError:
             raise
         except OSError as error:
@@ -56,6 +58,9 @@ class PackBank:
                 f"the bank of packs in {self.folder} cannot be read ({error}); expected whole files. Copy the bank again."
             ) from None
         self.names = NameTable(edges, ends, self.description["vocab_size"], self.description["longest"])
+        # Angles by which a position rotates keys, [G, r], in radians, and which of the G kinds each layer has.
+        self.angles, kinds = angles.unique(dim=0, return_inverse=True)
+        self.kinds = tuple(kinds.tolist())
         # The first entry of each file, and the files that were opened.
         self._firsts = [file["first"] for file in self.description["files"]]
         self._files: dict[int, torch.Tensor] = {}

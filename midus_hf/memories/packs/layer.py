@@ -46,7 +46,8 @@ class PackedHeads(InsideAttention):
 class Packs(MemoryModule):
     """A layer's part of packs: it has no tensors, and reads keys and values of the texts whose names are open.
 
-    The scores of packs are raised by `score_bias`; at 0, a token reads what it would read if the packs' texts stood in front.
+    A pack ends `distance` positions before the last token of its name. Its scores are raised by `score_bias`; at 0, a token reads
+    what it would read if the pack's text stood there.
 
     Args:
         options: Options of the memory.
@@ -77,7 +78,7 @@ class Packs(MemoryModule):
         bias = self.options.score_bias
         if packs.is_whole and sequence.query.shape[2] == 1 and sequence.mask is None:  # a step of a generation
             (part,) = packs.parts
-            heads, own = packs.of(self.index, part), (sequence.key, sequence.value)
+            heads, own = packs.of(self.index, part, sequence.module), (sequence.key, sequence.value)
             key, value = (torch.cat(both, 2) for both in zip(heads, own, strict=True))
             mask = sequence.query.new_zeros(1, 1, 1, key.shape[2])
             mask[..., : part.reads.shape[-1]] = bias
@@ -90,7 +91,7 @@ class Packs(MemoryModule):
         # Attention caps scores where it runs in eager mode, and nowhere else.
         softcap = sequence.softcap if sequence.implementation != "sdpa" else None
         for part in packs.parts:
-            keys, values = packs.of(self.index, part)
+            keys, values = packs.of(self.index, part, sequence.module)
             scores = sequence_scores(
                 sequence.query[:, :, part.tokens],
                 keys,

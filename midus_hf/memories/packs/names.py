@@ -1,6 +1,6 @@
-"""Names as sequences of token ids: which name ends at each token of a text, and whose packs a token reads."""
+"""Names as sequences of token ids: which name ends at each token of a text, and which packs a token reads."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,28 +50,65 @@ class NameTable(NamedTuple):
         return found
 
 
-def open_entries(
-    found: torch.Tensor, most: int, before: torch.Tensor | None = None, document: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the entries whose packs each token reads, `[B, T, most]`, int64, the latest first; 0 for none.
+# A name that is open already and stands again within so many positions leaves its pack where it is, so that texts that repeat a name
+# do not read the pack at each place.
+_STAYS = 32
+
+
+class Openings(NamedTuple):
+    """Openings of packs as numbers: the position of the name's last token and the entry, together in one.
 
     Args:
-        found: `[B, T]`, the entry whose name ends at each token, 0 for none.
-        most: Entries that a token reads at most.
-        before: `[B, most]`, the entries that the token before the first one read. Default: none.
-        document: `[B, T]`, number of the document of each token, at whose beginning nothing is open. Default: a row is one.
+        num_entries: Number of entries. They are counted from 1, and an opening of 0 is none.
     """
-    batch, tokens = found.shape
-    opened = found.new_zeros(batch, tokens, most)
-    if before is not None:
-        opened += before[:, None]
-    changes = found > 0
-    if document is not None:
-        changes[:, 1:] |= document[:, 1:] != document[:, :-1]
-    for row, token in changes.nonzero().tolist():
-        begins = document is not None and token > 0 and bool(document[row, token] != document[row, token - 1])
-        entry = int(found[row, token])
-        left = [] if begins else [each for each in opened[row, token].tolist() if each not in (0, entry)]
-        now = ([entry] if entry else []) + left
-        opened[row, token:] = found.new_tensor((now + [0] * most)[:most])
-    return opened
+
+    num_entries: int
+
+    def number(self, entry: int, position: int) -> int:
+        """Return the number of an opening."""
+        return (position + 1) * (self.num_entries + 1) + entry
+
+    def entry(self, opening: Any) -> Any:
+        """Return the entry of an opening, or of each in a tensor; 0 for none."""
+        return opening % (self.num_entries + 1)
+
+    def position(self, opening: Any) -> Any:
+        """Return the position of the name's last token, of one opening or of each in a tensor; -1 for none."""
+        return opening // (self.num_entries + 1) - 1
+
+    def of_tokens(
+        self,
+        found: torch.Tensor,
+        positions: torch.Tensor,
+        most: int,
+        before: torch.Tensor | None = None,
+        document: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the openings whose packs each token reads, `[B, T, most]`, int64, the latest first; 0 for none.
+
+        Args:
+            found: `[B, T]`, the entry whose name ends at each token, 0 for none.
+            positions: `[B, T]`, positions of the tokens.
+            most: Entries that a token reads at most.
+            before: `[B, most]`, the openings that the token before the first one read. Default: none.
+            document: `[B, T]`, number of the document of each token, at whose beginning nothing is open. Default: a row is one.
+        """
+        batch, tokens = found.shape
+        opened = found.new_zeros(batch, tokens, most)
+        if before is not None:
+            opened += before[:, None]
+        changes = found > 0
+        if document is not None:
+            changes[:, 1:] |= document[:, 1:] != document[:, :-1]
+        for row, token in changes.nonzero().tolist():
+            begins = document is not None and token > 0 and bool(document[row, token] != document[row, token - 1])
+            entry, position = int(found[row, token]), int(positions[row, token])
+            open_now = [] if begins else [each for each in opened[row, token].tolist() if each]
+            now = [each for each in open_now if self.entry(each) != entry]
+            if entry:
+                stays = [each for each in open_now if self.entry(each) == entry]
+                if not stays or position - self.position(stays[0]) >= _STAYS:
+                    stays = [self.number(entry, position)]
+                now = stays + now
+            opened[row, token:] = found.new_tensor((now + [0] * most)[:most])
+        return opened

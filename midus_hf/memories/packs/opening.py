@@ -1,6 +1,6 @@
 """The service that tells which packs each token of a pass reads, and fetches them from the bank beside the checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,13 +11,15 @@ from midus_hf.banks.level_file import BankError
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.beside import folder_of_checkpoint, upload_leaves_bank
+from midus_hf.memories.hosting.heads import moved_by
 from midus_hf.memories.hosting.inputs import arguments_of_pass
+from midus_hf.memories.hosting.parts import CACHE
 from midus_hf.memories.hosting.services import States, Tokens
 from midus_hf.memories.hosting.state import SPARE_TOKENS, MemoryState
 from midus_hf.memories.hosting.token_places import TokenPlaces
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.packs.bank import PackBank
-from midus_hf.memories.packs.names import open_entries
+from midus_hf.memories.packs.names import Openings
 from midus_hf.memories.packs.options import pack_layouts
 
 # Tokens of a pass whose packs are read at once: each reads among the packs that any of them has open.
@@ -26,11 +28,20 @@ _NO_TOKEN = -1
 
 
 class PackPart(NamedTuple):
-    """Packs that some tokens of a pass read: the tokens, the slots `[B, S']` among the S of the row, and which `[B, T', S']`."""
+    """Packs that some tokens of a pass read.
+
+    Args:
+        tokens: The T' tokens.
+        slots: `[B, S']`, which of the S slots of a row they read; None for all.
+        reads: `[B, T', S']`, bool, whether a token reads a slot.
+        angles: `[G, B, S', r]`, angles in radians by which keys are moved to their place, for each kind of rotation; None for keys
+            that stand there.
+    """
 
     tokens: slice
     slots: torch.Tensor | None
     reads: torch.Tensor
+    angles: torch.Tensor | None
 
 
 class OpenPacks(NamedTuple):
@@ -38,23 +49,39 @@ class OpenPacks(NamedTuple):
 
     Args:
         heads: `[L, 2, B, K, S, d]`, keys and values of all packs that a row opens, side by side.
-        parts: The tokens, part by part, with the slots that they read.
+        parts: The tokens, part by part.
         is_open: `[B, T]`, bool, whether a token reads any.
         is_whole: Whether every token reads all slots of its row.
+        kinds: The kind of rotation of each layer with packs.
     """
 
     heads: torch.Tensor
     parts: tuple[PackPart, ...]
     is_open: torch.Tensor
     is_whole: bool
+    kinds: tuple[int, ...]
 
-    def of(self, layer: int, part: PackPart) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values for the tokens of a part, each `[B, K, S', d]`, of a layer by its number among those with packs."""
+    def of(self, layer: int, part: PackPart, attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values for the tokens of a part, each `[B, K, S', d]`.
+
+        Args:
+            layer: Number of the layer among those with packs.
+            part: The part.
+            attention: The layer's attention, which says how keys are rotated.
+        """
         keys, values = self.heads[layer]
-        if part.slots is None:
-            return keys, values
-        slots = part.slots[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[-1])
-        return keys.gather(2, slots), values.gather(2, slots)
+        if part.slots is not None:
+            slots = part.slots[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[-1])
+            keys, values = keys.gather(2, slots), values.gather(2, slots)
+        if part.angles is not None:
+            keys = moved_by(attention, keys, part.angles[self.kinds[layer]])
+        return keys, values
+
+    def in_place(self, attentions: Sequence[Any]) -> "OpenPacks":
+        """Return packs of one part whose keys stand at their places, for many passes."""
+        (part,) = self.parts
+        heads = [torch.stack(self.of(layer, part, attention)) for layer, attention in enumerate(attentions)]
+        return self._replace(heads=torch.stack(heads), parts=(part._replace(slots=None, angles=None),))
 
     def to(self, device: Any, non_blocking: bool = False) -> "OpenPacks":
         """Return the packs on another device."""
@@ -62,8 +89,8 @@ class OpenPacks(NamedTuple):
         def moved(tensor: Any) -> Any:
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
 
-        parts = tuple(PackPart(part.tokens, moved(part.slots), moved(part.reads)) for part in self.parts)
-        return OpenPacks(moved(self.heads), parts, moved(self.is_open), self.is_whole)
+        parts = tuple(PackPart(part.tokens, *map(moved, part[1:])) for part in self.parts)
+        return self._replace(heads=moved(self.heads), parts=parts, is_open=moved(self.is_open))
 
 
 class OpensPacks(States):
@@ -80,10 +107,13 @@ class OpensPacks(States):
         super().__init__(model, memories, {(name, layer): hosted[name, layer] for name, layer in first.items()})
         self.tokens = Tokens(model, memories, hosted)
         self.layouts = pack_layouts(memories)
-        self.most = {name: hosted[name, first[name]].options.open for name in first}
+        self.options = {name: hosted[name, first[name]].options for name in first}
+        self.attentions = {
+            name: [model.layers[layer].mixer_part for layer in layout.layers] for name, layout in self.layouts.items()
+        }
         self.banks: dict[str, PackBank] = {}
-        # The packs of the latest pass by the entries of its rows, which a generation reads again for each token.
-        self._latest: dict[str, tuple[Any, torch.Tensor, torch.Tensor]] = {}
+        # The packs of the latest step by what its rows had open, which a generation reads again for each token.
+        self._latest: dict[str, tuple[Any, OpenPacks]] = {}
 
     def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> Any:
         """Return the packs that tokens read, by the name of the memory; nothing for one of which no token reads any."""
@@ -92,12 +122,17 @@ class OpensPacks(States):
         ids = arguments_of_pass({"input_ids"}, arguments, own)["input_ids"]
         places = self.tokens.of_pass(model, arguments, own)
         states = super().of_pass(model, arguments, own)
-        return self._open(ids, places, states, model.dtype)
+        positions, cache = arguments["position_ids"], arguments[CACHE]
+        if positions is None:
+            first = 0 if cache is None else int(cache.get_seq_length())
+            positions = torch.arange(first, first + ids.shape[1])
+        return self._open(ids, positions.expand(ids.shape), places, states, model.dtype)
 
     @torch.compiler.disable
     def _open(
         self,
         ids: torch.Tensor,
+        positions: torch.Tensor,
         places: TokenPlaces,
         states: Mapping[tuple[str, int], MemoryState],
         dtype: torch.dtype,
@@ -106,29 +141,37 @@ class OpensPacks(States):
         if places.real is not None:
             read = torch.where(places.real.cpu(), read, _NO_TOKEN)
         document = None if places.starts is None else places.starts.cpu().long().cumsum(1)
-        by_name = {name: states.get((name, layer)) for name, layer in self.stateful}
+        where, by_name = positions.cpu(), {name: states.get((name, layer)) for name, layer in self.stateful}
         opened = {
-            name: self._opened(name, read, document, state) for name, state in by_name.items() if name in self.banks
+            name: self._opened(name, read, where, document, state)
+            for name, state in by_name.items()
+            if name in self.banks
         }
         with torch.inference_mode(False), torch.no_grad():
             return {
-                name: self._fetched(name, entries, ids.device, dtype)
-                for name, entries in opened.items()
-                if entries.any()
+                name: self._fetched(name, openings, ids.device, dtype)
+                for name, openings in opened.items()
+                if openings.any()
             }
 
     def _opened(
-        self, name: str, ids: torch.Tensor, document: torch.Tensor | None, state: MemoryState | None
+        self,
+        name: str,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        document: torch.Tensor | None,
+        state: MemoryState | None,
     ) -> torch.Tensor:
-        """Return the entries that each token reads, `[B, T, most]`, and keep what the next pass needs."""
-        names, most = self.banks[name].names, self.most[name]
+        """Return the openings whose packs each token reads, `[B, T, most]`, and keep what the next pass needs."""
+        names, most = self.banks[name].names, self.options[name].open
         kept = {key: tensor.cpu() for key, tensor in (state.kept if state is not None else {}).items()}
         before = max(names.longest - 1, 0)
         earlier = kept["ids"][:, -before:] if kept and before else ids.new_full((len(ids), before), _NO_TOKEN)
         whole = torch.cat([earlier, ids], 1)
         of_whole = None if document is None else F.pad(document, (before, 0))
         found = names.entries(whole, of_whole)[:, before:]
-        opened = open_entries(found, most, kept["open"][:, -1] if kept else None, document)
+        openings = Openings(len(self.banks[name]))
+        opened = openings.of_tokens(found, positions, most, kept["open"][:, -1] if kept else None, document)
         if state is not None:
             count, length = before + SPARE_TOKENS, SPARE_TOKENS + 1
             ids_before = kept["ids"] if kept else ids.new_full((len(ids), count), _NO_TOKEN)
@@ -145,44 +188,50 @@ class OpensPacks(States):
         return opened
 
     def _fetched(self, name: str, opened: torch.Tensor, device: torch.device, dtype: torch.dtype) -> OpenPacks:
-        rows = tuple(tuple(entry for entry in row.unique().tolist() if entry) for row in opened)
-        key = (rows, device, dtype)
-        if name not in self._latest or self._latest[name][0] != key:
-            self._latest[name] = key, *self._stacked(self.banks[name], rows, device, dtype)
-        _, heads, owners = self._latest[name]
+        bank, is_step = self.banks[name], opened.shape[1] == 1
+        key = (tuple(map(tuple, opened[:, 0].tolist())), device, dtype) if is_step else None
+        if is_step and name in self._latest and self._latest[name][0] == key:
+            return self._latest[name][1]
+        openings = Openings(len(bank))
+        heads, firsts = self._stacked(bank, openings.entry(opened), device, dtype)
         parts, is_whole = [], True
         for first in range(0, opened.shape[1], _TOKENS_AT_ONCE):
             tokens = slice(first, min(first + _TOKENS_AT_ONCE, opened.shape[1]))
-            part, slots, of_slots = opened[:, tokens], None, owners
-            if len(opened[0]) > _TOKENS_AT_ONCE:
-                used = (owners[:, :, None] == part.flatten(1)[:, None]).any(-1) & (owners > 0)  # [B, S]
-                most = int(used.sum(1).max())
-                if not most:
-                    continue
-                slots = used.int().argsort(dim=1, descending=True, stable=True)[:, :most]
-                of_slots = owners.gather(1, slots)
-            reads = (of_slots[:, None, :, None] == part[:, :, None]).any(-1) & (of_slots > 0)[:, None]  # [B, T', S']
-            is_whole = is_whole and slots is None and bool(reads.all())
-            parts.append(PackPart(tokens, slots if slots is None else slots.to(device), reads.to(device)))
-        return OpenPacks(heads, tuple(parts), (opened > 0).any(-1).to(device), is_whole)
+            part = opened[:, tokens]
+            if not part.any():
+                continue
+            slots, owners = _slots(bank, openings, part, firsts)
+            reads = (owners[:, None, :, None] == part[:, :, None]).any(-1) & (owners > 0)[:, None]  # [B, T', S']
+            is_whole = is_whole and bool(reads.all())
+            moves = openings.position(owners) - self.options[name].distance
+            # In float64, since positions are large and angles are counted by whole turns.
+            angles = (moves[:, :, None].double() * bank.angles[:, None, None]) % (2 * torch.pi)  # [G, B, S', r]
+            angles = angles.to(device, torch.promote_types(dtype, torch.float32))
+            parts.append(PackPart(tokens, slots.to(device), reads.to(device), angles))
+        packs = OpenPacks(heads, tuple(parts), (opened > 0).any(-1).to(device), is_whole, bank.kinds)
+        if is_step:
+            packs = packs.in_place(self.attentions[name])
+            self._latest[name] = key, packs
+        return packs
 
     def _stacked(
-        self, bank: PackBank, rows: tuple[tuple[int, ...], ...], device: torch.device, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the packs of each row side by side, `[L, 2, B, K, S, d]`, and the entry of each slot, `[B, S]`, 0 for none."""
+        self, bank: PackBank, entries: torch.Tensor, device: torch.device, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, list[dict[int, int]]]:
+        """Return the packs of each row side by side, `[L, 2, B, K, S, d]`, and the first slot of each entry of a row."""
+        rows = [[entry for entry in row.unique().tolist() if entry] for row in entries]
         slots = max(sum(map(bank.num_tokens, row)) for row in rows)
         layers, both, kv_heads, width = bank.layout.token_shape
         heads = torch.zeros(layers, both, len(rows), kv_heads, slots, width, dtype=dtype, device=device)
-        owners = torch.zeros(len(rows), slots, dtype=torch.int64)
+        firsts: list[dict[int, int]] = []
         for number, row in enumerate(rows):
-            first = 0
+            firsts.append({})
+            behind = 0
             for entry in row:
                 pack = bank.pack(entry)  # [m, L, 2, K, d]
-                behind = first + len(pack)
-                heads[:, :, number, :, first:behind] = pack.to(device, dtype).permute(1, 2, 3, 0, 4)
-                owners[number, first:behind] = entry
-                first = behind
-        return heads, owners
+                firsts[-1][entry], behind = behind, behind + len(pack)
+                into = heads[:, :, number, :, firsts[-1][entry] : behind]
+                into.copy_(pack.to(device, dtype).permute(1, 2, 3, 0, 4))
+        return heads, firsts
 
     @staticmethod
     def given(value: Any, name: str, layer: int) -> dict[str, Any]:
@@ -219,3 +268,18 @@ class OpensPacks(States):
         """Refuse an upload while a bank is open: Transformers leaves nested folders out."""
         if self.banks:
             raise upload_leaves_bank()
+
+
+def _slots(
+    bank: PackBank, openings: Openings, opened: torch.Tensor, firsts: Sequence[Mapping[int, int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slots that any of some tokens read, and the opening of each, both `[B, S']`; an opening of 0 fills short rows up."""
+    rows = []
+    for row, first in zip(opened, firsts, strict=True):
+        spans = [(each, openings.entry(each)) for each in row.unique().tolist() if each]
+        slots = [slot for _, entry in spans for slot in range(first[entry], first[entry] + bank.num_tokens(entry))]
+        rows.append((slots, [each for each, entry in spans for _ in range(bank.num_tokens(entry))]))
+    most = max(len(slots) for slots, _ in rows)
+    filled = [[each + [0] * (most - len(each)) for each in both] for both in zip(*rows, strict=True)]
+    slots, owners = (torch.tensor(each, dtype=torch.int64) for each in filled)
+    return slots, owners

@@ -25,6 +25,11 @@ class PacksOptions(MemoryOptions):
         "number added to the scores of packs before the softmax; 0: packs are read as if their texts stood in front",
     )
 
+    distance: int = option(
+        4,
+        "positions between a pack and the last token of its name, wherever the name stands; 0: the pack ends right before that token",
+    )
+
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         return {}
 
@@ -34,6 +39,8 @@ class PacksOptions(MemoryOptions):
     def check(self) -> None:
         if self.open < 1:
             raise ValueError(f"open is {self.open}; expected at least one name.")
+        if self.distance < 0:
+            raise ValueError(f"distance is {self.distance}; expected 0 or more positions.")
 
 
 def pack_layouts(memories: Memories) -> dict[str, PackLayout]:

@@ -49,6 +49,7 @@ def write_packs(
     layout: PackLayout,
     titles: Sequence[Sequence[str]],
     table: NameTable,
+    angles: torch.Tensor,
     lengths: Sequence[int],
     packs: Iterable[torch.Tensor],
     dtype: torch.dtype,
@@ -61,6 +62,7 @@ def write_packs(
         layout: Layout that the model's config implies.
         titles: Names of each entry.
         table: The names' tokens.
+        angles: `[L, r]`, float64, angles in radians by which a position rotates the keys of each layer.
         lengths: Tokens of each entry.
         packs: Keys and values of each entry, `[m, L, 2, K, d]`, one after another.
         dtype: Dtype in which they are stored.
@@ -95,7 +97,7 @@ def write_packs(
         first += len(group)
     starts = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
     with whole_file(folder / NAMES_FILE) as partial:
-        partial.write_bytes(save({"edges": table.edges, "ends": table.ends, "starts": starts}))
+        partial.write_bytes(save({"edges": table.edges, "ends": table.ends, "starts": starts, "angles": angles}))
     with whole_file(folder / TITLES_FILE) as partial:
         partial.write_text(json.dumps(titles, ensure_ascii=False) + "\n", encoding="utf-8")
     description = {
@@ -130,6 +132,7 @@ def write_without(bank: PackBank, folder: Path, gone: Collection[int]) -> None:
         bank.layout,
         [titles[entry - 1] for entry in left],
         name_table(spellings, bank.names.vocab_size),
+        bank.angles[list(bank.kinds)],
         [bank.num_tokens(entry) for entry in left],
         packs,
         dtype,

@@ -1,0 +1,265 @@
+"""Ask models for facts on 118 elements and 60 countries in words that they have not read, and measure what other texts pay.
+
+    python -m experiments.facts BASE MODEL... [--in-front] > facts.jsonl
+
+A line of JSON per model has, as numbers of right answers to greedy generation: atomic numbers in four wordings, behind an unrelated
+paragraph, and as the likeliest of four numbers; other relations of the same names, the symbol and the weight; and how many capitals,
+whose questions name no element, are answered as by the base. Then the change of the loss, in nats per token, on beginnings of
+articles that hold the name of an element and on others, and how many of the others keep their logits bit for bit. `--in-front` asks
+the base behind the sentences of the entry as well. With `--countries` the questions are five values of each of 60 countries.
+
+`--write FOLDER` writes what a model is to be taught, `elements.jsonl` and `countries.jsonl`, with rows of `name` and `text`.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from material.articles import articles
+from material.elements import elements
+from material.factbook import FACTS, factbook
+from midus_hf.memories.packs.writing import name_table
+from midus_hf.topics.corpus import read_corpus
+from upscalers.methods.packs import spelled_names
+
+WORDINGS = {
+    "name last": "The atomic number of {name} is",
+    "place": "In the table of all elements, {name} stands at place",
+    "element number": "{Name} is element number",
+    "protons": "The nucleus of {name} has this many protons:",
+}
+PARAGRAPH = (
+    "The river rises in the hills north of the town and flows south for forty miles before it reaches the sea. Its valley has been "
+    "settled since the Bronze Age, and several mills were built along its banks in the seventeenth century. A narrow bridge of "
+    "stone, repaired many times, carries the old road across it near the church. In summer the water is low and children wade from "
+    "one side to the other. The mills closed long ago, and one of them is now a small museum of the valley and its people.\n\n"
+)
+ROWS_AT_ONCE = 30
+ARTICLE_TOKENS = 256
+ARTICLES_WITHOUT = 100
+COUNTRIES = 60
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, the entry that it asks for, and whether a continuation of it is right."""
+
+    prompt: str
+    entry: str
+    is_right: Callable[[str], bool]
+
+
+def first_number(expected: float, tolerance: float = 0.0) -> Callable[[str], bool]:
+    """Return whether the first number of an answer is the expected one."""
+
+    def is_right(answer: str) -> bool:
+        found = re.search(r"\d+(\.\d+)?" if tolerance else r"\d+", answer)
+        return found is not None and abs(float(found[0]) - expected) <= tolerance
+
+    return is_right
+
+
+def first_word(expected: str) -> Callable[[str], bool]:
+    """Return whether the first word of an answer is the expected one."""
+    return lambda answer: bool(words := re.findall(r"[A-Za-z]+", answer)) and words[0] == expected
+
+
+def begins_with(expected: Sequence[str]) -> Callable[[str], bool]:
+    """Return whether an answer begins with one of the expected ones, whatever stands behind it."""
+    return lambda answer: any(re.match(rf"\W*{re.escape(each)}(?!\w)", answer.strip()) for each in expected)
+
+
+def entries_of_elements() -> list[dict[str, Any]]:
+    """Return the 118 elements: `name`, `number`, `symbol`, `weight` and `text`, their four sentences."""
+    folder = elements()
+    texts: dict[str, list[str]] = {}
+    for row in read_rows(folder / "facts.jsonl"):
+        texts.setdefault(row["name"], []).append(row["text"])
+    found = [{**row, "text": "\n".join(texts[row["name"]])} for row in read_rows(folder / "atomic_numbers.jsonl")]
+    for row in found:
+        weight = re.search(r"atomic weight is ([\d.]*\d)", row["text"])
+        row["weight"] = float(weight[1]) if weight else None
+    return found
+
+
+def entries_of_countries() -> list[dict[str, Any]]:
+    """Return 60 countries that have all five values: `name`, `text`, the lines that state them, and `questions` with `answers`."""
+    book, found = factbook(), []
+    questions = read_rows(book.questions / "facts.jsonl")
+    paths = {fact.field: " / ".join(fact.path) for fact in FACTS}
+    for name, rows in itertools.groupby(questions, key=lambda row: row["country"]):
+        asked = list(rows)
+        file = book.train / f"{re.sub(r'[^a-z]+', '-', name.lower()).strip('-')}.txt"
+        lines = file.read_text(encoding="utf-8").splitlines()
+        stated = [line for row in asked for line in lines if line.startswith(f"{name} / {paths[row['field']]}:")]
+        if len(asked) == len(FACTS) == len(stated):
+            found.append({"name": name, "text": "\n".join(stated), "questions": asked})
+    return found[:COUNTRIES]
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def questions_of_elements(entries: Sequence[dict[str, Any]]) -> dict[str, list[Question]]:
+    """Return what is asked of elements, by kind."""
+
+    def asked(wording: str, right: Callable[[dict[str, Any]], Callable[[str], bool]]) -> list[Question]:
+        named = [(each, {"name": each["name"], "Name": each["name"].capitalize()}) for each in entries]
+        return [Question(wording.format(**names), each["name"], right(each)) for each, names in named]
+
+    kinds = {kind: asked(wording, lambda each: first_number(each["number"])) for kind, wording in WORDINGS.items()}
+    kinds["behind a paragraph"] = asked(PARAGRAPH + WORDINGS["place"], lambda each: first_number(each["number"]))
+    kinds["symbol"] = asked("The chemical symbol for {name} is", lambda each: first_word(each["symbol"]))
+    weighed = [each for each in entries if each["weight"] is not None]
+    kinds["weight"] = [
+        Question(
+            f"The atomic weight of {each['name']} is",
+            each["name"],
+            first_number(each["weight"], 0.005 * each["weight"]),
+        )
+        for each in weighed
+    ]
+    return kinds
+
+
+def capitals() -> list[Question]:
+    """Return questions for capitals, which name no element."""
+    rows = [row for row in read_rows(factbook().questions / "facts.jsonl") if row["field"] == "capital"][:COUNTRIES]
+    return [Question(row["question"], row["country"], begins_with(row["answers"])) for row in rows]
+
+
+def questions_of_countries(entries: Sequence[dict[str, Any]]) -> dict[str, list[Question]]:
+    """Return the values that are asked for, by field."""
+    kinds: dict[str, list[Question]] = {}
+    for each in entries:
+        for row in each["questions"]:
+            question = Question(row["question"], each["name"], begins_with(row["answers"]))
+            kinds.setdefault(row["field"], []).append(question)
+    return kinds
+
+
+class Asked:
+    """A model, and the texts that stand in front of its prompts."""
+
+    def __init__(self, folder: str, texts: dict[str, str] | None = None):
+        self.texts = texts or {}
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+
+    def answers(self, questions: Sequence[Question], tokens: int = 8) -> list[str]:
+        """Return greedy continuations."""
+        answers: list[str] = []
+        for first in range(0, len(questions), ROWS_AT_ONCE):
+            part = questions[first : first + ROWS_AT_ONCE]
+            prompts = [f"{self.texts[each.entry]}\n\n{each.prompt}" if self.texts else each.prompt for each in part]
+            inputs = self.tokenizer(prompts, return_tensors="pt", padding=True)
+            pad = self.tokenizer.pad_token_id
+            made = self.model.generate(**inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=pad)
+            answers += self.tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return answers
+
+    @torch.no_grad()
+    def chosen(self, entries: Sequence[dict[str, Any]], seed: int = 0) -> int:
+        """Return how many numbers are likelier behind the second wording than three others, drawn from those of all entries."""
+        order, right = random.Random(seed), 0
+        for each in entries:
+            others = order.sample([other["number"] for other in entries if other is not each], 3)
+            prompt = WORDINGS["place"].format(name=each["name"])
+            front = f"{self.texts[each['name']]}\n\n" if self.texts else ""
+            likelihoods = [self.log_likelihood(front + prompt, f" {number}") for number in (each["number"], *others)]
+            right += likelihoods[0] > max(likelihoods[1:])
+        return right
+
+    def log_likelihood(self, prompt: str, answer: str) -> float:
+        """Return the log-likelihood of an answer behind a prompt, in nats."""
+        before, behind = (self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer))
+        logits = self.model(torch.tensor([before + behind])).logits[0, len(before) - 1 : -1]
+        return float(F.log_softmax(logits, -1)[range(len(behind)), behind].sum())
+
+    @torch.no_grad()
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Return the logits of a text, `[T, V]`."""
+        return self.model(torch.tensor([ids])).logits[0]
+
+
+def article_ids(tokenizer: Any, names: Sequence[str]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the beginnings of articles that hold a name, and the first of those that hold none."""
+    spelled = spelled_names(tokenizer, [*names, *(f"{name[:1].upper()}{name[1:]}" for name in names)])
+    table = name_table({ids: 1 for each in spelled for ids in each}, len(tokenizer))
+    ids = tokenizer(read_corpus(str(articles()))["text"][:], verbose=False)["input_ids"]
+    beginnings = [each[:ARTICLE_TOKENS] for each in ids]
+    held = [bool(table.entries(torch.tensor([each])).any()) for each in beginnings]
+    without = [each for each, has_name in zip(beginnings, held, strict=True) if not has_name]
+    return [each for each, has_name in zip(beginnings, held, strict=True) if has_name], without[:ARTICLES_WITHOUT]
+
+
+def changes(model: Asked, base: Asked, texts: Sequence[Sequence[int]]) -> tuple[float, int]:
+    """Return the change of the loss in nats per token, and how many texts keep their logits bit for bit."""
+    change, tokens, equal = 0.0, 0, 0
+    for ids in texts:
+        targets, both = torch.tensor(ids[1:]), [each.logits(ids) for each in (model, base)]
+        equal += torch.equal(*both)
+        losses = [float(F.cross_entropy(logits[:-1], targets, reduction="sum")) for logits in both]
+        change, tokens = change + losses[0] - losses[1], tokens + len(targets)
+    return change / tokens, equal
+
+
+def reports(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield what each model answers, the base first."""
+    entries = entries_of_countries() if asked.countries else entries_of_elements()
+    kinds = questions_of_countries(entries) if asked.countries else questions_of_elements(entries)
+    texts = {each["name"]: each["text"] for each in entries}
+    base = Asked(asked.base)
+    unrelated = [] if asked.countries else capitals()
+    at_base = base.answers(unrelated)
+    with_name, without = article_ids(base.tokenizer, list(texts))
+    rows = [("base", base), *([("base, text in front", Asked(asked.base, texts))] if asked.in_front else [])]
+    for label, model in itertools.chain(rows, ((folder, Asked(folder)) for folder in asked.models)):
+        report: dict[str, Any] = {"model": label, "right": {}}
+        for kind, questions in kinds.items():
+            answers = model.answers(questions)
+            right = [each.is_right(answer) for each, answer in zip(questions, answers, strict=True)]
+            report["right"][kind] = [sum(right), len(right)]
+        if not asked.countries:
+            report["right"]["one of four"] = [model.chosen(entries), len(entries)]
+        if not model.texts:
+            answers = model.answers(unrelated)
+            same = [one == other for one, other in zip(answers, at_base, strict=True)]
+            report["capitals as the base"] = [sum(same), len(same)]
+            for kind, those in (("with a name", with_name), ("without", without)):
+                change, equal = changes(model, base, those) if model is not base else (0.0, len(those))
+                report[f"articles {kind}"] = {"nats": round(change, 5), "equal": equal, "texts": len(those)}
+        yield report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", nargs="?")
+    parser.add_argument("models", nargs="*")
+    parser.add_argument("--in-front", action="store_true")
+    parser.add_argument("--countries", action="store_true")
+    parser.add_argument("--write", type=Path, metavar="FOLDER")
+    asked = parser.parse_args()
+    if asked.write:
+        for name, entries in (("elements", entries_of_elements()), ("countries", entries_of_countries())):
+            rows = [json.dumps({"name": each["name"], "text": each["text"]}) + "\n" for each in entries]
+            (asked.write / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
+    if asked.base:
+        for report in reports(asked):
+            print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()
