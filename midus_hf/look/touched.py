@@ -50,8 +50,8 @@ class Names(NamedTuple):
     table: NameTable
 
 
-def tables_in(folder: Path, config: PreTrainedConfig) -> list[NgramTable | Names]:
-    """Return the tables of known n-grams and of names of a saved model, by its files alone."""
+def tables_in(folder: Path, config: PreTrainedConfig, tokenizer: Any) -> list[NgramTable | Names]:
+    """Return the tables of known n-grams and of names of a saved model, by its files alone, and its tokenizer."""
     memories: Memories | None = config.memories() if hasattr(config, "memories") else None
     tables: list[NgramTable | Names] = []
     if memories is not None:
@@ -59,7 +59,9 @@ def tables_in(folder: Path, config: PreTrainedConfig) -> list[NgramTable | Names
         packs = {
             name: PackBank(folder / BANKS_FOLDER / name, layout) for name, layout in pack_layouts(memories).items()
         }
-        tables += [Names(name, bank.names) for name, bank in packs.items()]
+        for name, bank in packs.items():
+            bank.check_tokenizer(tokenizer)
+            tables.append(Names(name, bank.names))
     if not tables:
         raise ValueError(
             f"{folder} has no memory of known n-grams or names; expected a model that was upscaled with --method packs, or with "

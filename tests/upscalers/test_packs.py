@@ -4,12 +4,14 @@ import json
 
 import pytest
 import torch
+from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from midus_hf.banks.level_file import BankError
 from midus_hf.cli.edit import main as edit
 from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER
 from midus_hf.memories.packs.bank import PackBank
+from midus_hf.saved_models import load_for_reading
 from tests.tiny import save_tiny_tokenizer, tiny_model
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.edits.packs import delete_names
@@ -194,3 +196,17 @@ def test_a_bank_of_another_base_or_none_is_refused(base, tmp_path):
     path.unlink()
     with pytest.raises(BankError, match=r"there is no bank of packs in .*; expected one beside the model"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_the_tokenizer_of_another_model_is_refused_where_a_command_reads_both(base, tmp_path):
+    made(base, tmp_path)
+    load_for_reading(str(tmp_path / "out"), "auto", "cpu")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
+    words = {f"word{127 - number}": number for number in range(128)}
+    tokenizer.backend_tokenizer.model = WordLevel(words, unk_token="word0")
+    tokenizer.save_pretrained(tmp_path / "out")
+    message = (
+        r"the tokenizer makes tokens \[122\] of the name 'word5', which the packs in .* do not know; expected the"
+    )
+    with pytest.raises(BankError, match=message):
+        load_for_reading(str(tmp_path / "out"), "auto", "cpu")

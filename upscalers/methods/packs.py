@@ -389,6 +389,6 @@ class _Recorder:
         from midus_hf.memories.hosting.heads import moved_back
 
         rows = torch.arange(len(lengths))
-        rotation = tuple(part.expand(len(lengths), -1, -1)[rows, lengths][:, None] for part in self.turns())
-        key = moved_back(self.module, self.key, rotation)
+        cos, sin = (part.expand(len(lengths), -1, -1)[rows, lengths][:, None] for part in self.turns())
+        key = moved_back(self.module, self.key, (cos, sin))
         return torch.stack([key, self.value], dim=1).permute(0, 3, 1, 2, 4)  # from [B, 2, K, T, d]

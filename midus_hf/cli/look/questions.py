@@ -120,7 +120,8 @@ def touched(request: Request) -> Answer:
     with refusing(f"model is {request.model!r}, which cannot be loaded", OSError, ValueError):
         config = AutoConfig.from_pretrained(request.folder, trust_remote_code=False)
         tokenizer = load_tokenizer(str(request.folder))
-    tables, certificate = where_read.tables_in(request.folder, config), read_certificate(request.folder)
+    tables = where_read.tables_in(request.folder, config, tokenizer)
+    certificate = read_certificate(request.folder)
     if certificate is not None:
         check_certificate(certificate, request.folder, tokenizer)
     read = {

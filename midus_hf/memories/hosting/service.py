@@ -61,6 +61,9 @@ class Service:
     def after_loading(self, name: Any, arguments: Mapping[str, Any]) -> None:
         """Load what lies beside a checkpoint, with the arguments of `from_pretrained`. Default: nothing."""
 
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Refuse the tokenizer beside a checkpoint, where a command reads both. Default: allowed."""
+
     def after_saving(self, folder: Any) -> None:
         """Write what belongs beside the weights in a folder. Default: nothing."""
 

@@ -15,6 +15,7 @@ from midus_hf.files.json_text import parse_json
 from midus_hf.memories.packs.names import NameTable
 
 PACKS_FORMAT = 2
+_NAMES_TRIED = 32
 NAMES_FILE, TITLES_FILE = "names.safetensors", "names.json"
 
 
@@ -91,6 +92,21 @@ class PackBank:
             self._files[number] = self._opened(number)
         first = int(self._starts[self._firsts[number] - 1])
         return self._files[number][int(self._starts[entry - 1]) - first : int(self._starts[entry]) - first]
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Refuse a tokenizer by which the first names are tokens that the bank does not know.
+
+        Raises:
+            BankError: If it is another one than the bank was made with.
+        """
+        titles = parse_json((self.folder / TITLES_FILE).read_text(encoding="utf-8"))
+        for title in [title for entry in titles[:_NAMES_TRIED] for title in entry]:
+            ids = tokenizer(title, add_special_tokens=False)["input_ids"]
+            if not ids or not self.names.entries(torch.tensor([ids]))[0, -1]:
+                raise BankError(
+                    f"the tokenizer makes tokens {ids} of the name {title!r}, which the packs in {self.folder} do not know; "
+                    "expected the tokenizer that the packs were made with. Copy it beside the model, or upscale again."
+                )
 
     def _opened(self, number: int) -> torch.Tensor:
         described = self.description["files"][number]

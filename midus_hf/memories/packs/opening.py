@@ -259,6 +259,11 @@ class OpensPacks(States):
         self.banks = {each: PackBank(Path(folder, BANKS_FOLDER, each), its) for each, its in self.layouts.items()}
         self._latest.clear()
 
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Refuse a tokenizer by which names are other tokens than those that open banks know."""
+        for bank in self.banks.values():
+            bank.check_tokenizer(tokenizer)
+
     def after_saving(self, folder: Any) -> None:
         """Write open banks beside the weights."""
         for name, bank in self.banks.items():
@@ -281,5 +286,4 @@ def _slots(
         rows.append((slots, [each for each, entry in spans for _ in range(bank.num_tokens(entry))]))
     most = max(len(slots) for slots, _ in rows)
     filled = [[each + [0] * (most - len(each)) for each in both] for both in zip(*rows, strict=True)]
-    slots, owners = (torch.tensor(each, dtype=torch.int64) for each in filled)
-    return slots, owners
+    return torch.tensor(filled[0]), torch.tensor(filled[1])
