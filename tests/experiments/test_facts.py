@@ -1,0 +1,58 @@
+"""The judge of facts: what it asks, when an answer is right, and what it reports of a model with packs, on a tiny base."""
+
+import argparse
+import json
+
+import pytest
+from evaluation.byte_models import save_byte_model
+
+from experiments import facts
+from upscalers import upscale
+
+
+def test_every_entry_states_what_is_asked_of_it():
+    entries = facts.entries_of_elements()
+    assert [each["number"] for each in entries] == list(range(1, 119))
+    assert all(str(each["number"]) in each["text"] and each["symbol"] in each["text"] for each in entries)
+    countries = facts.entries_of_countries()
+    assert len(countries) == 60 and all(each["text"].count("\n") == 4 for each in countries)
+
+
+@pytest.mark.parametrize(
+    ("is_right", "answers"),
+    [
+        (facts.first_number(11), {" 11.\n": True, " the 11th of 12": True, " 12, not 11": False, " unknown": False}),
+        (facts.first_number(22.99, 0.1), {" 22.9 g": True, " 23": True, " 24.3": False}),
+        (facts.first_word("Na"), {" Na.": True, ": Na": True, " na": False, " NaCl": False, "": False}),
+        (facts.begins_with([".af", "93"]), {" .af": True, " 93 and": True, " 930": False, " of .af": False}),
+    ],
+    ids=["number", "weight", "symbol", "value"],
+)
+def test_right_answers(is_right, answers):
+    assert {answer: is_right(answer) for answer in answers} == answers
+
+
+def test_a_model_is_compared_with_its_base(tmp_path, monkeypatch, capsys):
+    save_byte_model("llama", tmp_path / "base", max_position_embeddings=2048)
+    few = facts.entries_of_elements()[:5]
+    (tmp_path / "few.jsonl").write_text(
+        "".join(json.dumps({key: each[key] for key in ("name", "text")}) + "\n" for each in few)
+    )
+    options = {"corpus": str(tmp_path / "few.jsonl")}
+    upscale(base=tmp_path / "base", method="packs", output=tmp_path / "model", options=options, verify=False)
+    monkeypatch.setattr(facts, "entries_of_elements", lambda: few)
+    monkeypatch.setattr(facts, "articles", lambda: tmp_path)
+    monkeypatch.setattr(
+        facts, "read_corpus", lambda path: {"text": ["Stars are far away.", "There is helium in stars."]}
+    )
+    monkeypatch.setattr(facts, "COUNTRIES", 2)
+    asked = argparse.Namespace(
+        base=str(tmp_path / "base"), models=[str(tmp_path / "model")], in_front=True, countries=False
+    )
+    base, front, model = facts.reports(asked)
+    assert front["model"] == "base, text in front" and set(front["right"]) == set(base["right"]) == set(model["right"])
+    assert base["articles with a name"] == {"nats": 0.0, "equal": 1, "texts": 1}
+    assert model["articles without"] == {"nats": 0.0, "equal": 1, "texts": 1}
+    assert model["articles with a name"]["equal"] == 0
+    assert model["capitals as the base"] == [2, 2]
+    assert model["right"]["one of four"][1] == len(few)
