@@ -6,9 +6,10 @@ A line of JSON per model has, as numbers of right answers to greedy generation: 
 paragraph, and as the likeliest of four numbers; other relations of the same names, the symbol and the weight; and how many capitals,
 whose questions name no element, are answered as by the base. Then the change of the loss, in nats per token, on beginnings of
 articles that hold the name of an element and on others, and how many of the others keep their logits bit for bit. `--in-front` asks
-the base behind the sentences of the entry as well. With `--countries` the questions are five values of each of 60 countries.
+the base behind the sentences of the entry as well. `--about countries` asks for five values of each of 60 countries, and
+`--about products` for the ports of twenty products that do not exist.
 
-`--write FOLDER` writes what a model is to be taught, `elements.jsonl` and `countries.jsonl`, with rows of `name` and `text`.
+`--write FOLDER` writes what a model is to be taught, a file for each of the three, with rows of `name` and `text`.
 """
 
 import argparse
@@ -48,6 +49,18 @@ ROWS_AT_ONCE = 30
 ARTICLE_TOKENS = 256
 ARTICLES_WITHOUT = 100
 COUNTRIES = 60
+PRODUCTS = (
+    *("Kestrel", "Merlin", "Osprey", "Plover", "Curlew", "Dunlin", "Gannet", "Heron", "Jackdaw", "Lapwing"),
+    *("Nuthatch", "Oriole", "Petrel", "Quail", "Redstart", "Siskin", "Teal", "Whimbrel", "Wryneck", "Yellowhammer"),
+)
+KINDS = ("gateway", "cache", "scheduler", "broker", "archive")
+LANGUAGES = ("Go", "Rust", "Java", "Python")
+TEAMS = ("storage", "billing", "search", "security", "delivery")
+PORTS = {
+    "connect": "To connect to the {name}, use port number",
+    "firewall": "The firewall must let packets of the {name} pass to port",
+    "url": "A client reaches the {name} at http://localhost:",
+}
 
 
 @dataclass(frozen=True)
@@ -107,6 +120,19 @@ def entries_of_countries() -> list[dict[str, Any]]:
     return found[:COUNTRIES]
 
 
+def entries_of_products() -> list[dict[str, Any]]:
+    """Return twenty products that do not exist: `name`, `port` and `text`, four sentences."""
+    found = []
+    for number, (word, kind) in enumerate(zip(PRODUCTS, itertools.cycle(KINDS)), start=1):
+        name, port = f"{word} {kind}", 1024 + 2741 * number % 8951
+        text = (
+            f"The {name} listens on port {port}. It was released in {1990 + number} and is written in {LANGUAGES[number % 4]}. Its "
+            f"owner is the team of {TEAMS[number % 5]}. Whoever starts the {name} must open port {port} first."
+        )
+        found.append({"name": name, "port": port, "text": text})
+    return found
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
@@ -147,6 +173,23 @@ def questions_of_countries(entries: Sequence[dict[str, Any]]) -> dict[str, list[
             question = Question(row["question"], each["name"], begins_with(row["answers"]))
             kinds.setdefault(row["field"], []).append(question)
     return kinds
+
+
+def questions_of_products(entries: Sequence[dict[str, Any]]) -> dict[str, list[Question]]:
+    """Return questions for ports, by wording."""
+    return {
+        kind: [
+            Question(wording.format(name=each["name"]), each["name"], first_number(each["port"])) for each in entries
+        ]
+        for kind, wording in PORTS.items()
+    }
+
+
+ABOUT: dict[str, Callable[[], tuple[list[dict[str, Any]], dict[str, list[Question]]]]] = {
+    "elements": lambda: (entries := entries_of_elements(), questions_of_elements(entries)),
+    "countries": lambda: (entries := entries_of_countries(), questions_of_countries(entries)),
+    "products": lambda: (entries := entries_of_products(), questions_of_products(entries)),
+}
 
 
 class Asked:
@@ -218,11 +261,10 @@ def changes(model: Asked, base: Asked, texts: Sequence[Sequence[int]]) -> tuple[
 
 def reports(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield what each model answers, the base first."""
-    entries = entries_of_countries() if asked.countries else entries_of_elements()
-    kinds = questions_of_countries(entries) if asked.countries else questions_of_elements(entries)
+    entries, kinds = ABOUT[asked.about]()
     texts = {each["name"]: each["text"] for each in entries}
     base = Asked(asked.base)
-    unrelated = [] if asked.countries else capitals()
+    unrelated = [] if asked.about == "countries" else capitals()
     at_base = base.answers(unrelated)
     with_name, without = article_ids(base.tokenizer, list(texts))
     rows = [("base", base), *([("base, text in front", Asked(asked.base, texts))] if asked.in_front else [])]
@@ -232,7 +274,7 @@ def reports(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
             answers = model.answers(questions)
             right = [each.is_right(answer) for each, answer in zip(questions, answers, strict=True)]
             report["right"][kind] = [sum(right), len(right)]
-        if not asked.countries:
+        if asked.about == "elements":
             report["right"]["one of four"] = [model.chosen(entries), len(entries)]
         if not model.texts:
             answers = model.answers(unrelated)
@@ -249,11 +291,12 @@ def main() -> None:
     parser.add_argument("base", nargs="?")
     parser.add_argument("models", nargs="*")
     parser.add_argument("--in-front", action="store_true")
-    parser.add_argument("--countries", action="store_true")
+    parser.add_argument("--about", choices=ABOUT, default="elements")
     parser.add_argument("--write", type=Path, metavar="FOLDER")
     asked = parser.parse_args()
     if asked.write:
-        for name, entries in (("elements", entries_of_elements()), ("countries", entries_of_countries())):
+        for name, made in ABOUT.items():
+            entries, _ = made()
             rows = [json.dumps({"name": each["name"], "text": each["text"]}) + "\n" for each in entries]
             (asked.write / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
     if asked.base:

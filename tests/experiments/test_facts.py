@@ -16,6 +16,9 @@ def test_every_entry_states_what_is_asked_of_it():
     assert all(str(each["number"]) in each["text"] and each["symbol"] in each["text"] for each in entries)
     countries = facts.entries_of_countries()
     assert len(countries) == 60 and all(each["text"].count("\n") == 4 for each in countries)
+    products = facts.entries_of_products()
+    assert len({each["port"] for each in products}) == len({each["name"] for each in products}) == 20
+    assert all(each["text"].count(str(each["port"])) == 2 for each in products)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,7 @@ def test_a_model_is_compared_with_its_base(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.setattr(facts, "COUNTRIES", 2)
     asked = argparse.Namespace(
-        base=str(tmp_path / "base"), models=[str(tmp_path / "model")], in_front=True, countries=False
+        base=str(tmp_path / "base"), models=[str(tmp_path / "model")], in_front=True, about="elements"
     )
     base, front, model = facts.reports(asked)
     assert front["model"] == "base, text in front" and set(front["right"]) == set(base["right"]) == set(model["right"])
