@@ -256,7 +256,7 @@ def changes(model: Asked, base: Asked, texts: Sequence[Sequence[int]]) -> tuple[
         equal += torch.equal(*both)
         losses = [float(F.cross_entropy(logits[:-1], targets, reduction="sum")) for logits in both]
         change, tokens = change + losses[0] - losses[1], tokens + len(targets)
-    return change / tokens, equal
+    return change / max(tokens, 1), equal
 
 
 def reports(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
