@@ -126,6 +126,8 @@ class OpensPacks(States):
         if positions is None:
             first = 0 if cache is None else int(cache.get_seq_length())
             positions = torch.arange(first, first + ids.shape[1])
+        elif positions.dim() == 3:  # along the axes of images, which are one at text
+            positions = positions[0]
         return self._open(ids, positions.expand(ids.shape), places, states, model.dtype)
 
     @torch.compiler.disable
