@@ -108,9 +108,6 @@ class OpensPacks(States):
         self.tokens = Tokens(model, memories, hosted)
         self.layouts = pack_layouts(memories)
         self.options = {name: hosted[name, first[name]].options for name in first}
-        self.attentions = {
-            name: [model.layers[layer].mixer_part for layer in layout.layers] for name, layout in self.layouts.items()
-        }
         self.banks: dict[str, PackBank] = {}
         # The packs of the latest step by what its rows had open, which a generation reads again for each token.
         self._latest: dict[str, tuple[Any, OpenPacks]] = {}
@@ -128,16 +125,16 @@ class OpensPacks(States):
             positions = torch.arange(first, first + ids.shape[1])
         elif positions.dim() == 3:  # along the axes of images, which are one at text
             positions = positions[0]
-        return self._open(ids, positions.expand(ids.shape), places, states, model.dtype)
+        return self._open(model, ids, positions.expand(ids.shape), places, states)
 
     @torch.compiler.disable
     def _open(
         self,
+        model: Any,
         ids: torch.Tensor,
         positions: torch.Tensor,
         places: TokenPlaces,
         states: Mapping[tuple[str, int], MemoryState],
-        dtype: torch.dtype,
     ) -> dict[str, OpenPacks]:
         read = ids.detach().to("cpu", torch.int64)
         if places.real is not None:
@@ -151,7 +148,7 @@ class OpensPacks(States):
         }
         with torch.inference_mode(False), torch.no_grad():
             return {
-                name: self._fetched(name, openings, ids.device, dtype)
+                name: self._fetched(name, openings, model, ids.device)
                 for name, openings in opened.items()
                 if openings.any()
             }
@@ -189,8 +186,8 @@ class OpensPacks(States):
             )
         return opened
 
-    def _fetched(self, name: str, opened: torch.Tensor, device: torch.device, dtype: torch.dtype) -> OpenPacks:
-        bank, is_step = self.banks[name], opened.shape[1] == 1
+    def _fetched(self, name: str, opened: torch.Tensor, model: Any, device: torch.device) -> OpenPacks:
+        bank, is_step, dtype = self.banks[name], opened.shape[1] == 1, model.dtype
         key = (tuple(map(tuple, opened[:, 0].tolist())), device, dtype) if is_step else None
         if is_step and name in self._latest and self._latest[name][0] == key:
             return self._latest[name][1]
@@ -212,7 +209,7 @@ class OpensPacks(States):
             parts.append(PackPart(tokens, slots.to(device), reads.to(device), angles))
         packs = OpenPacks(heads, tuple(parts), (opened > 0).any(-1).to(device), is_whole, bank.kinds)
         if is_step:
-            packs = packs.in_place(self.attentions[name])
+            packs = packs.in_place([model.layers[layer].mixer_part for layer in bank.layout.layers])
             self._latest[name] = key, packs
         return packs
 
