@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import NATIVE_FAMILIES
 
 from midus_hf.models.inference.tiny import tiny_model
 from tests.upscalers.checkpoints import edit_config, read_tensors, save_base, tensor_files, write_tensors
@@ -40,6 +41,17 @@ def remove(name: str) -> Mutation:
 
 def config(**changes: Any) -> Mutation:
     return lambda base: edit_config(base, **changes)
+
+
+def another(family: str, **changes: Any) -> Mutation:
+    """Put the base of another family or type in the place, with a changed config."""
+
+    def mutate(base: Path) -> None:
+        shutil.rmtree(base)
+        save_base(base, family) if family in NATIVE_FAMILIES else tiny_model(family).save_pretrained(base)
+        edit_config(base, **changes)
+
+    return mutate
 
 
 def sharded(then: Mutation) -> Mutation:
@@ -131,31 +143,19 @@ BASES: dict[str, tuple[Mutation, str]] = {
         r"the base lacks 9 tensors that its config asks for, model\.layers\.1\.",
     ),
     "too few types of layers": (
-        lambda base: (shutil.rmtree(base), save_base(base, "gemma3"), edit_config(base, layer_types=["full_attention"] * 3)),
+        another("gemma3", layer_types=["full_attention"] * 3),
         r"config.json lists 3 layer_types; expected \d, one per layer .num_hidden_layers.. Repair the base checkpoint",
     ),
     "an unknown type of layer": (
-        lambda base: (
-            shutil.rmtree(base),
-            save_base(base, "qwen3"),
-            edit_config(base, layer_types=["full_attention", "linear_attention", "full_attention", "full_attention"]),
-        ),
+        another("qwen3", layer_types=["full_attention", "linear_attention", "full_attention", "full_attention"]),
         "config.json lists 'linear_attention' in layer_types; expected full_attention or sliding_attention in a qwen3 model. Repair",
     ),
     "too few values of layers in another type": (
-        lambda base: (
-            shutil.rmtree(base),
-            tiny_model("smollm3").save_pretrained(base),
-            edit_config(base, no_rope_layers=[1, 1]),
-        ),
+        another("smollm3", no_rope_layers=[1, 1]),
         r"config.json lists 2 no_rope_layers; expected \d, one per layer .num_hidden_layers.. Repair the base checkpoint",
     ),
     "a layer of another type that the model lacks": (
-        lambda base: (
-            shutil.rmtree(base),
-            tiny_model("qwen3_moe").save_pretrained(base),
-            edit_config(base, mlp_only_layers=[0, 7]),
-        ),
+        another("qwen3_moe", mlp_only_layers=[0, 7]),
         "config.json lists 7 in mlp_only_layers; expected layers from 0 to 3 .num_hidden_layers is 4.. Repair the base checkpoint",
     ),
     "too few layers": (config(num_hidden_layers=3), r"the base holds model\.layers\.3\..*, but config.json has num_hidden_layers"),
@@ -163,7 +163,7 @@ BASES: dict[str, tuple[Mutation, str]] = {
     "config transformers refuses": (config(rms_norm_eps="small"), r"transformers cannot build the model .*rms_norm_eps.* Repair"),
     "unknown activation": (config(hidden_act="gelo"), r"transformers cannot build the model .*\(KeyError: 'gelo'\). Repair"),
     "scale not a number": (
-        lambda base: (shutil.rmtree(base), save_base(base, "gemma3"), edit_config(base, query_pre_attn_scalar=-16)),
+        another("gemma3", query_pre_attn_scalar=-16),
         "transformers cannot run .*TypeError: .*complex.*Repair",
     ),
     "adapter": (replace("adapter_config.json", "{}"), r"the base holds a PEFT adapter .adapter_config.json.*Merge the adapter"),

