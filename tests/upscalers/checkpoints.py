@@ -105,6 +105,12 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def layer(tensors: dict[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
+    """The tensors of a layer by their name within it."""
+    prefix = f"model.layers.{index}."
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
 def write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Make these the tensors of a checkpoint, in one file."""
     for path in [*tensor_files(folder), folder / "model.safetensors.index.json"]:

@@ -15,7 +15,6 @@ from tests.upscalers.dense.requests import PROMISING, REQUESTS
 SMALL_CHAPTERS = {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 3}
 SMALL_TABLES = {"n": 8, "k": 4}
 SMALL_TREE = {"sizes": [3, 0, 2], "branching": 3}
-BARE = {"query_norm": "none", "inner_residual": False}
 
 _OPTIONS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "midus-hml": (
@@ -24,19 +23,11 @@ _OPTIONS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "": {},
             "output projection": {"output_projection": True},
             "output projection and residual": {"output_projection": True, "inner_residual": True},
-            "residual": {"inner_residual": True},
             "batch norm": {"query_norm": "batch"},
-            "layer norm": {"query_norm": "layer"},
         },
     ),
-    "midus-pkm": (
-        SMALL["midus-pkm"],
-        {"": {}, "bare": BARE, "layer norm": {"query_norm": "layer"}},
-    ),
-    "midus-linear": (
-        SMALL["midus-linear"],
-        {"": {}, "bare": BARE, "layer norm": {"query_norm": "layer"}},
-    ),
+    "midus-pkm": (SMALL["midus-pkm"], {"": {}, "bare": {"query_norm": "none", "inner_residual": False}}),
+    "midus-linear": (SMALL["midus-linear"], {"": {}, "layer norm": {"query_norm": "layer"}}),
     "moc": (
         SMALL_CHAPTERS,
         {
@@ -54,8 +45,7 @@ _OPTIONS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "zero projection": {"zero": "projection"},
             "ring": {"share": "ring:4"},
             "no square": {"share": "ring:2", "layers": [0, 1, 3]},
-            "heads": {"heads": 2, "rank": 3},
-            "no pre-values": {"pre_value_width": 0},
+            "heads, no pre-values": {"heads": 2, "rank": 3, "pre_value_width": 0},
             "skip": {"site": "skip", "span": 2},
         },
     ),
@@ -63,8 +53,7 @@ _OPTIONS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         {"rows": 199, "width": 16, "hash_heads": 4, "compress": False},  # bases of the table have no tokenizer
         {
             "": {},
-            "no convolution": {"kernel": 0},
-            "one order": {"max_order": 2},
+            "no convolution, one order": {"kernel": 0, "max_order": 2},
             "behind layers": {"site": "behind-layer"},
         },
     ),
@@ -74,7 +63,6 @@ _OPTIONS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "": {},
             "reused": {"joining": "interpolated", "attention_slots": "reused"},
             "attention": {"joining": "interpolated", "attention_slots": "reused", "ffn_slots": False},
-            "bias": {"bias": True},
             "projected": {"attention_slots": "projected", "bias": True},
             "some": {"layers": [0, 2, 3]},
         },
@@ -87,6 +75,21 @@ KINDS: dict[str, dict[str, Any]] = {
     for method, (small, kinds) in _OPTIONS.items()
     for name, options in kinds.items()
 }
+
+# Methods whose memories retrieve rows, and the options of their null control of one row.
+RETRIEVING = {
+    "midus-hml": {"n": 1, "k": 1},
+    "midus-pkm": {"n": 1, "k": 1},
+    "midus-linear": {"slots": 1, "k": 1},
+    "moc": {"memory_tokens": 1, "chapters": 1, "shared_chapters": 0, "k": 1},
+    "ultramem-v2": {"n": 1, "k": 1, "share": "none"},
+}
+
+
+def with_options(method: str, **options: Any) -> dict[str, Any]:
+    """Return the request of a method with further options."""
+    return {"method": method, "options": {**KINDS[method]["options"], **options}}
+
 
 KINDS |= {
     **{f"midus-hml at {at}": {**KINDS["midus-hml"], "placement": at} for at in ("top-heavy", "bottom-heavy", "0,1,4,7,8,9")},
@@ -103,6 +106,8 @@ KINDS |= {
         for method, default in PROMISING.items()
         if default != "none"
     },
+    **{f"{method}, random slots": with_options(method, addressing="random") for method in RETRIEVING},
+    **{f"{method}, one row": with_options(method, **one_row) for method, one_row in RETRIEVING.items()},
 }  # fmt: skip
 """Keyword arguments of `upscale`, by a name for what they make."""
 
@@ -111,11 +116,6 @@ DIFFERING = ("solar", "avg-deus", "lesa", "llama-pro, none", "opt-deus, none")
 
 # One kind of each method.
 PLAIN = [name for name in KINDS if name == KINDS[name]["method"]]
-
-
-def base_changes(name: str) -> dict[str, Any]:
-    """Return what the config of a base must say for this kind: only heads together as wide as the state can have a residual."""
-    return {"head_dim": 8} if name == "midus-hml, residual" else {}
 
 
 def arguments_of(name: str) -> list[str]:

@@ -48,23 +48,6 @@ def test_outputs_are_split_into_shards_of_the_size_asked_for(base, tmp_path, siz
     assert torch.equal(logits(base), logits(tmp_path / "out"))
 
 
-def test_the_sources_shards_do_not_matter_to_the_output(base, tmp_path):
-    sharded = save_base(tmp_path / "sharded", max_shard_size="20KB")
-    with_memory(base, tmp_path / "from-single")
-    with_memory(sharded, tmp_path / "from-sharded")
-    assert same_tensors(tmp_path / "from-single", tmp_path / "from-sharded")
-    backwards = save_base(tmp_path / "backwards")
-    tensors = dict(reversed(read_tensors(base).items()))
-    halves = [dict(list(tensors.items())[half::2]) for half in (0, 1)]
-    for number, half in enumerate(halves):
-        save_file(half, backwards / f"part-{number}.safetensors", {"format": "pt"})
-    (backwards / "model.safetensors").unlink()
-    index = {"metadata": {}, "weight_map": {n: f"part-{i}.safetensors" for i, half in enumerate(halves) for n in half}}
-    (backwards / "model.safetensors.index.json").write_text(json.dumps(index))
-    with_memory(backwards, tmp_path / "from-backwards")
-    assert same_tensors(tmp_path / "from-single", tmp_path / "from-backwards")
-
-
 def test_many_shards_need_few_open_files(tmp_path):
     base = save_base(tmp_path / "base", num_hidden_layers=16, max_shard_size="1KB")
     assert len(tensor_files(base)) > 100
@@ -97,19 +80,6 @@ def test_minimal_configs_mean_to_the_output_what_they_mean_to_the_base(family, t
     edit_config(base, **dict.fromkeys(keys & config_of(base).keys(), ...))
     with_memory(base, tmp_path / "out", placement="0,3,7", dtype="float32")
     assert torch.equal(logits(base, torch.float32), logits(tmp_path / "out"))
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_tied_and_untied_heads(family, tmp_path, tied):
-    base = save_base(tmp_path / "base", family, tie_word_embeddings=tied)
-    assert ("lm_head.weight" in read_tensors(base)) != tied
-    report = with_memory(base, tmp_path / "out")
-    assert ("lm_head.weight" in read_tensors(tmp_path / "out")) != tied
-    model = load(tmp_path / "out")
-    assert (model.lm_head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()) == tied
-    assert report.parameters.total == sum(parameter.numel() for parameter in model.parameters())
-    assert report.parameters.base == sum(parameter.numel() for parameter in load(base).parameters())
 
 
 @pytest.mark.parametrize("prefix", ["model.", ""])

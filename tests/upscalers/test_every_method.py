@@ -28,7 +28,7 @@ from tests.upscalers.checkpoints import (
     save_base,
 )
 from tests.upscalers.dense.requests import REQUESTS
-from tests.upscalers.methods import DIFFERING, KINDS, PLAIN, arguments_of, base_changes, memory_ids, trained
+from tests.upscalers.methods import DIFFERING, KINDS, PLAIN, arguments_of, memory_ids, trained
 from upscalers.methods import memory_methods
 from upscalers.record.report import UpscaleReport
 from upscalers.request.errors import VerificationError
@@ -65,7 +65,7 @@ def make(tmp_path_factory):
     def made(kind: str, family: str) -> Made:
         folder, number = tmp_path_factory.mktemp("made"), list(KINDS).index(kind)
         shards = {"max_shard_size": "30KB"} if number % 2 else {}
-        base = save_base(folder / "base", family, DTYPES[number % 3], **shards, **base_changes(kind))
+        base = save_base(folder / "base", family, DTYPES[number % 3], **shards)
         before = file_digests(base)
         report = upscale(base=base, output=folder / "out", max_shard_size="40KB", verify=True, **KINDS[kind])
         assert file_digests(base) == before and sorted(path.name for path in folder.iterdir()) == ["base", "out"]
@@ -169,13 +169,8 @@ def test_config_record_and_inspect_say_what_was_made(made):
         (memory,) = made.config["memory"]
         named = {"name"} if memory["site"] != "inserted" else set()
         known = {"type", "site", "layers", *entry["options"]} | named
-        made_from = {
-            "span",
-            "corpus",
-            "compress",
-            "min_documents",
-            "names",
-        }  # of one site alone, and of what engram is made from
+        # Options of one site alone, and of what engram is made from.
+        made_from = {"span", "corpus", "compress", "min_documents", "names"}
         assert known - made_from <= memory.keys() <= known
         assert inspected["memory"] == [memory]
         assert all(memory.get(key, value) == value for key, value in entry["options"].items() if key != "layers")
@@ -210,8 +205,7 @@ def test_what_was_trained_is_loaded_again_and_comes_off_by_the_config_alone(made
     assert not (tmp_path / "again" / "upscale.json").exists()
     assert strip(tmp_path / "again", tmp_path / "stripped")["base_confirmed"] is True
     assert same_tensors(tmp_path / "stripped", made.base)
-    config = config_of(tmp_path / "stripped")
-    assert config == config_of(made.base)
+    assert config_of(tmp_path / "stripped") == config_of(made.base)
 
 
 @of_each_method

@@ -139,16 +139,6 @@ def test_stripping_gives_the_quantised_base_back_and_a_second_upscaling_stacks(t
     assert same_tensors(tmp_path / "back", tmp_path / "out")
 
 
-def test_modules_that_are_not_quantised_are_listed_where_the_plan_puts_them(tmp_path):
-    base = save_scaled(tmp_path / "base", kept=["model.layers.2.mlp.down_proj", "self_attn.o_proj"])
-    upscale(base=base, method="llama-pro", output=tmp_path / "out")  # new layers 2 and 5
-    quantization = config_of(tmp_path / "out")["quantization_config"]
-    listed = ["lm_head", "model.layers.3.mlp.down_proj", "self_attn.o_proj", "model.layers.2", "model.layers.5"]
-    assert quantization["modules_to_not_convert"] == listed
-    stored = read_tensors(tmp_path / "out")
-    assert {str(stored[f"model.layers.{layer}.mlp.up_proj.weight"].dtype) for layer in (2, 5)} == {"torch.bfloat16"}
-
-
 @pytest.mark.parametrize("method", by_default(["midus-hml", "llama-pro"], OPTIONS))
 def test_a_machine_with_fp8_kernels_replaces_the_modules_that_are_stored_in_fp8(tmp_path, method):
     base = save_scaled(tmp_path / "base", kept=["model.layers.2.mlp.down_proj", "self_attn.o_proj"])

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from pairs import by_default, in_turn
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import prompt
-from transformers import AutoModelForCausalLM
 
 from midus_hf.models.inference.tiny import tiny_model
 from tests.upscalers.checkpoints import (
@@ -170,6 +170,17 @@ def beside_a_stored_copy(base: Path, adapter: Path) -> None:
     write_tensors(base, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
 
 
+def of_an_upscaled_base(base: Path, adapter: Path) -> None:
+    upscale(base=base, method="llama-pro", output=base.with_name("upscaled"))
+    shutil.rmtree(base)
+    base.with_name("upscaled").rename(base)
+
+
+def of_a_converted_type(base: Path, adapter: Path) -> None:
+    shutil.rmtree(base)
+    tiny_model("mixtral").save_pretrained(base)
+
+
 def without_matrices(base: Path, adapter: Path) -> None:
     (adapter / "adapter_model.safetensors").unlink()
 
@@ -194,6 +205,14 @@ REFUSED = {
     "a stored copy of a tied embedding": (
         beside_a_stored_copy,
         "changes model.embed_tokens.weight or lm_head.weight, which the config ties, .* Merge the adapter",
+    ),
+    "an upscaled base": (
+        of_an_upscaled_base,
+        "would be merged into a model that `upscale` made, whose layers .* Merge the adapter when you",
+    ),
+    "a type that transformers converts": (
+        of_a_converted_type,
+        "would be merged into a 'mixtral' model, whose tensors transformers converts .* Merge the adapter",
     ),
     "no matrices": (without_matrices, r"or no adapter_model.safetensors \(FileNotFoundError\)"),
     "no config": (
@@ -221,19 +240,6 @@ def test_an_adapter_that_is_not_there_is_refused(base, command, refused):
     refused(command(*words, "no-such"), "'no-such' is no local folder, and the Hub cannot be reached", None)
 
 
-def test_a_model_that_was_upscaled_takes_no_adapter(base, tmp_path, command, refused):
-    upscale(base=base, method="llama-pro", output=tmp_path / "upscaled")
-    adapter = save_adapter(tmp_path / "upscaled", tmp_path / "adapter")
-    outcome = command(
-        "--base", tmp_path / "upscaled", "--adapter", adapter, "--method", "moc", "--output", tmp_path / "out"
-    )
-    refused(
-        outcome,
-        "would be merged into a model that `upscale` made, whose layers .* Merge the adapter when you",
-        None,
-    )
-
-
 def test_a_tied_embedding_that_is_stored_as_the_head_takes_an_adapter(tmp_path):
     base = save_base(tmp_path / "base", tie_word_embeddings=True)
     adapter = save_adapter(base, tmp_path / "adapter", **ADAPTERS["embedding"])
@@ -243,16 +249,3 @@ def test_a_tied_embedding_that_is_stored_as_the_head_takes_an_adapter(tmp_path):
     with torch.no_grad():
         expected = merged_by_peft(base, adapter)(input_ids=prompt()).logits
     assert torch.equal(logits(tmp_path / "out"), expected)
-
-
-def test_a_type_that_transformers_converts_takes_no_adapter(tmp_path, command, refused):
-    tiny_model("mixtral").save_pretrained(tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
-    words = ("--method", "ultramem-v2", "--output", tmp_path / "out", "--adapter", tmp_path / "adapter")
-    outcome = command("--base", tmp_path / "base", *words)
-    refused(
-        outcome,
-        "would be merged into a 'mixtral' model, whose tensors transformers converts .* Merge the adapter",
-        None,
-    )

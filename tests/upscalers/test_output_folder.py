@@ -1,4 +1,4 @@
-"""The output folder appears whole or not at all, replaces only what it was asked to, and belongs to one run at a time."""
+"""The output folder appears whole or not at all, replaces only what is ours and on request, and belongs to one run at a time."""
 
 import json
 import os
@@ -7,10 +7,13 @@ import shutil
 import pytest
 import torch
 
-from tests.upscalers.checkpoints import file_digests, logits, unverified
+from midus_hf.files.checkpoint_files import RUN_CONFIG
+from tests.upscalers.checkpoints import file_digests, load, logits, unverified
+from tests.upscalers.test_provenance import tokenizer
 from upscalers.request.errors import RequestError
 from upscalers.runs.output_folder import CheckpointFolder
 from upscalers.runs.strip import strip
+from upscalers.runs.writing import Writing
 
 
 def text(mark):
@@ -150,3 +153,97 @@ def test_a_link_stands_for_what_it_points_to(tmp_path):
     assert (tmp_path / "link").is_symlink()
     assert names(tmp_path) == ["link", "real"]
     assert names(tmp_path / "real") == ["out"]
+
+
+def entries(folder):
+    """Every file and folder, hidden ones too, and what the files hold."""
+    return {path.relative_to(folder): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def project(folder, config="{}"):
+    """A person's work, with a `config.json` of its own."""
+    for name in (".git", "src/deep"):
+        (folder / name).mkdir(parents=True)
+    for name in (".git/HEAD", "src/main.py", "src/deep/x.py", "notes.txt", "README.md"):
+        (folder / name).write_text(name)
+    (folder / "config.json").write_text(config)
+    return folder
+
+
+NOT_OURS = (
+    "was not written by upscale or strip, so --overwrite will not delete it: its config.json has no 'upscale' entry, and it has no "
+    "upscale.json of theirs. Choose another folder, or remove it yourself."
+)
+NO_CHECKPOINT_HAS = (
+    "holds what no checkpoint has, and --overwrite would delete it: .git/HEAD, deep/mine, notes.txt, src/deep/x.py and 2 more; "
+    "expected nothing but weights, config, tokenizer, licence, model card and exported code. Move it, or choose another folder."
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "record", "message"),
+    [
+        *(
+            (config, None, NOT_OURS)
+            for config in ("{}", '{"model_type": "llama"}', "no JSON", "[]", '{"upscale": true}')
+        ),
+        *(("{}", record, NOT_OURS) for record in ("no JSON", '{"midus_hf": "0.1.0"}', "[]")),
+        (text("ours"), None, NO_CHECKPOINT_HAS),
+    ],
+)
+def test_a_project_is_left_untouched(tmp_path, config, record, message):
+    output = project(tmp_path / "project", config)
+    if record is not None:
+        (output / "upscale.json").write_text(record)
+    for name in ("vocab.json", "deep"):  # folders, one of which is called like a file
+        (output / name).mkdir()
+        (output / name / "mine").touch()
+    before = entries(output)
+    with pytest.raises(RequestError) as refused:
+        CheckpointFolder(output, overwrite=True)
+    assert f"output {output} {message}" in str(refused.value)
+    assert entries(output) == before
+
+
+def test_a_model_that_was_saved_again_or_downloaded_is_replaced(base, tmp_path):
+    output = tmp_path / "saved"
+    load(unverified(base, tmp_path / "out")).save_pretrained(output, max_shard_size="30KB")
+    tokenizer().save_pretrained(output)
+    for name in ("training_args.bin", "trainer_state.json", ".gitattributes", RUN_CONFIG):
+        (output / name).touch()
+    (output / ".cache" / "huggingface" / "download").mkdir(parents=True)
+    (output / ".cache" / "huggingface" / "download" / "config.json.metadata").touch()
+    unverified(base, output, overwrite=True)
+    assert not (output / ".cache").exists() and not (output / RUN_CONFIG).exists()
+
+
+def test_what_appears_in_the_old_output_while_the_work_goes_on_is_kept(base, tmp_path, monkeypatch):
+    output = unverified(base, tmp_path / "out")
+    before = file_digests(output)
+
+    honest = Writing._verify
+
+    def meanwhile(self, *_):
+        (output / "notes.txt").write_text("mine")
+        return honest(self, *_)
+
+    monkeypatch.setattr(Writing, "_verify", meanwhile)
+    with pytest.raises(RequestError, match=r"--overwrite would delete it: notes\.txt; expected"):
+        unverified(base, output, overwrite=True, seed=1)
+    (output / "notes.txt").unlink()
+    assert file_digests(output) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_what_appears_where_nothing_was_is_kept(base, tmp_path, monkeypatch):
+    honest = Writing._verify
+
+    def meanwhile(self, *_):
+        project(tmp_path / "out")
+        return honest(self, *_)
+
+    monkeypatch.setattr(Writing, "_verify", meanwhile)
+    with pytest.raises(RequestError, match="out exists; pass --overwrite to replace it"):
+        unverified(base, tmp_path / "out")
+    assert (tmp_path / "out" / "notes.txt").read_text() == "notes.txt"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -56,47 +56,42 @@ def logits(folder, tokens):
         return model(torch.tensor([tokens])).logits
 
 
-ROWS = {
-    "no name": ([{"name": "", "text": "word7"}], "row 1 of corpus .* has the name ''; expected a name"),
+# Rows of the glossary, options, and what is said.
+REFUSED = {
+    "no name": ([{"name": "", "text": "word7"}], {}, "row 1 of corpus .* has the name ''; expected a name"),
     "no text": (
         [ENTRIES[0], {"name": "word6", "text": " "}],
+        {},
         "row 2 of corpus .* has the text ' '; expected what is to be known",
     ),
-    "no column": ([{"text": "word7"}], "has the columns text; expected name and text"),
+    "no column": ([{"text": "word7"}], {}, "has the columns text; expected name and text"),
     "one token sequence": (
         [*ENTRIES, {"name": "unknown", "text": "word1"}, {"name": "unheard", "text": "word2"}],
+        {},
         "name 'unheard' of corpus .* has the tokens of 'unknown', another entry; expected names that the tokenizer tells apart",
     ),
     "a name of two": (
         [*ENTRIES, {"name": "word22", "text": "word1"}],
+        {},
         "row 5 of corpus .* has the name 'word22', which row 2 has beside other names; expected one list",
     ),
-}
-
-
-@pytest.mark.parametrize(("rows", "message"), ROWS.values(), ids=ROWS)
-def test_rows_that_are_refused(rows, message, base, tmp_path):
-    with pytest.raises(RequestError, match=message):
-        made(base, tmp_path, rows)
-    assert not (tmp_path / "out").exists()
-
-
-OPTIONS = {
-    "no corpus": ({"corpus": None}, "corpus is missing; expected a file of names and texts"),
-    "no token": ({"max_tokens": 0}, "max_tokens is 0; expected at least 1"),
-    "no open name": ({"open": 0}, "open is 0; expected at least one name"),
-    "bias": ({"score_bias": float("inf")}, "score_bias is inf; expected a number"),
+    "no corpus": (ENTRIES, {"corpus": None}, "corpus is missing; expected a file of names and texts"),
+    "no token": (ENTRIES, {"max_tokens": 0}, "max_tokens is 0; expected at least 1"),
+    "no open name": (ENTRIES, {"open": 0}, "open is 0; expected at least one name"),
+    "bias": (ENTRIES, {"score_bias": float("inf")}, "score_bias is inf; expected a number"),
     "frequent": (
+        ENTRIES,
         {"common_names": False},
         "are one frequent token, which almost every text has: 'word5', 'word22', 'word30'; ",
     ),
 }
 
 
-@pytest.mark.parametrize(("options", "message"), OPTIONS.values(), ids=OPTIONS)
-def test_options_that_are_refused(options, message, base, tmp_path):
+@pytest.mark.parametrize(("rows", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_rows_and_options_that_are_refused(rows, options, message, base, tmp_path):
     with pytest.raises(RequestError, match=message):
-        made(base, tmp_path, **options)
+        made(base, tmp_path, rows, **options)
+    assert not (tmp_path / "out").exists()
 
 
 def test_protected_texts_hold_no_name(base, tmp_path):

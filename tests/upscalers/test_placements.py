@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.upscalers.dense.requests import planned, tiny_config
@@ -44,6 +44,7 @@ INSERTING = {
 }
 
 
+@settings(deadline=None)
 @given(POLICIES, st.integers(1, 60), st.integers(1, 60))
 def test_a_policy_places_layers_as_it_is_defined_or_refuses(policy, num_layers, number):
     fits, in_front = DEFINED[policy]
@@ -55,6 +56,7 @@ def test_a_policy_places_layers_as_it_is_defined_or_refuses(policy, num_layers, 
             place(policy, num_layers, number)
 
 
+@settings(deadline=None)
 @given(POLICIES, st.integers(2, 60))
 def test_by_default_it_is_the_largest_number_up_to_half_that_fits(policy, num_layers):
     number = max(number for number in range(1, num_layers // 2 + 1) if DEFINED[policy][0](num_layers, number))
@@ -65,18 +67,17 @@ def test_every_method_that_inserts_layers_has_its_placement_here():
     assert {name: chosen for name, method in METHODS.items() if (chosen := method.default_placement)} == INSERTING
 
 
-@given(st.sampled_from(sorted(INSERTING)), st.integers(1, 40))
-def test_every_method_plans_the_default_number_of_its_placement(method, num_layers):
-    config, placement = tiny_config("llama", num_hidden_layers=num_layers), INSERTING[method]
-    if num_layers == 1:
-        message = "the base has 1 layer, and half of it is none; expected a number. Pass --num-new-layers"
-        for plan in (lambda: planned(config, method), lambda: place(placement, 1, None)):
-            with pytest.raises(RequestError, match=message):
-                plan()
-    else:
-        assert planned(config, method).new_indices == place(placement, num_layers, None)
+@pytest.mark.parametrize("method", INSERTING)
+def test_every_method_plans_the_default_number_of_its_placement(method):
+    for num_layers in (2, 7, 12, 40):
+        config = tiny_config("llama", num_hidden_layers=num_layers)
+        assert planned(config, method).new_indices == place(INSERTING[method], num_layers, None)
+    message = "the base has 1 layer, and half of it is none; expected a number. Pass --num-new-layers"
+    with pytest.raises(RequestError, match=message):
+        planned(tiny_config("llama", num_hidden_layers=1), method)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(-1, 43))
 def test_solar_stacks_two_copies_that_each_leave_as_many_layers_out(num_layers, number):
     config = tiny_config("llama", num_hidden_layers=num_layers)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import FAMILIES as TINY
 
@@ -28,6 +28,7 @@ def insertions(draw) -> tuple[int, list[int]]:
     return num_layers, sorted(draw(st.permutations(range(total)))[:num_new_layers])
 
 
+@settings(deadline=None)
 @given(insertions())
 def test_each_base_layer_appears_once_in_order_and_new_layers_know_those_around_them_also_as_plain_data(insertion):
     num_layers, indices = insertion
@@ -48,10 +49,7 @@ def test_each_base_layer_appears_once_in_order_and_new_layers_know_those_around_
     [
         ([3, 1], "placement is 3,1; expected ascending indices without repetition from 0 to 5"),
         ([1, 1], "placement is 1,1; expected ascending indices without repetition"),
-        (
-            [-1],
-            r"placement is -1; .* from 0 to 4, counted in the upscaled model of 4 \+ 1 layers",
-        ),
+        ([-1], r"placement is -1; .* from 0 to 4, counted in the upscaled model of 4 \+ 1 layers"),
     ],
 )
 def test_indices_that_make_no_plan_are_refused(indices, message):

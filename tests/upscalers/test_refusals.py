@@ -10,7 +10,7 @@ from midus_hf.memories.headwise.options import HeadwiseOptions
 from midus_hf.memories.hierarchical.options import HierFFNOptions
 from midus_hf.memories.options import MemoryOptions
 from midus_hf.memories.registry import MEMORY_TYPES
-from tests.upscalers.checkpoints import SMALL_MEMORY, save_base
+from tests.upscalers.checkpoints import SMALL_MEMORY, read_tensors, save_base, write_tensors
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
 from upscalers.methods.contract import METHODS, get_method, register_method
 from upscalers.request.errors import RequestError
@@ -67,22 +67,45 @@ PRESETS = [
     ("llama", ["--set", "preset=[release]"], r"preset is \['release'\]; expected one of: release."),
 ]  # fmt: skip
 NO_PRESETS = [("llama", ["--set", "preset=release"], "method .* has no option 'preset'")]
+NOT_FINITE = (
+    r"model\.layers\.2\.mlp\.gate_proj\.weight holds NaN or infinite values, and new weights are computed from it; "
+    r"expected finite weights\. Repair the base\."
+)
+TOO_FEW = "the base has {}; lesa needs at least 3, to learn a layer from the two around it."
+LEARNING = [
+    ("one layer", ["--placement", "1"], TOO_FEW.format("1 layers")),
+    ("two layers", ["--placement", "1"], TOO_FEW.format("2 layers")),
+    ("memory", ["--placement", "3"], "base layer 1 is a memory block; lesa learns from all layers, and expected each to have a "
+     "feed-forward network. Upscale the base without memory first."),
+    ("nan", ["--no-verify"], NOT_FINITE),
+]  # fmt: skip
+FUSING = [
+    ("inf", ["--no-verify"], NOT_FINITE),
+    ("nan", ["--no-verify", "--set", "solver=hungarian"], NOT_FINITE),
+]
 # By method: the base, arguments of the command, and a regular expression of what is said.
 DENSE = {
     "solar": SOLAR,
     "llama-pro": LLAMA_PRO,
     "avg-deus": AVG_DEUS + NO_PRESETS,
-    "lesa": NO_PRESETS,
-    "opt-deus": PRESETS,
+    "lesa": LEARNING + NO_PRESETS,
+    "opt-deus": PRESETS + FUSING,
 }
 
+NO_DEVICE = r"device is '{}', which cannot be used here .*expected one of: cpu(, cuda)?\."
 OPT_DEUS = [
+    ("device=cuda:99", NO_DEVICE.format("cuda:99")),
+    ("device=gpu", NO_DEVICE.format("gpu")),
+    ("device=0", "device is 0; expected a string."),
+    ("device=", "device is None; expected a string."),
+    ("device=[cpu]", r"device is \['cpu'\]; expected a string."),
     ("regularization=0", r"regularization is 0\.0; expected a number above 0\."),
     ("tolerance=0", r"tolerance is 0\.0; expected a number above 0\."),
     ("max_iterations=0", "max_iterations is 0; expected a number above 0."),
     ("identity=zero_out_norm", "identity is 'zero_out_norm', but llama has no norm behind its projections"),
 ]  # fmt: skip
 LESA = [
+    ("device=meta", NO_DEVICE.format("meta")),
     ("hidden_size=0", "hidden_size is 0; expected at least 1."),
     ("epochs=0", "epochs is 0; expected at least 1."),
     ("batch_size=0", "batch_size is 0; expected at least 1."),
@@ -184,9 +207,10 @@ SETTINGS = {
 }
 
 ENDS = [("--placement 0", ONE_SIDE.format(0, "before")), ("--placement 4", ONE_SIDE.format(4, "after"))]
+INFINITE = "came out as NaN or infinite, though what it is made from is finite"
 ATTACHED = "attaches memory to layers that there are"
 WORDS = {
-    "lesa": ENDS,
+    "lesa": [*ENDS, *((f"--set learning_rate=1e30 {verify}", INFINITE) for verify in ("--verify", "--no-verify"))],
     "opt-deus": ENDS,
     "hier-ffn": [("--num-new-layers 2", ATTACHED), ("--placement top-heavy", ATTACHED)],
 }
@@ -207,7 +231,12 @@ def bases(tmp_path_factory, shared_base):
     """A folder by the name that the table calls it."""
     folder = tmp_path_factory.mktemp("bases")
     upscale(base=shared_base("llama"), method="midus-hml", output=folder / "memory", options=SMALL_MEMORY)
-    save_base(folder / "two layers", num_hidden_layers=2)
+    for number, name in enumerate(("one layer", "two layers"), 1):
+        save_base(folder / name, num_hidden_layers=number)
+    for value in ("nan", "inf"):
+        tensors = read_tensors(save_base(folder / value))
+        tensors["model.layers.2.mlp.gate_proj.weight"][0, 0] = float(value)
+        write_tensors(folder / value, tensors)
     write_config(folder / ONLY_CONFIG, LLAMA_3_2_1B)
     known = {path.name: path for path in folder.iterdir()}
     return lambda name: known.get(name) or shared_base(name)

@@ -1,6 +1,5 @@
 """One plain request to each dense method, and what is true of all of them on any family."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,6 @@ OUTPUT_NORMS = ("gemma2", "gemma3", "olmo2")
 def upscaled(base: Path, output: Path, method: str, verify: bool = False, **changes: Any) -> UpscaleReport:
     """Send the method's plain request, with changes."""
     return upscale(base=base, method=method, output=output, **{**REQUESTS[method], "verify": verify, **changes})
-
-
-def settings(method: str) -> list[str]:
-    """The options of the method's plain request, as arguments of the command."""
-    options = REQUESTS[method].get("options", {})
-    return [word for key, value in options.items() for word in ("--set", f"{key}={json.dumps(value)}")]
 
 
 def known(config: dict[str, Any]) -> BaseCheckpoint:

@@ -3,20 +3,17 @@
 import pytest
 import torch
 
-from tests.upscalers.checkpoints import load, read_tensors, save_base, write_tensors
-from tests.upscalers.dense.layers import coarsen, layer
+from tests.upscalers.checkpoints import layer, load, read_tensors, save_base, write_tensors
 from tests.upscalers.dense.requests import REQUESTS, upscaled
 from upscalers.runs.upscale import upscale
 from upscalers.tensors.recipes import Combine
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_mean_of_large_float16_values_does_not_overflow(family, tmp_path):
-    base = save_base(tmp_path / "base", family, torch.float16)
-    tensors = {name: torch.full_like(tensor, 60000.0) for name, tensor in read_tensors(base).items()}
-    write_tensors(base, tensors)
-    upscaled(base, tmp_path / "out", "avg-deus")
-    assert all((tensor == 60000.0).all() for tensor in read_tensors(tmp_path / "out").values())
+def coarsen(folder):
+    """Round weights to multiples of 2**-9: means of two are exact in float32, so that a formula in float64 has the same bits."""
+    tensors = read_tensors(folder)
+    write_tensors(folder, {name: ((t.double() * 512).round() / 512).to(t.dtype) for name, t in tensors.items()})
+    assert all(tensor.any() for tensor in read_tensors(folder).values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -46,22 +43,6 @@ def test_a_tensor_of_a_new_layer_has_the_dtype_of_its_sources(method, tmp_path):
         assert {n: t.dtype for n, t in layer(new, index).items()} == {n: t.dtype for n, t in layer(mixed, 0).items()}
 
 
-@pytest.mark.parametrize("verify", ["--verify", "--no-verify"])
-def test_weights_that_come_out_infinite_are_refused(command, refused, base, tmp_path, verify):
-    arguments = (
-        "--base",
-        base,
-        "--method",
-        "lesa",
-        "--output",
-        tmp_path / "out",
-        "--set",
-        "learning_rate=1e30",
-        verify,
-    )
-    refused(command(*arguments), "came out as NaN or infinite, though what it is made from is finite", [])
-
-
 def save_double(folder):
     """A base with weights that float32 cannot hold."""
     base = save_base(folder, dtype=torch.float64)
@@ -73,17 +54,6 @@ def save_double(folder):
     write_tensors(base, fine)
     assert not any(torch.equal(tensor, tensor.float().double()) for tensor in fine.values())
     return base
-
-
-def test_a_mean_of_float64_is_that_of_float64(tmp_path):
-    base = save_double(tmp_path / "base")
-    upscaled(base, tmp_path / "out", "avg-deus", verify=True, placement="2", num_new_layers=None)
-    old, new = read_tensors(base), read_tensors(tmp_path / "out")
-    previous, following = layer(old, 1), layer(old, 2)
-    for name, tensor in layer(new, 2).items():
-        assert tensor.dtype == torch.float64
-        assert torch.equal(tensor, following[name] * 0.5 + previous[name] * 0.5), name
-    assert load(tmp_path / "out").dtype == torch.float64
 
 
 @pytest.mark.parametrize("method", REQUESTS)

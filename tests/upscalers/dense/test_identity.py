@@ -5,14 +5,11 @@ import torch
 from tiny import prompt
 
 import upscalers.methods  # noqa: F401 - fills the table
-from tests.upscalers.checkpoints import load, logits, read_tensors, save_base
-from tests.upscalers.dense.layers import layer
+from tests.upscalers.checkpoints import layer, load, logits, read_tensors, save_base
 from tests.upscalers.dense.requests import OUTPUT_NORMS, PROMISING, REQUESTS, upscaled
 from upscalers.methods.contract import METHODS, get_method, register_method
 from upscalers.methods.dense_block import DenseMethod
-from upscalers.request.errors import VerificationError
 from upscalers.runs.upscale import upscale
-from upscalers.tensors.recipes import Copy
 
 PROJECTIONS = {"self_attn.o_proj", "mlp.down_proj"}
 # What is zero at first in families without and with norms behind them, and alone has a gradient in the first step.
@@ -127,20 +124,6 @@ def test_a_class_that_names_no_sources_takes_the_next_layer_and_behind_the_last_
     name = "model.layers.{}.self_attn.q_proj.weight"
     for index, source in {2: 2, 3: 2, 5: 3}.items():
         assert torch.equal(new[name.format(index)], old[name.format(source)])
-
-
-def test_a_promise_that_its_recipes_do_not_keep_is_found_out(registry, base, tmp_path):
-    whole = {
-        "identity": True,
-        "new_layer_recipes": lambda self, base, layer, *_: {
-            name: Copy(base.tensors[source].shape, source)
-            for name, source in base.layer_names[layer.sources[0]].items()
-        },
-    }
-    register_method("false-promise")(type("FalsePromise", (Copies,), whole))
-    with pytest.raises(VerificationError):
-        upscale(base=base, method="false-promise", output=tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_dense_method_has_a_request_here():

@@ -7,8 +7,7 @@ import yaml
 from tiny import WINDOW
 
 from midus_hf.cli.upscale import RunRequest
-from tests.upscalers.checkpoints import SMALL, read_tensors, same_bits, save_base
-from tests.upscalers.dense.layers import layer
+from tests.upscalers.checkpoints import SMALL, layer, read_tensors, same_bits, save_base
 from tests.upscalers.dense.requests import OUTPUT_NORMS, planned, tiny_config, upscaled, upscaled_config
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 from tests.upscalers.solvers.recording import Recorder
@@ -17,36 +16,22 @@ from upscalers.request.options import parse_options
 from upscalers.runs.upscale import upscale
 
 
-def plan(num_layers: int, method: str, *request, **options):
-    return planned(tiny_config("llama", num_hidden_layers=num_layers), method, *request, **options)
-
-
 @pytest.mark.parametrize(
-    ("placement", "sources"),
+    ("method", "placement", "sources"),
     [
-        ("llama-pro", [3, 7, 11, 15]),
-        ("distributed", [2, 6, 10, 14]),
-        ("top-heavy", [11, 12, 13, 14]),
-        ("bottom-heavy", [0, 0, 1, 2]),
-        ("0,1,9,19", [0, 0, 6, 15]),
+        ("llama-pro", "llama-pro", [(3,), (7,), (11,), (15,)]),
+        ("llama-pro", "distributed", [(2,), (6,), (10,), (14,)]),
+        ("llama-pro", "top-heavy", [(11,), (12,), (13,), (14,)]),
+        ("llama-pro", "bottom-heavy", [(0,), (0,), (1,), (2,)]),
+        ("llama-pro", "0,1,9,19", [(0,), (0,), (6,), (15,)]),
+        ("avg-deus", "top-heavy", [(12, 11), (13, 12), (14, 13), (15, 14)]),
+        ("avg-deus", "distributed", [(3, 2), (7, 6), (11, 10), (15, 14)]),
+        ("avg-deus", "3,4,12", [(3, 2), (3, 2), (10, 9)]),
     ],
 )
-def test_llama_pro_copies_the_layer_before_wherever_it_stands_and_the_first_where_there_is_none(placement, sources):
-    result = plan(16, "llama-pro", 4, placement)
-    assert [result.layers[index].sources for index in result.new_indices] == [(source,) for source in sources]
-
-
-@pytest.mark.parametrize(
-    ("placement", "neighbours"),
-    [
-        ("top-heavy", [(12, 11), (13, 12), (14, 13), (15, 14)]),
-        ("distributed", [(3, 2), (7, 6), (11, 10), (15, 14)]),
-        ("3,4,12", [(3, 2), (3, 2), (10, 9)]),
-    ],
-)
-def test_avg_deus_fuses_the_layers_on_both_sides_and_takes_the_attention_type_of_the_next(placement, neighbours):
-    result = plan(16, "avg-deus", len(neighbours), placement)
-    assert [result.layers[index].sources for index in result.new_indices] == neighbours
+def test_llama_pro_copies_the_layer_before_or_the_first_and_avg_deus_fuses_both_sides(method, placement, sources):
+    result = planned(tiny_config("llama", num_hidden_layers=16), method, len(sources), placement)
+    assert [result.layers[index].sources for index in result.new_indices] == sources
 
 
 def test_llama_pro_copies_byte_for_byte_what_does_not_make_the_identity(native_family, shared_base, tmp_path):
@@ -74,13 +59,6 @@ WITH_TYPES = {
     "gemma3": {"num_hidden_layers": 6, "layer_types": [S, S, F, S, S, F]},
     "gemma2": {"num_hidden_layers": 6, "layer_types": [S, F, S, F, S, F]},
     "qwen2": {"num_hidden_layers": 6, "max_window_layers": 3, "layer_types": [F, F, F, S, S, S]},
-    "qwen3": {
-        "num_hidden_layers": 6,
-        "use_sliding_window": True,
-        "sliding_window": WINDOW,
-        "max_window_layers": 3,
-        "layer_types": [F, F, F, S, S, S],
-    },
 }
 
 # What older files say instead of listing the types.
@@ -97,11 +75,6 @@ TYPES_OF_RESULTS = {
     ("qwen2", "llama-pro"): [F, F, F, F, S, S, S, S, S, S],
     ("qwen2", "avg-deus"): [F, F, F, F, S, S, S, S, S, S],
 }
-
-TYPES_OF_RESULTS |= {
-    ("qwen3", method): types for (family, method), types in TYPES_OF_RESULTS.items() if family == "qwen2"
-}
-
 
 """Types of the results of: solar with 4 new layers, llama-pro at 2,5,8,9, avg-deus at 2,4,6,8."""
 

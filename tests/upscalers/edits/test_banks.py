@@ -1,6 +1,5 @@
 """`midus edit blocks` and `midus edit delete`: blocks are listed and deleted, in every bank; all else stays the same bytes."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.banks.model_banks import check_tree
-from midus_hf.cli import edit
 from midus_hf.files.checkpoint_files import BLOCK_STATES
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.training.blocks import train_blocks
@@ -38,18 +36,10 @@ def write_blocks(folder: Path, name: str = "hier-ffn") -> None:
         written.write(level, index, torch.randn(written.layout.record_numel(level), generator=generator))
 
 
-def run(*words, capsys) -> dict:
-    """What the command prints as JSON."""
-    capsys.readouterr()
-    assert edit.main([*map(str, words), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def refusal(*words, capsys) -> str:
-    """The one line that a wrong request ends with."""
-    assert edit.main([*map(str, words)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
+@pytest.fixture
+def run(chapters):
+    """Run `midus edit`, and return what it prints as JSON."""
+    return lambda *words: chapters(*words, "--json").json()
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +91,8 @@ def files_with(folder: Path, record: torch.Tensor) -> set[str]:
     return {str(path.relative_to(folder)) for path, content in contents.items() if any(w in content for w in wanted)}
 
 
-def test_banks_are_listed_each_with_its_levels_and_all_with_their_sums(upscaled, capsys):
-    listed = run("blocks", upscaled / "two", capsys=capsys)
+def test_banks_are_listed_each_with_its_levels_and_all_with_their_sums(upscaled, run, chapters):
+    listed = run("blocks", upscaled / "two")
     first, second = listed["banks"]
     assert [each["memory"] for each in listed["banks"]] == NAMES
     assert (first["fetched"], first["bank"]) == (4 * 3 * 32 * 6, 4 * 3 * 32 * (12 + 18))
@@ -113,17 +103,15 @@ def test_banks_are_listed_each_with_its_levels_and_all_with_their_sums(upscaled,
         one, two = each["levels"]
         assert (one["nodes"], one["written"], one["deleted"], one["generic"]) == (3, [0, 2], [], False)
         assert (two["nodes"], two["written"], two["deleted"], two["generic"]) == (9, [1, 7], [], True)
-    edit.main(["blocks", str(upscaled / "one")])
-    assert "a text fetches 2,304 of 11,520 parameters" in capsys.readouterr().out
-    edit.main(["blocks", str(upscaled / "two")])
-    assert f"all banks: a text fetches {listed['fetched']:,} of" in capsys.readouterr().out
-    only = run("blocks", upscaled / "two", "--memory", NAMES[1], capsys=capsys)
+    assert "a text fetches 2,304 of 11,520 parameters" in chapters("blocks", upscaled / "one").out
+    assert f"all banks: a text fetches {listed['fetched']:,} of" in chapters("blocks", upscaled / "two").out
+    only = run("blocks", upscaled / "two", "--memory", NAMES[1])
     assert only["banks"] == [second]
 
 
-def test_deleted_blocks_add_nothing_and_all_else_stays(upscaled, tmp_path, capsys):
+def test_deleted_blocks_add_nothing_and_all_else_stays(upscaled, tmp_path, run):
     nodes = ["--node", "1:0", "--node", "2:7", "--node", "2:3"]
-    done = run("delete", upscaled / "one", *nodes, "--output", tmp_path / "out", capsys=capsys)
+    done = run("delete", upscaled / "one", *nodes, "--output", tmp_path / "out")
     assert done["banks"] == {"hier-ffn": ["1:0", "2:7"]}
     before, after = blocks_in(upscaled / "one"), blocks_in(tmp_path / "out")
     assert after.keys() == before.keys() - {(1, 0), (2, 7)}
@@ -136,22 +124,21 @@ def test_deleted_blocks_add_nothing_and_all_else_stays(upscaled, tmp_path, capsy
         ids = torch.tensor([[0, 0]] * len(tokens))
         assert torch.equal(edited(tokens, memory_ids=ids).logits, edited(tokens).logits)
     assert strip(tmp_path / "out", tmp_path / "base")["base_confirmed"] is True
-    again = run("delete", tmp_path / "out", "--node", "2:7", "--output", tmp_path / "again", capsys=capsys)
+    again = run("delete", tmp_path / "out", "--node", "2:7", "--output", tmp_path / "again")
     assert again["banks"] == {"hier-ffn": []} and bank_of(tmp_path / "again").deleted(2) == [7]
 
 
-def test_one_deletion_deletes_the_node_in_every_bank(upscaled, tmp_path, capsys):
+def test_one_deletion_deletes_the_node_in_every_bank(upscaled, tmp_path, run, chapters):
     records = {name: blocks_in(upscaled / "two", name) for name in NAMES}
-    done = run("delete", upscaled / "two", "--node", "2:7", "--output", tmp_path / "out", capsys=capsys)
+    done = run("delete", upscaled / "two", "--node", "2:7", "--output", tmp_path / "out")
     assert done["banks"] == {name: ["2:7"] for name in NAMES}
     for name in NAMES:
         assert not files_with(tmp_path / "out", records[name][2, 7])
         assert blocks_in(tmp_path / "out", name).keys() == records[name].keys() - {(2, 7)}
-    edit.main(["delete", str(upscaled / "two"), "--node", "2:7", "--output", str(tmp_path / "told")])
-    assert "deleted 1 blocks of hier-ffn and 1 blocks of hier-lora-vo" in capsys.readouterr().out
+    told = chapters("delete", upscaled / "two", "--node", "2:7", "--output", tmp_path / "told").out
+    assert "deleted 1 blocks of hier-ffn and 1 blocks of hier-lora-vo" in told
     done = run(
         *("delete", upscaled / "two", "--node", "2:7", "--memory", NAMES[1], "--output", tmp_path / "only"),
-        capsys=capsys,
     )
     assert done["banks"] == {NAMES[1]: ["2:7"]} and (2, 7) in blocks_in(tmp_path / "only", NAMES[0])
 
@@ -184,9 +171,9 @@ _CENTROIDS = {
 
 
 @pytest.mark.parametrize("case", _CENTROIDS)
-def test_the_tree_loses_the_centroids_of_topics_without_a_block(with_trees, tmp_path, capsys, case):
+def test_the_tree_loses_the_centroids_of_topics_without_a_block(with_trees, tmp_path, run, chapters, case):
     model, words, gone, kept = _CENTROIDS[case]
-    done = run("delete", with_trees / model, *words, "--output", tmp_path / "out", capsys=capsys)
+    done = run("delete", with_trees / model, *words, "--output", tmp_path / "out")
     assert done["centroids"] == {
         key: [f"{level}:{node}" for level, node in nodes] for key, nodes in (("deleted", gone), ("kept", kept))
     }
@@ -211,12 +198,12 @@ def test_the_tree_loses_the_centroids_of_topics_without_a_block(with_trees, tmp_
         assert bank.description["grown_from"] == ([before.fingerprint] if gone else [])
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     check_tree(opened.banks, before.fingerprint, "the text", "")  # paths of other topics are what they were
-    again = run("delete", tmp_path / "out", *words, "--output", tmp_path / "again", capsys=capsys)
+    again = run("delete", tmp_path / "out", *words, "--output", tmp_path / "again")
     assert again["centroids"] == {"deleted": [], "kept": [f"{level}:{node}" for level, node in kept]}
     assert ClusterTree.load(tmp_path / "again").fingerprint == after.fingerprint
-    capsys.readouterr()
-    assert edit.main(["delete", str(with_trees / model), *words, "--output", str(tmp_path / "told")]) == 0
-    _, *told = capsys.readouterr().out.splitlines()
+    done = chapters("delete", with_trees / model, *words, "--output", tmp_path / "told")
+    assert done.status == 0, done.err
+    _, *told = done.out.splitlines()
     names = [", ".join(f"{level}:{node}" for level, node in nodes) for nodes in (gone, kept)]
     assert told == [
         *[f"deleted the centroids of {names[0]} and all below: no text is assigned to them"] * bool(gone),
@@ -224,38 +211,37 @@ def test_the_tree_loses_the_centroids_of_topics_without_a_block(with_trees, tmp_
     ]
 
 
-def test_without_any_topic_there_is_no_tree(with_trees, tmp_path, capsys):
+def test_without_any_topic_there_is_no_tree(with_trees, tmp_path, run):
     nodes = [word for node in ("1:0", "1:1", "1:2") for word in ("--node", node)]
-    done = run("delete", with_trees / "one", *nodes, "--subtree", "--output", tmp_path / "out", capsys=capsys)
+    done = run("delete", with_trees / "one", *nodes, "--subtree", "--output", tmp_path / "out")
     assert done["centroids"] == {"deleted": ["1:0", "1:1", "1:2"], "kept": []}
     assert not list((tmp_path / "out").rglob("tree.*")) and bank_of(tmp_path / "out").written(1) == []
 
 
-def test_a_tree_that_is_damaged_is_refused(with_trees, tmp_path, capsys):
+def test_a_tree_that_is_damaged_is_refused(with_trees, tmp_path, refusal):
     shutil.copytree(with_trees / "one", tmp_path / "model")
     (tmp_path / "model" / "memory_bank" / "hier-ffn" / "tree.safetensors").write_bytes(b"")
-    line = refusal("delete", tmp_path / "model", "--node", "2:7", "--output", tmp_path / "no", capsys=capsys)
-    assert "was altered or is not whole: " in line and not (tmp_path / "no").exists()
+    assert "was altered or is not whole: " in refusal("delete", tmp_path / "model", "--node", "2:7")
 
 
-def test_a_subtree_is_a_node_and_all_below(upscaled, tmp_path, capsys):
+def test_a_subtree_is_a_node_and_all_below(upscaled, tmp_path, run):
     words = ("--subtree", "--output")
-    done = run("delete", upscaled / "one", "--node", "1:0", *words, tmp_path / "out", capsys=capsys)
+    done = run("delete", upscaled / "one", "--node", "1:0", *words, tmp_path / "out")
     assert done["banks"] == {"hier-ffn": ["1:0", "2:1"]}
-    done = run("delete", upscaled / "one", "--node", "1:generic", *words, tmp_path / "generic", capsys=capsys)
+    done = run("delete", upscaled / "one", "--node", "1:generic", *words, tmp_path / "generic")
     assert done["banks"] == {"hier-ffn": ["2:generic"]}
 
 
-def test_no_file_of_the_result_has_what_the_block_has_learned(trained, tmp_path, capsys):
+def test_no_file_of_the_result_has_what_the_block_has_learned(trained, tmp_path, run):
     learned = blocks_in(trained)[2, 4]
     states = {
         f"checkpoint-2/{BLOCK_STATES}/0/level-2.safetensors",
         "checkpoint-2/memory_bank/hier-ffn/level-2.safetensors",
     }
     assert files_with(trained, learned) == {"memory_bank/hier-ffn/level-2.safetensors", *states}, "the search finds it"
-    run("delete", trained, "--node", "2:4", "--output", tmp_path / "out", capsys=capsys)
+    run("delete", trained, "--node", "2:4", "--output", tmp_path / "out")
     assert files_with(tmp_path / "out", learned) == set() and not list((tmp_path / "out").glob("checkpoint-*"))
-    run("delete", trained / "checkpoint-2", "--node", "2:4", "--output", tmp_path / "other", capsys=capsys)
+    run("delete", trained / "checkpoint-2", "--node", "2:4", "--output", tmp_path / "other")
     assert files_with(tmp_path / "other", learned) == set()
     names = {path.name for path in (tmp_path / "other").iterdir()}
     assert "model.safetensors" in names and names.isdisjoint({BLOCK_STATES, "trainer_state.json"})
@@ -275,20 +261,19 @@ def test_no_file_of_the_result_has_what_the_block_has_learned(trained, tmp_path,
     ],
     ids=["none", "word", "level", "node", "memory"],
 )
-def test_wrong_requests_exit_with_2_and_one_line(upscaled, tmp_path, capsys, words, message):
-    line = refusal("delete", upscaled / "one", *words, "--output", tmp_path / "out", capsys=capsys)
+def test_wrong_requests_exit_with_2_and_one_line(upscaled, refusal, words, message):
+    line = refusal("delete", upscaled / "one", *words)
     assert line.startswith("midus edit delete: ") and message in line
-    assert not list(tmp_path.iterdir())
 
 
-def test_a_deletion_of_no_node_and_a_checkpoint_without_a_bank_are_refused(upscaled, tmp_path, capsys):
+def test_a_deletion_of_no_node_and_a_checkpoint_without_a_bank_are_refused(upscaled, tmp_path, chapters):
     with pytest.raises(RequestError, match="no node is named; expected one or more, each LEVEL:NODE, such as 2:52"):
         delete(EditRequest(upscaled / "one", tmp_path / "out"), [])
-    assert "has no memory that fetches blocks" in refusal("blocks", upscaled / "base", capsys=capsys)
+    done = chapters("blocks", upscaled / "base")
+    assert done.status == 2 and "has no memory that fetches blocks" in done.err
 
 
-def test_a_level_without_blocks_has_none_to_delete(upscaled, tmp_path, capsys):
+def test_a_level_without_blocks_has_none_to_delete(upscaled, tmp_path, refusal):
     options = {"sizes": [0, 3], "branching": 3}
     upscale(base=upscaled / "base", method="hier-ffn", output=tmp_path / "sparse", options=options, verify=False)
-    line = refusal("delete", tmp_path / "sparse", "--node", "1:0", "--output", tmp_path / "out", capsys=capsys)
-    assert "level 1 has no blocks; expected one of 2." in line
+    assert "level 1 has no blocks; expected one of 2." in refusal("delete", tmp_path / "sparse", "--node", "1:0")
