@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import statistics
 
 import pytest
 from compare.made_results import BASE, DOMAIN, FULL, HML, NULL, RETENTION, SOLAR, VALIDATION, comparison, found, result
@@ -12,21 +11,11 @@ from midus_hf.compare.findings import (
     cautions,
     chosen_rate,
     findings,
-    mean_loss,
-    paired,
     shared_origin,
     spread,
     verdict,
 )
 from midus_hf.compare.options import VariantOptions
-
-
-def test_a_spread_is_that_of_its_numbers():
-    numbers = [0.1, 0.4, 0.25]
-    found_spread = spread(numbers)
-    expected = (statistics.mean(numbers), statistics.stdev(numbers), 3)
-    assert (found_spread.mean, found_spread.deviation, found_spread.count) == expected
-    assert (spread([0.5]).deviation, spread([0.5]).half_interval) == (None, None) and spread([]) is None
 
 
 @pytest.mark.parametrize(
@@ -61,16 +50,6 @@ def test_an_interval_that_reaches_zero_is_not_above_it():
     assert verdict(Spread(half + 1e-9, 1.0, 3)) == "beats it"
 
 
-def test_numbers_are_subtracted_seed_by_seed():
-    assert paired({0: 1.0, 1: 2.0, 3: 9.0}, {1: 2.25, 0: 1.75, 2: 0.0}) == spread([0.75, 0.25])
-    assert paired({0: 1.0}, {1: 1.0}) is None
-
-
-def test_a_mean_loss_counts_each_text_alike():
-    run = result("a", [0.2, 0.5], [0.1, -0.3])
-    assert mean_loss(run.losses, [DOMAIN, RETENTION]) == pytest.approx((2.5 + 1.7) / 2)
-
-
 def with_loss(run, loss: float):
     """Return a run whose loss of the validation text ended at a value."""
     end = dataclasses.replace(run.curve[-1], losses={**run.losses, VALIDATION: loss})
@@ -100,12 +79,6 @@ def test_the_rate_of_a_variant_is_that_of_its_first_seed():
     # With seed 1 alone the slow rate would be better.
     slow = [result("full", [0.5], rate=1e-4), result("full", [9.0], seed=1, rate=1e-4)]
     assert found([*FULL, *slow], variants=["full"]).variants[0].rate == "0.001"
-
-
-def test_losses_fall_from_the_start_at_each_moment():
-    run = result("a", [0.25, 0.5], [0.125, -0.25], loss=3.5)
-    one = found([])
-    assert (one.falls(run, [DOMAIN]), one.falls(run, [RETENTION])) == ([0.0, 0.25, 0.5], [0.0, -0.125, 0.25])
 
 
 @pytest.mark.parametrize("results", [SOLAR, [*HML, *SOLAR]], ids=["the base's own losses", "a run's start"])
@@ -148,11 +121,6 @@ def test_shuffled_addresses_are_told_by_what_the_loss_of_the_saved_model_rises()
     ]  # fmt: skip
     (hml,) = found(runs, variants=["hml"]).variants
     assert hml.advantages == {"shuffled-addresses": spread([0.5, 0.25])}
-
-
-def test_the_reference_is_what_learned_most():
-    assert found([*HML, *FULL]).reference.name == "full" and found(HML).reference.name == "hml"
-    assert found([]).reference is None
 
 
 SEEDS = (0, 1, 2)

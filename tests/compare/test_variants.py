@@ -86,15 +86,6 @@ def test_the_variants_of_the_docs_are_planned(planned):
     assert result["full"]["trainable"] == "all" and result["matched"]["trainable"] == [0, 1]
 
 
-def test_rates_of_a_variant_stand_in_place_of_those_of_all(planned):
-    rate = {"learning_rate": 1e-3, "value_learning_rate": 1e-2}
-    variants = {"a": {"upscale": {"method": "llama-pro"}}, "b": {"upscale": HEADWISE, "rates": [rate]}}
-    _, result = planned(variants, rates=[1e-2, 1e-3])
-    assert [variant.rates for variant in result] == [[{"learning_rate": 1e-2}, {"learning_rate": 1e-3}], [rate]]
-    _, result = planned({"a": {"upscale": HEADWISE}})
-    assert result[0].rates == [{}]
-
-
 # Variants at the rate 3e-4, and the rate of their values; None where values have none of their own.
 _VALUES_AT = {
     "a memory": ({"upscale": HEADWISE}, 3e-3),
@@ -158,17 +149,6 @@ def test_plans_name_both_rates(planned):
     assert [record["rates"] for record in records] == [["recipe (values 0.03)"]]
 
 
-def test_numbers_of_parameters_are_those_of_the_method(room, planned):
-    _, (hml, pro, full) = planned(
-        {"hml": {"upscale": HEADWISE}, "pro": {"upscale": {"method": "llama-pro"}}, "full": {}}
-    )
-    # Per layer and head: two sets of 4 keys of 4, 16 values of 8, a norm; beside them projections that start as copies.
-    sizes = upscale(base=str(room / "base"), dry_run=True, **HEADWISE).parameters
-    assert hml.new_parameters == hml.trained_parameters == sizes.trainable > 0
-    assert pro.new_parameters == pro.trained_parameters > 0
-    assert (full.new_parameters, full.trained_parameters) == (0, None)
-
-
 REFUSED = {
     "an option of upscale": (
         {"upscale": {**HEADWISE, "num_new_layer": 2}},
@@ -206,6 +186,9 @@ REFUSED = {
     "no steps": (
         {"train": {"max_steps": None, "num_train_epochs": 1}},
         "variants.a has max_steps None; expected at least 1, the budget that variants are compared at. Set train.max_steps.",
+    ),
+    "steps below 1": (
+        {"train": {"max_steps": -1, "num_train_epochs": 1}}, "variants.a has max_steps -1; expected at least 1, the budget that"
     ),
     "a rate that is none": (
         {"rates": [{"per_device_train_batch_size": 4}]},

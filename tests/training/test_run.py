@@ -32,7 +32,7 @@ def is_new(name: str) -> bool:
     return any(name.startswith(f"model.layers.{layer}.") for layer in NEW_LAYERS)
 
 
-@pytest.mark.parametrize("family", by_default(["llama", "gemma3"], FAMILIES))
+@pytest.mark.parametrize("family", by_default(["gemma3"], FAMILIES))
 def test_a_resumed_run_reproduces_the_losses_and_the_weights_of_the_uninterrupted_one(family, config_for, tmp_path):
     options = {"save_steps": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.01, "max_steps": 8}
     train(config_for("whole", family, **options))
@@ -67,9 +67,8 @@ def test_base_tensors_keep_their_bytes_new_ones_move_and_what_comes_out_is_a_mod
 KINDS = {
     "bf16 and a sparse log": {"bf16": True, "logging_steps": 3},
     "num_train_epochs": {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 20},
-    "4x-to-1x": {"value_schedule": "4x-to-1x", "value_learning_rate": 3e-2},
     "checkpointing": {"gradient_accumulation_steps": 2, "logging_steps": 4, "activation_checkpointing": True},
-    "memory": {"memory_learning_rate": 2e-2, "value_weight_decay": 0.1, "neftune_noise_alpha": 1.0},
+    "memory": {"value_schedule": "4x-to-1x", "memory_learning_rate": 2e-2, "value_weight_decay": 0.1, "neftune_noise_alpha": 1.0},
     "smoothed": {"label_smoothing_factor": 0.1, "optim": "adafactor"},
     "frozen": {"frozen": ["value"], "adam_beta2": 0.95, "trainable": "all", "document_mask": True},
 }  # fmt: skip
@@ -123,11 +122,6 @@ def test_held_out_text_is_measured_and_the_best_model_is_saved(config_for, corpu
     load_checkpoint(model, tmp_path / "last" / "checkpoint-4")
     saved = weights(tmp_path / "best")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
-
-
-def test_several_held_out_texts_have_names(config_for, corpus, tmp_path):
-    train(config_for(eval_text={"a": str(corpus), "b": str(corpus / "001.txt")}, eval_steps=1, max_steps=1))
-    assert all(len(logged(tmp_path / "out", f"eval_{name}_perplexity")) == 1 for name in "ab")
 
 
 def test_a_refusal_of_held_out_text_names_its_key(config_for, tmp_path):

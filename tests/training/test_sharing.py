@@ -57,14 +57,6 @@ def test_a_resumed_run_tells_of_its_training_once_and_of_all_its_steps(model, co
     assert "\n| 4 | 128 | " in section
 
 
-def test_training_a_trained_model_adds_to_what_its_card_tells(model, config_for, tmp_path):
-    train(config_for("first", model=model, max_steps=1))
-    train(config_for("second", model=tmp_path / "first", max_steps=2))
-    first, second = ((tmp_path / name / "README.md").read_bytes() for name in ("first", "second"))
-    assert second.startswith(first)
-    assert second.count(b"\n## Trained with\n") == 2
-
-
 def test_a_model_without_a_card_gets_none(model, config_for, tmp_path):
     (model / "README.md").unlink()
     train(config_for(model=model, max_steps=1))
