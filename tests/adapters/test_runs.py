@@ -14,7 +14,7 @@ from training.tiny_run import EOS_ID, best_at, give_held_out_losses, refused, ti
 from transformers import AutoModelForCausalLM
 
 from midus_hf.config.wording import install_extra
-from midus_hf.training.adapters import add_adapters
+from midus_hf.training.adapters import add_adapters, read_adapters
 from midus_hf.training.run import TrainingRun, train
 from upscalers.runs.upscale import upscale
 
@@ -126,6 +126,12 @@ def test_they_may_be_on_all_layers_or_on_those_that_peft_is_given(copies, config
         assert "Training adapters on all layers: " in capsys.readouterr().out
         assert moved(copies, tmp_path / name) == expected
     assert len(new) == 14
+
+
+def test_defaults_are_those_of_the_commands():
+    config, trains_new = read_adapters({})
+    assert (config.r, config.lora_alpha, config.target_modules) == (16, 32, "all-linear")
+    assert config.task_type == "CAUSAL_LM" and trains_new
 
 
 @pytest.mark.parametrize(

@@ -56,23 +56,17 @@ def with_loss(run, loss: float):
     return dataclasses.replace(run, curve=[*run.curve[:-1], end])
 
 
-def test_the_rate_is_chosen_by_the_validation_texts_alone():
+def test_the_rate_is_chosen_by_losses_of_validation_texts_that_are_finite():
     # The loss of the domain is lower at the first rate, that of the validation text at the second.
     runs = [with_loss(result("a", [0.9]), 3.5), with_loss(result("a", [0.3], rate=1e-2), 3.25)]
     assert chosen_rate(runs, [VALIDATION]) == {"learning_rate": 1e-2}
-
-
-def test_of_rates_that_are_as_good_the_first_counts_and_a_single_one_needs_no_text():
+    # Of rates that are as good the first counts, and a single one needs no text.
     runs = [result("a", [0.3], rate=rate) for rate in (1e-2, 1e-3)]
-    assert chosen_rate(runs, [VALIDATION]) == {"learning_rate": 1e-2}
-    assert chosen_rate(runs[:1], []) == {"learning_rate": 1e-2}
-
-
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_rate_whose_loss_ended_at_no_finite_number_is_not_chosen(loss):
-    runs = [with_loss(result("a", [0.3], rate=1e-2), loss), result("a", [0.1])]
-    assert chosen_rate(runs, [VALIDATION]) == {"learning_rate": 1e-3}
-    assert chosen_rate(runs[:1], [VALIDATION]) is None and chosen_rate([], [VALIDATION]) is None
+    assert chosen_rate(runs, [VALIDATION]) == chosen_rate(runs[:1], []) == {"learning_rate": 1e-2}
+    for loss in (math.nan, math.inf):
+        runs = [with_loss(result("a", [0.3], rate=1e-2), loss), result("a", [0.1])]
+        assert chosen_rate(runs, [VALIDATION]) == {"learning_rate": 1e-3}
+        assert chosen_rate(runs[:1], [VALIDATION]) is None and chosen_rate([], [VALIDATION]) is None
 
 
 def test_the_rate_of_a_variant_is_that_of_its_first_seed():
@@ -171,9 +165,7 @@ def test_what_variants_differ_in_beside_their_methods_is_told(case):
     assert cautions(found(results)) == expected
 
 
-def test_runs_that_are_not_done_are_counted():
-    assert cautions(found([], failures={"a": "no"}, missing=2)) == ["Runs that are not done: 2, of which 1 failed."]
-    assert cautions(found([], missing=2)) == ["Runs that are not done: 2."]
+def test_null_controls_that_cannot_be_counted_yet_are_told():
     upscaled = {"hml": VariantOptions(upscale={"method": "midus-hml"})}
     waiting = dataclasses.replace(comparison(["hml"]), variants=upscaled)
     (sentence,) = cautions(findings(waiting, BASE, [], {}, missing=2))

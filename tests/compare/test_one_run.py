@@ -14,7 +14,7 @@ from pairs import by_default
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midus_hf.compare.runs import base_run, read_result, runs_at, write_result
-from midus_hf.compare.variants import available_controls, control_variants
+from midus_hf.compare.variants import Variant, allowed_controls, available_controls, control_variants
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.files.checkpoint_files import CONFIG_FILE
@@ -209,7 +209,11 @@ METHODS = {
 def test_null_controls_are_told_of_a_type_that_is_proven_in_each_run(tmp_path):
     any_type("gemma").save_pretrained(tmp_path / "base")
     upscale(base=tmp_path / "base", output=tmp_path / "model", **METHODS["moc"])
-    assert list(available_controls(json.loads((tmp_path / "model" / CONFIG_FILE).read_text()))) == ALL_CONTROLS
+    available = available_controls(json.loads((tmp_path / "model" / CONFIG_FILE).read_text()))
+    assert list(available) == ALL_CONTROLS
+    # Where the base trains as well, rows that are trained alone would lack more than their addresses.
+    trains_all = Variant("a", METHODS["moc"], {"trainable": "all"}, [{}])
+    assert allowed_controls(trains_all, available) == [name for name in ALL_CONTROLS if name != "frozen-addresses"]
 
 
 # Every null control, of memories that are inserted and of one that is attached.

@@ -68,14 +68,6 @@ def test_a_file_for_all_variants_is_read_and_a_variant_s_keys_win(room, planned,
     ]
 
 
-def test_a_variant_of_the_base_trains_all_of_it_unless_it_is_told_what(planned):
-    variants = {"full": {}, "some": {"train": {"trainable": [0, 3]}}, "hml": {"upscale": HEADWISE}}
-    _, result = planned(variants)
-    assert [variant.train.get("trainable") for variant in result] == ["all", [0, 3], None]
-    assert [variant.upscale for variant in result] == [None, None, HEADWISE]
-    assert [variant.trained_parameters is None for variant in result] == [True, True, False]
-
-
 def test_the_variants_of_the_docs_are_planned(planned):
     page = Path("docs/compare.md").read_text(encoding="utf-8")
     shown = yaml.safe_load(page.split("```yaml\n", 1)[1].split("```", 1)[0])

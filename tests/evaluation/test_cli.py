@@ -90,8 +90,9 @@ def test_a_table_compares_models_side_by_side_and_names_one_that_is_not_causal(r
     assert [model["causal"] for model in models] == [True, False]
     cli.main(words)
     printed = capsys.readouterr().out
-    cells = [f"{model['perplexity']['perplexity']:.4f}" for model in models]
-    assert next(line for line in printed.splitlines() if " perplexity " in line).replace("│", "").split()[1:] == cells
+    rows = dict(line.replace("│", "").split(maxsplit=1) for line in printed.splitlines() if line.startswith("│ p"))
+    assert rows["parameters"].split() == [f"{model['parameters']:,}" for model in models]
+    assert rows["perplexity"].split() == [f"{model['perplexity']['perplexity']:.4f}" for model in models]
     assert "Not causal: ahead." in " ".join(printed.split())
     cli.main([words[0], *words[2:]])
     assert "causal" not in capsys.readouterr().out

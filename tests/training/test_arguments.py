@@ -42,15 +42,8 @@ def test_saving_and_measuring_follow_their_steps():
 
 def test_float32_that_was_asked_for_is_recorded(monkeypatch):
     monkeypatch.setattr("midus_hf.training.arguments.computes_bfloat16", lambda use_cpu: False)
-    asked, unasked = (
-        from_mapping(TrainArguments, NEEDED | {"bf16": False}),
-        from_mapping(TrainArguments, _without_bf16()),
-    )
+    asked, unasked = (from_mapping(TrainArguments, {**NEEDED, "bf16": bf16}) for bf16 in (False, None))
     assert asked.recorded()["bf16"] is False and "bf16" not in unasked.recorded()
-
-
-def _without_bf16():
-    return {key: value for key, value in NEEDED.items() if key != "bf16"}
 
 
 def test_a_model_that_is_made_from_a_config_trains_whole_unless_said_otherwise():

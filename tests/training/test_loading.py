@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,14 @@ OF_TABLES = "no memory of this model reads few rows of a large table; expected o
         ("headwise", {"sparse_values": True}, OF_TABLES),
         ("none", {}, "model_name_or_path is None; expected the folder or Hub id of the model"),
         ("fetching", {}, r"fetches blocks by the path of a text, and path_column is not given"),
+        pytest.param(
+            *(
+                "headwise",
+                {"attn_implementation": "flash_attention_2"},
+                "expected the folder or Hub id .*FlashAttention2",
+            ),
+            marks=pytest.mark.skipif(any(map(find_spec, ("flash_attn", "kernels"))), reason="it may be had here"),
+        ),
     ],
 )
 def test_what_a_model_cannot_do_is_refused_before_anything_is_written(

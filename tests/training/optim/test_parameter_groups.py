@@ -220,9 +220,6 @@ def test_a_plateau_lowers_what_follows_the_schedule_alone():
     for loss in (3.0, 3.0, 3.0):
         scheduler.step(loss)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 1.0]
-
-
-def test_a_schedule_that_scales_no_rate_is_refused():
     with refused(
         r"lr_scheduler_type is 'reduce_lr_on_plateau', whose rate is no multiple .* or another value_schedule"
     ):
