@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.cli.evaluate import main
 from midus_hf.evaluation.evaluate import evaluate
-from midus_hf.evaluation.fetching import by_path, fetches_blocks, fetching, question_of
+from midus_hf.evaluation.fetching import fetches_blocks, fetching, question_of
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.tree import TreeOrigin
 from upscalers.runs.upscale import upscale
@@ -99,18 +99,6 @@ def test_whoever_calls_the_model_within_fetches_a_path(model):
             assert torch.equal(model(input_ids=tokens).logits, expected)
         assert not torch.equal(model(tokens).logits, expected)
     assert fetches_blocks(model) and not fetches_blocks(byte_model("llama"))
-
-
-def test_results_come_in_the_order_of_what_was_run(model):
-    calls = []
-
-    def run(items):
-        calls.append(items)
-        return [item.upper() for item in items]
-
-    texts = ["a", "b", "a", "j"]  # j has the path of a
-    assert by_path(["1a", "2b", "3a", "4j"], texts, find_paths, model, run) == ["1A", "2B", "3A", "4J"]
-    assert calls == [["1a", "3a", "4j"], ["2b"]]
 
 
 def test_questions_are_asked_with_their_own_blocks_and_without_worked_examples(model, tmp_path):
