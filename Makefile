@@ -93,7 +93,7 @@ test-lot: $(VENV)/installed material
 
 # What nothing else has: DeepSpeed, in an environment that sees what $(VENV) has. transformers imports it wherever it is.
 test-deepspeed: $(VENV)/installed $(VENV)-deepspeed/installed
-	$(TEST_ENV) $(VENV)-deepspeed/bin/python -m pytest tests/training/test_deepspeed.py
+	$(TEST_ENV) $(VENV)-deepspeed/bin/python -m pytest tests/training/parallel/test_deepspeed.py
 
 $(VENV)-deepspeed/installed: $(VENV)/installed
 	$(call beside,$(VENV)-deepspeed)

@@ -1,19 +1,21 @@
 """PEFT's adapters on models whose memories read the depth, fetch blocks, or are those of UltraMemV2."""
 
+from typing import Any
+
 import pytest
 import torch
 from adapters.adapted_models import adapted_model, let_act, logits
+from models.chapter_models import chapter_model
 from models.depth_models import KINDS as DEPTH
 from models.depth_models import depth_model
+from models.generated_logits import CLOSE, generated, passed
 from models.hierarchical_models import IDS, OTHER_IDS, hierarchical_model
 from models.hierarchical_models import KINDS as FETCHING
 from models.ultramem_models import ultramem_model
 from pairs import by_default
-from peft import PeftModel
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tiny import prompt
 from transformers import AutoModelForCausalLM
-
-from midus_hf.training.blocks import train_blocks
 
 GREEDY = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
 
@@ -58,26 +60,67 @@ def test_slots_are_what_adapted_projections_give(target):
     torch.testing.assert_close(logits(adapted.merge_and_unload()), changed, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["default", "reused", "fetching"])
-def test_adapters_train_and_are_saved_apart(kind, tmp_path):
-    """Blocks of banks train beside them."""
-    inputs, options = {}, {"modules_to_save": ["ffn_key"]}
-    if kind == "fetching":
-        model, inputs, options = hierarchical_model("llama", FETCHING, tmp_path / "first", torch.float32), {}, {}
-        inputs = {"memory_ids": IDS}
-    else:
-        model = depth_model("llama", kind, torch.float32)
-    model.save_pretrained(tmp_path / "base")
-    adapted = adapted_model(model, **options).train()
-    let_act(adapted)
-    banks = train_blocks(model.banks) if kind == "fetching" else {}
-    adapted(input_ids=prompt(6), labels=prompt(6), **inputs).loss.backward()
-    assert all(len(bank.leaves()) == 4 for bank in banks.values()) and bool(banks) == (kind == "fetching")
-    for name, parameter in adapted.named_parameters():
-        trained = "lora_" in name or "modules_to_save" in name
-        assert (parameter.grad is not None) == trained, name
-        assert kind == "fetching" or not trained or parameter.grad.any(), name
-    adapted.eval().save_pretrained(tmp_path / "adapter")
-    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
-    expected = logits(adapted, prompt(6), **inputs)
-    torch.testing.assert_close(logits(again, prompt(6), **inputs), expected, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("targets", [["key_projection"], ["value_projection"], ["query_projection"]], ids=str)
+def test_an_adapter_beside_a_projection_is_heeded(targets):
+    model = get_peft_model(
+        chapter_model(), LoraConfig(target_modules=targets, r=2, task_type="CAUSAL_LM", init_lora_weights=False)
+    ).eval()
+    model.to(torch.float64)
+    adapted = generated(model)
+    torch.testing.assert_close(adapted[:, 0], passed(model), **CLOSE)
+    with model.disable_adapter():
+        bare = generated(model)
+        torch.testing.assert_close(bare[:, 0], passed(model), **CLOSE)
+    assert not torch.allclose(adapted[:, 0], bare[:, 0], atol=1e-4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(-2)
+    torch.testing.assert_close(generated(model)[:, 0], passed(model), **CLOSE)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(generated(merged)[:, 0], passed(merged), **CLOSE)
+
+
+def test_copies_that_peft_trains_are_read():
+    whole = ["layers.1.memories.chapters", "layers.3.memories.chapters", "memory_tables.chapters.0"]
+    config = LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM", modules_to_save=whole)
+    model = get_peft_model(chapter_model(), config).eval()
+    before = generated(model)
+    torch.testing.assert_close(before[:, 0], passed(model), **CLOSE)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name and name.endswith(("bank", "key_projection.weight")):
+                parameter.add_(1)
+    after = generated(model)
+    assert not torch.allclose(after[:, 0], before[:, 0], atol=1e-4)
+    torch.testing.assert_close(after[:, 0], passed(model), **CLOSE)
+    with model.disable_adapter():
+        torch.testing.assert_close(generated(model), before, **CLOSE)
+
+
+def prefixed(routing: str) -> Any:
+    torch.manual_seed(0)
+    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    return get_peft_model(chapter_model(routing=routing, dtype=torch.float32), config)
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # PEFT's word
+def test_a_prefix_trains_where_memories_keep_nothing_of_the_sequence():
+    model = prefixed("token")
+    model(input_ids=prompt(), labels=prompt()).loss.backward()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert len(trained) == 1 and trained[0].grad.any()
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # under which PEFT passes its prefix
+def test_a_prefix_that_memories_have_not_seen_is_refused():
+    with pytest.raises(ValueError, match=r"Prefix tuning fills a cache of its own: tune a prompt instead"):
+        prefixed("chunk").eval()(input_ids=prompt(), labels=prompt())
+
+
+def test_a_prompt_trains_instead():
+    torch.manual_seed(0)
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = get_peft_model(chapter_model(dtype=torch.float32), config)
+    model(input_ids=prompt(), labels=prompt()).loss.backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad.any()]

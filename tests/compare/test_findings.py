@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import statistics
 
 import pytest
 from compare.made_results import BASE, DOMAIN, FULL, HML, NULL, RETENTION, SOLAR, VALIDATION, comparison, found, result
@@ -12,21 +11,11 @@ from midus_hf.compare.findings import (
     cautions,
     chosen_rate,
     findings,
-    mean_loss,
-    paired,
     shared_origin,
     spread,
     verdict,
 )
 from midus_hf.compare.options import VariantOptions
-
-
-def test_a_spread_is_that_of_its_numbers():
-    numbers = [0.1, 0.4, 0.25]
-    found_spread = spread(numbers)
-    expected = (statistics.mean(numbers), statistics.stdev(numbers), 3)
-    assert (found_spread.mean, found_spread.deviation, found_spread.count) == expected
-    assert (spread([0.5]).deviation, spread([0.5]).half_interval) == (None, None) and spread([]) is None
 
 
 @pytest.mark.parametrize(
@@ -61,51 +50,29 @@ def test_an_interval_that_reaches_zero_is_not_above_it():
     assert verdict(Spread(half + 1e-9, 1.0, 3)) == "beats it"
 
 
-def test_numbers_are_subtracted_seed_by_seed():
-    assert paired({0: 1.0, 1: 2.0, 3: 9.0}, {1: 2.25, 0: 1.75, 2: 0.0}) == spread([0.75, 0.25])
-    assert paired({0: 1.0}, {1: 1.0}) is None
-
-
-def test_a_mean_loss_counts_each_text_alike():
-    run = result("a", [0.2, 0.5], [0.1, -0.3])
-    assert mean_loss(run.losses, [DOMAIN, RETENTION]) == pytest.approx((2.5 + 1.7) / 2)
-
-
 def with_loss(run, loss: float):
     """Return a run whose loss of the validation text ended at a value."""
     end = dataclasses.replace(run.curve[-1], losses={**run.losses, VALIDATION: loss})
     return dataclasses.replace(run, curve=[*run.curve[:-1], end])
 
 
-def test_the_rate_is_chosen_by_the_validation_texts_alone():
+def test_the_rate_is_chosen_by_losses_of_validation_texts_that_are_finite():
     # The loss of the domain is lower at the first rate, that of the validation text at the second.
     runs = [with_loss(result("a", [0.9]), 3.5), with_loss(result("a", [0.3], rate=1e-2), 3.25)]
     assert chosen_rate(runs, [VALIDATION]) == {"learning_rate": 1e-2}
-
-
-def test_of_rates_that_are_as_good_the_first_counts_and_a_single_one_needs_no_text():
+    # Of rates that are as good the first counts, and a single one needs no text.
     runs = [result("a", [0.3], rate=rate) for rate in (1e-2, 1e-3)]
-    assert chosen_rate(runs, [VALIDATION]) == {"learning_rate": 1e-2}
-    assert chosen_rate(runs[:1], []) == {"learning_rate": 1e-2}
-
-
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_rate_whose_loss_ended_at_no_finite_number_is_not_chosen(loss):
-    runs = [with_loss(result("a", [0.3], rate=1e-2), loss), result("a", [0.1])]
-    assert chosen_rate(runs, [VALIDATION]) == {"learning_rate": 1e-3}
-    assert chosen_rate(runs[:1], [VALIDATION]) is None and chosen_rate([], [VALIDATION]) is None
+    assert chosen_rate(runs, [VALIDATION]) == chosen_rate(runs[:1], []) == {"learning_rate": 1e-2}
+    for loss in (math.nan, math.inf):
+        runs = [with_loss(result("a", [0.3], rate=1e-2), loss), result("a", [0.1])]
+        assert chosen_rate(runs, [VALIDATION]) == {"learning_rate": 1e-3}
+        assert chosen_rate(runs[:1], [VALIDATION]) is None and chosen_rate([], [VALIDATION]) is None
 
 
 def test_the_rate_of_a_variant_is_that_of_its_first_seed():
     # With seed 1 alone the slow rate would be better.
     slow = [result("full", [0.5], rate=1e-4), result("full", [9.0], seed=1, rate=1e-4)]
     assert found([*FULL, *slow], variants=["full"]).variants[0].rate == "0.001"
-
-
-def test_losses_fall_from_the_start_at_each_moment():
-    run = result("a", [0.25, 0.5], [0.125, -0.25], loss=3.5)
-    one = found([])
-    assert (one.falls(run, [DOMAIN]), one.falls(run, [RETENTION])) == ([0.0, 0.25, 0.5], [0.0, -0.125, 0.25])
 
 
 @pytest.mark.parametrize("results", [SOLAR, [*HML, *SOLAR]], ids=["the base's own losses", "a run's start"])
@@ -148,11 +115,6 @@ def test_shuffled_addresses_are_told_by_what_the_loss_of_the_saved_model_rises()
     ]  # fmt: skip
     (hml,) = found(runs, variants=["hml"]).variants
     assert hml.advantages == {"shuffled-addresses": spread([0.5, 0.25])}
-
-
-def test_the_reference_is_what_learned_most():
-    assert found([*HML, *FULL]).reference.name == "full" and found(HML).reference.name == "hml"
-    assert found([]).reference is None
 
 
 SEEDS = (0, 1, 2)
@@ -203,9 +165,7 @@ def test_what_variants_differ_in_beside_their_methods_is_told(case):
     assert cautions(found(results)) == expected
 
 
-def test_runs_that_are_not_done_are_counted():
-    assert cautions(found([], failures={"a": "no"}, missing=2)) == ["Runs that are not done: 2, of which 1 failed."]
-    assert cautions(found([], missing=2)) == ["Runs that are not done: 2."]
+def test_null_controls_that_cannot_be_counted_yet_are_told():
     upscaled = {"hml": VariantOptions(upscale={"method": "midus-hml"})}
     waiting = dataclasses.replace(comparison(["hml"]), variants=upscaled)
     (sentence,) = cautions(findings(waiting, BASE, [], {}, missing=2))

@@ -1,6 +1,7 @@
 """One run from upscaling to its result: what is measured is what the commands measure, and one file stays."""
 
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,8 @@ from evaluation.questions import write_questions
 from pairs import by_default
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from midus_hf.compare.options import Comparison
 from midus_hf.compare.runs import base_run, read_result, runs_at, write_result
-from midus_hf.compare.variants import available_controls, control_variants
+from midus_hf.compare.variants import Variant, allowed_controls, available_controls, control_variants
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.files.checkpoint_files import CONFIG_FILE
@@ -120,7 +120,7 @@ def test_tasks_of_the_base_and_of_trained_models_are_measured(room, kept, varian
 def test_a_model_that_does_not_start_as_the_base_is_known(room, kept, tmp_path):
     comparing = SmallComparison(room, tmp_path, {"a": {"upscale": {"method": "solar"}}}, controls=False)
     result = with_the_base_of(kept, comparing).measure(comparing.runs()[0])
-    assert result.starts_at_base is False and result.starts_elsewhere
+    assert result.starts_at_base is False and result.starts_elsewhere and result.controls == {}
     assert result.start.losses["plants"] != kept[1].losses["plants"]
 
 
@@ -198,51 +198,35 @@ def test_tasks_alone_are_measured_where_there_are_no_texts(room, tmp_path):
 
 ALL_CONTROLS = ["one-row", "random-slots", "frozen-addresses", "shuffled-addresses"]
 METHODS = {
-    "midus-hml": (HEADWISE, ALL_CONTROLS),
-    "midus-pkm": ({"method": "midus-pkm", "num_new_layers": 1, "options": {"n": 4, "k": 2}}, ALL_CONTROLS),
-    "midus-linear": ({"method": "midus-linear", "num_new_layers": 1, "options": {"slots": 6, "k": 2}}, ALL_CONTROLS),
-    "moc": ({"method": "moc", "options": {"layers": 1, "memory_tokens": 12, "chapters": 6, "k": 2, "chunk_size": 4}}, ALL_CONTROLS),
-    "ultramem-v2": ({"method": "ultramem-v2", "options": {"n": 8, "k": 4, "share": "ring:4"}}, ALL_CONTROLS),
-    "moda": ({"method": "moda"}, []),
-    "llama-pro": ({"method": "llama-pro", "num_new_layers": 1}, []),
-}  # fmt: skip
-
-
-def controls_of(room: Path, output: Path, method: str) -> tuple[Comparison, list]:
-    """Upscale by a method, and return a comparison with the variants that are its null controls."""
-    keys = METHODS[method][0]
-    upscale(base=room / "base", output=output / "model", **keys)
-    comparing = SmallComparison(room, output / "out", {method: {"upscale": keys}}, train={"max_steps": 1})
-    available = available_controls(json.loads((output / "model" / CONFIG_FILE).read_text()))
-    assert list(available) == METHODS[method][1]
-    return comparing, control_variants(comparing.variants[0], available, {"learning_rate": 5e-3})
-
-
-# Which memories have null controls is said in tests/config/test_controls.py.
-@pytest.mark.parametrize("method", by_default(["llama-pro"], METHODS))
-def test_which_null_controls_a_method_has(room, tmp_path, method):
-    _, controls = controls_of(room, tmp_path, method)
-    assert [one.name for one in controls] == [
-        f"{method}+{name}" for name in METHODS[method][1] if name != "shuffled-addresses"
-    ]
+    "midus-hml": HEADWISE,
+    "midus-pkm": {"method": "midus-pkm", "num_new_layers": 1, "options": {"n": 4, "k": 2}},
+    "midus-linear": {"method": "midus-linear", "num_new_layers": 1, "options": {"slots": 6, "k": 2}},
+    "moc": {"method": "moc", "options": {"layers": 1, "memory_tokens": 12, "chapters": 6, "k": 2, "chunk_size": 4}},
+    "ultramem-v2": {"method": "ultramem-v2", "options": {"n": 8, "k": 4, "share": "ring:4"}},
+}
 
 
 def test_null_controls_are_told_of_a_type_that_is_proven_in_each_run(tmp_path):
     any_type("gemma").save_pretrained(tmp_path / "base")
-    upscale(base=tmp_path / "base", output=tmp_path / "model", **METHODS["moc"][0])
-    assert list(available_controls(json.loads((tmp_path / "model" / CONFIG_FILE).read_text()))) == ALL_CONTROLS
+    upscale(base=tmp_path / "base", output=tmp_path / "model", **METHODS["moc"])
+    available = available_controls(json.loads((tmp_path / "model" / CONFIG_FILE).read_text()))
+    assert list(available) == ALL_CONTROLS
+    # Where the base trains as well, rows that are trained alone would lack more than their addresses.
+    trains_all = Variant("a", METHODS["moc"], {"trainable": "all"}, [{}])
+    assert allowed_controls(trains_all, available) == [name for name in ALL_CONTROLS if name != "frozen-addresses"]
 
-
-CONTROLS = [(method, name) for method, (_, names) in METHODS.items() for name in names if name != "shuffled-addresses"]
 
 # Every null control, of memories that are inserted and of one that is attached.
 CHOSEN = [("midus-hml", "one-row"), ("midus-pkm", "frozen-addresses"), ("moc", "random-slots")]
 
 
-@pytest.mark.parametrize(("method", "name"), by_default(CHOSEN, CONTROLS))
+@pytest.mark.parametrize(("method", "name"), by_default(CHOSEN, itertools.product(METHODS, ALL_CONTROLS[:3])))
 def test_a_control_is_upscaled_and_trained_beside_its_variant(room, kept, tmp_path, method, name):
-    comparing, controls = controls_of(room, tmp_path, method)
-    (control,) = [one for one in controls if one.control == name]
+    upscale(base=room / "base", output=tmp_path / "model", **METHODS[method])
+    comparing = SmallComparison(room, tmp_path / "out", {method: {"upscale": METHODS[method]}}, train={"max_steps": 1})
+    available = available_controls(json.loads((tmp_path / "model" / CONFIG_FILE).read_text()))
+    controls = control_variants(comparing.variants[0], available, {"learning_rate": 5e-3})
+    control = {one.control: one for one in controls}[name]
     (run,) = runs_at({"learning_rate": 5e-3}, control, with_the_base_of(kept, comparing).comparison)
     result = comparing.measure_and_keep(run)
     assert (result.variant, result.control, result.control_of) == (f"{method}+{name}", name, method)

@@ -84,15 +84,6 @@ def test_what_is_refused_and_in_which_words(refused):
     assert str(refusal.value).startswith(message)
 
 
-def test_what_is_given_is_what_there_is():
-    texts = {"retention": {"stars": "stars.txt"}, "validation": {"herbs": "herbs.txt"}}
-    comparison = from_mapping(Comparison, {**GIVEN, **texts})
-    assert (comparison.seeds, comparison.controls) == ([0, 1, 2], True)
-    assert list(comparison.texts.items()) == [(name, f"{name}.txt") for name in ("plants", "stars", "herbs")]
-    assert comparison.rates_of("full") == [{"learning_rate": 1e-4}]
-    assert comparison.variants["midus.hml-2"].upscale == {"method": "midus-hml"}
-
-
 RECIPES = sorted((Path(__file__).parents[2] / "configs" / "compare").glob("*.yaml"))
 assert RECIPES
 

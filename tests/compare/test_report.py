@@ -138,15 +138,6 @@ def test_without_texts_outside_nothing_is_said_of_forgetting():
     assert [variant.forgotten for variant in one.variants] == [None, None]
 
 
-def test_variants_without_results_and_failures_are_told():
-    one = found(HML, failures={"full/0.001/seed-0": "midus train | failed"}, missing=2)
-    assert list(rows_of(variants_table(one))) == ["base", "hml"]
-    assert tables(one)[-1].title == "Failed" and tables(one)[-1].rows == [
-        ["full/0.001/seed-0", "midus train | failed"]
-    ]
-    assert as_json(one, PAGE)["failures"] == one.failures
-
-
 def test_where_no_run_is_done_there_is_a_report_of_the_base(tmp_path):
     one = found([], missing=6)
     assert list(rows_of(variants_table(one))) == ["base"]

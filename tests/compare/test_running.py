@@ -14,7 +14,7 @@ import pytest
 from midus_hf.compare import running
 from midus_hf.compare.options import Comparison, VariantOptions
 from midus_hf.compare.running import collect, run_all
-from midus_hf.compare.runs import Point, Result, Run, read_result, write_result
+from midus_hf.compare.runs import Point, Result, Run, write_result
 from midus_hf.compare.variants import Variant
 
 UPSCALE = {"method": "midus-hml", "options": {"n": 4}}
@@ -127,18 +127,6 @@ def test_all_rates_are_searched_with_the_first_seed_before_the_best_has_a_second
     assert printed.out == "" and [line for line in printed.err.splitlines() if line] == [
         f"{name}: done (0 s)" for name in expected
     ]
-
-
-def test_null_controls_come_last_at_the_best_rate_of_their_variant(pretended):
-    pretended.behaviour = {"a/0.01/seed-0": {"loss": 1.0}}
-    pretended.run([variant("a", [ONE, TWO], UPSCALE), variant("b")], seeds=[0, 1])
-    assert pretended.names() == [
-        *("base", "a/0.001/seed-0", "a/0.01/seed-0", "b/0.001/seed-0"),
-        *("a/0.01/seed-1", "b/0.001/seed-1", "a+one-row/0.01/seed-0", "a+one-row/0.01/seed-1"),
-    ]
-    result = read_result(pretended.folder / "out/runs/a+one-row/0.01/seed-1")
-    assert (result.control, result.control_of) == ("one-row", "a")
-    assert result.request["upscale"]["options"] == {"n": 1}
 
 
 def test_several_runs_run_beside_one_another_and_the_base_alone(pretended):

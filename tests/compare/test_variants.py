@@ -68,14 +68,6 @@ def test_a_file_for_all_variants_is_read_and_a_variant_s_keys_win(room, planned,
     ]
 
 
-def test_a_variant_of_the_base_trains_all_of_it_unless_it_is_told_what(planned):
-    variants = {"full": {}, "some": {"train": {"trainable": [0, 3]}}, "hml": {"upscale": HEADWISE}}
-    _, result = planned(variants)
-    assert [variant.train.get("trainable") for variant in result] == ["all", [0, 3], None]
-    assert [variant.upscale for variant in result] == [None, None, HEADWISE]
-    assert [variant.trained_parameters is None for variant in result] == [True, True, False]
-
-
 def test_the_variants_of_the_docs_are_planned(planned):
     page = Path("docs/compare.md").read_text(encoding="utf-8")
     shown = yaml.safe_load(page.split("```yaml\n", 1)[1].split("```", 1)[0])
@@ -84,15 +76,6 @@ def test_the_variants_of_the_docs_are_planned(planned):
     result = {variant.name: variant.train for variant in planned(variants)[1]}
     assert result["lora"]["adapters"] == {"r": 32, "lora_alpha": 64} and "trainable" not in result["lora"]
     assert result["full"]["trainable"] == "all" and result["matched"]["trainable"] == [0, 1]
-
-
-def test_rates_of_a_variant_stand_in_place_of_those_of_all(planned):
-    rate = {"learning_rate": 1e-3, "value_learning_rate": 1e-2}
-    variants = {"a": {"upscale": {"method": "llama-pro"}}, "b": {"upscale": HEADWISE, "rates": [rate]}}
-    _, result = planned(variants, rates=[1e-2, 1e-3])
-    assert [variant.rates for variant in result] == [[{"learning_rate": 1e-2}, {"learning_rate": 1e-3}], [rate]]
-    _, result = planned({"a": {"upscale": HEADWISE}})
-    assert result[0].rates == [{}]
 
 
 # Variants at the rate 3e-4, and the rate of their values; None where values have none of their own.
@@ -158,17 +141,6 @@ def test_plans_name_both_rates(planned):
     assert [record["rates"] for record in records] == [["recipe (values 0.03)"]]
 
 
-def test_numbers_of_parameters_are_those_of_the_method(room, planned):
-    _, (hml, pro, full) = planned(
-        {"hml": {"upscale": HEADWISE}, "pro": {"upscale": {"method": "llama-pro"}}, "full": {}}
-    )
-    # Per layer and head: two sets of 4 keys of 4, 16 values of 8, a norm; beside them projections that start as copies.
-    sizes = upscale(base=str(room / "base"), dry_run=True, **HEADWISE).parameters
-    assert hml.new_parameters == hml.trained_parameters == sizes.trainable > 0
-    assert pro.new_parameters == pro.trained_parameters > 0
-    assert (full.new_parameters, full.trained_parameters) == (0, None)
-
-
 REFUSED = {
     "an option of upscale": (
         {"upscale": {**HEADWISE, "num_new_layer": 2}},
@@ -206,6 +178,9 @@ REFUSED = {
     "no steps": (
         {"train": {"max_steps": None, "num_train_epochs": 1}},
         "variants.a has max_steps None; expected at least 1, the budget that variants are compared at. Set train.max_steps.",
+    ),
+    "steps below 1": (
+        {"train": {"max_steps": -1, "num_train_epochs": 1}}, "variants.a has max_steps -1; expected at least 1, the budget that"
     ),
     "a rate that is none": (
         {"rates": [{"per_device_train_batch_size": 4}]},

@@ -7,16 +7,19 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from evaluation.byte_models import byte_tokenizer, save_byte_model, save_upscaled
 from evaluation.measured import perplexity
 from evaluation.questions import write_questions
 from processes.warm import run_warm
+from training.tiny_run import refused
 from transformers import AutoModelForCausalLM
 
 from midus_hf.cli import evaluate as cli
 from midus_hf.config.wording import install_extra
+from midus_hf.config.yaml_options import from_mapping, read_mapping
 from midus_hf.evaluation.settings import EvaluationSettings
 from upscalers.runs.upscale import upscale
 
@@ -78,26 +81,19 @@ def test_json_is_one_object_on_standard_output_and_nothing_else_is(room, asked_f
     assert base["perplexity"]["perplexity"] == pytest.approx(expected.perplexity, rel=1e-5)
 
 
-def test_a_table_compares_models_side_by_side(room, capsys):
-    cli.main([str(room / "base"), str(room / "upscaled"), "--text", str(room / "text.txt"), "--sequence-length", "32"])
-    lines = capsys.readouterr().out.splitlines()
-    header = next(line for line in lines if "measure" in line)
-    assert "base" in header
-    assert "upscaled" in header
-    cells = [cell.strip() for cell in next(line for line in lines if " perplexity " in line).split("│")[1:-1]]
-    assert cells[0] == "perplexity"
-    assert float(cells[1]) > 1
-    assert cells[1] == cells[2]
-
-
-def test_a_model_that_is_not_causal_is_named(room, tmp_path, capsys):
+def test_a_table_compares_models_side_by_side_and_names_one_that_is_not_causal(room, tmp_path, capsys):
     options = {"routing": "sequence", "memory_tokens": 16, "chapters": 4, "k": 2}
     upscale(base=room / "base", method="moc", output=tmp_path / "ahead", options=options, verify=False)
     words = [str(room / "base"), str(tmp_path / "ahead"), "--text", str(room / "text.txt"), "--sequence-length", "32"]
     cli.main([*words, "--json"])
-    assert [model["causal"] for model in json.loads(capsys.readouterr().out)["models"]] == [True, False]
+    models = json.loads(capsys.readouterr().out)["models"]
+    assert [model["causal"] for model in models] == [True, False]
     cli.main(words)
-    assert "Not causal: ahead." in " ".join(capsys.readouterr().out.split())
+    printed = capsys.readouterr().out
+    rows = dict(line.replace("│", "").split(maxsplit=1) for line in printed.splitlines() if line.startswith("│ p"))
+    assert rows["parameters"].split() == [f"{model['parameters']:,}" for model in models]
+    assert rows["perplexity"].split() == [f"{model['perplexity']['perplexity']:.4f}" for model in models]
+    assert "Not causal: ahead." in " ".join(printed.split())
     cli.main([words[0], *words[2:]])
     assert "causal" not in capsys.readouterr().out
 
@@ -118,15 +114,6 @@ def test_models_of_one_name_are_told_apart_by_their_paths(room, tmp_path, capsys
     cli.main([str(room / "base"), str(tmp_path / "base"), "--text", str(room / "text.txt"), "--sequence-length", "32"])
     printed = capsys.readouterr().out.replace("│", "").split()
     assert printed.count("base") == 0
-
-
-@needs_harness
-def test_a_table_shows_accuracies_with_their_errors(room, capsys):
-    cli.main([str(room / "base"), "--tasks", "openbookqa", "--data", str(room / "questions")])
-    printed = capsys.readouterr().out
-    assert "openbookqa acc (0-shot)" in printed
-    assert "openbookqa acc_norm (0-shot)" in printed
-    assert "±" in printed
 
 
 def test_settings_come_from_a_file_and_options_override_it(room, tmp_path, capsys):
@@ -299,3 +286,36 @@ def test_every_metric_of_a_task_of_ones_own_is_shown(room, tmp_path, capsys):
 def test_what_libraries_say_is_not_shown_unless_it_is_an_error(asked_for_json):
     assert set(asked_for_json.stderr.splitlines()) == {"an error of a library"}
     assert "chatter" not in asked_for_json.stdout
+
+
+RECIPES = sorted((Path(__file__).parents[2] / "configs" / "eval").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_is_read(recipe):
+    settings = from_mapping(EvaluationSettings, {**read_mapping(recipe), "text": "text.txt"})
+    assert settings.tasks
+    assert settings.text == "text.txt"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "there is nothing to measure; give a text, tasks, or both"),
+        ({"tasks": ["piqa"], "max_tokens": 4}, "max_tokens is 4, but there is no text to measure; give one, or leave it"),
+        ({"tasks": ["piqa"], "column": "body"}, "column is 'body', but there is no text to measure"),
+        ({"text": "a", "limit": 4}, "limit is 4, but there is no task to run; give one, or leave it out"),
+        ({"text": "a", "data": "d"}, "data is 'd', but there is no task to run"),
+        ({"tasks": ["piqa"], "limit": 0}, "limit is 0; expected at least 1"),
+        ({"text": "a", "batch_size": 0}, "batch_size is 0; expected at least 1"),
+        ({"tasks": ["piqa"], "num_fewshot": -1}, "num_fewshot is -1; expected at least 0"),
+        (
+            {"text": "a", "retriever": "tree", "path_column": "i"},
+            "path_column is 'i', but a retriever is given; expected one of them.",
+        ),
+        ({"tasks": ["piqa"], "path_column": "i"}, "path_column is 'i', but there is no text to measure"),
+    ],
+)  # fmt: skip
+def test_settings_that_make_no_sense_are_refused(options, message):
+    with refused(message):
+        EvaluationSettings(**options)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.cli.evaluate import main
 from midus_hf.evaluation.evaluate import evaluate
-from midus_hf.evaluation.fetching import by_path, fetches_blocks, fetching, question_of
+from midus_hf.evaluation.fetching import fetches_blocks, fetching, question_of
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.tree import TreeOrigin
 from upscalers.runs.upscale import upscale
@@ -99,18 +99,6 @@ def test_whoever_calls_the_model_within_fetches_a_path(model):
             assert torch.equal(model(input_ids=tokens).logits, expected)
         assert not torch.equal(model(tokens).logits, expected)
     assert fetches_blocks(model) and not fetches_blocks(byte_model("llama"))
-
-
-def test_results_come_in_the_order_of_what_was_run(model):
-    calls = []
-
-    def run(items):
-        calls.append(items)
-        return [item.upper() for item in items]
-
-    texts = ["a", "b", "a", "j"]  # j has the path of a
-    assert by_path(["1a", "2b", "3a", "4j"], texts, find_paths, model, run) == ["1A", "2B", "3A", "4J"]
-    assert calls == [["1a", "3a", "4j"], ["2b"]]
 
 
 def test_questions_are_asked_with_their_own_blocks_and_without_worked_examples(model, tmp_path):
@@ -208,29 +196,13 @@ def test_a_tree_of_another_shape_than_that_of_the_bank_is_refused(branching, lev
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        (
-            [0, 0, 0],
-            "column 'memory_ids' of the text is (21, 3), torch.int64; expected integers [batch, 2], for each row a node of each",
-        ),
-        (
-            [2, 9],
-            "column 'memory_ids' of the text has 9 for level 2 in row 20; expected 0 to 8, or a row of -1 for the generic memory.",
-        ),
-    ],
-    ids=["levels", "nodes"],
-)
-def test_paths_in_another_tree_than_that_of_the_bank_are_refused_before_anything_is_measured(
-    path, words, model_folder, tmp_path, capsys, monkeypatch
-):
+def test_paths_in_another_tree_are_refused_before_anything_is_measured(model_folder, tmp_path, capsys, monkeypatch):
     measured: list[object] = []
     monkeypatch.setitem(evaluate.__globals__, "read_rows", lambda *_, **__: measured.append(1))
-    rows = [
-        *({"text": "a word " * 50, "memory_ids": [0] * len(path)} for _ in range(20)),
-        {"text": "b", "memory_ids": path},
-    ]
+    rows = [*({"text": "a word " * 50, "memory_ids": [0, 0]} for _ in range(20)), {"text": "b", "memory_ids": [2, 9]}]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main([str(model_folder), "--text", str(tmp_path / "texts.jsonl"), "--path-column", "memory_ids"]) == 2
+    words = (
+        "column 'memory_ids' of the text has 9 for level 2 in row 20; expected 0 to 8, or a row of -1 for the generic"
+    )
     assert words in capsys.readouterr().err and not measured

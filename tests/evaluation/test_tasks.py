@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from evaluation.byte_models import byte_model, byte_tokenizer
+import yaml
+from evaluation.byte_models import byte_model, byte_tokenizer, save_byte_model, save_upscaled
 from evaluation.questions import QUESTIONS, write_questions
+from models.fresh_process import run_python
 from training.tiny_run import refused
+from transformers import AutoModelForCausalLM
 
-from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
+from midus_hf.evaluation.local_tasks import load_local_task
 
 pytest.importorskip("lm_eval")
 
@@ -41,12 +44,9 @@ def data(tmp_path_factory):
     return write_questions(tmp_path_factory.mktemp("questions"))
 
 
-def test_there_are_eight_local_tasks():
-    assert local_task_names() == sorted(QUESTIONS) and len(QUESTIONS) == 8
-
-
 def task_of(name, data):
-    return Tasks([name], data=data).manager.load([load_local_task(name, data)])["tasks"][f"midus_{name}"]
+    (task,) = Tasks([name], data=data).load()["tasks"].values()
+    return task
 
 
 def test_seeds_are_the_defaults_of_the_harness(data, monkeypatch):
@@ -129,18 +129,19 @@ WRITTEN = {
 FILTERS = {"atomic_numbers": "first-integer", "facts": "first-clause"}
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "written", "right"),
-    [(*asked, written, right) for asked, of_row in WRITTEN.items() for written, right in of_row.items()],
-)
-def test_the_first_whole_number_or_clause_that_is_written_counts(data, name, row, written, right):
-    task = task_of(name, data)
-    document = task.test_docs()[row]
-    request = task.construct_requests(document, "", metadata=(f"midus_{name}", row, 1))
+def score(task, name, document, written) -> float:
+    """Return whether what a model writes is right, as the task says."""
+    request = task.construct_requests(document, "", metadata=(f"midus_{name}", 0, 1))
     request.resps, task._instances = [written], [request]
     task.apply_filters()
-    result = task.process_results(document, [request.filtered_resps[FILTERS[name]]])
-    assert result == {"exact_match": float(right)}
+    return task.process_results(document, [request.filtered_resps[FILTERS[name]]])["exact_match"]
+
+
+@pytest.mark.parametrize(("name", "row"), WRITTEN)
+def test_the_first_whole_number_or_clause_that_is_written_counts(data, name, row):
+    task, expected = task_of(name, data), WRITTEN[name, row]
+    document = task.test_docs()[row]
+    assert {written: score(task, name, document, written) for written in expected} == expected
 
 
 def test_atomic_numbers_and_facts_are_those_that_the_model_writes(data):
@@ -154,31 +155,17 @@ def test_atomic_numbers_and_facts_are_those_that_the_model_writes(data):
 DATES = ["2004-01-25", "1937-05-27", "1986-02-09T10:00:00Z"]
 
 
-def rows_for(tasks):
-    (task,) = tasks.load()["tasks"].values()
-    return task, list(task.test_docs())
-
-
 def test_answers_and_choices_that_look_like_dates_are_text(tmp_path):
-    write_rows = {
+    rows_of = {
         "facts": [{"question": "When", "answers": [date]} for date in DATES],
         "piqa": [{"question": date, "choices": [date, "4"], "gold": 0} for date in DATES],
     }
-    for name, rows in write_rows.items():
+    for name, rows in rows_of.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        task, documents = rows_for(Tasks([name], data=tmp_path))
-        assert documents == rows
-        wanted = rows[0]["answers"] if name == "facts" else 0
-        assert task.doc_to_target(documents[0]) == wanted
-
-
-def test_a_date_that_the_model_writes_is_right(tmp_path):
-    (tmp_path / "facts.jsonl").write_text(json.dumps({"question": "When", "answers": ["2004-01-25"]}) + "\n")
-    task, (document,) = rows_for(Tasks(["facts"], data=tmp_path))
-    request = task.construct_requests(document, "", metadata=("midus_facts", 0, 1))
-    request.resps, task._instances = [" 2004-01-25."], [request]
-    task.apply_filters()
-    assert task.process_results(document, [request.filtered_resps["first-clause"]]) == {"exact_match": 1.0}
+        task = task_of(name, tmp_path)
+        assert list(task.test_docs()) == rows
+        assert task.doc_to_target(rows[0]) == (DATES[:1] if name == "facts" else 0)
+        assert name != "facts" or score(task, name, rows[0], f" {DATES[0]}.")
 
 
 def log_likelihood(model, tokenizer, prompt: str, continuation: str) -> float:
@@ -194,11 +181,10 @@ def log_likelihood(model, tokenizer, prompt: str, continuation: str) -> float:
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_accuracy_is_the_share_of_questions_whose_right_choice_is_the_likeliest(family, name, data):
-    model, tokenizer = byte_model(family, max_position_embeddings=256), byte_tokenizer()
+def test_accuracy_is_the_share_of_questions_whose_right_choice_is_the_likeliest(name, data):
+    model, tokenizer = byte_model("llama", max_position_embeddings=256), byte_tokenizer()
     tokenizer.model_max_length = 256
-    tasks = Tasks([name], data=data)
-    task = tasks.manager.load([load_local_task(name, data)])["tasks"][f"midus_{name}"]
+    task = task_of(name, data)
     right, right_by_length = [], []
     for document in task.test_docs():
         texts = task.doc_to_choice(document)
@@ -207,7 +193,7 @@ def test_accuracy_is_the_share_of_questions_whose_right_choice_is_the_likeliest(
         right.append(values.index(max(values)) == document["gold"])
         right_by_length.append(by_length.index(max(by_length)) == document["gold"])
 
-    scores = tasks.run(model, tokenizer, batch_size=3)[name]
+    scores = Tasks([name], data=data).run(model, tokenizer, batch_size=3)[name]
     assert scores["acc"] == pytest.approx(sum(right) / len(right))
     if "acc_norm" in scores:
         assert scores["acc_norm"] == pytest.approx(sum(right_by_length) / len(right))
@@ -277,3 +263,40 @@ def test_what_cannot_be_asked_is_refused_before_a_model_is_loaded(name, content,
 def test_an_include_path_that_is_no_folder_is_refused(tmp_path):
     with refused(r"include_path is '.*absent'; expected a folder of task files"):
         Tasks(["piqa"], include_path=tmp_path / "absent")
+
+
+pytest.importorskip("lm_eval")
+
+
+# Without lists of packages and compilers, and without the harness's own tasks, whose files take ten seconds to read.
+_LM_EVAL = """
+import sys
+from functools import partialmethod
+sys.argv = ["lm_eval", *{arguments!r}]
+from lm_eval import evaluator
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.tasks import TaskManager
+evaluator.add_env_info = lambda results: None
+TaskManager.__init__ = partialmethod(TaskManager.__init__, include_defaults=False)
+cli_evaluate()
+assert "midus_hf" not in sys.modules
+"""
+
+
+def test_plain_lm_eval_scores_a_saved_model_without_this_project(tmp_path):
+    base = save_byte_model("gemma3", tmp_path / "base", max_position_embeddings=256)
+    upscaled = save_upscaled(base, tmp_path / "upscaled")
+    data = write_questions(tmp_path / "questions")
+    (tmp_path / "tasks").mkdir()
+    for name in ("piqa", "boolq"):
+        (tmp_path / "tasks" / f"midus_{name}.yaml").write_text(yaml.safe_dump(load_local_task(name, data)))
+    arguments = ["run", "--model", "hf", "--model_args", f"pretrained={upscaled},trust_remote_code=True"]
+    arguments += ["--tasks", "midus_piqa,midus_boolq", "--include_path", str(tmp_path / "tasks")]
+    arguments += ["--device", "cpu", "--output_path", str(tmp_path / "scores.json")]
+    run_python(_LM_EVAL.format(arguments=arguments), tmp_path, package_present=False)
+
+    (written,) = tmp_path.glob("scores*.json")
+    results = json.loads(written.read_text())["results"]
+    expected = Tasks(["piqa", "boolq"], data=data).run(AutoModelForCausalLM.from_pretrained(base), byte_tokenizer())
+    for task, metric in (("piqa", "acc"), ("piqa", "acc_norm"), ("boolq", "acc")):
+        assert results[f"midus_{task}"][f"{metric},none"] == expected[task][metric]

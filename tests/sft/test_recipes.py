@@ -28,40 +28,22 @@ def recipe(name: str, changes: Sequence[str] = ()) -> SftArguments:
     return read_arguments("sft", [str(path), *given, *changes])
 
 
-def test_there_is_a_recipe_of_each_run():
-    assert NAMES == ["demo", "midus-hml", "moc-371m"]
-
-
-@pytest.mark.parametrize(
-    "words", ["", "--learning_rate 1.0e-6 --per_device_train_batch_size 2 --gradient_accumulation_steps 32"]
-)
-def test_the_recipe_of_midus_has_its_hyperparameters_and_starts_from_what_its_pretraining_makes(words):
-    """Appendix B.1: at 8B the lower of the two rates that are searched."""
-    config = recipe("midus-hml", words.split())
-    text = (RECIPES / "midus-hml.yaml").read_text(encoding="utf-8")
-    assert all(word in text for word in words.split())
-    assert config.learning_rate == (1e-6 if words else 1e-5) and config.trainable == "all"
-    assert (config.lr_scheduler_type, config.warmup_steps, config.bf16) == ("cosine", 0.1, True)
-    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 64 and config.max_length == 2048
+def test_the_recipe_of_midus_starts_from_what_its_pretraining_makes():
     pretraining = REPOSITORY / "configs" / "train" / "midus-hml.yaml"
-    assert f"output_dir: {config.model_name_or_path}\n" in pretraining.read_text(encoding="utf-8")
+    made = f"output_dir: {recipe('midus-hml').model_name_or_path}\n"
+    assert made in pretraining.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
-    ("variant", "memory", "values", "frozen"),
-    [("bank frozen", 1.5e-5, None, ["value"]), (None, 1.5e-5, 5e-6, []), ("bank at the rate", None, None, [])],
+    ("variant", "rates", "frozen"),
+    [("bank frozen", (1.5e-5, None), ["value"]), (None, (1.5e-5, 5e-6), []), ("bank at the rate", (None, None), [])],
 )
-def test_the_recipe_of_mixture_of_chapters_names_how_the_bank_can_train(variant, memory, values, frozen):
+def test_the_recipe_of_mixture_of_chapters_names_how_the_bank_can_train(variant, rates, frozen):
     text = (RECIPES / "moc-371m.yaml").read_text(encoding="utf-8")
     line = next((line for line in text.splitlines() if variant and line.startswith(f"#   {variant}")), ":")
     config = recipe("moc-371m", shlex.split(line.partition(":")[2]))
-    assert (config.learning_rate, config.memory_learning_rate, config.value_learning_rate) == (3e-5, memory, values)
-    assert config.frozen == frozen and config.trainable == "all"
-    assert config.value_schedule == (None if frozen else "fixed")
-    assert (config.weight_decay, config.adam_beta2, config.lr_scheduler_kwargs) == (0.1, 0.95, {"min_lr_rate": 0.1})
-    assert config.value_weight_decay == (0 if frozen else 0.1)
-    assert config.warmup_steps == 250
-    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 128
+    assert (config.memory_learning_rate, config.value_learning_rate) == rates
+    assert (config.frozen, config.value_schedule) == (frozen, None if frozen else "fixed")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -107,8 +107,7 @@ def test_arguments_of_calls_are_what_json_says(case, ending, tmp_path):
 
 
 @pytest.mark.parametrize("answer", ["2004-01-25", "4", "007", "True", "null", "1e3"])
-@pytest.mark.parametrize("question", ["prompt", "instruction"])
-@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+@pytest.mark.parametrize(("question", "ending"), [("prompt", "jsonl"), ("instruction", "csv")])
 def test_answers_that_look_like_something_else_are_text(answer, question, ending, tmp_path):
     row = {question: "12", "completion" if question == "prompt" else "output": answer}
     data = tmp_path / f"x.{ending}"

@@ -269,14 +269,6 @@ def test_a_bank_that_would_train_alone_is_refused_since_chats_fetch_none_of_it(c
     assert not (tmp_path / "out").exists()
 
 
-def test_new_layers_alone_train_where_the_config_says_so(config_for, base, tmp_path):
-    model = base("llama", True)
-    finetune(config_for(model=model, trainable="auto"))
-    changed = moved(model, tmp_path / "out")
-    assert {name.split(".")[2] for name in changed} == {"1", "4"}
-    assert "## Trained with" in (tmp_path / "out" / "README.md").read_text()
-
-
 def test_the_first_loss_is_the_mean_over_labelled_tokens(config_for, base, tmp_path):
     run = SftRun(config_for(max_steps=1))
     batch = next(iter(run.trainer.get_train_dataloader()))
@@ -319,11 +311,8 @@ def test_a_resumed_run_has_the_losses_and_the_weights_of_one_that_was_never_inte
     assert_resumes(config_for, 2, finetune, max_steps=4, **RESUMED[case])
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_chapters_train_with_the_losses_of_their_routers_and_their_bank_can_be_kept(
-    config_for, packing, base, tmp_path
-):
-    options = {"packing": packing, "max_length": 126, "max_steps": 4, "frozen": ["value"]}
+def test_chapters_train_with_the_losses_of_their_routers_and_their_bank_can_be_kept(config_for, base, tmp_path):
+    options = {"packing": True, "max_length": 126, "max_steps": 4, "frozen": ["value"]}
     run = SftRun(config_for(model=base("llama", "moc"), **options))
     batch = next(iter(run.trainer.get_train_dataloader()))
     model = AutoModelForCausalLM.from_pretrained(base("llama", "moc")).train()

@@ -11,7 +11,7 @@ from training.tiny_run import save_native, save_upscaled, tiny_config, write_cor
 from midus_hf.training.arguments import TrainArguments
 
 # DeepSpeed is no dependency: `make test-deepspeed` has it.
-collect_ignore = [] if importlib.util.find_spec("deepspeed") else ["test_deepspeed.py"]
+collect_ignore = [] if importlib.util.find_spec("deepspeed") else ["parallel/test_deepspeed.py"]
 
 
 @pytest.fixture(scope="session")

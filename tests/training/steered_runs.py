@@ -45,17 +45,6 @@ def executed_with_rates(run: TrainingRun) -> dict[str, list[float]]:
     return rates.of_group
 
 
-def raise_interrupt(model: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def cut_off(run: TrainingRun, step: int) -> None:
-    """Train until a step has been done, and stop there as nothing that a run expects does."""
-    run.trainer.add_callback(AtStep(step, raise_interrupt, END))
-    with pytest.raises(KeyboardInterrupt):
-        run.execute()
-
-
 def signal_at(step: int, number: signal.Signals = signal.SIGINT) -> AtStep:
     """Signal this process in the middle of a step."""
     return AtStep(step, lambda model: signal.raise_signal(number))

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from training.tiny_run import refused
-from transformers import TrainingArguments
 
 from midus_hf.cli.train import flag_parser, main, read_arguments
 from midus_hf.config.yaml_options import from_mapping
@@ -30,25 +29,6 @@ def recipe(tmp_path) -> Path:
     return path
 
 
-def test_a_recipe_and_flags_make_one_set_of_arguments_and_flags_win(recipe):
-    words = ["--max_steps=9", "--warmup-steps", "0", "--resume_from_checkpoint", "true", "--trainable", "[3, 7]"]
-    read = read_arguments("train", [str(recipe), *words, "--save_total_limit", "null"])
-    expected = {"learning_rate": 1e-4, "max_steps": 9, "warmup_steps": 0, "resume_from_checkpoint": True}
-    expected |= {"trainable": [3, 7], "save_total_limit": None, "save_strategy": "no", "eval_strategy": "no"}
-    assert {name: getattr(read, name) for name in expected} == expected
-
-
-def test_every_key_of_training_arguments_is_a_key(recipe):
-    """With the value that it has, so that a new one of another type is noticed."""
-    ours = {field.name for field in dataclasses.fields(TrainArguments)}
-    assert {field.name for field in dataclasses.fields(TrainingArguments)} <= ours
-    chosen = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0, "dataloader_num_workers": 2, "run_name": "a"}
-    chosen |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "data_seed": 3}
-    chosen |= {"optim": "adafactor", "eval_on_start": True, "torch_empty_cache_steps": 4, "hub_model_id": "me/model"}
-    read = from_mapping(TrainArguments, {**NEEDED, **chosen})
-    assert {name: getattr(read, name) for name in chosen} == chosen
-
-
 def test_saving_and_measuring_follow_their_steps():
     read = from_mapping(TrainArguments, {**NEEDED, "save_steps": 5, "eval_steps": 5, "eval_text": "t"})
     assert (read.save_strategy, read.eval_strategy) == ("steps", "steps")
@@ -62,15 +42,8 @@ def test_saving_and_measuring_follow_their_steps():
 
 def test_float32_that_was_asked_for_is_recorded(monkeypatch):
     monkeypatch.setattr("midus_hf.training.arguments.computes_bfloat16", lambda use_cpu: False)
-    asked, unasked = (
-        from_mapping(TrainArguments, NEEDED | {"bf16": False}),
-        from_mapping(TrainArguments, _without_bf16()),
-    )
+    asked, unasked = (from_mapping(TrainArguments, {**NEEDED, "bf16": bf16}) for bf16 in (False, None))
     assert asked.recorded()["bf16"] is False and "bf16" not in unasked.recorded()
-
-
-def _without_bf16():
-    return {key: value for key, value in NEEDED.items() if key != "bf16"}
 
 
 def test_a_model_that_is_made_from_a_config_trains_whole_unless_said_otherwise():

@@ -8,11 +8,10 @@ from datasets import Dataset
 from training.steered_runs import NotedRates
 from training.tiny_run import NEW_LAYERS, document, refused, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
-from midus_hf.training.adapters import lora_config
 from midus_hf.training.optim.freezing import set_trainable
-from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
+from midus_hf.training.trainer import MemoryTrainer
 from tests.docs.snippets import take
 
 # Blocks of Python of the page: with `MemoryTrainer`, with a plain `Trainer`, and with a trainer of TRL.
@@ -81,10 +80,6 @@ def check_rates(rates: dict[str, list[float]], maximum: float) -> None:
     assert rates["decay"][0] == 0 and rates["decay"][1] == maximum and rates["decay"][-1] < maximum / 2
 
 
-class MemorySFTTrainer(TrainsMemory, SFTTrainer):
-    """TRL's trainer with the parameter groups and rates of a memory model."""
-
-
 def state(model) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -110,22 +105,6 @@ def test_a_trainer_of_trl_trains_the_new_layers_alone(upscaled, scene, monkeypat
     exec(WITH_TRL.text, {**settings, "dataset": settings["texts"], "__name__": "script"})
     check_moved(before, settings["model"].state_dict())
     check_rates(rates, 1e-2)
-
-
-def test_trl_takes_the_lora_config_of_an_upscaled_model(upscaled, scene, monkeypatch):
-    settings = scene(upscaled("llama"), SFTConfig, max_length=16)
-    before, rates = state(settings["model"]), watch_rates(monkeypatch)
-    trainer = MemorySFTTrainer(
-        settings["model"],
-        settings["arguments"],
-        train_dataset=settings["texts"],
-        processing_class=settings["tokenizer"],
-        peft_config=lora_config(settings["model"], r=4),
-    )
-    trainer.train()
-    check_rates(rates, 1e-2)
-    merged = trainer.model.merge_and_unload().state_dict()
-    assert all(not torch.equal(tensor, merged[name]) for name, tensor in before.items() if is_new(name))
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,11 @@ from training.outcomes import (
     assert_resumes,
     assert_same_run,
     by_step,
-    exact_log,
     forget_the_model,
     logged,
     moved,
     weights,
 )
-from training.steered_runs import cut_off
 from training.tiny_run import NEW_LAYERS, best_at, give_held_out_losses, refused, save_upscaled
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,18 +28,6 @@ from midus_hf.training.run import TrainingRun, train
 
 def is_new(name: str) -> bool:
     return any(name.startswith(f"model.layers.{layer}.") for layer in NEW_LAYERS)
-
-
-@pytest.mark.parametrize("family", by_default(["llama", "gemma3"], FAMILIES))
-def test_a_resumed_run_reproduces_the_losses_and_the_weights_of_the_uninterrupted_one(family, config_for, tmp_path):
-    options = {"save_steps": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.01, "max_steps": 8}
-    train(config_for("whole", family, **options))
-    cut_off(TrainingRun(config_for("parts", family, **options)), step=6)
-    assert logged(tmp_path / "parts", "step") == list(range(1, 5))  # what came after the checkpoint is lost
-    result = train(config_for("parts", family, resume_from_checkpoint=True, **options))
-    assert [event["step"] for event in exact_log(tmp_path / "whole")] == list(range(1, 9))
-    assert result.steps == 8 and result.tokens == 8 * 2 * 2 * 16
-    assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
 def test_base_tensors_keep_their_bytes_new_ones_move_and_what_comes_out_is_a_model(
@@ -67,11 +53,10 @@ def test_base_tensors_keep_their_bytes_new_ones_move_and_what_comes_out_is_a_mod
 KINDS = {
     "bf16 and a sparse log": {"bf16": True, "logging_steps": 3},
     "num_train_epochs": {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 20},
-    "4x-to-1x": {"value_schedule": "4x-to-1x", "value_learning_rate": 3e-2},
-    "checkpointing": {"gradient_accumulation_steps": 2, "logging_steps": 4, "activation_checkpointing": True},
-    "memory": {"memory_learning_rate": 2e-2, "value_weight_decay": 0.1, "neftune_noise_alpha": 1.0},
+    "checkpointing": {"gradient_accumulation_steps": 2, "logging_steps": 4, "activation_checkpointing": True, "max_grad_norm": 0.01},
+    "memory": {"value_schedule": "4x-to-1x", "memory_learning_rate": 2e-2, "value_weight_decay": 0.1, "neftune_noise_alpha": 1.0},
     "smoothed": {"label_smoothing_factor": 0.1, "optim": "adafactor"},
-    "frozen": {"frozen": ["value"], "adam_beta2": 0.95, "trainable": "all", "document_mask": True},
+    "frozen": {"frozen": ["value"], "adam_beta2": 0.95, "trainable": "all", "document_mask": True, "family": "gemma3"},
 }  # fmt: skip
 
 
@@ -123,11 +108,6 @@ def test_held_out_text_is_measured_and_the_best_model_is_saved(config_for, corpu
     load_checkpoint(model, tmp_path / "last" / "checkpoint-4")
     saved = weights(tmp_path / "best")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
-
-
-def test_several_held_out_texts_have_names(config_for, corpus, tmp_path):
-    train(config_for(eval_text={"a": str(corpus), "b": str(corpus / "001.txt")}, eval_steps=1, max_steps=1))
-    assert all(len(logged(tmp_path / "out", f"eval_{name}_perplexity")) == 1 for name in "ab")
 
 
 def test_a_refusal_of_held_out_text_names_its_key(config_for, tmp_path):

@@ -2,22 +2,17 @@
 
 import json
 import re
-import shutil
 
 import pytest
 import torch
-from tiny import tiny_model
 from topics.tiny_bert import WIDTH, save_tiny_bert
 from topics.trees import random_tree
 from training.block_runs import bank_of, config_of
-from training.tiny_run import refused, tiny_tokenizer
+from training.tiny_run import refused
 from transformers import AutoModelForCausalLM
 
-from midus_hf.banks.level_file import BankError
 from midus_hf.cli.evaluate import main as midus_eval
 from midus_hf.evaluation.fetching import check_tree_of
-from midus_hf.topics.embedding import TextEmbedder
-from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.tree import ClusterTree, TreeOrigin
 from midus_hf.training.run import TrainingRun, train
 from upscalers.edits.banks import delete
@@ -46,15 +41,6 @@ def made(fetching, assigned, tmp_path_factory):
     random_tree(2, 2, width=WIDTH).save(folder / "small")
     keys = {"tree": str(folder / "tree"), "save_steps": 3, "max_steps": 3}
     train(config_of(fetching, folder / "tree.jsonl", folder / "model", **keys))
-    return folder
-
-
-def another_base(folder):
-    """A base of the same sizes with other weights."""
-    model = tiny_model("llama")
-    with torch.no_grad():
-        model.model.norm.weight.add_(1)
-    model.save_pretrained(folder)
     return folder
 
 
@@ -88,15 +74,6 @@ def test_a_tree_may_be_named_by_its_model_and_a_persons_files_are_copied(blocks_
     train(config)
     assert fingerprints(tmp_path / "out") == (TREE.fingerprint, TREE.fingerprint)
     assert all((made / "tree" / name).stat().st_nlink == 1 for name in ("tree.json", "tree.safetensors"))
-
-
-def test_a_model_is_asked_by_the_tree_beside_it(made, tmp_path):
-    embedder = TextEmbedder(str(save_tiny_bert(tmp_path / "bert")))
-    retriever = MemoryRetriever(ClusterTree.load(made / "model"), embedder)
-    model = AutoModelForCausalLM.from_pretrained(made / "model")
-    check_tree_of(model, retriever.tree)
-    tokens = tiny_tokenizer()(["w1 w2"], return_tensors="pt")
-    model.generate(**tokens, memory_ids=retriever.paths(["w1 w2"]), max_new_tokens=1)
 
 
 OF_ANOTHER_TREE = (
@@ -139,23 +116,6 @@ def test_measuring_and_asking_refuse_another_tree(made, tmp_path, capsys):
     for paths in (["--retriever", str(tmp_path / "retriever")], ["--path-column", "memory_ids"]):
         assert midus_eval([str(made / "model"), *text, *paths]) == 2
         assert words in capsys.readouterr().err
-
-
-def test_a_bank_of_another_base_or_of_other_layers_is_not_opened(made, tmp_path):
-    options = {"sizes": [4, 2], "branching": 3}
-    base = another_base(tmp_path / "base")
-    upscale(base=base, method="hier-ffn", output=tmp_path / "another", options=options, verify=False)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "another")
-    with pytest.raises(BankError, match="belongs to another model: its base, the weights that its model was upscaled"):
-        model.banks.open(made / "model")
-    for name, layers in (("first", [0, 2]), ("second", [1, 3])):
-        upscale(
-            base=base, method="hier-ffn", output=tmp_path / name, options={**options, "layers": layers}, verify=False
-        )
-    shutil.rmtree(tmp_path / "first" / "memory_bank")
-    shutil.copytree(tmp_path / "second" / "memory_bank", tmp_path / "first" / "memory_bank")
-    with pytest.raises(BankError, match=r"its layers is \[1, 3\]; expected \[0, 2\]"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "first")
 
 
 def test_layers_that_moved_take_their_bank_along(made, tmp_path):

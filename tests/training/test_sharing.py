@@ -57,14 +57,6 @@ def test_a_resumed_run_tells_of_its_training_once_and_of_all_its_steps(model, co
     assert "\n| 4 | 128 | " in section
 
 
-def test_training_a_trained_model_adds_to_what_its_card_tells(model, config_for, tmp_path):
-    train(config_for("first", model=model, max_steps=1))
-    train(config_for("second", model=tmp_path / "first", max_steps=2))
-    first, second = ((tmp_path / name / "README.md").read_bytes() for name in ("first", "second"))
-    assert second.startswith(first)
-    assert second.count(b"\n## Trained with\n") == 2
-
-
 def test_a_model_without_a_card_gets_none(model, config_for, tmp_path):
     (model / "README.md").unlink()
     train(config_for(model=model, max_steps=1))
@@ -81,12 +73,6 @@ def test_files_that_vanish_while_it_trains_are_carried_all_the_same(model, confi
     assert [(tmp_path / "out" / name).read_bytes() for name in names] == contents
 
 
-def test_a_loss_that_was_never_logged_is_not_made_up(tmp_path):
-    state = TrainerState(global_step=1, num_input_tokens_seen=1_000)
-    card = add_training(b"# A model", tiny_config(tmp_path, tmp_path, tmp_path), state)
-    assert "| 1 | 1,000 | not logged |" in card.decode()
-
-
 def test_its_card_has_what_held_out_texts_measured_before_and_after(model, config_for, tmp_path, monkeypatch):
     eval_text = {"a": "held.txt", "b": "held.txt"}
     monkeypatch.chdir(tmp_path)
@@ -101,13 +87,13 @@ def test_its_card_has_what_held_out_texts_measured_before_and_after(model, confi
     assert "save_" not in both and "eval_strategy" not in both
 
 
-def test_the_loss_after_training_is_that_of_the_model_that_is_saved(tmp_path):
-    arguments = tiny_config(
-        tmp_path, tmp_path, tmp_path, eval_text="held.txt", eval_steps=1, save_steps=1, load_best_model_at_end=True
-    )
+def test_losses_on_a_card_are_those_of_the_model_that_is_saved_and_none_is_made_up(tmp_path):
+    best = {"eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
+    arguments = tiny_config(tmp_path, tmp_path, tmp_path, eval_text="held.txt", **best)
     events = [{"step": step, "eval_loss": loss, "eval_perplexity": 9.0} for step, loss in enumerate((3.0, 2.0, 2.5))]
-    state = TrainerState(global_step=2, best_global_step=1, log_history=events)
-    assert "| held out | 3.0000 | 2.0000 |" in add_training(b"# A model", arguments, state).decode()
+    state = TrainerState(global_step=2, best_global_step=1, log_history=events, num_input_tokens_seen=1_000)
+    card = add_training(b"# A model", arguments, state).decode()
+    assert "| held out | 3.0000 | 2.0000 |" in card and "| 2 | 1,000 | not logged |" in card
 
 
 def test_the_example_on_the_card_of_a_new_model_runs_as_pasted(corpus, upscaled, tmp_path, monkeypatch, capsys):
@@ -131,7 +117,5 @@ def test_of_a_model_on_the_hub_only_what_accompanies_it_is_fetched(tmp_path, mon
     accompanying = {name: name.encode() for name in ("README.md", "LICENSE", "USE_POLICY.md")}
     assert loading._accompanying_files("owner/name") == accompanying
     assert calls == [("owner/name", ["upscale.json", "README.md", *TERMS])]
-
-
-def test_a_hub_that_cannot_be_reached_accompanies_nothing():
-    assert loading._accompanying_files("no-such-owner/no-such-model") == {}
+    monkeypatch.undo()
+    assert loading._accompanying_files("no-such-owner/no-such-model") == {}, "it cannot be reached"

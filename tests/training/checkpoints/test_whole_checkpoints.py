@@ -15,7 +15,6 @@ from midus_hf.cli.train import main
 from midus_hf.training import checkpoints
 from midus_hf.training.checkpoints import damage_of, latest_whole, remove_checkpoint
 from midus_hf.training.run import TrainingRun, train
-from midus_hf.training.saving import SavedInPart
 
 OPTIONS = {"max_steps": 6, "save_steps": 2, "save_total_limit": None}
 
@@ -219,22 +218,6 @@ def test_a_run_that_a_full_disk_ended_goes_on_from_the_checkpoint_before(
     assert "checkpoint-4 is passed over: it was not written to its end" in capsys.readouterr().err
     train(config_for("whole", **OPTIONS))
     assert_same_run(output, tmp_path / "whole")
-
-
-def test_a_model_that_cannot_be_written_leaves_none_that_looks_complete(resumed, output, whole, monkeypatch):
-    def full(self, folder, *args, **kwargs):
-        Path(folder).mkdir(exist_ok=True)
-        (Path(folder) / "model.safetensors").write_bytes(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        run = TrainingRun(resumed(save_steps=3))
-        patch.setattr(type(run.model), "save_pretrained", full)
-        with pytest.raises(SavedInPart, match=r"could not be saved in .*No space left on device"):
-            run.execute()
-    assert not (output / "config.json").exists() and not (output / ".partial_model").exists()
-    train(resumed(save_steps=3))
-    assert_same_run(output, whole)
 
 
 def test_a_killed_publication_leaves_no_config_and_the_next_start_completes_it(resumed, output, whole, monkeypatch):

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -12,15 +10,15 @@ import pytest
 from pairs import by_default
 from processes.warm import run_ranks
 from training.outcomes import assert_same_run
+from training.parallel.two_processes import SCRIPT
 from training.steered_runs import AtStep, interrupted, signal_at
 from training.tiny_run import write_corpus
-from training.two_processes import SCRIPT
 
 from midus_hf.cli.train import main
 from midus_hf.training.checkpoints import latest_whole as last_checkpoint
 from midus_hf.training.run import TrainingRun, train
 
-INTERRUPTER = Path(__file__).with_name("interrupted_rank.py")
+INTERRUPTER = SCRIPT.with_name("interrupted_rank.py")
 HINT = "Stopping after this step, with a checkpoint; once more stops at once."
 
 
@@ -120,28 +118,3 @@ def test_all_processes_stop_at_the_same_step_and_the_first_one_speaks(words, tmp
     assert run.returncode == 130
     assert assert_stopped_together(tmp_path / "out", run.stderr) == 3
     assert run.stderr.count(HINT) == hints
-
-
-@pytest.mark.product
-def test_processes_of_a_launcher_stop_at_the_same_step(words, tmp_path):
-    """It gets the signal and passes it on, here as if the terminal had sent it to all of them at once."""
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-            *("-m", "midus_hf", "train", *words, "--save_steps=1"),
-        ],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        # Shells start what runs in the background with SIGINT ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    deadline = time.monotonic() + 120
-    while not saved_in(tmp_path / "out"):
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    err = process.communicate(timeout=120)[1]
-    assert_stopped_together(tmp_path / "out", err)
-    assert err.count(HINT) == 1

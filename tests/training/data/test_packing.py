@@ -60,14 +60,6 @@ def test_texts_are_tokenised_with_an_end_and_read_from_the_cache_again(tmp_path,
         packed_sequences(texts.select([0]), tiny_tokenizer(), 16, documents_apart=False)
 
 
-def test_several_batches_make_the_same_sequences(monkeypatch):
-    texts = rows([document(30, index % 7) for index in range(40)])
-    alone = packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=True).sequences
-    monkeypatch.setattr(packing, "_TEXTS_A_BATCH", 3)
-    texts = texts.map(lambda row: row)  # another dataset, which the cache does not have
-    assert packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=True).sequences[:] == alone[:]
-
-
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("rest", [0, 1, 2, 9, 15])
 def test_a_remainder_is_a_shorter_sequence_unless_it_predicts_nothing(rest, apart):

@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 from sft.tiny_chats import chat, save_base, write_rows
 from training.outcomes import as_it_was_at, largest_difference, logged, moved
-from training.tiny_run import save_upscaled
-from training.two_processes import (
+from training.parallel.two_processes import (
     METHODS,
     SCRIPT,
     assert_shared_run_is_that_of_one,
     assert_tied_tensors_are_saved_once,
     write_recipe,
 )
+from training.tiny_run import save_upscaled
 
 from midus_hf.cli.sft import main as sft
 from midus_hf.cli.train import main
 
-ROOT = SCRIPT.parents[2]
+ROOT = SCRIPT.parents[3]
 CONFIG = ROOT / "configs" / "accelerate" / "zero3.yaml"
 
 

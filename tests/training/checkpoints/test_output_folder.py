@@ -18,11 +18,6 @@ def test_a_folder_with_files_is_refused_and_left_alone(config_for, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
 
 
-def test_an_empty_folder_is_written(config_for, tmp_path):
-    (tmp_path / "out").mkdir()
-    assert train(config_for(max_steps=1)).steps == 1
-
-
 @pytest.mark.parametrize(
     ("output", "message"),
     [

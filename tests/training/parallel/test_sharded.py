@@ -11,15 +11,15 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from processes.warm import run_ranks
-from training.outcomes import as_it_was_at, largest_difference, logged, moved
-from training.tiny_run import refused, save_upscaled
-from training.two_processes import (
+from training.outcomes import as_it_was_at, logged, moved
+from training.parallel.two_processes import (
     METHODS,
     SCRIPT,
     assert_shared_run_is_that_of_one,
     assert_tied_tensors_are_saved_once,
     write_recipe,
 )
+from training.tiny_run import refused, save_upscaled
 from transformers.integrations import deepspeed
 
 from midus_hf.cli.train import main
@@ -36,7 +36,7 @@ from midus_hf.training.parallel import (
 from midus_hf.training.run import TrainingRun
 
 SHARDING = Path(__file__).with_name("sharding_rank.py")
-CONFIGS = Path(__file__).parents[2] / "configs" / "accelerate"
+CONFIGS = Path(__file__).parents[3] / "configs" / "accelerate"
 
 
 def launched_environment(name: str) -> dict[str, str]:
@@ -93,30 +93,6 @@ def test_a_sharded_run_goes_on_exactly(step, whole, tmp_path):
     for name in ("loss", "grad_norm"):
         assert logged(output, name) == logged(whole, name) and logged(output, name)
     assert moved(output, whole) == set()
-
-
-@pytest.mark.product
-def test_more_processes_share_what_two_have_saved(whole, tmp_path):
-    output = as_it_was_at(2, whole, tmp_path / "out")
-    words = [whole.with_name("recipe.yaml"), "--per_device_train_batch_size=1", f"--output_dir={output}"]
-    run = run_ranks(SHARDING, SCRIPT, *words, "--resume_from_checkpoint=true", processes=4, **ENVIRONMENT)
-    assert run.returncode == 0, run.stderr
-    assert logged(output, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-5)
-    assert largest_difference(output, whole) < 1e-4
-
-
-@pytest.mark.product
-def test_a_sharded_checkpoint_is_for_sharded_runs_and_a_whole_one_for_others(whole, tmp_path, capsys):
-    recipe = whole.with_name("recipe.yaml")
-    words = [str(recipe), "--per_device_train_batch_size=4"]
-    assert main([*words, "--resume_from_checkpoint=true", f"--output_dir={whole}"]) == 2
-    message = "checkpoint-6 was saved by processes that share parameters by FSDP, and these hold whole models"
-    assert message in capsys.readouterr().err
-    assert main([*words, f"--output_dir={tmp_path / 'one'}"]) == 0
-    refused = run_ranks(
-        SHARDING, SCRIPT, recipe, "--resume_from_checkpoint=true", f"--output_dir={tmp_path / 'one'}", **ENVIRONMENT
-    )
-    assert refused.returncode == 2 and refused.stderr.count("checkpoint-6 was saved by processes that hold whole") == 1
 
 
 @pytest.fixture
@@ -195,7 +171,7 @@ SAVED = {
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("file", SAVED)
-def test_with_deepspeed_a_run_goes_on_from_a_checkpoint_of_its_stage_alone(tmp_path, file, stage):
+def test_a_run_goes_on_from_a_checkpoint_of_its_own_kind_alone(tmp_path, file, stage):
     """A Trainer without it would find no moments in its checkpoint, and go on without a word."""
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("")
@@ -206,6 +182,12 @@ def test_with_deepspeed_a_run_goes_on_from_a_checkpoint_of_its_stage_alone(tmp_p
         trainer.is_deepspeed_enabled, here = False, "hold whole models"
     with refused(f"was saved by processes that {SAVED[file]}, and these {here}; resume it as the run"):
         check_checkpoint(trainer, tmp_path)
+    trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled = False, True
+    if "FSDP" in SAVED[file]:
+        check_checkpoint(trainer, tmp_path)
+    else:
+        with refused(f"was saved by processes that {SAVED[file]}, and these share parameters by FSDP; resume it"):
+            check_checkpoint(trainer, tmp_path)
 
 
 def test_of_the_third_stage_a_model_is_put_together_once_and_its_tied_tensors_saved_under_one_name(tmp_path):

@@ -56,7 +56,7 @@ def runs(fetching, assigned, tmp_path_factory):
             resumes = f"--resume_from_checkpoint={'true' if number else 'false'}"
             list_.append(asked(name, resumes, kill=kill, copy=f"{name}-{number}"))
         list_.append(asked(name, "--resume_from_checkpoint=true"))
-    roots = os.pathsep.join(map(str, HELPER.parents[1:3]))
+    roots = os.pathsep.join(map(str, HELPER.parents[2:4]))
     process = run_warm(HELPER.read_text(encoding="utf-8"), json.dumps(list_), PYTHONPATH=roots)
     assert process.returncode == 0, process.stderr
     expected = [-signal.SIGKILL if asked["kill"] else 0 for asked in list_]

@@ -183,17 +183,6 @@ def test_values_can_fall_from_four_times_the_schedule_to_once(schedule):
     assert multipliers[20] == (pytest.approx(end), pytest.approx(end))
 
 
-def factors_of(steps: int, **schedule) -> list[float]:
-    """What the maximum rate is multiplied by at each step, and after the last."""
-    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": 1.0, "schedule": "fixed"}])
-    scheduler, factors = group_schedules(optimizer, steps, **schedule), []
-    for _ in range(steps + 1):
-        factors.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-    return factors
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -207,15 +196,6 @@ def factors_of(steps: int, **schedule) -> list[float]:
 def test_a_wrong_value_is_refused_with_what_was_expected(values, message):
     with refused(re.escape(message)):
         Rates(**values)
-
-
-def test_the_schedule_of_mixture_of_chapters_warms_up_stays_and_falls_where_the_paper_has_it():
-    """Table 6: 9600 steps, warm-up over 250, decay from step 8160 on, to a tenth."""
-    ends = {"num_decay_steps": 1440, "min_lr_ratio": 0.1}
-    factors = factors_of(9600, lr_scheduler_type="warmup_stable_decay", warmup_steps=250, lr_scheduler_kwargs=ends)
-    assert factors[0] == pytest.approx(0.1) and factors[249] < 1
-    assert factors[250] == factors[8159] == factors[8160] == 1 and factors[8161] < 1
-    assert factors[8880] == pytest.approx(0.55) and factors[9600] == pytest.approx(0.1)
 
 
 def test_values_follow_their_schedule_in_a_run(config_for):
@@ -240,9 +220,6 @@ def test_a_plateau_lowers_what_follows_the_schedule_alone():
     for loss in (3.0, 3.0, 3.0):
         scheduler.step(loss)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 1.0]
-
-
-def test_a_schedule_that_scales_no_rate_is_refused():
     with refused(
         r"lr_scheduler_type is 'reduce_lr_on_plateau', whose rate is no multiple .* or another value_schedule"
     ):
@@ -267,15 +244,6 @@ def test_a_trainer_takes_the_rates_of_its_arguments(upscaled, tmp_path):
     assert [factor(12) for factor in trainer.lr_scheduler.lr_lambdas] == pytest.approx(
         [0.9045, 0.9045, 0.9045, 1, 1], rel=1e-4
     )
-
-
-def test_plain_arguments_give_one_rate_and_any_schedule(upscaled, tmp_path):
-    options = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.5}}
-    arguments = TrainingArguments(str(tmp_path), learning_rate=1e-2, use_cpu=True, report_to="none", **options)
-    trainer = MemoryTrainer(AutoModelForCausalLM.from_pretrained(upscaled("llama")), arguments)
-    trainer.create_optimizer_and_scheduler(num_training_steps=20)
-    assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {1e-2}
-    assert [factor(20) for factor in trainer.lr_scheduler.lr_lambdas] == [0.5, 0.5, 1, 1]
 
 
 def test_blocks_of_a_bank_follow_the_schedule_unless_told_otherwise(fetching):
@@ -304,17 +272,3 @@ def test_what_trains_and_running_statistics_are_held_in_float32_and_given_back(f
     restore_dtypes(model, dtypes)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert {tensor.dtype for name, tensor in model.state_dict().items()} == {torch.bfloat16}
-
-
-def test_running_statistics_of_a_bfloat16_model_arrive_where_those_of_float64_do():
-    model = batch_norm_model("llama")
-    hold_for_training(model, bf16=True)
-    memory = model.model.layers[1].memory.train()
-    inputs = torch.randn(4, 50, 32, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        for _ in range(200):
-            memory.queries(inputs.float() + 3)
-        query = memory.query_projection((inputs + 3).to(memory.query_projection.weight.dtype)).double()
-    exact = query.flatten(0, 1).unflatten(-1, (memory.num_heads, -1))
-    torch.testing.assert_close(memory.query_mean.double(), exact.mean(0), rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(memory.query_variance.double(), exact.var(0), rtol=1e-3, atol=1e-4)

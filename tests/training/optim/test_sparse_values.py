@@ -1,16 +1,15 @@
 """Tables of which a step reads few rows: gradients, updates and norms of these rows, as dense ones have them."""
 
-import copy
-
 import pytest
 import torch
-from training.outcomes import assert_resumes, logged, weights
-from training.tiny_run import tiny_config
+from training.outcomes import assert_resumes, logged, moved, weights
+from training.tiny_run import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM, default_data_collator
 
 from midus_hf.training.optim.row_adamw import RowAdamW, clip_rows
 from midus_hf.training.run import train
 from midus_hf.training.trainer import MemoryTrainer
+from tests.upscalers.checkpoints import load
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -25,7 +24,7 @@ def sparse(gradient: torch.Tensor, rows: list[int]) -> torch.Tensor:
     return torch.sparse_coo_tensor(torch.tensor([rows]), gradient[rows], gradient.shape)
 
 
-def run(optimizer_class, table, gradients):
+def trained_by(optimizer_class, table, gradients):
     table = torch.nn.Parameter(table.clone())
     optimizer = optimizer_class([table], **OPTIONS)
     for gradient in gradients:
@@ -37,45 +36,28 @@ def run(optimizer_class, table, gradients):
 def test_where_every_row_is_read_the_update_is_that_of_adamw():
     generator = torch.Generator().manual_seed(0)
     table, *gradients = torch.randn(5, 6, 3, dtype=torch.float64, generator=generator)
-    dense = run(torch.optim.AdamW, table, [gradient.clone() for gradient in gradients])
-    by_rows = run(RowAdamW, table, [sparse(gradient, [3, 1, 0, 5, 4, 2]) for gradient in gradients])
+    dense = trained_by(torch.optim.AdamW, table, [gradient.clone() for gradient in gradients])
+    by_rows = trained_by(RowAdamW, table, [sparse(gradient, [3, 1, 0, 5, 4, 2]) for gradient in gradients])
     torch.testing.assert_close(by_rows, dense, rtol=1e-13, atol=0)
-
-
-def test_rows_that_nobody_read_stay_as_they_are_and_others_do_not():
-    table, gradient = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(1))
-    after = run(RowAdamW, table, [sparse(gradient, [1, 4]), sparse(gradient, [4])])
-    assert torch.equal(after[[0, 2, 3, 5]], table[[0, 2, 3, 5]])
-    assert (after[[1, 4]] != table[[1, 4]]).all()
 
 
 def test_a_row_that_is_named_twice_has_the_sum():
     table, gradient = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(2))
     assert torch.equal(
-        run(RowAdamW, table, [sparse(gradient, [2, 2])]), run(RowAdamW, table, [sparse(2 * gradient, [2])])
+        trained_by(RowAdamW, table, [sparse(gradient, [2, 2])]),
+        trained_by(RowAdamW, table, [sparse(2 * gradient, [2])]),
     )
 
 
-def test_dense_and_sparse_gradients_train_side_by_side_and_after_a_restart():
-    generator = torch.Generator().manual_seed(3)
-    start, gradients = torch.randn(6, 3, generator=generator), torch.randn(4, 6, 3, generator=generator)
-
-    def steps(optimizer, matrix, table, some):
-        for gradient in some:
-            matrix.grad, table.grad = gradient.clone(), sparse(gradient, [0, 5])
-            optimizer.step()
-            assert table.grad.is_sparse and not matrix.grad.is_sparse
-
+def test_a_dense_gradient_beside_a_sparse_one_trains_as_by_adamw():
+    start, *gradients = torch.randn(5, 6, 3, generator=torch.Generator().manual_seed(3))
     matrix, table = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
     optimizer = RowAdamW([matrix, table], **OPTIONS)
-    steps(optimizer, matrix, table, gradients[:2])
-    other = [torch.nn.Parameter(parameter.detach().clone()) for parameter in (matrix, table)]
-    resumed = RowAdamW(other, **OPTIONS)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    steps(optimizer, matrix, table, gradients[2:])
-    steps(resumed, *other, gradients[2:])
-    assert torch.equal(matrix, other[0]) and torch.equal(table, other[1])
-    assert torch.equal(matrix, run(torch.optim.AdamW, start, [gradient.clone() for gradient in gradients]))
+    for gradient in gradients:
+        matrix.grad, table.grad = gradient.clone(), sparse(gradient, [0, 5])
+        optimizer.step()
+    assert torch.equal(matrix, trained_by(torch.optim.AdamW, start, [gradient.clone() for gradient in gradients]))
+    assert torch.equal(table, trained_by(RowAdamW, start, [sparse(gradient, [0, 5]) for gradient in gradients]))
 
 
 class WholeMoments(torch.optim.AdamW):
@@ -107,7 +89,9 @@ def steps_of_rows(count: int = 12) -> list[list[int]]:
 @pytest.mark.parametrize("restarts", [(), (1, 4, 9)], ids=["at-once", "resumed"])
 def test_moments_of_the_rows_that_were_read_train_to_the_same_bits(restarts, tmp_path):
     table, *gradients = torch.randn(13, 40, 3, generator=torch.Generator().manual_seed(4))
-    expected = run(WholeMoments, table, [sparse(*step) for step in zip(gradients, steps_of_rows(), strict=True)])
+    expected = trained_by(
+        WholeMoments, table, [sparse(*step) for step in zip(gradients, steps_of_rows(), strict=True)]
+    )
     trained = torch.nn.Parameter(table.clone())
     optimizer, read = RowAdamW([trained], **OPTIONS), set()
     for number, (gradient, rows) in enumerate(zip(gradients, steps_of_rows(), strict=True)):
@@ -128,9 +112,9 @@ def test_moments_of_the_rows_that_were_read_train_to_the_same_bits(restarts, tmp
 
 def test_rows_of_tables_of_tables_are_numbered_in_order():
     table, gradient = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(7))
-    flat = run(RowAdamW, table, [sparse(gradient, [1, 5])])
+    flat = trained_by(RowAdamW, table, [sparse(gradient, [1, 5])])
     by_two = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 2]]), gradient[[1, 5]], (2, 3, 3))
-    assert torch.equal(run(RowAdamW, table.view(2, 3, 3), [by_two]).view(6, 3), flat)
+    assert torch.equal(trained_by(RowAdamW, table.view(2, 3, 3), [by_two]).view(6, 3), flat)
 
 
 def test_memory_follows_the_rows_that_were_read():
@@ -189,3 +173,34 @@ def test_gradients_are_dense_again_once_the_run_is_over(ultramem, corpus, tmp_pa
     model(rows[0]["input_ids"][None], labels=rows[0]["labels"][None]).loss.backward()
     tables = [value for name, value in model.named_parameters() if name.endswith("value_table")]
     assert tables and not any(table.grad.is_sparse for table in tables)
+
+
+BANK = "model.memory_tables.chapters.0.bank"
+
+
+def test_a_step_without_decay_moves_rows_of_chosen_chapters_alone(upscaled, config_for, tmp_path):
+    """Biases leave the router no choice: of twelve chapters it opens two, beside the one that all read."""
+    model = load(upscaled("llama", "moc"))
+    with torch.no_grad():
+        for layer, favourites in ((1, [3, 7]), (3, [7, 11])):
+            memory = model.model.layers[layer].memories["chapters"]
+            memory.router_bias[favourites] = 100.0
+            memory.output_projection.weight.normal_()
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    train(config_for(model=tmp_path / "model", trainable=["value"], max_steps=4))
+    assert moved(tmp_path / "model", tmp_path / "out") == {BANK}
+    rows = (weights(tmp_path / "model")[BANK] != weights(tmp_path / "out")[BANK]).any(1).unflatten(0, (12, 2))
+    assert [chapter for chapter in range(12) if rows[chapter].any()] == [0, 3, 7, 11]
+
+
+def test_a_run_with_gradients_of_rows_moves_the_bank_as_a_dense_one_does(upscaled, config_for, tmp_path):
+    """In the first step rows that are read move alike; without decay the others keep their bytes, as in any run."""
+    model = upscaled("llama", "moc", memory_tokens=192, chapters=96, routing="sequence")
+    for is_sparse in (False, True):
+        train(config_for(str(is_sparse), model=model, max_steps=2, warmup_steps=0, sparse_values=is_sparse))
+    start, dense, by_rows = (weights(folder)[BANK] for folder in (model, tmp_path / "False", tmp_path / "True"))
+    # The output projection starts at zero, so that the bank has a gradient from the second step on.
+    torch.testing.assert_close(by_rows, dense, rtol=1e-3, atol=1e-5)
+    unread = (by_rows == start).all(-1)
+    assert unread.any() and not unread.all()

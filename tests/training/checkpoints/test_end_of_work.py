@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from training.tiny_run import refused
 from transformers import AutoModelForCausalLM, TrainerState
 
 from midus_hf.cli.train import main
@@ -104,3 +105,12 @@ def test_weights_that_cannot_be_written_leave_no_model_and_the_checkpoint_is_nam
     assert train(config_for(max_steps=2, save_steps=1, resume_from_checkpoint=True)).steps == 2
     state = TrainerState.load_from_json(str(tmp_path / "out" / "trainer_state.json"))
     assert state.global_step == 2 and (tmp_path / "out" / "config.json").is_file()
+
+
+def test_a_failure_of_the_work_raises(words, monkeypatch):
+    def fail(*args, **kwargs):
+        raise ValueError("broken inside")
+
+    monkeypatch.setattr("midus_hf.training.trainer.MemoryTrainer.training_step", fail)
+    with refused(r"broken inside"):
+        main(words)
