@@ -60,12 +60,14 @@ def public_names() -> set[str]:
     return names
 
 
+@pytest.mark.product
 def test_every_public_name_is_in_the_reference(site):
     names = public_names()
     assert {"upscalers.upscale", "midus_hf.training.set_trainable", "midus_hf.memories"} <= names
     assert names - documented_names(site) == set(), "name them on a page of docs/reference"
 
 
+@pytest.mark.product
 def test_signatures_and_descriptions_are_those_of_the_source(site):
     memory = text_of(site / "docs" / "reference" / "memory.html")
     assert "midus_hf.memories.decode_cache.decode_cache(model: Module) → Iterator[None]" in memory
@@ -82,6 +84,7 @@ def test_signatures_and_descriptions_are_those_of_the_source(site):
     assert "Alias for field number" not in text_of(site / "docs" / "reference" / "look.html")
 
 
+@pytest.mark.product
 def test_the_navigation_follows_the_list_of_pages(site):
     assert 'url=docs/README.html"' in (site / "index.html").read_text(encoding="utf-8")
     first = (site / "docs" / "README.html").read_text(encoding="utf-8")
