@@ -205,7 +205,10 @@ def test_depth_is_a_row_per_layer_and_drawn_or_the_map_of_one_head(run, room, tm
         assert row["tokens"] == 36 and row["depth_shares"] == pytest.approx(list(map(sum, row["shares"])))
         both = [sum(pair) for pair in zip(row["depth_shares"], row["sequence_shares"], strict=True)]
         assert both == pytest.approx([1.0] * HEADS) and min(row["gates"]) > 0.19
-    assert "Shares of the depth and of the sequence" in run("depth", room.depth, *room.three).out
+    lines, first = run("depth", room.depth, *room.three).out.splitlines(), report["rows"][0]
+    (of_first,) = [line for line in lines if line.strip().startswith("1 ") and " to " in line]
+    shown = [f" {sum(first[shares]) / HEADS:.1%} " for shares in ("depth_shares", "sequence_shares")]
+    assert all(words in of_first for words in (*shown, f"{min(first['gates']):.3g} to {max(first['gates']):.3g}"))
     assert picture.read_bytes().startswith(b"\x89PNG") and "36 tokens" in page.read_text()
     layers = page.read_text()
     run("depth", room.depth, *room.three, *outputs(page), "--layer", "3", "--head", "1")
