@@ -110,8 +110,8 @@ def tiny_base(tmp_path):
     return str(path)
 
 
-# A model of each kind: the base, dense, with layers of memory, and with attached memory.
-OF_EACH_KIND = ["base", "solar", "midus-hml", "moc"]
+# The base, a dense model, and one with layers of memory.
+OF_EACH_KIND = ["base", "solar", "midus-hml"]
 
 
 @pytest.mark.parametrize("methods", by_default([OF_EACH_KIND], [OF_EACH_KIND, METHODS]))

@@ -6,6 +6,7 @@ import pytest
 import transformers
 from pairs import by_default
 
+from midus_hf.models.inference.tiny import UnknownArchitecture, composite_class_of
 from scripts.families import (
     COMPOSITE_HEADING,
     HEADING,
@@ -45,6 +46,13 @@ def test_a_row_says_what_methods_give(model_type):
     row = row_of(model_type)
     assert TAKEN.get(model_type, "") == shortened(row.methods)
     assert row.methods or row.reason in REFUSALS
+
+
+def test_a_type_without_larger_models_is_refused():
+    with pytest.raises(
+        UnknownArchitecture, match="'llama' has no class of models for text and images or sounds in this"
+    ):
+        composite_class_of(transformers.LlamaConfig)
 
 
 @pytest.mark.parametrize("model_type", by_default(["mistral3"], ["mistral3", "qwen2_5_vl"]))
