@@ -1,6 +1,5 @@
 """The real material: what is fetched is what it is said to be."""
 
-import collections
 import json
 from pathlib import Path
 
@@ -12,10 +11,9 @@ from material.addresses import addresses
 from material.articles import articles
 from material.benchmarks import BENCHMARKS, benchmarks
 from material.chats import chats
-from material.elements import ALIASES, FACTS_FILE, QUESTIONS_FILE, elements
+from material.elements import elements
 from material.excerpts import address_excerpts, article_excerpts
 from material.factbook import factbook
-from material.glosses import TOPICS, glosses
 from material.minilm import minilm
 from material.registry import check_sha256
 from material.smollm2 import GGUF_SHA256, smollm2_135m, smollm2_gguf
@@ -109,14 +107,6 @@ def test_similar_sentences_are_near_one_another():
     assert similar > 0.5 and other < 0.2
 
 
-def test_glosses_have_a_topic_each():
-    rows = [json.loads(line) for line in glosses().read_text(encoding="utf-8").splitlines()]
-    counts = collections.Counter(row["topic"] for row in rows)
-    assert set(counts) == set(TOPICS) and len(TOPICS) == 26 and len(rows) > 80_000
-    assert counts.most_common(2)[0][0] == "artifact" and counts["plant"] > 8_000
-    assert {row["topic"] for row in rows if row["text"].startswith("poodle, ")} == {"animal"}
-
-
 def test_stages_have_parts_of_which_none_holds_a_text_of_another():
     folder = stages()
     assert {path.name for path in folder.iterdir()} == {"addresses", "factbook", "glosses", "elements"}
@@ -130,51 +120,13 @@ def test_stages_have_parts_of_which_none_holds_a_text_of_another():
         assert all(8_000 < sum(map(len, parts[part])) < 26_000 for part in ("validation", "text"))
 
 
-def test_elements_have_a_question_and_four_facts_each():
-    questions, facts = (
-        [json.loads(line) for line in (elements() / name).read_text(encoding="utf-8").splitlines()]
-        for name in (QUESTIONS_FILE, FACTS_FILE)
-    )
-    assert [row["number"] for row in questions] == list(range(1, 119))
-    assert len({row["name"] for row in questions}) == len({row["symbol"] for row in questions}) == 118
-    assert {"number": 74, "name": "tungsten", "symbol": "W", "names": ["tungsten", "wolfram"]} in questions
-    assert set(ALIASES) <= {row["name"] for row in questions}
-    assert collections.Counter(row["name"] for row in facts) == {row["name"]: 4 for row in questions}
-
-
-@pytest.fixture(scope="module")
-def countries():
-    """The texts of both parts of the factbook, by the names of their files."""
-    return tuple(
-        {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.iterdir())}
+def test_every_tenth_country_is_held_out_and_every_line_says_of_which_it_is():
+    train, held_out = (
+        {path.stem: path.read_text(encoding="utf-8") for path in folder.iterdir()}
         for folder in (factbook().train, factbook().held_out)
     )
-
-
-@pytest.fixture(scope="module")
-def facts():
-    lines = (factbook().questions / "facts.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def test_every_tenth_country_is_held_out_and_every_line_says_of_which_it_is(countries):
-    train, held_out = countries
     assert (len(train), len(held_out)) == (226, 25) and not train.keys() & held_out.keys()
     assert 6_500_000 < sum(map(len, train.values())) < 7_000_000
     for text in (*train.values(), *held_out.values()):
         name = text.partition(" / ")[0]
         assert all(line.startswith(f"{name} / ") for line in text.splitlines())
-
-
-def test_facts_are_asked_of_countries_that_train_and_their_texts_say_them(countries, facts):
-    assert collections.Counter(row["field"] for row in facts) == {
-        "telephone country code": 210,
-        "internet country code": 207,
-        "currency code": 191,
-        "capital": 185,
-        "highest point": 180,
-    }
-    train, held_out = ({text.partition(" / ")[0]: text for text in part.values()} for part in countries)
-    assert {row["country"] for row in facts} <= train.keys() and not train.keys() & held_out.keys()
-    assert all(row["answers"][0] in train[row["country"]] for row in facts)
-    assert len({row["question"] for row in facts}) == len(facts)
