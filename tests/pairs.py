@@ -30,9 +30,6 @@ def keep_pairs(items: Iterable[Any]) -> list[Any]:
 
     Of each test, every family stays, and every combination of the other parameters stays, with as few tests as that takes. What
     chooses its families itself, by `parametrize`, stays as it is; what is marked `product` does not stay.
-
-    Args:
-        items: Tests as pytest has collected them.
     """
     items = [item for item in items if not any(item.iter_markers("product"))]
     axes = [_axes(item) for item in items]
@@ -58,9 +55,6 @@ def keep_each_value(items: Iterable[Any]) -> list[Any]:
     """Thin out tests that other versions have run in pairs: of each test, every value of every parameter stays with some test.
 
     Families are not counted: a test runs on those that values come with, beginning with another one than the test before.
-
-    Args:
-        items: Tests as pytest has collected them.
     """
     items = list(items)
     by_test: dict[str, list[int]] = {}
@@ -98,13 +92,7 @@ def by_default(kept: Iterable[Any], values: Iterable[Any], *, fewest: Iterable[A
 
 
 def taking_turns(rows: Iterable[Any], columns: Iterable[Any], *, first: int = 0) -> list[tuple[Any, Any]]:
-    """Each row with one column, the columns in turn.
-
-    Args:
-        rows: As many as there are columns, or more, or columns would be left out.
-        columns: What rows are paired with.
-        first: Number of the column of the first row, where another test with the same rows begins with another.
-    """
+    """Each row with one column, the columns in turn from the one numbered `first`; there are as many rows as columns, or more."""
     rows, columns = list(rows), list(columns)
     assert len(rows) >= len(columns)
     return [(row, columns[(first + number) % len(columns)]) for number, row in enumerate(rows)]
@@ -134,11 +122,7 @@ def in_turn(
 def wanted_by_tests(request: Any, *names: str) -> list[tuple[Any, ...]]:
     """The values of these parameters that tests of a fixture's file run with, where they have all of them and the fixture.
 
-    What a fixture computes for many tests at once, it computes for those that run.
-
-    Args:
-        request: Of the fixture, which is of module scope.
-        names: Of parameters, in the order of the values.
+    What a fixture of module scope computes for many tests at once, it computes for those that run.
     """
     users = [
         item

@@ -8,7 +8,7 @@ from typing import Any
 
 import pairs
 import pytest
-from pairs import Extent, by_default, in_turn, keep_each_value, keep_pairs, taking_turns, wanted_by_tests
+from pairs import Extent, by_default, in_turn, keep_each_value, keep_pairs, taking_turns
 
 
 @dataclass
@@ -34,66 +34,37 @@ class Item:
         return [SimpleNamespace(args=(names,)) for names in self.chosen]
 
 
-def product(test: str, families: str, sizes: range, **more: Any) -> list[Item]:
-    return [Item(test, {"family": family, "size": size}, **more) for family in families for size in sizes]
+def product(test: str, families: str, sizes: range) -> list[Item]:
+    return [Item(test, {"family": family, "size": size}) for family in families for size in sizes]
 
 
-def test_every_family_and_every_other_parameter_stay():
-    for sizes in (range(1), range(2), range(5), range(7)):
-        kept = keep_pairs(product("test", "abcde", sizes))
-        assert {item.params["family"] for item in kept} == set("abcde")
-        assert {item.params["size"] for item in kept} == set(sizes)
-        assert len(kept) == max(5, len(sizes))
+@pytest.mark.parametrize("num_sizes", [1, 2, 5, 7])
+def test_every_family_and_every_other_parameter_of_each_test_stay(num_sizes):
+    sizes = range(num_sizes)
+    kept = keep_pairs([*product("test", "abcde", sizes), *product("other", "abc", range(1))])
+    of_test, of_other = ([item for item in kept if item.test == test] for test in ("test", "other"))
+    assert {item.params["family"] for item in of_test} == set("abcde")
+    assert {item.params["size"] for item in of_test} == set(sizes)
+    assert len(of_test) == max(5, num_sizes) and len(of_other) == 3
 
 
-def test_tests_are_thinned_out_each_for_itself():
-    one, other = product("one", "abc", range(3)), product("other", "abc", range(1))
-    assert len(keep_pairs([*one, *other])) == 3 + 3
-
-
-def test_what_is_on_no_family_or_chooses_its_own_stays():
+def test_what_is_on_no_family_or_chooses_its_own_stays_and_what_is_marked_does_not():
     plain = [Item("plain", {"size": size}) for size in range(4)]
-    chosen = product("chosen", "abc", range(3), chosen=["size, family"])
-    assert keep_pairs([*plain, *chosen]) == [*plain, *chosen]
-
-
-def test_what_is_marked_does_not_stay():
-    plain, marked = Item("test", {"size": 1}), Item("test", {"size": 2}, is_marked=True)
-    assert keep_pairs([plain, marked]) == [plain]
-
-
-def test_a_fixture_knows_the_parameters_of_the_tests_that_ask_for_it():
-    def item(path: str, fixture: str, **params: int) -> SimpleNamespace:
-        return SimpleNamespace(path=path, fixturenames=[fixture], callspec=SimpleNamespace(params=params))
-
-    items = [
-        item("here", "mine", size=1, family=2),
-        item("here", "mine", size=1, family=3),
-        item("here", "mine", family=4),
-        item("here", "another", size=5, family=5),
-        item("there", "mine", size=6, family=6),
+    chosen = [
+        Item("chosen", {"family": family, "size": size}, ["size, family"]) for family in "abc" for size in (1, 2)
     ]
-    request = SimpleNamespace(path="here", fixturename="mine", session=SimpleNamespace(items=items))
-    assert wanted_by_tests(request, "family", "size") == [(2, 1), (3, 1)]
-    assert wanted_by_tests(request, "size") == [(1,)]
-    assert wanted_by_tests(request, "family") == [(2,), (3,), (4,)]
+    assert keep_pairs([*plain, *chosen, Item("plain", {"size": 5}, is_marked=True)]) == [*plain, *chosen]
 
 
-def test_each_value_stays_with_as_few_tests_as_a_diagonal_takes():
+def test_each_value_stays_with_as_few_tests_as_a_diagonal_takes_and_tests_begin_with_another_family():
     axes = "abc", range(5)
     items = [Item("one", dict(zip(("first", "second"), values, strict=True))) for values in itertools.product(*axes)]
     kept = keep_each_value([*items, Item("plain", {})])
     assert kept[-1].test == "plain" and len(kept) == 5 + 1
     for axis, name in zip(axes, ("first", "second"), strict=True):
         assert {item.params[name] for item in kept[:-1]} == set(axis)
-
-
-def test_a_test_runs_on_as_many_families_as_it_has_values_and_tests_begin_with_another():
-    items = [item for number in range(20) for item in product(f"test {number}", "abcdefg", range(2))]
-    kept = keep_each_value(items)
-    assert len(kept) == 20 * 2 and {item.params["size"] for item in kept} == {0, 1}
-    assert {item.params["family"] for item in kept} == set("abcdefg")
-    assert len(keep_each_value(product("one", "abcdefg", range(1)))) == 1
+    kept = keep_each_value(item for number in range(20) for item in product(f"test {number}", "abcdefg", range(2)))
+    assert len(kept) == 20 * 2 and {item.params["family"] for item in kept} == set("abcdefg")
 
 
 @pytest.fixture

@@ -43,17 +43,28 @@ def test_each_load_says_whether_code_of_the_model_is_run_so_that_nobody_is_asked
     assert [place for place, keywords in calls.items() if "trust_remote_code" not in keywords] == []
 
 
-def test_a_tokenizer_of_code_is_refused_and_is_not_run(tmp_path):
+@pytest.mark.parametrize(
+    ("load", "config", "message"),
+    [
+        (
+            load_tokenizer,
+            '{"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", null]}}',
+            "contains custom code which",
+        ),
+        (load_model, '{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}', "trust_remote_code"),
+    ],
+    ids=["tokenizer", "model"],
+)
+def test_code_that_comes_with_a_model_is_not_run_unless_it_is_trusted(load, config, message, tmp_path):
     save_byte_model("llama", tmp_path)
     for file in tmp_path.glob("tokenizer*"):
         file.unlink()
-    named = '{"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", null]}}'
-    (tmp_path / "tokenizer_config.json").write_text(named)
+    (tmp_path / ("config.json" if load is load_model else "tokenizer_config.json")).write_text(config)
     (tmp_path / "own.py").write_text("raise SystemExit('it ran')")
-    with pytest.raises(ValueError, match="contains custom code which must be executed"):
-        load_tokenizer(str(tmp_path))
+    with pytest.raises(ValueError, match=message):
+        load(str(tmp_path))
     with pytest.raises(SystemExit, match="it ran"):
-        load_tokenizer(str(tmp_path), trust_remote_code=True)
+        load(str(tmp_path), trust_remote_code=True)
 
 
 @pytest.mark.parametrize(
@@ -84,16 +95,6 @@ def test_what_the_weights_lack_is_named_in_order(tmp_path):
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
     model, missing = load_model(str(tmp_path), "bfloat16")
     assert (missing, model.dtype) == (lacking, torch.bfloat16)
-
-
-def test_code_that_comes_with_a_model_is_not_run_unless_it_is_trusted(tmp_path):
-    save_byte_model("llama", tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}')
-    (tmp_path / "own.py").write_text("raise SystemExit('it ran')")
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        load_model(str(tmp_path))
-    with pytest.raises(SystemExit, match="it ran"):
-        load_model(str(tmp_path), trust_remote_code=True)
 
 
 def test_a_refusal_is_the_callers_words_and_what_the_library_says():

@@ -228,7 +228,10 @@ REFUSALS = [
     ("assign --tree TREE --corpus CORPUS --output no/p.jsonl", "output is 'no/p.jsonl', in a folder that does"),
     ("assign --tree TREE --corpus absent --output p.jsonl", "corpus is 'absent', which is no file or folder"),
     ("assign --tree absent --corpus CORPUS --output p.jsonl", "tree is 'absent', whose tree.json cannot be read"),
+    ("assign --tree TREE --corpus BLANK.jsonl --output p.jsonl --column body", "corpus 'BLANK.jsonl' is empty: it has"),
+    ("assign --tree BARE --corpus CORPUS --output p.jsonl --column body", "tree 'BARE' does not say how windows"),
     ("report --tree absent", "tree is 'absent', whose tree.json cannot be read"),
+    ("report --tree TREE --level 0", "level is 0; expected a number from 1 to 2, the levels of the tree."),
     ("report --tree TREE --level 3", "level is 3; expected a number from 1 to 2, the levels of the tree."),
     ("report --tree TREE --nodes 0", "nodes is 0; expected at least 1."),
     ("report --tree TREE --corpus absent", "corpus is 'absent', which is no file or folder"),
@@ -243,12 +246,15 @@ REFUSALS = [
 def test_a_wrong_request_is_told_in_one_line(words, message, bert, corpus, tree, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "EMPTY").mkdir()
+    random_tree(width=WIDTH, origin=TreeOrigin(embedding_model=bert)).save(tmp_path / "BARE")
+    (tmp_path / "BLANK.jsonl").write_text('{"body": " "}\n{"body": "\\n"}\n')
     (tmp_path / "SHORT.jsonl").write_text('{"body": "w1"}\n')
     replaced = {"BERT": bert, "CORPUS": corpus, "TREE": tree}
     assert main([replaced.get(word, word) for word in words.split()]) == 2
     out, err = capsys.readouterr()
     message = message.replace("CORPUS", corpus)
     assert out == "" and err.splitlines()[-1].startswith(f"midus cluster {words.split()[0]}: {message}"), err
+    assert not [*tmp_path.glob("p.jsonl*"), *tmp_path.glob("out/tree.json")]
 
 
 def last_line(words: list[str], capsys) -> str:
@@ -259,20 +265,6 @@ def last_line(words: list[str], capsys) -> str:
     return err.splitlines()[-1].removeprefix(f"midus cluster {words[0]}: ")
 
 
-def test_a_corpus_without_text_makes_no_tree_and_no_paths(tree, bert, tmp_path, capsys):
-    (tmp_path / "blank.jsonl").write_text('{"body": " "}\n{"body": "\\n"}\n')
-    (tmp_path / "nothing.jsonl").touch()
-    (tmp_path / "empty").mkdir()
-    for name in ("blank.jsonl", "nothing.jsonl"):
-        expected = "is empty: it has no text with a visible character. Add text to it."
-        assert last_line(build_words(bert, tmp_path / name, tmp_path / "out"), capsys).endswith(expected)
-        assert not (tmp_path / "out" / "tree.json").exists()
-        assert last_line(assign_words(tree, tmp_path / name, tmp_path / "paths.jsonl"), capsys).endswith(expected)
-        assert not list(tmp_path.glob("*paths*"))
-    line = last_line(assign_words(tree, tmp_path / "empty", tmp_path / "paths.jsonl"), capsys)
-    assert "which has no text; expected files ending in" in line
-
-
 def test_two_texts_make_one_cluster_and_no_path_leads_to_its_empty_siblings(bert, tmp_path, capsys):
     corpus = write_lines(tmp_path / "two.jsonl", {"body": "w1 w2", "topic": "a"}, {"body": "w3", "topic": "b"})
     assert main(build_words(bert, corpus, tmp_path / "tree")) == 0
@@ -281,9 +273,3 @@ def test_two_texts_make_one_cluster_and_no_path_leads_to_its_empty_siblings(bert
     assigned = assigned_by(tmp_path / "tree", corpus, tmp_path / "paths.jsonl")
     assert [row["memory_ids"] for row in assigned] == [[0, 0], [0, 0]]
     assert main(["report", "--tree", str(tmp_path / "tree"), "--level", "2"]) == 0
-
-
-def test_a_tree_that_does_not_say_how_windows_are_cut_is_refused(bert, corpus, tmp_path, capsys):
-    random_tree(width=WIDTH, origin=TreeOrigin(embedding_model=bert)).save(tmp_path / "bare")
-    line = last_line(assign_words(tmp_path / "bare", corpus, tmp_path / "p.jsonl"), capsys)
-    assert "does not say how windows are cut; expected a tree that" in line

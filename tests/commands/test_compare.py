@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from compare.small_comparison import HEADWISE, SmallComparison, keys, write_room
-from pairs import by_default
 
 VARIANTS = {
     "hml": {"upscale": HEADWISE, "rates": [1e-2, 1e-3]},
@@ -87,17 +86,14 @@ def test_a_dry_run_refuses_results_of_other_texts(run, config, measured, room, m
     assert done.status == 2 and "base was done with another content of the corpus or of a text;" in done.err
 
 
-def test_a_dry_run_says_that_null_controls_follow(run, config):
-    done = run(config, "--set", "controls=true", "--dry-run")
-    assert "then null controls, which are not counted here" in " ".join(done.out.split())
-
-
 def test_settings_win(run, config):
     settings = ["seeds=[7]", "variants.full.rates=[1,2,3]", "variants.full.train.adapters.r=2"]
     words = [word for setting in settings for word in ("--set", setting)]
     report = json.loads(run(config, *words, "--dry-run", "--json").out)
     assert report["variants"][2]["method"] == "LoRA"
     assert report["seeds"] == [7] and [variant["runs"] for variant in report["variants"]] == [2, 1, 3]
+    table = run(config, "--set", "controls=true", "--dry-run").out
+    assert "then null controls, which are not counted here" in " ".join(table.split())
 
 
 @pytest.mark.parametrize(
@@ -148,21 +144,17 @@ def runs(monkeypatch):
     return pretended
 
 
-ONE_FAILED = ({"full/recipe/seed-0": "no memory"}, "one run failed, full/recipe/seed-0: no memory.")
-TWO_FAILED = ({"full/recipe/seed-0": "no memory", "b": "c"}, "2 runs failed, the first full/recipe/seed-0: no memory.")
-
-
-FAILED = {
-    "one": (*ONE_FAILED, []),
-    "two-json": (*TWO_FAILED, ["--json"]),
-    "one-json": (*ONE_FAILED, ["--json"]),
-    "two": (*TWO_FAILED, []),
-}
-
-
-@pytest.mark.parametrize("case", by_default(["one", "two-json"], FAILED))
-def test_where_runs_failed_the_report_is_written_and_the_status_is_1(run, config, measured, runs, case):
-    failures, words, json_ = FAILED[case]
+@pytest.mark.parametrize(
+    ("failures", "words", "json_"),
+    [
+        ({"full/recipe/seed-0": "no memory"}, "one run failed, full/recipe/seed-0: no memory.", []),
+        ({"full": "no memory", "b": "c"}, "2 runs failed, the first full: no memory.", ["--json"]),
+    ],
+    ids=["one", "two-json"],
+)
+def test_where_runs_failed_the_report_is_written_and_the_status_is_1(
+    run, config, measured, runs, failures, words, json_
+):
     runs.failures = failures
     done = run(config, *json_)
     assert done.status == 1
@@ -171,12 +163,6 @@ def test_where_runs_failed_the_report_is_written_and_the_status_is_1(run, config
         assert json.loads(done.out)["failures"] == failures
     else:
         assert f"Runs that are not done: 6, of which {len(failures)} failed." in done.out
-
-
-def test_where_all_is_done_the_status_is_0(run, config, measured, runs):
-    done = run(config)
-    assert done.status == 0 and "What" not in done.err
-    assert runs.started == [(1, [])]
 
 
 def test_where_the_base_fails_that_is_the_line(run, config, runs, tmp_path):
@@ -189,9 +175,12 @@ def test_where_the_base_fails_that_is_the_line(run, config, runs, tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "places"),
-    [(["--jobs", "3"], (3, [])), (["--devices", "0, 2"], (1, ["0", "2"])), (["--devices", "1", "--jobs", "1"], (1, ["1"]))],
-    ids=["jobs", "devices", "one of both"],
-)  # fmt: skip
-def test_jobs_and_devices_are_places_for_runs(run, config, measured, runs, words, places):
-    assert run(config, *words).status == 0
+    [([], (1, [])), (["--jobs", "3"], (3, [])), (["--devices", "0, 2"], (1, ["0", "2"]))],
+    ids=["neither", "jobs", "devices"],
+)
+def test_jobs_and_devices_are_places_for_runs_and_where_all_is_done_the_status_is_0(
+    run, config, measured, runs, words, places
+):
+    done = run(config, *words)
+    assert done.status == 0 and "What" not in done.err
     assert runs.started == [places]

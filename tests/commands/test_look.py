@@ -11,17 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from look.chapter_models import CHAPTERS, LAYERS, READ, SHARED, routed_model, rows_of
+from look.chapter_models import routed_model
 from look.memory_models import write_text
-from look.upscaled_folders import METHODS, acting, loaded, saved_pair, saved_with_bank
+from look.upscaled_folders import acting, loaded, saved_pair, saved_with_bank
 from models.depth_models import depth_model
 from safetensors.torch import load_file, save_file
 from training.tiny_run import document, letter_tokenizer, tiny_tokenizer
 
 from midus_hf.config.wording import install_extra
-from midus_hf.look.usage import record_usage, summarise
 from midus_hf.topics.memory_retriever import MemoryRetriever
-from upscalers.runs.upscale import upscale
 
 QUESTIONS = [
     {"question": "w5 w6", "choices": ["w9 w10", "w11"], "gold": 1},
@@ -56,13 +54,9 @@ def room(tmp_path_factory):
         with_tokenizer(checkpoint)
     (folder / "piqa.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     text = ["--text", f"words={write_text(folder / 'text.txt', 60)}"]
-    of_kinds = []
-    for kind in READ:
-        lines = [" ".join(f"w{id}" for id in row.tolist()) for row in rows_of(kind).rows]
-        of_kinds += ["--text", f"{kind}={write_documents(folder / f'{kind}.jsonl', lines)}"]
     three = write_documents(folder / "three.jsonl", [document(length, length) for length in (20, 12, 7)])
     models = {name: folder / name for name in ("base", "made", "trained", "chapters", "depth")}
-    return SimpleNamespace(**models, data=folder, text=text, kinds=of_kinds, three=["--text", str(three)])
+    return SimpleNamespace(**models, data=folder, text=text, three=["--text", str(three)])
 
 
 @pytest.fixture(scope="module")
@@ -98,52 +92,19 @@ def outputs(*files: Path) -> list[str]:
 def test_usage_is_a_row_per_layer_and_files(run, room, tmp_path):
     pytest.importorskip("matplotlib")
     files = [tmp_path / f"usage.{kind}" for kind in ("png", "pdf", "html", "csv", "json")]
-    done = run("usage", room.trained, *room.text, "--sequence-length", 32, *outputs(*files))
+    done = run("usage", room.trained, *room.text, "--sequence-length", 20, "--max-tokens", 40, *outputs(*files))
     rows = [line.split() for line in done.out.splitlines() if line.strip().startswith("words ")]
     assert [int(row[1]) for row in rows] == [1, 4]
-    assert "read words (59 tokens, loss " in done.out
+    assert "read words (40 tokens, loss " in done.out
     picture, pdf, page, table, report = (file.read_bytes() for file in files)
     assert picture.startswith(b"\x89PNG") and pdf.startswith(b"%PDF-") and b"data:image/png;base64," in page
     assert table.count(b"\n") == 1 + 2 * HEADS * 16 and json.loads(report)["model"] == str(room.trained)
-
-
-def test_usage_counts_the_tokens_that_were_read(run, room, tmp_path):
-    text = write_text(tmp_path / "short.txt", words=101)
-    report = json.loads(run("usage", room.trained, "--text", text, "--sequence-length", 100, "--json").out)
-    model = loaded(room.trained)
-    ids = torch.tensor([[int(word[1:]) for word in text.read_text().split()]])
-    with record_usage(model) as usage, torch.no_grad():
-        model(ids[:, :-1])
-    expected = [{"memory": position, **vars(summarise(counts))} for position, counts in usage.items()]
-    for row, of_memory in zip(report["rows"], expected, strict=True):
-        assert {key: row[key] for key in of_memory} == pytest.approx(of_memory)
-    limited = run("usage", room.trained, "--text", text, "--sequence-length", 20, "--max-tokens", 40, "--json")
-    assert json.loads(limited.out)["texts"]["short.txt"]["tokens"] == 40
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_bars_are_for_terminals(is_terminal, run, room, library_bars, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     assert ("Loading weights" in run("usage", room.trained, *room.text, "--json").err) == is_terminal
-
-
-def test_slots_and_chapters_of_one_model_are_counted_together(run, room, tmp_path):
-    upscale(base=room.made, method="moc", output=tmp_path / "both", options=METHODS["moc"], verify=False)
-    rows = json.loads(run("usage", tmp_path / "both", *room.text, "--json").out)["rows"]
-    assert [row["memory"] for row in rows] == ["0 chapters", "1", "2 chapters", "4"]
-    for row in rows[::2]:
-        assert 2 / 5 <= row["used"] <= 1 and 1 / 5 <= row["largest"] <= 1 / 2 < 2 / 5 + row["perplexity"]
-
-
-def test_usage_of_chapters_is_counted_per_routed_chapter(run, room, tmp_path):
-    table = tmp_path / "chapters.csv"
-    report = json.loads(run("usage", room.chapters, *room.kinds, "--output", table, "--json").out)
-    assert [row["memory"] for row in report["rows"]] == [f"{layer} chapters" for layer in LAYERS] * len(READ)
-    rows = list(csv.DictReader(table.read_text().splitlines()))
-    assert len(rows) == len(LAYERS) * 2 * (CHAPTERS - SHARED)
-    for kind, read in READ.items():
-        opened = {int(row["number"]) + SHARED for row in rows if row["text"] == kind and int(row["count"])}
-        assert opened == set(read) - {0}
 
 
 def test_blocks_that_the_paths_of_documents_name_are_counted(run, bank, tmp_path):
@@ -234,30 +195,20 @@ def test_a_base_that_trained_or_has_other_tokens_is_refused(run, room, tmp_path)
 # depth and heads
 
 
-def test_depth_is_a_row_per_layer(run, room):
-    report = json.loads(run("depth", room.depth, *room.three, "--json").out)
-    assert {**report["texts"]["three.jsonl"], "loss": 0} == {"documents": 3, "rows": 3, "tokens": 36, "loss": 0}
-    assert [row["layer"] for row in report["rows"]] == [1, 2, 3]
-    first = report["rows"][0]
-    assert first["slots"] == [{"source": "attention", "layer": 0}, {"source": "ffn", "layer": 0}]
-    assert first["tokens"] == 36 and len(first["shares"]) == HEADS
-    for row in report["rows"]:
-        assert row["depth_shares"] == pytest.approx(list(map(sum, row["shares"])))
-        assert all(0 < share < 1 for share in row["depth_shares"]) and min(row["gates"]) > 0.19
-        both = [sum(pair) for pair in zip(row["depth_shares"], row["sequence_shares"], strict=True)]
-        assert both == pytest.approx([1.0] * HEADS)
-    lines = run("depth", room.depth, *room.three).out.splitlines()
-    mean, most = sum(first["depth_shares"]) / HEADS, max(first["depth_shares"])
-    (of_first,) = [line for line in lines if line.strip().startswith("1 ") and " to " in line]
-    assert f" {mean:.1%} " in of_first and f" {most:.1%} ({first['depth_shares'].index(most)})" in of_first
-    assert f"{min(first['gates']):.3g} to {max(first['gates']):.3g}" in of_first
-    assert f" {sum(first['sequence_shares']) / HEADS:.1%} " in of_first
-
-
-def test_depth_is_drawn_or_the_map_of_one_head(run, room, tmp_path):
+def test_depth_is_a_row_per_layer_and_drawn_or_the_map_of_one_head(run, room, tmp_path):
     pytest.importorskip("matplotlib")
     picture, page = tmp_path / "depth.png", tmp_path / "depth.html"
-    run("depth", room.depth, *room.three, *outputs(picture, page))
+    report = json.loads(run("depth", room.depth, *room.three, "--json", *outputs(picture, page)).out)
+    assert {**report["texts"]["three.jsonl"], "loss": 0} == {"documents": 3, "rows": 3, "tokens": 36, "loss": 0}
+    assert [row["layer"] for row in report["rows"]] == [1, 2, 3]
+    for row in report["rows"]:
+        assert row["tokens"] == 36 and row["depth_shares"] == pytest.approx(list(map(sum, row["shares"])))
+        both = [sum(pair) for pair in zip(row["depth_shares"], row["sequence_shares"], strict=True)]
+        assert both == pytest.approx([1.0] * HEADS) and min(row["gates"]) > 0.19
+    lines, first = run("depth", room.depth, *room.three).out.splitlines(), report["rows"][0]
+    (of_first,) = [line for line in lines if line.strip().startswith("1 ") and " to " in line]
+    shown = [f" {sum(first[shares]) / HEADS:.1%} " for shares in ("depth_shares", "sequence_shares")]
+    assert all(words in of_first for words in (*shown, f"{min(first['gates']):.3g} to {max(first['gates']):.3g}"))
     assert picture.read_bytes().startswith(b"\x89PNG") and "36 tokens" in page.read_text()
     layers = page.read_text()
     run("depth", room.depth, *room.three, *outputs(page), "--layer", "3", "--head", "1")

@@ -29,12 +29,8 @@ def test_texts_get_keys_for_a_short_run_which_a_line_names(model, tmp_path, caps
     )
 
 
-def test_texts_by_a_flag_are_texts_too(model):
-    assert read("--corpus", "notes", "--model", model, "--output", "o").sequence_length == 256
-
-
 def test_a_whole_model_trains_more_slowly_and_adapters_do_not():
-    words = ["notes", "--model", "m", "--output", "o"]
+    words = ["--corpus", "notes", "--model", "m", "--output", "o"]
     assert read(*words, "--bf16", "false").learning_rate == 1e-4
     assert read(*words, "--adapters", '{"r": 4}').learning_rate == 1e-3
 
@@ -59,16 +55,11 @@ def test_flags_replace_the_keys_of_a_short_run(model, capsys):
     assert " learning_rate=" not in capsys.readouterr().err
 
 
-def test_flags_replace_keys_of_a_recipe(tmp_path):
-    (tmp_path / "recipe.yaml").write_text("{corpus: c, model_name_or_path: m, output_dir: o, max_steps: 3}")
-    arguments = read(str(tmp_path / "recipe.yaml"), "--model", "other: one", "--output", "p")
-    assert (arguments.model_name_or_path, arguments.output_dir, arguments.max_steps) == ("other: one", "p", 3)
-
-
 def test_steps_of_a_recipe_count_before_epochs_which_a_line_says(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("{corpus: c, model_name_or_path: m, output_dir: o, max_steps: 3}")
-    assert read(str(recipe), "--num_train_epochs", "2").max_steps == 3
+    arguments = read(str(recipe), "--num_train_epochs", "2", "--model", "other: one", "--output", "p")
+    assert (arguments.model_name_or_path, arguments.output_dir, arguments.max_steps) == ("other: one", "p", 3)
     line = "max_steps=3 counts, and not num_train_epochs; --max_steps -1 lets epochs count\n"
     assert capsys.readouterr().err == line
     arguments = read(str(recipe), "--num_train_epochs", "2", "--max_steps", "-1")

@@ -31,52 +31,34 @@ def config_of(name: str, layers: int | None = None, without: bool = False, **opt
 
 
 @pytest.mark.parametrize(
-    ("config", "millions"),
+    ("config", "millions", "trillions"),
     [
-        (config_of("olmo2-669m"), 669.0),
-        (config_of("olmo2-669m", 38), 700.5),
-        (config_of("moda-706m", **WITHOUT_FFN), 669.0),
-        (config_of("moda-706m"), 705.7),
-        (config_of("moda-706m", **PROJECTED), 742.4),
-        (config_of("moda-74m", without=True), 71.35),
-        (config_of("moda-74m", **WITHOUT_FFN), 71.35),
-        (config_of("moda-128m", without=True), 123.38),
-        (config_of("moda-128m", **WITHOUT_FFN), 123.38),
+        (config_of("olmo2-669m"), 669.0, 8.01),
+        (config_of("olmo2-669m", 38), 700.5, 8.41),
+        (config_of("moda-706m", **WITHOUT_FFN), 669.0, 8.02),
+        (config_of("moda-706m"), 705.7, 8.33),
+        (config_of("moda-706m", **PROJECTED), 742.4, 8.63),
     ],
     ids=str,
 )
-def test_models_have_the_parameters_of_the_paper(config, millions):
-    """Tables 3 and 6; here and below, what a number has in the paper is what is compared."""
-    places = 2 if millions < 200 else 1
-    assert round(count_parameters(config)["total"] / 1e6, places) == millions
-
-
-@pytest.mark.parametrize(("name", "layers", "millions"), [("moda-74m", 24, 73.72), ("moda-128m", 48, 128.11)])
-def test_the_small_models_do_without_the_projection_that_nothing_reads(name, layers, millions):
-    """Table 6 has a projection in every layer, that of the last included; table 3 has none there."""
-    projection = 2 * (384 * 128 + 128)
-    config = config_of(name)
-    added = count_parameters(config)["total"] - count_parameters({**config, "memory": []})["total"]
-    assert added == (layers - 1) * projection
-    assert (count_parameters(config)["total"] + projection) / 1e6 == pytest.approx(millions, abs=0.01)
+def test_models_have_the_parameters_and_take_the_operations_of_the_paper(config, millions, trillions):
+    """Table 3, which has no price for mask and scale of the scores of the sequence. What a number has there is compared."""
+    tokens, layers = 4096, config["num_hidden_layers"]
+    scores = layers * config["num_attention_heads"] * tokens**2
+    assert round(count_parameters(config)["total"] / 1e6, 1) == millions
+    assert round((estimate_flops(config, tokens).forward - MASK_AND_SCALE * scores) / 1e12, 2) == trillions
 
 
 @pytest.mark.parametrize(
-    ("config", "trillions"),
-    [
-        (config_of("olmo2-669m"), 8.01),
-        (config_of("olmo2-669m", 38), 8.41),
-        (config_of("moda-706m", **WITHOUT_FFN), 8.02),
-        (config_of("moda-706m"), 8.33),
-        (config_of("moda-706m", **PROJECTED), 8.63),
-    ],
-    ids=str,
+    ("name", "layers", "plain", "millions"), [("moda-74m", 24, 71.35, 73.72), ("moda-128m", 48, 123.38, 128.11)]
 )
-def test_models_take_the_operations_of_the_paper(config, trillions):
-    """Table 3, which has no price for mask and scale of the scores of the sequence."""
-    tokens, layers = 4096, config["num_hidden_layers"]
-    scores = layers * config["num_attention_heads"] * tokens**2
-    assert round((estimate_flops(config, tokens).forward - MASK_AND_SCALE * scores) / 1e12, 2) == trillions
+def test_the_small_models_do_without_the_projection_that_nothing_reads(name, layers, plain, millions):
+    """Table 6 has a projection in every layer, that of the last included; table 3 has none there."""
+    projection = 2 * (384 * 128 + 128)
+    totals = [count_parameters(config_of(name, **more))["total"] for more in ({}, {"without": True}, WITHOUT_FFN)]
+    assert [round(total / 1e6, 2) for total in totals[1:]] == [plain] * 2
+    assert totals[0] - totals[1] == (layers - 1) * projection
+    assert (totals[0] + projection) / 1e6 == pytest.approx(millions, abs=0.01)
 
 
 def test_what_reads_and_what_is_read():

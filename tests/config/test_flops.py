@@ -54,7 +54,8 @@ def test_a_layer_has_the_papers_operations():
 
 
 def test_a_memory_adds_the_papers_operations():
-    layers = estimate_flops(paper_config(), 1024).layers
+    flops = estimate_flops(paper_config(), 1024)
+    layers = flops.layers
     added = {name: count for name, count in layers[2].items() if name not in layers[0]}
     assert added == {
         "chapters: router": 7_124_491,
@@ -66,11 +67,7 @@ def test_a_memory_adds_the_papers_operations():
     }
     assert sum(added.values()) == 25_702_029_150
     assert [index for index, layer in enumerate(layers) if layer != layers[0]] == [2, 6, 10, 14]
-
-
-def test_head_and_loss_have_the_papers_operations():
-    outside = estimate_flops(paper_config(), 1024).outside
-    assert outside == {"final norm": 3_149_824, "language head": 77_309_411_328, "cross entropy": 251_412_480}
+    assert flops.outside == {"final norm": 3_149_824, "language head": 77_309_411_328, "cross entropy": 251_412_480}
 
 
 @pytest.mark.parametrize(
@@ -104,9 +101,8 @@ def test_matrix_products_are_those_that_torch_counts(family, products_alone):
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(tokens)
     by_module = {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
-    rotary = sum(
-        count for name, count in by_module.items() if name.endswith("rotary_emb")
-    )  # angles, once for all layers
+    # Angles, once for all layers.
+    rotary = sum(count for name, count in by_module.items() if name.endswith("rotary_emb"))
     parts = estimate_flops(model.config.to_dict(), tokens.shape[1], tokens.shape[0]).parts
     counted = parts["attention"] + parts["feed-forward"] + parts["language head"]
     assert counted == by_module["Global"] - rotary > 0
@@ -135,10 +131,7 @@ def test_what_a_family_has_besides_is_counted():
     capped, plain = of_family("gemma2"), of_family("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
     assert capped["attention"] - plain["attention"] == 4 * BATCH * 4 * TOKENS * TOKENS * 6
     assert capped["language head"] - plain["language head"] == ROWS * 128 * 6
-
-
-def test_windows_and_masks_make_nothing_less():
-    assert of_family("gemma3", sliding_window=2) == of_family("gemma3", sliding_window=100)
+    assert of_family("gemma3", sliding_window=2) == of_family("gemma3", sliding_window=100)  # nothing is less
 
 
 @pytest.mark.parametrize("memory_type", MEMORY_TYPES)
@@ -222,16 +215,12 @@ def test_tucker_retrieval_asks_with_every_rank_keeps_sides_and_scores_their_pair
     }
 
 
-def test_heads_work_as_often_as_there_are():
+def test_heads_work_as_often_as_there_are_and_tables_have_their_price():
     plain, heads = ultramem(), ultramem(heads=3)
-    for part in ("scores", "choice", "values"):
-        assert heads[part] == 3 * plain[part]
+    assert all(heads[part] == 3 * plain[part] for part in ("scores", "choice", "values"))
     assert heads["output projection"] == plain["output projection"]
-
-
-def test_tables_without_pre_values_and_shared_ones_have_their_price():
     assert ultramem(pre_value_width=0)["pre-values"] == 0
-    assert ultramem(share="ring:4", n=4) == ultramem()  # twice as many keys for four tables of a quarter
+    assert ultramem(share="ring:4", n=4) == plain  # twice as many keys for four tables of a quarter
 
 
 @pytest.mark.parametrize("changes", [{}, {"heads": 2, "rank": 3}], ids=str)
@@ -271,13 +260,10 @@ def test_a_choice_for_each_stretch_or_token_is_routed_and_reads_the_bank_once_at
     assert few["attention"] == chapters()["attention"] + 2 * 2 * (3 * BATCH - BATCH) * SELECTED * 32 * 32
 
 
-def test_weights_of_chapters_and_norms_of_their_tokens_cost_what_they_do():
+def test_weights_of_chapters_norms_of_their_tokens_and_scales_of_integers_cost_what_they_do():
     rows, scores = BATCH * SELECTED, 4 * ROWS * SELECTED
     assert chapters()["memory tokens"] == rows * 32 + rows * (4 * 32 + 4)
     assert chapters(routing="token")["memory tokens"] == 2 * scores + 256 * (4 * 32 + 4)
-
-
-def test_rows_of_integers_are_scaled():
     assert chapters()["bank"] == 0
     assert chapters(bank_bits=8)["bank"] == BATCH * SELECTED * 32
 

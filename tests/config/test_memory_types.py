@@ -113,12 +113,9 @@ def test_a_declaration_that_cannot_be_built_is_refused(options, message):
         register_memory("example")(options)
 
 
-def test_a_type_must_say_which_tensors_it_has():
+def test_a_type_must_say_which_tensors_it_and_its_blocks_have():
     with pytest.raises(TypeError, match="Silent does not say which tensors it has"):
         register_memory("silent")(type("Silent", (InsertedOptions,), {"sites": ("inserted",)}))
-
-
-def test_a_memory_of_blocks_must_say_what_they_hold():
     with pytest.raises(TypeError, match="HierarchicalOptions does not say which tensors a block has"):
         HierarchicalOptions().fetched(ModelSizes(hidden_size=8, num_heads=2))
 

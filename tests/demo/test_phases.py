@@ -62,23 +62,20 @@ def test_a_run_that_reached_the_end_or_has_other_settings_begins_anew(tmp_path, 
     assert not again.seconds and not (tmp_path / "model").exists()
 
 
-def test_what_a_command_prints_can_go_to_a_file_that_appears_whole(tmp_path, capsys):
-    phases = Phases(tmp_path, tmp_path, 1, {})
-    phases.run("a", "doing a", 1, *PRINTS, output=tmp_path / "a.json")
-    assert (tmp_path / "a.json").read_text() == "a table\n"
-    assert "\na table" not in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        phases.run("b", "doing b", 1, *FAILS, output=tmp_path / "b.json")
-    assert not (tmp_path / "b.json").exists()
-
-
-def test_what_an_unfinished_command_left_is_removed_unless_it_goes_on_from_there(tmp_path):
-    phases = Phases(tmp_path, tmp_path, 2, {})
+def test_what_a_command_prints_can_go_to_a_file_that_appears_whole_and_what_an_unfinished_one_left_is_removed(
+    tmp_path, capsys
+):
+    phases = Phases(tmp_path, tmp_path, 3, {})
     for name in ("made", "trained"):
         (tmp_path / name).mkdir()
-    phases.run("a", "doing a", 1, *PRINTS, makes=tmp_path / "made")
+    phases.run("a", "doing a", 1, *PRINTS, output=tmp_path / "a.json", makes=tmp_path / "made")
+    assert (tmp_path / "a.json").read_text() == "a table\n"
+    assert "\na table" not in capsys.readouterr().out
     phases.run("b", "doing b", 1, *PRINTS, makes=tmp_path / "trained", steps=3)
-    assert not (tmp_path / "made").exists() and (tmp_path / "trained").exists()
+    assert not (tmp_path / "made").exists() and (tmp_path / "trained").exists(), "training goes on from there"
+    with pytest.raises(SystemExit):
+        phases.run("c", "doing c", 1, *FAILS, output=tmp_path / "c.json")
+    assert not (tmp_path / "c.json").exists()
 
 
 def test_a_silent_command_says_how_far_it_is(tmp_path, capsys, monkeypatch):

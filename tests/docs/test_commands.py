@@ -3,7 +3,9 @@
 import ast
 import dataclasses
 import importlib
+import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "notebooks").glob("*.ipynb")),
     *sorted((ROOT / "configs").rglob("*.yaml")),
 ]
 KEYS: dict[str, Any] = {"train": TrainArguments, "sft": SftArguments}
@@ -42,9 +45,20 @@ def command_of(words: list[str]) -> tuple[Any, list[str]]:
     return command, rest
 
 
+@cache
+def text_of(page: Path) -> str:
+    """Return a page, of a notebook its text and its cells as blocks, continued lines joined."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
+        blocks = [f"```python\n{source}\n```\n" if kind == "code" else f"{source}\n" for kind, source in cells]
+        text = re.sub(r"python\n%%bash", "sh", re.sub(r"%%capture\n", "", "\n".join(blocks)))
+    return text.replace("\\\n", " ")
+
+
 def commands_in(page: Path) -> list[str]:
     """Return the commands of a page's code blocks and inline code, or of a recipe's comments, continued lines joined."""
-    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    text = text_of(page)
     if page.suffix == ".yaml":
         return [
             match.group() for match in COMMAND.finditer("\n".join(re.findall(r"^#(.*)$", text, flags=re.MULTILINE)))
@@ -94,11 +108,8 @@ def test_commands_are_found_at_all():
     ("line", "mistake"),
     [
         ("midus trian recipe.yaml", "no command 'trian'"),
-        ("midus edit remove DIR", "no command 'remove'"),
-        ("midus look usages MODEL", "no command 'usages'"),
         ("upscale stripe DIR --output DIR2", "no command 'stripe'"),
         ("midus look usage MODEL --signed", "--signed"),
-        ("midus eval MODEL --stride 3", "--stride"),
         ("midus train recipe.yaml --models DIR", "--models"),
         ("midus compare compare.yaml --set bases=DIR", "no key 'bases'"),
         ("upscale --base DIR --methode moc", "--methode"),
@@ -109,12 +120,11 @@ def test_mistakes_are_noticed(line, mistake):
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.suffix == ".md"], ids=lambda page: str(page.relative_to(ROOT))
+    "page", [page for page in PAGES if page.suffix != ".yaml"], ids=lambda page: str(page.relative_to(ROOT))
 )
 def test_python_on_a_page_compiles_and_imports_names_that_exist(page):
     """Hold pieces of Python to the names of the packages; whole scripts are run by the tests of their pages."""
-    text = page.read_text(encoding="utf-8")
-    for block in re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+    for block in re.findall(r"^```python\n(.*?)^```", text_of(page), flags=re.DOTALL | re.MULTILINE):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("midus_hf", "upscalers"):
                 module = importlib.import_module(node.module or "")

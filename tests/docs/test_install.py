@@ -6,7 +6,10 @@ from pathlib import Path
 from midus_hf.config.wording import install_extra
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 FROM_A_REGISTRY = re.compile(r"midus[-_]hf\[[a-z,]+\]|pip install [^.]*midus[-_]hf")
+# Commands that the README shows, and the extra that each needs.
+NEEDED = {"midus train": "train", "midus eval": "eval", "midus cluster": "clusters", "midus look": "look"}
 
 
 def test_nothing_tells_to_install_the_package_from_a_registry():
@@ -22,5 +25,20 @@ def test_messages_name_extras_that_exist_as_the_readme_installs_them():
     files = [file for folder in ("midus_hf", "upscalers") for file in ROOT.glob(f"{folder}/**/*.py")]
     named = {extra for file in files for extra in re.findall(r"install_extra\([\"'](\w+)[\"']\)", file.read_text())}
     assert named and named <= extras
-    assert "pip install -c constraints.txt -e '.[" in (ROOT / "README.md").read_text()
     assert install_extra("ot") == "in the clone of midus_hf, run: pip install -c constraints.txt -e '.[ot]'"
+
+
+def test_what_the_first_page_installs_is_what_it_uses():
+    extras = set(re.search(r"pip install -c constraints\.txt -e '\.\[([\w,]+)\]'", README).group(1).split(","))
+    use = README.partition("## Use")[2].partition("## Methods")[0]
+    assert {extra for command, extra in NEEDED.items() if command in use} == extras
+
+
+def test_pages_say_what_works_in_the_clone_alone():
+    """Look at every page but that of benchmarks, which quotes commands of this repository throughout."""
+    pages = {*ROOT.glob("docs/*.md"), *ROOT.glob("docs/methods/*.md"), ROOT / "README.md"}
+    for page in pages - {ROOT / "docs" / "benchmarks.md"}:
+        text = page.read_text(encoding="utf-8")
+        shell = "".join(re.findall(r"^```(?:sh|console)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE))
+        if re.search(r"(configs|scripts)/|python -m (material|demo|benchmarks)", shell):
+            assert "root of the clone" in text, page

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.docs.snippets import ROOT, RUN_LANGUAGES, SHOWN_LANGUAGES, Block, Mark, blocks_in, blocks_of, pages, run_by
+from tests.docs.snippets import ROOT, RUN_LANGUAGES, SHOWN_LANGUAGES, Block, blocks_of, pages, run_by
 
 BLOCKS = [block for page in pages() for block in blocks_of(page)]
 
@@ -50,32 +50,3 @@ def test_every_mark_stands_right_before_a_block(page):
     lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
     marks = [line for line in lines if line.startswith("<!-- not run")]
     assert len(marks) == sum(len(block.marks) for block in blocks_of(page))
-
-
-TEXT = """
-Fetch, then run:
-
-<!-- not run, `pip`: needs a network -->
-```sh
-pip install x
-midus eval \\
-    base   # one line
-```
-
-<!-- not run: needs a GPU -->
-```python file=a.py
-x = 1
-```
-"""
-
-
-def test_blocks_are_read_with_their_marks():
-    first, second = blocks_in(TEXT, "page.md")
-    assert (str(first), first.marks, first.is_marked) == ("page.md:5", (Mark("pip", "needs a network"),), False)
-    assert [line.split() for line in first.commands] == [["midus", "eval", "base", "#", "one", "line"]]
-    assert (str(second), second.name, second.text, second.is_marked) == ("page.md:12", "a.py", "x = 1\n", True)
-
-
-def test_a_console_has_commands_and_output():
-    (block,) = blocks_in("```console\n$ midus eval base\nperplexity 3\n```\n", "page.md")
-    assert block.commands == ["midus eval base"]

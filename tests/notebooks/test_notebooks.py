@@ -1,12 +1,8 @@
 """The notebooks run from top to bottom, and their kept outputs are what their code gives, but for numbers."""
 
 import ast
-import contextlib
-import io
 import os
 import re
-import shlex
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,43 +10,26 @@ from typing import Any
 
 import nbformat
 import pytest
-from commands.installed import main_of
-from compare.small_comparison import compare_in_this_process
 from evaluation.byte_models import save_byte_model
-from IPython.core.formatters import DisplayFormatter
 from nbclient import NotebookClient
 from training.tiny_run import write_corpus
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 IDENTITY = "Identity(checked='logits', max_abs_diff=0.0)"
+# What cells of each notebook show, in this order, whatever the base is.
 CLAIMS = {
     "first_steps": [IDENTITY, *["True"] * 4],
     "train_and_look_inside": [IDENTITY, *["True"] * 3],
     "compare": ["{'midus-hml': True, 'llama-pro': True, 'full': True}"],
 }
-"""What cells of each notebook show, in this order, whatever the base is."""
+# What of a notebook's code is replaced, so that a base of five layers takes seconds.
 SMALLER = {
-    "first_steps": {'"max_new_tokens": 32': '"max_new_tokens": 4'},
-    "train_and_look_inside": {
-        "num_new_layers=10": "num_new_layers=2",
-        "sequence_length=256,\n": "sequence_length=32,\n",
-        "max_steps=40": "max_steps=2",
-        '"sequence_length": 256, "max_tokens": 2048': '"sequence_length": 32, "max_tokens": 64',
-        "dict(sequence_length=256, max_tokens=1000)": "dict(sequence_length=32, max_tokens=64)",
-        "--max-tokens 1000 --sequence-length 256": "--max-tokens 64 --sequence-length 32",
-        "--max-tokens 500 --sequence-length 256": "--max-tokens 64 --sequence-length 32",
-    },
-    "compare": {
-        '"max_steps": 16': '"max_steps": 2',
-        '"sequence_length": 256': '"sequence_length": 32',
-        '"eval_steps": 4': '"eval_steps": 1',
-        '"num_new_layers": 10': '"num_new_layers": 2',
-        '"num_new_layers": 3': '"num_new_layers": 2',
-    },
+    "num_new_layers=10": "num_new_layers=5",
+    "max_steps=40": "max_steps=2",
+    r"sequence_length(=|\": )256": r"sequence_length\g<1>32",
+    r"max_tokens(=|\": )\d+": r"max_tokens\g<1>64",
+    r'"max_new_tokens": 32': '"max_new_tokens": 4',
 }
-"""What of each notebook's code is replaced, so that a tiny base takes seconds."""
-NUM_LAYERS = {"first_steps": 5, "train_and_look_inside": 4, "compare": 4}
-"""Of the tiny base: new layers are as many as divide it."""
 
 Output = dict[str, str]
 """Data of an output by their types; of what is printed, the name of the stream is the type."""
@@ -69,12 +48,6 @@ def code_cells(notebook: Any) -> list[Any]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def make_smaller(notebook: Any, name: str) -> None:
-    for old, new in SMALLER[name].items():
-        (cell,) = [cell for cell in code_cells(notebook) if old in cell.source]
-        cell.source = cell.source.replace(old, new)
-
-
 def kept_outputs(notebook: Any) -> list[list[Output]]:
     """Return what each cell of code shows."""
     return [
@@ -83,68 +56,25 @@ def kept_outputs(notebook: Any) -> list[list[Output]]:
     ]
 
 
-class ThisProcess:
-    """Runs cells as a kernel does, without a process of its own."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.outputs: list[list[Output]] = []
-        self._names: dict[str, Any] = {}
-        monkeypatch.setattr("IPython.display.display", self._show)
-
-    def run(self, notebook: Any) -> list[list[Output]]:
-        """Run all cells, and return what each of them shows."""
-        for cell in code_cells(notebook):
-            self.outputs.append([])
-            printed = io.StringIO()
-            magic, _, script = cell.source.partition("\n")
-            with contextlib.redirect_stdout(printed):
-                if magic == "%%bash":
-                    for line in script.replace("\\\n", " ").strip().splitlines():
-                        run_command(shlex.split(os.path.expandvars(line)))
-                else:
-                    self._run_python(script if magic == "%%capture" else cell.source)
-            if magic == "%%capture":
-                self.outputs[-1].clear()
-            elif printed.getvalue():
-                self.outputs[-1].insert(0, {"stdout": printed.getvalue()})
-        return self.outputs
-
-    def _run_python(self, source: str) -> None:
+def results_of(notebook: Any) -> list[str]:
+    """Return what the last lines of cells give in this process. Commands are left out: tests/docs/test_commands.py knows them."""
+    names: dict[str, Any] = {}
+    results = []
+    for cell in code_cells(notebook):
+        magic, _, below = cell.source.partition("\n")
+        if magic == "%%bash":
+            continue
+        source = below if magic == "%%capture" else cell.source
+        for pattern, instead in SMALLER.items():
+            source = re.sub(pattern, instead, source)
         *statements, last = ast.parse(source).body
-        if not isinstance(last, ast.Expr):
-            statements.append(last)
-        exec(compile(ast.Module(statements, []), "cell", "exec"), self._names)
+        exec(
+            compile(ast.Module([*statements, *([] if isinstance(last, ast.Expr) else [last])], []), "cell", "exec"),
+            names,
+        )
         if isinstance(last, ast.Expr):
-            value = eval(compile(ast.Expression(last.value), "cell", "eval"), self._names)
-            if value is not None:
-                self._show(value)
-
-    def _show(self, value: Any) -> None:
-        self.outputs[-1].append(DisplayFormatter().format(value)[0])
-
-
-def run_command(words: list[str]) -> None:
-    """Run a command of a cell, one of ours in this process; it may say something on standard error only where that goes to a file."""
-    files = {sign: words[words.index(sign) + 1] for sign in (">", "2>") if sign in words}
-    words = words[: min([len(words), *(words.index(sign) for sign in files)])]
-    if words[0] != "midus":
-        print(subprocess.run(words, check=True, capture_output=True, text=True).stdout, end="")
-        return
-    printed, warned, before = io.StringIO(), io.StringIO(), sys.argv
-    sys.argv = words
-    try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(warned):
-            status = main_of("midus")()
-    except SystemExit as stopped:
-        status = stopped.code
-    finally:
-        sys.argv = before
-    assert not status, warned.getvalue()
-    assert "2>" in files or not warned.getvalue(), warned.getvalue()
-    if ">" in files:
-        Path(files[">"]).write_text(printed.getvalue())
-    else:
-        print(printed.getvalue(), end="")
+            results.append(repr(eval(compile(ast.Expression(last.value), "cell", "eval"), names)))
+    return results
 
 
 def kind(output: Output) -> str:
@@ -167,34 +97,18 @@ def assert_claims_hold(name: str, outputs: list[list[Output]]) -> None:
     assert [text for text in texts if text in CLAIMS[name]] == CLAIMS[name]
 
 
-@pytest.fixture
-def tiny_room(tmp_path, monkeypatch) -> Path:
-    """Return a folder for tiny bases and what is made of them, in place of what notebooks fetch; comparisons run in this process."""
-    texts = SimpleNamespace(train=write_corpus(tmp_path / "train"), held_out=write_corpus(tmp_path / "held_out"))
-    articles = write_corpus(tmp_path / "articles")
+@pytest.mark.parametrize("name", ["first_steps", "train_and_look_inside"])
+def test_claims_hold_of_a_tiny_base(name, tmp_path, monkeypatch):
+    save_byte_model("llama", tmp_path / "base", num_hidden_layers=5)
+    texts = SimpleNamespace(**{part: write_corpus(tmp_path / part) for part in ("train", "held_out")})
     monkeypatch.setattr("material.addresses.addresses", lambda: texts)
-    monkeypatch.setattr("material.articles.articles", lambda: articles)
-    monkeypatch.setattr("material.excerpts.address_excerpts", lambda: texts.held_out)
-    monkeypatch.setattr("material.excerpts.article_excerpts", lambda: articles)
+    monkeypatch.setattr("material.articles.articles", lambda: texts.held_out)
     monkeypatch.chdir(NOTEBOOKS)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    compare_in_this_process(monkeypatch)
-    monkeypatch.setenv("WORK", str(tmp_path / "work"))
-    monkeypatch.setenv("BASE", str(tmp_path / "base"))
-    for variable in ("HELD_OUT", "OTHER", "FORCE_COLOR", "COLUMNS"):
-        monkeypatch.setenv(variable, "")  # cells set them: they are put back
-    return tmp_path
-
-
-@pytest.mark.parametrize("name", CLAIMS)
-def test_a_tiny_base_gives_outputs_of_the_kept_kinds(name, tiny_room, monkeypatch):
-    save_byte_model("llama", tiny_room / "base", num_hidden_layers=NUM_LAYERS[name])
-    notebook = read(name)
-    kept = kept_outputs(notebook)
-    make_smaller(notebook, name)
-    outputs = ThisProcess(monkeypatch).run(notebook)
-    assert_claims_hold(name, outputs)
-    assert kinds(outputs) == kinds(kept)
+    variables = {"WORK": str(tmp_path / "work"), "BASE": str(tmp_path / "base")}
+    for variable, value in {**dict.fromkeys(("HELD_OUT", "OTHER", "FORCE_COLOR", "COLUMNS"), ""), **variables}.items():
+        monkeypatch.setenv(variable, value)  # cells set some: they are put back
+    assert [result for result in results_of(read(name)) if result in CLAIMS[name]] == CLAIMS[name]
 
 
 @pytest.mark.parametrize("name", CLAIMS)
@@ -212,15 +126,12 @@ def test_kept_outputs_are_of_one_whole_run(name):
     assert not any("\x1b" in text or _PATH_OF_A_MACHINE.search(text) for text in texts)
 
 
-@pytest.mark.parametrize("name", CLAIMS)
-def test_links_lead_to_files(name):
-    texts = [cell.source for cell in read(name).cells if cell.cell_type == "markdown"]
-    links = [link for text in texts for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)]
-    assert links and [link for link in links if not (NOTEBOOKS / link).is_file()] == []
-
-
-def test_every_notebook_is_run():
+def test_every_notebook_is_run_and_its_links_lead_to_files():
     assert {path.stem for path in NOTEBOOKS.glob("*.ipynb")} == set(CLAIMS)
+    for name in CLAIMS:
+        texts = [cell.source for cell in read(name).cells if cell.cell_type == "markdown"]
+        links = [link for text in texts for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)]
+        assert links and [link for link in links if not (NOTEBOOKS / link).is_file()] == []
 
 
 @pytest.mark.material

@@ -133,18 +133,7 @@ def test_the_command_grows_a_tree_and_assign_keeps_the_names_of_files(bert, tmp_
         for number in range(24):
             words = " ".join(f"w{first + (5 * number + index) % 30}" for index in range(12))
             (tmp_path / name / "deep" / f"{number:02d}.txt").write_text(words)
-    models = [
-        "--embedding-model",
-        bert,
-        "--tokenizer",
-        bert,
-        "--window-tokens",
-        "6",
-        "--branching",
-        "3",
-        "--levels",
-        "2",
-    ]
+    models = f"--embedding-model {bert} --tokenizer {bert} --window-tokens 6 --branching 3 --levels 2".split()
     assert main(["build", "--corpus", str(tmp_path / "old"), "--output", str(tmp_path / "tree"), *models]) == 0
     record = json.loads((tmp_path / "tree" / "tree.json").read_text())
     (tmp_path / "tree" / "tree.json").write_text(json.dumps({**record, "min_similarity": 1.0}))  # nothing is near

@@ -1,7 +1,6 @@
 """Clusters of one node: balanced by the rule, and where the data is."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -42,42 +41,6 @@ def test_the_members_that_move_are_drawn_from_the_largest_cluster():
     moved = after != before
     assert moved.sum() == 25 and (before[moved] == 0).all() and (after[moved] == 1).all()
     assert not np.array_equal(*(balanced(before, 4, np.random.default_rng(seed)) for seed in (0, 1)))
-
-
-def topics(count: int, each: int, width: int = 8, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unit vectors around so many random directions, and the direction of each."""
-    generator = torch.Generator().manual_seed(seed)
-    centres = torch.nn.functional.normalize(torch.randn(count, width, generator=generator), dim=-1)
-    labels = torch.arange(count).repeat_interleave(each)
-    rows = centres[labels] + 0.05 * torch.randn(count * each, width, generator=generator)
-    return torch.nn.functional.normalize(rows, dim=-1), labels
-
-
-@pytest.mark.parametrize("samples", [80, 1000])
-def test_topics_are_found(samples):
-    rows, labels = topics(5, 40)
-
-    def sample(number: int, rng: np.random.Generator) -> torch.Tensor:
-        return rows[np.sort(rng.choice(len(rows), min(number, len(rows)), replace=False))]
-
-    centroids = kmeans(sample, 5, 20, samples, np.random.default_rng(0))
-    assert centroids.dtype == torch.float32 and centroids.shape == (5, 8)
-    assert len({*zip(nearest(rows, centroids).tolist(), labels.tolist(), strict=True)}) == 5
-    if samples == 1000:  # every step sees all: centroids are means
-        expected = torch.stack([rows[nearest(rows, centroids) == cluster].mean(0) for cluster in range(5)])
-        torch.testing.assert_close(centroids, expected)
-
-
-def test_the_samples_of_every_step_are_drawn_anew():
-    rows, _ = topics(3, 100)
-    calls: list[int] = []
-
-    def sample(number: int, rng: np.random.Generator) -> torch.Tensor:
-        calls.append(number)
-        return rows[rng.choice(len(rows), number, replace=False)]
-
-    kmeans(sample, 3, 7, 50, np.random.default_rng(0))
-    assert calls == [50] * 8, "one for the initialisation, one for each step"
 
 
 def test_twenty_steps_of_6400_fresh_samples_are_each_balanced_where_that_must_be(monkeypatch):

@@ -19,14 +19,6 @@ def embedder(tmp_path_factory):
     return TextEmbedder(str(save_tiny_bert(tmp_path_factory.mktemp("bert") / "model")), max_tokens=12)
 
 
-def test_paths_are_those_of_the_embeddings(embedder):
-    rows = embedder.embed(TEXTS)
-    tree = ClusterTree(3, [rows[:3], rows[3:12]])
-    retriever = MemoryRetriever(tree, embedder)
-    paths = retriever.paths(TEXTS)
-    assert torch.equal(paths, tree.paths(embedder.embed(TEXTS))) and len(set(paths[:, -1].tolist())) > 3
-
-
 def test_texts_that_are_near_no_topic_have_the_path_of_the_generic_memory(embedder):
     rows = embedder.embed(TEXTS)
     centroids = [rows[:3], rows[3:12]]

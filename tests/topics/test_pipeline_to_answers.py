@@ -72,21 +72,6 @@ def taught(documents, tmp_path):
     return tree, tmp_path / "assigned", tmp_path / "out"
 
 
-def test_documents_become_a_tree_paths_a_trained_bank_and_answers(taught):
-    tree, _, output = taught
-    model = AutoModelForCausalLM.from_pretrained(output).eval()
-    bank, fingerprint = model.banks.bank("hier-ffn"), ClusterTree.load(tree).fingerprint
-    assert bank.tree == fingerprint and bank.written(1)
-    retriever = MemoryRetriever.load(output)  # the tree that lies beside the model
-    assert retriever.tree.fingerprint == fingerprint
-    prompts = [" ".join((topic * 3)[number : number + 14]) for number, topic in enumerate(TOPICS)]
-    paths = retriever.paths(prompts)
-    tokens = tiny_tokenizer()(prompts, return_tensors="pt")
-    assert model.generate(**tokens, memory_ids=paths, max_new_tokens=2).shape == (2, tokens.input_ids.shape[1] + 2)
-    assert paths[0].tolist() != paths[1].tolist()
-    assert torch.equal(paths[:, 0], paths[:, 1] // 2)
-
-
 def test_a_document_is_forgotten_with_its_topic_which_learns_the_others_again(taught, tmp_path):
     tree, assigned, output = taught
     rows = [json.loads(line) for file in sorted(assigned.iterdir()) for line in file.read_text().splitlines()]

@@ -1,7 +1,6 @@
 """The largest nodes of a tree are those of a count by hand, and their words those that others have less of."""
 
 import numpy as np
-import pytest
 from topics.trees import random_tree
 
 from midus_hf.cli.clusters import nodes_with_words
@@ -17,24 +16,6 @@ def test_nodes_have_their_windows_and_the_words_that_others_have_less_of():
         0: (4, ["acid", "salt", "the", "and"]),
         1: (6, ["ball", "game"]),
     }
-    assert nodes_with_words(TREE, LEAVES, DOCUMENTS, TEXTS, 2, 1) == {5: (4, [])}
-
-
-def test_the_largest_nodes_are_shown_by_rising_number():
-    assert {node: size for node, (size, _) in nodes_with_words(TREE, LEAVES, DOCUMENTS, TEXTS, 2, 2).items()} == {
-        0: 3,
-        5: 4,
-    }
-
-
-@pytest.mark.parametrize(
-    ("level", "most", "message"),
-    [
-        (0, 1, r"level is 0; expected a number from 1 to 2, the levels of the tree\."),
-        (3, 1, r"level is 3; expected a number from 1 to 2"),
-        (1, 0, r"nodes is 0; expected at least 1\."),
-    ],
-)
-def test_numbers_out_of_range_are_refused(level, most, message):
-    with pytest.raises(ValueError, match=message):
-        nodes_with_words(TREE, LEAVES, DOCUMENTS, TEXTS, level, most)
+    largest = nodes_with_words(TREE, LEAVES, DOCUMENTS, TEXTS, 2, 2)
+    assert [(node, size) for node, (size, _) in largest.items()] == [(0, 3), (5, 4)], "by rising number"
+    assert largest[5] == (4, [])

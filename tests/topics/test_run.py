@@ -1,11 +1,12 @@
 """From a corpus to a tree and back to the paths of its documents."""
 
 import dataclasses
-import json
+import itertools
 import re
 
 import numpy as np
 import pytest
+from pairs import by_default
 
 from midus_hf.config.wording import install_extra
 from midus_hf.topics import building, run
@@ -18,6 +19,8 @@ from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.run import build, open_build
 from midus_hf.topics.tree import ClusterTree
 
+# When a build that writes a tree is killed, and whether a tree is there already.
+MOMENTS = list(itertools.product(("before the first", "between them"), (False, True)))
 OPTIONS = TreeOptions(branching=3, levels=2, steps=4, samples=50)
 
 
@@ -96,8 +99,7 @@ def test_a_tree_is_replaced_only_where_that_is_wanted_and_its_embeddings_stay(ma
     assert ClusterTree.load(tmp_path / "tree").fingerprint == tree.fingerprint and tree.branching == 2
 
 
-@pytest.mark.parametrize("overwrites", [False, True])
-@pytest.mark.parametrize("moment", ["before the first", "between them"])
+@pytest.mark.parametrize(("moment", "overwrites"), by_default([("between them", True)], MOMENTS))
 def test_a_build_that_is_killed_while_it_writes_the_two_files_of_a_tree_goes_on(
     make, monkeypatch, moment, overwrites, tmp_path
 ):
@@ -123,33 +125,19 @@ def test_a_build_that_is_killed_while_it_writes_the_two_files_of_a_tree_goes_on(
     assert_equal_files(output, (tmp_path / "whole"))
 
 
-def test_centroids_that_no_build_was_at_are_a_persons(make, tmp_path):
-    output = tmp_path / "tree"
-    output.mkdir()
-    (output / "tree.safetensors").write_text("mine")
-    for overwrite in (False, True):
-        with pytest.raises(ValueError, match="holds other files than those of a tree"):
-            make(overwrite=overwrite)
-    assert (output / "tree.safetensors").read_text() == "mine"
-
-
 def test_an_output_that_is_something_else_is_refused(make, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"which is a file; expected a folder to make\. Name another\."):
         make("file")
-    with pytest.raises(ValueError, match=r"which holds other files than those of a tree; expected a new folder\."):
-        make(".")
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "tree.safetensors").write_text("mine")  # centroids that no build was at
+    for output, overwrite in ((".", False), ("tree", False), ("tree", True)):
+        with pytest.raises(ValueError, match=r"holds other files than those of a tree; expected a new folder\."):
+            make(output, overwrite=overwrite)
+    assert (tmp_path / "tree" / "tree.safetensors").read_text() == "mine"
 
 
 def test_clustering_needs_scikit_learn(make, without):
     without("sklearn")
     with pytest.raises(ValueError, match=re.escape(f"needs scikit-learn; {install_extra('clusters')}.")):
         make()
-
-
-def test_a_tree_without_the_windows_of_its_corpus_is_refused(make, tmp_path):
-    make()
-    file = tmp_path / "tree" / "windows" / "windows.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "windows": None}))
-    with pytest.raises(ValueError, match=r"holds no windows, or not all of a corpus"):
-        open_build(tmp_path / "tree")

@@ -49,8 +49,7 @@ def test_the_store_holds_every_window_with_its_document(tmp_path, corpus, tokeni
     assert (stored.corpus, stored.column) == (corpus, "text")
 
 
-@pytest.mark.parametrize("calls", [0, 1, 3])
-@pytest.mark.parametrize("is_torn", [False, True])
+@pytest.mark.parametrize(("calls", "is_torn"), [(0, False), (1, True), (3, False)])
 def test_resuming_ends_in_the_same_bytes(
     tmp_path, corpus, tokenizer, embedder, calls, is_torn, interrupted, monkeypatch
 ):
