@@ -58,6 +58,8 @@ NEAREST = {
     "midus_hf/memories/hosting/sequence_heads.py": "tests/models/test_depth.py tests/look/test_depth.py",
     "midus_hf/memories/depth_attention/layer.py": "tests/models/test_depth.py",
     "midus_hf/config": "tests/config tests/memory/test_registry.py tests/upscalers/test_families.py tests/upscalers/test_refusals.py",
+    "midus_hf/cli": "tests/commands tests/look",
+    "midus_hf/topics": "tests/topics",
     "midus_hf/files": "tests/files",
     "midus_hf/files/checkpoint_files.py": "tests/files tests/upscalers/test_output_folder.py",
     "midus_hf/files/outputs.py": "tests/files tests/upscalers/test_output_folder.py",

@@ -39,9 +39,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pairs
+from hypothesis import settings
 from pairs import Extent, keep_each_value, keep_pairs
 from tiny import FAMILIES, NATIVE_FAMILIES
 from transformers import logging
+
+# A busy machine takes longer than any deadline of an example.
+settings.register_profile("without deadline", deadline=None)
+settings.load_profile("without deadline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

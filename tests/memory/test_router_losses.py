@@ -127,7 +127,7 @@ def loss_of_choices(choices: torch.Tensor, shared_logit: float, **options) -> fl
     return told(memory, hidden_states)[1].item()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shared_logit=st.floats(-20, 20))
 def test_a_collapsed_router_costs_more_than_an_even_one_whatever_the_shared_logit(shared_logit):
     assert loss_of_choices(EVEN, shared_logit) == pytest.approx(2.0)

@@ -78,7 +78,7 @@ def reads_as_loops(options: dict, rows: list[tuple[int, list[int]]]) -> None:
 
 
 @pytest.mark.usefixtures("fewest_together")
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     options=chunks() | st.sampled_from([{"routing": "sequence"}, {"routing": "token"}]),
     rows=st.lists(packed_row(), min_size=1, max_size=3),
@@ -88,7 +88,7 @@ def test_stretches_of_any_rows_are_those_of_loops(options, rows):
 
 
 @pytest.mark.usefixtures("fewest_together")
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(options=chunks(), left=st.integers(0, 6), cuts=st.lists(st.integers(0, TOKENS), max_size=6))
 def test_any_steps_are_those_of_one_pass(options, left, cuts):
     memory, hidden_states = layer(**options), states(2, TOKENS)
@@ -108,7 +108,6 @@ def test_plain_rows_are_those_of_loops(size, tokens, fewest_together):
     assert_reads(memory(hidden_states), by_loops(memory, hidden_states))
 
 
-@settings(deadline=None)
 @given(
     sizes=st.integers(2, 9).flatmap(lambda size: st.tuples(st.integers(2, size), st.just(size))),
     documents=st.lists(st.integers(1, 40), min_size=1, max_size=6),

@@ -15,7 +15,7 @@ def integers(*shape: int, largest: int, seed: int, dtype: torch.dtype = torch.fl
     return torch.randint(-largest, largest + 1, shape, generator=generator).to(dtype)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     n=st.integers(1, 9),
     k_part=st.floats(0, 1),

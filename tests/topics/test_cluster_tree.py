@@ -31,7 +31,7 @@ def path_by_hand(tree: ClusterTree, embedding: torch.Tensor) -> list[int]:
     return path
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), branching=st.integers(2, 4), levels=st.integers(1, 3), seed=st.integers(0, 99))
 def test_paths_are_greedy_and_avoid_what_is_empty(data, branching, levels, seed):
     nodes = [(level, node) for level in range(1, levels + 1) for node in range(branching**level)]

@@ -20,7 +20,7 @@ def sizes_by_hand(sizes: list[int], limit: float) -> list[int]:
     return sizes
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=16).filter(any), seed=st.integers(0, 99))
 @example(sizes=[600, *[387] * 10, *[386] * 5], seed=0)  # the paper's limit of 16 clusters of 6400 samples
 @example(sizes=[601, *[387] * 9, *[386] * 6], seed=0)

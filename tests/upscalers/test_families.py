@@ -99,7 +99,7 @@ CONFIGS = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(CONFIGS)
 def test_whatever_a_config_says_it_implies_what_transformers_implies(config):
     real = by_transformers(config)

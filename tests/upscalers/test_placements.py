@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.upscalers.dense.requests import planned, tiny_config
@@ -44,7 +44,6 @@ INSERTING = {
 }
 
 
-@settings(deadline=None)
 @given(POLICIES, st.integers(1, 60), st.integers(1, 60))
 def test_a_policy_places_layers_as_it_is_defined_or_refuses(policy, num_layers, number):
     fits, in_front = DEFINED[policy]
@@ -56,7 +55,6 @@ def test_a_policy_places_layers_as_it_is_defined_or_refuses(policy, num_layers, 
             place(policy, num_layers, number)
 
 
-@settings(deadline=None)
 @given(POLICIES, st.integers(2, 60))
 def test_by_default_it_is_the_largest_number_up_to_half_that_fits(policy, num_layers):
     number = max(number for number in range(1, num_layers // 2 + 1) if DEFINED[policy][0](num_layers, number))
@@ -77,7 +75,6 @@ def test_every_method_plans_the_default_number_of_its_placement(method):
         planned(tiny_config("llama", num_hidden_layers=1), method)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(-1, 43))
 def test_solar_stacks_two_copies_that_each_leave_as_many_layers_out(num_layers, number):
     config = tiny_config("llama", num_hidden_layers=num_layers)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny import FAMILIES as TINY
 
@@ -28,7 +28,6 @@ def insertions(draw) -> tuple[int, list[int]]:
     return num_layers, sorted(draw(st.permutations(range(total)))[:num_new_layers])
 
 
-@settings(deadline=None)
 @given(insertions())
 def test_each_base_layer_appears_once_in_order_and_new_layers_know_those_around_them_also_as_plain_data(insertion):
     num_layers, indices = insertion

@@ -26,7 +26,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=8), st.tuples(st.sampled_from(sorted(DTYPES)), SHAPES), min_size=1, max_size=6
