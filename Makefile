@@ -10,7 +10,7 @@ RELEASE ?= .venv-release
 OLDEST_PYTHON ?= $(shell PYENV_VERSION=3.12 python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || echo $(PYTHON))
 # As many as there are cores: while a test waits for a process that it started, that one computes. No more than four: each takes a
 # gigabyte and more, and half a minute to import and collect.
-WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo $$n)
+WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo $$n)
 # Tiny models lose more to threads than they win. Bytecode is kept, also where the shell says otherwise: of tests alone it takes
 # each worker ten seconds to make. Tests write tens of thousands of files, quicker where they lie in memory: they take up to 2 GB there.
 # What inductor has compiled stays on the disk, for the next run, and so does the library of ops in C, named by what it is made of.
