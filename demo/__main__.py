@@ -71,7 +71,7 @@ def main() -> None:
         f"--corpus={corpus.train}",
         f"--eval_text={json.dumps({name: str(path) for name, path in texts.items()})}",
     ]
-    train += schedule(steps, 5, trained)
+    train += schedule(steps, 2, trained)
     phases.run(
         "training", f"training the new layers for {steps} steps", 12 * steps, *train, makes=trained, steps=steps
     )
