@@ -1,5 +1,6 @@
 """The `midus eval` command."""
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -57,6 +58,13 @@ def midus_eval(
         from midus_hf.evaluation.evaluate import evaluate
 
         report = evaluate(models, settings)
+    for measured in report["models"]:
+        if measured["reads_blocks"] is False:
+            print(
+                f"{measured['model']}: no block of its bank was read, since nothing says the topics of texts; pass --retriever TREE, or "
+                "--path-column NAME",
+                file=sys.stderr,
+            )
     show(report, json_, lambda report: Console().print(comparison_table(report)), indent=2)
 
 

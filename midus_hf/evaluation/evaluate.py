@@ -58,6 +58,7 @@ def _measure(
         "model_type": model.config.model_type,
         "parameters": model.num_parameters(),
         "causal": not (memories is not None and memories.reads_ahead),
+        "reads_blocks": find_paths is not None if fetches_blocks(model) else None,
         "perplexity": None,
         "tasks": {},
     }

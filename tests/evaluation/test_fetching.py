@@ -157,7 +157,14 @@ def test_the_command_measures_by_a_tree(model_folder, model, tmp_path, capsys):
     tree = tree_at(tmp_path)
     words = ["--text", str(tmp_path / "texts.jsonl"), "--sequence-length", "16", "--retriever", tree, "--json"]
     main([str(model_folder), *words])
-    measured = json.loads(capsys.readouterr().out)["models"][0]["perplexity"]["perplexity"]
+    told = capsys.readouterr()
+    measured = json.loads(told.out)["models"][0]["perplexity"]["perplexity"]
+    assert "no block" not in told.err
+    main([str(model_folder), *words[:4]])
+    assert (
+        f"{model_folder}: no block of its bank was read, since nothing says the topics of texts"
+        in capsys.readouterr().err
+    )
     paths = MemoryRetriever.load(tree).paths
     arguments = {"sequence_length": 16, "apart": True}
     expected = perplexity(model, byte_tokenizer(), texts, find_paths=paths, **arguments).perplexity
