@@ -61,8 +61,8 @@ def midus_eval(
     for measured in report["models"]:
         if measured["reads_blocks"] is False:
             print(
-                f"{measured['model']}: no block of its bank was read, since nothing says the topics of texts; pass --retriever TREE, or "
-                "--path-column NAME",
+                f"{measured['model']}: no block of its bank was read, since nothing says the topics of texts; pass --retriever "
+                "TREE, or --path-column NAME",
                 file=sys.stderr,
             )
     show(report, json_, lambda report: Console().print(comparison_table(report)), indent=2)
