@@ -79,6 +79,7 @@ REFUSED = {
     "no token": (ENTRIES, {"max_tokens": 0}, "max_tokens is 0; expected at least 1"),
     "no open name": (ENTRIES, {"open": 0}, "open is 0; expected at least one name"),
     "bias": (ENTRIES, {"score_bias": float("inf")}, "score_bias is inf; expected a number"),
+    "distance": (ENTRIES, {"distance": -1}, "distance is -1; expected 0 or more positions"),
     "frequent": (
         ENTRIES,
         {"common_names": False},
@@ -187,6 +188,11 @@ def test_a_bank_of_another_base_or_none_is_refused(base, tmp_path):
     description["layout"]["base"] = "0" * 64
     path.write_text(json.dumps(description))
     with pytest.raises(BankError, match="belongs to another model: its base is '0000"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    path.write_text(json.dumps({**description, "format": 1}))
+    with pytest.raises(
+        BankError, match=r"is not of format 2; expected a bank of packs that this version reads. Upscale again."
+    ):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     path.unlink()
     with pytest.raises(BankError, match=r"there is no bank of packs in .*; expected one beside the model"):
