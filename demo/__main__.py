@@ -72,9 +72,7 @@ def main() -> None:
         f"--eval_text={json.dumps({name: str(path) for name, path in texts.items()})}",
     ]
     train += schedule(steps, 2, trained)
-    phases.run(
-        "training", f"training the new layers for {steps} steps", 12 * steps, *train, makes=trained, steps=steps
-    )
+    phases.run("training", f"training the new layers for {steps} steps", 7 * steps, *train, makes=trained, steps=steps)
     after = evaluate("after", "the trained model", 30, trained)
     sample = [sys.executable, "-m", "demo.sample", "--prompt", PROMPT, base, upscaled, trained]
     phases.run("samples", "continuing a sentence with the three", 60, *sample, output=output / "samples.json")
