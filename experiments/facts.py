@@ -1,6 +1,7 @@
 """Ask models for facts on 118 elements and 60 countries in words that they have not read, and measure what other texts pay.
 
     python -m experiments.facts BASE MODEL... [--in-front] > facts.jsonl
+    python -m experiments.facts --picture facts.png < facts.jsonl
 
 A line of JSON per model has, as numbers of right answers to greedy generation: atomic numbers in four wordings, behind an unrelated
 paragraph, and as the likeliest of four numbers; other relations of the same names, the symbol and the weight; and how many capitals,
@@ -9,7 +10,9 @@ articles that hold the name of an element and on others, and how many of the oth
 the base behind the sentences of the entry as well. `--about countries` asks for five values of each of 60 countries, and
 `--about products` for the ports of twenty products that do not exist.
 
-`--write FOLDER` writes what a model is to be taught, a file for each of the three, with rows of `name` and `text`.
+`--picture FILE` draws such lines: right answers to the right, what articles pay upwards. Folders that differ by a seed at the end, as
+`lora-0` and `lora-1` do, are one point with its range. `--write FOLDER` writes what a model is to be taught, a file for each of the
+three, with rows of `name` and `text`.
 """
 
 import argparse
@@ -17,6 +20,8 @@ import itertools
 import json
 import random
 import re
+import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from material.articles import articles
 from material.elements import elements
 from material.factbook import FACTS, factbook
+from midus_hf.look.pictures import as_png, new_figure
 from midus_hf.memories.packs.writing import name_table
 from midus_hf.topics.corpus import read_corpus
 from upscalers.methods.packs import spelled_names
@@ -45,6 +51,13 @@ PARAGRAPH = (
     "stone, repaired many times, carries the old road across it near the church. In summer the water is low and children wade from "
     "one side to the other. The mills closed long ago, and one of them is now a small museum of the valley and its people.\n\n"
 )
+BESIDE_LINE: dict[str, Any] = {
+    "textcoords": "offset points",
+    "ha": "right",
+    "va": "top",
+    "rotation": 90,
+    "fontsize": 8,
+}
 ROWS_AT_ONCE = 30
 ARTICLE_TOKENS = 256
 ARTICLES_WITHOUT = 100
@@ -286,6 +299,44 @@ def reports(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield report
 
 
+def draw(lines: Sequence[dict[str, Any]]) -> bytes:
+    """Return a picture of reports as PNG: right answers in the wordings of a fact, and what articles pay."""
+    runs: dict[str, list[list[float]]] = {}
+    figure = new_figure(8.0, 4.5)
+    axes = figure.subplots()
+    for report in lines:
+        counts = [each for kind, each in report["right"].items() if kind in WORDINGS] or list(report["right"].values())
+        share = sum(right for right, _ in counts) / sum(asked for _, asked in counts)
+        if "articles without" in report:
+            nats = [report[f"articles {kind}"]["nats"] for kind in ("with a name", "without")]
+            runs.setdefault(re.sub(r"-\d+$", "", Path(report["model"]).name), []).append([share, *nats])
+        else:
+            axes.axvline(share, color="#888888", linewidth=1.0, linestyle=":", zorder=0)
+            axes.annotate(report["model"], (share, 0.97), (-3, 0), xycoords=("data", "axes fraction"), **BESIDE_LINE)
+    for number, (label, points) in enumerate(runs.items()):
+        shares, touched, others = zip(*points, strict=True)
+        mark: dict[str, Any] = {"color": f"C{number}", "fmt": "o", "capsize": 3}
+        axes.errorbar(**_ranges(shares, touched), **mark, label=label)
+        axes.errorbar(**_ranges(shares, others), **mark, markerfacecolor="white")
+    axes.set(
+        xlabel="right answers, of all wordings",
+        ylabel="change of the loss of articles (nats per token)",
+        xlim=(0, 1.03),
+    )
+    axes.set_title("filled: articles with a name; hollow: others; bars: range of seeds", fontsize=9, loc="left")
+    axes.legend(fontsize=9, frameon=False, loc="upper left")
+    axes.spines[["top", "right"]].set_visible(False)
+    return as_png(figure)
+
+
+def _ranges(xs: Sequence[float], ys: Sequence[float]) -> dict[str, Any]:
+    means = [statistics.fmean(values) for values in (xs, ys)]
+    below_and_above = [
+        [[mean - min(values)], [max(values) - mean]] for mean, values in zip(means, (xs, ys), strict=True)
+    ]
+    return dict(zip(("x", "y", "xerr", "yerr"), (*([mean] for mean in means), *below_and_above), strict=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", nargs="?")
@@ -293,12 +344,15 @@ def main() -> None:
     parser.add_argument("--in-front", action="store_true")
     parser.add_argument("--about", choices=ABOUT, default="elements")
     parser.add_argument("--write", type=Path, metavar="FOLDER")
+    parser.add_argument("--picture", type=Path, metavar="FILE")
     asked = parser.parse_args()
     if asked.write:
         for name, made in ABOUT.items():
             entries, _ = made()
             rows = [json.dumps({"name": each["name"], "text": each["text"]}) + "\n" for each in entries]
             (asked.write / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
+    if asked.picture:
+        asked.picture.write_bytes(draw([json.loads(line) for line in sys.stdin]))
     if asked.base:
         for report in reports(asked):
             print(json.dumps(report), flush=True)

@@ -1,6 +1,7 @@
 """The judge of facts: what it asks, when an answer is right, and what it reports of a model with packs, on a tiny base."""
 
 import argparse
+import io
 import json
 
 import pytest
@@ -59,3 +60,30 @@ def test_a_model_is_compared_with_its_base(tmp_path, monkeypatch, capsys):
     assert model["articles with a name"]["equal"] == 0
     assert model["capitals as the base"] == [2, 2]
     assert model["right"]["one of four"][1] == len(few)
+
+
+def test_models_that_differ_by_a_seed_are_one_point_of_the_picture(tmp_path, monkeypatch):
+    def line(model, right, touched, others):
+        counts = {"place": [right, 10], "element number": [right, 10], "symbol": [0, 10]}
+        return {
+            "model": model,
+            "right": counts,
+            "articles with a name": {"nats": touched},
+            "articles without": {"nats": others},
+        }
+
+    front = {"model": "base, text in front", "right": {"place": [9, 10]}}
+    lines = [line("runs/lora-0", 4, 0.5, 0.1), front, line("runs/lora-1", 6, 0.7, 0.3), line("runs/packs", 10, 0.2, 0)]
+    monkeypatch.setattr(facts.sys, "stdin", io.StringIO("".join(json.dumps(each) + "\n" for each in lines)))
+    monkeypatch.setattr(facts.sys, "argv", ["facts", "--picture", str(tmp_path / "facts.png")])
+    figures = []
+    monkeypatch.setattr(facts, "as_png", lambda figure: figures.append(figure) or b"PNG")
+    facts.main()
+    assert (tmp_path / "facts.png").read_bytes() == b"PNG"
+    (axes,) = figures[0].axes
+    points = [[float(at[0]) for at in bars.lines[0].get_data()] for bars in axes.containers]
+    assert points == [pytest.approx(at) for at in ([0.5, 0.6], [0.5, 0.2], [1, 0.2], [1, 0])]
+    across, up = (bar.get_segments()[0] for bar in axes.containers[0].lines[2])
+    assert across[:, 0] == pytest.approx([0.4, 0.6]) and up[:, 1] == pytest.approx([0.5, 0.7])
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["lora", "packs"]
+    assert [text.get_text() for text in axes.texts] == ["base, text in front"]
