@@ -204,13 +204,16 @@ def test_what_cannot_be_rounded_is_refused(case, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_of_integers_is_neither_rounded_again_nor_trained(tmp_path):
-    model = rounded(acting("headwise"), tmp_path)
+@pytest.mark.parametrize(
+    ("case", "kind", "option"), [("headwise", "headwise", "value_bits"), ("chunk", "chapters", "bank_bits")]
+)
+def test_a_model_of_integers_is_neither_rounded_again_nor_trained(case, kind, option, tmp_path):
+    model = rounded(acting(case), tmp_path)
     with pytest.raises(
-        RequestError, match="'headwise' has value_bits = 8 already; expected values that were not rounded"
+        RequestError, match=f"'{kind}' has {option} = 8 already; expected values that were not rounded"
     ):
         quantise(EditRequest(tmp_path / "integers", tmp_path / "twice"), 4)
-    with pytest.raises(ValueError, match="type 'headwise' has value_bits = 8, and integers do not train"):
+    with pytest.raises(ValueError, match=f"type '{kind}' has {option} = 8, and integers do not train"):
         set_trainable(model, "new")
 
 

@@ -13,6 +13,7 @@ from midus_hf.config.declared_tensors import TrainedRole
 from midus_hf.memories.entries import ATTACHED, TABLES
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.memories.module import MemoryModule
+from midus_hf.memories.retrieval.options import bits_option
 from midus_hf.memories.tables import DeclaredModule
 from midus_hf.training.arguments import Trainable
 
@@ -142,7 +143,7 @@ def set_trainable(
 
     Raises:
         ValueError: If `resolve_trainable` raises it; if the model is wrapped by PEFT, whose config says what trains; if
-            a role in `frozen` has no tensor that would train, nothing is left that trains, or a memory has `value_bits`.
+            a role in `frozen` has no tensor that would train, nothing is left that trains, or a memory's values are integers.
     """
     kind = model.config.model_type
     if has_adapters(model):
@@ -215,11 +216,11 @@ def has_adapters(model: Any) -> bool:
 
 def _refuse_quantised(model: nn.Module) -> None:
     for module in model.modules():
-        bits = getattr(module.options, "value_bits", None) if isinstance(module, MemoryModule) else None
-        if bits is not None:
+        name = bits_option(module.options) if isinstance(module, MemoryModule) else None
+        if name is not None and (bits := getattr(module.options, name)) is not None:
             raise ValueError(
-                f"a memory of type {module.options.type!r} has value_bits = {bits}, and integers do not train; expected a model with "
-                "value_bits = null. Train the checkpoint from which midus edit quantise made this one."
+                f"a memory of type {module.options.type!r} has {name} = {bits}, and integers do not train; expected a model with "
+                f"{name} = null. Train the checkpoint from which midus edit quantise made this one."
             )
 
 
