@@ -1,14 +1,15 @@
 """Ask models for facts on 118 elements and 60 countries in words that they have not read, and measure what other texts pay.
 
-    python -m experiments.facts BASE MODEL... [--in-front] > facts.jsonl
+    python -m experiments.facts BASE MODEL... [--in-front] [--names-in-front] > facts.jsonl
     python -m experiments.facts --picture facts.png < facts.jsonl
 
 A line of JSON per model has, as numbers of right answers to greedy generation: atomic numbers in four wordings, behind an unrelated
 paragraph, and as the likeliest of four numbers; other relations of the same names, the symbol and the weight; and how many capitals,
 whose questions name no element, are answered as by the base. Then the change of the loss, in nats per token, on beginnings of
 articles that hold the name of an element and on others, and how many of the others keep their logits bit for bit. `--in-front` asks
-the base behind the sentences of the entry as well. `--about countries` asks for five values of each of 60 countries, and
-`--about products` for the ports of twenty products that do not exist.
+the base behind the sentences of the entry as well, and `--names-in-front` the models behind the name alone, as `midus ask` does.
+`--about countries` asks for five values of each of 60 countries, and `--about products` for the ports of twenty products that do not
+exist.
 
 `--picture FILE` draws such lines: right answers to the right, what articles pay upwards. Folders that differ by a seed at the end, as
 `lora-0` and `lora-1` do, are one point with its range. `--write FOLDER` writes what a model is to be taught, a file for each of the
@@ -219,7 +220,7 @@ class Asked:
         answers: list[str] = []
         for first in range(0, len(questions), ROWS_AT_ONCE):
             part = questions[first : first + ROWS_AT_ONCE]
-            prompts = [f"{self.texts[each.entry]}\n\n{each.prompt}" if self.texts else each.prompt for each in part]
+            prompts = [self.texts.get(each.entry, "") + each.prompt for each in part]
             inputs = self.tokenizer(prompts, return_tensors="pt", padding=True)
             pad = self.tokenizer.pad_token_id
             made = self.model.generate(**inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=pad)
@@ -232,9 +233,8 @@ class Asked:
         order, right = random.Random(seed), 0
         for each in entries:
             others = order.sample([other["number"] for other in entries if other is not each], 3)
-            prompt = WORDINGS["place"].format(name=each["name"])
-            front = f"{self.texts[each['name']]}\n\n" if self.texts else ""
-            likelihoods = [self.log_likelihood(front + prompt, f" {number}") for number in (each["number"], *others)]
+            prompt = self.texts.get(each["name"], "") + WORDINGS["place"].format(name=each["name"])
+            likelihoods = [self.log_likelihood(prompt, f" {number}") for number in (each["number"], *others)]
             right += likelihoods[0] > max(likelihoods[1:])
         return right
 
@@ -275,13 +275,18 @@ def changes(model: Asked, base: Asked, texts: Sequence[Sequence[int]]) -> tuple[
 def reports(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield what each model answers, the base first."""
     entries, kinds = ABOUT[asked.about]()
-    texts = {each["name"]: each["text"] for each in entries}
+    texts = {each["name"]: each["text"] + "\n\n" for each in entries}
+    names = {each["name"]: each["name"] + "\n" for each in entries}
     base = Asked(asked.base)
     unrelated = [] if asked.about == "countries" else capitals()
     at_base = base.answers(unrelated)
     with_name, without = article_ids(base.tokenizer, list(texts))
-    rows = [("base", base), *([("base, text in front", Asked(asked.base, texts))] if asked.in_front else [])]
-    for label, model in itertools.chain(rows, ((folder, Asked(folder)) for folder in asked.models)):
+    fronts = {"": {}, ", name in front": names} if asked.names_in_front else {"": {}}
+    rows = [("base", base)]
+    if asked.in_front:
+        rows.append(("base, text in front", Asked(asked.base, texts)))
+    models = ((folder + words, Asked(folder, front)) for folder in asked.models for words, front in fronts.items())
+    for label, model in itertools.chain(rows, models):
         report: dict[str, Any] = {"model": label, "right": {}}
         for kind, questions in kinds.items():
             answers = model.answers(questions)
@@ -342,6 +347,7 @@ def main() -> None:
     parser.add_argument("base", nargs="?")
     parser.add_argument("models", nargs="*")
     parser.add_argument("--in-front", action="store_true")
+    parser.add_argument("--names-in-front", action="store_true")
     parser.add_argument("--about", choices=ABOUT, default="elements")
     parser.add_argument("--write", type=Path, metavar="FOLDER")
     parser.add_argument("--picture", type=Path, metavar="FILE")

@@ -26,7 +26,8 @@ def midus_ask(
 ) -> None:
     """Ask a model, and print its answer as it is written: the likeliest token each time.
 
-    A model with a bank fetches the blocks of the question's topic, which a line on standard error names.
+    A model with a bank fetches the blocks of the question's topic, which a line on standard error names. Names whose packs a question
+    reads stand in front of it as well, so that they are open before it is read.
     """
     check_model_name("model", model)
     import torch
@@ -36,13 +37,14 @@ def midus_ask(
     from midus_hf.saved_models import check_ids, load_for_reading, refusing
 
     loaded, tokenizer = load_for_reading(model, dtype, device)
+    asked = "\n".join([*_named(loaded, tokenizer, question), question])
     if not plain and tokenizer.chat_template is None:
         print("the model has no chat template: the question is continued as text", file=sys.stderr)
         plain = True
     if plain:
-        inputs = tokenizer(question, return_tensors="pt")
+        inputs = tokenizer(asked, return_tensors="pt")
     else:
-        chat = [{"role": "user", "content": question}]
+        chat = [{"role": "user", "content": asked}]
         refusal = f"model is {model!r}, whose chat template refuses a question alone; --plain goes without it"
         with refusing(refusal, TemplateError, TypeError, ValueError):
             inputs = tokenizer.apply_chat_template(
@@ -61,6 +63,23 @@ def midus_ask(
             max_new_tokens=max_new_tokens,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
+
+
+def _named(loaded: "PreTrainedModel", tokenizer: Any, question: str) -> list[str]:
+    """Return the names of the packs that a question reads, and say that they stand in front of it; none without packs."""
+    import torch
+
+    stack: Any = loaded.stack if hasattr(loaded.config, "memories") else None
+    if stack is None or "packs" not in stack.services:
+        return []
+    names = stack.services["packs"].names_of(torch.tensor(tokenizer(question, add_special_tokens=False)["input_ids"]))
+    if names:
+        print(
+            f"in front of the question: {', '.join(names)}, so that packs are open before it is read", file=sys.stderr
+        )
+    else:
+        print("no pack is read: the question has no name of an entry", file=sys.stderr)
+    return names
 
 
 def _fetched(loaded: "PreTrainedModel", name: str, question: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`midus ask`: the answer of a model to one question, with the blocks that the question fetches."""
 
+import json
 import shutil
 from functools import cache
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ from commands.installed import run_in_process
 from topics.trees import random_tree
 from transformers import AutoModelForCausalLM
 
+from tests.tiny import save_tiny_model
 from tests.training.tiny_run import document, letter_tokenizer, save_upscaled
+from upscalers import upscale
 from upscalers.edits.banks import delete
 from upscalers.edits.checkpoint_edit import EditRequest
 
@@ -118,6 +121,22 @@ def test_a_bank_without_a_tree_is_not_read_which_a_line_says(banked, ask, tmp_pa
     (folder / "memory_bank" / "hier-ffn" / "tree.json").unlink()
     line = f"no block is read: {folder} has no tree of topics beside its bank; midus train saves the one of --tree\n"
     assert ask(folder, QUESTION) == (0, answer_of(folder, QUESTION) + "\n", AS_TEXT + line)
+
+
+def test_names_of_packs_stand_in_front_of_the_question(ask, tmp_path):
+    save_tiny_model("llama", tmp_path / "base")
+    letter_tokenizer().save_pretrained(tmp_path / "base")
+    rows = [{"name": ["w3 w4", "w4 w5"], "text": "w9 w10 w11"}, {"name": "w7", "text": "w12 w13"}]
+    (tmp_path / "glossary.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"corpus": str(tmp_path / "glossary.jsonl"), "common_names": True}
+    upscale(base=tmp_path / "base", method="packs", output=tmp_path / "model", options=options, verify=False)
+    question = "w1 w4 w5 w7 w9"
+    line = "in front of the question: w3 w4, w7, so that packs are open before it is read\n"
+    expected = answer_of(tmp_path / "model", f"w3 w4\nw7\n{question}")
+    assert expected and expected != answer_of(tmp_path / "model", question)
+    assert ask(tmp_path / "model", question) == (0, expected + "\n", line + AS_TEXT)
+    line = "no pack is read: the question has no name of an entry\n"
+    assert ask(tmp_path / "model", "w20 w21") == (0, answer_of(tmp_path / "model", "w20 w21") + "\n", line + AS_TEXT)
 
 
 def test_a_type_that_is_none_and_a_question_without_quotes_are_refused(model, ask):

@@ -51,10 +51,15 @@ def test_a_model_is_compared_with_its_base(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.setattr(facts, "COUNTRIES", 2)
     asked = argparse.Namespace(
-        base=str(tmp_path / "base"), models=[str(tmp_path / "model")], in_front=True, about="elements"
+        base=str(tmp_path / "base"),
+        models=[str(tmp_path / "model")],
+        in_front=True,
+        names_in_front=True,
+        about="elements",
     )
-    base, front, model = facts.reports(asked)
+    base, front, model, named = facts.reports(asked)
     assert front["model"] == "base, text in front" and set(front["right"]) == set(base["right"]) == set(model["right"])
+    assert named["model"] == f"{model['model']}, name in front" and named.keys() == front.keys()
     assert base["articles with a name"] == {"nats": 0.0, "equal": 1, "texts": 1}
     assert model["articles without"] == {"nats": 0.0, "equal": 1, "texts": 1}
     assert model["articles with a name"]["equal"] == 0

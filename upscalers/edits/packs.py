@@ -35,7 +35,7 @@ def delete_names(request: EditRequest, names: Sequence[str]) -> dict[str, Any]:
     """
     from midus_hf.banks.level_file import BankError
     from midus_hf.memories.packs.bank import PackBank
-    from midus_hf.memories.packs.writing import titles_of, write_without
+    from midus_hf.memories.packs.writing import write_without
 
     started = time.perf_counter()
     with resolve_source(str(request.model)) as source:
@@ -48,7 +48,7 @@ def delete_names(request: EditRequest, names: Sequence[str]) -> dict[str, Any]:
             )
         try:
             banks = {name: PackBank(source.folder / BANKS_FOLDER / name, layout) for name, layout in layouts.items()}
-            titles = {name: titles_of(bank) for name, bank in banks.items()}
+            titles = {name: bank.titles() for name, bank in banks.items()}
         except BankError as error:
             raise RequestError(str(error)) from None
         known = sorted({title for entries in titles.values() for entry in entries for title in entry})

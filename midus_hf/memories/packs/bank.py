@@ -93,14 +93,18 @@ class PackBank:
         first = int(self._starts[self._firsts[number] - 1])
         return self._files[number][int(self._starts[entry - 1]) - first : int(self._starts[entry]) - first]
 
+    def titles(self) -> list[list[str]]:
+        """Return the names of each entry."""
+        titles: list[list[str]] = parse_json((self.folder / TITLES_FILE).read_text(encoding="utf-8"))
+        return titles
+
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Refuse a tokenizer by which the first names are tokens that the bank does not know.
 
         Raises:
             BankError: If it is another one than the bank was made with.
         """
-        titles = parse_json((self.folder / TITLES_FILE).read_text(encoding="utf-8"))
-        for title in [title for entry in titles[:_NAMES_TRIED] for title in entry]:
+        for title in [title for entry in self.titles()[:_NAMES_TRIED] for title in entry]:
             ids = tokenizer(title, add_special_tokens=False)["input_ids"]
             if not ids or not self.names.entries(torch.tensor([ids]))[0, -1]:
                 raise BankError(

@@ -258,6 +258,14 @@ class OpensPacks(States):
         self.banks = {each: PackBank(Path(folder, BANKS_FOLDER, each), its) for each, its in self.layouts.items()}
         self._latest.clear()
 
+    def names_of(self, ids: torch.Tensor) -> list[str]:
+        """Return the first name of each entry that a text names, in the order of the text; `[T]`, int64, are its token ids."""
+        named: dict[str, None] = {}
+        for bank in self.banks.values():
+            entries, titles = bank.names.entries(ids[None])[0], bank.titles()
+            named |= {titles[entry - 1][0]: None for entry in entries.tolist() if entry}
+        return list(named)
+
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Refuse a tokenizer by which names are other tokens than those that open banks know."""
         for bank in self.banks.values():

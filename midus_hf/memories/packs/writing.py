@@ -111,18 +111,12 @@ def write_packs(
         partial.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
-def titles_of(bank: PackBank) -> list[list[str]]:
-    """Return the names of each entry of a bank."""
-    titles: list[list[str]] = json.loads((bank.folder / TITLES_FILE).read_text(encoding="utf-8"))
-    return titles
-
-
 def write_without(bank: PackBank, folder: Path, gone: Collection[int]) -> None:
     """Write a bank without some entries, counted from 1, into another folder, whose files have no byte of them."""
     left = [entry for entry in range(1, len(bank) + 1) if entry not in gone]
     new = {old: number for number, old in enumerate(left, 1)}
     spellings = {ids: new[entry] for ids, entry in _spellings(bank.names).items() if entry in new}
-    titles = titles_of(bank)
+    titles = bank.titles()
     packs = (bank.pack(entry) for entry in left)
     dtype = bank.pack(1).dtype
     largest = max(file["tokens"] for file in bank.description["files"]) * dtype.itemsize
