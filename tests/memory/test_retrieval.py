@@ -111,8 +111,8 @@ def test_output_and_statistics_are_those_of_the_equations(memory_type, query_nor
         memory = retrieving(memory_type, k=k, query_norm=query_norm)
         acting(memory.double().train(training))
         inputs = read_by(memory)
-        memory.retrieve(inputs)  # which changes no statistics
         expected, state = by_equations(memory, inputs)
+        memory.retrieve(inputs)  # which changes no statistics
         torch.testing.assert_close(memory(inputs), expected, rtol=1e-10, atol=1e-12)
         for name, tensor in memory.state_dict().items():
             torch.testing.assert_close(tensor, state[name], rtol=1e-10, atol=1e-12, msg=name)
