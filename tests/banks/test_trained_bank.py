@@ -226,10 +226,7 @@ def rewritten(**changes):
         (rewritten(states=lambda states: states[:, :, 1:]), "The size of tensor"),
         (rewritten(states=lambda states: states[1:]), "out of bounds"),
         (rewritten(steps=lambda steps: steps[1:]), "shorter"),
-        (
-            rewritten(nodes=lambda nodes: nodes + 27),
-            "out of bounds",
-        ),  # of level 3, which has 27 nodes and the generic one
+        (rewritten(nodes=lambda nodes: nodes + 27), "out of bounds"),
         (rewritten(nodes=lambda nodes: None), "nodes"),
         (None, "No such file"),
         (lambda content: b"text", "header|Header"),
@@ -238,6 +235,7 @@ def rewritten(**changes):
     ids=["other size", "fewer rows", "fewer steps", "27", "no nodes", "no file", "no tensors", "cut"],
 )
 def test_a_state_that_is_not_of_this_bank_is_refused(folder, tmp_path, change, message):
+    """Of level 3, which has 27 nodes and the generic block."""
     bank, file = bank_in(folder), tmp_path / "state" / level_file(3)
     train(bank)
     bank.save_state(tmp_path / "state")

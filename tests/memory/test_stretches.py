@@ -23,9 +23,7 @@ def fewest_together(request, monkeypatch):
     monkeypatch.setattr(chapter_attention, "_FEWEST_TOGETHER", request.param)
 
 
-@st.composite
-def chunks(draw) -> dict[str, int]:
-    return {"chunk_size": draw(st.integers(2, 12))}
+CHUNKS = st.builds(dict, chunk_size=st.integers(2, 12))
 
 
 @st.composite
@@ -60,7 +58,7 @@ PADDED = [(3, [5]), (0, [TOKENS]), (TOKENS, []), (TOKENS - 1, [1]), (0, [2])]
 @pytest.mark.usefixtures("fewest_together")
 @settings(max_examples=25)
 @given(
-    options=chunks() | st.sampled_from([{"routing": "sequence"}, {"routing": "token"}]),
+    options=CHUNKS | st.sampled_from([{"routing": "sequence"}, {"routing": "token"}]),
     rows=st.lists(packed_row(), min_size=1, max_size=3),
 )
 @example(options={"chunk_size": 3}, rows=PADDED)
@@ -88,7 +86,7 @@ def test_stretches_of_any_rows_are_those_of_loops(options, rows):
 @pytest.mark.usefixtures("fewest_together")
 @settings(max_examples=25)
 @given(
-    options=chunks(),
+    options=CHUNKS,
     left=st.integers(0, 6),
     right=st.integers(0, 6),
     cuts=st.lists(st.integers(0, TOKENS), max_size=6),
