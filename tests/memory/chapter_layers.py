@@ -1,7 +1,7 @@
-"""Small layers of Mixture of Chapters in float64, and what loops over rows, tokens, heads and memory tokens read with their tensors.
+"""Small layers of Mixture of Chapters in float64, and what loops over rows and tokens read with their tensors.
 
 Loops are written from equations 1 to 4 and algorithm 1 of the paper, and from what the options say of weights and of what is pooled.
-Vectors are tensors, so that autograd gives gradients of the loops as well.
+Autograd gives gradients of the loops as well.
 """
 
 import math
@@ -81,47 +81,35 @@ def by_loops(
                 pooled_over = {"token": [index], "sequence": document, "chunk": document[:begin]}[options.routing]
                 if len(pooled_over) > 1:
                     pooled_over = [other for other in pooled_over if other != document[0]]
-                pooled = torch.zeros_like(of_tokens[index])
-                for other in pooled_over:
-                    pooled = pooled + normalised(of_tokens[other]).clamp(-1, 1) / len(pooled_over)
+                pooled = normalised(of_tokens[pooled_over]).clamp(-1, 1).sum(0) / max(1, len(pooled_over))
                 reads[row, index] = read_by_loops(memory, of_tokens[index], pooled)
     return reads
 
 
-def normalised(state: torch.Tensor) -> torch.Tensor:
-    return state / (state.square().mean() + EPS).sqrt()
+def normalised(states: torch.Tensor) -> torch.Tensor:
+    return states / (states.square().mean(-1, keepdim=True) + EPS).sqrt()
 
 
 def read_by_loops(memory: Chapters, state: torch.Tensor, pooled: torch.Tensor) -> Read:
-    options, tensors = memory.options, dict(memory.named_parameters())
-    routers = zip(tensors["router_weight"], tensors["router_bias"], strict=True)
-    logits = torch.stack([torch.dot(weight, pooled) + bias for weight, bias in routers])
-    routed = range(options.shared_chapters, options.chapters)
+    """What a token reads whose chapters a pooled state chooses."""
+    options, tensors, heads = memory.options, dict(memory.named_parameters()), (memory.num_heads, -1)
+    logits = tensors["router_weight"] @ pooled + tensors["router_bias"]
     probabilities = logits.softmax(0)
+    routed = range(options.shared_chapters, options.chapters)
     chosen = sorted(routed, key=lambda chapter: -probabilities[chapter].item())[: options.k]
     total = sum(probabilities[chapter] for chapter in chosen)
-    weights: list[tuple[int, torch.Tensor]] = [
-        (chapter, torch.ones((), dtype=torch.float64)) for chapter in range(options.shared_chapters)
-    ]
+    weights = [(chapter, torch.ones(())) for chapter in range(options.shared_chapters)]
     weights += [(chapter, options.routed_scale * probabilities[chapter] / total) for chapter in chosen]
     all_weights = sum(weight for _, weight in weights)
 
-    keys, values = [], []
-    for chapter, weight in weights:
-        for number in range(options.chapter_tokens):
-            token = normalised(tensors["bank"][chapter * options.chapter_tokens + number]) * weight / all_weights
-            keys.append(tensors["key_projection.weight"] @ token)
-            values.append(tensors["value_projection.weight"] @ token)
-
-    query = tensors["query_projection.weight"] @ (normalised(state) * tensors["norm_weight"])
-    width = len(query) // memory.num_heads
-    heads = []
-    for head in range(memory.num_heads):
-        own = slice(head * width, (head + 1) * width)
-        scores = [torch.dot(query[own], key[own]) / math.sqrt(width) for key in keys]
-        attention = torch.stack(scores).softmax(0)
-        heads.append(sum(share * value[own] for share, value in zip(attention, values, strict=True)))
-    return Read(logits, chosen, tensors["output_projection.weight"] @ torch.cat(heads))
+    chapters = tensors["bank"].split(options.chapter_tokens)
+    tokens = torch.cat([normalised(chapters[chapter]) * weight / all_weights for chapter, weight in weights])
+    keys = (tokens @ tensors["key_projection.weight"].T).unflatten(-1, heads)  # [M, H, d]
+    values = (tokens @ tensors["value_projection.weight"].T).unflatten(-1, heads)
+    query = (tensors["query_projection.weight"] @ (normalised(state) * tensors["norm_weight"])).unflatten(0, heads)
+    attention = (torch.einsum("hd,mhd->hm", query, keys) / math.sqrt(query.shape[1])).softmax(-1)
+    read = torch.einsum("hm,mhd->hd", attention, values).flatten()
+    return Read(logits, chosen, tensors["output_projection.weight"] @ read)
 
 
 def assert_reads(output: torch.Tensor, reads: dict[tuple[int, int], Read]) -> None:

@@ -95,11 +95,11 @@ def wider_ffn(read, fetched, layer, activation, native):
     """What a gated network gives whose three matrices are concatenated with the blocks of all levels (figure 18)."""
     rows = []
     for row, tokens in enumerate(read):
-        result = list(blocks_of_row(fetched, layer, row))
-        gate = torch.cat([native[0], *(block["gate"] for block in result)])
-        up = torch.cat([native[1], *(block["up"] for block in result)])
-        down = torch.cat([native[2], *(block["down"] for block in result)], dim=1)
-        rows.append(torch.stack([down @ (activation(gate @ token) * (up @ token)) for token in tokens]))
+        blocks = list(blocks_of_row(fetched, layer, row))
+        gate = torch.cat([native[0], *(block["gate"] for block in blocks)])
+        up = torch.cat([native[1], *(block["up"] for block in blocks)])
+        down = torch.cat([native[2], *(block["down"] for block in blocks)], dim=1)
+        rows.append((activation(tokens @ gate.T) * (tokens @ up.T)) @ down.T)
     return torch.stack(rows)
 
 
@@ -110,26 +110,22 @@ def patched(read, fetched, layer, weight, role, alpha):
         matrix = weight
         for block in blocks_of_row(fetched, layer, row):
             matrix = matrix + alpha * block[f"{role}_up"] @ block[f"{role}_down"]
-        rows.append(torch.stack([matrix @ token for token in tokens]))
+        rows.append(tokens @ matrix.T)
     return torch.stack(rows)
 
 
 def attended(query, fetched, layer, scaling):
     """What each query head reads of the keys and values of its group, `[B, T, H, d]` (figure 17)."""
-    heads, rows = query.shape[1], []
-    for row in range(len(query)):
-        result = list(blocks_of_row(fetched, layer, row))
-        keys = torch.cat([block["memory_keys"] for block in result])  # [R, K, d]
-        values = torch.cat([block["memory_values"] for block in result])
-        of_heads = []
-        for head in range(heads):
-            group = head // (heads // keys.shape[1])
-            of_tokens = []
-            for token in query[row, head]:
-                weights = torch.stack([(token @ key) * scaling for key in keys[:, group]]).exp()
-                of_tokens.append((weights / weights.sum()) @ values[:, group])
-            of_heads.append(torch.stack(of_tokens))
-        rows.append(torch.stack(of_heads, dim=1))
+    rows = []
+    for row, heads in enumerate(query):
+        blocks = list(blocks_of_row(fetched, layer, row))
+        keys, values = (torch.cat([block[f"memory_{name}"] for block in blocks]) for name in ("keys", "values"))
+        of_tokens = []
+        for head, tokens in enumerate(heads):
+            group = head // (len(heads) // keys.shape[1])
+            weights = (tokens @ keys[:, group].T * scaling).exp()  # [T, R]
+            of_tokens.append(weights / weights.sum(-1, keepdim=True) @ values[:, group])
+        rows.append(torch.stack(of_tokens, dim=1))
     return torch.stack(rows)
 
 
@@ -179,29 +175,15 @@ def test_heads_attend_to_all_fetched_keys_in_one_softmax(layer, scaling):
     expect_equal(actual, expected, [query, output, *fetched.records.values()])
 
 
-def act(kind, fetched, read, layer=1):
-    """What a memory of any kind makes of `[B, T, 24]`."""
-    memory = memory_of(kind).to(read.dtype)
+def act(kind, fetched, read):
+    """What a memory of any kind makes of `[5, 3, 24]`."""
+    memory, blocks, heads = memory_of(kind).to(read.dtype), fetched.blocks_for(1), read.view(5, 3, 6, 4)
     if kind == "hier-ffn":
-        return memory(read[..., :12], fetched=fetched.blocks_for(layer))
+        return memory(read[..., :12], fetched=blocks)
     if kind == "hier-kv":
-        query = read.view(*read.shape[:2], 6, 4).transpose(1, 2)
-        return memory(
-            None,
-            None,
-            None,
-            read.view(*read.shape[:2], 6, 4),
-            unrotated=query,
-            scaling=0.5,
-            fetched=fetched.blocks_for(layer),
-        )
+        return memory(None, None, None, heads, unrotated=heads.transpose(1, 2), scaling=0.5, fetched=blocks)
     parts = [
-        memory(
-            read[..., :inputs],
-            read[..., :1].expand(-1, -1, outputs),
-            projection=role,
-            fetched=fetched.blocks_for(layer),
-        )
+        memory(read[..., :inputs], read[..., :outputs], projection=role, fetched=blocks)
         for role, (inputs, outputs) in WIDTHS[kind].items()
     ]
     return torch.cat(parts, dim=-1)
