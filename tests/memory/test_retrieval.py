@@ -1,6 +1,7 @@
 """Memories whose heads retrieve slots: what they start as, compute with every option, learn first, and refuse."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -11,43 +12,37 @@ from tiny import prompt, tiny_model
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-SHAPES = {
-    "headwise": {"row_keys": (4, 6, 3), "column_keys": (4, 6, 3), "value_bank": (36, 6), "value_transform": (4, 6, 6)},
+from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, Normal, Uniform
+
+KEYS, SLOTS = (DeclaredTensor((4, 6, width), "key", Uniform(1 / math.sqrt(width))) for width in (3, 6))
+VALUES, SHARED, FEW = (DeclaredTensor(shape, "value", ZEROS) for shape in ((36, 6), (36, 24), (6, 24)))
+TRANSFORM = DeclaredTensor((4, 6, 6), "transform", Normal(1 / math.sqrt(6)))
+PROJECTION = DeclaredTensor((24, 24), "projection", Normal(1 / math.sqrt(24)))
+# With four heads of six features, and six sub-keys or slots.
+TENSORS = {
+    "headwise": {"row_keys": KEYS, "column_keys": KEYS, "value_bank": VALUES, "value_transform": TRANSFORM},
     "product-key": {
-        "query_projection.weight": (24, 24),
-        "row_keys": (4, 6, 3),
-        "column_keys": (4, 6, 3),
-        "value_bank": (36, 24),
+        "query_projection.weight": PROJECTION,
+        "row_keys": KEYS,
+        "column_keys": KEYS,
+        "value_bank": SHARED,
     },
-    "linear": {"query_projection.weight": (24, 24), "slot_keys": (4, 6, 6), "value_bank": (6, 24)},
+    "linear": {"query_projection.weight": PROJECTION, "slot_keys": SLOTS, "value_bank": FEW},
+}
+OF_NORM = {
+    "query_norm_weight": DeclaredTensor((4, 6), "norm", ONES),
+    "query_norm_bias": DeclaredTensor((4, 6), "norm", ZEROS),
+    "query_mean": DeclaredTensor((4, 6), "buffer", ZEROS),
+    "query_variance": DeclaredTensor((4, 6), "buffer", ONES),
 }
 
 
-def test_parameters_have_the_shapes_and_roles_of_the_paper(memory_type):
-    memory = retrieving(memory_type)
-    assert {name: tuple(tensor.shape) for name, tensor in memory.named_parameters()} == SHAPES[memory_type]
-    report = {name for name in SHAPES[memory_type] if name.endswith("_keys") or name == "value_bank"}
-    assert set(memory.names_of("key", "value")) == report
-
-
-def test_values_start_at_zero_and_the_rest_at_the_documented_scale(memory_type):
-    memory = retrieving(memory_type, hidden_size=256, size=32, query_norm="batch")
-    assert not memory.value_bank.any()
-    projection = {"headwise": "value_transform"}.get(memory_type, "query_projection.weight")
-    weight = memory.get_parameter(projection).detach()
-    assert weight.std().item() == pytest.approx(weight.shape[-1] ** -0.5, rel=0.02) and abs(weight.mean()) < 5e-3
-    sums: list[torch.Tensor] = []
-    for name in memory.names_of("key"):
-        keys = memory.get_parameter(name).detach()
-        bound = keys.shape[-1] ** -0.5
-        assert 0.97 * bound < keys.abs().max() <= bound and abs(keys.mean()) < 0.01
-        assert keys.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
-        assert not torch.equal(keys[0], keys[1])
-        assert keys.sum() not in sums, "each side has its own"
-        sums.append(keys.sum())
-    for name, start in (("weight", 1), ("bias", 0)):
-        assert (getattr(memory, f"query_norm_{name}") == start).all()
-    assert (memory.query_variance == 1).all() and not memory.query_mean.any()
+def test_tensors_have_the_shapes_roles_and_initial_values_of_the_paper(memory_type):
+    memory = retrieving(memory_type, query_norm="batch")
+    assert memory.declared == {**TENSORS[memory_type], **OF_NORM}
+    for name, tensor in memory.declared.items():
+        assert memory.declared_tensor(name).any() == (tensor.initial != ZEROS)
+    assert memory_type == "linear" or not torch.equal(memory.row_keys, memory.column_keys)
 
 
 @pytest.mark.parametrize("name", ["product-key", "linear"])
