@@ -37,13 +37,9 @@ def ultramem(**options: Any) -> Any:
 
 @dataclass(frozen=True)
 class Keeper:
-    """A memory that keeps something, and what that is derived from.
+    """A memory that keeps something, the width of what it reads, and the tensors that what is kept is derived from.
 
-    Args:
-        make: Makes it; it retrieves something.
-        width: Of what it reads.
-        sources: Names of the parameters and buffers that what is kept depends on.
-        is_exact: Whether passes that read what is kept have the bits of those that do not.
+    Passes that read what is kept have the bits of those that do not where `is_exact`.
     """
 
     make: Callable[[], Any]

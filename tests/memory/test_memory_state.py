@@ -21,28 +21,19 @@ def kept(state: MemoryState) -> tuple[list, list]:
     return state.kept["count"].tolist(), state.kept["total"].flatten().tolist()
 
 
-def test_rows_are_chosen_and_repeated_in_every_tensor(state):
-    state.reorder_cache(torch.tensor([2, 0, 0]))
-    assert kept(state) == ([3, 1, 1], [3.0, 1.0, 1.0])
-    state.batch_select_indices(torch.tensor([0, 1]))
-    assert kept(state) == ([3, 1], [3.0, 1.0])
-    state.batch_repeat_interleave(2)
-    assert kept(state) == ([3, 3, 1, 1], [3.0, 3.0, 1.0, 1.0])
-    state.reset()
-    state.batch_select_indices(torch.tensor([7]))
-    state.batch_repeat_interleave(2)
-    assert not state.kept
-
-
-def test_a_cache_does_to_it_what_it_does_to_its_layers(state):
+def test_a_cache_does_to_every_tensor_of_it_what_it_does_to_its_layers(state):
     cache = DynamicCache()
     cache.update(torch.arange(3.0)[:, None, None, None], torch.zeros(3, 1, 1, 1), 0)
     cache.layers.append(state)
     cache.batch_repeat_interleave(2)
     assert kept(state)[0] == [1, 1, 2, 2, 3, 3] and cache.layers[0].keys.flatten().tolist() == [0, 0, 1, 1, 2, 2]
     cache.reorder_cache(torch.tensor([5, 4, 3, 2, 1, 0]))
-    assert kept(state)[0] == [3, 3, 2, 2, 1, 1]
+    assert kept(state) == ([3, 3, 2, 2, 1, 1], [3.0, 3.0, 2.0, 2.0, 1.0, 1.0])
+    cache.batch_select_indices(torch.tensor([4, 0, 0]))
+    assert kept(state) == ([1, 3, 3], [1.0, 3.0, 3.0])
     cache.reset()
+    state.batch_select_indices(torch.tensor([7]))
+    state.batch_repeat_interleave(2)
     assert not state.kept
 
 

@@ -106,13 +106,6 @@ def test_any_steps_are_those_of_one_pass(options, left, right, cuts):
     assert_reads(torch.cat(outputs, dim=1), by_loops(memory, hidden_states, indices(mask)))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 7, 8, 9, 16, 17])
-@pytest.mark.parametrize("size", [2, 4, 8, 9, 12])
-def test_plain_rows_are_those_of_loops(size, tokens, fewest_together):
-    memory, hidden_states = layer(chunk_size=size), states(2, tokens)
-    assert_reads(memory(hidden_states), by_loops(memory, hidden_states))
-
-
 @given(
     sizes=st.integers(2, 9).flatmap(lambda size: st.tuples(st.integers(2, size), st.just(size))),
     documents=st.lists(st.integers(1, 40), min_size=1, max_size=6),
