@@ -7,6 +7,7 @@ from memory.chapter_layers import WIDTH, assert_reads, by_loops, layer, states
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.chapters.decode_cache import projected_bank
 from midus_hf.memories.chapters.options import ChaptersOptions
+from midus_hf.memories.decode_cache import decode_cache
 from midus_hf.memories.hosting.state import MemoryState
 from midus_hf.memories.module import build_memory
 from midus_hf.ops import op_choices
@@ -89,6 +90,16 @@ def test_a_bank_that_is_given_is_read_as_the_own_one():
     tables = {"bank": own.bank}
     shared.load_state_dict({name: tensor for name, tensor in own.state_dict().items() if name not in tables})
     assert torch.equal(shared(states(), tables=tables), own(states()))
+
+
+@pytest.mark.parametrize("routing", ["sequence", "token"])
+def test_nothing_is_projected_again_that_is_kept(routing):
+    memory, hidden_states = layer(routing=routing), states(1).detach()
+    with torch.no_grad():
+        expected = memory(hidden_states)
+        with decode_cache(memory):
+            memory.key_projection.register_forward_pre_hook(lambda *_: pytest.fail("projected again"))
+            torch.testing.assert_close(memory(hidden_states), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_the_bank_of_the_paper_is_shared_and_too_large_to_be_kept():
