@@ -1,9 +1,7 @@
 """A small bank in a folder, untouched or written into."""
 
 import pytest
-from banks.small_bank import layout_of, made, record_of
-
-from midus_hf.banks import MemoryBank
+from banks.small_bank import made, opened, record_of
 
 
 @pytest.fixture
@@ -14,13 +12,7 @@ def folder(tmp_path):
 @pytest.fixture
 def bank(folder):
     """Blocks 1 of level 1 and 5, -1 (the generic one) of level 3 were written."""
-    opened = MemoryBank(folder, layout_of())
+    bank = opened(folder)
     for level, index in ((1, 1), (3, 5), (3, -1)):
-        opened.write(level, index, record_of(opened.layout, level, index))
-    return opened
-
-
-@pytest.fixture
-def opened():
-    """Opens banks."""
-    return lambda folder, layout=None: MemoryBank(folder, layout or layout_of())
+        bank.write(level, index, record_of(bank.layout, level, index))
+    return bank

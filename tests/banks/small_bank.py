@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from midus_hf.banks.memory_bank import create_bank
+from midus_hf.banks.memory_bank import MemoryBank, create_bank
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.hierarchical.options import HierFFNOptions
@@ -22,6 +22,10 @@ def layout_of(options=None, sizes=SIZES, layers=LAYERS):
 def made(folder, layout=None, dtype=torch.float32, seed=5):
     create_bank(folder, layout or layout_of(), dtype, seed)
     return folder
+
+
+def opened(folder, layout=None):
+    return MemoryBank(folder, layout or layout_of())
 
 
 def record_of(layout, level, number, dtype=torch.float32):

@@ -6,14 +6,14 @@ import shutil
 
 import pytest
 import torch
-from banks.small_bank import LLAMA_1B, layout_of, made, on_disk, record_of
+from banks.small_bank import LLAMA_1B, layout_of, made, on_disk, opened, record_of
 
 from midus_hf.banks import MemoryBank, level_file
 from midus_hf.banks.level_file import BankError
 from midus_hf.memories.hierarchical.options import HierFFNOptions
 
 
-def test_a_copy_has_what_was_written_and_stays_sparse(tmp_path, opened):
+def test_a_copy_has_what_was_written_and_stays_sparse(tmp_path):
     layout = layout_of(HierFFNOptions(sizes=[64, 32], branching=16), LLAMA_1B)
     bank = opened(made(tmp_path / "bank", layout, torch.bfloat16, seed=8), layout)
     for level, index in ((1, 3), (2, -1), (2, 7), (2, 9)):
@@ -39,7 +39,7 @@ def test_a_bank_saved_where_it_lies_is_left_as_it_is(bank, folder):
     assert [path.stat().st_ino for path in sorted(folder.glob("level-*"))] == numbers
 
 
-def test_a_copy_replaces_what_another_bank_left_there(bank, tmp_path, opened):
+def test_a_copy_replaces_what_another_bank_left_there(bank, tmp_path):
     other = layout_of(HierFFNOptions(sizes=[5], branching=2))
     made(tmp_path / "there", other)
     bank.save(tmp_path / "there")

@@ -7,14 +7,14 @@ import time
 
 import pytest
 import torch
-from banks.small_bank import LAYERS, LLAMA_1B, layout_of, made, on_disk, record_of
+from banks.small_bank import LAYERS, LLAMA_1B, layout_of, made, on_disk, opened, record_of
 
 from midus_hf.banks.mapped_bank import initial_block
 from midus_hf.banks.memory_bank import create_bank
 from midus_hf.memories.hierarchical.options import HierFFNOptions, HierKVOptions, HierLoraVOOptions
 
 
-def test_a_bank_of_fourteen_billion_parameters_takes_nothing_and_opens_at_once(tmp_path, opened):
+def test_a_bank_of_fourteen_billion_parameters_takes_nothing_and_opens_at_once(tmp_path):
     """Llama-3.2-1B with (768, 256, 16, 0): table 2 of the paper."""
     layout = layout_of(HierFFNOptions(sizes=[768, 256, 16, 0]), LLAMA_1B, tuple(range(16)))
     assert layout.fetched == 102_236_160 and layout.bank == 14_092_861_440
@@ -39,7 +39,7 @@ def test_a_bank_of_fourteen_billion_parameters_takes_nothing_and_opens_at_once(t
     ],
     ids=lambda options: options.type,
 )
-def test_blocks_start_as_appendix_i_says(options, dtype, tmp_path, opened):
+def test_blocks_start_as_appendix_i_says(options, dtype, tmp_path):
     """One factor of each product is zero, the other random: truncated normal, or Kaiming's uniform for low-rank factors."""
     layout = layout_of(options)
     bank = opened(made(tmp_path / "bank", layout, dtype), layout)
@@ -61,7 +61,7 @@ def test_blocks_start_as_appendix_i_says(options, dtype, tmp_path, opened):
                 assert abs(part.mean().item()) < 0.003
 
 
-def test_blocks_that_were_never_written_are_the_same_in_any_order(folder, tmp_path, opened):
+def test_blocks_that_were_never_written_are_the_same_in_any_order(folder, tmp_path):
     layout = layout_of()
     keys = [(level, index) for level in layout.levels for index in range(-1, layout.blocks.nodes(level))]
     first, second = opened(folder), opened(folder)
@@ -76,7 +76,7 @@ def test_blocks_that_were_never_written_are_the_same_in_any_order(folder, tmp_pa
     assert not torch.equal(other.block(1, 0), blocks[1, 0])
 
 
-def test_what_was_written_is_read_by_whoever_opens_it(bank, folder, opened):
+def test_what_was_written_is_read_by_whoever_opens_it(bank, folder):
     reader = opened(folder)
     for level, index in ((1, 1), (3, 5), (3, -1)):
         assert torch.equal(reader.block(level, index), record_of(bank.layout, level, index))
@@ -93,21 +93,13 @@ def test_each_row_gets_the_block_of_its_node_of_each_level(bank):
     fetched = bank.fetch(ids)
     for layer in LAYERS:
         levels = fetched.blocks_for(layer).levels
-        assert len(levels) == 2
-        for level, actual in zip((1, 3), levels, strict=True):
-            size = {1: 3, 3: 2}[level]
-            assert {name: tensor.shape[1:] for name, tensor in actual.tensors.items()} == {
-                "gate": (size, 8),
-                "up": (size, 8),
-                "down": (8, size),
-            }
-            nodes = [row[level - 1] for row in ids.tolist()]
-            for row, node in enumerate(nodes):
-                start = 3 * size * 8 * LAYERS.index(layer)
-                parts = bank.block(level, node)[start : start + 3 * size * 8].split(size * 8)
-                for (name, tensor), part in zip(actual.tensors.items(), parts, strict=True):
-                    expected = part.view(tensor.shape[1:])
-                    assert torch.equal(tensor[actual.blocks[row]], expected), name
+        for level, size, actual in zip((1, 3), (3, 2), levels, strict=True):
+            shapes = {name: tensor.shape[1:] for name, tensor in actual.tensors.items()}
+            assert shapes == {"gate": (size, 8), "up": (size, 8), "down": (8, size)}
+            start = 3 * size * 8 * LAYERS.index(layer)
+            for block, path in zip(actual.blocks, ids.tolist(), strict=True):
+                parts = torch.cat([tensor[block].flatten() for tensor in actual.tensors.values()])
+                assert torch.equal(parts, bank.block(level, path[level - 1])[start : start + 3 * size * 8])
     assert all(len(actual) == len(set(ids[:, level - 1].tolist())) for level, actual in fetched.records.items())
 
 
@@ -148,7 +140,7 @@ def test_copies_of_a_bank_in_this_process_and_in_another_read_its_files(bank):
     assert all(torch.equal(sent.fetch(ids).records[level], bank.fetch(ids).records[level]) for level in (1, 3))
 
 
-def test_blocks_of_a_tree_that_has_grown_start_with_numbers_of_their_own(folder, opened):
+def test_blocks_of_a_tree_that_has_grown_start_with_numbers_of_their_own(folder):
     bank = opened(folder)
     layout = bank.layout.with_roots(6)
     first = initial_block(layout, 1, -1, 5, torch.float32)

@@ -1,25 +1,90 @@
-"""Blocks that train: each as AdamW would train it if it saw the steps that fetched it alone."""
+"""Blocks that train: each as AdamW would train it if it saw the steps that fetched it alone; saved, loaded and gone on from."""
 
 import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
-from banks.trained_blocks import (
-    EVERY,
-    FETCHED,
-    PATHS,
-    SETTINGS,
-    bank_in,
-    blocks_of,
-    by_adamw,
-    loss_of,
-    train,
-)
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 
+from midus_hf.banks import MemoryBank
 from midus_hf.banks.level_file import BankError
-from midus_hf.config.fetched_blocks import level_file
+from midus_hf.banks.memory_bank import create_bank
+from midus_hf.banks.trained_bank import TrainedBank
+from midus_hf.config.fetched_blocks import BankLayout, level_file
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memories.hierarchical.options import HierFFNOptions
+
+SIZES = ModelSizes(hidden_size=4, num_heads=2, intermediate_size=6, num_layers=2)
+SETTINGS = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+# What each of five steps fetches, from a tree of three children a node; level 2 has no blocks.
+PATHS = [
+    [[0, 1, 5], [0, 1, 5]],
+    [[2, 7, 22], [0, 1, 4]],
+    [[-1, -1, -1], [0, 0, 0]],
+    [[0, 1, 5], [2, 7, 22]],
+    [[0, 2, 6]],
+]
+FETCHED = [{(1, 0), (3, 5)}, {(1, 2), (3, 22), (1, 0), (3, 4)}, {(1, -1), (3, -1), (1, 0), (3, 0)}]
+FETCHED += [{(1, 0), (3, 5), (1, 2), (3, 22)}, {(1, 0), (3, 6)}]
+EVERY = sorted(set().union(*FETCHED))
+
+
+def layout_of():
+    return BankLayout("hier-ffn", (0, 1), HierFFNOptions(sizes=[2, 0, 1], branching=3).fetched(SIZES))
+
+
+def bank_in(folder, dtype=torch.float32):
+    """A bank of which two blocks were written, one of which is trained here."""
+    if not folder.exists():
+        create_bank(folder, layout_of(), dtype, 4)
+        bank = MemoryBank(folder, layout_of())
+        for level, index in ((3, 5), (3, 9)):
+            bank.write(level, index, torch.linspace(-1, 1, bank.layout.record_numel(level)))
+    return TrainedBank(MemoryBank(folder, layout_of()))
+
+
+def loss_of(fetched, step):
+    """Of what rows fetched, with other gradients at every step and for every row."""
+    total = torch.zeros((), dtype=torch.float32)
+    for layer in (0, 1):
+        for number, level in enumerate(fetched.blocks_for(layer).levels):
+            for row, block in enumerate(level.blocks.tolist()):
+                for name, tensor in level.tensors.items():
+                    numbers = torch.arange(tensor[0].numel(), dtype=torch.float32).view(tensor.shape[1:])
+                    weight = (numbers + 3 * step + 7 * layer + 2 * number + row + len(name)).sin()
+                    total = total + (weight * tensor[block]).sum() + 0.2 * (step + 1) * tensor[block].square().sum()
+    return total
+
+
+def train(bank, steps=range(5), settings=SETTINGS, rates=None):
+    """Take steps of AdamW, with a rate of its own at each where rates are given."""
+    for step in steps:
+        loss_of(bank.fetch(torch.tensor(PATHS[step])), step).backward()
+        bank.step(**(settings if rates is None else {**settings, "lr": rates[step]}))
+
+
+def blocks_of(bank, keys=EVERY):
+    with torch.no_grad():
+        return {key: bank.block(*key).detach().clone() for key in keys}
+
+
+def by_adamw(folder, settings=SETTINGS, rates=None):
+    """The same in float64 by torch's AdamW, of which each block has one, whose steps are those that fetched it."""
+    start = MemoryBank(folder, layout_of())
+    masters = {key: start.block(*key).double().clone().requires_grad_() for key in EVERY}
+    optimizers = {key: torch.optim.AdamW([master], **settings, foreach=False) for key, master in masters.items()}
+    for step, paths in enumerate(PATHS):
+        reader = bank_in(folder)
+        reader.block = lambda level, index: masters[level, index]
+        loss_of(reader.fetch(torch.tensor(paths)), step).backward()
+        for key in FETCHED[step]:
+            if rates is not None:
+                optimizers[key].param_groups[0]["lr"] = rates[step]
+            optimizers[key].step()
+            masters[key].grad = None
+        assert all(master.grad is None for master in masters.values())
+    return {key: master.detach() for key, master in masters.items()}
 
 
 @pytest.fixture
@@ -27,6 +92,7 @@ def folder(tmp_path):
     return tmp_path / "bank"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -36,53 +102,34 @@ def folder(tmp_path):
         {"betas": (0.5, 0.999)},
         {"eps": 0.1},
         {"betas": (0.0, 0.9)},
+        {"rates": (1e-2, 8e-3, 6e-3, 2e-2, 3e-2)},
     ],
     ids=str,
 )
-def test_blocks_train_as_adamw_trains_them_in_the_steps_that_fetch_them(changes, folder):
-    settings, bank = {**SETTINGS, **changes}, bank_in(folder)
+def test_blocks_train_as_adamw_trains_them_in_the_steps_that_fetch_them(changes, dtype, folder):
+    """In float32, whatever the bank stores."""
+    rates, bank = changes.get("rates"), bank_in(folder, dtype)
+    settings = {**SETTINGS, **{name: value for name, value in changes.items() if name != "rates"}}
     start = blocks_of(bank)
-    train(bank, settings=settings)
-    actual, expected = blocks_of(bank), by_adamw(folder, settings)
+    train(bank, settings=settings, rates=rates)
+    actual, expected = blocks_of(bank), by_adamw(folder, settings, rates)
     for key in EVERY:
         assert (actual[key] - start[key]).abs().max() > 5e-3
         torch.testing.assert_close(actual[key].double(), expected[key], rtol=2e-5, atol=2e-6)
     assert bank.touched() == EVERY
 
 
-def test_rates_may_change_between_steps(folder):
-    """As a schedule changes them; decay and rate are those of the step."""
-    bank = bank_in(folder)
-    master = bank.block(3, 5)
-    own = master.detach().double().clone().requires_grad_()
-    optimizer = torch.optim.AdamW([own], lr=1.0, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
-    for step, lr in enumerate((1e-2, 5e-3, 1e-3)):
-        gradient = torch.linspace(-1, 2, len(own)).roll(step)
-        master = bank.block(3, 5)
-        master.grad, own.grad = gradient.clone(), gradient.double()
-        optimizer.param_groups[0]["lr"] = lr
-        optimizer.step()
-        bank.step(lr, (0.9, 0.95), 1e-6, 0.1)
-    torch.testing.assert_close(master.detach().double(), own.detach(), rtol=1e-5, atol=1e-6)
-
-
 def test_gradients_of_several_passes_add_up_before_a_step(folder):
-    bank = bank_in(folder)
-    for step in (0, 3):
-        loss_of(bank.fetch(torch.tensor(PATHS[step])), step).backward()
-    keys = sorted(FETCHED[0] | FETCHED[3])
-    assert len(bank.leaves()) == len(keys)
-    together = [leaf.grad.clone() for leaf in bank.leaves()]
-    bank.forget_gradients()
-    assert bank.leaves() == []
-    sums = {key: torch.zeros_like(bank.block(*key)) for key in keys}
-    for step in (0, 3):
-        loss_of(bank.fetch(torch.tensor(PATHS[step])), step).backward()
-        for key in FETCHED[step]:
-            sums[key] += bank.block(*key).grad
+    bank, keys, of_passes = bank_in(folder), sorted(FETCHED[0] | FETCHED[3]), []
+    for steps in ((0,), (3,), (0, 3)):
+        for step in steps:
+            loss_of(bank.fetch(torch.tensor(PATHS[step])), step).backward()
+        assert len(bank.leaves()) == len(set().union(*(FETCHED[step] for step in steps)))
+        of_passes.append({key: leaf.grad.clone() for key, leaf in bank._leaves.items()})
         bank.forget_gradients()
-    for result, key in zip(together, keys, strict=True):
-        torch.testing.assert_close(result, sums[key])
+        assert bank.leaves() == []
+    for key in keys:
+        torch.testing.assert_close(of_passes[2][key], sum(each[key] for each in of_passes[:2] if key in each))
 
 
 def test_a_step_without_gradients_changes_nothing(folder):
@@ -158,46 +205,40 @@ def test_blocks_that_were_trained_and_others_of_the_bank_are_looked_at_together(
         assert torch.equal(other, bank.bank.block(3, 9).to(dtype))
 
 
-def broken_state(file, change: str) -> None:
-    """Change the state of level 3, which has 27 nodes and the generic block."""
-    state = load_file(file)
-    if change == "other size":
-        state["states"] = state["states"][:, :, 1:].contiguous()
-    elif change == "fewer rows":
-        state["states"] = state["states"][1:].contiguous()
-    elif change == "fewer steps":
-        state["steps"] = state["steps"][1:].contiguous()
-    elif change == "27":
-        state["nodes"][0] = 27
-    elif change == "no nodes":
-        del state["nodes"]
-    save_file(state, file)
-    if change == "no file":
-        file.unlink()
-    elif change == "no tensors":
-        file.write_bytes(b"text")
-    elif change == "cut":
-        file.write_bytes(file.read_bytes()[:-1])
+def rewritten(**changes):
+    """Return what rewrites a file of tensors, each by the name of a tensor, or without it."""
+
+    def rewrite(content):
+        tensors = load(content)
+        changed = {name: change(tensors.pop(name)) for name, change in changes.items()}
+        return save({**tensors, **{name: part.contiguous() for name, part in changed.items() if part is not None}})
+
+    return rewrite
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("other size", "The size of tensor"),
-        ("fewer rows", "out of bounds"),
-        ("fewer steps", "shorter"),
-        ("27", "out of bounds"),
-        ("no nodes", "nodes"),
-        ("no file", "No such file"),
-        ("no tensors", "header|Header"),
-        ("cut", ""),
+        (rewritten(states=lambda states: states[:, :, 1:]), "The size of tensor"),
+        (rewritten(states=lambda states: states[1:]), "out of bounds"),
+        (rewritten(steps=lambda steps: steps[1:]), "shorter"),
+        (rewritten(nodes=lambda nodes: nodes + 27), "out of bounds"),
+        (rewritten(nodes=lambda nodes: None), "nodes"),
+        (None, "No such file"),
+        (lambda content: b"text", "header|Header"),
+        (lambda content: content[:-1], ""),
     ],
+    ids=["other size", "fewer rows", "fewer steps", "27", "no nodes", "no file", "no tensors", "cut"],
 )
 def test_a_state_that_is_not_of_this_bank_is_refused(folder, tmp_path, change, message):
-    bank = bank_in(folder)
+    """Of level 3, which has 27 nodes and the generic block."""
+    bank, file = bank_in(folder), tmp_path / "state" / level_file(3)
     train(bank)
     bank.save_state(tmp_path / "state")
-    broken_state(tmp_path / "state" / level_file(3), change)
+    if change is None:
+        file.unlink()
+    else:
+        file.write_bytes(change(file.read_bytes()))
     other = bank_in(folder)
     remedy = "expected that of a run that trains blocks. Resume from another checkpoint"
     with pytest.raises(BankError, match=rf"state of blocks in .* cannot be read \(.*({message}).*\); {remedy}"):
@@ -214,16 +255,6 @@ def test_fetches_that_want_gradients_serve_one_pass_each(folder):
     assert bank.fetch(ids) is not looked and all(record.requires_grad for record in bank.fetch(ids).records.values())
 
 
-def test_masters_are_in_float32_whatever_the_bank_stores(folder):
-    """Steps that bfloat16 would round away add up."""
-    bank = bank_in(folder, torch.bfloat16)
-    bank.block(3, 5).data.fill_(1.0)
-    for _ in range(20):
-        bank.block(3, 5).grad = torch.ones(bank.layout.record_numel(3))
-        bank.step(1e-4, (0.9, 0.95), 1e-8, 0.0)
-    torch.testing.assert_close(blocks_of(bank)[3, 5], torch.full((24,), 1 - 20e-4))
-
-
 def test_what_trains_leaves_nothing_on_the_disk_and_takes_what_was_touched(folder, tmp_path, monkeypatch):
     """Not while it is used either: a process that is killed cannot clean up."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -233,3 +264,45 @@ def test_what_trains_leaves_nothing_on_the_disk_and_takes_what_was_touched(folde
     assert bank._states and not list((tmp_path / "temporary").iterdir())
     untouched = [row for row in range(28) if (3, row - 1) not in bank.touched()]
     assert not bank._states[3][untouched].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_saving_writes_what_was_trained_in_the_dtype_of_the_bank(dtype, folder, tmp_path):
+    bank = bank_in(folder, dtype)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    train(bank)
+    bank.save(tmp_path / "saved")
+    saved = MemoryBank(tmp_path / "saved", layout_of())
+    assert saved.dtype == dtype and saved.description["seed"] == bank.bank.description["seed"]
+    assert saved.written(1) == [-1, 0, 2] and saved.written(3) == [-1, 0, 4, 5, 6, 9, 22]
+    trained = blocks_of(bank)
+    assert all(block.dtype == torch.float32 for block in trained.values())
+    for key in EVERY:
+        assert torch.equal(saved.block(*key), trained[key].to(dtype))
+    for key in ((3, 9), (1, 1), (3, 1)):
+        assert torch.equal(saved.block(*key), bank.bank.block(*key))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before  # its own files stay
+    bank.save(folder)
+    own = MemoryBank(folder, layout_of())
+    assert all(torch.equal(own.block(*key), saved.block(*key)) for key in EVERY)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 4])
+def test_training_goes_on_from_a_saved_state_to_the_same_bytes(stop, folder, tmp_path):
+    whole, first, second, third = (bank_in(folder) for _ in range(4))
+    train(whole)
+    train(first, steps=range(stop))
+    first.save_state(tmp_path / "state")
+    half = blocks_of(first)
+    train(second, steps=[4])  # what was trained before is left behind
+    second.load_state(tmp_path / "state")
+    second.save_state(tmp_path / "state")  # from where its blocks are read when they are fetched
+    third.load_state(tmp_path / "state")
+    for bank in (second, third):
+        assert bank.touched() == sorted(set().union(*FETCHED[:stop]))
+        assert all(torch.equal(block, half[key]) for key, block in blocks_of(bank).items())
+    expected = blocks_of(whole)
+    for bank in (first, second, third):  # saving changed nothing
+        train(bank, steps=range(stop, 5))
+        actual = blocks_of(bank)
+        assert bank.touched() == EVERY and all(torch.equal(actual[key], expected[key]) for key in EVERY)

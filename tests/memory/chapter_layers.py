@@ -1,9 +1,14 @@
-"""Layers of Mixture of Chapters on their own, in float64, whose every tensor acts."""
+"""Small layers of Mixture of Chapters in float64, and what loops over rows and tokens read with their tensors.
 
+Loops are written from equations 1 to 4 and algorithm 1 of the paper, and from what the options say of weights and of what is pooled.
+Autograd gives gradients of the loops as well.
+"""
+
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from memory.chapter_loops import Read, read_by_loops
 
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.chapters.layer import Chapters
@@ -13,49 +18,25 @@ from midus_hf.memories.module import build_memory
 
 WIDTH, HEADS = 8, 2
 SMALL: dict[str, Any] = {"memory_tokens": 16, "chapters": 8, "k": 2, "chunk_size": 3, "share": "none"}
+EPS = 1e-6
 
 
 def layer(**options: Any) -> Chapters:
-    """A small layer that has a bank of its own unless the options say otherwise."""
+    """A small layer that has a bank of its own unless the options say otherwise, whose every tensor acts."""
     torch.manual_seed(0)
     sizes = ModelSizes(hidden_size=WIDTH, num_heads=HEADS, head_dim=WIDTH // HEADS)
     made = build_memory(ChaptersOptions(**{**SMALL, **options}), sizes).double()
-    fill(made)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
     return made
 
 
-def fill(module: torch.nn.Module, seed: int = 5) -> None:
-    """Give every parameter values of the size of 1, so that routers choose with weights that differ."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-
-
-def states(batch: int = 2, tokens: int = 8, seed: int = 1, width: int = WIDTH) -> torch.Tensor:
+def states(batch: int = 2, tokens: int = 8, seed: int = 1) -> torch.Tensor:
     """Hidden states `[B, T, D]` that want a gradient."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, tokens, width, dtype=torch.float64, generator=generator, requires_grad=True)
-
-
-def whole_rows(hidden_states: torch.Tensor) -> list[list[list[int]]]:
-    """One document per row, without padding."""
-    return [[list(range(hidden_states.shape[1]))] for _ in range(hidden_states.shape[0])]
-
-
-def by_loops(
-    memory: Chapters,
-    hidden_states: torch.Tensor,
-    documents: list[list[list[int]]] | None = None,
-) -> dict[tuple[int, int], Read]:
-    """What the loops read with the tensors of a layer."""
-    return read_by_loops(
-        memory.options,
-        memory.num_heads,
-        dict(memory.named_parameters()),
-        hidden_states,
-        whole_rows(hidden_states) if documents is None else documents,
-    )
+    return torch.randn(batch, tokens, WIDTH, dtype=torch.float64, generator=generator, requires_grad=True)
 
 
 def places_of(mask: list[list[int]]) -> TokenPlaces:
@@ -66,6 +47,69 @@ def places_of(mask: list[list[int]]) -> TokenPlaces:
 def indices(mask: list[list[int]]) -> list[list[list[int]]]:
     """The one document of each row under a mask."""
     return [[[index for index, is_real in enumerate(row) if is_real]] for row in mask]
+
+
+@dataclass(frozen=True)
+class Read:
+    """What the loops found for one token: its router logits, the routed chapters, best first, and what is added to it."""
+
+    logits: torch.Tensor
+    chosen: list[int]
+    added: torch.Tensor
+
+
+def by_loops(
+    memory: Chapters, hidden_states: torch.Tensor, documents: list[list[list[int]]] | None = None
+) -> dict[tuple[int, int], Read]:
+    """What each token that is no padding gets, by row and index.
+
+    Args:
+        memory: Whose tensors are read.
+        hidden_states: `[B, T, D]`.
+        documents: For each row its documents, each the indices of its tokens; padding is in none. Default: one of all tokens.
+    """
+    options, reads = memory.options, {}
+    first_chunk = min(8, options.chunk_size)
+    for row, of_row in enumerate(documents or [[list(range(hidden_states.shape[1]))]] * len(hidden_states)):
+        of_tokens = hidden_states[row]
+        for document in of_row:
+            for position, index in enumerate(document):
+                begin = 0
+                for other in range(position + 1):
+                    if other == first_chunk or (other > first_chunk and other % options.chunk_size == 0):
+                        begin = other
+                pooled_over = {"token": [index], "sequence": document, "chunk": document[:begin]}[options.routing]
+                if len(pooled_over) > 1:
+                    pooled_over = [other for other in pooled_over if other != document[0]]
+                pooled = normalised(of_tokens[pooled_over]).clamp(-1, 1).sum(0) / max(1, len(pooled_over))
+                reads[row, index] = read_by_loops(memory, of_tokens[index], pooled)
+    return reads
+
+
+def normalised(states: torch.Tensor) -> torch.Tensor:
+    return states / (states.square().mean(-1, keepdim=True) + EPS).sqrt()
+
+
+def read_by_loops(memory: Chapters, state: torch.Tensor, pooled: torch.Tensor) -> Read:
+    """What a token reads whose chapters a pooled state chooses."""
+    options, tensors, heads = memory.options, dict(memory.named_parameters()), (memory.num_heads, -1)
+    logits = tensors["router_weight"] @ pooled + tensors["router_bias"]
+    probabilities = logits.softmax(0)
+    routed = range(options.shared_chapters, options.chapters)
+    chosen = sorted(routed, key=lambda chapter: -probabilities[chapter].item())[: options.k]
+    total = sum(probabilities[chapter] for chapter in chosen)
+    weights = [(chapter, torch.ones(())) for chapter in range(options.shared_chapters)]
+    weights += [(chapter, options.routed_scale * probabilities[chapter] / total) for chapter in chosen]
+    all_weights = sum(weight for _, weight in weights)
+
+    chapters = tensors["bank"].split(options.chapter_tokens)
+    tokens = torch.cat([normalised(chapters[chapter]) * weight / all_weights for chapter, weight in weights])
+    keys = (tokens @ tensors["key_projection.weight"].T).unflatten(-1, heads)  # [M, H, d]
+    values = (tokens @ tensors["value_projection.weight"].T).unflatten(-1, heads)
+    query = (tensors["query_projection.weight"] @ (normalised(state) * tensors["norm_weight"])).unflatten(0, heads)
+    attention = (torch.einsum("hd,mhd->hm", query, keys) / math.sqrt(query.shape[1])).softmax(-1)
+    read = torch.einsum("hm,mhd->hd", attention, values).flatten()
+    return Read(logits, chosen, tensors["output_projection.weight"] @ read)
 
 
 def assert_reads(output: torch.Tensor, reads: dict[tuple[int, int], Read]) -> None:

@@ -1,22 +1,77 @@
-"""Memories that texts fetch against the paper's equations, row by row and level by level."""
+"""Memories that texts fetch against the paper's equations, row by row and level by level; their sizes, and what is refused."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
-from memory.hierarchical_memories import (
-    GEGLU,
-    LAYERS,
-    SIZES,
-    TYPES,
-    WIDTHS,
-    fetch,
-    memory_of,
-    options_of,
-    states,
-)
 
+from midus_hf.banks.fetched import FetchedBatch
+from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memories.entries import read_memories
+from midus_hf.memories.hierarchical.options import (
+    HierFFNOptions,
+    HierKVOptions,
+    HierLoraFFNOptions,
+    HierLoraQKOptions,
+    HierLoraVOOptions,
+)
+from midus_hf.memories.module import build_memory
 from midus_hf.ops import op_choices
+from midus_hf.ops.block_linear.op import block_linear
+
+SIZES = ModelSizes(hidden_size=12, num_heads=6, head_dim=4, num_key_value_heads=2, intermediate_size=10, num_layers=4)
+GEGLU = dataclasses.replace(SIZES, activation="gelu_pytorch_tanh")
+LAYERS = (1, 3)
+TYPES = {
+    "hier-ffn": HierFFNOptions,
+    "hier-lora-qk": HierLoraQKOptions,
+    "hier-lora-vo": HierLoraVOOptions,
+    "hier-lora-ffn": HierLoraFFNOptions,
+    "hier-kv": HierKVOptions,
+}
+WIDTHS = {
+    "hier-lora-qk": {"query": (12, 24), "key": (12, 8)},
+    "hier-lora-vo": {"value": (12, 8), "output_projection": (24, 12)},
+    "hier-lora-ffn": {"gate": (12, 10), "up": (12, 10), "down": (10, 12)},
+}
+# Which of the blocks that there are each of five rows has; level 3 has none, and on level 4 all have one.
+BLOCKS = {1: [0, 1, 0, 2, 1], 2: [3, 0, 0, 1, 2], 4: [0, 0, 0, 0, 0]}
+
+
+def options_of(kind, **changes):
+    return TYPES[kind](**{"sizes": [3, 1, 0, 2], "branching": 4, **changes})
+
+
+def layout_of(options, sizes=SIZES, layers=LAYERS):
+    return BankLayout(options.type, layers, options.fetched(sizes))
+
+
+def fetch(kind, blocks=None, dtype=torch.float64, sizes=SIZES, **changes):
+    """Random blocks that want gradients, and which row has which."""
+    layout = layout_of(options_of(kind, **changes), sizes)
+    generator = torch.Generator().manual_seed(4)
+    blocks = {level: torch.tensor(of_row) for level, of_row in (blocks or BLOCKS).items()}
+    records = {
+        level: torch.randn(
+            max(blocks[level].tolist()) + 1, layout.record_numel(level), dtype=torch.float64, generator=generator
+        )
+        .to(dtype)
+        .requires_grad_()
+        for level in layout.levels
+    }
+    return FetchedBatch(layout, records, blocks)
+
+
+def memory_of(kind, sizes=SIZES, **changes):
+    return build_memory(options_of(kind, **changes), sizes).double()
+
+
+def states(*shape, seed=9, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+
 
 PROJECTIONS = [(kind, role) for kind, roles in WIDTHS.items() for role in roles]
 
@@ -40,11 +95,11 @@ def wider_ffn(read, fetched, layer, activation, native):
     """What a gated network gives whose three matrices are concatenated with the blocks of all levels (figure 18)."""
     rows = []
     for row, tokens in enumerate(read):
-        result = list(blocks_of_row(fetched, layer, row))
-        gate = torch.cat([native[0], *(block["gate"] for block in result)])
-        up = torch.cat([native[1], *(block["up"] for block in result)])
-        down = torch.cat([native[2], *(block["down"] for block in result)], dim=1)
-        rows.append(torch.stack([down @ (activation(gate @ token) * (up @ token)) for token in tokens]))
+        blocks = list(blocks_of_row(fetched, layer, row))
+        gate = torch.cat([native[0], *(block["gate"] for block in blocks)])
+        up = torch.cat([native[1], *(block["up"] for block in blocks)])
+        down = torch.cat([native[2], *(block["down"] for block in blocks)], dim=1)
+        rows.append((activation(tokens @ gate.T) * (tokens @ up.T)) @ down.T)
     return torch.stack(rows)
 
 
@@ -55,26 +110,22 @@ def patched(read, fetched, layer, weight, role, alpha):
         matrix = weight
         for block in blocks_of_row(fetched, layer, row):
             matrix = matrix + alpha * block[f"{role}_up"] @ block[f"{role}_down"]
-        rows.append(torch.stack([matrix @ token for token in tokens]))
+        rows.append(tokens @ matrix.T)
     return torch.stack(rows)
 
 
 def attended(query, fetched, layer, scaling):
     """What each query head reads of the keys and values of its group, `[B, T, H, d]` (figure 17)."""
-    heads, rows = query.shape[1], []
-    for row in range(len(query)):
-        result = list(blocks_of_row(fetched, layer, row))
-        keys = torch.cat([block["memory_keys"] for block in result])  # [R, K, d]
-        values = torch.cat([block["memory_values"] for block in result])
-        of_heads = []
-        for head in range(heads):
-            group = head // (heads // keys.shape[1])
-            of_tokens = []
-            for token in query[row, head]:
-                weights = torch.stack([(token @ key) * scaling for key in keys[:, group]]).exp()
-                of_tokens.append((weights / weights.sum()) @ values[:, group])
-            of_heads.append(torch.stack(of_tokens))
-        rows.append(torch.stack(of_heads, dim=1))
+    rows = []
+    for row, heads in enumerate(query):
+        blocks = list(blocks_of_row(fetched, layer, row))
+        keys, values = (torch.cat([block[f"memory_{name}"] for block in blocks]) for name in ("keys", "values"))
+        of_tokens = []
+        for head, tokens in enumerate(heads):
+            group = head // (len(heads) // keys.shape[1])
+            weights = (tokens @ keys[:, group].T * scaling).exp()  # [T, R]
+            of_tokens.append(weights / weights.sum(-1, keepdim=True) @ values[:, group])
+        rows.append(torch.stack(of_tokens, dim=1))
     return torch.stack(rows)
 
 
@@ -111,17 +162,6 @@ def test_low_rank_factors_patch_projections(kind, role, alpha, backend):
     expect_equal(result, patched(read, fetched, 3, weight, role, alpha), [read, weight, *fetched.records.values()])
 
 
-def test_alpha_is_two_and_each_projection_has_factors_of_its_own():
-    for kind, roles in WIDTHS.items():
-        assert TYPES[kind]().alpha == 2.0
-        assert set(type(memory_of(kind)).projections) == set(roles)
-        for level, size in enumerate(options_of(kind).sizes):
-            result = {name: t.shape for name, t in options_of(kind).fetched(SIZES).levels[level].items()}
-            down = {f"{role}_down": (size, inputs) for role, (inputs, _) in roles.items()}
-            up = {f"{role}_up": (outputs, size) for role, (_, outputs) in roles.items()}
-            assert result == ({**down, **up} if size else {})
-
-
 @pytest.mark.parametrize("scaling", [0.5, 0.1])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_heads_attend_to_all_fetched_keys_in_one_softmax(layer, scaling):
@@ -135,29 +175,15 @@ def test_heads_attend_to_all_fetched_keys_in_one_softmax(layer, scaling):
     expect_equal(actual, expected, [query, output, *fetched.records.values()])
 
 
-def act(kind, fetched, read, layer=1):
-    """What a memory of any kind makes of `[B, T, 24]`."""
-    memory = memory_of(kind).to(read.dtype)
+def act(kind, fetched, read):
+    """What a memory of any kind makes of `[5, 3, 24]`."""
+    memory, blocks, heads = memory_of(kind).to(read.dtype), fetched.blocks_for(1), read.view(5, 3, 6, 4)
     if kind == "hier-ffn":
-        return memory(read[..., :12], fetched=fetched.blocks_for(layer))
+        return memory(read[..., :12], fetched=blocks)
     if kind == "hier-kv":
-        query = read.view(*read.shape[:2], 6, 4).transpose(1, 2)
-        return memory(
-            None,
-            None,
-            None,
-            read.view(*read.shape[:2], 6, 4),
-            unrotated=query,
-            scaling=0.5,
-            fetched=fetched.blocks_for(layer),
-        )
+        return memory(None, None, None, heads, unrotated=heads.transpose(1, 2), scaling=0.5, fetched=blocks)
     parts = [
-        memory(
-            read[..., :inputs],
-            read[..., :1].expand(-1, -1, outputs),
-            projection=role,
-            fetched=fetched.blocks_for(layer),
-        )
+        memory(read[..., :inputs], read[..., :outputs], projection=role, fetched=blocks)
         for role, (inputs, outputs) in WIDTHS[kind].items()
     ]
     return torch.cat(parts, dim=-1)
@@ -172,36 +198,6 @@ def test_narrow_dtypes_stay_near_and_keep_their_dtype(kind):
         assert (actual.double() - exact).norm() / exact.norm() < limit
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_blocks_as_they_start_add_exactly_zero(kind):
-    fetched, read = fetch(kind), states(5, 3, 24).detach()
-    for level, places in fetched.layout.records.items():
-        for position in places:
-            part = fetched.records[level].data[:, position.start : position.start + position.numel]
-            position.tensor.initial.fill(part, torch.Generator().manual_seed(position.start))
-            assert part.any() != (position.tensor.role == "value")
-    added = act(kind, fetched, read)
-    if kind == "hier-ffn":
-        expected = torch.zeros(5, 3, 12, dtype=torch.float64)
-    elif kind == "hier-kv":
-        expected = read.view(5, 3, 6, 4)
-    else:
-        expected = read[..., :1].expand(-1, -1, added.shape[-1])
-    assert torch.equal(added, expected)
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_a_block_that_starts_at_zero_has_a_gradient(kind):
-    """The other factor is not zero, so training moves it."""
-    fetched = fetch(kind)
-    for level, places in fetched.layout.records.items():
-        for position in places:
-            if position.tensor.role == "value":
-                fetched.records[level].data[:, position.start : position.start + position.numel] = 0
-    act(kind, fetched, states(5, 3, 24)).sum().backward()
-    assert all(record.grad.abs().amax(1).gt(0).all() for record in fetched.records.values())
-
-
 def test_what_is_on_the_device_stays_as_it_is():
     fetched = fetch("hier-kv")
     assert fetched.to("cpu") is fetched
@@ -209,3 +205,105 @@ def test_what_is_on_the_device_stays_as_it_is():
     assert all(
         tensor.is_meta for level in moved.blocks_for(1).levels for tensor in (*level.tensors.values(), level.blocks)
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_model"),
+    [
+        ("hier-lora-qk", lambda d, df, h, dh: 2 * (d + h * dh)),
+        ("hier-lora-vo", lambda d, df, h, dh: 2 * (d + h * dh)),
+        ("hier-lora-ffn", lambda d, df, h, dh: 3 * (d + df)),
+        ("hier-kv", lambda d, df, h, dh: 2 * h * dh),
+        ("hier-ffn", lambda d, df, h, dh: 3 * d),
+    ],
+)
+def test_sizes_are_those_of_appendix_i(kind, of_model):
+    """For a model with as many key and value heads as query heads, which the paper's own are."""
+    model = ModelSizes(hidden_size=24, num_heads=5, head_dim=6, intermediate_size=40, num_layers=7)
+    layout = layout_of(TYPES[kind](sizes=[11, 7, 0, 2]), model, tuple(range(7)))
+    constant = 7 * of_model(24, 40, 5, 6)
+    assert layout.levels == [1, 2, 4]
+    assert [layout.record_numel(level) for level in layout.levels] == [11 * constant, 7 * constant, 2 * constant]
+    assert layout.fetched == 20 * constant
+    assert layout.bank == (11 * 16 + 7 * 16**2 + 2 * 16**4) * constant
+    assert [layout.num_records(level) for level in layout.levels] == [17, 257, 65537]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_memory_has_no_tensors_of_its_own(kind):
+    options = TYPES[kind]()
+    assert getattr(options, "alpha", 2.0) == 2.0
+    assert options.sizes == [256, 64, 16, 0] and options.branching == 16 and options.without_ids == "none"
+    assert options.tensors(SIZES) == {} and options.tables(SIZES, LAYERS) == ()
+    assert not list(build_memory(options, SIZES).parameters()) and not list(build_memory(options, SIZES).buffers())
+
+
+def entry(kind="hier-ffn", **changes):
+    return {"type": kind, "layers": [0, 2], "sizes": [2, 1], "branching": 3, **changes}
+
+
+OF_LEVELS = "expected a size for each level of the tree, 0 or more, and not all of them 0, such as [256, 64, 16, 0]."
+OTHER_TREE = "levels, and 'hier-ffn' by one of branching 3 and 2 levels; expected one tree, by whose nodes a text fetches from both."
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([entry(branching=1)], "branching is 1; expected 2 or more."),
+        ([entry(branching=2.5)], "branching is 2.5; expected a whole number."),
+        *(([entry(sizes=sizes)], f"sizes is {sizes}; {OF_LEVELS}") for sizes in ([], [0, 0], [4, -1])),
+        ([entry(sizes=[1.5])], "sizes[0] is 1.5; expected a whole number."),
+        (
+            [entry(), entry("hier-kv", branching=4)],
+            f"memory 'hier-kv' fetches blocks by a tree of branching 4 and 2 {OTHER_TREE}",
+        ),
+        (
+            [entry(), entry("hier-kv", sizes=[2, 1, 0])],
+            f"memory 'hier-kv' fetches blocks by a tree of branching 3 and 3 {OTHER_TREE}",
+        ),
+        ([entry(), entry()], "two memories have the name 'hier-ffn'; expected a separate name for each."),
+    ],
+    ids=str,
+)
+def test_entries_that_do_not_fit_are_refused(entries, message):
+    with pytest.raises(ValueError) as raised:
+        read_memories(entries, SIZES)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1.0, math.inf, math.nan])
+def test_an_alpha_that_scales_nothing_is_refused(alpha):
+    with pytest.raises(ValueError, match=f"alpha is {alpha!r}; expected a number above 0."):
+        HierLoraQKOptions(alpha=alpha)
+
+
+def test_memories_of_one_tree_have_a_bank_each():
+    memories = read_memories([entry(), entry("hier-kv", layers=[1]), entry(name="second")], SIZES)
+    assert list(memories.banks) == ["hier-ffn", "hier-kv", "second"]
+    assert memories.banks["hier-kv"].layers == (1,) and memories.banks["second"].memory_type == "hier-ffn"
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "auto"])
+@pytest.mark.parametrize("rows, num_blocks", [(5, 3), (5, 1), (2, 4), (4, 4), (0, 2)], ids=str)
+def test_each_row_is_multiplied_by_its_block_in_the_dtype_of_inputs(rows, num_blocks, backend):
+    inputs, weights = states(rows, 3, 4), states(num_blocks, 6, 4, dtype=torch.float32)
+    blocks = torch.randint(num_blocks, (rows,), generator=torch.Generator().manual_seed(0))
+    result = block_linear(inputs, weights, blocks, backend=backend)
+    assert result.shape == (rows, 3, 6)
+    for row, block in enumerate(blocks.tolist()):
+        torch.testing.assert_close(result[row], inputs[row] @ weights[block].double().T)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((2, 4), (3, 6, 4), 5), r"inputs is \(2, 4\) and weights \(3, 6, 4\); expected \[batch, tokens, width\]"),
+        (((5, 3, 4), (3, 6, 5), 5), r"weights \(3, 6, 5\); expected"),
+        (((5, 3, 4), (3, 6, 4), 4), r"blocks is \(4,\); expected one for each of the 5 rows"),
+    ],
+    ids=["inputs", "weights", "blocks"],
+)
+def test_shapes_that_disagree_are_refused(shapes, message):
+    inputs, weights, rows = shapes
+    with pytest.raises(ValueError, match=message):
+        block_linear(torch.zeros(inputs), torch.zeros(weights), torch.zeros(rows, dtype=torch.int64))

@@ -164,43 +164,23 @@ def _odd() -> Any:
     return upscaled_model("llama", acting=True, **sizes)
 
 
+# The model, the memory and the bits that are asked for, and what is said.
 REFUSED = {
-    "bits": (lambda: acting("headwise"), {"bits": 2}, "bits is 2; expected 8 or 4"),
-    "other values": (
-        lambda: acting("ngram"),
-        {},
-        "'ngram' is of type 'ngram', whose values cannot be rounded.*--memory",
-    ),
-    "no table": (
-        lambda: upscaled_model("llama", new_layers=()),
-        {},
-        "no table of values; expected a model with a mem",
-    ),
-    "memory": (
-        lambda: acting("headwise"),
-        {"memory": "other"},
-        "memory is 'other'; expected .* the model has: headwise",
-    ),
-    "infinite": (
-        lambda: _unfinite(acting("product-key")),
-        {},
-        "value_bank holds NaN or infinite values.*expected finite",
-    ),
-    "odd": (
-        _odd,
-        {"bits": 4},
-        "value_bits is 4 and hidden_size / num_attention_heads is 9; expected an even width",
-    ),
-}
+    "bits": (lambda: acting("headwise"), None, 2, "bits is 2; expected 8 or 4"),
+    "values": (lambda: acting("ngram"), None, 8, "'ngram' is of type 'ngram', whose values cannot be rounded.*--memory"),
+    "no table": (lambda: upscaled_model("llama", new_layers=()), None, 8, "no table of values; expected a model with a mem"),
+    "memory": (lambda: acting("headwise"), "other", 8, "memory is 'other'; expected .* the model has: headwise"),
+    "infinite": (lambda: _unfinite(acting("product-key")), None, 8, "value_bank holds NaN or infinite values.*expected finite"),
+    "odd": (_odd, None, 4, "value_bits is 4 and hidden_size / num_attention_heads is 9; expected an even width"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_rounded_is_refused(case, tmp_path):
-    make, words, message = REFUSED[case]
+    make, memory, bits, message = REFUSED[case]
     make().save_pretrained(tmp_path / "model")
-    request = EditRequest(tmp_path / "model", tmp_path / "out", words.get("memory"))
     with pytest.raises(RequestError, match=message):
-        quantise(request, words.get("bits", 8))
+        quantise(EditRequest(tmp_path / "model", tmp_path / "out", memory), bits)
     assert not (tmp_path / "out").exists()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from memory.building import retrieving
+from memory.building import RETRIEVING, retrieving
 from memory.chapter_layers import layer as chapter_layer
 
 from midus_hf.config.model_sizes import ModelSizes
@@ -25,18 +25,30 @@ def build_ultramem(**options):
     return build_memory(UltraMemOptions(**options), sizes)
 
 
-def even_keys(memory):
-    """Keys of one length at right angles to each other, so that no slot is nearer to a random direction than the next."""
+def slots_read(memory_type, addressing):
+    """The slots or chapters that tokens read which all hold the same, and how many there are.
+
+    Keys have one length and right angles to each other, so that none is nearer to a random direction than the next.
+    """
+    if memory_type == "chapters":
+        memory = chapter_layer(routing="token", shared_chapters=0, k=1, addressing=addressing)
+        keys = [memory.router_weight.unsqueeze(0)]
+        memory.router_bias.data.zero_()
+    elif memory_type == "ultramem":
+        memory = build_ultramem(n=4, k=1, rank=2, addressing=addressing, zero="none")
+        keys = [key[0, 0].transpose(0, 1) for key in (memory.row_keys, memory.column_keys)]
+    else:
+        memory = build(memory_type, addressing=addressing)
+        keys = [memory.get_parameter(name) for name in memory.names_of("key")]
     with torch.no_grad():
-        for name in memory.names_of("key"):
-            key = memory.get_parameter(name)
-            key.copy_(torch.eye(key.shape[-1])[: key.shape[-2]].expand_as(key))
-    return memory
-
-
-def same_tokens(tokens=TOKENS, width=HIDDEN):
-    """Tokens that all hold the same `[1, T, D]`."""
-    return torch.randn(1, 1, width, generator=torch.Generator().manual_seed(1)).expand(1, tokens, width)
+        for key in keys:
+            key.copy_(torch.eye(max(key.shape[1:]))[: key.shape[1], : key.shape[2]].expand_as(key))
+    width = keys[0].shape[-1] if memory_type == "chapters" else HIDDEN
+    token = torch.randn(1, 1, width, generator=torch.Generator().manual_seed(1)).to(keys[0].dtype)
+    torch.manual_seed(0)
+    if memory_type == "chapters":
+        return memory.route(token.expand(1, TOKENS, width)).chosen, memory.num_chapters
+    return memory.eval().retrieve(token.expand(1, TOKENS, width))[1], 16
 
 
 def chi_square(slots, num_slots):
@@ -46,43 +58,10 @@ def chi_square(slots, num_slots):
     return ((counts - expected).square() / expected).sum().item() / (num_slots - 1)
 
 
+@pytest.mark.parametrize("memory_type", [*RETRIEVING, "ultramem", "chapters"])
 def test_every_slot_is_read_about_equally_often_though_tokens_hold_the_same(memory_type):
-    memory = even_keys(build(memory_type, addressing="random")).eval()
-    torch.manual_seed(0)
-    _, slots = memory.retrieve(same_tokens())
-    assert chi_square(slots, 16) < 2
-    _, by_content = even_keys(build(memory_type)).eval().retrieve(same_tokens())
-    assert chi_square(by_content, 16) > 100
-
-
-def test_every_row_of_a_table_is_read_about_equally_often():
-    def made(addressing):
-        torch.manual_seed(0)
-        memory = build_ultramem(n=4, k=1, rank=2, addressing=addressing, zero="none").eval()
-        with torch.no_grad():
-            for name in ("row_keys", "column_keys"):
-                key = memory.get_parameter(name)  # [H, h, n, r, d]
-                key.copy_(torch.eye(key.shape[-1])[:4, None].expand_as(key))
-        return memory
-
-    _, slots = made("random").retrieve(same_tokens())
-    assert chi_square(slots, 16) < 2
-    assert chi_square(made("content").retrieve(same_tokens())[1], 16) > 100
-
-
-def test_every_chapter_is_opened_about_equally_often():
-    def opened(addressing):
-        memory = chapter_layer(routing="token", shared_chapters=0, k=1, addressing=addressing)
-        with torch.no_grad():
-            width, chapters = memory.router_weight.shape[1], memory.num_chapters
-            memory.router_weight.copy_(torch.eye(max(width, chapters))[:chapters, :width])
-            memory.router_bias.zero_()
-        torch.manual_seed(0)
-        tokens = same_tokens(width=width).to(memory.router_weight.dtype)
-        return memory.route(tokens).chosen, chapters
-
-    assert chi_square(*opened("random")) < 2
-    assert chi_square(*opened("content")) > 100
+    assert chi_square(*slots_read(memory_type, "random")) < 2
+    assert chi_square(*slots_read(memory_type, "content")) > 100
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -127,7 +106,4 @@ def test_directions_are_as_long_as_what_they_replace(dtype):
     torch.testing.assert_close(*lengths, rtol=tolerance, atol=tolerance)
     cosines = torch.cosine_similarity(drawn.double(), vectors.detach().double(), dim=-1)
     assert cosines.mean().abs() < 0.2 and cosines.std() > 0.2
-
-
-def test_where_nothing_is_asked_nothing_is_drawn_beside_zero():
     assert torch.equal(random_directions(torch.zeros(3, 4)), torch.zeros(3, 4))

@@ -77,15 +77,50 @@ class Strange(MemoryModule):
     sites = (BehindLayer,)
 
 
-@pytest.fixture
-def strange(monkeypatch):
-    """Options and layer of a memory, both of which a test may extend."""
+class Secretive(Strange):
+    """Registers a buffer that its options do not declare."""
 
-    def build(options_class=StrangeOptions, layer=Strange):
-        monkeypatch.setattr(options_class, "layer", layer, raising=False)
-        return build_memory(options_class(), SIZES)
+    def __init__(self, options, sizes):
+        super().__init__(options, sizes)
+        self.register_buffer("hidden_table", torch.zeros(2))
 
-    return build
+
+class ReadsWeight(Strange):
+    """Reads the weight of a linear layer that it should call."""
+
+    def forward(self, hidden_states):
+        return hidden_states @ self.projection.weight.T
+
+
+class Nowhere(Strange):
+    """Leaves out the site of its options."""
+
+    sites = ()
+
+
+LEFT_OUT = r"needs the service {0}, which Strange\.services leaves out; expected midus_hf\..*\.{0} there"
+NEEDS = {
+    "WholeSequences": {"reads_ahead": True},
+    "ScaledInitialisation": {"scales_initialisation": True},
+    "Tables": {"tables": lambda self, sizes, layers: (SharedTables(layers, {}),)},
+}
+
+
+@pytest.mark.parametrize(
+    ("layer", "changes", "message"),
+    [
+        (Secretive, {}, "has a tensor 'hidden_table', which StrangeOptions.tensors leaves out; expected"),
+        (ReadsWeight, {}, r"reads self\.projection\.weight; expected self\.projection\(\.\.\.\)"),
+        (Nowhere, {}, r"has the site .behind-layer., which Nowhere\.sites leaves out"),
+        *((Strange, changes, LEFT_OUT.format(service)) for service, changes in NEEDS.items()),
+    ],
+    ids=["tensor", "weight", "site", *NEEDS],
+)
+def test_a_layer_that_does_not_go_with_its_options_is_refused(layer, changes, message, monkeypatch):
+    options_class = type("Needy", (StrangeOptions,), changes) if changes else StrangeOptions
+    monkeypatch.setattr(options_class, "layer", layer, raising=False)
+    with pytest.raises(ValueError, match=message):
+        build_memory(options_class(), SIZES)
 
 
 @pytest.mark.parametrize("name", ["options", "declared", "services", "type", "forward", "training"])
@@ -98,53 +133,6 @@ def test_a_tensor_with_the_name_of_something_that_modules_have_is_refused(name):
         ValueError, match=f"has a tensor '{name}', the name of something that every module of a memory"
     ):
         check_code(Named, Strange)
-
-
-def test_a_tensor_that_is_not_declared_is_refused(strange):
-    class Secretive(Strange):
-        def __init__(self, options, sizes):
-            super().__init__(options, sizes)
-            self.register_buffer("hidden_table", torch.zeros(2))
-
-    with pytest.raises(
-        ValueError, match=r"has a tensor 'hidden_table', which StrangeOptions.tensors leaves out; expected"
-    ):
-        strange(layer=Secretive)
-
-
-def test_a_layer_that_reads_the_weight_of_a_linear_layer_is_refused(strange):
-    class ReadsWeight(Strange):
-        def forward(self, hidden_states):
-            return hidden_states @ self.projection.weight.T
-
-    with pytest.raises(ValueError, match=r"reads self\.projection\.weight; expected self\.projection\(\.\.\.\)"):
-        strange(layer=ReadsWeight)
-
-
-def test_a_layer_without_a_site_of_its_options_is_refused(strange):
-    class Nowhere(Strange):
-        sites = ()
-
-    with pytest.raises(ValueError, match=r"has the site .behind-layer., which Nowhere\.sites leaves out"):
-        strange(layer=Nowhere)
-
-
-@pytest.mark.parametrize(
-    ("service", "changes"),
-    [
-        ("WholeSequences", {"reads_ahead": True}),
-        ("ScaledInitialisation", {"scales_initialisation": True}),
-        ("Tables", {"tables": lambda self, sizes, layers: (SharedTables(layers, {}),)}),
-    ],
-)
-def test_a_layer_without_a_service_that_its_options_need_is_refused(service, changes, strange):
-    with pytest.raises(ValueError, match=rf"needs the service {service}, which Strange\.services leaves out"):
-        strange(type("Needy", (StrangeOptions,), changes))
-
-
-def test_a_memory_that_does_not_fit_the_model_is_refused():
-    with pytest.raises(ValueError, match="hidden_size is 33; expected a multiple of the 4 attention heads"):
-        build_memory(MEMORY_TYPES["linear"](), ModelSizes(hidden_size=33, num_heads=4))
 
 
 def test_what_a_checkpoint_has_filled_is_not_initialised_again():
