@@ -52,6 +52,7 @@ for name in json.load(open("names.json")):
     born, acting = (loaded(f"{name}_{kind}") for kind in ("born", "acting"))
     package = type(born).__module__.rpartition(".")[0]
     findings[name] = [module for module in sys.modules if module.startswith(package + ".")]
+    born.save_pretrained(f"{name}_again", max_shard_size="8KB")
     results = {"born": logits_of(born, inputs), "acting": computed(acting, inputs)}
     if os.path.exists(f"{name}_acting.pickle"):
         results["pickled"] = sent_to_another_process(f"{name}_acting", inputs)
@@ -165,7 +166,12 @@ def test_the_module_alone_computes_what_the_package_does(family, method, folder)
     (module,) = findings(folder)[name_of(family, method)]
     assert module.endswith(".modeling_midus")
     there = results(folder, family, method)
-    born = computing.logits_of(with_the_package(folder, "born", family, method), inputs_of(method))
+    # Saved without the package, in shards, it has the same code and record, and is loaded with the package.
+    saved, again = (folder / f"{name_of(family, method)}_{kind}" for kind in ("born", "again"))
+    assert [path.read_text() for path in again.glob("*.py")] == [(saved / "modeling_midus.py").read_text()]
+    model = with_the_package(folder, "again", family, method)
+    assert model.config.upscale == json.loads((saved / "config.json").read_text())["upscale"]
+    born = computing.logits_of(model, inputs_of(method))
     assert torch.equal(there["born"], born)
     here, there = (
         computing.computed(with_the_package(folder, "acting", family, method), inputs_of(method)),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sites import toy_inserted, toy_methods
+from sites import toys
 from sites.cases import SiteCase, give_values
 from transformers import PreTrainedModel
 
@@ -20,12 +20,8 @@ _REGISTRIES = (MEMORY_TYPES, METHODS)
 
 def _take_away_toys() -> list[dict]:
     """Take out of each registry what toys have entered, since tests elsewhere list what a registry has."""
-    own = toy_inserted.__name__.partition(".")[0], toy_methods.__name__.partition(".")[0]
-    taken = []
-    for registry in _REGISTRIES:
-        toys = {name: entry for name, entry in registry.items() if entry.__module__.partition(".")[0] in own}
-        taken.append({name: registry.pop(name) for name in toys})
-    return taken
+    entered = [[name for name, entry in each.items() if entry.__module__ == toys.__name__] for each in _REGISTRIES]
+    return [{name: each.pop(name) for name in names} for each, names in zip(_REGISTRIES, entered, strict=True)]
 
 
 # Whatever imports a toy after this finds it imported, and registers nothing.
@@ -33,7 +29,7 @@ _TOYS = _take_away_toys()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def toys() -> Iterator[None]:
+def registered_toys() -> Iterator[None]:
     """The toy memories and their methods are there for the tests of a module."""
     for registry, entries in zip(_REGISTRIES, _TOYS, strict=True):
         registry.update(entries)

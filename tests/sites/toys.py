@@ -1,4 +1,4 @@
-"""A memory for every site, in one file outside the package: a low-rank map, at first to zero."""
+"""A memory for every site, in one file outside the package, and the methods that give it: a low-rank map, at first to zero."""
 
 from dataclasses import dataclass
 
@@ -17,6 +17,8 @@ from midus_hf.memories.hosting.sites import (
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.options import InsertedOptions, MemoryOptions, SharedTables
 from midus_hf.memories.registry import layer_of, register_memory
+from upscalers.methods.contract import register_method
+from upscalers.methods.memory_methods import AttachedMemoryMethod, InsertedMemoryMethod
 
 
 @register_memory("toy")
@@ -147,26 +149,43 @@ class ToyHeads(MemoryModule):
         return output + (added if toy_scale is None else added * toy_scale.to(added.dtype)[:, None, None, None])
 
 
-@register_memory("toy-ids")
-@dataclass(kw_only=True)
-class ToyIdsOptions(MemoryOptions):
-    """A row for each hash of a token's id."""
-
-    sites = ("beside-ffn", "behind-layer")
-
-    rows: int = option(5, "rows that ids are hashed to")
-
-    def tensors(self, sizes):
-        return {"row_bank": DeclaredTensor((self.rows, sizes.hidden_size), "value", ZEROS)}
+class _ToyMethod(AttachedMemoryMethod):
+    summary = "a toy memory, attached to layers"
+    paper = None
+    identity = True
 
 
-@layer_of(ToyIdsOptions)
-class ToyIds(MemoryModule):
-    """Adds the row of each token's id, whatever the hidden states are."""
+@register_method("toy")
+class ToyMethod(_ToyMethod):
+    """A low-rank map at any site outside the base's own modules."""
 
-    sites = (BesideFeedForward, BehindLayer)
-    forward_arguments = ("input_ids",)
+    memory_options = ToyOptions
 
-    def forward(self, hidden_states, *, input_ids):
-        assert input_ids.shape == hidden_states.shape[:2]
-        return self.row_bank[input_ids % len(self.row_bank)]
+
+@register_method("toy-attention")
+class ToyAttentionMethod(_ToyMethod):
+    """Adapters inside attention."""
+
+    memory_options = ToyAttentionOptions
+
+
+@register_method("toy-ffn")
+class ToyFfnMethod(_ToyMethod):
+    """Adapters inside the feed-forward network."""
+
+    memory_options = ToyFfnOptions
+
+
+@register_method("toy-heads")
+class ToyHeadsMethod(_ToyMethod):
+    """A map of what heads ask."""
+
+    memory_options = ToyHeadsOptions
+
+
+@register_method("toy-inserted")
+class ToyInserted(InsertedMemoryMethod):
+    """Attention and a low-rank map in layers of their own."""
+
+    summary = "layers of attention and a low-rank map"
+    options_class = ToyOptions
