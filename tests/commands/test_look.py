@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from look.chapter_models import routed_model
-from look.memory_models import write_text
-from look.upscaled_folders import acting, loaded, saved_pair, saved_with_bank
+from look.upscaled_folders import acting, loaded, saved_pair, saved_with_bank, write_text
 from models.depth_models import depth_model
 from safetensors.torch import load_file, save_file
 from training.tiny_run import document, letter_tokenizer, tiny_tokenizer
