@@ -1,4 +1,4 @@
-"""A memory for every site, in one file outside the package, and the methods that give it: a low-rank map, at first to zero."""
+"""A memory for every site, in one file outside the package: a low-rank map, at first to zero."""
 
 from dataclasses import dataclass
 
@@ -17,8 +17,6 @@ from midus_hf.memories.hosting.sites import (
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.options import InsertedOptions, MemoryOptions, SharedTables
 from midus_hf.memories.registry import layer_of, register_memory
-from upscalers.methods.contract import register_method
-from upscalers.methods.memory_methods import AttachedMemoryMethod, InsertedMemoryMethod
 
 
 @register_memory("toy")
@@ -147,45 +145,3 @@ class ToyHeads(MemoryModule):
     def forward(self, query, key, value, output, *, toy_scale=None):
         added = (query @ self.table).transpose(1, 2)
         return output + (added if toy_scale is None else added * toy_scale.to(added.dtype)[:, None, None, None])
-
-
-class _ToyMethod(AttachedMemoryMethod):
-    summary = "a toy memory, attached to layers"
-    paper = None
-    identity = True
-
-
-@register_method("toy")
-class ToyMethod(_ToyMethod):
-    """A low-rank map at any site outside the base's own modules."""
-
-    memory_options = ToyOptions
-
-
-@register_method("toy-attention")
-class ToyAttentionMethod(_ToyMethod):
-    """Adapters inside attention."""
-
-    memory_options = ToyAttentionOptions
-
-
-@register_method("toy-ffn")
-class ToyFfnMethod(_ToyMethod):
-    """Adapters inside the feed-forward network."""
-
-    memory_options = ToyFfnOptions
-
-
-@register_method("toy-heads")
-class ToyHeadsMethod(_ToyMethod):
-    """A map of what heads ask."""
-
-    memory_options = ToyHeadsOptions
-
-
-@register_method("toy-inserted")
-class ToyInserted(InsertedMemoryMethod):
-    """Attention and a low-rank map in layers of their own."""
-
-    summary = "layers of attention and a low-rank map"
-    options_class = ToyOptions
