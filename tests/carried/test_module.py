@@ -30,27 +30,17 @@ ROOT = Path(__file__).parent.parent.parent
 # What a carried module may import beside Python's own library: torch, transformers, and what this one installs.
 OTHERS = {"torch", "transformers", "safetensors", "huggingface_hub"}
 
-# Parts that some memories need, by the methods that need them, or by how their names begin.
+# What memories need beside the sites and services that their layers name, by the methods that do, or by how their names begin.
 NEEDED_BY = {
     "AttentionHost": ("hier-kv", "moda", "packs"),
     "PackBank": ("packs",),
-    "AttentionAdapters": ("hier-lora-qk", "hier-lora-vo"),
-    "AttentionHeads": ("hier-kv",),
-    "DepthHeads": ("moda",),
-    "InsideFeedForward": ("hier-lora-ffn",),
-    "BesideFeedForward": ("engram", "hier-ffn", "ultramem-v2"),
-    "BehindAttention": ("engram", "moc"),
-    "Skip": ("ultramem-v2",),
     "MemoryBank": ("hier-",),
     "BankLayout": ("hier-",),
     "TrainedBank": (),
-    "Tables": ("engram", "moc", "ultramem-v2"),
-    "States": ("engram", "moc", "packs"),
     "Tokens": ("engram", "moc", "packs"),
     "RouterReports": ("moc",),
-    "WholeSequences": ("moc",),
-    "ScaledInitialisation": ("ultramem-v2",),
 }
+LAYERS = {name: layer_class(options()) for name, options in MEMORY_TYPES.items()}
 
 of_all_cases = pytest.mark.parametrize(("family", "method"), CASES)
 on_llama = pytest.mark.parametrize("method", METHODS)
@@ -115,13 +105,16 @@ def test_the_module_needs_torch_and_transformers_alone_and_has_what_its_memories
     classes = {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     for name, methods in NEEDED_BY.items():
         assert (name in classes) is any(map(method.startswith, methods)), name
-    (model,) = json.loads((checkpoints(family, method) / "config.json").read_text())["architectures"]
+    config = json.loads((checkpoints(family, method) / "config.json").read_text())
+    layer = LAYERS[config["memory"][0]["type"]]
+    others = set(LAYERS.values()) - set(layer.__mro__)
+    assert not classes & {each.__name__ for each in others}
+    for part in {part for each in LAYERS.values() for part in (*each.sites, *each.services)}:
+        is_needed = any(issubclass(each, part) for each in (*layer.sites, *layer.services))
+        assert part.__name__ in NEEDED_BY or (part.__name__ in classes) is is_needed, part
+    (model,) = config["architectures"]
     own = model.removesuffix("ForCausalLM")
     assert model in classes and all(name.startswith(own) for name in classes if name.startswith("Midus")), own
-    carried = imported(checkpoints(family, method)).MEMORY_TYPES
-    layers = {name: layer_class(options()).__name__ for name, options in MEMORY_TYPES.items()}
-    other_memories = {layer for name, layer in layers.items() if name not in carried}
-    assert not classes & other_memories
 
 
 @of_all_cases
