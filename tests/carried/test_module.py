@@ -10,12 +10,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 import pytest
 import torch
-from carried.made import ALL_CASES, CASES, METHODS, MOST_LINES
+from carried.made import ALL_CASES, CASES, METHODS, MOST_LINES, imported
 from pairs import by_default
 
 import midus_hf
@@ -48,16 +47,6 @@ on_llama = pytest.mark.parametrize("method", METHODS)
 
 def source_of(folder: Path) -> str:
     return (folder / "modeling_midus.py").read_text(encoding="utf-8")
-
-
-def imported(folder: Path) -> Any:
-    """The module of a checkpoint, under a name of its own."""
-    name = f"carried_{folder.name.replace('-', '_')}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, folder / "modeling_midus.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 def imports_of(source: str) -> set[str]:

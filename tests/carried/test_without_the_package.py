@@ -9,8 +9,7 @@ import cloudpickle
 import pytest
 import torch
 from carried import computing
-from carried.made import CASES, INFERRED, KINDS, METHODS
-from carried.test_module import imported
+from carried.made import CASES, INFERRED, KINDS, METHODS, imported
 from models.fresh_process import run_python
 from pairs import by_default, wanted_by_tests
 from safetensors.torch import load_file, save_file
