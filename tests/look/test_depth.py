@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 from models.depth_models import depth_model
+from models.depth_reference import add_depth
+from tiny import tiny_model
 from training.tiny_run import refused
 
 from midus_hf.evaluation.text_rows import TextRows, read_rows
 from midus_hf.look.depth import DepthReading, depth_map, depth_rows, depth_table, record_depth
-from midus_hf.memories.depth_attention.layer import DepthAttention
 from midus_hf.memories.hosting.sequence_heads import SequenceHeads
 
 HEADS = 4
@@ -29,61 +30,20 @@ def read(model: Any, text: TextRows, batch_size: int = 4) -> list[DepthReading]:
     return readings
 
 
-def joint_shares_into(result):
-    """A hook that keeps, by layer, what the value of each slot is multiplied with, `[B, H, T, n]`, and the sequence, `[B, H, T]`.
-
-    Scores of both are laid side by side in one softmax, and those of the depth in one of their own.
-    """
-
-    def keep(memory, arguments, options, output):
-        if "sequence" not in options:
-            return
-        sequence, query = options["sequence"], arguments[0]
-        group, tokens = query.shape[1] // sequence.key.shape[1], query.shape[2]
-        scores = sequence.query @ sequence.key.repeat_interleave(group, 1).transpose(-1, -2)
-        slots = torch.stack([(query * key.repeat_interleave(group, 1)).sum(-1) for key in options["keys"]], -1)
-        scores, slots = scores * sequence.scaling, slots * sequence.scaling
-        if sequence.softcap is not None:
-            scores, slots = (sequence.softcap * torch.tanh(part / sequence.softcap) for part in (scores, slots))
-        places = torch.arange(tokens)
-        window = getattr(sequence.module, "sliding_window", None) or tokens
-        hidden = (places > places[:, None]) | (places[:, None] - places >= window)
-        joint = torch.cat([scores.masked_fill(hidden, float("-inf")), slots], -1).softmax(-1)
-        gate = 1.0 if memory.gate is None else memory.gate[:, None, None]
-        closed = slots.softmax(-1) if memory.options.joining == "added" else torch.zeros_like(slots)
-        of_sequence = (1 - gate) + gate * joint[..., :tokens].sum(-1, keepdim=True)
-        result[memory.index] = ((1 - gate) * closed + gate * joint[..., tokens:], of_sequence.squeeze(-1))
-
-    return keep
-
-
-def expected_shares(model, tokens):
-    """The mean share of each slot by layer, `[H, n]`, and of the sequence, `[H]`."""
-    results = {}
-    modules = [module for module in model.modules() if isinstance(module, DepthAttention)]
-    handles = [module.register_forward_hook(joint_shares_into(results), with_kwargs=True) for module in modules]
-    with torch.no_grad():
-        model(tokens)
-    for handle in handles:
-        handle.remove()
-    return [(slots.mean((0, 2)), sequence.mean((0, 2))) for slots, sequence in results.values()]
-
-
 @pytest.mark.parametrize("kind", ["default", "reused", "joint", "bias", "added to reused", "some"])
 @pytest.mark.parametrize(
     ("of_family", "attention"), [("llama", "eager"), ("llama", "sdpa"), ("gemma2", "eager"), ("gemma3", "sdpa")]
 )
 def test_shares_are_what_values_are_multiplied_with(of_family, kind, attention):
-    model = depth_model(of_family, kind)
+    model, native, text = depth_model(of_family, kind), tiny_model(of_family, torch.float64), rows(12)
     model.set_attn_implementation(attention)
-    text = rows(12)
-    readings = read(model, text)
-    expected = expected_shares(model, text.rows[0][None, :-1])
-    assert len(readings) == len(expected)
-    for reading, (shares, of_sequence) in zip(readings, expected, strict=True):
-        assert len(reading.slots) == shares.shape[1]
-        torch.testing.assert_close(reading.shares, shares)
-        torch.testing.assert_close(reading.sequence_shares, of_sequence)
+    add_depth(native, model)
+    with torch.no_grad():
+        native(text.rows[0][None, :-1], use_cache=False)
+    readers = [layer.self_attn for layer in native.model.layers if hasattr(layer.self_attn, "slot_shares")]
+    for reading, expected in zip(read(model, text), readers, strict=True):
+        torch.testing.assert_close(reading.shares, expected.slot_shares.mean((0, 2)))
+        torch.testing.assert_close(reading.sequence_shares, expected.sequence_share.mean((0, 2)))
 
 
 def test_slots_are_told_by_the_layer_that_wrote_them():
