@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from look.chapter_models import CHAPTERS, LAYERS, READ, SHARED, routed_model, rows_of
+from models.chapter_models import chapter_model, memories_of
 from models.hierarchical_models import hierarchical_model
 from models.upscaled import NEW_LAYERS, upscaled_model
 from tiny import prompt
@@ -76,14 +76,33 @@ def test_counts_are_those_of_every_slot_scored_and_sorted(family, kind):
         assert torch.equal(counts, expected[position])
 
 
+@torch.no_grad()
+def routed_model(family):
+    """A model whose residual stream has 100 or -100 in its first element, by which tokens choose chapters: nothing adds to it."""
+    model = chapter_model(family, dtype=torch.float32, chapters=6, routing="token", layers=(0, 2))
+    embedding = model.get_input_embeddings()
+    kinds = torch.where(torch.arange(model.config.vocab_size) < 64, 100.0, -100.0)
+    embedding.weight[:, 0] = kinds / getattr(embedding, "embed_scale", torch.ones(()))
+    for block in model.model.layers:
+        for projection in (block.self_attn.o_proj, block.mlp.down_proj):
+            projection.weight[0] = 0
+    for memory in memories_of(model):
+        memory.output_projection.weight[0] = 0
+        memory.router_bias.zero_()
+        memory.router_weight.zero_()
+        memory.router_weight[:, 0] = torch.tensor([0.0, 8, 7, 0, -7, -8])
+    return model
+
+
 def test_every_token_counts_once_for_each_chapter_that_it_opens(family):
+    """Chapters 1 and 2 of the first kind, 4 and 5 of the other; the shared one, which all read, is not counted."""
     model = routed_model(family)
     with record_usage(model) as usage:
-        for kinds in READ:
-            read_rows(model, rows_of(kinds), batch_size=2)  # of other lengths: padding does not count
-    opened = [sum(28 for read in READ.values() if chapter in read) for chapter in range(SHARED, CHAPTERS)]
+        for first in (3, 64):
+            text = [torch.arange(first, first + length + 1) for length in (12, 12, 7)]  # padding does not count
+            read_rows(model, TextRows("text", text, [0, 1, 2]), batch_size=2)
     assert {position: counts.tolist() for position, counts in usage.items()} == {
-        f"{layer} chapters": [opened] for layer in LAYERS
+        f"{layer} chapters": [[31, 31, 0, 31, 31]] for layer in (0, 2)
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from look.chapter_models import routed_model
+from models.chapter_models import chapter_model
 from models.depth_models import depth_model
 from models.gradients import enable_checkpointing
 from models.hierarchical_models import hierarchical_model
@@ -41,7 +41,7 @@ WATCHES = {
         lambda folder: upscaled_model("llama", memory_type="product-key"), record_usage, tokens_of(4 * 3), "memory"
     ),
     "opened chapters": Watch(
-        lambda folder: routed_model(routing="chunk", chunk_size=4), record_usage, tokens_of(2), "memories.chapters",
+        lambda folder: chapter_model(routing="chunk", dtype=torch.float32), record_usage, tokens_of(2), "memories.chapters",
         is_reentrant=False,
     ),
     "depth": Watch(
