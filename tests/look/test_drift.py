@@ -56,17 +56,6 @@ def test_long_rows_are_compared_in_parts(monkeypatch):
     assert parts.divergence.difference == pytest.approx(whole.divergence.difference) and parts.changed == whole.changed
 
 
-def test_a_base_of_other_tokens_is_refused():
-    with refused("the model predicts 128 tokens and the base 96; expected one vocabulary"):
-        other_base(tiny_model("llama"), tiny_model("llama", vocab_size=96))
-
-
-def test_batches_of_no_rows_are_refused():
-    model = tiny_model("llama")
-    with refused("batch_size is 0; expected at least 1"):
-        drift(model, other_base(model, model), [TEXT], batch_size=0)
-
-
 def test_broken_weights_are_an_error():
     model, broken = tiny_model("llama"), tiny_model("llama")
     broken.lm_head.weight.data[5] = torch.nan
@@ -74,8 +63,12 @@ def test_broken_weights_are_an_error():
         drift(broken, other_base(broken, model), [TEXT])
 
 
-def test_a_model_without_some_layers_of_its_base_does_not_hold_it():
+def test_models_and_requests_that_do_not_fit_are_refused():
     model = loaded(saved_pair("llama", "midus-hml")[1])
+    with refused("the model predicts 128 tokens and the base 96; expected one vocabulary"):
+        other_base(model, tiny_model("llama", vocab_size=96))
+    with refused("batch_size is 0; expected at least 1"):
+        drift(model, other_base(model, model), [TEXT], batch_size=0)
     model.config.upscale["plan"].pop(0)
     with refused("base is 'self', but the model does not have all layers of its base; expected"):
         base_within(model)

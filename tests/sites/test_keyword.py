@@ -19,20 +19,6 @@ PADDED = {"input_ids": prompt().masked_fill(MASK == 0, 0), "attention_mask": MAS
 
 
 @each()
-@torch.no_grad()
-def test_each_row_of_a_batch_has_its_own_scale(case, family, toy_model):
-    model = toy_model(case, family)
-    # What generation makes of the mask: a memory may read queries, which know their position.
-    inputs = {**PADDED, "position_ids": (MASK.cumsum(1) - 1).clamp(min=0)}
-    together, plain = model(**inputs, toy_scale=SCALES).logits, model(**inputs).logits
-    for row, padding in ((0, 5), (1, 0)):
-        alone = model(prompt()[row : row + 1, padding:], toy_scale=SCALES[row : row + 1]).logits[0]
-        torch.testing.assert_close(together[row, padding:], alone, rtol=1e-4, atol=1e-5)
-        assert (alone - plain[row, padding:]).abs().max() > 1e-3
-    assert torch.equal(model(**inputs, toy_scale=torch.ones(2)).logits, plain)
-
-
-@each()
 def test_a_scale_of_zero_gives_the_base_again(case, family, toy_model, shared_base):
     model, zeros = toy_model(case, family), torch.zeros(2)
     with torch.no_grad():
