@@ -73,6 +73,13 @@ REFUSALS = {
             "loop": "for number in range(3):\n    pass\n",
         }.items()
     },
+    **{
+        f"a module that is imported itself: {form}": (
+            {"tables": "SIZE = 3\n", "zz": f"{form}\n\n\ndef apply():\n    return tables.SIZE\n"},
+            r"of_others\.zz reads tables, which no module of of_others defines .* Import names from",
+        )
+        for form in ("from of_others import tables", "from . import tables", "import of_others.tables as tables")
+    },
 }
 
 
@@ -109,13 +116,33 @@ def test_what_cannot_be_taken_along_is_refused(case, written):
             2,
         ),
         ({"zz": "def module_of(x):\n    return x + 1\n\n\ndef apply(x):\n    return module_of(x)\n"}, 2),
+        (
+            {
+                "tables": "SIZE = 3\nUNUSED = 4\n",
+                "more": "from .tables import SIZE\n\n\ndef size():\n    return SIZE\n",
+                "zz": """
+                from of_others.more import size
+                from .tables import SIZE as AGAIN
+
+                def apply(x):
+                    return size() + AGAIN
+                """,
+            },
+            6,
+        ),
     ],
-    ids=["a variable with the name of a definition", "imported under another name", "named like a stand-in"],
+    ids=[
+        "a variable with the name of a definition",
+        "imported under another name",
+        "named like a stand-in",
+        "either form of import",
+    ],
 )
 def test_definitions_compute_what_they_did(sources, expected, written):
     scope = {"__name__": "carried"}
-    exec(written("zz.apply", {"module_of": Name("midus_hf.carried.standins", "module_of")}, **sources), scope)
-    assert scope["apply"](1) == expected
+    source = written("zz.apply", {"module_of": Name("midus_hf.carried.standins", "module_of")}, **sources)
+    exec(source, scope)
+    assert "UNUSED" not in source and scope["apply"](1) == expected
 
 
 def test_classes_are_kept_whole(written):
